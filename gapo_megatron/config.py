@@ -1,0 +1,321 @@
+"""The run's configuration: frozen pydantic models, TOML files, `section.key=value` overrides.
+
+Precedence: defaults < the file named by `base` < the file itself < overrides. Nothing changes a
+config after it is loaded. Paths are relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.objective.methods import METHODS, Method
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class RunConfig(_Section):
+    output_dir: str
+    """Everything the run writes lands here."""
+    seed: NonNegative = 0
+    num_steps: Positive
+    """Rollout batches to train on."""
+
+
+class ModelConfig(_Section):
+    hf_dir: str
+    """Hugging Face folder (config.json, tokenizer, safetensors) of the initial policy."""
+    precision: Literal["fp32", "bf16", "fp8"] = "bf16"
+    """bf16 and fp8 keep fp32 master weights; fp8 needs Transformer Engine."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation: `selective` recomputes attention, `full` every layer."""
+
+
+class ParallelConfig(_Section):
+    tensor_model_parallel_size: Positive = 1
+    pipeline_model_parallel_size: Positive = 1
+    sequence_parallel: bool = False
+    """Shard activations between tensor-parallel regions along the sequence; needs tensor parallelism."""
+    timeout_s: Positive = 1800
+    """A collective that waits longer ends the job."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError("sequence_parallel=true needs tensor_model_parallel_size > 1")
+        return self
+
+
+class DataConfig(_Section):
+    train_path: str
+    """JSONL with one problem a line: id, prompt, answer, optional level (docs/data.md)."""
+    eval_path: str = ""
+    """Held-out problems in the same form; empty: no evaluation."""
+    max_prompt_tokens: Positive = 2048
+    chat_template: bool = False
+    """Wrap `prompt` as a user message in the tokenizer's chat template."""
+
+
+class BatchConfig(_Section):
+    """The paper's batch words. Sequences are prompts x rollouts_per_prompt."""
+
+    rollout_prompts: Positive = 256
+    """Prompts of one rollout batch (one step)."""
+    minibatch_prompts: Positive = 64
+    """Prompts of one optimizer update; divides rollout_prompts."""
+    rollouts_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """k. One rollout has no group to compare with."""
+    max_tokens_per_microbatch: Positive = 32768
+    """Packed tokens (prompt + response) of one forward pass on one data-parallel rank."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.rollout_prompts % self.minibatch_prompts:
+            raise ValueError(
+                f"minibatch_prompts ({self.minibatch_prompts}) must divide "
+                f"rollout_prompts ({self.rollout_prompts})"
+            )
+        return self
+
+    @property
+    def num_minibatches(self) -> int:
+        return self.rollout_prompts // self.minibatch_prompts
+
+
+class RolloutConfig(_Section):
+    max_response_tokens: Positive
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of sampling, and of the trainer's log-probs alike."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    tensor_parallel_size: Positive = 1
+    """vLLM's own tensor parallelism, inside a node, apart from the trainer's."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of GPU memory vLLM may take while it is awake."""
+    cpu_kv_cache_gib: Positive = 1
+    """KV cache when running on CPU, in GiB per rank."""
+    enforce_eager: bool = False
+    """Skip compilation and graph capture: slower tokens, faster start."""
+    verify_sequences: Positive = 4
+    """Sequences whose log-probs are compared with the trainer's after every weight sync."""
+    verify_bound: Annotated[float, Field(gt=0)] = 0.1
+    """Largest mean |trainer - vLLM| per token that passes (fp32 on CPU: 1e-5; bf16: about 0.02)."""
+
+
+class RewardConfig(_Section):
+    kind: Literal["math", "code", "exact"]
+    """`math`: boxed answers; `code`: unit tests; `exact`: the last field of the response (demo)."""
+
+
+class ObjectiveConfig(_Section):
+    """A method of the paper; the other keys override its preset where given."""
+
+    method: str = "gapo"
+    eps_low: Annotated[float, Field(gt=0)] | None = None
+    eps_high_max: Annotated[float, Field(gt=0)] | None = None
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    normalize_std: bool | None = None
+    focal_gamma: Annotated[float, Field(ge=0)] | None = None
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of KL(policy || initial policy); above 0 every sequence is computed."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus; above 0 every sequence is computed."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.method not in METHODS:
+            near = difflib.get_close_matches(self.method, METHODS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"method {self.method!r} is not one of {', '.join(METHODS)}{hint}")
+        method = self.resolve()
+        if method.eps_high_max < method.eps_low and not method.stop_gradient_ratio:
+            raise ValueError(
+                f"eps_high_max ({method.eps_high_max}) must be at least eps_low ({method.eps_low})"
+            )
+        return self
+
+    def resolve(self) -> Method:
+        """The preset with this section's overrides."""
+        keys = ("eps_low", "eps_high_max", "aggregation", "normalize_std", "focal_gamma")
+        given = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        return dataclasses.replace(METHODS[self.method], **given)
+
+    @property
+    def needs_every_sequence(self) -> bool:
+        """True when rows with A = 0 still carry a gradient."""
+        return self.kl_coef > 0 or self.entropy_coef > 0
+
+
+class OptimizerConfig(_Section):
+    """AdamW, constant learning rate (the paper's table)."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    """Largest global gradient norm."""
+    warmup_steps: NonNegative = 0
+    """Optimizer updates over which the learning rate rises linearly from 0."""
+
+
+class SupervisedConfig(_Section):
+    """`python -m gapo_megatron.sft`: supervised training that makes `model.hf_dir` (the demo's warm start)."""
+
+    initial_hf_dir: str
+    """Hugging Face folder the supervised training starts from."""
+    train_path: str
+    """JSONL with one example a line: prompt, response."""
+    num_steps: Positive
+    batch_sequences: Positive = 128
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak: linear warm-up over a tenth of the steps, then linear decay to a tenth."""
+
+
+class CheckpointConfig(_Section):
+    every_steps: NonNegative = 50
+    """Save every so many steps (0: only at the end)."""
+    keep_last: Positive = 2
+
+
+class EvaluationConfig(_Section):
+    every_steps: NonNegative = 0
+    """Evaluate before the first step, every so many steps, and at the end (0: never)."""
+    samples_per_prompt: Positive = 8
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+
+
+class MetricsConfig(_Section):
+    tensorboard: bool = True
+    wandb_project: str = ""
+    """Weights & Biases project; empty: off."""
+
+
+class Config(_Section):
+    """One run. Sections in the order in which the loop uses them."""
+
+    run: RunConfig
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    batch: BatchConfig = BatchConfig()
+    rollout: RolloutConfig
+    reward: RewardConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    supervised: SupervisedConfig | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        if self.batch.max_tokens_per_microbatch < longest:
+            raise ValueError(
+                f"batch.max_tokens_per_microbatch ({self.batch.max_tokens_per_microbatch}) must hold "
+                f"one sequence: data.max_prompt_tokens + rollout.max_response_tokens = {longest}"
+            )
+        if self.evaluation.every_steps and not self.data.eval_path:
+            raise ValueError("evaluation.every_steps needs data.eval_path")
+        return self
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a TOML file (and the file its `base` names), apply `section.key=value`, validate.
+
+    Raises:
+        ConfigError: names the file or override, the field, the value and the rule.
+    """
+    tree = _read(Path(path), seen=())
+    for override in overrides or []:
+        _apply(tree, override)
+    return parse_config(tree, source=str(path))
+
+
+def parse_config(tree: dict[str, Any], *, source: str) -> Config:
+    """Validate a nested dict; every problem is listed in one ConfigError."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors(include_url=False)]
+        raise ConfigError(f"{source}: " + "\n  ".join(lines)) from None
+
+
+def _read(path: Path, *, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: `base` goes round in a circle")
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config file: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base ({base!r}) must be the path of another TOML file")
+    return _merge(_read(path.parent / base, seen=(*seen, path.resolve())), tree)
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    section, dot, key = dotted.partition(".")
+    if not (equals and dot and section and key) or "." in key:
+        raise ConfigError(f"override {override!r} must have the form section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string: objective.method=gapo
+    node = tree.setdefault(section, {})
+    if not isinstance(node, dict):
+        raise ConfigError(f"override {override!r}: {section} is not a section")
+    node[key] = value
+
+
+def _explain(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"]) or "config"
+    if item["type"] == "extra_forbidden":
+        known = _fields_at(item["loc"][:-1])
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return f"{where}: unknown key; {hint}"
+    if item["type"] == "missing":
+        return f"{where}: required, but not given"
+    message = item["msg"].removeprefix("Value error, ")
+    value = item["input"]
+    shown = "" if isinstance(value, dict | BaseModel) else f" ({value!r})"
+    return f"{where}{shown}: {message}"
+
+
+def _fields_at(path: tuple[Any, ...]) -> list[str]:
+    model: Any = Config
+    for part in path:
+        model = model.model_fields[str(part)].annotation
+    return list(model.model_fields)

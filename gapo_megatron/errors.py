@@ -1,0 +1,33 @@
+"""Errors a user can act on. Each also is a standard exception, so plain `except ValueError` works."""
+
+
+class GapoError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(GapoError, ValueError):
+    """A configuration, or a combination of settings, that cannot run. Names field, value and rule."""
+
+
+class DataError(GapoError, ValueError):
+    """An input file that breaks the schema. Names the file and the line."""
+
+
+class RolloutError(GapoError, RuntimeError):
+    """The generation engine failed or returned something other than what was asked for."""
+
+
+class WeightSyncError(GapoError, RuntimeError):
+    """The engine's weights are not the trainer's: a tensor is missing, extra or misshapen, or log-probs differ."""
+
+
+class ConversionError(GapoError, ValueError):
+    """A tensor of one checkpoint side has no place on the other, or a shape does not fit."""
+
+
+class CheckpointError(GapoError, RuntimeError):
+    """A checkpoint that is absent, damaged, or belongs to another model."""
+
+
+class DivergenceError(GapoError, FloatingPointError):
+    """A loss or gradient that is not finite. Raised before the optimizer touches the weights."""

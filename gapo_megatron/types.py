@@ -1,0 +1,154 @@
+"""What flows between the stages of one step, in the order in which it appears."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem of the dataset, as the model sees it."""
+
+    id: str
+    """Unique within its file; seeds the sampling of its rollouts."""
+    token_ids: tuple[int, ...]
+    """What is sent to the model: template applied, tokenised once."""
+    answer: str
+    """Ground truth for the verifier."""
+    level: str = ""
+    """Stratum for reports (difficulty, subject); empty when the data has none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """One sampled response. Tokens stay tokens: a response is never tokenised again."""
+
+    token_ids: np.ndarray
+    """[num_response_tokens] int32, EOS included when the model produced it."""
+    log_probs: np.ndarray
+    """[num_response_tokens] float32: `rollout_log_probs`, the engine's own while sampling."""
+    truncated: bool
+    """True when generation stopped at the token limit instead of at EOS."""
+
+
+class Outcome(enum.StrEnum):
+    """What a verifier can say. Unknown is not wrong: it says nothing about the response."""
+
+    CORRECT = "correct"
+    WRONG = "wrong"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A verifier's answer about one response."""
+
+    outcome: Outcome
+    reason: str = ""
+    """Why the outcome is unknown (or wrong, when the verifier can tell)."""
+
+    @property
+    def reward(self) -> float:
+        """1.0 correct, 0.0 wrong, NaN unknown (`objective.group_advantages` leaves NaN out)."""
+        return {Outcome.CORRECT: 1.0, Outcome.WRONG: 0.0, Outcome.UNKNOWN: float("nan")}[
+            self.outcome
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All rollouts of one prompt, with their verdicts: the unit in which c and k are counted."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [verdict.reward for verdict in self.verdicts]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Every sequence of one rollout batch, flat, group after group; the same on every rank.
+
+    B = sequences = prompts x rollouts per prompt. Tensors live on the CPU.
+    """
+
+    prompt_ids: list[np.ndarray]
+    """B arrays of int32 prompt tokens."""
+    response_ids: list[np.ndarray]
+    """B arrays of int32 response tokens."""
+    rollout_log_probs: list[np.ndarray]
+    """B arrays of float32, aligned with `response_ids`."""
+    advantages: torch.Tensor
+    """[B] float64. Zero for unknown verdicts and for groups with c = 0 or c = k."""
+    num_correct: torch.Tensor
+    """[B] int64: c of the sequence's group, counted over valid rollouts."""
+    group_size: torch.Tensor
+    """[B] int64: k of the sequence's group, counted over valid rollouts (0 if none is valid)."""
+    valid: torch.Tensor
+    """[B] bool: False for unknown verdicts; those leave loss, denominators and metrics."""
+
+    def __len__(self) -> int:
+        return len(self.response_ids)
+
+    @property
+    def num_response_tokens(self) -> torch.Tensor:
+        """[B] int64."""
+        return torch.tensor([len(ids) for ids in self.response_ids], dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """One optimizer step of the plan."""
+
+    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
+    """[data_parallel_size][num_microbatches] tuples of indices into the Batch; () is an empty micro-batch.
+
+    Every data-parallel rank has the same number of micro-batches, so collectives always match.
+    """
+    num_tokens_global: int
+    """Response tokens of all valid sequences of the mini-batch, those not computed included."""
+    num_sequences_global: int
+    """Valid sequences of the mini-batch, those not computed included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which rank computes which sequence in which micro-batch; one plan serves old and new pass."""
+
+    minibatches: tuple[Minibatch, ...]
+    num_tokens_skipped: int = 0
+    """Prompt + response tokens of sequences that never enter the trunk because A = 0."""
+    num_tokens_computed: int = 0
+    """Prompt + response tokens of the sequences that do."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Microbatch:
+    """Packed sequences of one forward pass, on the compute device.
+
+    T = packed tokens (padded to a multiple), S = packed sequences, R = response tokens = rows the
+    head scores. Row r is the position whose *next* token is response token r.
+    """
+
+    tokens: torch.Tensor
+    """[1, T] int64; the padding at the end is a sequence of its own that no one attends to."""
+    position_ids: torch.Tensor
+    """[1, T] int64, restarting at 0 in every sequence."""
+    cu_seqlens: torch.Tensor
+    """[S + 1 (+ 1 if padded)] int32 boundaries of the packed sequences."""
+    max_seqlen: int
+    row_index: torch.Tensor
+    """[R] int64 positions in 0..T-1."""
+    labels: torch.Tensor
+    """[R] int64 response tokens."""
+    sequence_ids: torch.Tensor
+    """[R] int64 in 0..S-1, non-decreasing."""
+    indices: tuple[int, ...] = field(default=())
+    """[S] positions in the Batch: row s of any per-sequence tensor."""

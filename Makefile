@@ -1,0 +1,55 @@
+# Everything runs from .venv, which the targets make themselves: all they need is python3.11 and a network.
+# The environment is made once (about two minutes) and checked in a blink afterwards.
+
+PYTHON     ?= python3.11
+WORLD_SIZE ?= 1
+TP         ?= 1
+PP         ?= 1
+SEED       ?= 0
+JOBS       ?= 2
+ARGS       ?=
+
+PY := .venv/bin/python
+# One thread per process: ranks and test workers share the cores, and results do not depend on them.
+export OMP_NUM_THREADS ?= 1
+export PYTHON
+# `make demo WORLD_SIZE=2` is a request to the demo, which starts its own ranks; it must not look like a
+# launcher's environment to the processes below.
+unexport WORLD_SIZE
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench env clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: ## Train a small model with GAPO on this CPU (WORLD_SIZE=1 TP=1 PP=1 SEED=0), report in runs/demo
+	@tools/setup_env.sh run
+	$(PY) tools/demo.py --config configs/demo.toml --world-size $(WORLD_SIZE) --tp $(TP) --pp $(PP) --seed $(SEED) $(ARGS)
+
+test: ## Run the tests (JOBS=2 ARGS="-m 'not slow' tests/test_config.py")
+	@tools/setup_env.sh test
+	GAPO_MEGATRON_CORE_ALT="$$(test -e .mcore-alt/.stamp && echo $(CURDIR)/.mcore-alt)" \
+		$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
+
+lint: ## Check style (ruff) and types (mypy)
+	@tools/setup_env.sh dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: ## Rewrite the sources in the house style
+	@tools/setup_env.sh dev
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: ## Measure what benchmarks/RESULTS.md reports
+	@tools/setup_env.sh dev
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) $$script $(ARGS); done
+
+env: ## Only make .venv
+	@tools/setup_env.sh dev
+
+clean: ## Remove .venv, .mcore-alt and caches; runs/ stays
+	rm -rf .venv .mcore-alt build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+	find gapo_megatron tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# Makes .venv from the locks in requirements/; does nothing when it is already up to date.
+#
+#   tools/setup_env.sh run     what the demo and training on CPU need   (requirements/cpu.txt)
+#   tools/setup_env.sh dev     the same + test tools                    (requirements/dev.txt)
+#   tools/setup_env.sh test    the same + a second Megatron-core beside it, in .mcore-alt
+#
+# PYTHON names the interpreter (default python3.11). Nothing outside this folder is touched.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+what=${1:-run}
+python=${PYTHON:-python3.11}
+alt_version=0.19.2 # GPU images have it; on CPython 3.11 pip would pick 0.16.1 (see docs/debugging.md)
+venv_python=.venv/bin/python
+
+say() { printf '\033[1m[setup]\033[0m %s\n' "$*"; }
+fail() {
+  printf '[setup] error: %s\n' "$*" >&2
+  exit 1
+}
+
+# The stamp holds what the environment was made from; any change of a lock, of this script, of the
+# interpreter or of the folder (a moved .venv is broken) makes it stale.
+fingerprint() { { cat tools/setup_env.sh "$@" && pwd && echo "$python"; } | sha256sum | cut -c1-64; }
+is_fresh() { [ -e "$1" ] && [ "$(cat "$1")" = "$2" ]; }
+
+install() { # pip, one line per package instead of four
+  "$venv_python" -m pip install --disable-pip-version-check --no-deps --no-compile --progress-bar off "$@" |
+    sed -u -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Successfully installed.*/  done/p'
+}
+
+is_311() { "$1" -c 'import sys; raise SystemExit(sys.version_info[:2] != (3, 11))'; }
+
+make_venv() {
+  [ -x "$venv_python" ] && is_311 "$venv_python" && return
+  command -v "$python" > /dev/null || fail "$python not found. Install CPython 3.11, or name it:" \
+    "make PYTHON=/path/to/python3.11"
+  is_311 "$python" ||
+    fail "$python is $("$python" --version 2>&1); the locks in requirements/ are for CPython 3.11." \
+      "Name one: make PYTHON=/path/to/python3.11"
+  say "making .venv with $("$python" --version)"
+  rm -rf .venv
+  "$python" -m venv .venv || fail "cannot make .venv (on Debian and Ubuntu: apt install python3.11-venv)"
+}
+
+install_torch() {
+  local pin
+  pin=$(grep '^torch==' requirements/cpu.txt)
+  say "installing $pin (the CPU build)"
+  # An index that lacks the +cpu build answers at once, without downloading the CUDA one.
+  install "$pin" 2> .venv/torch.log ||
+    install "$pin" --index-url https://download.pytorch.org/whl/cpu ||
+    { cat .venv/torch.log >&2 && fail "no CPU build of torch ($pin) could be installed"; }
+  "$venv_python" -c 'import torch; raise SystemExit(torch.version.cuda is not None)' ||
+    fail "the installed torch is not a CPU build"
+}
+
+install_run() {
+  local stamp=.venv/.stamp-run key
+  key=$(fingerprint requirements/cpu.txt)
+  is_fresh "$stamp" "$key" && return
+  make_venv
+  install_torch
+  say "installing $(grep -c '==' requirements/cpu.txt) packages of requirements/cpu.txt"
+  install -r requirements/cpu.txt
+  install --no-build-isolation --editable .
+  echo "$key" > "$stamp"
+  say "ready in $SECONDS s"
+}
+
+install_dev() {
+  local stamp=.venv/.stamp-dev key
+  key=$(fingerprint requirements/cpu.txt requirements/dev.txt)
+  is_fresh "$stamp" "$key" && return
+  say "installing $(grep -c '==' requirements/dev.txt) packages of requirements/dev.txt"
+  install -r requirements/dev.txt
+  echo "$key" > "$stamp"
+}
+
+install_alt() { # its absence costs a few skipped tests, which say so
+  local stamp=.mcore-alt/.stamp
+  is_fresh "$stamp" "$alt_version" && return
+  say "installing megatron-core $alt_version beside it, in .mcore-alt"
+  rm -rf .mcore-alt
+  if install --ignore-requires-python --target .mcore-alt "megatron-core==$alt_version"; then
+    echo "$alt_version" > "$stamp"
+  else
+    rm -rf .mcore-alt
+    say "megatron-core $alt_version could not be had: the tests that need it will be skipped"
+  fi
+}
+
+case $what in
+  run) install_run ;;
+  dev) install_run; install_dev ;;
+  test) install_run; install_dev; install_alt ;;
+  *) fail "unknown environment '$what': run, dev or test" ;;
+esac

@@ -1,0 +1,21 @@
+"""From verdicts to a loss: groups, advantages, clip widths, losses, and what they did per c.
+
+The mathematics of docs/objective.md; imports neither megatron nor vllm.
+"""
+
+from gapo_megatron.objective.clipping import upper_clip
+from gapo_megatron.objective.groups import group_advantages, group_counts, make_batch
+from gapo_megatron.objective.losses import PolicyLoss, kl_penalty, policy_loss
+from gapo_megatron.objective.methods import METHODS, Method
+
+__all__ = [
+    "METHODS",
+    "Method",
+    "PolicyLoss",
+    "group_advantages",
+    "group_counts",
+    "kl_penalty",
+    "make_batch",
+    "policy_loss",
+    "upper_clip",
+]

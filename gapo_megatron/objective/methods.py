@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -15,9 +15,9 @@ class Method:
 
     name: str
     ratio: Literal["sequence", "token"]
-    """`sequence`: s_i = exp(mean over tokens of the log-ratio) (GSPO); `token`: one ratio per token."""
+    """`sequence`: s_i = exp(mean over tokens of the log-ratio), GSPO; `token`: one per token."""
     adaptive: bool = False
-    """True: upper clip eps_high(c) of the paper's boxed equation; False: eps_high_max for every c."""
+    """True: upper clip eps_high(c), the paper's boxed equation; False: eps_high_max for all c."""
     eps_low: float
     eps_high_max: float
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
@@ -29,22 +29,41 @@ class Method:
     """CISPO: the clipped ratio weights the log-probability and carries no gradient itself."""
 
 
-_TOKEN = {"ratio": "token", "eps_low": 0.2}
-_SEQUENCE = {"ratio": "sequence", "eps_low": 3e-3}
+GRPO = Method(
+    name="grpo",
+    ratio="token",
+    eps_low=0.2,
+    eps_high_max=0.2,
+    normalize_std=True,
+    aggregation="sequence_mean",
+)
+DR_GRPO = Method(
+    name="dr_grpo", ratio="token", eps_low=0.2, eps_high_max=0.28, aggregation="constant"
+)
+DAPO = Method(name="dapo", ratio="token", eps_low=0.2, eps_high_max=0.28, normalize_std=True)
+GSPO = Method(name="gspo", ratio="sequence", eps_low=3e-3, eps_high_max=3e-3)
+GSPO_ASYM = replace(GSPO, name="gspo_asym", eps_high_max=5e-3)
+F_GRPO = replace(GRPO, name="f_grpo", focal_gamma=1.0)
+F_GSPO = replace(GSPO_ASYM, name="f_gspo", focal_gamma=1.0)
+GAPO = replace(GSPO_ASYM, name="gapo", adaptive=True)
+GAPO_TOKEN = Method(name="gapo_token", ratio="token", eps_low=0.2, eps_high_max=0.28, adaptive=True)
+CISPO = Method(
+    name="cispo", ratio="token", eps_low=1.0, eps_high_max=0.28, stop_gradient_ratio=True
+)
 
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method(name="grpo", **_TOKEN, eps_high_max=0.2, normalize_std=True, aggregation="sequence_mean"),
-        Method(name="dr_grpo", **_TOKEN, eps_high_max=0.28, aggregation="constant"),
-        Method(name="dapo", **_TOKEN, eps_high_max=0.28, normalize_std=True),
-        Method(name="gspo", **_SEQUENCE, eps_high_max=3e-3),
-        Method(name="gspo_asym", **_SEQUENCE, eps_high_max=5e-3),
-        Method(name="f_grpo", **_TOKEN, eps_high_max=0.2, focal_gamma=1.0),
-        Method(name="f_gspo", **_SEQUENCE, eps_high_max=5e-3, focal_gamma=1.0),
-        Method(name="gapo", **_SEQUENCE, eps_high_max=5e-3, adaptive=True),
-        Method(name="gapo_token", **_TOKEN, eps_high_max=0.28, adaptive=True),
-        Method(name="cispo", ratio="token", eps_low=1.0, eps_high_max=0.28, stop_gradient_ratio=True),
+        GRPO,
+        DR_GRPO,
+        DAPO,
+        GSPO,
+        GSPO_ASYM,
+        F_GRPO,
+        F_GSPO,
+        GAPO,
+        GAPO_TOKEN,
+        CISPO,
     )
 }
-"""Presets by name, with the clip widths of the paper's tables. docs/objective.md says what is open."""
+"""Presets by name, at the clip widths of the paper's tables; docs/objective.md says what is open."""

@@ -1,0 +1,84 @@
+"""Packing: the sequences of one micro-batch as one row of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gapo_megatron.types import Batch, Microbatch
+
+
+def sequence_lengths(batch: Batch) -> torch.Tensor:
+    """Tokens fed to the model per sequence, [B] int64: prompt + response - 1.
+
+    The last response token is predicted, never read: it needs no forward pass.
+    """
+    lengths = [
+        len(prompt) + len(response) - 1
+        for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True)
+    ]
+    return torch.tensor(lengths, dtype=torch.int64)
+
+
+def pack(
+    batch: Batch, indices: Sequence[int], *, align: int = 1, device: torch.device | str
+) -> Microbatch:
+    """Pack sequences `indices` of `batch`, in that order, into one micro-batch.
+
+    A sequence with p prompt and n response tokens is fed as prompt + response[:-1]. The row at its
+    position p - 1 + t predicts response token t, so positions p - 1 .. p + n - 2 are scored.
+
+    Args:
+        batch: prompts and responses, each at least one token long.
+        indices: positions in `batch`; empty for a rank that has nothing to compute, which gets
+            R = 0 and max(align, 1) padding tokens, and so takes part in every collective.
+        align: T becomes a multiple of it (tensor-parallel size under sequence parallelism); the
+            padding is a sequence of its own.
+        device: where the tensors go.
+
+    Returns:
+        The packed micro-batch.
+    """
+    prompts = [batch.prompt_ids[i] for i in indices]
+    responses = [batch.response_ids[i] for i in indices]
+    prompt_lengths = np.array([len(ids) for ids in prompts], dtype=np.int64)
+    num_response_tokens = np.array([len(ids) for ids in responses], dtype=np.int64)
+    assert (prompt_lengths > 0).all() and (num_response_tokens > 0).all(), (
+        "a prompt or a response is empty"
+    )
+    lengths = prompt_lengths + num_response_tokens - 1
+    num_real = int(lengths.sum())
+    padding = max(-num_real % align, 0 if num_real else align)
+
+    fed = [
+        part for pair in zip(prompts, responses, strict=True) for part in (pair[0], pair[1][:-1])
+    ]
+    tokens = np.concatenate([*fed, np.zeros(padding, dtype=np.int64)], dtype=np.int64)
+    if padding:
+        lengths = np.append(lengths, padding)
+    bounds = np.concatenate([[0], lengths.cumsum()])
+    # Position t of sequence s sits at bounds[s] + t; its first scored row at bounds[s] + p - 1.
+    position_ids = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
+    first_rows = bounds[: len(indices)] + prompt_lengths - 1
+    first_labels = num_response_tokens.cumsum() - num_response_tokens
+    row_index = np.arange(num_response_tokens.sum()) + np.repeat(
+        first_rows - first_labels, num_response_tokens
+    )
+    labels = np.concatenate([*responses, np.zeros(0, dtype=np.int64)], dtype=np.int64)
+    sequence_ids = np.repeat(np.arange(len(indices)), num_response_tokens)
+
+    def to_device(array: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.from_numpy(array).to(device=device, dtype=dtype)
+
+    return Microbatch(
+        tokens=to_device(tokens)[None],
+        position_ids=to_device(position_ids)[None],
+        cu_seqlens=to_device(bounds, torch.int32),
+        max_seqlen=int(lengths.max()),
+        row_index=to_device(row_index),
+        labels=to_device(labels),
+        sequence_ids=to_device(sequence_ids),
+        indices=tuple(int(i) for i in indices),
+    )

@@ -1,0 +1,46 @@
+"""The paper's boxed equation: how far a correct rollout's ratio may rise, given its group's c."""
+
+from __future__ import annotations
+
+import torch
+
+from gapo_megatron.errors import ConfigError
+
+
+def upper_clip(
+    num_correct: torch.Tensor,
+    *,
+    group_size: int | torch.Tensor,
+    eps_low: float,
+    eps_high_max: float,
+) -> torch.Tensor:
+    """Upper clip width of a correct rollout in a group with c of k correct.
+
+        eps_high(c) = eps_low + (eps_high_max - eps_low) * (k - c) / (k - 1)
+
+    eps_high_max for the only correct rollout (c = 1), down to eps_low when all are (c = k). c = 0,
+    a group without correct rollouts, gets eps_high_max, the largest width there is.
+
+    Args:
+        num_correct: c, [...] int64 in 0..k.
+        group_size: k, an int or a tensor that broadcasts with `num_correct`. Tensor entries below 2
+            (groups shrunk by unknown verdicts, A = 0) get a finite width that nothing uses.
+        eps_low: lower clip width.
+        eps_high_max: largest upper clip width, at least `eps_low`.
+
+    Returns:
+        [...] float64 in [eps_low, eps_high_max].
+
+    Raises:
+        ConfigError: `group_size` is an int below 2, or eps_high_max < eps_low.
+
+    Source: equation (gapo), boxed, section 3.2.
+    """
+    if eps_high_max < eps_low:
+        raise ConfigError(f"eps_high_max ({eps_high_max}) must be at least eps_low ({eps_low})")
+    if isinstance(group_size, int) and group_size < 2:
+        raise ConfigError(f"group_size ({group_size}) must be at least 2")
+    size = torch.as_tensor(group_size, device=num_correct.device).double()
+    correct = num_correct.double().clamp(min=1)
+    share = ((size - correct) / (size - 1).clamp(min=1)).clamp(min=0)
+    return eps_low + (eps_high_max - eps_low) * share

@@ -1,0 +1,135 @@
+"""Groups: c and k of every prompt, advantages, and the flat batch made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gapo_megatron.errors import ConfigError, RolloutError
+from gapo_megatron.objective.methods import Method
+from gapo_megatron.types import Batch, Group
+
+
+def group_counts(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count correct and valid rollouts of each group: the paper's c and k.
+
+    Args:
+        rewards: [G, k], 1 correct, 0 wrong, NaN unknown.
+
+    Returns:
+        `(num_correct, group_size)`, both [G] int64. Unknown verdicts count in neither.
+    """
+    _check_rewards(rewards)
+    assert bool(((rewards == 0) | (rewards == 1) | rewards.isnan()).all()), (
+        "c counts binary rewards: each must be 0, 1 or NaN"
+    )
+    return (rewards == 1).sum(dim=1), (~rewards.isnan()).sum(dim=1)
+
+
+def group_advantages(
+    rewards: torch.Tensor, *, normalize_std: bool = False, focal_gamma: float = 0.0
+) -> torch.Tensor:
+    """Advantage of each rollout over its group: A_i = r_i - mean(r).
+
+    Exactly zero where a group says nothing: unknown verdicts, groups whose valid rewards are all
+    equal (c = 0 or c = k), groups with fewer than two valid rollouts.
+
+    Args:
+        rewards: [G, k], any floating dtype. NaN is an unknown verdict: it leaves mean, standard
+            deviation and k.
+        normalize_std: divide by the group's sample standard deviation (GRPO). No constant is added
+            to the divisor: groups where it would be needed have A = 0.
+        focal_gamma: multiply by (1 - mean(r))^gamma, which is (1 - c/k)^gamma for binary rewards
+            (F-GRPO); after the division, when both are asked for.
+
+    Returns:
+        [G, k] float64.
+
+    Raises:
+        ConfigError: k < 2.
+
+    Source: the paper's equation for A_i (section 2.1) and for F-GRPO (section 4.1, baselines).
+    """
+    _check_rewards(rewards)
+    valid = ~rewards.isnan()
+    known = torch.where(valid, rewards, 0).double()
+    size = valid.sum(dim=1, keepdim=True)
+    mean = known.sum(dim=1, keepdim=True) / size.clamp(min=1)
+    deviation = torch.where(valid, known - mean, 0)
+
+    # Decided on the rewards themselves: equal rewards may miss their own mean by a rounding error.
+    highest = torch.where(valid, rewards, -torch.inf).amax(dim=1, keepdim=True)
+    lowest = torch.where(valid, rewards, torch.inf).amin(dim=1, keepdim=True)
+    informative = valid & (highest > lowest)
+
+    scale = torch.ones_like(mean)
+    if normalize_std:
+        variance = deviation.square().sum(dim=1, keepdim=True) / (size - 1).clamp(min=1)
+        scale = scale / variance.sqrt()
+    if focal_gamma:
+        scale = scale * (1 - mean) ** focal_gamma
+    return torch.where(informative, deviation * scale, 0)
+
+
+def make_batch(groups: Sequence[Group], method: Method) -> Batch:
+    """Lay all sequences of a rollout batch out flat, group after group, with their advantages.
+
+    Args:
+        groups: G groups with the same number of rollouts k, the same on every rank.
+        method: decides how rewards become advantages.
+
+    Returns:
+        B = G x k sequences.
+
+    Raises:
+        RolloutError: a response is empty, or its log-probs do not match it; names prompt and
+            rollout. ConfigError: k < 2.
+    """
+    assert groups, "a batch needs at least one group"
+    sizes = {len(group.rollouts) for group in groups}
+    assert len(sizes) == 1, f"groups must have the same number of rollouts, not {sorted(sizes)}"
+    for group in groups:
+        _check_rollouts(group)
+    rewards = torch.tensor([group.rewards for group in groups], dtype=torch.float64)
+    advantages = group_advantages(
+        rewards, normalize_std=method.normalize_std, focal_gamma=method.focal_gamma
+    )
+    num_correct, group_size = group_counts(rewards)
+    group_length = rewards.shape[1]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    prompts = [np.asarray(group.prompt.token_ids, dtype=np.int32) for group in groups]
+    return Batch(
+        prompt_ids=[ids for ids in prompts for _ in range(group_length)],
+        response_ids=[np.asarray(rollout.token_ids, dtype=np.int32) for rollout in rollouts],
+        rollout_log_probs=[np.asarray(rollout.log_probs, dtype=np.float32) for rollout in rollouts],
+        advantages=advantages.flatten(),
+        num_correct=num_correct.repeat_interleave(group_length),
+        group_size=group_size.repeat_interleave(group_length),
+        valid=~rewards.isnan().flatten(),
+    )
+
+
+def _check_rewards(rewards: torch.Tensor) -> None:
+    assert rewards.dim() == 2 and rewards.is_floating_point(), (
+        f"rewards must be floating [G, k], not {rewards.dtype} {tuple(rewards.shape)}"
+    )
+    if rewards.shape[1] < 2:
+        raise ConfigError(
+            f"batch.rollouts_per_prompt ({rewards.shape[1]}) must be at least 2: "
+            "one rollout has no group to compare with"
+        )
+    assert not bool(rewards.isinf().any()), "rewards must be finite, or NaN for an unknown verdict"
+
+
+def _check_rollouts(group: Group) -> None:
+    assert len(group.verdicts) == len(group.rollouts), f"prompt {group.prompt.id!r}: verdicts"
+    for number, rollout in enumerate(group.rollouts):
+        num_tokens, num_log_probs = len(rollout.token_ids), len(rollout.log_probs)
+        if num_tokens == 0 or num_tokens != num_log_probs:
+            raise RolloutError(
+                f"prompt {group.prompt.id!r}, rollout {number}: {num_tokens} response tokens with "
+                f"{num_log_probs} log-probs; a response has at least one token (EOS), and each "
+                "token its log-prob"
+            )

@@ -1,0 +1,246 @@
+"""The clipped surrogate of every method: ratio, clip, aggregation. Everything in float64.
+
+Clips of sequence ratios are as narrow as 7e-5, and a ratio is a sum over thousands of tokens that
+nearly cancel: accumulated in float64 it costs nothing beside the model, and the clip decides on the
+log-probs as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gapo_megatron.errors import ConfigError, DivergenceError
+from gapo_megatron.objective.clipping import upper_clip
+from gapo_megatron.objective.methods import Method
+from gapo_megatron.objective.segments import segment_counts, segment_sum
+
+MAX_LOG_RATIO = 20.0
+"""exp(20) = 4.9e8 is far outside every clip, and its gradient still fits float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyLoss:
+    """The loss of one micro-batch, and what the metrics need."""
+
+    loss: torch.Tensor
+    """Scalar float64 with autograd: this micro-batch's share of the mini-batch's loss."""
+    ratio: torch.Tensor
+    """[B] (sequence ratio) or [T] (token ratio) float64, detached."""
+    clipped: torch.Tensor
+    """Bool, shaped like `ratio`: the clip is active, the gradient zero (CISPO: bounded)."""
+    per_token: bool
+    """Whether `ratio` and `clipped` are [T]."""
+
+
+def policy_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    *,
+    sequence_ids: torch.Tensor,
+    advantages: torch.Tensor,
+    num_correct: torch.Tensor,
+    group_size: int | torch.Tensor,
+    num_tokens_global: int,
+    method: Method,
+    num_sequences_global: int | None = None,
+    max_response_tokens: int | None = None,
+) -> PolicyLoss:
+    """Loss of a packed micro-batch under `method`, divided by the mini-batch's global denominator.
+
+        s_i = exp(mean_t(log_probs - old_log_probs))        (token ratio: exp of each difference)
+        l_i = max(-A_i s_i, -A_i clip(s_i, 1 - eps_low, 1 + eps_high(c_i)))
+
+    and, summed over response tokens (every token of sequence i carries l_i):
+
+        token_mean     sum_i sum_t l / num_tokens_global
+        sequence_mean  sum_i mean_t l / num_sequences_global
+        constant       sum_i sum_t l / (num_sequences_global * max_response_tokens)
+
+    The denominators are the whole mini-batch's, so losses and gradients of micro-batches and
+    data-parallel ranks only add up, and sequences with A = 0 may be left out.
+
+    Args:
+        log_probs: [T] current policy, with autograd; T = response tokens of B sequences.
+        old_log_probs: [T] policy that generated the batch; no gradient flows into it.
+        sequence_ids: [T] int64 in 0..B-1.
+        advantages: [B].
+        num_correct: [B] int64, c of each sequence's group.
+        group_size: k, an int or [B] int64.
+        num_tokens_global: response tokens of the mini-batch over all ranks, those not computed
+            included.
+        method: ratio, clip widths, aggregation.
+        num_sequences_global: sequences likewise; for `sequence_mean` and `constant`.
+        max_response_tokens: the generation limit; for `constant`.
+
+    Returns:
+        Loss, ratio and clip mask, local to this micro-batch. No collectives.
+
+    Raises:
+        DivergenceError: an input is not finite; names the sequence.
+        ConfigError: a denominator that the aggregation needs is missing.
+
+    Source: equations (gapo_objective), (gspo_ratio); aggregation in section 4.1, training details.
+    """
+    _check(log_probs, old_log_probs, sequence_ids, advantages, num_correct)
+    num_sequences = len(advantages)
+    counts = segment_counts(sequence_ids, num_sequences=num_sequences)
+    difference = log_probs.double() - old_log_probs.detach().double()
+    advantages = advantages.detach().double()
+    upper = _upper_width(advantages, num_correct, group_size, method)
+
+    if method.ratio == "sequence":
+        mean = segment_sum(difference, sequence_ids, num_sequences=num_sequences)
+        ratio = bounded_exp(mean / counts.clamp(min=1))
+    else:
+        ratio = bounded_exp(difference)
+        advantages, upper = advantages[sequence_ids], upper[sequence_ids]
+
+    if method.stop_gradient_ratio:
+        weight, clipped = _clipped_weight(ratio, advantages, upper, method)
+        if method.ratio == "sequence":
+            weight = weight[sequence_ids]
+        token_losses = -weight * log_probs.double()
+        sums = segment_sum(token_losses, sequence_ids, num_sequences=num_sequences)
+    else:
+        losses, clipped = _clipped_surrogate(ratio, advantages, upper, method)
+        if method.ratio == "sequence":
+            sums = counts * losses
+        else:
+            sums = segment_sum(losses, sequence_ids, num_sequences=num_sequences)
+
+    denominators = _denominators(
+        counts, num_tokens_global, num_sequences_global, max_response_tokens, method
+    )
+    return PolicyLoss(
+        loss=(sums / denominators).sum(),
+        ratio=ratio.detach(),
+        clipped=clipped,
+        per_token=method.ratio == "token",
+    )
+
+
+def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """Estimate KL(policy || reference) per token: exp(d) - d - 1, d = ref_log_probs - log_probs.
+
+    Never negative, zero where both agree, unbiased under the policy's own samples ("k3").
+
+    Args:
+        log_probs: [T] current policy, with autograd.
+        ref_log_probs: [T] frozen reference; no gradient flows into it.
+
+    Returns:
+        [T] float64 with autograd.
+    """
+    difference = ref_log_probs.detach().double() - log_probs.double()
+    difference = _bound(difference)
+    return torch.expm1(difference) - difference
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp, with its argument held within +-MAX_LOG_RATIO and its gradient kept alive beyond it."""
+    return torch.exp(_bound(log_ratio))
+
+
+def _bound(log_ratio: torch.Tensor) -> torch.Tensor:
+    # A plain clamp has no gradient outside, so a wrong response that ran away would never be pulled
+    # back. Only the value is bounded; inside the bound the correction is exactly zero.
+    return log_ratio + (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) - log_ratio).detach()
+
+
+def _upper_width(
+    advantages: torch.Tensor,
+    num_correct: torch.Tensor,
+    group_size: int | torch.Tensor,
+    method: Method,
+) -> torch.Tensor:
+    """[B] float64 upper clip width of each sequence; incorrect rollouts of GAPO get eps_low."""
+    if not method.adaptive:
+        return torch.full_like(advantages, method.eps_high_max)
+    width = upper_clip(
+        num_correct,
+        group_size=group_size,
+        eps_low=method.eps_low,
+        eps_high_max=method.eps_high_max,
+    )
+    return torch.where(advantages > 0, width, method.eps_low)
+
+
+def _clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, upper: torch.Tensor, method: Method
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(max(-A s, -A clip(s)), clipped)`, elementwise.
+
+    The maximum takes the clipped branch, which has no gradient, only when A > 0 and s is above the
+    band or A < 0 and s is below it. Selecting by that condition makes the zero exact.
+    """
+    high, low = 1 + upper, 1 - method.eps_low
+    too_high = (advantages > 0) & (ratio > high)
+    too_low = (advantages < 0) & (ratio < low)
+    kept = torch.where(too_high, high, ratio)
+    kept = torch.where(too_low, low, kept)
+    return -advantages * kept, (too_high | too_low).detach()
+
+
+def _clipped_weight(
+    ratio: torch.Tensor, advantages: torch.Tensor, upper: torch.Tensor, method: Method
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CISPO's `(A * stop_gradient(clip(s)), clipped)`; every token keeps a gradient."""
+    ratio = ratio.detach()
+    bounded = torch.minimum(ratio, 1 + upper).clamp(min=1 - method.eps_low)
+    return advantages * bounded, (advantages != 0) & (bounded != ratio)
+
+
+def _denominators(
+    counts: torch.Tensor,
+    num_tokens_global: int,
+    num_sequences_global: int | None,
+    max_response_tokens: int | None,
+    method: Method,
+) -> torch.Tensor:
+    """[B] float64: what the sum over a sequence's tokens is divided by."""
+    # A mini-batch without one valid sequence has an empty sum, and zero denominators.
+    if method.aggregation == "token_mean":
+        return torch.full_like(counts, max(num_tokens_global, 1), dtype=torch.float64)
+    if num_sequences_global is None:
+        raise ConfigError(f"aggregation {method.aggregation!r} needs num_sequences_global")
+    num_sequences = max(num_sequences_global, 1)
+    if method.aggregation == "sequence_mean":
+        return num_sequences * counts.clamp(min=1).double()
+    if max_response_tokens is None:
+        raise ConfigError(f"aggregation {method.aggregation!r} needs max_response_tokens")
+    return torch.full_like(counts, num_sequences * max_response_tokens, dtype=torch.float64)
+
+
+def _check(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    sequence_ids: torch.Tensor,
+    advantages: torch.Tensor,
+    num_correct: torch.Tensor,
+) -> None:
+    assert log_probs.dim() == 1 and advantages.dim() == 1
+    assert log_probs.shape == old_log_probs.shape == sequence_ids.shape, (
+        f"log_probs {tuple(log_probs.shape)}, old_log_probs {tuple(old_log_probs.shape)} and "
+        f"sequence_ids {tuple(sequence_ids.shape)} must have one entry per response token"
+    )
+    assert num_correct.shape == advantages.shape, (
+        f"num_correct {tuple(num_correct.shape)} and advantages {tuple(advantages.shape)}"
+    )
+    finite_tokens = log_probs.isfinite() & old_log_probs.isfinite()
+    finite_sequences = advantages.isfinite()
+    # One synchronisation of the device per micro-batch; the rest runs only on the way to an error.
+    if bool(finite_tokens.all() & finite_sequences.all()):
+        return
+    for name, finite, ids in (
+        ("log_probs", log_probs.isfinite(), sequence_ids),
+        ("old_log_probs", old_log_probs.isfinite(), sequence_ids),
+        ("advantages", finite_sequences, torch.arange(len(advantages), device=advantages.device)),
+    ):
+        bad = sorted(set(ids[~finite].tolist()))
+        if bad:
+            raise DivergenceError(
+                f"{name} not finite in sequence {bad[0]} of the micro-batch "
+                f"({len(bad)} of {len(advantages)} sequences affected)"
+            )

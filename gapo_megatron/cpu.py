@@ -1,0 +1,217 @@
+"""Lets Megatron-core run on a machine without a GPU; nothing else in the package knows about it.
+
+Megatron-core names the device in the code: `torch.zeros(1, device="cuda")`,
+`torch.cuda.current_device()`. While `emulation` is active, the loaded `megatron.core` modules see a
+stand-in for the module `torch` in which that device is the CPU. `torch` itself stays as it is, so
+vLLM, Inductor and the rest of the process notice nothing; the exceptions are three methods
+(`Tensor.cuda`, `Tensor.type`, `Module.cuda`) which cannot be told apart by caller. There is no work
+per operator: the cost is a few hundred attribute assignments when the outermost level is entered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from gapo_megatron.errors import GapoError
+
+logger = logging.getLogger(__name__)
+
+_FACTORIES = (
+    "arange as_tensor empty empty_like full full_like linspace ones ones_like rand randint randn "
+    "tensor zeros zeros_like"
+).split()
+_CPU = torch.device("cpu")
+
+_depth = 0
+_announced = False
+
+
+@contextlib.contextmanager
+def emulation() -> Iterator[None]:
+    """Make `device="cuda"` mean the CPU inside Megatron-core; everything is put back on exit.
+
+    Re-entrant: only the outermost level patches and restores, also when an exception passes
+    through. A `megatron.core` module imported for the first time while it is active joins at the
+    next outermost entry. Not for use from several threads at once.
+
+    Raises:
+        GapoError: CUDA is available; there the real device must be used.
+    """
+    global _depth, _announced
+    if torch.cuda.is_available():
+        raise GapoError("CPU emulation of CUDA was asked for, but CUDA is available: use it instead")
+    if not _announced:
+        _announced = True
+        logger.warning(
+            "no GPU: Megatron-core runs on the CPU through an emulated device (slow; for tests, "
+            "demos and debugging)"
+        )
+    with contextlib.ExitStack() as undo:
+        if _depth == 0:
+            for owner, name, value in _replacements():
+                undo.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+        _depth += 1
+        try:
+            yield
+        finally:
+            _depth -= 1
+
+
+def device_scope() -> contextlib.AbstractContextManager[None]:
+    """The context every Megatron-core call of this package runs in: empty where CUDA is available."""
+    return contextlib.nullcontext() if torch.cuda.is_available() else emulation()
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    for module in _megatron_modules(len(sys.modules)):
+        if module.__dict__.get("torch") is torch:
+            yield module, "torch", _TORCH
+    random = sys.modules.get("megatron.core.tensor_parallel.random")
+    if random is not None:
+        yield random, "_get_cuda_rng_state", _CudaStandIn.get_rng_state
+        yield random, "_set_cuda_rng_state", _CudaStandIn.set_rng_state
+    yield torch.Tensor, "cuda", lambda tensor, *_, **__: tensor
+    yield torch.Tensor, "type", _tensor_type(torch.Tensor.type)
+    yield torch.nn.Module, "cuda", lambda module, *_, **__: module
+
+
+@functools.lru_cache(maxsize=1)
+def _megatron_modules(_num_modules: int) -> list[types.ModuleType]:
+    """Loaded Megatron-core modules; looked up anew when something has been imported."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("megatron.core") and isinstance(module, types.ModuleType)
+    ]
+
+
+def _tensor_type(real: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type`, except that the answer names the emulated device (the optimizer checks it)."""
+
+    @functools.wraps(real)
+    def type_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = real(tensor, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    return type_of
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, int) or str(device).startswith("cuda")
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def build(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
+        # Pinned memory serves copies to a GPU; without one torch refuses it.
+        return factory(*args, device=_CPU if _is_cuda(device) else device, **kwargs)
+
+    return build
+
+
+class _Idle:
+    """A stream or event of a device that runs everything at once: nothing to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> _Idle:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+class _Properties:
+    """What Megatron-core asks of a GPU: no feature that depends on the generation."""
+
+    name = "cpu"
+    major, minor = 0, 0
+    total_memory = 0
+    multi_processor_count = 1
+
+
+class _CudaStandIn(types.ModuleType):
+    """`torch.cuda` of one emulated device. Its random state is apart from the CPU generator's."""
+
+    Stream = Event = _Idle
+    _generator = torch.Generator()
+
+    @classmethod
+    def get_rng_state(cls, *_: Any, **__: Any) -> torch.Tensor:
+        return cls._generator.get_state()
+
+    @classmethod
+    def set_rng_state(cls, new_state: torch.Tensor, *_: Any, **__: Any) -> None:
+        cls._generator.set_state(new_state)
+
+    @classmethod
+    def manual_seed(cls, seed: int) -> None:
+        cls._generator.manual_seed(seed)
+
+    @staticmethod
+    def current_device() -> torch.device:
+        return _CPU
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def get_device_properties(*_: Any) -> type[_Properties]:
+        return _Properties
+
+    @staticmethod
+    def get_device_capability(*_: Any) -> tuple[int, int]:
+        return 0, 0
+
+    @staticmethod
+    def current_stream(*_: Any) -> _Idle:
+        return _Idle()
+
+    default_stream = stream = current_stream
+
+    @staticmethod
+    def set_device(*_: Any) -> None: ...
+
+    synchronize = empty_cache = reset_peak_memory_stats = set_device
+
+    @staticmethod
+    def memory_allocated(*_: Any) -> int:
+        return 0
+
+    max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+
+    @property
+    def random(self) -> _CudaStandIn:
+        """`torch.cuda.random` offers the same functions for the random state."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _TorchStandIn(types.ModuleType):
+    """`torch` as Megatron-core sees it: factories build on the CPU, `cuda` is the stand-in."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+        self.cuda = _CudaStandIn("torch.cuda")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+_TORCH = _TorchStandIn()

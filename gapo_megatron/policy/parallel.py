@@ -1,0 +1,91 @@
+"""The process groups of a run. The only reader of Megatron's `parallel_state`.
+
+Everything else takes the groups as an argument (Megatron's own modules, called from this package,
+read the state that `initialize` sets).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from gapo_megatron import cpu
+from gapo_megatron.config import ParallelConfig
+from gapo_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """This rank's place in the tensor, pipeline and data parallel groups."""
+
+    tp_group: dist.ProcessGroup
+    tp_rank: int
+    tp_size: int
+    pp_group: dist.ProcessGroup
+    pp_rank: int
+    pp_size: int
+    dp_group: dist.ProcessGroup
+    dp_rank: int
+    dp_size: int
+    rank: int
+    world_size: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        """This rank embeds tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """This rank holds the head: log-probs and losses exist here only."""
+        return self.pp_rank == self.pp_size - 1
+
+
+def initialize(config: ParallelConfig) -> ParallelGroups:
+    """Create the process groups; the default group must be up.
+
+    Collectives: group creation, on every rank.
+
+    Raises:
+        ConfigError: tensor x pipeline parallel sizes do not divide the world size.
+    """
+    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    world_size = dist.get_world_size()
+    if world_size % (tp * pp):
+        raise ConfigError(
+            f"the world size ({world_size}) must be a multiple of "
+            f"parallel.tensor_model_parallel_size ({tp}) x "
+            f"parallel.pipeline_model_parallel_size ({pp}) = {tp * pp}"
+        )
+    with cpu.device_scope():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            distributed_timeout_minutes=math.ceil(config.timeout_s / 60),
+            # The optimizer's checkpoint format gathers over gloo (megatron-core 0.16).
+            create_gloo_process_groups=True,
+        )
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    dp_group = parallel_state.get_data_parallel_group()
+    return ParallelGroups(
+        tp_group=tp_group,
+        tp_rank=tp_group.rank(),
+        tp_size=tp_group.size(),
+        pp_group=pp_group,
+        pp_rank=pp_group.rank(),
+        pp_size=pp_group.size(),
+        dp_group=dp_group,
+        dp_rank=dp_group.rank(),
+        dp_size=dp_group.size(),
+        rank=dist.get_rank(),
+        world_size=world_size,
+    )
+
+
+def destroy() -> None:
+    """Forget the groups, so that `initialize` can be called again. The default group stays up."""
+    parallel_state.destroy_model_parallel()

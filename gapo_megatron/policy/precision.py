@@ -1,0 +1,37 @@
+"""Number formats: parameters, activations, and what Megatron-core calls them."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from gapo_megatron.errors import ConfigError
+
+
+def precision_settings(precision: str) -> dict[str, Any]:
+    """TransformerConfig fields of `model.precision`.
+
+    bf16 and fp8 hold bf16 parameters beside fp32 master weights in the optimizer, and sum
+    gradients in fp32; fp8 runs the layers' matrix products in Transformer Engine's hybrid format
+    (E4M3 forward, E5M2 gradients). The head is apart: it accumulates logits in fp32 always.
+
+    Raises:
+        ConfigError: fp8 without Transformer Engine.
+    """
+    if precision == "fp32":
+        return {"params_dtype": torch.float32, "pipeline_dtype": torch.float32}
+    settings = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    if precision == "bf16":
+        return settings
+    check_fp8()
+    return settings | {"fp8": "hybrid"}
+
+
+def check_fp8() -> None:
+    """Raise ConfigError unless fp8 can run here."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "model.precision ('fp8') needs a GPU and Transformer Engine; use 'bf16' or 'fp32' here"
+        )

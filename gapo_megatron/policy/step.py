@@ -1,0 +1,197 @@
+"""The two passes over micro-batches: log-probs alone, and one optimizer update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from gapo_megatron import cpu
+from gapo_megatron.errors import DivergenceError
+from gapo_megatron.logprob import token_log_probs
+from gapo_megatron.policy import optimizer as optim
+from gapo_megatron.policy.policy import Policy
+from gapo_megatron.types import Microbatch
+
+Outputs = dict[str, Tensor]
+Loss = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Outputs]]
+Head = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one optimizer step reports."""
+
+    grad_norm: float
+    """Of the whole gradient, before clipping; the same on every rank."""
+    learning_rate: float
+    outputs: list[Outputs]
+    """What `loss` returned for each micro-batch; empty except on the last pipeline stage."""
+
+
+def log_probs(policy: Policy, microbatches: Sequence[Microbatch]) -> list[Tensor | None]:
+    """Log-probs of the response tokens at the current weights, without gradient.
+
+    The same kernels in the same order as the forward pass of `update`: at equal weights and equal
+    micro-batches the bits are equal.
+
+    Args:
+        policy: unchanged.
+        microbatches: this data-parallel rank's; as many as on every other rank.
+
+    Returns:
+        Per micro-batch [R] float32 on the last pipeline stage (all tensor parallel ranks), None
+        elsewhere.
+
+    Collectives: those of the forward pass over the tensor and pipeline parallel groups.
+    """
+
+    def keep(_: int, values: Tensor, __: Tensor | None) -> tuple[Tensor, Tensor]:
+        return values.sum(), values
+
+    with torch.no_grad():
+        values = _run(policy, microbatches, keep, forward_only=True)
+    return values if policy.groups.is_last_stage else [None] * len(microbatches)
+
+
+def update(
+    policy: Policy,
+    microbatches: Sequence[Microbatch],
+    loss: Loss,
+    *,
+    learning_rate: float | None = None,
+) -> UpdateResult:
+    """One optimizer step on the sum of the losses of all micro-batches of all data-parallel ranks.
+
+    Args:
+        policy: moved by one step.
+        microbatches: this data-parallel rank's; as many as on every other rank. One of padding
+            only (R = 0) is fine.
+        loss: called on the last pipeline stage with (index of the micro-batch, log-probs [R] float32
+            with autograd, entropy [R] or None; entropy comes when `objective.entropy_coef` > 0).
+            Returns the scalar loss, which carries every (global) denominator, and what to report.
+        learning_rate: instead of the configured schedule.
+
+    Collectives: those of forward and backward; the gradient reduction over the data parallel group;
+    one flag over all ranks; the gradient norm; the parameter all-gather.
+
+    Raises:
+        DivergenceError: a loss or the gradient is not finite, on every rank alike; weights, optimizer
+            state and `num_updates` are what they were.
+    """
+    config = policy.config.optimizer
+    if learning_rate is None:
+        learning_rate = optim.learning_rate(config, policy.num_updates)
+    losses: list[Tensor] = []
+
+    def record(index: int, values: Tensor, entropy: Tensor | None) -> tuple[Tensor, Outputs]:
+        value, outputs = loss(index, values, entropy)
+        losses.append(value.detach())
+        if not value.requires_grad:
+            value = value + 0.0 * values.sum()  # a loss that ignores its input still runs backward
+        return value, outputs
+
+    with cpu.device_scope():
+        for chunk in policy.model:
+            chunk.zero_grad_buffer()
+        policy.optimizer.zero_grad()
+        outputs = _run(policy, microbatches, record, forward_only=False)
+        policy.optimizer.prepare_grads()
+        grad_norm = float(policy.optimizer.get_grad_norm())
+        _check_finite(policy, losses, grad_norm)
+        optim.set_learning_rate(policy.optimizer, learning_rate)
+        optim.step(policy.optimizer, grad_norm=grad_norm, clip_grad=config.clip_grad)
+    policy.num_updates += 1
+    return UpdateResult(grad_norm, learning_rate, outputs)
+
+
+def _check_finite(policy: Policy, losses: list[Tensor], grad_norm: float) -> None:
+    """Raise DivergenceError on every rank if any rank's loss, or the gradient, is not finite."""
+    is_bad = torch.zeros(1, device=policy.device)
+    if losses:
+        is_bad += (~torch.stack(losses).isfinite()).any()
+    dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
+    if is_bad.item() or not math.isfinite(grad_norm):
+        shown = ", ".join(f"{value.item():g}" for value in losses)
+        raise DivergenceError(
+            f"rank {policy.groups.rank}, update {policy.num_updates}: gradient norm {grad_norm}, "
+            f"losses of this rank's micro-batches [{shown}] (not finite here or on another rank); "
+            "the weights have not been changed"
+        )
+
+
+def _run(
+    policy: Policy, microbatches: Sequence[Microbatch], head: Head, *, forward_only: bool
+) -> list[Any]:
+    """Forward (and backward) over the micro-batches; what `head` reported, on the last stage."""
+
+    def forward(iterator: Iterator[tuple[int, Microbatch]], model: Any) -> tuple[Tensor, Any]:
+        index, microbatch = next(iterator)
+        hidden = model(
+            input_ids=microbatch.tokens,
+            position_ids=microbatch.position_ids,
+            attention_mask=None,
+            packed_seq_params=policy.stage.pack(microbatch),
+        )
+
+        def score(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+            values, entropy = _score(policy, hidden, microbatch)
+            loss, report = head(index, values, entropy)
+            # Three values: Megatron-core then neither averages nor divides.
+            return loss, _NO_TOKENS, report
+
+        return hidden, score
+
+    config = policy.stage.config
+    config.finalize_model_grads_func = _sum_gradients
+    with cpu.device_scope():
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(enumerate(microbatches)),
+            model=policy.model,
+            num_microbatches=len(microbatches),
+            seq_length=max(m.tokens.shape[1] for m in microbatches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+
+_NO_TOKENS = torch.zeros([], dtype=torch.int)
+
+
+def _sum_gradients(model: Any, num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron-core's reduction without its division by the number of tokens."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _score(
+    policy: Policy, hidden: Tensor, microbatch: Microbatch
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [R] (and entropy [R]) of the response tokens from hidden states [T (/ tp), 1, H]."""
+    groups, stage = policy.groups, policy.stage
+    if stage.config.sequence_parallel:
+        # The head completes its gradient on every rank, so backward takes a slice, not a sum.
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=False, group=groups.tp_group
+        )
+    weight = stage.head_weight
+    with_entropy = policy.config.objective.entropy_coef > 0
+    result = token_log_probs(
+        hidden[:, 0].index_select(0, microbatch.row_index),
+        weight,
+        microbatch.labels,
+        temperature=policy.config.rollout.temperature,
+        vocab_start=groups.tp_rank * weight.shape[0],
+        vocab_size=policy.hf_config.vocab_size,
+        tp_group=groups.tp_group if groups.tp_size > 1 else None,
+        return_entropy=with_entropy,
+    )
+    return result if with_entropy else (result, None)

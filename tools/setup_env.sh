@@ -20,14 +20,14 @@ fail() {
   exit 1
 }
 
-# The stamp holds what the environment was made from; any change of a lock, of this script, of the
-# interpreter or of the folder (a moved .venv is broken) makes it stale.
-fingerprint() { { cat tools/setup_env.sh "$@" && pwd && echo "$python"; } | sha256sum | cut -c1-64; }
+# The stamp holds what the environment was made from; any change of a lock, of this script or of the
+# folder (a moved .venv is broken) makes it stale.
+fingerprint() { { cat tools/setup_env.sh "$@" && pwd; } | sha256sum | cut -c1-64; }
 is_fresh() { [ -e "$1" ] && [ "$(cat "$1")" = "$2" ]; }
 
 install() { # pip, one line per package instead of four
   "$venv_python" -m pip install --disable-pip-version-check --no-deps --no-compile --progress-bar off "$@" |
-    sed -u -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Successfully installed.*/  done/p'
+    sed -u -n -e 's/^Collecting \([^ ]*\).*/  \1/p'
 }
 
 is_311() { "$1" -c 'import sys; raise SystemExit(sys.version_info[:2] != (3, 11))'; }
@@ -37,7 +37,7 @@ make_venv() {
   command -v "$python" > /dev/null || fail "$python not found. Install CPython 3.11, or name it:" \
     "make PYTHON=/path/to/python3.11"
   is_311 "$python" ||
-    fail "$python is $("$python" --version 2>&1); the locks in requirements/ are for CPython 3.11." \
+    fail "$python is not CPython 3.11, which the locks in requirements/ are for." \
       "Name one: make PYTHON=/path/to/python3.11"
   say "making .venv with $("$python" --version)"
   rm -rf .venv
@@ -52,8 +52,6 @@ install_torch() {
   install "$pin" 2> .venv/torch.log ||
     install "$pin" --index-url https://download.pytorch.org/whl/cpu ||
     { cat .venv/torch.log >&2 && fail "no CPU build of torch ($pin) could be installed"; }
-  "$venv_python" -c 'import torch; raise SystemExit(torch.version.cuda is not None)' ||
-    fail "the installed torch is not a CPU build"
 }
 
 install_run() {
@@ -65,6 +63,8 @@ install_run() {
   say "installing $(grep -c '==' requirements/cpu.txt) packages of requirements/cpu.txt"
   install -r requirements/cpu.txt
   install --no-build-isolation --editable .
+  "$venv_python" -c 'import torch; raise SystemExit(torch.version.cuda is not None)' ||
+    fail "the installed torch is a CUDA build; the CPU emulation of Megatron-core refuses to run on it"
   echo "$key" > "$stamp"
   say "ready in $SECONDS s"
 }

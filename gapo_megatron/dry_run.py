@@ -1,0 +1,264 @@
+"""`train --dry-run`: the resolved config and what it means in processes, sequences and tensor shapes.
+
+Reads the config, the model's config.json and the length of the dataset where they exist. Builds no
+model, starts no process group, needs no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from gapo_megatron.config import Config
+from gapo_megatron.convert import rules_for
+from gapo_megatron.convert.rules import Rule
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.objective import upper_clip
+from gapo_megatron.policy.model import check_shapes, read_hf_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+GIB = 2**30
+BYTES_PER_PARAMETER = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp8": (2, 4, 12)}
+"""By precision: weight, gradient (both whole on every rank), optimizer state (spread over data parallel)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How many of what a run has. Counts are global unless the name says otherwise."""
+
+    world_size: int
+    tp_size: int
+    pp_size: int
+    dp_size: int
+    rollout_replicas: int
+    """vLLM engines; each spans `rollout.tensor_parallel_size` processes."""
+    rollout_sequences: int
+    """Sequences of one rollout batch (one step)."""
+    num_minibatches: int
+    """Optimizer updates of one step."""
+    minibatch_sequences: int
+    longest_sequence: int
+    """Prompt + response tokens."""
+    longest_per_microbatch: int
+    """Sequences of the greatest length that one micro-batch holds."""
+    most_microbatches_per_rank: int
+    """Of one mini-batch, when every sequence has the greatest length."""
+
+
+def arithmetic(config: Config, *, world_size: int) -> Arithmetic:
+    """Work out the counts of a run on `world_size` processes.
+
+    Raises:
+        ConfigError: a parallel size does not divide the world size.
+    """
+    tp = config.parallel.tensor_model_parallel_size
+    pp = config.parallel.pipeline_model_parallel_size
+    if world_size % (tp * pp):
+        raise ConfigError(
+            f"parallel.tensor_model_parallel_size ({tp}) x parallel.pipeline_model_parallel_size "
+            f"({pp}) must divide the world size ({world_size})"
+        )
+    if world_size % config.rollout.tensor_parallel_size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}) must divide "
+            f"the world size ({world_size})"
+        )
+    batch, dp = config.batch, world_size // (tp * pp)
+    minibatch_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
+    longest_per_microbatch = batch.max_tokens_per_microbatch // config.max_sequence_tokens
+    return Arithmetic(
+        world_size=world_size,
+        tp_size=tp,
+        pp_size=pp,
+        dp_size=dp,
+        rollout_replicas=world_size // config.rollout.tensor_parallel_size,
+        rollout_sequences=batch.rollout_prompts * batch.rollouts_per_prompt,
+        num_minibatches=batch.num_minibatches,
+        minibatch_sequences=minibatch_sequences,
+        longest_sequence=config.max_sequence_tokens,
+        longest_per_microbatch=longest_per_microbatch,
+        most_microbatches_per_rank=math.ceil(minibatch_sequences / dp / longest_per_microbatch),
+    )
+
+
+def print_dry_run(config: Config, *, world_size: int, console: Console | None = None) -> None:
+    """Print the resolved config as TOML, then tables of what it means on `world_size` processes.
+
+    What cannot be computed (the model folder or the dataset is not there) is said in its place.
+
+    Raises:
+        ConfigError: world size, model and parallel sizes do not fit each other.
+    """
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = 120
+    counts = arithmetic(config, world_size=world_size)
+    hf_config = None
+    if Path(config.model.hf_dir).is_dir():
+        hf_config = read_hf_config(config.model.hf_dir)
+        check_shapes(hf_config, counts)
+
+    console.print(to_toml(config), markup=False, highlight=False, soft_wrap=True)
+    console.print(_counts_table(config, counts))
+    console.print(_method_table(config))
+    if hf_config is None:
+        console.print(
+            f"Model: no folder {config.model.hf_dir} here, so no parameter shapes, memory or positions.",
+            markup=False,
+        )
+    else:
+        rules = rules_for(hf_config)
+        console.print(_shapes_table(rules, counts))
+        console.print(_memory_table(rules, config, counts))
+        if note := _positions_note(config, hf_config):
+            console.print(note, markup=False)
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as TOML that loads again to an equal config (None is left out)."""
+    lines: list[str] = []
+    for section, values in config.model_dump(mode="python", exclude_none=True).items():
+        lines.append(f"[{section}]")
+        # JSON's strings, numbers and booleans are TOML's.
+        lines += [
+            f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def per_rank_parameters(rules: list[Rule], *, tp_size: int, pp_size: int) -> list[int]:
+    """Number of parameters that one tensor-parallel rank of each pipeline stage holds.
+
+    Raises:
+        ConversionError: a parameter cannot be cut into `tp_size` shards.
+    """
+    totals = [0] * pp_size
+    for rule in rules:
+        shard = math.prod(rule.shard_shape(tp_size))
+        for stage, count in _placement(rule, pp_size):
+            totals[stage] += count * shard
+    return totals
+
+
+def _placement(rule: Rule, pp_size: int) -> Iterator[tuple[int, int]]:
+    """(stage, how often the rule's parameter occurs there)."""
+    if rule.num_layers is not None:
+        yield from ((stage, rule.num_layers // pp_size) for stage in range(pp_size))
+    elif rule.tied and pp_size == 1:
+        return  # the embedding itself serves as the output layer
+    else:
+        yield (0 if rule.megatron.startswith("embedding.") else pp_size - 1), 1
+
+
+def _counts_table(config: Config, counts: Arithmetic) -> Table:
+    batch = config.batch
+    budget = batch.max_tokens_per_microbatch
+    prompts_per_replica = batch.rollout_prompts / counts.rollout_replicas
+    rows = {
+        "processes": f"{counts.world_size} = tensor {counts.tp_size} x pipeline {counts.pp_size} "
+        f"x data {counts.dp_size}",
+        "vLLM replicas": f"{counts.rollout_replicas} of {config.rollout.tensor_parallel_size} "
+        f"process(es), {prompts_per_replica:g} prompts each",
+        "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
+        f"{counts.rollout_sequences:,} sequences",
+        "one update": f"{batch.minibatch_prompts} prompts = {counts.minibatch_sequences:,} sequences, "
+        f"about {counts.minibatch_sequences / counts.dp_size:g} on each data-parallel rank",
+        "updates per step": f"{counts.num_minibatches}, so {counts.num_minibatches * config.run.num_steps:,} "
+        f"in {config.run.num_steps:,} steps",
+        "longest sequence": f"{config.data.max_prompt_tokens:,} prompt + {config.rollout.max_response_tokens:,} "
+        f"response = {counts.longest_sequence:,} tokens",
+        "one micro-batch": f"at most {budget:,} tokens; {counts.longest_per_microbatch} of the longest sequences",
+        "micro-batches": f"at most {counts.most_microbatches_per_rank} per update and rank, if every "
+        "sequence were the longest",
+        "steps per epoch": _epochs(config),
+    }
+    table = Table(title="World-size arithmetic", title_justify="left", show_header=False)
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
+
+
+def _epochs(config: Config) -> str:
+    path = Path(config.data.train_path)
+    if not path.is_file():
+        return f"unknown: no file {path} here"
+    with path.open("rb") as lines:
+        num_prompts = sum(1 for line in lines if line.strip())
+    if not num_prompts:
+        raise ConfigError(f"data.train_path ({path}) has no problems")
+    steps = num_prompts / config.batch.rollout_prompts
+    epochs = config.run.num_steps / steps
+    return f"{steps:,.2f} ({num_prompts:,} prompts), so {epochs:.2f} epochs in the run"
+
+
+def _method_table(config: Config) -> Table:
+    method, k = config.objective.resolve(), config.batch.rollouts_per_prompt
+    table = Table(title="Method", title_justify="left", show_header=False)
+    for key in ("name", "ratio", "aggregation", "normalize_std", "focal_gamma", "eps_low"):
+        table.add_row(key, str(getattr(method, key)))
+    if method.adaptive:
+        clips = upper_clip(
+            torch.arange(1, k),
+            group_size=k,
+            eps_low=method.eps_low,
+            eps_high_max=method.eps_high_max,
+        )
+        table.add_row(f"eps_high, c=1..{k - 1}", "  ".join(f"{clip:.4g}" for clip in clips.tolist()))
+    else:
+        table.add_row("eps_high, every c", str(method.eps_high_max))
+    return table
+
+
+def _shapes_table(rules: list[Rule], counts: Arithmetic) -> Table:
+    table = Table(title="Parameters of one rank", title_justify="left")
+    table.add_column("parameter", overflow="fold")
+    for heading in ("whole", "one rank", "on stage"):
+        table.add_column(heading, no_wrap=True)
+    for rule in rules:
+        places = list(_placement(rule, counts.pp_size))
+        if not places:
+            where = "tied to the embedding"
+        elif rule.num_layers is not None:
+            where = f"{places[0][1]} x on each"
+        else:
+            where = str(places[0][0])
+        shapes = (rule.full_shape, rule.shard_shape(counts.tp_size))
+        cells = [" x ".join(str(size) for size in shape) for shape in shapes]
+        table.add_row(rule.megatron, *cells, where)
+    return table
+
+
+def _memory_table(rules: list[Rule], config: Config, counts: Arithmetic) -> Table:
+    weight, gradient, state = BYTES_PER_PARAMETER[config.model.precision]
+    table = Table(
+        title=f"Memory of one rank, {config.model.precision}, without activations (GiB)",
+        title_justify="left",
+    )
+    for heading in ("stage", "parameters", "weights", "gradients", "optimizer", "sum"):
+        table.add_column(heading, justify="right")
+    totals = per_rank_parameters(rules, tp_size=counts.tp_size, pp_size=counts.pp_size)
+    for stage, total in enumerate(totals):
+        parts = [total * size / GIB for size in (weight, gradient, state / counts.dp_size)]
+        table.add_row(str(stage), f"{total:,}", *(f"{part:.3g}" for part in (*parts, sum(parts))))
+    return table
+
+
+def _positions_note(config: Config, hf_config: PretrainedConfig | Any) -> str:
+    positions = hf_config.max_position_embeddings
+    if positions >= config.max_sequence_tokens:
+        return ""
+    return (
+        f"Note: data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} "
+        f"exceeds the model's {positions} positions (config.json: max_position_embeddings)."
+    )

@@ -6,6 +6,7 @@ the new pass both follow it, so that a ratio differs from 1 only because weights
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
 
@@ -91,26 +92,31 @@ def _deal(
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """[num_ranks][num_microbatches] tuples of `indices`; fullest first, empty ones last."""
     length_of = dict(zip(indices, lengths, strict=True))
-    ranks = _spread(indices, length_of, num_bins=num_ranks)
+    longest_first = sorted(indices, key=lambda index: (-length_of[index], index))
+    ranks = _spread(longest_first, length_of, num_bins=num_ranks)
+
+    def deal(num_microbatches: int) -> list[list[list[int]]]:
+        return [_spread(rank, length_of, num_bins=num_microbatches) for rank in ranks]
+
+    def fits(num_microbatches: int) -> bool:
+        # The fullest micro-batch of a rank comes first.
+        return all(sum(length_of[i] for i in bins[0]) <= budget for bins in deal(num_microbatches))
+
     heaviest = max(sum(length_of[i] for i in rank) for rank in ranks)
-    num_microbatches = max(1, -(-heaviest // budget))
-    while True:
-        dealt = [_spread(rank, length_of, num_bins=num_microbatches) for rank in ranks]
-        overflow = max(
-            sum(max(0, sum(length_of[i] for i in bin_) - budget) for bin_ in bins) for bins in dealt
-        )
-        if overflow == 0:
-            break
-        # With one bin per sequence everything fits, so this ends.
-        num_microbatches += -(-overflow // budget)
-    return tuple(tuple(tuple(sorted(bin_)) for bin_ in bins) for bins in dealt)
+    fewest = max(1, -(-heaviest // budget))
+    most = max(fewest, *(len(rank) for rank in ranks))  # one sequence each always fits
+    candidates = range(fewest, most)
+    num_microbatches = fewest + bisect.bisect_left(candidates, True, key=fits)
+    return tuple(tuple(tuple(sorted(bin_)) for bin_ in bins) for bins in deal(num_microbatches))
 
 
-def _spread(indices: Sequence[int], length_of: dict[int, int], *, num_bins: int) -> list[list[int]]:
-    """Longest first, each into the bin with the fewest tokens so far; fullest bin first."""
+def _spread(
+    longest_first: Sequence[int], length_of: dict[int, int], *, num_bins: int
+) -> list[list[int]]:
+    """Put each in turn into the bin with the fewest tokens so far; return the fullest bin first."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [(0, number) for number in range(num_bins)]
-    for index in sorted(indices, key=lambda index: (-length_of[index], index)):
+    for index in longest_first:
         load, number = loads[0]
         bins[number].append(index)
         heapq.heapreplace(loads, (load + length_of[index], number))

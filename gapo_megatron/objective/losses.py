@@ -233,14 +233,16 @@ def _check(
     # One synchronisation of the device per micro-batch; the rest runs only on the way to an error.
     if bool(finite_tokens.all() & finite_sequences.all()):
         return
-    for name, finite, ids in (
-        ("log_probs", log_probs.isfinite(), sequence_ids),
-        ("old_log_probs", old_log_probs.isfinite(), sequence_ids),
-        ("advantages", finite_sequences, torch.arange(len(advantages), device=advantages.device)),
-    ):
-        bad = sorted(set(ids[~finite].tolist()))
-        if bad:
-            raise DivergenceError(
-                f"{name} not finite in sequence {bad[0]} of the micro-batch "
-                f"({len(bad)} of {len(advantages)} sequences affected)"
-            )
+    every_sequence = torch.arange(len(advantages), device=advantages.device)
+    culprits = {
+        "advantages": every_sequence[~finite_sequences],
+        "old_log_probs": sequence_ids[~old_log_probs.isfinite()],
+        "log_probs": sequence_ids[~log_probs.isfinite()],
+    }
+    # The first of these that is broken broke the others.
+    name, ids = next((name, ids) for name, ids in culprits.items() if len(ids))
+    bad = sorted(set(ids.tolist()))
+    raise DivergenceError(
+        f"{name} not finite in sequence {bad[0]} of the micro-batch "
+        f"({len(bad)} of {len(advantages)} sequences affected)"
+    )

@@ -66,4 +66,4 @@ METHODS: dict[str, Method] = {
         CISPO,
     )
 }
-"""Presets by name, at the clip widths of the paper's tables; docs/objective.md says what is open."""
+"""Presets by name, at the clip widths of the paper; docs/objective.md says what is open."""

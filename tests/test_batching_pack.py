@@ -1,0 +1,110 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gapo_megatron.batching import pack, sequence_lengths
+from gapo_megatron.types import Batch
+
+lengths = st.tuples(st.integers(1, 6), st.integers(1, 6))
+
+
+def make(pairs):
+    """A batch whose tokens are all different, so that a misplaced one cannot go unseen."""
+    prompts, responses, first = [], [], 1
+    for num_prompt, num_response in pairs:
+        ids = np.arange(first, first + num_prompt + num_response, dtype=np.int32)
+        prompts.append(ids[:num_prompt])
+        responses.append(ids[num_prompt:])
+        first += len(ids)
+    size = len(pairs)
+    return Batch(
+        prompt_ids=prompts,
+        response_ids=responses,
+        rollout_log_probs=[np.zeros(len(ids), dtype=np.float32) for ids in responses],
+        advantages=torch.ones(size, dtype=torch.float64),
+        num_correct=torch.ones(size, dtype=torch.int64),
+        group_size=torch.full((size,), 8),
+        valid=torch.ones(size, dtype=torch.bool),
+    )
+
+
+@settings(max_examples=100)
+@given(
+    pairs=st.lists(lengths, min_size=1, max_size=8),
+    align=st.integers(1, 8),
+    data=st.data(),
+)
+def test_every_row_predicts_its_label(pairs, align, data):
+    batch = make(pairs)
+    chosen = data.draw(st.permutations(range(len(pairs))))[: data.draw(st.integers(0, len(pairs)))]
+    packed = pack(batch, chosen, align=align, device="cpu")
+    tokens, positions = packed.tokens[0].tolist(), packed.position_ids[0].tolist()
+    bounds = packed.cu_seqlens.tolist()
+
+    row, longest = 0, 0
+    for number, i in enumerate(chosen):
+        start, end = bounds[number], bounds[number + 1]
+        full = [*batch.prompt_ids[i].tolist(), *batch.response_ids[i].tolist()]
+        assert tokens[start:end] == full[:-1], "all but the last token is fed"
+        assert positions[start:end] == list(range(end - start))
+        for label in batch.response_ids[i].tolist():
+            at = int(packed.row_index[row])
+            assert start <= at < end
+            assert full[at - start + 1] == label == int(packed.labels[row])
+            assert int(packed.sequence_ids[row]) == number
+            row += 1
+        longest = max(longest, end - start)
+    assert row == len(packed.labels) == len(packed.row_index) == len(packed.sequence_ids)
+
+    num_real = bounds[len(chosen)]
+    assert num_real == int(sequence_lengths(batch)[list(chosen)].sum())
+    assert len(tokens) % align == 0
+    assert len(tokens) - num_real < align or (not chosen and len(tokens) == align)
+    if len(tokens) > num_real:
+        assert bounds[len(chosen) + 1 :] == [len(tokens)], "padding is one sequence of its own"
+        assert positions[num_real:] == list(range(len(tokens) - num_real))
+        longest = max(longest, len(tokens) - num_real)
+    else:
+        assert len(bounds) == len(chosen) + 1
+    assert packed.max_seqlen == longest
+    assert packed.indices == tuple(chosen)
+
+
+def test_types_are_those_of_the_contract():
+    packed = pack(make([(2, 3)]), [0], device=torch.device("cpu"))
+    assert packed.tokens.shape == packed.position_ids.shape == (1, 4)
+    assert packed.cu_seqlens.dtype == torch.int32
+    for tensor in (packed.tokens, packed.position_ids, packed.row_index, packed.labels):
+        assert tensor.dtype == torch.int64
+    assert packed.sequence_ids.dtype == torch.int64
+    assert packed.row_index.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_nothing_to_compute_is_a_microbatch_too(align):
+    """A rank without work takes part in every collective with padding, and scores no row."""
+    packed = pack(make([(2, 3)]), (), align=align, device="cpu")
+    assert packed.tokens.shape == (1, align)
+    assert packed.cu_seqlens.tolist() == [0, align]
+    assert packed.max_seqlen == align
+    assert len(packed.row_index) == len(packed.labels) == len(packed.sequence_ids) == 0
+    assert packed.row_index.dtype == packed.labels.dtype == torch.int64
+    assert packed.indices == ()
+
+
+def test_the_batch_is_left_alone():
+    batch = make([(2, 3), (1, 1)])
+    before = [ids.copy() for ids in (*batch.prompt_ids, *batch.response_ids)]
+    packed = pack(batch, [0, 1], align=4, device="cpu")
+    packed.tokens.zero_()
+    packed.labels.zero_()
+    after = [*batch.prompt_ids, *batch.response_ids]
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("pair", [(0, 3), (3, 0)])
+def test_an_empty_prompt_or_response_is_refused(pair):
+    with pytest.raises(AssertionError, match="empty"):
+        pack(make([(1, 1), pair]), [0, 1], device="cpu")

@@ -1,0 +1,484 @@
+"""The losses against a loop over the paper's equations, and against numbers worked by hand."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gapo_megatron.errors import ConfigError, DivergenceError
+from gapo_megatron.objective import METHODS, kl_penalty, policy_loss
+from gapo_megatron.objective.losses import MAX_LOG_RATIO
+
+GROUP_SIZE = 8
+MAX_RESPONSE_TOKENS = 40
+# A handful of float64 roundings of numbers of order one, over at most a few hundred terms.
+ROUNDING = 1e-12
+
+
+@dataclasses.dataclass
+class Case:
+    """A mini-batch: per sequence its c, whether it is correct, and its tokens' log-ratios."""
+
+    num_correct: list[int]
+    correct: list[bool]
+    differences: list[list[float]]
+
+    @property
+    def advantages(self):
+        return torch.tensor(
+            [
+                (r - c / GROUP_SIZE)
+                for c, r in zip(self.num_correct, map(float, self.correct), strict=True)
+            ],
+            dtype=torch.float64,
+        )
+
+    @property
+    def counts(self):
+        return [len(row) for row in self.differences]
+
+    def tensors(self, dtype=torch.float64):
+        """(log_probs, old_log_probs, sequence_ids), packed."""
+        ids = [i for i, row in enumerate(self.differences) for _ in row]
+        old = torch.linspace(-3, -0.1, len(ids), dtype=torch.float64)
+        difference = torch.tensor([d for row in self.differences for d in row]).double()
+        new = (old + difference).to(dtype).requires_grad_()
+        return new, old.to(dtype), torch.tensor(ids, dtype=torch.int64)
+
+    def loss(self, method, log_probs, old_log_probs, sequence_ids, **changes):
+        arguments = {
+            "advantages": self.advantages,
+            "num_correct": torch.tensor(self.num_correct),
+            "group_size": GROUP_SIZE,
+            "num_tokens_global": sum(self.counts) + 5,  # as if 5 tokens were not computed
+            "num_sequences_global": len(self.counts) + 2,
+            "max_response_tokens": MAX_RESPONSE_TOKENS,
+            "method": method,
+        }
+        return policy_loss(
+            log_probs, old_log_probs, sequence_ids=sequence_ids, **(arguments | changes)
+        )
+
+
+def cases(max_sequences=6, max_tokens=12):
+    """Log-ratios of every scale in which some method clips, exact zeros among them."""
+
+    @st.composite
+    def build(draw):
+        size = draw(st.integers(1, max_sequences))
+        scale = draw(st.sampled_from([0.0, 1e-4, 3e-3, 1e-2, 0.3, 2.0]))
+        row = st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=max_tokens)
+        rows = draw(st.lists(row, min_size=size, max_size=size))
+        c = draw(st.lists(st.integers(0, GROUP_SIZE), min_size=size, max_size=size))
+        # c = 0 has no correct rollout, and c = k no wrong one.
+        flips = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+        correct = [n == GROUP_SIZE or (n > 0 and flip) for n, flip in zip(c, flips, strict=True)]
+        return Case(c, correct, [[scale * d for d in r] for r in rows])
+
+    return build()
+
+
+def reference(case, method, log_probs, old_log_probs):
+    """The equations, one token at a time, in scalar float64 with autograd.
+
+    Returns (loss, ratios, clipped): one ratio and one flag per sequence or per token.
+    """
+    total, ratios, flags, start = torch.zeros((), dtype=torch.float64), [], [], 0
+    for c, advantage, count in zip(case.num_correct, case.advantages, case.counts, strict=True):
+        new = [log_probs[start + t].double() for t in range(count)]
+        old = [old_log_probs[start + t].double() for t in range(count)]
+        start += count
+        width = method.eps_high_max
+        if method.adaptive:
+            width = method.eps_low
+            if advantage > 0:
+                share = (GROUP_SIZE - c) / (GROUP_SIZE - 1)
+                width += (method.eps_high_max - method.eps_low) * share
+        logs = [n - o for n, o in zip(new, old, strict=True)]
+        if method.ratio == "sequence":
+            logs = [sum(logs) / count]
+        ratio = [torch.exp(log) for log in logs]
+        low, high = 1 - method.eps_low, 1 + width
+        flag = [bool((advantage > 0 and s > high) or (advantage < 0 and s < low)) for s in ratio]
+        if method.stop_gradient_ratio:
+            flag = [bool(advantage != 0 and not low <= s <= high) for s in ratio]
+            kept = [float(s.detach().clamp(low, high)) for s in ratio]
+            kept = kept * count if len(kept) == 1 else kept
+            losses = [-w * advantage * n for w, n in zip(kept, new, strict=True)]
+        else:
+            losses = [torch.maximum(-advantage * s, -advantage * s.clamp(low, high)) for s in ratio]
+            losses = losses * count if len(losses) == 1 else losses
+        divisor = {
+            "token_mean": sum(case.counts) + 5,
+            "sequence_mean": count * (len(case.counts) + 2),
+            "constant": MAX_RESPONSE_TOKENS * (len(case.counts) + 2),
+        }[method.aggregation]
+        total = total + sum(losses) / divisor
+        ratios += [float(s.detach()) for s in ratio]
+        flags += flag
+    return total, ratios, flags
+
+
+VARIANTS = [
+    *METHODS.values(),
+    dataclasses.replace(METHODS["gapo"], name="gapo, sequence_mean", aggregation="sequence_mean"),
+    dataclasses.replace(METHODS["gapo"], name="gapo, constant", aggregation="constant"),
+    dataclasses.replace(METHODS["gapo_token"], name="token", aggregation="sequence_mean"),
+    dataclasses.replace(METHODS["cispo"], name="cispo, two-sided", eps_low=0.2),
+    dataclasses.replace(METHODS["cispo"], name="cispo, sequence", ratio="sequence", eps_low=0.2),
+    dataclasses.replace(METHODS["cispo"], name="cispo, adaptive", adaptive=True, eps_low=0.2),
+]
+every_method = pytest.mark.parametrize("method", VARIANTS, ids=lambda method: method.name)
+
+
+@every_method
+@settings(max_examples=40)
+@given(case=cases())
+def test_matches_the_loop_reference(method, case):
+    log_probs, old, ids = case.tensors()
+    got = case.loss(method, log_probs, old, ids)
+    (gradient,) = torch.autograd.grad(got.loss, log_probs)
+    loss, ratios, flags = reference(case, method, log_probs, old)
+    (expected,) = torch.autograd.grad(loss, log_probs)
+    assert float(got.loss.detach()) == pytest.approx(
+        float(loss.detach()), abs=ROUNDING, rel=ROUNDING
+    )
+    torch.testing.assert_close(gradient, expected, atol=ROUNDING, rtol=ROUNDING)
+    assert got.ratio.tolist() == pytest.approx(ratios, rel=ROUNDING)
+    # A ratio within a rounding error of the clip's edge may fall on either side of it.
+    edges = [1 - method.eps_low, 1 + method.eps_low, 1 + method.eps_high_max]
+    sharp = [min(abs(s - edge) for edge in edges) > ROUNDING for s in ratios]
+    pairs = zip(got.clipped.tolist(), flags, sharp, strict=True)
+    assert all(ours == theirs for ours, theirs, decided in pairs if decided)
+
+
+# (advantage, c, ratio) -> (factor the loss takes instead of the ratio, clipped), GAPO with k = 8.
+# The upper edges are 1 + 5e-3 for c = 1 and 1 + (3 + 2/7)e-3 for c = 7; the lower edge is 1 - 3e-3.
+BY_HAND = [
+    (+7 / 8, 1, 1.0051, 1.005, True),
+    (+7 / 8, 1, 1.0049, 1.0049, False),
+    (+7 / 8, 1, 0.9, 0.9, False),  # fell although correct: never held back
+    (+1 / 8, 7, 1.0033, 1 + (3 + 2 / 7) * 1e-3, True),
+    (+1 / 8, 7, 1.0032, 1.0032, False),
+    (-1 / 8, 1, 0.9969, 0.997, True),
+    (-1 / 8, 1, 0.9971, 0.9971, False),
+    (-1 / 8, 1, 1.1, 1.1, False),  # rose although wrong: never held back
+    (-7 / 8, 7, 0.9969, 0.997, True),
+]
+
+
+@pytest.mark.parametrize(("advantage", "c", "ratio", "factor", "clipped"), BY_HAND)
+def test_both_edges_and_both_signs_by_hand(advantage, c, ratio, factor, clipped):
+    num_tokens = 4
+    old = torch.full((num_tokens,), -1.0, dtype=torch.float64)
+    log_probs = (old + math.log(ratio)).requires_grad_()
+    result = policy_loss(
+        log_probs,
+        old,
+        sequence_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        advantages=torch.tensor([advantage]),
+        num_correct=torch.tensor([c]),
+        group_size=8,
+        num_tokens_global=10,
+        method=METHODS["gapo"],
+    )
+    assert float(result.ratio) == pytest.approx(ratio, rel=ROUNDING)
+    assert result.clipped.tolist() == [clipped]
+    # Each of the 4 tokens carries -A * factor; 10 tokens in the mini-batch.
+    assert float(result.loss.detach()) == pytest.approx(-advantage * factor * 4 / 10, rel=1e-11)
+    (gradient,) = torch.autograd.grad(result.loss, log_probs)
+    # d(-A s)/d(log_prob_t) = -A s / 4 per carried token, 4 of them, over 10.
+    expected = 0.0 if clipped else -advantage * ratio / 10
+    assert gradient.tolist() == pytest.approx([expected] * 4, rel=1e-11)
+    if clipped:
+        assert not gradient.any(), "the gradient of a clipped sequence is exactly zero"
+
+
+def test_token_ratio_clips_each_token_alone():
+    """Two tokens of one correct rollout: one over the edge, one not."""
+    old = torch.tensor([-1.0, -1.0], dtype=torch.float64)
+    log_probs = (old + torch.tensor([1.3, 1.1]).double().log()).requires_grad_()
+    result = policy_loss(
+        log_probs,
+        old,
+        sequence_ids=torch.tensor([0, 0]),
+        advantages=torch.tensor([0.5]),
+        num_correct=torch.tensor([4]),
+        group_size=8,
+        num_tokens_global=2,
+        method=METHODS["dapo"],
+    )
+    (gradient,) = torch.autograd.grad(result.loss, log_probs)
+    assert result.clipped.tolist() == [True, False]
+    # -0.5 * (1.28 + 1.1) / 2; 1.3 and 1.1 are float32 here, hence the tolerance.
+    assert float(result.loss.detach()) == pytest.approx(-0.595, rel=1e-7)
+    assert gradient.tolist() == pytest.approx([0.0, -0.275], rel=1e-7)
+
+
+@every_method
+@settings(max_examples=20)
+@given(case=cases())
+def test_equal_weights_give_ratio_exactly_one(method, case):
+    _, old, ids = case.tensors(torch.float32)
+    log_probs = old.clone().requires_grad_()
+    result = case.loss(method, log_probs, old, ids)
+    assert bool((result.ratio == 1).all())
+    assert not result.clipped.any()
+    if method.aggregation == "token_mean":
+        (gradient,) = torch.autograd.grad(result.loss, log_probs)
+        expected = -case.advantages[ids] / (sum(case.counts) + 5)
+        # Float32 gradients of float32 log-probs: one rounding at the end.
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=0)
+
+
+@every_method
+@settings(max_examples=20)
+@given(case=cases())
+def test_no_gradient_where_nothing_is_to_be_learnt(method, case):
+    log_probs, old, ids = case.tensors()
+    result = case.loss(method, log_probs, old, ids)
+    (gradient,) = torch.autograd.grad(result.loss, log_probs)
+    assert not gradient[case.advantages[ids] == 0].any()
+    if not method.stop_gradient_ratio:
+        clipped = result.clipped if result.per_token else result.clipped[ids]
+        assert not gradient[clipped].any()
+        assert bool((gradient[~clipped & (case.advantages[ids] != 0)] != 0).all())
+
+
+@every_method
+@settings(max_examples=20)
+@given(case=cases(), data=st.data())
+def test_sequences_may_be_split_and_dropped_in_any_way(method, case, data):
+    """Denominators are the mini-batch's: parts add up, and A = 0 may be left out of every part."""
+    log_probs, old, ids = case.tensors()
+    whole = case.loss(method, log_probs, old, ids)
+    (expected,) = torch.autograd.grad(whole.loss, log_probs)
+    parts = data.draw(
+        st.lists(st.integers(0, 2), min_size=len(case.counts), max_size=len(case.counts))
+    )
+    drop = data.draw(st.booleans())
+    total, gradient = 0.0, torch.zeros_like(expected)
+    for part in range(3):
+        members = [
+            i for i, p in enumerate(parts) if p == part and not (drop and case.advantages[i] == 0)
+        ]
+        rows = torch.tensor([t for t, i in enumerate(ids.tolist()) if i in members]).long()
+        some = log_probs.detach()[rows].requires_grad_()
+        result = case.loss(
+            method,
+            some,
+            old[rows],
+            torch.tensor([members.index(i) for i in ids[rows].tolist()]).long(),
+            advantages=case.advantages[members],
+            num_correct=torch.tensor([case.num_correct[i] for i in members]).long(),
+        )
+        total += float(result.loss.detach())
+        gradient[rows] = torch.autograd.grad(result.loss, some)[0]
+    assert total == pytest.approx(float(whole.loss.detach()), abs=ROUNDING, rel=ROUNDING)
+    assert bool((gradient == expected).all()), "a sequence's gradient keeps its bits in any part"
+
+
+@settings(max_examples=20)
+@given(case=cases(), seed=st.integers(0, 1000))
+def test_tokens_may_come_in_any_order(case, seed):
+    log_probs, old, ids = case.tensors()
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
+    straight = case.loss(METHODS["gapo"], log_probs, old, ids)
+    mixed = case.loss(METHODS["gapo"], log_probs[order], old[order], ids[order])
+    assert mixed.ratio.tolist() == pytest.approx(straight.ratio.tolist(), rel=ROUNDING)
+    (first,) = torch.autograd.grad(straight.loss, log_probs)
+    (second,) = torch.autograd.grad(mixed.loss, log_probs)
+    torch.testing.assert_close(second, first, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_group_size_may_be_given_per_sequence():
+    case = Case([1, 3], [True, True], [[0.0043], [0.0043]])
+    log_probs, old, ids = case.tensors()
+    one = case.loss(METHODS["gapo"], log_probs, old, ids)
+    same = case.loss(METHODS["gapo"], log_probs, old, ids, group_size=torch.tensor([8, 8]))
+    shrunk = case.loss(METHODS["gapo"], log_probs, old, ids, group_size=torch.tensor([8, 4]))
+    assert float(one.loss.detach()) == float(same.loss.detach())
+    # exp(0.0043) - 1 = 4.309e-3. Width for c = 3: 4.43e-3 when k = 8, 3.67e-3 when k = 4.
+    assert one.clipped.tolist() == [False, False]
+    assert shrunk.clipped.tolist() == [False, True]
+
+
+def test_log_ratios_are_accumulated_in_float64():
+    """20,000 float32 tokens: a float32 sum would miss the ratio by 1e-8."""
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(20_000, generator=generator) * 8
+    log_probs = old + 1e-2 * torch.randn(20_000, generator=generator)
+    result = policy_loss(
+        log_probs,
+        old,
+        sequence_ids=torch.zeros(20_000, dtype=torch.int64),
+        advantages=torch.tensor([0.5]),
+        num_correct=torch.tensor([4]),
+        group_size=8,
+        num_tokens_global=20_000,
+        method=METHODS["gapo"],
+    )
+    exact = math.fsum(
+        new - before for new, before in zip(log_probs.tolist(), old.tolist(), strict=True)
+    )
+    # 20,000 float64 roundings of sums below 10, divided by 20,000: far below 1e-15.
+    assert float(result.ratio) == pytest.approx(math.exp(exact / 20_000), rel=1e-15)
+
+
+def test_float32_log_probs_get_float32_gradients():
+    case = Case([1, 5], [True, False], [[0.001, -0.002], [0.001]])
+    log_probs, old, ids = case.tensors(torch.float32)
+    result = case.loss(METHODS["gapo"], log_probs, old, ids)
+    assert result.loss.dtype == result.ratio.dtype == torch.float64
+    result.loss.backward()
+    assert log_probs.grad.dtype == torch.float32
+
+
+def test_nothing_flows_into_old_log_probs_or_back_into_inputs():
+    case = Case([1], [True], [[0.001, 0.002]])
+    log_probs, old, ids = case.tensors()
+    old.requires_grad_()
+    copies = log_probs.detach().clone(), old.detach().clone()
+    result = case.loss(METHODS["gapo"], log_probs, old, ids)
+    result.loss.backward()
+    assert old.grad is None
+    assert torch.equal(log_probs, copies[0]) and torch.equal(old, copies[1])
+    assert not result.ratio.requires_grad and not result.clipped.requires_grad
+
+
+@every_method
+def test_an_empty_microbatch_is_a_zero_with_a_gradient(method):
+    case = Case([], [], [])
+    log_probs, old, ids = case.tensors()
+    result = case.loss(method, log_probs, old, ids, num_tokens_global=0, num_sequences_global=0)
+    assert float(result.loss.detach()) == 0
+    (gradient,) = torch.autograd.grad(result.loss, log_probs)
+    assert gradient.shape == (0,)
+
+
+def test_a_sequence_without_tokens_adds_nothing():
+    case = Case([1, 1], [True, True], [[0.001], []])
+    result = case.loss(METHODS["gapo"], *case.tensors(), num_sequences_global=2)
+    assert float(result.loss.detach()) == pytest.approx(-7 / 8 * math.exp(0.001) / 6, rel=1e-6)
+    assert result.ratio.tolist()[1] == 1
+
+
+@pytest.mark.parametrize("name", ["gapo", "dapo", "cispo"])
+@pytest.mark.parametrize("field", ["log_probs", "old_log_probs", "advantages"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_name_their_sequence(name, field, value):
+    case = Case([1, 1, 1], [True, False, False], [[0.0, 0.0], [0.0], [0.0, 0.0]])
+    log_probs, old, ids = case.tensors()
+    advantages = case.advantages
+    place = {"log_probs": log_probs.detach(), "old_log_probs": old, "advantages": advantages}[field]
+    place[2] = value
+    sequence = 2 if field == "advantages" else 1
+    with pytest.raises(DivergenceError, match=f"^{field} not finite in sequence {sequence} of"):
+        case.loss(METHODS[name], log_probs, old, ids, advantages=advantages)
+
+
+@pytest.mark.parametrize("name", ["gapo", "dapo"])
+def test_a_ratio_out_of_all_bounds_stays_finite_and_is_pulled_back(name):
+    """A wrong response 500 nats up: exp would overflow, a clamped exp would let it go."""
+    old = torch.tensor([-501.0, -501.0])
+    log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    result = policy_loss(
+        log_probs,
+        old,
+        sequence_ids=torch.tensor([0, 0]),
+        advantages=torch.tensor([-0.5]),
+        num_correct=torch.tensor([4]),
+        group_size=8,
+        num_tokens_global=2,
+        method=METHODS[name],
+    )
+    result.loss.backward()
+    assert result.ratio.flatten()[0] == pytest.approx(math.exp(MAX_LOG_RATIO), rel=1e-12)
+    assert bool((log_probs.grad > 0).all() & log_probs.grad.isfinite().all())
+
+
+def test_the_bound_leaves_normal_ratios_alone():
+    case = Case([4], [False], [[MAX_LOG_RATIO - 0.5]])
+    log_probs, old, ids = case.tensors()
+    result = case.loss(METHODS["gapo"], log_probs, old, ids)
+    assert float(result.ratio) == float(torch.exp(log_probs.detach() - old))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "missing"),
+    [
+        ("sequence_mean", "num_sequences_global"),
+        ("constant", "num_sequences_global"),
+        ("constant", "max_response_tokens"),
+    ],
+)
+def test_a_missing_denominator_is_named(aggregation, missing):
+    case = Case([1], [True], [[0.0]])
+    method = dataclasses.replace(METHODS["gapo"], aggregation=aggregation)
+    with pytest.raises(ConfigError, match=f"{aggregation!r} needs {missing}"):
+        case.loss(method, *case.tensors(), **{missing: None})
+
+
+def test_shapes_that_do_not_fit_are_shown():
+    case = Case([1], [True], [[0.0, 0.0]])
+    log_probs, old, ids = case.tensors()
+    with pytest.raises(AssertionError, match=r"old_log_probs \(1,\)"):
+        case.loss(METHODS["gapo"], log_probs, old[:1], ids)
+    with pytest.raises(AssertionError, match=r"num_correct \(2,\)"):
+        case.loss(METHODS["gapo"], log_probs, old, ids, num_correct=torch.tensor([1, 1]))
+
+
+def test_cispo_keeps_a_gradient_where_it_clips():
+    """Weight min(s, 1.28), stopped; the gradient of each token is -A * weight / N."""
+    old = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
+    ratios = torch.tensor([2.0, 1.1, 0.1], dtype=torch.float64)
+    log_probs = (old + ratios.log()).requires_grad_()
+    result = policy_loss(
+        log_probs,
+        old,
+        sequence_ids=torch.zeros(3, dtype=torch.int64),
+        advantages=torch.tensor([-0.5]),
+        num_correct=torch.tensor([4]),
+        group_size=8,
+        num_tokens_global=3,
+        method=METHODS["cispo"],
+    )
+    (gradient,) = torch.autograd.grad(result.loss, log_probs)
+    assert result.clipped.tolist() == [True, False, False]
+    assert gradient.tolist() == pytest.approx([0.5 * w / 3 for w in (1.28, 1.1, 0.1)], rel=1e-12)
+
+
+@given(
+    log_probs=st.lists(st.floats(-30, 0), min_size=1, max_size=8),
+    shifts=st.lists(st.floats(-5, 5), min_size=8, max_size=8),
+)
+def test_kl_penalty_is_never_negative(log_probs, shifts):
+    new = torch.tensor(log_probs, dtype=torch.float64)
+    ref = new + torch.tensor(shifts[: len(log_probs)], dtype=torch.float64)
+    penalty = kl_penalty(new, ref)
+    assert bool((penalty >= 0).all())
+    torch.testing.assert_close(
+        penalty, torch.exp(ref - new) - (ref - new) - 1, atol=1e-12, rtol=1e-9
+    )
+
+
+def test_kl_penalty_is_zero_at_the_reference_and_unbiased():
+    generator = torch.Generator().manual_seed(0)
+    policy = torch.randn(50, generator=generator).double().log_softmax(0)
+    ref = torch.randn(50, generator=generator).double().log_softmax(0)
+    assert not kl_penalty(policy, policy).any()
+    expectation = (policy.exp() * kl_penalty(policy, ref)).sum()
+    exact = (policy.exp() * (policy - ref)).sum()
+    assert float(expectation) == pytest.approx(float(exact), rel=1e-12)  # float64 sums of 50
+
+
+def test_kl_penalty_pulls_towards_the_reference():
+    log_probs = torch.tensor([-1.0, -3.0, -500.0], requires_grad=True)
+    ref = torch.tensor([-2.0, -2.0, -1.0], requires_grad=True)
+    kl_penalty(log_probs, ref).sum().backward()
+    assert [float(g) > 0 for g in log_probs.grad] == [True, False, False]
+    assert bool(log_probs.grad.isfinite().all())
+    assert ref.grad is None

@@ -1,0 +1,9 @@
+"""Log-probs of response tokens from hidden states and a vocabulary-parallel output layer.
+
+Imports neither megatron nor vllm.
+"""
+
+from gapo_megatron.logprob.operator import token_log_probs
+from gapo_megatron.logprob.reduce import segment_mean, sequence_log_ratio
+
+__all__ = ["segment_mean", "sequence_log_ratio", "token_log_probs"]

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -317,5 +317,6 @@ def _explain(item: Any) -> str:
 def _fields_at(path: tuple[Any, ...]) -> list[str]:
     model: Any = Config
     for part in path:
-        model = model.model_fields[str(part)].annotation
+        annotation = model.model_fields[str(part)].annotation
+        model = (get_args(annotation) or (annotation,))[0]  # an optional section is `Section | None`
     return list(model.model_fields)

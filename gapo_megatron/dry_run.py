@@ -1,4 +1,4 @@
-"""`train --dry-run`: the resolved config and what it means in processes, sequences and tensor shapes.
+"""`train --dry-run`: the resolved config, and what it means in processes, sequences and shapes.
 
 Reads the config, the model's config.json and the length of the dataset where they exist. Builds no
 model, starts no process group, needs no GPU.
@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from gapo_megatron import rewards
 from gapo_megatron.config import Config
 from gapo_megatron.convert import rules_for
 from gapo_megatron.convert.rules import Rule
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 BYTES_PER_PARAMETER = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp8": (2, 4, 12)}
-"""By precision: weight, gradient (both whole on every rank), optimizer state (spread over data parallel)."""
+"""By precision: weight, gradient (both on every rank), optimizer state (cut by data parallel)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +107,14 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
     hf_config = None
     if Path(config.model.hf_dir).is_dir():
         hf_config = read_hf_config(config.model.hf_dir)
-        check_shapes(hf_config, counts)
+        check_shapes(hf_config, counts)  # type: ignore[arg-type]  # it reads tp_size, pp_size
 
     console.print(to_toml(config), markup=False, highlight=False, soft_wrap=True)
     console.print(_counts_table(config, counts))
     console.print(_method_table(config))
     if hf_config is None:
         console.print(
-            f"Model: no folder {config.model.hf_dir} here, so no parameter shapes, memory or positions.",
+            f"Model: no folder {config.model.hf_dir} here: shapes, memory, positions are left out.",
             markup=False,
         )
     else:
@@ -122,6 +123,10 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
         console.print(_memory_table(rules, config, counts))
         if note := _positions_note(config, hf_config):
             console.print(note, markup=False)
+    try:
+        rewards.check_kind(config.reward.kind)
+    except ConfigError as error:  # the arithmetic is worth reading all the same
+        console.print(f"The run itself would stop here: {error}", markup=False)
 
 
 def to_toml(config: Config) -> str:
@@ -163,8 +168,8 @@ def _placement(rule: Rule, pp_size: int) -> Iterator[tuple[int, int]]:
 
 def _counts_table(config: Config, counts: Arithmetic) -> Table:
     batch = config.batch
-    budget = batch.max_tokens_per_microbatch
     prompts_per_replica = batch.rollout_prompts / counts.rollout_replicas
+    updates = counts.num_minibatches * config.run.num_steps
     rows = {
         "processes": f"{counts.world_size} = tensor {counts.tp_size} x pipeline {counts.pp_size} "
         f"x data {counts.dp_size}",
@@ -172,15 +177,16 @@ def _counts_table(config: Config, counts: Arithmetic) -> Table:
         f"process(es), {prompts_per_replica:g} prompts each",
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
         f"{counts.rollout_sequences:,} sequences",
-        "one update": f"{batch.minibatch_prompts} prompts = {counts.minibatch_sequences:,} sequences, "
-        f"about {counts.minibatch_sequences / counts.dp_size:g} on each data-parallel rank",
-        "updates per step": f"{counts.num_minibatches}, so {counts.num_minibatches * config.run.num_steps:,} "
-        f"in {config.run.num_steps:,} steps",
-        "longest sequence": f"{config.data.max_prompt_tokens:,} prompt + {config.rollout.max_response_tokens:,} "
-        f"response = {counts.longest_sequence:,} tokens",
-        "one micro-batch": f"at most {budget:,} tokens; {counts.longest_per_microbatch} of the longest sequences",
-        "micro-batches": f"at most {counts.most_microbatches_per_rank} per update and rank, if every "
-        "sequence were the longest",
+        "one update": f"{batch.minibatch_prompts} prompts = {counts.minibatch_sequences:,} "
+        f"sequences, about {counts.minibatch_sequences / counts.dp_size:g} a data-parallel rank",
+        "updates per step": f"{counts.num_minibatches} mini-batches, so {updates:,} updates in "
+        f"{config.run.num_steps:,} steps",
+        "longest sequence": f"{config.data.max_prompt_tokens:,} prompt + "
+        f"{config.rollout.max_response_tokens:,} response = {counts.longest_sequence:,} tokens",
+        "one micro-batch": f"at most {batch.max_tokens_per_microbatch:,} tokens: "
+        f"{counts.longest_per_microbatch} of the longest sequences",
+        "micro-batches": f"at most {counts.most_microbatches_per_rank} per update and rank, if "
+        "every sequence were the longest",
         "steps per epoch": _epochs(config),
     }
     table = Table(title="World-size arithmetic", title_justify="left", show_header=False)
@@ -214,7 +220,8 @@ def _method_table(config: Config) -> Table:
             eps_low=method.eps_low,
             eps_high_max=method.eps_high_max,
         )
-        table.add_row(f"eps_high, c=1..{k - 1}", "  ".join(f"{clip:.4g}" for clip in clips.tolist()))
+        shown = "  ".join(f"{clip:.4g}" for clip in clips.tolist())
+        table.add_row(f"eps_high, c=1..{k - 1}", shown)
     else:
         table.add_row("eps_high, every c", str(method.eps_high_max))
     return table
@@ -259,6 +266,6 @@ def _positions_note(config: Config, hf_config: PretrainedConfig | Any) -> str:
     if positions >= config.max_sequence_tokens:
         return ""
     return (
-        f"Note: data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} "
-        f"exceeds the model's {positions} positions (config.json: max_position_embeddings)."
+        f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} "
+        f"exceeds the model's max_position_embeddings ({positions})."
     )

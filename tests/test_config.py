@@ -1,0 +1,271 @@
+"""Loading: precedence, and a ConfigError for every wrong key, value and combination."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from gapo_megatron.config import load_config, parse_config
+from gapo_megatron.errors import ConfigError
+
+MINIMAL = """
+[run]
+output_dir = "runs/x"
+num_steps = 3
+[model]
+hf_dir = "models/x"
+[data]
+train_path = "data/x.jsonl"
+[rollout]
+max_response_tokens = 64
+[reward]
+kind = "exact"
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    path = tmp_path / "minimal.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides))
+    return str(caught.value)
+
+
+# --- precedence ----------------------------------------------------------------------------------
+
+
+def test_defaults_are_the_papers_batch_and_optimizer(minimal: Path) -> None:
+    config = load_config(minimal)
+    assert (config.batch.rollout_prompts, config.batch.minibatch_prompts) == (256, 64)
+    assert (config.batch.rollouts_per_prompt, config.batch.num_minibatches) == (8, 4)
+    assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (1e-6, 0.01)
+    assert (config.objective.kl_coef, config.objective.entropy_coef) == (0.0, 0.0)
+
+
+def test_file_beats_base_and_override_beats_file(minimal: Path) -> None:
+    middle = minimal.with_name("middle.toml")
+    middle.write_text('base = "minimal.toml"\n[run]\nseed = 1\nnum_steps = 4\n[batch]\n')
+    top = minimal.with_name("top.toml")
+    top.write_text('base = "middle.toml"\n[run]\nseed = 2\n')
+
+    config = load_config(top, ["run.seed=3"])
+    assert config.run.seed == 3
+    assert load_config(top).run.seed == 2
+    assert load_config(middle).run.seed == 1
+    # What a file does not mention comes from below, key by key within a section.
+    assert (config.run.num_steps, config.run.output_dir) == (4, "runs/x")
+
+
+def test_base_is_relative_to_the_file_that_names_it(minimal: Path) -> None:
+    folder = minimal.parent / "methods"
+    folder.mkdir()
+    (folder / "gspo.toml").write_text('base = "../minimal.toml"\nobjective.method = "gspo"\n')
+    assert load_config(folder / "gspo.toml").objective.method == "gspo"
+
+
+def test_overrides_are_toml_values_or_bare_words(minimal: Path) -> None:
+    config = load_config(
+        minimal,
+        [
+            "objective.method=gspo",
+            "model.hf_dir=/models/a b=c",
+            "optimizer.learning_rate=1e-4",
+            "rollout.enforce_eager=true",
+            'metrics.wandb_project="7"',
+        ],
+    )
+    assert config.objective.method == "gspo"
+    assert config.model.hf_dir == "/models/a b=c"
+    assert config.optimizer.learning_rate == 1e-4
+    assert config.rollout.enforce_eager is True
+    assert config.metrics.wandb_project == "7"
+
+
+def test_objective_keys_override_the_preset(minimal: Path) -> None:
+    preset = load_config(minimal, ["objective.method=gapo"]).objective.resolve()
+    changed = load_config(minimal, ["objective.eps_high_max=7e-3"]).objective.resolve()
+    assert (preset.eps_low, preset.eps_high_max, preset.adaptive) == (3e-3, 5e-3, True)
+    assert (changed.eps_low, changed.eps_high_max, changed.adaptive) == (3e-3, 7e-3, True)
+
+
+def test_every_sequence_is_needed_only_with_kl_or_entropy(minimal: Path) -> None:
+    def needs(*overrides: str) -> bool:
+        return load_config(minimal, list(overrides)).objective.needs_every_sequence
+
+    assert [needs(), needs("objective.kl_coef=0.1"), needs("objective.entropy_coef=0.1")] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_config_is_frozen(minimal: Path) -> None:
+    config = load_config(minimal)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.run.seed = 1  # type: ignore[misc]
+
+
+# --- unknown keys ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        (
+            "optimizer.learning_rat=1e-6",
+            ["optimizer.learning_rat", "did you mean 'learning_rate'?"],
+        ),
+        ("optimiser.learning_rate=1e-6", ["optimiser", "did you mean 'optimizer'?"]),
+        ("parallel.tensor_parallel_size=2", ["did you mean 'tensor_model_parallel_size'?"]),
+        ("rollout.tensor_model_parallel_size=2", ["did you mean 'tensor_parallel_size'?"]),
+        ("reward.zzz=1", ["reward.zzz", "known keys: kind"]),
+        ("supervised.num_step=1", ["supervised.num_step", "did you mean 'num_steps'?"]),
+    ],
+)
+def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list[str]) -> None:
+    message = error_of(minimal, override)
+    assert all(name in message for name in names), message
+
+
+# --- wrong values ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "value", "rule"),
+    [
+        ("run.num_steps=0", "run.num_steps", "0", "greater than 0"),
+        ("run.num_steps=2.5", "run.num_steps", "2.5", "integer"),
+        ("run.seed=-1", "run.seed", "-1", "greater than or equal to 0"),
+        ('run.seed="1"', "run.seed", "'1'", "integer"),
+        ("run.output_dir=3", "run.output_dir", "3", "string"),
+        ("model.precision=fp16", "model.precision", "'fp16'", "'fp32', 'bf16' or 'fp8'"),
+        ("model.recompute=some", "model.recompute", "'some'", "'none', 'selective' or 'full'"),
+        ("parallel.tensor_model_parallel_size=0", "tensor_model_parallel_size", "0", "than 0"),
+        (
+            "parallel.pipeline_model_parallel_size=-2",
+            "pipeline_model_parallel_size",
+            "-2",
+            "than 0",
+        ),
+        ("parallel.sequence_parallel=1", "parallel.sequence_parallel", "1", "boolean"),
+        ("batch.rollouts_per_prompt=1", "batch.rollouts_per_prompt", "1", "equal to 2"),
+        ("batch.rollout_prompts=true", "batch.rollout_prompts", "True", "integer"),
+        ("rollout.temperature=0", "rollout.temperature", "0", "greater than 0"),
+        ("rollout.top_p=1.5", "rollout.top_p", "1.5", "less than or equal to 1"),
+        ("rollout.memory_fraction=1.0", "rollout.memory_fraction", "1.0", "less than 1"),
+        ("reward.kind=maths", "reward.kind", "'maths'", "'math', 'code' or 'exact'"),
+        ("objective.eps_low=nan", "objective.eps_low", "nan", "finite"),
+        ("objective.eps_low=-0.1", "objective.eps_low", "-0.1", "greater than 0"),
+        ("objective.method=gap", "objective", "'gap'", "did you mean 'gapo'?"),
+        ("objective.aggregation=mean", "objective.aggregation", "'mean'", "'token_mean'"),
+        ("objective.kl_coef=-1", "objective.kl_coef", "-1", "equal to 0"),
+        ("optimizer.learning_rate=inf", "optimizer.learning_rate", "inf", "finite"),
+        ("optimizer.beta2=1.0", "optimizer.beta2", "1.0", "less than 1"),
+        ("optimizer.clip_grad=0", "optimizer.clip_grad", "0", "greater than 0"),
+        ("checkpoint.keep_last=0", "checkpoint.keep_last", "0", "greater than 0"),
+        ("evaluation.temperature=0", "evaluation.temperature", "0", "greater than 0"),
+    ],
+)
+def test_wrong_value_names_field_value_and_rule(
+    minimal: Path, override: str, field: str, value: str, rule: str
+) -> None:
+    message = error_of(minimal, override)
+    assert field in message, message
+    assert value in message, message
+    assert rule in message, message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (
+            ["batch.rollout_prompts=256", "batch.minibatch_prompts=60"],
+            ["minibatch_prompts (60)", "must divide", "rollout_prompts (256)"],
+        ),
+        (
+            ["parallel.sequence_parallel=true"],
+            ["sequence_parallel=true", "tensor_model_parallel_size > 1"],
+        ),
+        (
+            ["batch.max_tokens_per_microbatch=2000"],
+            ["max_tokens_per_microbatch (2000)", "max_prompt_tokens", "= 2112"],
+        ),
+        (
+            ["objective.eps_high_max=2e-3"],
+            ["eps_high_max (0.002)", "at least", "eps_low (0.003)"],
+        ),
+        (
+            ["objective.method=gspo", "objective.eps_low=4e-3"],
+            ["eps_high_max (0.003)", "at least", "eps_low (0.004)"],
+        ),
+        (["evaluation.every_steps=10"], ["evaluation.every_steps", "data.eval_path"]),
+    ],
+)
+def test_wrong_combination_names_both_sides(
+    minimal: Path, overrides: list[str], names: list[str]
+) -> None:
+    message = error_of(minimal, *overrides)
+    assert all(name in message for name in names), message
+
+
+def test_every_problem_is_reported_at_once(minimal: Path) -> None:
+    message = error_of(minimal, "run.num_steps=0", "rollout.top_p=2", "reward.kin=math")
+    assert all(name in message for name in ("run.num_steps", "rollout.top_p", "reward.kin"))
+
+
+@pytest.mark.parametrize("section", ["run", "model", "data", "rollout", "reward"])
+def test_missing_section_is_named(section: str) -> None:
+    tree = tomllib.loads(MINIMAL)
+    del tree[section]
+    with pytest.raises(ConfigError, match=rf"x\.toml: {section}: required, but not given"):
+        parse_config(tree, source="x.toml")
+
+
+# --- broken files and overrides -------------------------------------------------------------------
+
+
+def test_absent_file_is_named(tmp_path: Path) -> None:
+    assert "nowhere.toml: cannot read the config file" in error_of(tmp_path / "nowhere.toml")
+
+
+def test_invalid_toml_is_named_with_its_line(minimal: Path) -> None:
+    minimal.write_text("[run\n")
+    message = error_of(minimal)
+    assert "minimal.toml: not valid TOML" in message
+    assert "line 1" in message
+
+
+def test_base_must_be_a_path(minimal: Path) -> None:
+    minimal.write_text("base = 3\n" + MINIMAL)
+    assert "base (3) must be the path" in error_of(minimal)
+
+
+def test_base_that_goes_in_a_circle_is_refused(minimal: Path) -> None:
+    minimal.write_text('base = "other.toml"\n' + MINIMAL)
+    minimal.with_name("other.toml").write_text('base = "minimal.toml"\n')
+    assert "goes round in a circle" in error_of(minimal)
+
+
+@pytest.mark.parametrize("override", ["run.seed", "seed=1", "run.=1", ".seed=1", "a.b.c=1", ""])
+def test_malformed_override_says_the_form(minimal: Path, override: str) -> None:
+    assert f"override {override!r} must have the form section.key=value" in error_of(
+        minimal, override
+    )
+
+
+def test_override_of_a_section_that_is_a_value(minimal: Path) -> None:
+    minimal.write_text(MINIMAL.replace("[reward]\n", "").replace('kind = "exact"', ""))
+    minimal.write_text("reward = 3\n" + minimal.read_text())
+    assert "reward is not a section" in error_of(minimal, "reward.kind=math")
+    assert "reward (3)" in error_of(minimal)
+
+
+def test_error_is_also_a_value_error() -> None:
+    with pytest.raises(ValueError, match="required"):
+        parse_config({}, source="x")

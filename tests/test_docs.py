@@ -1,0 +1,105 @@
+"""Documents that tell the truth: links resolve, and what they tell a reader to run exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron.config import load_config
+from gapo_megatron.objective import METHODS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(?:bash|console|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors_of(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ +(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
+
+
+def commands_of(path: Path) -> list[list[str]]:
+    """Words of every command line in the document's shell blocks, comments and prompts removed."""
+    text = path.read_text(encoding="utf-8")
+    lines = [
+        line.removeprefix("$ ").split(" #")[0].strip()
+        for block in FENCE.findall(text)
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    return [line.split() for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_resolve(path: Path) -> None:
+    for target in LINK.findall(path.read_text(encoding="utf-8")):
+        if re.match(r"https?://|mailto:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        resolved = (path.parent / file) if file else path
+        assert resolved.exists(), f"{target} leads nowhere"
+        if anchor:
+            assert anchor in anchors_of(resolved), f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_commands_name_things_that_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands_of(path):
+        for word in words:
+            if re.match(r"(tools|slurm|configs|requirements|benchmarks|tests)/[\w./]+$", word):
+                assert (ROOT / word).exists(), f"{' '.join(words)}: no {word}"
+        words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+        if words[:1] == ["make"]:
+            goals = [word for word in words[1:] if re.fullmatch("[a-z]+", word)]
+            assert set(goals) <= targets, f"{' '.join(words)}: no such target"
+        if "-m" in words and words[words.index("-m") + 1].startswith("gapo_megatron"):
+            module = ROOT / (words[words.index("-m") + 1].replace(".", "/") + ".py")
+            assert module.exists(), f"{' '.join(words)}: no {module}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_overrides_in_commands_are_valid(path: Path) -> None:
+    for words in commands_of(path):
+        configs = [word for word in words if re.match(r"configs/[\w/]+\.toml$", word)]
+        overrides = [word for word in words if re.match(r"[a-z]+\.[a-z_]+=", word)]
+        if configs:
+            load_config(ROOT / configs[0], overrides)
+
+
+def test_readme_starts_with_the_two_commands() -> None:
+    firsts = [" ".join(words[:2]) for words in commands_of(ROOT / "README.md")]
+    assert firsts.index("make demo") < firsts.index("make test")
+    assert all(not first.startswith(("sbatch", "torchrun")) for first in firsts[:2])
+
+
+def test_readme_tree_is_the_tree() -> None:
+    """Every folder and file of the layout exists, and no room of the package is missing from it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = re.search(r"^```text\n(gapo_megatron/.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert tree, "README has no layout"
+    named = set()
+    for line in tree[1].splitlines():
+        names = re.match(r"( *)((?:[\w.]+/?)(?:, [\w.]+/?)*)", line)
+        assert names, line
+        for name in names[2].split(", "):
+            where = ROOT / "gapo_megatron" / name if names[1] else ROOT / name
+            assert where.exists(), f"layout names {name}, which is not there"
+            named.add(name.rstrip("/"))
+    rooms = {
+        path.name
+        for path in (ROOT / "gapo_megatron").iterdir()
+        if path.suffix == ".py" or any(path.glob("*.py"))
+    }
+    assert rooms - {"__init__.py"} <= named, rooms - named
+
+
+def test_glossary_knows_every_method() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text for name in METHODS)

@@ -1,0 +1,202 @@
+"""The dry run: right numbers, no GPU, and no silence about what it could not compute."""
+
+import io
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gapo_megatron.config import Config, parse_config
+from gapo_megatron.convert import rules_for
+from gapo_megatron.dry_run import arithmetic, per_rank_parameters, print_dry_run, to_toml
+from gapo_megatron.errors import ConfigError
+
+TINY = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 50,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+
+
+def make_config(**sections: dict[str, Any]) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"output_dir": "runs/x", "num_steps": 10},
+        "model": {"hf_dir": "/nowhere"},
+        "data": {"train_path": "/nowhere.jsonl", "max_prompt_tokens": 40},
+        "batch": {"rollout_prompts": 32, "minibatch_prompts": 8, "max_tokens_per_microbatch": 210},
+        "rollout": {"max_response_tokens": 60},
+        "reward": {"kind": "exact"},
+    }
+    for section, values in sections.items():
+        tree[section] = tree.get(section, {}) | values
+    return parse_config(tree, source="test")
+
+
+def text_of(config: Config, *, world_size: int = 1) -> str:
+    output = io.StringIO()
+    print_dry_run(config, world_size=world_size, console=Console(file=output, width=120))
+    return output.getvalue()
+
+
+def write_model(folder: Path, **changes: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(TINY | changes))
+    return str(folder)
+
+
+def test_arithmetic_by_hand() -> None:
+    parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    config = make_config(parallel=parallel, rollout={"tensor_parallel_size": 4})
+    counts = arithmetic(config, world_size=16)
+    assert (counts.tp_size, counts.pp_size, counts.dp_size) == (2, 2, 4)
+    assert counts.rollout_replicas == 4
+    assert counts.rollout_sequences == 32 * 8
+    assert (counts.num_minibatches, counts.minibatch_sequences) == (4, 64)
+    # 210 tokens hold two sequences of 100; 64 sequences over 4 ranks are 16 each: 8 micro-batches.
+    assert (counts.longest_sequence, counts.longest_per_microbatch) == (100, 2)
+    assert counts.most_microbatches_per_rank == 8
+
+
+@pytest.mark.parametrize(
+    ("sections", "world_size", "names"),
+    [
+        (
+            {
+                "parallel": {
+                    "tensor_model_parallel_size": 2,
+                    "pipeline_model_parallel_size": 3,
+                }
+            },
+            8,
+            [
+                "tensor_model_parallel_size (2)",
+                "pipeline_model_parallel_size (3)",
+                "world size (8)",
+            ],
+        ),
+        (
+            {"rollout": {"tensor_parallel_size": 3}},
+            8,
+            ["rollout.tensor_parallel_size (3)", "world size (8)"],
+        ),
+    ],
+)
+def test_world_size_that_does_not_divide(
+    sections: dict[str, Any], world_size: int, names: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        text_of(make_config(**sections), world_size=world_size)
+    assert all(name in str(caught.value) for name in names), caught.value
+
+
+@pytest.mark.parametrize(
+    ("parallel", "names"),
+    [
+        ({"tensor_model_parallel_size": 4}, ["(4)", "num_key_value_heads (2)"]),
+        ({"pipeline_model_parallel_size": 3}, ["(3)", "num_hidden_layers (4)"]),
+    ],
+)
+def test_model_that_the_sizes_do_not_cut(
+    tmp_path: Path, parallel: dict[str, int], names: list[str]
+) -> None:
+    config = make_config(model={"hf_dir": write_model(tmp_path / "m")}, parallel=parallel)
+    with pytest.raises(ConfigError) as caught:
+        text_of(config, world_size=12)
+    assert all(name in str(caught.value) for name in names), caught.value
+
+
+def test_printed_config_loads_again_to_the_same() -> None:
+    config = make_config(
+        model={"hf_dir": 'odd "name"\\ ü'},
+        objective={"method": "gspo", "eps_low": 7e-5},
+        optimizer={"learning_rate": 1e-6},
+    )
+    printed = text_of(config).split("World-size arithmetic")[0]
+    assert parse_config(tomllib.loads(printed), source="printed") == config
+    assert parse_config(tomllib.loads(to_toml(config)), source="toml") == config
+
+
+def test_absences_are_said() -> None:
+    text = text_of(make_config())
+    assert "no folder /nowhere here" in text
+    assert "no file /nowhere.jsonl here" in text
+
+
+def test_a_reward_that_cannot_run_is_said() -> None:
+    assert "would stop here: reward.kind ('code')" in text_of(make_config(reward={"kind": "code"}))
+    assert "would stop here" not in text_of(make_config())
+
+
+def test_steps_per_epoch_come_from_the_file(tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text("{}\n" * 160 + "\n")  # a blank line is no problem
+    text = text_of(make_config(data={"train_path": str(data)}))
+    assert "5.00 (160 prompts), so 2.00 epochs" in text
+
+
+def test_empty_dataset_is_an_error(tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text("\n")
+    with pytest.raises(ConfigError, match=r"train\.jsonl\) has no problems"):
+        text_of(make_config(data={"train_path": str(data)}))
+
+
+def test_adaptive_clip_is_shown_per_c_and_a_fixed_one_once() -> None:
+    adaptive = text_of(make_config(objective={"method": "gapo"}))
+    assert "0.005  0.004714  0.004429  0.004143  0.003857  0.003571  0.003286" in adaptive
+    fixed = text_of(make_config(objective={"method": "gspo_asym"}))
+    assert "eps_high, every c" in fixed
+    assert "0.004714" not in fixed
+
+
+def test_too_few_positions_are_pointed_out(tmp_path: Path) -> None:
+    short = write_model(tmp_path / "short", max_position_embeddings=99)
+    enough = write_model(tmp_path / "enough", max_position_embeddings=100)
+    assert "= 100 exceeds the model's max_position_embeddings (99)" in text_of(
+        make_config(model={"hf_dir": short})
+    )
+    assert "max_position_embeddings" not in text_of(make_config(model={"hf_dir": enough}))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameter_count_is_transformers(tmp_path: Path, tied: bool) -> None:
+    hf_config = AutoConfig.from_pretrained(write_model(tmp_path / "m", tie_word_embeddings=tied))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    assert per_rank_parameters(rules_for(hf_config), tp_size=1, pp_size=1) == [expected]
+
+
+def test_parameters_of_two_stages_and_two_tensor_ranks_by_hand(tmp_path: Path) -> None:
+    hf_config = AutoConfig.from_pretrained(write_model(tmp_path / "m"))
+    # Per layer, one of two tensor ranks: two norms; qkv and its bias [64 -> 32]; proj; fc1; fc2.
+    layer = 2 * 32 + 32 * 32 + 32 + 32 * 16 + 48 * 32 + 32 * 24
+    embedding = 25 * 32
+    totals = per_rank_parameters(rules_for(hf_config), tp_size=2, pp_size=2)
+    # The last stage holds its own copy of the tied embedding, and the final norm.
+    assert totals == [embedding + 2 * layer, embedding + 2 * layer + 32]
+
+
+def test_table_shows_whole_and_local_shapes(tmp_path: Path) -> None:
+    config = make_config(
+        model={"hf_dir": write_model(tmp_path / "m")},
+        parallel={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    )
+    lines = text_of(config, world_size=8).splitlines()
+    (qkv,) = [line for line in lines if "linear_qkv.weight" in line]
+    assert "64 x 32" in qkv
+    assert "32 x 32" in qkv
+    assert "2 x on each" in qkv

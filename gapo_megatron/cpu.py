@@ -47,7 +47,9 @@ def emulation() -> Iterator[None]:
     """
     global _depth, _announced
     if torch.cuda.is_available():
-        raise GapoError("CPU emulation of CUDA was asked for, but CUDA is available: use it instead")
+        raise GapoError(
+            "CPU emulation of CUDA was asked for, but CUDA is available: use it instead"
+        )
     if not _announced:
         _announced = True
         logger.warning(

@@ -1,6 +1,20 @@
 """The Megatron-core side: model, optimizer, log-probs and updates. Alone imports megatron."""
 
-from gapo_megatron.policy.parallel import ParallelGroups, destroy, initialize
-from gapo_megatron.policy.policy import Policy
+import warnings
+
+with warnings.catch_warnings():
+    # Importing Megatron-core warns of every optional GPU package that is absent.
+    warnings.simplefilter("ignore")
+    from gapo_megatron.policy.parallel import ParallelGroups, destroy, initialize
+    from gapo_megatron.policy.policy import Policy
+
+# What Megatron-core says of itself, at every step or build: nothing a user could act on.
+for _message in (
+    "Warning: tp_group is None",
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    r"`torch.distributed.\w+` is deprecated",
+):
+    warnings.filterwarnings("ignore", message=_message)
 
 __all__ = ["ParallelGroups", "Policy", "destroy", "initialize"]

@@ -163,8 +163,9 @@ class PackedAttention(nn.Module):
         """
         packed = packed_seq_params
         num_slots = sum(rows * longest for rows, longest in packed.buckets)
-        query, key = _Rotate.apply(query, packed.cos, packed.sin), _Rotate.apply(
-            key, packed.cos, packed.sin
+        query, key = (
+            _Rotate.apply(query, packed.cos, packed.sin),
+            _Rotate.apply(key, packed.cos, packed.sin),
         )
         # One bucket without padding is already laid out as attention wants it.
         is_padded = num_slots > len(query) or len(packed.buckets) > 1

@@ -43,7 +43,9 @@ def read_hf_config(hf_dir: str) -> PretrainedConfig:
     try:
         text = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"model.hf_dir ({hf_dir}): cannot read {path}: {error.strerror}") from None
+        raise ConfigError(
+            f"model.hf_dir ({hf_dir}): cannot read {path}: {error.strerror}"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"model.hf_dir ({hf_dir}): {path} is not JSON: {error}") from None
     names = text.get("architectures") or [None]
@@ -69,7 +71,9 @@ def check_shapes(hf_config: PretrainedConfig, groups: ParallelGroups) -> None:
     ):
         value = getattr(hf_config, field)
         if value % size:
-            raise ConfigError(f"parallel.{where} ({size}) must divide the model's {field} ({value})")
+            raise ConfigError(
+                f"parallel.{where} ({size}) must divide the model's {field} ({value})"
+            )
     for field in ("use_sliding_window", "attention_bias", "mlp_bias"):
         if getattr(hf_config, field, False):
             raise ConfigError(f"the model's {field} (true) is not supported")
@@ -81,7 +85,7 @@ def transformer_config(
     hf_config: PretrainedConfig, config: Config, groups: ParallelGroups, device: torch.device
 ) -> TransformerConfig:
     """Megatron-core's config of the model, the layout and the precision."""
-    on_gpu = device.type == "cuda"
+    fused = has_transformer_engine(device)
     recompute: dict[str, Any] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -118,10 +122,10 @@ def transformer_config(
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=on_gpu,
-        bias_dropout_fusion=on_gpu,
-        persist_layer_norm=on_gpu and has_transformer_engine(device),
-        apply_rope_fusion=on_gpu and has_transformer_engine(device),
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        persist_layer_norm=fused,
+        apply_rope_fusion=fused,
         **precision_settings(config.model.precision),
         **recompute,
     )
@@ -242,7 +246,9 @@ class _Rope:
 def _rope_parameters(hf_config: PretrainedConfig) -> _Rope:
     """transformers 5 keeps everything in `rope_parameters`, version 4 in two fields."""
     scaling = dict(
-        getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+        getattr(hf_config, "rope_parameters", None)
+        or getattr(hf_config, "rope_scaling", None)
+        or {}
     )
     base = scaling.get("rope_theta") or getattr(hf_config, "rope_theta", 10000.0)
     return _Rope(scaling.get("rope_type", scaling.get("type", "default")), base, scaling)

@@ -30,7 +30,7 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW (decoupled weight decay, not on biases and norms), its state sharded over data parallel ranks."""
     params_dtype = model[0].config.params_dtype
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.learning_rate,
@@ -46,6 +46,10 @@ def build_optimizer(
         ),
         model,
     )
+    for group in optimizer.param_groups:
+        # Megatron-core marks what must not decay, and leaves it to its scheduler to act on the mark.
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    return optimizer
 
 
 def learning_rate(config: OptimizerConfig, num_updates: int) -> float:

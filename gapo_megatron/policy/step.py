@@ -172,9 +172,7 @@ def _sum_gradients(model: Any, num_tokens: Tensor | None = None, **kwargs: Any) 
     finalize_model_grads(model, None, **kwargs)
 
 
-def _score(
-    policy: Policy, hidden: Tensor, microbatch: Microbatch
-) -> tuple[Tensor, Tensor | None]:
+def _score(policy: Policy, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
     """Log-probs [R] (and entropy [R]) of the response tokens from hidden states [T (/ tp), 1, H]."""
     groups, stage = policy.groups, policy.stage
     if stage.config.sequence_parallel:

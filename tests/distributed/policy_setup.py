@@ -1,0 +1,140 @@
+"""Small random models and batches for the policy's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from gapo_megatron.batching import pack
+from gapo_megatron.config import Config, parse_config
+from gapo_megatron.types import Batch, Microbatch
+
+# Odd: with two tensor parallel ranks the vocabulary is padded.
+VOCAB_SIZE = 97
+MODELS = ("qwen2_tied", "qwen2_untied", "llama_rope_scaling")
+
+
+def save_model(folder: Path, name: str) -> PreTrainedModel:
+    """Write a random two-layer model of 64 hidden units; all weights differ from their defaults."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": name == "qwen2_tied",
+    }
+    if name == "llama_rope_scaling":
+        # The original context is short, so that sequences here reach all three frequency bands.
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+        model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(4.0)  # far from a uniform distribution over tokens
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    return iter(load_file(folder / "model.safetensors").items())
+
+
+def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
+    """fp32 on one rank; an Adam eps that keeps steps proportional to gradients (see the tests)."""
+    tree: dict[str, Any] = {
+        "run": {"output_dir": "unused", "num_steps": 1},
+        "model": {"hf_dir": str(folder), "precision": "fp32"},
+        "data": {"train_path": "unused", "max_prompt_tokens": 32},
+        "rollout": {"max_response_tokens": 64},
+        "reward": {"kind": "exact"},
+        "optimizer": {"learning_rate": 1e-3, "eps": 1e-3, "clip_grad": 0.1},
+    }
+    for section, values in sections.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    return parse_config(tree, source="test")
+
+
+def make_batch(num_sequences: int = 8, *, seed: int = 0) -> Batch:
+    """Random sequences of 1-6 prompt and 1-60 response tokens."""
+    random = np.random.default_rng(seed)
+
+    def tokens(longest: int) -> list[np.ndarray]:
+        return [
+            random.integers(0, VOCAB_SIZE, random.integers(1, longest + 1)).astype(np.int32)
+            for _ in range(num_sequences)
+        ]
+
+    zeros = torch.zeros(num_sequences, dtype=torch.int64)
+    responses = tokens(60)
+    return Batch(
+        prompt_ids=tokens(6),
+        response_ids=responses,
+        rollout_log_probs=[np.zeros(len(ids), dtype=np.float32) for ids in responses],
+        advantages=torch.linspace(-1, 1, num_sequences, dtype=torch.float64),
+        num_correct=zeros,
+        group_size=zeros,
+        valid=torch.ones(num_sequences, dtype=torch.bool),
+    )
+
+
+def pack_all(
+    batch: Batch, microbatches: Sequence[Sequence[int]], *, align: int = 1
+) -> list[Microbatch]:
+    return [pack(batch, indices, align=align, device="cpu") for indices in microbatches]
+
+
+class WeightedLoss:
+    """Sum over tokens of -A log p, divided by the batch's number of tokens."""
+
+    def __init__(self, batch: Batch, microbatches: Sequence[Microbatch]) -> None:
+        self.batch = batch
+        self.microbatches = microbatches
+        self.seen: list[Tensor] = []
+
+    def __call__(
+        self, i: int, log_probs: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self.seen.append(log_probs.detach())
+        microbatch = self.microbatches[i]
+        rows = torch.tensor(microbatch.indices, dtype=torch.int64)
+        advantages = self.batch.advantages[rows].float()[microbatch.sequence_ids]
+        loss = -(advantages * log_probs).sum() / self.batch.num_response_tokens.sum()
+        return loss, {"loss": loss.detach()}
+
+
+def reference_log_probs(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
+    """transformers, one sequence at a time: log-probs of every response, with autograd."""
+    result = []
+    for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True):
+        ids = torch.from_numpy(np.concatenate([prompt, response])).long()
+        scores = model(ids[None]).logits[0, :-1].float().log_softmax(dim=-1)
+        result.append(scores.gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
+    return result

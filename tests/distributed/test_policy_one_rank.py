@@ -1,0 +1,262 @@
+"""The policy on one rank against transformers; also run with another Megatron-core version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gapo_megatron.errors import ConfigError, ConversionError, DivergenceError
+from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
+from gapo_megatron.policy.model import check_shapes
+from gapo_megatron.policy.step import UpdateResult, log_probs, update
+from tests.dist import single_rank
+from tests.distributed.policy_setup import (
+    MODELS,
+    WeightedLoss,
+    make_batch,
+    make_config,
+    pack_all,
+    read_weights,
+    reference_log_probs,
+    save_model,
+)
+
+BATCH = make_batch()
+TWO_MICROBATCHES = ((0, 1, 2, 3, 4), (5, 6, 7))
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ParallelGroups]:
+    with single_rank():
+        yield initialize(make_config(Path("unused")).parallel)
+        destroy()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    save_model(path, "qwen2_tied")
+    return path
+
+
+def build(folder: Path, groups: ParallelGroups, **sections: dict[str, object]) -> Policy:
+    policy = Policy.build(make_config(folder, **sections), groups, "cpu")
+    policy.load_hf_weights(read_weights(folder))
+    return policy
+
+
+def train(policy: Policy, *, num_updates: int = 1) -> tuple[list[UpdateResult], list[Tensor]]:
+    """Updates on BATCH, and the log-probs each forward pass saw."""
+    microbatches = pack_all(BATCH, TWO_MICROBATCHES)
+    loss = WeightedLoss(BATCH, microbatches)
+    return [update(policy, microbatches, loss) for _ in range(num_updates)], loss.seen
+
+
+def weights(policy: Policy) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
+
+
+def gradients(policy: Policy) -> list[Tensor]:
+    return [parameter.main_grad.clone() for parameter in policy.stage.parameters()]
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probs_gradients_and_updates_are_those_of_transformers(
+    name: str, tmp_path: Path, groups: ParallelGroups
+) -> None:
+    model = save_model(tmp_path, name)
+    policy = build(tmp_path, groups)
+    assert equal(weights(policy), dict(read_weights(tmp_path)))
+
+    # fp32 rounding in another order: sums of up to 96 terms, 1e-6 measured. One sequence at a
+    # time there, packed here: any attention across sequences would show as differences of order 1.
+    expected = torch.cat([x.detach() for x in reference_log_probs(model, BATCH)])
+    packed = pack_all(BATCH, TWO_MICROBATCHES, align=16)
+    torch.testing.assert_close(torch.cat(log_probs(policy, packed)), expected, rtol=1e-5, atol=1e-5)
+
+    # No decay on biases and norms; a large eps keeps Adam's step a smooth function of the gradient,
+    # where eps = 1e-8 would turn the rounding of a tiny gradient into a step of either sign.
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    adam = torch.optim.AdamW(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        lr=1e-3, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-3,
+    )  # fmt: skip
+    results, _ = train(policy, num_updates=3)
+    for result in results:
+        adam.zero_grad()
+        per_sequence = torch.stack([x.sum() for x in reference_log_probs(model, BATCH)])
+        loss = -(BATCH.advantages.float() * per_sequence).sum() / BATCH.num_response_tokens.sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)  # fp32 rounding
+        assert norm > 0.1  # clipping took part
+        adam.step()
+    trained = dict(model.named_parameters())
+    for key, value in weights(policy).items():
+        # A step is at most lr x gradient / eps = 1e-4 here; 1e-3 of it is fp32 rounding of the gradient.
+        torch.testing.assert_close(value, trained[key].detach(), rtol=0, atol=3e-7, msg=key)
+
+
+def test_old_and_new_log_probs_have_equal_bits(folder: Path, groups: ParallelGroups) -> None:
+    for recompute in ("none", "selective", "full"):
+        policy = build(folder, groups, model={"recompute": recompute})
+        train(policy)
+        old = log_probs(policy, pack_all(BATCH, TWO_MICROBATCHES))
+        _, new = train(policy)
+        assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
+
+
+def test_recomputation_gives_the_same_gradients(folder: Path, groups: ParallelGroups) -> None:
+    expected: list[Tensor] = []
+    for recompute in ("none", "selective", "full"):
+        policy = build(folder, groups, model={"recompute": recompute})
+        train(policy)
+        found = gradients(policy)
+        expected = expected or found
+        # The same kernels on the same inputs: the same bits.
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), recompute
+
+
+def test_the_split_into_microbatches_does_not_matter(folder: Path, groups: ParallelGroups) -> None:
+    policy = build(folder, groups)
+    found = []
+    for split in ([range(8)], TWO_MICROBATCHES, [(3,), (), (7, 1, 0, 2), (4, 5, 6)]):
+        microbatches = pack_all(BATCH, split)
+        policy.load_hf_weights(read_weights(folder))
+        update(policy, microbatches, WeightedLoss(BATCH, microbatches))
+        found.append(torch.cat([x.flatten() for x in gradients(policy)]))
+    # Gradients are sums over 200 tokens of order 1e-2; another order moves the last bits (fp32).
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_without_gradient_is_a_step_of_zero(folder: Path, groups: ParallelGroups) -> None:
+    policy = build(folder, groups, optimizer={"weight_decay": 0.0})
+    before = weights(policy)
+    result = update(policy, pack_all(BATCH, [()]), lambda *_: (torch.tensor(1.0), {}))
+    assert result.grad_norm == 0.0
+    assert equal(weights(policy), before)
+
+
+def test_bf16_keeps_fp32_master_weights(folder: Path, groups: ParallelGroups) -> None:
+    model = save_model(folder, "qwen2_tied")
+    # Steps of at most 1e-5 x 1 / 1e-3 of the clipped gradient: far below a bf16 weight's spacing.
+    policy = build(folder, groups, model={"precision": "bf16"}, optimizer={"learning_rate": 1e-5})
+    before = weights(policy)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in before.values())
+    expected = torch.cat([x.detach() for x in reference_log_probs(model, BATCH)])
+    found = torch.cat(log_probs(policy, pack_all(BATCH, TWO_MICROBATCHES)))
+    # bf16 has 8 bits: 2^-8 of logits of order 10, over two layers. fp32 agrees to 1e-5.
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().mean() < 0.05
+    masters = [p for group in policy.optimizer.param_groups for p in group["params"]]
+    assert all(p.dtype == torch.float32 for p in masters)
+    start = torch.cat([p.detach().flatten().clone() for p in masters])
+    results, _ = train(policy, num_updates=2)
+    moved = (torch.cat([p.detach().flatten() for p in masters]) - start).abs()
+    unchanged = sum(int((a == b).sum()) for a, b in zip(before.values(), weights(policy).values()))
+    assert (moved > 0).float().mean() > 0.5
+    assert unchanged > 0.9 * len(start)
+    assert results[0].grad_norm > 0
+
+
+def test_divergence_leaves_everything_as_it_was(folder: Path, groups: ParallelGroups) -> None:
+    policy, other = build(folder, groups), build(folder, groups)
+    train(policy), train(other)
+    before = weights(policy)
+    microbatches = pack_all(BATCH, TWO_MICROBATCHES)
+    for factor in (float("nan"), float("inf")):
+        with pytest.raises(DivergenceError, match="update 1: gradient norm"):
+            update(policy, microbatches, lambda i, x, _, f=factor: (x.sum() * f, {}))
+    with pytest.raises(DivergenceError):  # a finite gradient does not excuse the loss
+        update(policy, microbatches, lambda i, x, _: (x.sum() * 0 + torch.inf, {}))
+    assert equal(weights(policy), before)
+    assert policy.num_updates == 1
+    train(policy), train(other)
+    assert equal(weights(policy), weights(other))  # moments and step count were untouched too
+
+
+def test_reference_weights_come_and_go_bit_for_bit(folder: Path, groups: ParallelGroups) -> None:
+    policy = build(folder, groups, objective={"kl_coef": 0.1})
+    train(policy)
+    current = weights(policy)
+    with pytest.raises(ZeroDivisionError), policy.reference_weights():
+        assert equal(weights(policy), dict(read_weights(folder)))
+        raise ZeroDivisionError
+    assert equal(weights(policy), current)
+    with pytest.raises(RuntimeError, match="kl_coef"), build(folder, groups).reference_weights():
+        pass
+
+
+def test_learning_rate_warms_up_or_is_given(folder: Path, groups: ParallelGroups) -> None:
+    policy = build(folder, groups, optimizer={"learning_rate": 1e-3, "warmup_steps": 2})
+    results, _ = train(policy, num_updates=3)
+    assert [r.learning_rate for r in results] == [5e-4, 1e-3, 1e-3]
+    microbatches = pack_all(BATCH, TWO_MICROBATCHES)
+    loss = WeightedLoss(BATCH, microbatches)
+    assert update(policy, microbatches, loss, learning_rate=7.0).learning_rate == 7.0
+    assert {group["lr"] for group in policy.optimizer.param_groups} == {7.0}
+
+
+def test_temperature_and_entropy_reach_the_head(folder: Path, groups: ParallelGroups) -> None:
+    model = save_model(folder, "qwen2_tied")
+    policy = build(folder, groups, rollout={"temperature": 0.5}, objective={"entropy_coef": 0.1})
+    microbatch = pack_all(BATCH, [(0,)])
+    seen = []
+    update(policy, microbatch, lambda i, x, e: (seen.append((x, e)), (x.sum() + e.sum(), {}))[1])
+    logits = model(microbatch[0].tokens).logits[0][microbatch[0].row_index].detach() / 0.5
+    expected = logits.log_softmax(dim=-1)
+    (values, entropy) = seen[0]
+    # fp32 rounding, as above.
+    torch.testing.assert_close(
+        values.detach(),
+        expected.gather(1, microbatch[0].labels[:, None])[:, 0],
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    torch.testing.assert_close(
+        entropy.detach(), -(expected.exp() * expected).sum(-1), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_missing_tensor_is_named(folder: Path, groups: ParallelGroups) -> None:
+    policy = Policy.build(make_config(folder), groups, "cpu")
+    tensors = [item for item in read_weights(folder) if "layers.1.mlp.up_proj" not in item[0]]
+    with pytest.raises(ConversionError, match=r"layers\.1\.mlp\.up_proj"):
+        policy.load_hf_weights(tensors)
+
+
+def test_user_mistakes_are_config_errors(
+    folder: Path, tmp_path: Path, groups: ParallelGroups
+) -> None:
+    with pytest.raises(ConfigError, match="model.precision"):
+        build(folder, groups, model={"precision": "fp8"})
+    with pytest.raises(ConfigError, match=r"model\.hf_dir.*cannot read"):
+        build(tmp_path / "nowhere", groups)
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(ConfigError, match="'GPT2LMHeadModel' is not one of Qwen2ForCausalLM"):
+        build(tmp_path, groups)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        build(tmp_path, groups)
+    parallel = make_config(folder, parallel={"tensor_model_parallel_size": 2}).parallel
+    with pytest.raises(ConfigError, match=r"world size \(1\).*tensor.*\(2\).*pipeline.*\(1\)"):
+        initialize(parallel)
+    hf_config = build(folder, groups).hf_config
+    for changes, message in (
+        ({"tp_size": 4}, r"tensor_model_parallel_size \(4\).*num_key_value_heads \(2\)"),
+        ({"tp_size": 3}, r"tensor_model_parallel_size \(3\).*num_attention_heads \(4\)"),
+        ({"pp_size": 3}, r"pipeline_model_parallel_size \(3\).*num_hidden_layers \(2\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_shapes(hf_config, replace(groups, **changes))

@@ -1,0 +1,10 @@
+"""Starting a process of the run; the only reader of SLURM_*, RANK and MASTER_ADDR."""
+
+from gapo_megatron.launch.environment import (
+    World,
+    fail_fast,
+    seed_everything,
+    start,
+)
+
+__all__ = ["World", "fail_fast", "seed_everything", "start"]

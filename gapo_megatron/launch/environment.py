@@ -1,0 +1,303 @@
+"""Who am I: rank, world size and device, from torchrun's or Slurm's environment, or alone.
+
+`read_placement` is a pure function of a mapping, so every launcher is tested without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import re
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gapo_megatron.errors import ConfigError, GapoError
+
+logger = logging.getLogger(__name__)
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among its peers; the process group is up."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Index among the processes of this node."""
+    device: torch.device
+    backend: str
+    """`nccl` on GPUs, `gloo` on CPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What the environment says about this process; no master when it is alone."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+
+
+def start(timeout_s: float, *, cpu_kv_cache_gib: int = 1) -> World:
+    """Bring up logging, the process group and the variables vLLM reads. Call it once, first.
+
+    Args:
+        timeout_s: a collective that waits longer ends the process.
+        cpu_kv_cache_gib: size of vLLM's KV cache on a CPU, in GiB per rank.
+
+    Collectives: creation of the default process group, by all ranks.
+
+    Raises:
+        ConfigError: the environment contradicts itself; names the variables.
+    """
+    placement = read_placement(os.environ)
+    configure_logging(placement.rank, placement.world_size)
+    device = _choose_device(placement)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    os.environ.update(_vllm_environment(placement, cpu_kv_cache_gib=cpu_kv_cache_gib))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    alone = not placement.master_addr
+    dist.init_process_group(
+        backend,
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+        # A store in memory: a lone process opens no port and leaves no file.
+        store=dist.HashStore() if alone else None,
+        init_method=None if alone else "env://",
+    )
+    if placement.rank == 0:
+        logger.info("%d rank(s), %s, %s", placement.world_size, backend, device.type)
+    return World(
+        rank=placement.rank,
+        world_size=placement.world_size,
+        local_rank=placement.local_rank,
+        device=device,
+        backend=backend,
+    )
+
+
+def read_placement(env: Mapping[str, str]) -> Placement:
+    """Rank, world size, local rank and master from torchrun's variables, else Slurm's, else alone.
+
+    Raises:
+        ConfigError: variables are missing, malformed or contradict each other; names them.
+    """
+    given = [name for name in _TORCHRUN[:3] if env.get(name)]
+    in_slurm_step = bool(env.get("SLURM_PROCID") and env.get("SLURM_STEP_ID"))
+    if given:
+        placement = _from_torchrun(env)
+        # torchrun started by srun has ranks of its own; exported by hand they must be Slurm's.
+        if in_slurm_step and not env.get("TORCHELASTIC_RUN_ID"):
+            _require_agreement(env, placement)
+    elif in_slurm_step:
+        placement = _from_slurm(env)
+    else:
+        num_tasks = _integer(env, "SLURM_NTASKS") if env.get("SLURM_NTASKS") else 1
+        if env.get("SLURM_PROCID") and num_tasks > 1:
+            raise ConfigError(
+                f"SLURM_NTASKS={num_tasks}, but this process is the batch script's own "
+                "(no SLURM_STEP_ID): start the tasks with srun"
+            )
+        placement = Placement()
+    _require_range(placement)
+    return placement
+
+
+def first_host(nodelist: str) -> str:
+    """First host name of a Slurm node list: `gpu[007-009,12],cpu1` -> `gpu007`.
+
+    Raises:
+        ConfigError: the list is empty or has an unclosed bracket.
+    """
+    # A comma inside brackets separates numbers, outside it separates hosts.
+    match = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", nodelist)
+    if match is None:
+        raise ConfigError(f"SLURM_NODELIST ({nodelist!r}) is not a Slurm node list")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
+
+
+def _from_torchrun(env: Mapping[str, str]) -> Placement:
+    missing = [name for name in _TORCHRUN if not env.get(name)]
+    if missing:
+        given = [f"{name}={env[name]}" for name in _TORCHRUN if env.get(name)]
+        raise ConfigError(
+            f"{', '.join(given)} is set, but {', '.join(missing)} is not: set all of "
+            f"{', '.join(_TORCHRUN)} (torchrun does), or none"
+        )
+    return Placement(
+        rank=_integer(env, "RANK"),
+        world_size=_integer(env, "WORLD_SIZE"),
+        local_rank=_integer(env, "LOCAL_RANK"),
+        master_addr=env["MASTER_ADDR"],
+        master_port=_integer(env, "MASTER_PORT"),
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> Placement:
+    # The step's own variables: a step may be smaller than the job's allocation.
+    sizes = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if env.get(name)]
+    lists = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    nodes = [name for name in lists if env.get(name)]
+    missing = [name for name in _SLURM if not env.get(name)]
+    missing += [] if sizes else ["SLURM_NTASKS"]
+    missing += [] if nodes else ["SLURM_NODELIST"]
+    if missing:
+        raise ConfigError(f"SLURM_PROCID is set, but {', '.join(missing)} is not")
+    port = env.get("MASTER_PORT")
+    return Placement(
+        rank=_integer(env, "SLURM_PROCID"),
+        world_size=_integer(env, sizes[0]),
+        local_rank=_integer(env, "SLURM_LOCALID"),
+        master_addr=env.get("MASTER_ADDR") or first_host(env[nodes[0]]),
+        # Below Linux's ephemeral ports (32768+), and apart for jobs that share a node.
+        master_port=_integer(env, "MASTER_PORT")
+        if port
+        else 20000 + (_integer(env, "SLURM_JOB_ID") + _integer(env, "SLURM_STEP_ID")) % 10000,
+    )
+
+
+def _require_agreement(env: Mapping[str, str], placement: Placement) -> None:
+    size_name = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    pairs = [
+        ("RANK", placement.rank, "SLURM_PROCID"),
+        ("WORLD_SIZE", placement.world_size, size_name),
+        ("LOCAL_RANK", placement.local_rank, "SLURM_LOCALID"),
+    ]
+    for name, value, slurm_name in pairs:
+        if env.get(slurm_name) and _integer(env, slurm_name) != value:
+            raise ConfigError(
+                f"{name}={value} contradicts {slurm_name}={env[slurm_name]}: "
+                "unset one family of variables, or start with torchrun"
+            )
+
+
+def _require_range(placement: Placement) -> None:
+    if not 0 <= placement.rank < placement.world_size:
+        raise ConfigError(
+            f"RANK ({placement.rank}) must be at least 0 and below WORLD_SIZE "
+            f"({placement.world_size})"
+        )
+    if not 0 <= placement.local_rank <= placement.rank:
+        raise ConfigError(
+            f"LOCAL_RANK ({placement.local_rank}) must be at least 0 and at most RANK "
+            f"({placement.rank})"
+        )
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ConfigError(f"{name} ({env[name]!r}) must be an integer") from None
+
+
+def _choose_device(placement: Placement) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if placement.local_rank >= visible:
+        raise ConfigError(
+            f"LOCAL_RANK ({placement.local_rank}) has no GPU: CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')} shows {visible}; every task must "
+            "see all GPUs of its node (Slurm: --gpus-per-node, not --gpus-per-task)"
+        )
+    device = torch.device("cuda", placement.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _vllm_environment(placement: Placement, *, cpu_kv_cache_gib: int) -> dict[str, str]:
+    """What vLLM's external launcher reads when its engine is built in this process."""
+    return {
+        "RANK": str(placement.rank),
+        "WORLD_SIZE": str(placement.world_size),
+        "LOCAL_RANK": str(placement.local_rank),
+        "MASTER_ADDR": placement.master_addr or "127.0.0.1",
+        "MASTER_PORT": str(placement.master_port or _free_port()),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(cpu_kv_cache_gib),
+        # vLLM would pin this process to cores of its own choice, the trainer's threads with it.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def configure_logging(rank: int, world_size: int) -> None:
+    """Send log lines to stderr: rank 0 from INFO, the others from WARNING; ranks in front."""
+    prefix = f"[rank {rank}] " if world_size > 1 else ""
+    logging.basicConfig(
+        level=logging.WARNING,
+        format=f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+    level = logging.INFO if rank == 0 else logging.WARNING
+    logging.getLogger("gapo_megatron").setLevel(level)
+
+
+@contextlib.contextmanager
+def fail_fast() -> Iterator[None]:
+    """Wrap a program's `main`: an error ends this process at once, without any collective.
+
+    Peers may be waiting in a collective this rank will never join; tearing the process group down
+    would hang here too. The launcher sees the exit code and ends the peers.
+
+    Exit codes: 2 for a ConfigError, 1 for any other error, 130 for Ctrl-C. Errors a user can act on
+    print one message; anything else prints its traceback.
+    """
+    try:
+        yield
+    except SystemExit:
+        raise
+    except BaseException as error:  # the boundary of the program: nothing is above this frame
+        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
+        where = f" (rank {rank})" if rank else ""
+        if isinstance(error, GapoError):
+            print(f"error{where}: {error}", file=sys.stderr)
+        elif isinstance(error, KeyboardInterrupt):
+            print(f"interrupted{where}", file=sys.stderr)
+        else:
+            print(f"uncaught error{where}:", file=sys.stderr)
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_code(error))
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators, alike on every rank.
+
+    Randomness that must differ between ranks is Megatron-core's tracker's, or is seeded per
+    request (rollouts) by whoever draws.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,318 @@
+"""What a run reports: files to compute with, a line per step to watch, curves when asked for.
+
+- metrics.jsonl: a line per step, only values that a repeated or resumed run gives again.
+- timings.jsonl: a line per step: time/<stage>_s, perf/*, and the clock.
+- tensorboard/: both, as curves; Weights & Biases likewise when configured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.table import Table
+
+from gapo_megatron.config import Config, MetricsConfig
+from gapo_megatron.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+METRICS_NAME = "metrics.jsonl"
+TIMINGS_NAME = "timings.jsonl"
+Value = float | int
+
+# Title, key, format, width: the numbers that tell at a glance whether a run is healthy.
+_COLUMNS = (
+    ("reward", "reward/mean", "{:.3f}", 6),
+    ("length", "rollout/response_length/mean", "{:.0f}", 6),
+    ("loss", "loss/policy", "{:+.1e}", 8),
+    ("clipped", "clip/fraction_sequences", "{:.1%}", 7),
+    ("|ratio-1|", "ratio/abs_deviation", "{:.1e}", 9),
+    ("grad norm", "optim/grad_norm", "{:.2e}", 9),
+    ("A=0", "groups/zero_advantage_share", "{:.0%}", 4),
+    ("vLLM diff", "mismatch/mean_abs_log_prob_diff", "{:.1e}", 9),
+)
+_ROWS_PER_HEADER = 20
+
+
+def check_sinks(config: MetricsConfig) -> None:
+    """Refuse a sink whose library is not installed. Call it on every rank, before heavy work.
+
+    Raises:
+        ConfigError: names the key and what to install.
+    """
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "metrics.tensorboard (true) needs the package tensorboard: "
+            "pip install tensorboard, or set it to false"
+        )
+    if config.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"metrics.wandb_project ({config.wandb_project!r}) needs the package wandb: "
+            "pip install wandb, or set it to the empty string"
+        )
+
+
+class Stopwatch:
+    """Seconds per stage: `with stopwatch("rollout"): ...`; the same stage adds up.
+
+    Stages follow one another. The clock is the host's: a stage that ends without waiting for the
+    GPU leaves its rest to the next.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Count the block's seconds towards `stage`, also when it raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - start
+
+    def lap(self, *, num_tokens: int) -> dict[str, Value]:
+        """End a step: its timings; the next step starts at zero.
+
+        Args:
+            num_tokens: sampled in the step, over all ranks.
+
+        Returns:
+            `time/<stage>_s`, `time/step_s` (all since the last lap) and `perf/tokens_per_s`.
+        """
+        now = time.perf_counter()
+        elapsed = now - self._start
+        timings: dict[str, Value] = {f"time/{name}_s": s for name, s in self._seconds.items()}
+        timings["time/step_s"] = elapsed
+        timings["perf/tokens_per_s"] = num_tokens / elapsed
+        self._seconds, self._start = {}, now
+        return timings
+
+
+class MetricsWriter:
+    """All sinks of a run. Rank 0 writes; on other ranks (`enabled=False`) every call does nothing.
+
+    Every line is on disk when `log` returns. After a resume the files hold exactly the lines of the
+    steps before `resume_step`: a line of a later step, or one cut by the kill, is dropped and comes
+    again.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, *, config: Config, resume_step: int = 0, enabled: bool = True
+    ) -> None:
+        """Open the sinks.
+
+        Args:
+            run_dir: the run's output folder; must exist.
+            config: which sinks, and the number of steps for progress.
+            resume_step: first step this process will log; 0 for a new run.
+            enabled: True on rank 0 only.
+
+        Raises:
+            ConfigError: a configured sink's library is not installed.
+        """
+        check_sinks(config.metrics)
+        self._enabled = enabled
+        if not enabled:
+            return
+        run_dir = Path(run_dir)
+        self._files = {
+            name: _open_truncated(run_dir / name, resume_step=resume_step)
+            for name in (METRICS_NAME, TIMINGS_NAME)
+        }
+        self._tensorboard = _open_tensorboard(run_dir, config.metrics, resume_step)
+        self._wandb = _open_wandb(run_dir, config)
+        self._console = _ConsoleTable(num_steps=config.run.num_steps)
+        self._not_finite: set[str] = set()
+
+    def log(
+        self, step: int, metrics: Mapping[str, Value], timings: Mapping[str, Value] | None = None
+    ) -> None:
+        """Write one line of metrics and one of timings for `step`.
+
+        Args:
+            step: index of the step, from 0. A second line of the same step (an evaluation) is fine.
+            metrics: reproducible values only; tensors of one element are accepted. What is not
+                finite is written as null, with a warning the first time.
+            timings: from `Stopwatch.lap`; without them nothing is shown on the console.
+        """
+        if not self._enabled:
+            return
+        values = self._finite(metrics)
+        self._append(METRICS_NAME, {"step": step, **values})
+        clock = self._finite(timings or {})
+        if clock:
+            self._append(TIMINGS_NAME, {"step": step, "time/unix_s": time.time(), **clock})
+        present = {key: value for key, value in {**values, **clock}.items() if value is not None}
+        if self._tensorboard is not None:
+            for key, value in present.items():
+                self._tensorboard.add_scalar(key, value, step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(present, step=step)
+        if clock:
+            self._console.show(step, present)
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        if not self._enabled:
+            return
+        for file in self._files.values():
+            file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _finite(self, values: Mapping[str, Value]) -> dict[str, Value | None]:
+        """Plain numbers; None where JSON has no number, which must not happen silently."""
+        finite: dict[str, Value | None] = {}
+        for key, value in values.items():
+            number = value if isinstance(value, int) else float(value)
+            finite[key] = number if math.isfinite(number) else None
+            if finite[key] is None and key not in self._not_finite:
+                self._not_finite.add(key)
+                logger.warning("metric %s is %s; written as null", key, number)
+        return finite
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        file = self._files[name]
+        file.write(json.dumps(record, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _open_truncated(path: Path, *, resume_step: int) -> Any:
+    """Open a JSONL file for appending after dropping lines of step `resume_step` and later."""
+    kept = b""
+    if path.exists():
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+            step = _step_of(line)
+            if step is None:
+                logger.warning("%s line %d was cut off or damaged; dropped", path, number)
+            elif step < resume_step:
+                kept += line
+    # By a rename, so that a kill in between loses no line.
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        file.write(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    return open(path, "a", encoding="utf-8")
+
+
+def _step_of(line: bytes) -> int | None:
+    """Step of a whole line; None for a torn one."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _open_tensorboard(run_dir: Path, config: MetricsConfig, resume_step: int) -> Any:
+    if not config.tensorboard:
+        return None
+    from torch.utils.tensorboard import SummaryWriter  # 3 s of import, only where it is used
+
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step or None)
+
+
+def _open_wandb(run_dir: Path, config: Config) -> Any:
+    """One W&B run per output folder: a resumed run continues its curves.
+
+    W&B ignores the steps it has seen already, which carry the same values again.
+    """
+    if not config.metrics.wandb_project:
+        return None
+    import wandb
+
+    id_path = run_dir / "wandb_run_id.txt"
+    if not id_path.exists():
+        id_path.write_text(wandb.util.generate_id(), encoding="utf-8")
+    return wandb.init(
+        project=config.metrics.wandb_project,
+        name=run_dir.name,
+        id=id_path.read_text(encoding="utf-8").strip(),
+        resume="allow",
+        dir=str(run_dir),
+        config=config.model_dump(mode="json"),
+    )
+
+
+class _ConsoleTable:
+    """A row per step on a terminal, `key=value` lines in a log file."""
+
+    def __init__(self, *, num_steps: int) -> None:
+        self._console = Console(file=sys.stdout, highlight=False)
+        self._num_steps = num_steps
+        self._num_shown = 0
+        self._seconds = 0.0
+
+    def show(self, step: int, values: Mapping[str, Value]) -> None:
+        """Show the step's numbers, its time by stage, tokens/s and the time left."""
+        self._seconds += values.get("time/step_s", 0.0)
+        self._num_shown += 1
+        mean_step_s = self._seconds / self._num_shown
+        cells = {"step": f"{step + 1}/{self._num_steps}"}
+        for title, key, form, _ in _COLUMNS:
+            cells[title] = form.format(values[key]) if key in values else "-"
+        cells["seconds"] = f"{values.get('time/step_s', 0.0):.1f}"
+        cells["tokens/s"] = f"{values.get('perf/tokens_per_s', 0.0):,.0f}"
+        cells["left"] = _clock(mean_step_s * (self._num_steps - step - 1))
+        split = _split(values)
+        if self._console.is_terminal:
+            self._console.print(self._row(cells, split))
+        else:
+            words = (f"{title.replace(' ', '_')}={cell}" for title, cell in cells.items())
+            print(*words, f"split={split.replace(' ', ',')}", flush=True)
+
+    def _row(self, cells: Mapping[str, str], split: str) -> Table:
+        """One row of a table whose columns keep their widths; the header returns now and then."""
+        widths = {title: width for title, _, _, width in _COLUMNS}
+        step_width = 2 * len(str(self._num_steps)) + 1
+        widths |= {"step": max(step_width, 4), "seconds": 7, "tokens/s": 9, "left": 8}
+        table = Table(box=None, pad_edge=False, show_header=self._num_shown % _ROWS_PER_HEADER == 1)
+        for title in cells:
+            style = "bold green" if title == "reward" else "bold" if title == "step" else None
+            table.add_column(title, justify="right", width=widths[title], style=style, no_wrap=True)
+        table.add_column("where the time went", style="dim", no_wrap=True)
+        table.add_row(*cells.values(), split)
+        return table
+
+
+def _split(values: Mapping[str, Value]) -> str:
+    """Shares of the step's time by stage, largest first: `rollout 61% update 30%`."""
+    total = values.get("time/step_s", 0.0)
+    stages = [
+        (seconds / total, key.removeprefix("time/").removesuffix("_s"))
+        for key, seconds in values.items()
+        if key.startswith("time/") and key != "time/step_s" and total > 0
+    ]
+    return " ".join(f"{name} {share:.0%}" for share, name in sorted(stages, reverse=True)[:4])
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import types
+
+import pytest
+import torch
+from rich.console import Console
+
+from gapo_megatron import metrics
+from gapo_megatron.config import Config, MetricsConfig, parse_config
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_sinks
+
+
+def make_config(**sinks) -> Config:
+    tree = {
+        "run": {"output_dir": "unused", "num_steps": 10},
+        "model": {"hf_dir": "unused"},
+        "data": {"train_path": "unused"},
+        "rollout": {"max_response_tokens": 8},
+        "reward": {"kind": "exact"},
+        "metrics": {"tensorboard": False, **sinks},
+    }
+    return parse_config(tree, source="test")
+
+
+def write_steps(run_dir, steps, *, resume_step=0) -> None:
+    with MetricsWriter(run_dir, config=make_config(), resume_step=resume_step) as writer:
+        for step in steps:
+            writer.log(step, {"reward/mean": step / 3}, {"time/step_s": 0.5})
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_line_is_on_disk_when_log_returns(tmp_path):
+    writer = MetricsWriter(tmp_path, config=make_config())
+    writer.log(0, {"reward/mean": 0.1 + 0.2, "n": 3}, {"time/step_s": 1.5})
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 0, "reward/mean": 0.1 + 0.2, "n": 3}]
+    (timing,) = lines(tmp_path / "timings.jsonl")
+    assert timing["time/step_s"] == 1.5 and timing["step"] == 0
+    writer.close()
+
+
+def test_killed_and_resumed_metrics_equal_the_uninterrupted_ones_byte_by_byte(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    write_steps(whole, range(8))
+    write_steps(killed, range(6))  # the newest checkpoint is after step 3
+    with open(killed / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "reward/me')  # cut by the kill
+    write_steps(killed, range(4, 8), resume_step=4)
+    assert (killed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert [line["step"] for line in lines(killed / "timings.jsonl")] == list(range(8))
+
+
+def test_torn_last_line_is_dropped_even_if_its_step_is_kept(tmp_path, caplog):
+    write_steps(tmp_path, range(3))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])  # whole JSON, but the newline never reached the disk
+    with caplog.at_level(logging.WARNING):
+        write_steps(tmp_path, [], resume_step=9)
+    assert [line["step"] for line in lines(path)] == [0, 1]
+    assert f"{path} line 3" in caplog.text
+
+
+def test_a_new_run_starts_with_empty_files(tmp_path):
+    write_steps(tmp_path, range(3))
+    write_steps(tmp_path, [0])
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0]
+
+
+def test_not_finite_is_null_with_its_key_and_a_warning(tmp_path, caplog):
+    with (
+        caplog.at_level(logging.WARNING),
+        MetricsWriter(tmp_path, config=make_config()) as writer,
+    ):
+        writer.log(0, {"loss": math.nan, "norm": math.inf, "x": 1.0})
+        writer.log(1, {"loss": math.nan})
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 0, "loss": None, "norm": None, "x": 1.0},
+        {"step": 1, "loss": None},
+    ]
+    assert caplog.text.count("metric loss is nan") == 1
+    assert "metric norm is inf" in caplog.text
+
+
+def test_tensors_are_written_as_numbers(tmp_path):
+    with MetricsWriter(tmp_path, config=make_config()) as writer:
+        writer.log(0, {"loss": torch.tensor(0.5, dtype=torch.float64)})
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 0.5}]
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    with MetricsWriter(tmp_path, config=make_config(), enabled=False) as writer:
+        writer.log(0, {"loss": 1.0}, {"time/step_s": 1.0})
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == ""
+
+
+def test_log_file_gets_one_line_per_step(tmp_path, capsys):
+    with MetricsWriter(tmp_path, config=make_config(), resume_step=4) as writer:
+        timings = {"time/rollout_s": 6.0, "time/update_s": 3.0, "time/step_s": 10.0}
+        writer.log(4, {"reward/mean": 0.25}, timings | {"perf/tokens_per_s": 1234.0})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "step=5/10" in line and "reward=0.250" in line and "tokens/s=1,234" in line
+    assert "left=0:00:50" in line  # five more steps of ten seconds
+    assert "split=rollout,60%,update,30%" in line
+
+
+def test_terminal_gets_a_header_and_a_row_per_step(tmp_path, monkeypatch, capsys):
+    def terminal(**_):
+        return Console(file=sys.stdout, force_terminal=True, width=200, no_color=True)
+
+    monkeypatch.setattr(metrics, "Console", terminal)
+    write_steps(tmp_path, range(3))
+    text = capsys.readouterr().out
+    assert text.count("grad norm") == 1
+    assert len(text.splitlines()) == 4
+    assert "3/10" in text and "0.667" in text
+
+
+def test_tensorboard_hides_what_the_resumed_run_writes_again(tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for value, first in ((1.0, 0), (2.0, 2)):
+        config = make_config(tensorboard=True)
+        with MetricsWriter(tmp_path, config=config, resume_step=first) as writer:
+            for step in range(first, 4):
+                writer.log(step, {"loss": value})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [(0, 1), (1, 1), (2, 2), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("sinks", "module", "key"),
+    [
+        ({"wandb_project": "gapo"}, "wandb", "metrics.wandb_project ('gapo')"),
+        ({"tensorboard": True}, "tensorboard", "metrics.tensorboard (true)"),
+    ],
+)
+def test_missing_library_names_the_key_and_the_package(monkeypatch, sinks, module, key):
+    real = metrics.importlib.util.find_spec
+    monkeypatch.setattr(
+        metrics.importlib.util, "find_spec", lambda name: None if name == module else real(name)
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_sinks(MetricsConfig(**sinks))
+    assert key in str(caught.value) and f"pip install {module}" in str(caught.value)
+
+
+def test_wandb_continues_the_run_of_the_folder(tmp_path, monkeypatch):
+    opened, logged = [], []
+
+    class Run:
+        def log(self, values, *, step):
+            logged.append((step, values))
+
+        def finish(self):
+            logged.append("finish")
+
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = types.SimpleNamespace(name="wandb")
+    fake.util = types.SimpleNamespace(generate_id=lambda: f"id{len(opened)}")
+    fake.init = lambda **arguments: opened.append(arguments) or Run()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for step in range(2):
+        config = make_config(wandb_project="gapo")
+        with MetricsWriter(tmp_path, config=config, resume_step=step) as writer:
+            writer.log(step, {"loss": 1.0})
+    assert [run["id"] for run in opened] == ["id0", "id0"]
+    assert {run["resume"] for run in opened} == {"allow"}
+    assert logged == [(0, {"loss": 1.0}), "finish", (1, {"loss": 1.0}), "finish"]
+
+
+def test_stopwatch_adds_stages_and_starts_anew(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 4.0, 9.0, 10.0, 12.0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
+    stopwatch = Stopwatch()  # 0
+    with stopwatch("rollout"):  # 1 to 3
+        pass
+    with pytest.raises(ValueError), stopwatch("rollout"):  # 4 to 9
+        raise ValueError
+    assert stopwatch.lap(num_tokens=50) == {  # 10
+        "time/rollout_s": 7.0,
+        "time/step_s": 10.0,
+        "perf/tokens_per_s": 5.0,
+    }
+    assert stopwatch.lap(num_tokens=4) == {"time/step_s": 2.0, "perf/tokens_per_s": 2.0}

@@ -267,5 +267,5 @@ def _positions_note(config: Config, hf_config: PretrainedConfig | Any) -> str:
         return ""
     return (
         f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} "
-        f"exceeds the model's max_position_embeddings ({positions})."
+        f"exceeds the model's max_position_embeddings ({positions}): rotary embeddings extrapolate."
     )

@@ -1,0 +1,202 @@
+"""The demo's task: chains of additions, harder the longer they are, with a tokenizer and a model.
+
+    prompt "3+8+5+9="   response "11>16>25"   answer "25"
+
+The worked examples of the warm start are by a careless pupil: now and then a running sum is off by
+one, and the chain goes on from there. A model that imitates them slips as often, so it solves short
+chains more often than long ones (groups of every c), and the verifier can teach it not to slip.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import sentencepiece
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from gapo_megatron.rewards.exact import FIELD_SEPARATOR
+
+ADDITIONS = (2, 3, 5, 7)
+"""Additions in a chain, one level each."""
+SLIP_RATE = 0.2
+"""Share of the running sums of worked examples that are off by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One problem: digits 1-9 to add from left to right."""
+
+    terms: tuple[int, ...]
+
+    @property
+    def level(self) -> str:
+        return f"additions_{len(self.terms) - 1}"
+
+    @property
+    def prompt(self) -> str:
+        return "+".join(map(str, self.terms)) + "="
+
+    @property
+    def answer(self) -> str:
+        return str(sum(self.terms))
+
+    def worked(self, slips: Sequence[int]) -> str:
+        """Every running sum, the answer last, sum n wrong by `slips[n]` (and all after it)."""
+        sums, total = [], self.terms[0]
+        for term, slip in zip(self.terms[1:], slips, strict=True):
+            total += term + slip
+            sums.append(str(total))
+        return FIELD_SEPARATOR.join(sums)
+
+
+def write_task(
+    output_dir: Path, *, seed: int, num_eval: int, num_train: int, num_supervised: int
+) -> None:
+    """Write `eval.jsonl`, `train.jsonl` (data/schema.py) and `supervised.jsonl` (prompt, response).
+
+    No held-out problem is in either training file, and no problem is in `train.jsonl` twice.
+
+    Args:
+        output_dir: made when missing.
+        seed: of every draw; equal seeds write equal files.
+        num_eval: held-out problems, equally many per level.
+        num_train: problems to sample rollouts for, equally many per level.
+        num_supervised: worked examples with slips, levels and chains drawn with replacement.
+
+    Raises:
+        ValueError: more different problems asked for than the shortest chains have.
+    """
+    draw = random.Random(seed)
+    splits: dict[str, list[Chain]] = {"eval": [], "train": []}
+    for additions in ADDITIONS:
+        numbers = {"eval": num_eval // len(ADDITIONS), "train": num_train // len(ADDITIONS)}
+        chains = _distinct(draw, additions, sum(numbers.values()))
+        splits["eval"] += chains[: numbers["eval"]]
+        splits["train"] += chains[numbers["eval"] :]
+    held_out = set(splits["eval"])
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for split, chains in splits.items():
+        _write_jsonl(
+            output_dir / f"{split}.jsonl",
+            (
+                {
+                    "id": f"{split}-{number}",
+                    "prompt": chain.prompt,
+                    "answer": chain.answer,
+                    "level": chain.level,
+                }
+                for number, chain in enumerate(chains)
+            ),
+        )
+    _write_jsonl(
+        output_dir / "supervised.jsonl",
+        (
+            {"prompt": chain.prompt, "response": chain.worked(_slips(draw, len(chain.terms) - 1))}
+            for chain in _examples(draw, num_supervised, held_out)
+        ),
+    )
+
+
+def training_texts(rows: Sequence[dict[str, str]]) -> list[str]:
+    """What the tokenizer is trained on: prompts and responses of the worked examples."""
+    return [row["prompt"] + row["response"] for row in rows]
+
+
+def write_tokenizer(texts: Iterable[str], output_dir: Path) -> Qwen2Tokenizer:
+    """Train SentencePiece on `texts` and write it as a Hugging Face folder, the same ids in both.
+
+    Characters (ASCII, no spaces) are the pieces: every number then has one spelling, and sums carry
+    digit by digit.
+    Ids 0, 1, 2 are padding, end of sequence and unknown; there is no beginning of sequence.
+    """
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=trained,
+        model_type="char",
+        vocab_size=64,
+        hard_vocab_limit=False,  # as many pieces as there are characters
+        character_coverage=1.0,
+        add_dummy_prefix=False,
+        pad_id=0,
+        pad_piece="<pad>",
+        eos_id=1,
+        eos_piece="</s>",
+        unk_id=2,
+        unk_piece="<unk>",
+        bos_id=-1,
+        minloglevel=2,
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    # The class transformers loads for any Qwen2 folder. ASCII bytes stand for themselves in it.
+    tokenizer = Qwen2Tokenizer(
+        vocab={pieces.id_to_piece(i): i for i in range(len(pieces))},
+        merges=[],
+        unk_token="<unk>",
+        eos_token="</s>",
+        pad_token="<pad>",
+    )
+    output_dir.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(output_dir)
+    (output_dir / "tokenizer.model").write_bytes(trained.getvalue())
+    return tokenizer
+
+
+def write_initial_model(tokenizer: Qwen2Tokenizer, output_dir: Path, *, seed: int) -> None:
+    """Write a randomly initialised Qwen2 of 0.8 million parameters beside its tokenizer."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.08,  # about 1/sqrt(hidden_size): learns in half the steps of 0.02
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.save_pretrained(output_dir)
+
+
+def _distinct(draw: random.Random, additions: int, number: int) -> list[Chain]:
+    if number > 9 ** (additions + 1):
+        raise ValueError(
+            f"{number} different chains of {additions} additions asked for; "
+            f"there are {9 ** (additions + 1)}"
+        )
+    chains: dict[Chain, None] = {}
+    while len(chains) < number:
+        chains[_chain(draw, additions)] = None
+    return list(chains)
+
+
+def _examples(draw: random.Random, number: int, held_out: set[Chain]) -> Iterator[Chain]:
+    while number > 0:
+        chain = _chain(draw, draw.choice(ADDITIONS))
+        if chain not in held_out:
+            yield chain
+            number -= 1
+
+
+def _chain(draw: random.Random, additions: int) -> Chain:
+    return Chain(tuple(draw.randint(1, 9) for _ in range(additions + 1)))
+
+
+def _slips(draw: random.Random, number: int) -> list[int]:
+    return [draw.choice((-1, 1)) if draw.random() < SLIP_RATE else 0 for _ in range(number)]
+
+
+def _write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,88 @@
+"""The order in which problems are drawn: seeded, endless, and resumed where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.types import Prompt
+
+
+class PromptSource:
+    """Draws every problem once per epoch, each epoch in an order of its own.
+
+    A batch may begin in one epoch and end in the next; no problem appears in a batch twice, since
+    its rollouts would be the same ones. Every rank draws the same batches; nothing is communicated.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
+        """Start before the first problem of epoch 0.
+
+        Args:
+            prompts: the dataset, the same on every rank.
+            seed: of the orders; epoch e depends on (seed, e) alone.
+        """
+        self._prompts = list(prompts)
+        self._seed = seed
+        self._epoch = 0
+        self._remaining = self._order(0)
+
+    def next_batch(self, num_prompts: int) -> list[Prompt]:
+        """Draw the next `num_prompts` different problems.
+
+        Raises:
+            ConfigError: the dataset holds fewer.
+        """
+        if num_prompts > len(self._prompts):
+            raise ConfigError(
+                f"batch.rollout_prompts ({num_prompts}) is larger than the dataset "
+                f"({len(self._prompts)} problems): a batch never repeats one"
+            )
+        chosen, self._remaining = self._remaining[:num_prompts], self._remaining[num_prompts:]
+        if len(chosen) < num_prompts:
+            self._epoch += 1
+            order = self._order(self._epoch)
+            # Problems this batch already has wait at the front of what is left of the new epoch.
+            drawn = set(chosen)
+            fresh = [i for i in order if i not in drawn][: num_prompts - len(chosen)]
+            chosen += fresh
+            drawn = set(fresh)
+            self._remaining = [i for i in order if i not in drawn]
+        return [self._prompts[i] for i in chosen]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position as plain numbers and text; `load_state_dict` continues from it exactly."""
+        return {
+            "epoch": self._epoch,
+            "remaining": list(self._remaining),
+            "dataset": self._fingerprint(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            CheckpointError: the state belongs to another dataset, or the dataset has changed.
+        """
+        if state["dataset"] != self._fingerprint():
+            raise CheckpointError(
+                "the checkpoint was made with other training problems than data.train_path holds "
+                f"now ({len(self._prompts)} problems); resume with the same file, or start afresh "
+                "in another run.output_dir"
+            )
+        self._epoch = int(state["epoch"])
+        self._remaining = [int(i) for i in state["remaining"]]
+
+    def _order(self, epoch: int) -> list[int]:
+        random = np.random.default_rng([self._seed, epoch])
+        return [int(i) for i in random.permutation(len(self._prompts))]
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for prompt in self._prompts:
+            digest.update(repr((prompt.id, prompt.token_ids, prompt.answer)).encode())
+        return digest.hexdigest()

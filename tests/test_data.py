@@ -1,0 +1,273 @@
+"""Problem files, tokenizer checks, the order of problems, and the demo's generated task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gapo_megatron.data import PromptSource, arithmetic, load_tokenizer, read_prompts
+from gapo_megatron.data.schema import read_jsonl
+from gapo_megatron.errors import CheckpointError, ConfigError, DataError
+from gapo_megatron.rewards import exact
+from gapo_megatron.types import Outcome, Prompt
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    arithmetic.write_task(folder, seed=0, num_eval=40, num_train=400, num_supervised=500)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hf_dir(task):
+    rows = read_jsonl(task / "supervised.jsonl", keys=("prompt", "response"))
+    tokenizer = arithmetic.write_tokenizer(
+        arithmetic.training_texts([row for _, row in rows]), task / "initial"
+    )
+    arithmetic.write_initial_model(tokenizer, task / "initial", seed=0)
+    return task / "initial"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(hf_dir):
+    return load_tokenizer(hf_dir)
+
+
+def _write(path: Path, *rows: object) -> Path:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def _row(id: str = "a", prompt: str = "1+2=", answer: str = "3", **more: object) -> dict:
+    return {"id": id, "prompt": prompt, "answer": answer, **more}
+
+
+def _read(path: Path, tokenizer, **options) -> list[Prompt]:
+    return read_prompts(path, tokenizer=tokenizer, **{"max_prompt_tokens": 16, **options})
+
+
+def test_a_good_file_is_read_in_order_with_its_tokens(tmp_path, tokenizer):
+    rows = _row(level="easy", source="kept out"), "", _row("b", "9+9=", "18")
+    prompts = _read(_write(tmp_path / "p.jsonl", *rows), tokenizer)
+    assert prompts == [
+        Prompt("a", tuple(tokenizer.encode("1+2=")), "3", "easy"),
+        Prompt("b", tuple(tokenizer.encode("9+9=")), "18", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"id": "b", "prompt": ', "not valid JSON"),
+        ("[1, 2]", "needs a JSON object, not [1, 2]"),
+        ({"id": "b", "prompt": "1+2="}, "key 'answer' is missing; it has id, prompt"),
+        (_row("b", answer=3), "answer (3) must be a string"),
+        (_row("b", level=2), "level (2) must be a string"),
+        (_row("b", prompt="  "), "prompt is empty"),
+        (_row("a"), "id 'a' was used in line 1"),
+        (_row("b", "1+2+3+4+5+6+7+8+9="), "has 18 tokens; data.max_prompt_tokens allows 1 to 16"),
+    ],
+)
+def test_a_bad_line_is_named_with_the_rule_it_breaks(tmp_path, tokenizer, line, says):
+    path = _write(tmp_path / "p.jsonl", _row(), "", line)
+    with pytest.raises(DataError) as caught:
+        _read(path, tokenizer)
+    assert f"{path}:3:" in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path, tokenizer):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(json.dumps(_row()).encode() + b'\n{"id": "\xff"}\n')
+    with pytest.raises(DataError, match=r"p\.jsonl:2: not valid UTF-8"):
+        _read(path, tokenizer)
+
+
+def test_empty_and_missing_files_are_errors(tmp_path, tokenizer):
+    with pytest.raises(DataError, match="holds no problems"):
+        _read(_write(tmp_path / "empty.jsonl", ""), tokenizer)
+    with pytest.raises(DataError, match=r"gone\.jsonl: cannot be read: No such file"):
+        _read(tmp_path / "gone.jsonl", tokenizer)
+
+
+def test_fewer_problems_than_a_batch_needs_is_an_error(tmp_path, tokenizer):
+    path = _write(tmp_path / "p.jsonl", _row())
+    with pytest.raises(DataError, match=r"holds 1 problems; .* needs 2 \(batch\.rollout_prompts\)"):
+        _read(path, tokenizer, min_prompts=2)
+
+
+def test_line_separators_inside_a_string_do_not_split_the_line(tmp_path, tokenizer):
+    path = tmp_path / "p.jsonl"
+    text = json.dumps(_row(source="one\u2028two\x85three"), ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+    assert len(_read(path, tokenizer)) == 1
+
+
+def test_chat_template_is_applied_once_and_needs_one(tmp_path, hf_dir):
+    tokenizer = load_tokenizer(hf_dir)
+    path = _write(tmp_path / "p.jsonl", _row())
+    with pytest.raises(ConfigError, match=r"data\.chat_template"):
+        _read(path, tokenizer, chat_template=True)
+    tokenizer.chat_template = (
+        "{% for m in messages %}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    (prompt,) = _read(path, tokenizer, chat_template=True)
+    assert prompt.token_ids == tuple(tokenizer.encode(">1+2=>"))
+
+
+def test_tokenizer_without_eos_is_an_error(tmp_path, hf_dir):
+    broken = tmp_path / "broken"
+    load_tokenizer(hf_dir).save_pretrained(broken)
+    AutoConfig.from_pretrained(hf_dir).save_pretrained(broken)
+    settings = json.loads((broken / "tokenizer_config.json").read_text())
+    settings["eos_token"] = None
+    (broken / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"broken\): the tokenizer has no EOS token"):
+        load_tokenizer(broken)
+
+
+def test_missing_model_folder_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.hf_dir \(.*nowhere\) is not a folder"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_folder_without_tokenizer_is_an_error(tmp_path, hf_dir):
+    (tmp_path / "config.json").write_text((hf_dir / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"model\.hf_dir \(.*\) holds no tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model\.hf_dir \(.*\): the tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def _prompts(num: int) -> list[Prompt]:
+    return [Prompt(str(i), (i,), "") for i in range(num)]
+
+
+def _ids(batch: list[Prompt]) -> list[int]:
+    return [int(prompt.id) for prompt in batch]
+
+
+def test_every_epoch_holds_every_problem_once_in_another_order():
+    source = PromptSource(_prompts(12), seed=1)
+    epochs = [_ids(source.next_batch(4) + source.next_batch(8)) for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != _ids(PromptSource(_prompts(12), seed=2).next_batch(12))
+
+
+def test_no_batch_across_an_epoch_edge_repeats_a_problem():
+    source = PromptSource(_prompts(10), seed=0)
+    batches = [_ids(source.next_batch(7)) for _ in range(40)]
+    assert all(len(set(batch)) == 7 for batch in batches)
+    # 280 draws are 28 whole epochs: every problem came up equally often.
+    drawn = [i for batch in batches for i in batch]
+    assert {drawn.count(i) for i in range(10)} == {28}
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 3, 5])
+def test_resume_continues_exactly(taken):
+    source = PromptSource(_prompts(10), seed=3)
+    for _ in range(taken):
+        source.next_batch(7)
+    state = json.loads(json.dumps(source.state_dict()))
+    resumed = PromptSource(_prompts(10), seed=3)
+    resumed.load_state_dict(state)
+    assert [resumed.next_batch(7) for _ in range(9)] == [source.next_batch(7) for _ in range(9)]
+
+
+def test_resume_with_other_problems_is_an_error():
+    state = PromptSource(_prompts(10), seed=0).state_dict()
+    with pytest.raises(CheckpointError, match="other training problems"):
+        PromptSource(_prompts(11), seed=0).load_state_dict(state)
+
+
+def test_a_batch_larger_than_the_dataset_is_an_error():
+    with pytest.raises(
+        ConfigError, match=r"batch\.rollout_prompts \(4\) is larger .* \(3 problems\)"
+    ):
+        PromptSource(_prompts(3), seed=0).next_batch(4)
+
+
+def test_generated_task_is_reproducible_and_holds_problems_out(task, tmp_path):
+    arithmetic.write_task(tmp_path, seed=0, num_eval=40, num_train=400, num_supervised=500)
+    for name in ("eval", "train", "supervised"):
+        assert (tmp_path / f"{name}.jsonl").read_bytes() == (task / f"{name}.jsonl").read_bytes()
+
+    def prompts(name: str) -> list[str]:
+        return [row["prompt"] for _, row in read_jsonl(task / f"{name}.jsonl", keys=("prompt",))]
+
+    held_out, train = prompts("eval"), prompts("train")
+    assert len(held_out) == len(set(held_out)) == 40
+    assert len(train) == len(set(train)) == 400
+    assert len(prompts("supervised")) == 500
+    assert not set(held_out) & (set(train) | set(prompts("supervised")))
+
+
+def test_generated_answers_are_right_and_graded(task):
+    rows = [row for _, row in read_jsonl(task / "eval.jsonl", keys=("prompt", "answer", "level"))]
+    for row in rows:
+        terms = row["prompt"].removesuffix("=").split("+")
+        assert int(row["answer"]) == sum(map(int, terms))
+        assert row["level"] == f"additions_{len(terms) - 1}"
+    levels = [row["level"] for row in rows]
+    assert {levels.count(level) for level in levels} == {10}
+
+
+def test_asking_for_more_problems_than_there_are_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"800 different chains of 2 additions .* there are 729"):
+        arithmetic.write_task(tmp_path, seed=0, num_eval=0, num_train=3200, num_supervised=0)
+
+
+def test_hugging_face_tokenizer_is_the_sentencepiece_model(task, hf_dir, tokenizer):
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(hf_dir / "tokenizer.model"))
+    rows = [row for _, row in read_jsonl(task / "supervised.jsonl", keys=("prompt", "response"))]
+    for text in arithmetic.training_texts(rows):
+        assert tokenizer.encode(text) == pieces.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        # Prompt and response meet at a token boundary: tokenised apart they are the same tokens.
+        prompt, equals, response = text.partition("=")
+        assert tokenizer.encode(prompt + equals) + tokenizer.encode(response) == pieces.encode(text)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, len(pieces))
+
+
+def test_initial_model_is_small_and_seeded(hf_dir, tokenizer, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(hf_dir)
+    assert 0.5e6 < model.num_parameters() < 3e6
+    assert model.config.vocab_size == len(tokenizer)
+    arithmetic.write_initial_model(tokenizer, tmp_path, seed=0)
+    weights = "model.safetensors"
+    assert (tmp_path / weights).read_bytes() == (hf_dir / weights).read_bytes()
+
+
+def test_worked_examples_slip_as_often_as_they_say():
+    assert arithmetic.Chain((3, 8, 5, 9)).worked([0, 0, 0]) == "11>16>25"
+    assert arithmetic.Chain((3, 8, 5, 9)).worked([0, -1, 0]) == "11>15>24"
+
+
+def test_worked_examples_are_right_as_often_as_the_slips_allow(tmp_path):
+    arithmetic.write_task(tmp_path, seed=1, num_eval=0, num_train=0, num_supervised=8000)
+    rows = [
+        row for _, row in read_jsonl(tmp_path / "supervised.jsonl", keys=("prompt", "response"))
+    ]
+    keep = 1 - arithmetic.SLIP_RATE
+    for additions in (2, 3):
+        chains = [row for row in rows if row["prompt"].count("+") == additions]
+        right = 0
+        for row in chains:
+            answer = str(sum(map(int, row["prompt"].removesuffix("=").split("+"))))
+            right += exact.verify(row["response"], answer).outcome is Outcome.CORRECT
+        # No slip at all, or two that cancel: C(n, 2) pairs, of opposite sign half of the time.
+        pairs = additions * (additions - 1) / 2
+        share = keep**additions + pairs * arithmetic.SLIP_RATE**2 / 2 * keep ** (additions - 2)
+        # Standard error of a share of 2000 is 0.011 at the most; four of them.
+        assert right / len(chains) == pytest.approx(share, abs=0.044)

@@ -1,0 +1,222 @@
+"""pass@k, evaluation over an engine, and statistics."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from gapo_megatron.config import parse_config
+from gapo_megatron.data import arithmetic, load_tokenizer
+from gapo_megatron.evaluate import (
+    evaluate,
+    mean_interval,
+    mean_pass_at_k,
+    paired_difference,
+    pass_at_k,
+    read_counts,
+    welch_p_value,
+)
+from gapo_megatron.evaluate.evaluate import evaluation_seed
+from gapo_megatron.types import Outcome, Prompt, Rollout, Verdict
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(num_samples):
+    for num_correct in range(num_samples + 1):
+        samples = [1] * num_correct + [0] * (num_samples - num_correct)
+        for k in range(1, num_samples + 1):
+            subsets = list(itertools.combinations(samples, k))
+            share = sum(any(subset) for subset in subsets) / len(subsets)
+            # Both are one division of integers.
+            assert pass_at_k(num_samples, num_correct, k) == share
+
+
+def test_pass_at_k_is_unbiased():
+    # Expectation over the binomial number of correct samples is exactly 1 - (1 - p)^k.
+    p, n = 0.3, 10
+    for k in (1, 4, 10):
+        mean = sum(stats.binom.pmf(c, n, p) * pass_at_k(n, c, k) for c in range(n + 1))
+        # Eleven products in float64, with pmf good to about 1e-14.
+        assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+
+
+def test_pass_at_k_of_large_counts_neither_overflows_nor_rounds_to_one():
+    # 1 - C(n-1, k)/C(n, k) = k/n
+    assert pass_at_k(100_000, 1, 256) == 256 / 100_000
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)])
+def test_pass_at_k_refuses_impossible_counts(n, c, k):
+    with pytest.raises(ValueError, match="must be in"):
+        pass_at_k(n, c, k)
+
+
+def test_problems_with_too_few_samples_leave_the_mean():
+    assert mean_pass_at_k([(4, 1), (2, 0), (4, 4)], 4) == 1.0
+    assert mean_pass_at_k([(4, 1), (2, 0), (4, 4)], 1) == pytest.approx((0.25 + 0 + 1) / 3)
+    assert math.isnan(mean_pass_at_k([(2, 1)], 4))
+
+
+def _config(**evaluation):
+    return parse_config(
+        {
+            "run": {"output_dir": "x", "num_steps": 1, "seed": 5},
+            "model": {"hf_dir": "x"},
+            "data": {"train_path": "x", "eval_path": "x"},
+            "rollout": {"max_response_tokens": 7, "top_p": 0.9},
+            "reward": {"kind": "exact"},
+            "evaluation": {"samples_per_prompt": 4, "temperature": 0.5, **evaluation},
+        },
+        source="test",
+    )
+
+
+class FakeEngine:
+    """Answers as told, and notes what it was asked for."""
+
+    def __init__(self, tokenizer, responses: dict[str, list[str]]) -> None:
+        self.tokenizer = tokenizer
+        self.responses = responses
+        self.asked: dict = {}
+
+    def share(self, prompts):
+        return list(prompts)
+
+    def generate(self, prompts, **sampling):
+        self.asked = sampling
+        return [tuple(self._rollout(text) for text in self.responses[p.id]) for p in prompts]
+
+    def gather(self, groups):
+        return list(groups)
+
+    def _rollout(self, text: str) -> Rollout:
+        ids = [*self.tokenizer.encode(text), self.tokenizer.eos_token_id]
+        return Rollout(np.array(ids, np.int32), np.zeros(len(ids), np.float32), truncated=False)
+
+
+PROMPTS = [
+    Prompt("a", (3,), "1", "easy"),
+    Prompt("b", (3,), "2", "hard"),
+    Prompt("c", (3,), "3", "hard"),
+]
+RESPONSES = {"a": ["1", "1", "1", "2"], "b": ["2", "1", "1", "1"], "c": ["1"] * 4}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = arithmetic.write_tokenizer(["0123456789+=>"], folder)
+    arithmetic.write_initial_model(tokenizer, folder, seed=0)
+    return load_tokenizer(folder)
+
+
+def test_evaluation_measures_all_and_every_level(tokenizer, tmp_path):
+    engine = FakeEngine(tokenizer, RESPONSES)
+    metrics = evaluate(
+        engine, PROMPTS, tokenizer=tokenizer, config=_config(), step=3, output_dir=tmp_path
+    )
+    assert metrics == pytest.approx(
+        {
+            "eval/pass@1": (0.75 + 0.25 + 0) / 3,
+            "eval/pass@4": 2 / 3,
+            "eval/easy/pass@1": 0.75,
+            "eval/easy/pass@4": 1.0,
+            "eval/hard/pass@1": 0.125,
+            "eval/hard/pass@4": 0.5,
+            "eval/unknown_verdicts": 0.0,
+            "eval/response_tokens": 2.0,
+            "eval/truncated": 0.0,
+        }
+    )
+    assert read_counts(tmp_path / "step_3.json") == [
+        {"id": "a", "level": "easy", "num_samples": 4, "num_correct": 3},
+        {"id": "b", "level": "hard", "num_samples": 4, "num_correct": 1},
+        {"id": "c", "level": "hard", "num_samples": 4, "num_correct": 0},
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3.json"]
+
+
+def test_evaluation_samples_as_configured_with_its_own_seeds(tokenizer):
+    engine = FakeEngine(tokenizer, RESPONSES)
+    asked = []
+    for step in (0, 20):
+        evaluate(engine, PROMPTS, tokenizer=tokenizer, config=_config(), step=step)
+        asked.append(engine.asked)
+    assert asked[0] == asked[1]
+    assert asked[0] == {
+        "num_samples": 4,
+        "seed": evaluation_seed(5),
+        "step": 0,
+        "max_response_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "progress": True,
+    }
+    assert len({evaluation_seed(seed) for seed in range(100)} | set(range(100))) == 200
+
+
+def test_an_unknown_verdict_leaves_the_samples(tokenizer, monkeypatch):
+    def verify(response: str, answer: str) -> Verdict:
+        return Verdict(Outcome.UNKNOWN if response == "1" else Outcome.CORRECT, "cannot tell")
+
+    monkeypatch.setitem(evaluate.__globals__["rewards"]._VERIFIERS, "exact", verify)
+    metrics = evaluate(
+        FakeEngine(tokenizer, RESPONSES),
+        PROMPTS,
+        tokenizer=tokenizer,
+        config=_config(),
+        step=0,
+    )
+    # a keeps 1 of 4 samples, b 1, c none: every known one is correct, and none is left for pass@4.
+    assert metrics["eval/pass@1"] == 1.0
+    assert "eval/pass@4" not in metrics
+    assert metrics["eval/unknown_verdicts"] == pytest.approx(10 / 12)
+
+
+def test_mean_interval_by_hand():
+    interval = mean_interval([1.0, 2.0, 3.0])
+    # t(0.975, 2) = 4.302653 (tables), standard error 1/sqrt(3); scipy's quantile to 1e-6 of it.
+    assert interval.mean == 2.0
+    assert interval.high - 2.0 == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    assert interval.low == pytest.approx(4.0 - interval.high)
+    assert not interval.excludes_zero
+    assert mean_interval([1.0, 1.1, 1.2]).excludes_zero
+    assert mean_interval([-1.0, -1.1, -1.2]).excludes_zero
+
+
+def test_mean_interval_covers_as_often_as_it_says():
+    random = np.random.default_rng(0)
+    intervals = [mean_interval(random.normal(3.0, 2.0, size=3).tolist()) for _ in range(4000)]
+    coverage = np.mean([interval.low <= 3.0 <= interval.high for interval in intervals])
+    # Standard error of the coverage sqrt(.95 * .05 / 4000) = 0.0034; four of them.
+    assert coverage == pytest.approx(0.95, abs=0.014)
+
+
+def test_pairing_takes_out_how_hard_a_problem_is():
+    before = np.linspace(0, 0.8, 50)
+    after = before + 0.1 + 0.01 * np.random.default_rng(0).normal(size=50)
+    interval = paired_difference(before.tolist(), after.tolist())
+    assert interval.excludes_zero
+    assert interval.low < 0.1 < interval.high
+    expected = stats.ttest_rel(after, before).confidence_interval(0.95)
+    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high))
+
+
+def test_intervals_refuse_what_has_no_spread():
+    with pytest.raises(ValueError, match="at least two values, not 1"):
+        mean_interval([1.0])
+    with pytest.raises(ValueError, match="equal lengths, not 2 and 3"):
+        paired_difference([1.0, 2.0], [1.0, 2.0, 3.0])
+
+
+def test_welch_does_not_assume_equal_variances():
+    first, second = [1.0, 1.1, 0.9, 1.0], [2.0, 5.0, -1.0, 3.0, 2.5]
+    n1, n2 = len(first), len(second)
+    v1, v2 = np.var(first, ddof=1) / n1, np.var(second, ddof=1) / n2
+    t = (np.mean(first) - np.mean(second)) / math.sqrt(v1 + v2)
+    df = (v1 + v2) ** 2 / (v1**2 / (n1 - 1) + v2**2 / (n2 - 1))
+    assert welch_p_value(first, second) == pytest.approx(2 * stats.t.sf(abs(t), df))

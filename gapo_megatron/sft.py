@@ -1,0 +1,168 @@
+"""Supervised training with the same policy: `python -m gapo_megatron.sft CONFIG.toml [overrides]`.
+
+Makes the folder `model.hf_dir` that GAPO starts from (the demo's warm start): `supervised.initial_hf_dir`
+trained on prompt/response lines by the negative log-likelihood of the response tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+
+from gapo_megatron import launch
+from gapo_megatron.batching import pack, plan, sequence_lengths
+from gapo_megatron.config import Config, load_config
+from gapo_megatron.convert import read_hf, write_hf
+from gapo_megatron.data import load_tokenizer
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.policy import Policy, initialize, update
+from gapo_megatron.types import Batch
+
+
+def train_supervised(config: Config) -> float:
+    """Train `supervised.num_steps` steps and write the result to `model.hf_dir`.
+
+    Returns:
+        Mean loss per response token of the last step, the same on every rank.
+
+    Raises:
+        ConfigError: no [supervised] section.
+        DataError: names the file and the line.
+    """
+    settings = config.supervised
+    if settings is None:
+        raise ConfigError("supervised: this command needs a [supervised] section in the config")
+    tokenizer = load_tokenizer(settings.initial_hf_dir)
+    examples = _read_examples(Path(settings.train_path), tokenizer)
+
+    world = launch.start(config.parallel.timeout_s)
+    groups = initialize(config.parallel)
+    start = config.model_copy(
+        update={"model": config.model.model_copy(update={"hf_dir": settings.initial_hf_dir})}
+    )
+    policy = Policy.build(start, groups, world.device)
+    policy.load_hf_weights(read_hf(settings.initial_hf_dir))
+
+    batches = _shuffled_batches(examples, settings.batch_sequences, seed=config.run.seed)
+    loss = float("nan")
+    with Progress(disable=world.rank != 0) as progress:
+        bar = progress.add_task("supervised", total=settings.num_steps)
+        for step in range(settings.num_steps):
+            learning_rate = _learning_rate(settings.learning_rate, step, settings.num_steps)
+            loss = _supervised_step(policy, next(batches), config, learning_rate)
+            progress.update(bar, advance=1, description=f"supervised  loss {loss:.3f}")
+    weights = policy.iterate_hf_weights()
+    write_hf(weights, source_dir=settings.initial_hf_dir, output_dir=config.model.hf_dir, write=world.rank == 0)
+    return loss
+
+
+def _supervised_step(
+    policy: Policy, batch: Batch, config: Config, learning_rate: float
+) -> float:
+    groups = policy.groups
+    (minibatch,) = plan(
+        sequence_lengths(batch),
+        batch.advantages,
+        num_response_tokens=batch.num_response_tokens,
+        num_minibatches=1,
+        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+        data_parallel_size=groups.dp_size,
+    ).minibatches
+    microbatches = [
+        pack(batch, indices, align=policy.sequence_multiple, device=policy.device)
+        for indices in minibatch.microbatches[groups.dp_rank]
+    ]
+    scale = 1.0 / minibatch.num_tokens_global
+
+    def negative_log_likelihood(
+        _: int, log_probs: torch.Tensor, __: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = -log_probs.sum() * scale
+        return loss, {"loss": loss.detach()}
+
+    result = update(policy, microbatches, negative_log_likelihood, learning_rate=learning_rate)
+    losses = torch.zeros(1, dtype=torch.float64, device=policy.device)
+    if groups.tp_rank == 0:  # one copy per tensor parallel group; other pipeline stages add nothing
+        losses += sum(output["loss"] for output in result.outputs)
+    dist.all_reduce(losses)
+    return float(losses)
+
+
+def _learning_rate(peak: float, step: int, num_steps: int) -> float:
+    """Linear warm-up over a tenth of the steps, then linear decay to a tenth of the peak."""
+    warmup = max(num_steps // 10, 1)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * (1.0 - 0.9 * (step - warmup) / max(num_steps - warmup, 1))
+
+
+def _read_examples(path: Path, tokenizer: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Token ids of every prompt and response (EOS appended)."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    examples = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            item = json.loads(line)
+            prompt, response = item["prompt"], item["response"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise DataError(f"{path}:{number}: needs an object with prompt and response: {error}") from None
+        encode = tokenizer.encode
+        ids = encode(prompt, add_special_tokens=False), encode(response, add_special_tokens=False)
+        examples.append(
+            (
+                np.array(ids[0], dtype=np.int32),
+                np.array([*ids[1], tokenizer.eos_token_id], dtype=np.int32),
+            )
+        )
+    if not examples:
+        raise DataError(f"{path}: holds no examples")
+    return examples
+
+
+def _shuffled_batches(
+    examples: list[tuple[np.ndarray, np.ndarray]], size: int, *, seed: int
+) -> Iterator[Batch]:
+    """Endless batches of `size` sequences, a new seeded order every epoch."""
+    random = np.random.default_rng(seed)
+    order = itertools.chain.from_iterable(
+        random.permutation(len(examples)) for _ in itertools.count()
+    )
+    while True:
+        chosen = [examples[i] for i in itertools.islice(order, size)]
+        yield Batch(
+            prompt_ids=[prompt for prompt, _ in chosen],
+            response_ids=[response for _, response in chosen],
+            rollout_log_probs=[],
+            advantages=torch.ones(size, dtype=torch.float64),
+            num_correct=torch.ones(size, dtype=torch.int64),
+            group_size=torch.ones(size, dtype=torch.int64),
+            valid=torch.ones(size, dtype=torch.bool),
+        )
+
+
+def main() -> None:
+    """Parse the command line and train; see `launch.fail_fast` for exit codes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gapo_megatron.sft", description=__doc__.split("\n\n")[1]
+    )
+    parser.add_argument("config", help="TOML file with a [supervised] section")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_args()
+    with launch.fail_fast():
+        train_supervised(load_config(arguments.config, arguments.overrides))
+
+
+if __name__ == "__main__":
+    main()

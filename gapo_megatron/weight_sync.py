@@ -1,0 +1,73 @@
+"""After an update: the policy's weights into the rollout engine, checked on a few sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gapo_megatron.batching import pack
+from gapo_megatron.policy import Policy, log_probs
+from gapo_megatron.rollout import RolloutEngine, WeightCheck, sync_weights, verify_weights
+from gapo_megatron.types import Batch, Prompt
+
+
+def sync(
+    policy: Policy, engine: RolloutEngine, probe: Batch, *, policy_version: int
+) -> WeightCheck:
+    """Give the engine the policy's weights and prove it by the log-probs of `probe`.
+
+    Args:
+        policy: unchanged.
+        engine: asleep or awake; generating afterwards, at `policy_version`.
+        probe: a few sequences, the same on every rank (`first_sequences`, `prompts_as_sequences`).
+        policy_version: steps the weights have been trained for.
+
+    Returns:
+        The largest difference of log-probs at temperature 1, the same on every rank.
+
+    Collectives: those of `Policy.iterate_hf_weights` and of the forward pass; a broadcast of the
+    trainer's log-probs from the last rank, which holds the head; a gather of the differences.
+
+    Raises:
+        WeightSyncError: tensors or log-probs do not agree; on every rank.
+    """
+    sync_weights(engine, policy.iterate_hf_weights(), policy_version=policy_version)
+    microbatch = pack(
+        probe, range(len(probe)), align=policy.sequence_multiple, device=policy.device
+    )
+    (values,) = log_probs(policy, [microbatch], temperature=1.0)
+    holder: list[list[np.ndarray]] = [[]]
+    if values is not None:
+        sizes = [len(ids) for ids in probe.response_ids]
+        holder = [[part.numpy() for part in values.cpu().split(sizes)]]
+    last = dist.get_world_size() - 1
+    dist.broadcast_object_list(holder, src=last, group=engine.gloo_group)
+    return verify_weights(engine, probe.prompt_ids, probe.response_ids, holder[0])
+
+
+def first_sequences(batch: Batch, count: int) -> Batch:
+    """A probe: the first `count` sequences of a batch."""
+    return _probe(batch.prompt_ids[:count], batch.response_ids[:count])
+
+
+def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Batch:
+    """A probe before the first rollout: prompts whose first token is given and the rest scored."""
+    tokens = [np.array(prompt.token_ids, dtype=np.int32) for prompt in prompts]
+    tokens = [ids for ids in tokens if len(ids) > 1][:count]
+    return _probe([ids[:1] for ids in tokens], [ids[1:] for ids in tokens])
+
+
+def _probe(prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> Batch:
+    count = len(prompt_ids)
+    return Batch(
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        rollout_log_probs=[],
+        advantages=torch.zeros(count, dtype=torch.float64),
+        num_correct=torch.zeros(count, dtype=torch.int64),
+        group_size=torch.zeros(count, dtype=torch.int64),
+        valid=torch.zeros(count, dtype=torch.bool),
+    )

@@ -5,6 +5,7 @@ from gapo_megatron.launch.environment import (
     fail_fast,
     seed_everything,
     start,
+    world_size,
 )
 
-__all__ = ["World", "fail_fast", "seed_everything", "start"]
+__all__ = ["World", "fail_fast", "seed_everything", "start", "world_size"]

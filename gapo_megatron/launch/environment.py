@@ -93,6 +93,11 @@ def start(timeout_s: float, *, cpu_kv_cache_gib: int = 1) -> World:
     )
 
 
+def world_size() -> int:
+    """Number of processes, from the environment alone: for a dry run, which starts no group."""
+    return read_placement(os.environ).world_size
+
+
 def read_placement(env: Mapping[str, str]) -> Placement:
     """Rank, world size, local rank and master from torchrun's variables, else Slurm's, else alone.
 

@@ -1,10 +1,11 @@
 """Attention over packed sequences, and the norm, where Transformer Engine is not installed.
 
-Legend: T packed tokens, S sequences, L padded length, N query heads, G key/value heads, D head size.
+T packed tokens, S sequences, L padded length, N query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """What every layer needs to know about one micro-batch; computed once, before the first layer."""
+    """What every layer needs to know about one micro-batch; computed once, before the layers."""
 
     cos: Tensor | None = None
     """[T, 1, D] cosines of the rotary angles."""
@@ -63,13 +64,13 @@ def pack_sequences(
 
 
 def _padded_layout(boundaries: list[int]) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-    """Group sequences whose lengths have the same power-of-two ceiling; pad each to its group's longest.
+    """Group sequences whose lengths have the same power-of-two ceiling; pad to the group's longest.
 
-    The padding is below half of each sequence, so attention costs at most four times its minimum, in
-    a handful of calls instead of one per sequence.
+    A sequence grows to less than twice its length, so attention costs less than four times its
+    minimum, in a handful of calls instead of one per sequence.
     """
     members: dict[int, list[tuple[int, int]]] = {}
-    for start, end in zip(boundaries, boundaries[1:], strict=False):
+    for start, end in itertools.pairwise(boundaries):
         members.setdefault((end - start - 1).bit_length(), []).append((start, end))
     slots = torch.empty(boundaries[-1], dtype=torch.int64)
     buckets = []
@@ -98,7 +99,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _ToSlots(torch.autograd.Function):
-    """[T, ...] -> [slots, ...], zeros where padded. Adjoint of `_FromSlots`; no atomics either way."""
+    """[T, ...] -> [slots, ...], zeros where padded. Adjoint of `_FromSlots`; no atomics in either."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, slots: Tensor, num_slots: int) -> Tensor:
@@ -191,8 +192,8 @@ class PackedAttention(nn.Module):
 class RMSNorm(nn.Module):
     """Root-mean-square norm whose weight knows about sequence parallelism.
 
-    Megatron-core's own fallback refuses sequence parallelism. There, every rank normalises its part of
-    the sequence, and the marked weight's gradient is summed over the tensor parallel group.
+    Megatron-core's own fallback refuses sequence parallelism. There, every rank normalises its part
+    of the sequence, and the marked weight's gradient is summed over the tensor parallel group.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:

@@ -86,7 +86,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron-core's config of the model, the layout and the precision."""
     fused = has_transformer_engine(device)
-    recompute: dict[str, Any] = {
+    recompute_settings: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         "full": {
@@ -94,7 +94,7 @@ def transformer_config(
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         },
-    }[config.model.recompute]
+    }
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -113,13 +113,16 @@ def transformer_config(
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
         sequence_parallel=config.parallel.sequence_parallel,
-        # Micro-batches differ in length; megatron-core asks for this dispatcher even without experts.
+        # Micro-batches differ in length; Megatron-core then wants this dispatcher, experts or not.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # Our losses carry their global denominators: gradients are summed, never averaged.
         calculate_per_token_loss=True,
-        # Every weight is loaded; nothing is drawn.
-        perform_initialization=False,
+        # Every weight is loaded; nothing is drawn. (Without the initialisation step Megatron-core would
+        # not mark the sharded weights, and the gradient norm would count some on one rank only.)
+        init_method=_leave_undefined,
+        output_layer_init_method=_leave_undefined,
+        embedding_init_method=_leave_undefined,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=fused,
@@ -127,8 +130,12 @@ def transformer_config(
         persist_layer_norm=fused,
         apply_rope_fusion=fused,
         **precision_settings(config.model.precision),
-        **recompute,
+        **recompute_settings[config.model.recompute],
     )
+
+
+def _leave_undefined(weight: Tensor) -> Tensor:
+    return weight
 
 
 def has_transformer_engine(device: torch.device) -> bool:
@@ -231,7 +238,7 @@ def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:
         raise ConfigError(f"the model's rope_type ({rope.kind!r}) must be 'default' or 'llama3'")
     factor, low, high = (rope.scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
     turns = rope.scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    # Full turns over the original context: many -> unchanged, few -> divided by `factor`, else between.
+    # Turns over the original context: many -> unchanged, few -> divided by `factor`, else between.
     smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - smooth) * frequencies / factor + smooth * frequencies
 
@@ -244,11 +251,12 @@ class _Rope:
 
 
 def _rope_parameters(hf_config: PretrainedConfig) -> _Rope:
-    """transformers 5 keeps everything in `rope_parameters`, version 4 in two fields."""
-    scaling = dict(
+    """Transformers 5 keeps everything in `rope_parameters`, version 4 in two fields."""
+    scaling: dict[str, Any] = dict(
         getattr(hf_config, "rope_parameters", None)
         or getattr(hf_config, "rope_scaling", None)
         or {}
     )
-    base = scaling.get("rope_theta") or getattr(hf_config, "rope_theta", 10000.0)
-    return _Rope(scaling.get("rope_type", scaling.get("type", "default")), base, scaling)
+    base: float = scaling.get("rope_theta") or getattr(hf_config, "rope_theta", 10000.0)
+    kind: str = scaling.get("rope_type") or scaling.get("type") or "default"
+    return _Rope(kind, base, scaling)

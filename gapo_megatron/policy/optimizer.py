@@ -15,7 +15,7 @@ from gapo_megatron.policy.model import PolicyModel
 
 
 def wrap_model(config: TransformerConfig, model: PolicyModel) -> DistributedDataParallel:
-    """Give the model its gradient buffers (fp32), sharded over data parallel ranks by the optimizer."""
+    """Give the model its gradient buffers: fp32, summed into shards over data parallel ranks."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -28,7 +28,7 @@ def wrap_model(config: TransformerConfig, model: PolicyModel) -> DistributedData
 def build_optimizer(
     config: OptimizerConfig, model: list[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """AdamW (decoupled weight decay, not on biases and norms), its state sharded over data parallel ranks."""
+    """AdamW; state sharded over data parallel ranks; biases and norm weights do not decay."""
     params_dtype = model[0].config.params_dtype
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -47,7 +47,7 @@ def build_optimizer(
         model,
     )
     for group in optimizer.param_groups:
-        # Megatron-core marks what must not decay, and leaves it to its scheduler to act on the mark.
+        # Megatron-core marks what must not decay; acting on the mark is left to its scheduler.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     return optimizer
 
@@ -66,7 +66,7 @@ def set_learning_rate(optimizer: MegatronOptimizer, value: float) -> None:
 
 
 def step(optimizer: MegatronOptimizer, *, grad_norm: float, clip_grad: float) -> None:
-    """Clip to `clip_grad` and move the weights; gradients must be prepared and `grad_norm` finite."""
+    """Clip to `clip_grad` and move the weights. Gradients are prepared, `grad_norm` is finite."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if parameters := part.get_parameters():
             clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=grad_norm)

@@ -86,9 +86,14 @@ class Policy:
         """This rank's pipeline stage, without its wrapper."""
         return self.model[0].module
 
+    @property
+    def sequence_multiple(self) -> int:
+        """Packed tokens must be a multiple of it: under sequence parallelism ranks share them equally."""
+        return self.groups.tp_size if self.config.parallel.sequence_parallel else 1
+
     @torch.no_grad()
     def load_hf_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Set every weight from whole Hugging Face tensors and start the optimizer's masters from them.
+        """Set every weight from whole Hugging Face tensors; the optimizer's masters start from them.
 
         Args:
             tensors: (Hugging Face name, whole CPU tensor) in any order; the same on every rank.
@@ -188,20 +193,18 @@ class Policy:
                 continue
             for layer in rule.layers:
                 name = rule.megatron_name(layer)
-                shard = self._parameters.get(name)
+                if name in self._parameters:
+                    shard = self._parameters[name].detach()
+                else:
+                    shape = rule.shard_shape(groups.tp_size)
+                    shard = torch.empty(shape, dtype=dtype, device=self.device)
                 if groups.pp_size > 1:
-                    if shard is None:
-                        shape = rule.shard_shape(groups.tp_size)
-                        shard = torch.empty(shape, dtype=dtype, device=self.device)
-                    dist.broadcast(
-                        shard.detach(), group=groups.pp_group, group_src=self._stage_of(rule, layer)
-                    )
-                shards = [shard.detach()]
+                    source = self._stage_of(rule, layer)
+                    dist.broadcast(shard, group=groups.pp_group, group_src=source)
+                shards = [shard] * groups.tp_size
                 if rule.tp_dim is not None and groups.tp_size > 1:
                     shards = [torch.empty_like(shard) for _ in range(groups.tp_size)]
-                    dist.all_gather(shards, shard.detach(), group=groups.tp_group)
-                elif groups.tp_size > 1:
-                    shards = shards * groups.tp_size
+                    dist.all_gather(shards, shard, group=groups.tp_group)
                 yield name, rule.unshard(shards)
 
     def _snapshot(self) -> dict[str, Tensor]:

@@ -37,7 +37,9 @@ class UpdateResult:
     """What `loss` returned for each micro-batch; empty except on the last pipeline stage."""
 
 
-def log_probs(policy: Policy, microbatches: Sequence[Microbatch]) -> list[Tensor | None]:
+def log_probs(
+    policy: Policy, microbatches: Sequence[Microbatch], *, temperature: float | None = None
+) -> list[Tensor | None]:
     """Log-probs of the response tokens at the current weights, without gradient.
 
     The same kernels in the same order as the forward pass of `update`: at equal weights and equal
@@ -46,6 +48,7 @@ def log_probs(policy: Policy, microbatches: Sequence[Microbatch]) -> list[Tensor
     Args:
         policy: unchanged.
         microbatches: this data-parallel rank's; as many as on every other rank.
+        temperature: of the distribution; None for `rollout.temperature`.
 
     Returns:
         Per micro-batch [R] float32 on the last pipeline stage (all tensor parallel ranks), None
@@ -58,7 +61,7 @@ def log_probs(policy: Policy, microbatches: Sequence[Microbatch]) -> list[Tensor
         return values.sum(), values
 
     with torch.no_grad():
-        values = _run(policy, microbatches, keep, forward_only=True)
+        values = _run(policy, microbatches, keep, forward_only=True, temperature=temperature)
     return values if policy.groups.is_last_stage else [None] * len(microbatches)
 
 
@@ -75,17 +78,17 @@ def update(
         policy: moved by one step.
         microbatches: this data-parallel rank's; as many as on every other rank. One of padding
             only (R = 0) is fine.
-        loss: called on the last pipeline stage with (index of the micro-batch, log-probs [R] float32
-            with autograd, entropy [R] or None; entropy comes when `objective.entropy_coef` > 0).
-            Returns the scalar loss, which carries every (global) denominator, and what to report.
+        loss: called on the last pipeline stage with the index of the micro-batch, its log-probs
+            [R] float32 and, when `objective.entropy_coef` > 0, entropy [R] (else None), both with
+            autograd. Returns the scalar loss, every (global) denominator in it, and what to report.
         learning_rate: instead of the configured schedule.
 
     Collectives: those of forward and backward; the gradient reduction over the data parallel group;
     one flag over all ranks; the gradient norm; the parameter all-gather.
 
     Raises:
-        DivergenceError: a loss or the gradient is not finite, on every rank alike; weights, optimizer
-            state and `num_updates` are what they were.
+        DivergenceError: a loss or the gradient is not finite, on every rank alike; weights,
+            optimizer state and `num_updates` are what they were.
     """
     config = policy.config.optimizer
     if learning_rate is None:
@@ -129,7 +132,12 @@ def _check_finite(policy: Policy, losses: list[Tensor], grad_norm: float) -> Non
 
 
 def _run(
-    policy: Policy, microbatches: Sequence[Microbatch], head: Head, *, forward_only: bool
+    policy: Policy,
+    microbatches: Sequence[Microbatch],
+    head: Head,
+    *,
+    forward_only: bool,
+    temperature: float | None = None,
 ) -> list[Any]:
     """Forward (and backward) over the micro-batches; what `head` reported, on the last stage."""
 
@@ -143,7 +151,7 @@ def _run(
         )
 
         def score(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-            values, entropy = _score(policy, hidden, microbatch)
+            values, entropy = _score(policy, hidden, microbatch, temperature)
             loss, report = head(index, values, entropy)
             # Three values: Megatron-core then neither averages nor divides.
             return loss, _NO_TOKENS, report
@@ -172,8 +180,10 @@ def _sum_gradients(model: Any, num_tokens: Tensor | None = None, **kwargs: Any) 
     finalize_model_grads(model, None, **kwargs)
 
 
-def _score(policy: Policy, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [R] (and entropy [R]) of the response tokens from hidden states [T (/ tp), 1, H]."""
+def _score(
+    policy: Policy, hidden: Tensor, microbatch: Microbatch, temperature: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [R] and entropy [R] (if wanted) from hidden states [T (/ tp), 1, H]."""
     groups, stage = policy.groups, policy.stage
     if stage.config.sequence_parallel:
         # The head completes its gradient on every rank, so backward takes a slice, not a sum.
@@ -182,11 +192,11 @@ def _score(policy: Policy, hidden: Tensor, microbatch: Microbatch) -> tuple[Tens
         )
     weight = stage.head_weight
     with_entropy = policy.config.objective.entropy_coef > 0
-    result = token_log_probs(
+    result: Any = token_log_probs(
         hidden[:, 0].index_select(0, microbatch.row_index),
         weight,
         microbatch.labels,
-        temperature=policy.config.rollout.temperature,
+        temperature=temperature or policy.config.rollout.temperature,
         vocab_start=groups.tp_rank * weight.shape[0],
         vocab_size=policy.hf_config.vocab_size,
         tp_group=groups.tp_group if groups.tp_size > 1 else None,

@@ -25,7 +25,7 @@ def problems(draw, max_per_minibatch=24):
     valid = torch.rand(size, generator=generator) < draw(st.sampled_from([0.5, 1.0]))
     return {
         "lengths": lengths,
-        "advantages": torch.where(active & valid, 0.5, 0.0),
+        "advantages": torch.where(active, 0.5, 0.0),
         "num_response_tokens": (lengths + 1) // 2,
         "valid": valid,
         "num_minibatches": num_minibatches,

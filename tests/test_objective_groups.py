@@ -61,8 +61,8 @@ def test_a_group_sums_to_zero(rows, normalize_std):
 @pytest.mark.parametrize("normalize_std", [False, True])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3])
 def test_equal_rewards_say_exactly_nothing(reward, normalize_std):
-    """0.1 ten times does not sum to 1: a zero found by subtraction would not be zero."""
-    rewards = torch.full((1, 10), reward, dtype=torch.float64)
+    """Nine times 0.1 divided by 9 is not 0.1: a zero found by subtraction would not be zero."""
+    rewards = torch.full((1, 9), reward, dtype=torch.float64)
     advantages = group_advantages(rewards, normalize_std=normalize_std, focal_gamma=1.0)
     assert bool((advantages == 0).all())
 

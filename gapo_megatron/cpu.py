@@ -24,10 +24,12 @@ from gapo_megatron.errors import GapoError
 
 logger = logging.getLogger(__name__)
 
+# fmt: off
 _FACTORIES = (
-    "arange as_tensor empty empty_like full full_like linspace ones ones_like rand randint randn "
-    "tensor zeros zeros_like"
-).split()
+    "arange", "as_tensor", "empty", "empty_like", "full", "full_like", "linspace", "ones",
+    "ones_like", "rand", "randint", "randn", "tensor", "zeros", "zeros_like",
+)
+# fmt: on
 _CPU = torch.device("cpu")
 
 _depth = 0
@@ -59,7 +61,10 @@ def emulation() -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         if _depth == 0:
             for owner, name, value in _replacements():
-                undo.callback(setattr, owner, name, getattr(owner, name))
+                if name in vars(owner):
+                    undo.callback(setattr, owner, name, getattr(owner, name))
+                else:  # inherited
+                    undo.callback(delattr, owner, name)
                 setattr(owner, name, value)
         _depth += 1
         try:
@@ -69,7 +74,7 @@ def emulation() -> Iterator[None]:
 
 
 def device_scope() -> contextlib.AbstractContextManager[None]:
-    """The context every Megatron-core call of this package runs in: empty where CUDA is available."""
+    """What every Megatron-core call of this package runs in: nothing where CUDA is available."""
     return contextlib.nullcontext() if torch.cuda.is_available() else emulation()
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 240
-"""For everything together; importing Megatron-core and transformers alone takes up to 20 s per rank."""
+"""For everything together; importing Megatron-core and transformers takes up to 20 s per rank."""
 
 
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

@@ -99,7 +99,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _ToSlots(torch.autograd.Function):
-    """[T, ...] -> [slots, ...], zeros where padded. Adjoint of `_FromSlots`; no atomics in either."""
+    """[T, ...] -> [slots, ...], zeros where padded. Adjoint of `_FromSlots`; free of atomics."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, slots: Tensor, num_slots: int) -> Tensor:

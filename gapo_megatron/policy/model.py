@@ -118,8 +118,8 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         # Our losses carry their global denominators: gradients are summed, never averaged.
         calculate_per_token_loss=True,
-        # Every weight is loaded; nothing is drawn. (Without the initialisation step Megatron-core would
-        # not mark the sharded weights, and the gradient norm would count some on one rank only.)
+        # Every weight is loaded; nothing is drawn. (With `perform_initialization=False` sharded
+        # weights are not marked as such, and the gradient norm misses all shards but the first.)
         init_method=_leave_undefined,
         output_layer_init_method=_leave_undefined,
         embedding_init_method=_leave_undefined,
@@ -257,6 +257,6 @@ def _rope_parameters(hf_config: PretrainedConfig) -> _Rope:
         or getattr(hf_config, "rope_scaling", None)
         or {}
     )
-    base: float = scaling.get("rope_theta") or getattr(hf_config, "rope_theta", 10000.0)
+    base: Any = scaling.get("rope_theta") or getattr(hf_config, "rope_theta", 10000.0)
     kind: str = scaling.get("rope_type") or scaling.get("type") or "default"
     return _Rope(kind, base, scaling)

@@ -88,12 +88,12 @@ class Policy:
 
     @property
     def sequence_multiple(self) -> int:
-        """Packed tokens must be a multiple of it: under sequence parallelism ranks share them equally."""
+        """Packed tokens must be a multiple: under sequence parallelism ranks share them equally."""
         return self.groups.tp_size if self.config.parallel.sequence_parallel else 1
 
     @torch.no_grad()
     def load_hf_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Set every weight from whole Hugging Face tensors; the optimizer's masters start from them.
+        """Set every weight from whole Hugging Face tensors, and the optimizer's masters with them.
 
         Args:
             tensors: (Hugging Face name, whole CPU tensor) in any order; the same on every rank.

@@ -134,9 +134,7 @@ class Rule:
             )
         for name, tensor, shape in zip(names, tensors, self.hf_shapes, strict=True):
             if tuple(tensor.shape) != shape:
-                raise ConversionError(
-                    f"{name} has shape {list(tensor.shape)}; the model's config says {list(shape)}"
-                )
+                raise ConversionError(_misshapen(name, tensor, shape))
         return self.join(tensors)
 
     def split(self, full: Tensor, *, layer: int | None = None) -> tuple[Tensor, ...]:
@@ -146,14 +144,11 @@ class Rule:
             ConversionError: `full` has another shape than the config says.
         """
         if tuple(full.shape) != self.full_shape:
-            raise ConversionError(
-                f"{self.megatron_name(layer)} has shape {list(full.shape)}; "
-                f"the model's config says {list(self.full_shape)}"
-            )
+            raise ConversionError(_misshapen(self.megatron_name(layer), full, self.full_shape))
         return self.part(full)
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """The part of a whole Megatron parameter that tensor parallel rank `rank` of `size` holds."""
+        """The part of a whole parameter that tensor parallel rank `rank` of `size` holds."""
         shape = self.shard_shape(size)
         if self.tp_dim is None:
             return full
@@ -274,6 +269,27 @@ def hf_shapes(rules: Sequence[Rule]) -> dict[str, Shape]:
     }
 
 
+def checked(
+    rules: Sequence[Rule], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass Hugging Face tensors through, provided they are exactly the model's.
+
+    Raises:
+        ConversionError: a tensor is extra, twice or misshapen, or (at the end) missing.
+    """
+    shapes, seen = hf_shapes(rules), set()
+    for name, tensor in tensors:
+        if name not in shapes:
+            raise ConversionError(f"{name} has no place in the model that config.json describes")
+        if name in seen:
+            raise ConversionError(f"{name} occurs twice")
+        if tuple(tensor.shape) != shapes[name]:
+            raise ConversionError(_misshapen(name, tensor, shapes[name]))
+        seen.add(name)
+        yield name, tensor
+    check_names(rules, seen)
+
+
 def check_names(rules: Sequence[Rule], names: Iterable[str]) -> None:
     """Raise ConversionError unless `names` are exactly the model's Hugging Face tensors."""
     given, wanted = set(names), set(hf_shapes(rules))
@@ -290,6 +306,10 @@ def check_names(rules: Sequence[Rule], names: Iterable[str]) -> None:
 def _is_redundant(name: str, *, tied: bool) -> bool:
     """Tensors some checkpoints carry though the config determines them."""
     return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+
+
+def _misshapen(name: str, tensor: Tensor, shape: Shape) -> str:
+    return f"{name} has shape {list(tensor.shape)}; the model's config says {list(shape)}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,0 +1,391 @@
+"""Generation with vLLM inside the trainer's processes: tokens in, tokens out.
+
+Every `rollout.tensor_parallel_size` neighbouring ranks form a replica: one vLLM engine whose ranks
+run in lockstep without talking about what to do (vLLM's external launcher). Replicas share nothing;
+each generates for its slice of the prompts, and `gather` brings the groups together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+from vllm import EngineArgs, SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from gapo_megatron.config import Config
+from gapo_megatron.convert import check_hf_dir
+from gapo_megatron.errors import ConfigError, DataError, RolloutError
+from gapo_megatron.rollout.progress import GenerationProgress
+from gapo_megatron.rollout.schedule import Phase, Schedule
+from gapo_megatron.types import Prompt, Rollout
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_GIB = 2**30
+# Prompt tokens of one engine step on a CPU, where vLLM cannot cut a seeded prompt in two.
+_CPU_STEP_TOKENS = 8192
+
+
+class RolloutEngine:
+    """This rank's part of the rollout engine.
+
+    Attributes:
+        config: of the run.
+        hf_config: the model's Hugging Face config.
+        policy_version: of the weights it generates with; -1 until the first sync, while they are
+            those of `model.hf_dir`.
+        llm: vLLM's engine.
+        schedule: whether the engine or the trainer has the memory.
+        gloo_group: all ranks, for Python objects.
+    """
+
+    def __init__(
+        self, config: Config, hf_config: PretrainedConfig, *, device: torch.device | str
+    ) -> None:
+        """Build the engine at the weights of `model.hf_dir`. The process group must be up.
+
+        Collectives: vLLM's own at start-up; one new group over all ranks.
+
+        Raises:
+            ConfigError: the model folder is incomplete or names no EOS token, the rollout's tensor
+                parallel size does not fit; raised before anything is built.
+            RolloutError: vLLM refuses, for want of memory for instance.
+        """
+        device = torch.device(device)
+        _check_parallel(config, hf_config)
+        check_hf_dir(config.model.hf_dir)
+        self.config = config
+        self.hf_config = hf_config
+        self.policy_version = -1
+        self.eos_token_ids = eos_token_ids(config.model.hf_dir)
+        self._tp_size = config.rollout.tensor_parallel_size
+        self.gloo_group = dist.new_group(backend="gloo")
+        with _trainer_random_state(), _trainer_num_threads():
+            try:
+                self.llm = LLMEngine.from_engine_args(
+                    _engine_args(config, hf_config, device), usage_context=UsageContext.LLM_CLASS
+                )
+            except ValueError as error:
+                raise RolloutError(f"vLLM cannot start: {error}") from error
+        self.schedule = Schedule(self.llm, device)
+
+    @property
+    def num_replicas(self) -> int:
+        """Engines of the run, each generating for its own prompts."""
+        return dist.get_world_size() // self._tp_size
+
+    @property
+    def replica(self) -> int:
+        """Index of this rank's engine."""
+        return dist.get_rank() // self._tp_size
+
+    def share(self, prompts: Sequence[T]) -> list[T]:
+        """This replica's contiguous slice; those of all replicas make up `prompts` in order."""
+        count, replicas = len(prompts), self.num_replicas
+        return list(
+            prompts[self.replica * count // replicas : (self.replica + 1) * count // replicas]
+        )
+
+    def gather(self, groups: Sequence[T]) -> list[T]:
+        """What every replica made of its share, in prompt order, on every rank.
+
+        Args:
+            groups: this replica's; the same on all of its ranks. Anything that pickles.
+
+        Collectives: one gather of objects over all ranks (gloo); one rank of a replica sends.
+        """
+        sent = list(groups) if dist.get_rank() % self._tp_size == 0 else []
+        received: list[list[T]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(received, sent, group=self.gloo_group)
+        return [group for part in received for group in part]
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_samples: int,
+        seed: int,
+        step: int,
+        max_response_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        progress: bool = False,
+    ) -> list[tuple[Rollout, ...]]:
+        """Sample responses for this replica's prompts.
+
+        Every request has its own seed (`request_seed`), so a response depends neither on its
+        company nor on the number of replicas, up to the rounding of a batched forward pass.
+
+        Args:
+            prompts: this replica's share; the same on all of its ranks.
+            num_samples: responses per prompt.
+            seed: of the run.
+            step: of the run; another step draws other samples.
+            max_response_tokens: a response that reaches it without EOS is `truncated`.
+            temperature: > 0. Log-probs are those of the distribution sampled from: at this
+                temperature, renormalised over the nucleus when `top_p` < 1.
+            top_p: nucleus of sampling, in (0, 1].
+            progress: show a bar with tokens/s (rank 0 only).
+
+        Returns:
+            One tuple of `num_samples` rollouts per prompt, in order.
+
+        Collectives: vLLM's own within the replica.
+
+        Raises:
+            DataError: a prompt is empty, too long or has unknown tokens; names it. Raised before
+                anything is generated.
+            RolloutError: the engine is asleep, or did not return what was asked for.
+        """
+        self.schedule.require(Phase.GENERATING, "generate")
+        self._check_prompts(prompts, max_response_tokens)
+        requests = {}
+        for i, prompt in enumerate(prompts):
+            for sample in range(num_samples):
+                requests[f"{i}-{sample}"] = (
+                    prompt.token_ids,
+                    SamplingParams(
+                        seed=request_seed(seed, step, prompt.id, sample),
+                        temperature=temperature,
+                        top_p=top_p,
+                        max_tokens=max_response_tokens,
+                        stop_token_ids=list(self.eos_token_ids),
+                        logprobs=0,
+                        **_TOKENS_ONLY,
+                    ),
+                )
+        with GenerationProgress(len(requests), shown=progress and dist.get_rank() == 0) as bar:
+            outputs = self._run(requests, bar)
+        return [
+            tuple(_to_rollout(outputs[f"{i}-{sample}"]) for sample in range(num_samples))
+            for i in range(len(prompts))
+        ]
+
+    def log_probs(
+        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Log-probs the engine gives to tokens it is shown, at temperature 1: it has no other.
+
+        Args:
+            prompt_ids: B arrays of int tokens, none empty.
+            response_ids: B arrays of int tokens; with the prompt at most `max_sequence_tokens`.
+
+        Returns:
+            B arrays of float32, aligned with `response_ids`.
+
+        Collectives: vLLM's own within the replica.
+
+        Raises:
+            RolloutError: the engine is asleep, or did not return what was asked for.
+        """
+        self.schedule.require(Phase.GENERATING, "log_probs")
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **_TOKENS_ONLY)
+        tokens = [
+            np.concatenate(pair).tolist() for pair in zip(prompt_ids, response_ids, strict=True)
+        ]
+        requests = {str(i): (ids, params) for i, ids in enumerate(tokens)}
+        outputs = self._run(requests, None)
+        scored = []
+        for i, ids in enumerate(tokens):
+            # One entry per token, without alternatives; the very first token has none.
+            flat = outputs[str(i)].prompt_logprobs
+            if flat is None or flat.token_ids != ids[1:]:
+                raise RolloutError(f"vLLM scored other tokens than those of sequence {i}")
+            scores = np.asarray(flat.logprobs, dtype=np.float32)
+            scored.append(scores[len(prompt_ids[i]) - 1 :])
+        return scored
+
+    def sleep(self) -> None:
+        """Leave the memory to the trainer. The next weight sync wakes the engine."""
+        self.schedule.sleep()
+
+    def _check_prompts(self, prompts: Sequence[Prompt], max_response_tokens: int) -> None:
+        limit = self.config.max_sequence_tokens - max_response_tokens
+        for prompt in prompts:
+            if not 0 < len(prompt.token_ids) <= limit:
+                raise DataError(
+                    f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens; it must have 1 to "
+                    f"{limit} to leave room for {max_response_tokens} response tokens"
+                )
+            if not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self.hf_config.vocab_size:
+                raise DataError(
+                    f"prompt {prompt.id!r} has a token outside the model's vocabulary "
+                    f"(0 to {self.hf_config.vocab_size - 1})"
+                )
+
+    def _run(
+        self,
+        requests: dict[str, tuple[Sequence[int], SamplingParams]],
+        bar: GenerationProgress | None,
+    ) -> dict[str, RequestOutput]:
+        """Run requests to their end; empty the engine when that fails."""
+        outputs: dict[str, RequestOutput] = {}
+        # vLLM's sampler draws from torch's generator also where every request has a seed.
+        with _trainer_random_state():
+            try:
+                for name, (tokens, params) in requests.items():
+                    self.llm.add_request(name, tokens_input(list(tokens)), params)
+                while self.llm.has_unfinished_requests():
+                    finished = [output for output in self.llm.step() if output.finished]
+                    outputs |= {output.request_id: output for output in finished}
+                    if bar is not None and finished:
+                        bar.advance(len(finished), sum(_num_tokens(o) for o in finished))
+            finally:
+                if unfinished := [name for name in requests if name not in outputs]:
+                    self.llm.abort_request(unfinished)
+        return outputs
+
+
+# Sent with every request: nothing becomes text, and only the last output of a request is made.
+_TOKENS_ONLY: dict[str, Any] = {
+    "detokenize": False,
+    "flat_logprobs": True,
+    "output_kind": RequestOutputKind.FINAL_ONLY,
+    "skip_clone": True,
+}
+
+
+def request_seed(run_seed: int, step: int, prompt_id: str, sample: int) -> int:
+    """63-bit seed of one request: a hash of what identifies it in the run."""
+    identity = json.dumps([run_seed, step, prompt_id, sample]).encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big") >> 1
+
+
+def eos_token_ids(hf_dir: str | Path) -> tuple[int, ...]:
+    """Tokens that end a response: `eos_token_id` of generation_config.json and of config.json.
+
+    Raises:
+        ConfigError: neither file names one.
+    """
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(hf_dir) / name
+        if path.is_file():
+            ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    if not found:
+        raise ConfigError(
+            f"model.hf_dir ({hf_dir}): neither generation_config.json nor config.json has an "
+            "eos_token_id, so no response could end"
+        )
+    return tuple(sorted(found))
+
+
+def _check_parallel(config: Config, hf_config: PretrainedConfig) -> None:
+    size, world_size = config.rollout.tensor_parallel_size, dist.get_world_size()
+    if world_size % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({size}) must divide the world size ({world_size})"
+        )
+    if hf_config.num_attention_heads % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({size}) must divide the model's num_attention_heads "
+            f"({hf_config.num_attention_heads})"
+        )
+
+
+def _engine_args(config: Config, hf_config: PretrainedConfig, device: torch.device) -> EngineArgs:
+    rollout = config.rollout
+    # One more than the longest sequence: scoring a whole sequence also samples a token after it.
+    max_model_len = config.max_sequence_tokens + 1
+    positions = hf_config.max_position_embeddings
+    if config.max_sequence_tokens > positions:
+        logger.warning(
+            "data.max_prompt_tokens + rollout.max_response_tokens (%d) exceed the %d positions %s "
+            "was trained on; rotary embeddings are extrapolated",
+            config.max_sequence_tokens,
+            positions,
+            config.model.hf_dir,
+        )
+    device_args: dict[str, Any]
+    if device.type == "cuda":
+        device_args = {
+            "gpu_memory_utilization": rollout.memory_fraction,
+            "enable_sleep_mode": True,
+        }
+    else:
+        device_args = {
+            "kv_cache_memory_bytes": rollout.cpu_kv_cache_gib * _GIB,
+            # A seeded prompt that is cut in two fails on a CPU: its generator cannot be set back
+            # (vLLM 0.32, "CPU Generator does not use offset").
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(max_model_len, _CPU_STEP_TOKENS),
+        }
+    return EngineArgs(
+        model=config.model.hf_dir,
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # sampling is what the config says, nothing else
+        dtype="float32" if config.model.precision == "fp32" else "bfloat16",
+        max_model_len=max_model_len,
+        hf_overrides={"max_position_embeddings": max(positions, max_model_len)},
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        distributed_executor_backend="external_launcher",
+        enforce_eager=rollout.enforce_eager,
+        logprobs_mode="processed_logprobs",
+        seed=0,  # of vLLM's global generators, which no request uses; equal on all ranks
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **device_args,
+    )
+
+
+def _to_rollout(output: RequestOutput) -> Rollout:
+    (completion,) = output.outputs
+    flat, tokens = completion.logprobs, list(completion.token_ids)
+    if completion.finish_reason not in ("stop", "length") or not tokens:
+        raise RolloutError(
+            f"vLLM ended request {output.request_id} with {completion.finish_reason!r} "
+            f"after {len(tokens)} tokens"
+        )
+    if flat is None or flat.token_ids != tokens:
+        raise RolloutError(f"vLLM's log-probs of request {output.request_id} miss its tokens")
+    return Rollout(
+        token_ids=np.asarray(tokens, dtype=np.int32),
+        log_probs=np.asarray(flat.logprobs, dtype=np.float32),
+        truncated=completion.finish_reason == "length",
+    )
+
+
+def _num_tokens(output: RequestOutput) -> int:
+    return sum(len(completion.token_ids) for completion in output.outputs)
+
+
+@contextlib.contextmanager
+def _trainer_random_state() -> Iterator[None]:
+    """Keep the trainer's generators as they were: vLLM seeds them, and draws from them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def _trainer_num_threads() -> Iterator[None]:
+    """Keep torch's threads the trainer's: on a CPU vLLM replaces `torch.set_num_threads`."""
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)

@@ -1,4 +1,4 @@
-"""One picture per run or set of runs: what was learned, what the clip did per c, where time went."""
+"""One picture per run or set of runs: what was learned, what the clip did per c, time spent."""
 
 from __future__ import annotations
 

@@ -1,0 +1,244 @@
+#!/usr/bin/env python
+"""The whole method on a small task, on this CPU: generate, warm-start, train with GAPO, compare.
+
+Each seed and layout has a folder of its own (runs/demo, runs/demo_seed1, ...) with the task, the
+models, metrics, checkpoints, report.png and the trained Hugging Face folder. A demo that was stopped
+continues where it was; delete its folder to start over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from transformers.utils import logging as transformers_logging
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))  # from a checkout, installed or not
+
+from gapo_megatron.config import Config, load_config
+from gapo_megatron.data import arithmetic
+from gapo_megatron.data.schema import read_jsonl
+from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.evaluate import (
+    Interval,
+    mean_interval,
+    mean_pass_at_k,
+    paired_difference,
+    read_counts,
+)
+from gapo_megatron.evaluate.evaluate import Counts
+from gapo_megatron.report import write_report
+
+NUM_EVAL = 256
+NUM_TRAIN = 2400
+
+console = Console()
+
+
+def main() -> int:
+    """Run the demo for every seed asked for; 0 done, 1 failed, 2 usage."""
+    arguments = _parse()
+    transformers_logging.disable_progress_bar()  # a bar for one file of 3 MB
+    folders = []
+    try:
+        for seed in arguments.seed:
+            settings = _settings(arguments, seed)
+            config = load_config(arguments.config, settings)
+            _run_seed(arguments, config, settings)
+            folders.append(Path(config.run.output_dir))
+            _report(config)
+        if len(folders) > 1:
+            _compare_seeds(arguments.seed, folders)
+    except GapoError as error:
+        console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        return 2 if isinstance(error, ConfigError) else 1
+    except subprocess.CalledProcessError as error:
+        console.print(f"[bold red]failed[/] with exit code {error.returncode}", highlight=False)
+        return 1
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="make demo SEED='0 1 2' compares three seeds; WORLD_SIZE=2 TP=2 runs two ranks.",
+    )
+    parser.add_argument("--config", default="configs/demo.toml", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="one run each")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks (processes)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel ranks")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings for both trainings"
+    )
+    return parser.parse_intermixed_args()
+
+
+def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
+    """Overrides of one run: its seed and layout, and its paths moved into a folder of its own."""
+    config = load_config(arguments.config, arguments.overrides)
+    if config.supervised is None or not config.evaluation.every_steps:
+        raise ConfigError(f"{arguments.config}: the demo needs [supervised] and evaluation")
+    if arguments.world_size % (arguments.tp * arguments.pp):
+        raise ConfigError(
+            f"--world-size ({arguments.world_size}) must be a multiple of "
+            f"--tp ({arguments.tp}) x --pp ({arguments.pp})"
+        )
+    marks = {"seed": seed, "ranks": arguments.world_size, "tp": arguments.tp, "pp": arguments.pp}
+    usual = {"seed": 0, "ranks": 1, "tp": 1, "pp": 1}
+    suffix = "".join(f"_{key}{value}" for key, value in marks.items() if value != usual[key])
+    root = config.run.output_dir
+    paths = {
+        "run.output_dir": root,
+        "model.hf_dir": config.model.hf_dir,
+        "data.train_path": config.data.train_path,
+        "data.eval_path": config.data.eval_path,
+        "supervised.initial_hf_dir": config.supervised.initial_hf_dir,
+        "supervised.train_path": config.supervised.train_path,
+    }
+    return [
+        *arguments.overrides,
+        f"run.seed={seed}",
+        f"parallel.tensor_model_parallel_size={arguments.tp}",
+        f"parallel.pipeline_model_parallel_size={arguments.pp}",
+        *(f"{key}={path.replace(root, root + suffix, 1)}" for key, path in paths.items()),
+    ]
+
+
+def _run_seed(arguments: argparse.Namespace, config: Config, settings: Sequence[str]) -> None:
+    start = time.monotonic()
+
+    def stage(title: str) -> None:
+        minutes, seconds = divmod(round(time.monotonic() - start), 60)
+        console.rule(f"[bold]{title}[/]  ({minutes}:{seconds:02d} since the start)")
+
+    stage(f"1/3 task, tokenizer and random model -> {config.run.output_dir}")
+    if (Path(config.model.hf_dir) / "config.json").exists():
+        console.print(f"{config.model.hf_dir} is there already: kept")
+    else:
+        _write_task(config)
+        stage("2/3 warm start: supervised training on worked examples with slips")
+        _launch("gapo_megatron.sft", arguments, settings)
+    stage(f"3/3 reinforcement learning: {config.objective.method}")
+    _launch("gapo_megatron.train", arguments, settings)
+    stage("done")
+
+
+def _write_task(config: Config) -> None:
+    supervised = config.supervised
+    assert supervised is not None
+    arithmetic.write_task(
+        Path(config.data.train_path).parent,
+        seed=config.run.seed,
+        num_eval=NUM_EVAL,
+        num_train=NUM_TRAIN,
+        num_supervised=supervised.num_steps * supervised.batch_sequences,
+    )
+    rows = read_jsonl(supervised.train_path, keys=("prompt", "response"))
+    tokenizer = arithmetic.write_tokenizer(
+        arithmetic.training_texts([row for _, row in rows]), Path(supervised.initial_hf_dir)
+    )
+    arithmetic.write_initial_model(tokenizer, Path(supervised.initial_hf_dir), seed=config.run.seed)
+    for _, row in rows[:4]:
+        console.print(f"  {row['prompt']} {row['response']}", highlight=False)
+
+
+def _launch(module: str, arguments: argparse.Namespace, settings: Sequence[str]) -> None:
+    """Run `python -m module` on every rank; torchrun only where there are several."""
+    command = [sys.executable]
+    if arguments.world_size > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(arguments.world_size)]
+    # The ranks share the cores; beyond four threads a model of this size only waits for them.
+    threads = max(1, min(4, (os.cpu_count() or 1) // arguments.world_size))
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
+        ),
+    }
+    command += ["-m", module, arguments.config, *settings]
+    subprocess.run(command, env=environment, check=True)
+
+
+def _read_before_and_after(folder: Path) -> tuple[Counts, Counts]:
+    files = sorted(
+        (folder / "evaluations").glob("step_*.json"), key=lambda path: int(path.stem[5:])
+    )
+    return read_counts(files[0]), read_counts(files[-1])
+
+
+def _pass_at_1(counts: Counts) -> list[float]:
+    return [entry["num_correct"] / entry["num_samples"] for entry in counts]
+
+
+def _mean(counts: Counts, k: int) -> str:
+    pairs = [(entry["num_samples"], entry["num_correct"]) for entry in counts]
+    return f"{100 * mean_pass_at_k(pairs, k):.1f}"
+
+
+def _shown(interval: Interval) -> str:
+    low, high = 100 * interval.low, 100 * interval.high
+    return f"{100 * interval.mean:+.1f}  [{low:+.1f}, {high:+.1f}]"
+
+
+def _report(config: Config) -> None:
+    """Print the table of held-out accuracy by level, before and after, and draw the picture."""
+    folder = Path(config.run.output_dir)
+    before, after = _read_before_and_after(folder)
+    k = config.evaluation.samples_per_prompt
+    table = Table(title=f"held-out problems, % solved ({config.objective.method}, {folder.name})")
+    table.add_column("level")
+    table.add_column("problems", justify="right")
+    for name in ("pass@1 before", "after", "gain [95 % interval]", f"pass@{k} before", "after"):
+        table.add_column(name, justify="right")
+    levels = list(dict.fromkeys(entry["level"] for entry in before))
+    for level in [*levels, None]:
+        chosen = [
+            [entry for entry in counts if level in (None, entry["level"])]
+            for counts in (before, after)
+        ]
+        gain = paired_difference(*map(_pass_at_1, chosen))
+        table.add_row(
+            level or "all",
+            str(len(chosen[0])),
+            *(_mean(counts, 1) for counts in chosen),
+            _shown(gain),
+            *(_mean(counts, k) for counts in chosen),
+            style="bold" if level is None else None,
+        )
+    console.print(table)
+    picture = write_report([folder], folder / "report.png")
+    console.print(f"picture        {picture}\nmodel          {folder / 'hf'}", highlight=False)
+
+
+def _compare_seeds(seeds: Sequence[int], folders: Sequence[Path]) -> None:
+    """Print each seed's accuracy and the interval of the gain over seeds; draw one picture."""
+    table = Table(title="held-out pass@1, %, by seed")
+    for name in ("seed", "before", "after", "gain [95 % interval over seeds]"):
+        table.add_column(name, justify="right")
+    gains = []
+    for seed, folder in zip(seeds, folders, strict=True):
+        counts = _read_before_and_after(folder)
+        before, after = (sum(values) / len(values) for values in map(_pass_at_1, counts))
+        gains.append(after - before)
+        table.add_row(
+            str(seed), f"{100 * before:.1f}", f"{100 * after:.1f}", f"{100 * gains[-1]:+.1f}"
+        )
+    table.add_row("mean", "", "", _shown(mean_interval(gains)), style="bold")
+    console.print(table)
+    picture = write_report(folders, folders[0] / "report_seeds.png")
+    console.print(f"picture        {picture}", highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

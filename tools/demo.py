@@ -2,7 +2,7 @@
 """The whole method on a small task, on this CPU: generate, warm-start, train with GAPO, compare.
 
 Each seed and layout has a folder of its own (runs/demo, runs/demo_seed1, ...) with the task, the
-models, metrics, checkpoints, report.png and the trained Hugging Face folder. A demo that was stopped
+models, metrics, checkpoints, report.png and the trained Hugging Face folder. A stopped demo
 continues where it was; delete its folder to start over.
 """
 
@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))  # from a checkout, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.data import arithmetic
@@ -39,6 +38,7 @@ from gapo_megatron.report import write_report
 
 NUM_EVAL = 256
 NUM_TRAIN = 2400
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 console = Console()
 

@@ -146,6 +146,20 @@ def test_any_shape_agrees_with_float64(
 
 
 @pytest.mark.usefixtures("small_tiles")
+def test_a_common_offset_costs_nothing_beyond_the_logits_own_rounding() -> None:
+    random = torch.Generator().manual_seed(0)
+    # Multiples of 1/4, and of 1/16 in the logits: exact in float32 even beside 4096.
+    hidden, weight = (torch.randint(-8, 9, (n, 8), generator=random) / 4 for n in (50, 100))
+    labels = torch.arange(50)
+    for offset in (-4096.0, 4096.0):
+        hidden[:, 0], weight[:, 0] = 0.0, 0.0
+        plain = both(hidden, weight, labels)
+        hidden[:, 0], weight[:, 0] = 1.0, offset
+        for value, expected in zip(both(hidden, weight, labels), plain, strict=True):
+            assert torch.equal(value, expected)
+
+
+@pytest.mark.usefixtures("small_tiles")
 def test_gradients_agree_with_finite_differences() -> None:
     hidden, weight, labels = problem(5, 90, dtype=torch.float64, hidden_size=3)
     leaves = (hidden.requires_grad_(), weight.requires_grad_())
@@ -361,7 +375,7 @@ def test_sequence_log_ratio_is_the_mean_over_the_sequence() -> None:
     sequence_ids = torch.tensor([0] * 300 + [2] * 599 + [3])  # sequence 1 has no tokens
     counts = torch.tensor([300, 0, 599, 1])
     moved = (hidden.float() + 0.01).bfloat16()
-    old = token_log_probs(moved, weight, labels)
+    old = token_log_probs(moved, weight, labels).requires_grad_()
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     log_ratio, log_probs = sequence_log_ratio(
         *leaves,
@@ -380,7 +394,7 @@ def test_sequence_log_ratio_is_the_mean_over_the_sequence() -> None:
     assert means.tolist()[:3] == pytest.approx([float(d) for d in expected[:3]], abs=1e-5)
     assert float(means[3]) == pytest.approx(float(expected[3]), abs=5e-5)  # a single token
     log_ratio[0].backward()
-    assert hidden.grad is not None
+    assert hidden.grad is not None and old.grad is None
     assert hidden.grad[:300].any() and not hidden.grad[300:].any()
 
 

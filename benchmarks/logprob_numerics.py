@@ -1,0 +1,107 @@
+"""Prints the tables of docs/numerics.md: errors against float64, batch invariance, toy-size time.
+
+    python benchmarks/logprob_numerics.py            (about a minute on one core)
+
+Synthetic hidden states: "plain" logits of unit variance; "peaked" ones with maxima about 25 and
+labels anywhere between certain and impossible; "offset" ones with 200 added to all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from gapo_megatron.logprob import token_log_probs
+
+ROWS, HIDDEN_SIZE, VOCAB_SIZE = 4096, 1536, 5003
+
+
+def problem(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, output layer (bfloat16) and labels."""
+    torch.manual_seed(0)
+    hidden = torch.randn(ROWS, HIDDEN_SIZE)
+    weight = torch.randn(VOCAB_SIZE, HIDDEN_SIZE) / HIDDEN_SIZE**0.5
+    labels = torch.randint(VOCAB_SIZE, (ROWS,))
+    if kind == "peaked":
+        hidden = weight[labels] * 13 + 3 * hidden
+    if kind == "offset":
+        hidden[:, -1], weight[:, -1] = 16.0, 12.5
+    return hidden.bfloat16(), weight.bfloat16(), labels
+
+
+def exact(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """In float64."""
+    log_p = torch.log_softmax(hidden.double() @ weight.double().T, 1)
+    return log_p.gather(1, labels[:, None])[:, 0]
+
+
+def rounded(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """What a bfloat16 output layer followed by a float32 softmax gives."""
+    log_p = torch.log_softmax((hidden @ weight.T).float(), 1)
+    return log_p.gather(1, labels[:, None])[:, 0]
+
+
+def print_errors() -> None:
+    """Largest and rms error of log-probs, rms error of D over sequences of L tokens."""
+    print("| logits | kept in | max | rms | D, L = 256 | D, L = 1024 | D, L = 4096 |")
+    for kind in ("plain", "peaked", "offset"):
+        hidden, weight, labels = problem(kind)
+        # Another policy nearby, as after an update: 1 % of the hidden states' size.
+        moved = (hidden.float() * (1 + 0.01 * torch.randn(hidden.shape))).bfloat16()
+        new, old = exact(hidden, weight, labels), exact(moved, weight, labels)
+        for name, function in (("float32", token_log_probs), ("bfloat16", rounded)):
+            error = function(hidden, weight, labels).double() - new
+            difference = error - (function(moved, weight, labels).double() - old)
+            means = [
+                difference.view(-1, n).mean(1).square().mean().sqrt() for n in (256, 1024, 4096)
+            ]
+            cells = [error.abs().max(), error.square().mean().sqrt(), *means]
+            print(f"| {kind} | {name} | " + " | ".join(f"{float(c):.1e}" for c in cells) + " |")
+
+
+def print_invariance() -> None:
+    """For which numbers of rows a row's bits differ from those it has among 1024 rows."""
+    hidden, weight, labels = (t[:1024] for t in problem("plain"))
+    hidden, weight = hidden.float(), weight.float()
+    sizes = [*range(1, 65), 100, 127, 128, 129, 500, 511, 512, 513, 1000]
+
+    def differing(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[int]:
+        whole = function(hidden, labels)
+        return [n for n in sizes if not torch.equal(function(hidden[:n], labels[:n]), whole[:n])]
+
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        print(f"threads {threads}: plain product", differing(lambda h, y: h @ weight.T), end="; ")
+        print("operator", differing(lambda h, y: token_log_probs(h, weight, y % len(weight))))
+    torch.set_num_threads(1)
+
+
+def print_times() -> None:
+    """Lower-quartile CPU time of one thread: 2000 rows, hidden size 128, float32."""
+    for vocab_size in (64, 128, 512):
+        hidden = torch.randn(2000, 128, requires_grad=True)
+        weight = torch.randn(vocab_size, 128, requires_grad=True)
+        labels, upstream = torch.randint(vocab_size, (2000,)), torch.randn(2000)
+        half = upstream * (torch.arange(2000) % 2)
+
+        cells = []
+        for gradient in (None, upstream, half):
+            samples = []
+            for _ in range(40):
+                hidden.grad = weight.grad = None
+                start = time.thread_time()
+                log_probs = token_log_probs(hidden, weight, labels)
+                if gradient is not None:
+                    log_probs.backward(gradient)
+                samples.append(time.thread_time() - start)
+            cells.append(f"{1e3 * sorted(samples)[10]:.1f} ms")
+        print(f"| {vocab_size} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print_errors()
+    print_invariance()
+    print_times()

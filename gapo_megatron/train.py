@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron import checkpoint, launch, rewards
 from gapo_megatron.batching import plan, sequence_lengths
@@ -16,12 +19,13 @@ from gapo_megatron.data import PromptSource, load_tokenizer, read_prompts
 from gapo_megatron.dry_run import print_dry_run
 from gapo_megatron.evaluate import evaluate
 from gapo_megatron.learn import learn
-from gapo_megatron.metrics import MetricsWriter, Stopwatch
+from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_sinks
 from gapo_megatron.objective import make_batch
 from gapo_megatron.objective.diagnostics import count_by_correct
 from gapo_megatron.policy import Policy, initialize
+from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout import RolloutEngine
-from gapo_megatron.types import Group
+from gapo_megatron.types import Group, Prompt
 from gapo_megatron.weight_sync import first_sequences, prompts_as_sequences, sync
 
 
@@ -33,29 +37,17 @@ def train(config: Config) -> None:
     Raises:
         GapoError: what a user can get wrong is checked before any model is built.
     """
+    run_dir = Path(config.run.output_dir)
+    checkpoint.check_writable(run_dir)
+    check_sinks(config.metrics)
+    rewards.check_kind(config.reward.kind)
+    checkpoint.check_model(run_dir, read_hf_config(config.model.hf_dir))
+    tokenizer = load_tokenizer(config.model.hf_dir)
+    problems, held_out = _read_problems(config, tokenizer)
+    launch.seed_everything(config.run.seed)
     world = launch.start(
         config.parallel.timeout_s, cpu_kv_cache_gib=config.rollout.cpu_kv_cache_gib
     )
-    launch.seed_everything(config.run.seed)
-    run_dir = Path(config.run.output_dir)
-    checkpoint.check_writable(run_dir)
-    rewards.check_kind(config.reward.kind)
-    tokenizer = load_tokenizer(config.model.hf_dir)
-    problems = read_prompts(
-        config.data.train_path,
-        tokenizer=tokenizer,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        chat_template=config.data.chat_template,
-        min_prompts=config.batch.rollout_prompts,
-    )
-    held_out = []
-    if config.evaluation.every_steps:
-        held_out = read_prompts(
-            config.data.eval_path,
-            tokenizer=tokenizer,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            chat_template=config.data.chat_template,
-        )
 
     groups = initialize(config.parallel)
     policy = Policy.build(config, groups, world.device)
@@ -149,6 +141,21 @@ def train(config: Config) -> None:
         output_dir=run_dir / "hf",
         write=world.rank == 0,
     )
+
+
+def _read_problems(
+    config: Config, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and held-out problems; none held out when the run does not evaluate."""
+    data = config.data
+    limits: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_prompt_tokens": data.max_prompt_tokens,
+        "chat_template": data.chat_template,
+    }
+    problems = read_prompts(data.train_path, min_prompts=config.batch.rollout_prompts, **limits)
+    held_out = read_prompts(data.eval_path, **limits) if config.evaluation.every_steps else []
+    return problems, held_out
 
 
 def _rollout_metrics(groups: list[Group]) -> dict[str, float]:

@@ -25,7 +25,7 @@ def _run(folder, *, num_steps=40, sign=1.0, seed=0):
             row[f"per_c/correct/ratio_deviation/c{c}"] = sign * (8 - c) * 0.01 + noise
         metrics.append(row)
         timings.append(
-            {"step": step, "time/rollout_s": 9.0 if step == 0 else 0.5, "time/unix_s": 1e9}
+            {"step": step, "time/rollout_s": 0.5, "time/step_s": 0.75, "time/unix_s": 1e9}
         )
     metrics.append({"step": num_steps - 1, "eval/pass@1": None, "eval/pass@8": 0.9})
     for name, rows in (("metrics", metrics), ("timings", timings)):
@@ -63,8 +63,8 @@ def test_picture_shows_what_the_files_hold(tmp_path, figures):
     assert smooth[-1] == pytest.approx(0.4 + np.mean([36, 37, 38, 39]) / 100)
     clipped = [line.get_ydata()[-1] for line in axes["clipped share of sequences"].lines]
     assert clipped == pytest.approx([c / 20 for c in range(1, 8)])
-    (bar,) = axes["stage"].patches
-    assert bar.get_width() == 0.5  # the median: the slow first step does not count
+    assert [bar.get_width() for bar in axes["stage"].patches] == [20.0, 10.0]  # rollout, other
+    assert axes["stage"].get_title() == "Time: 0.5 minutes"
 
 
 def test_every_axis_has_a_name(tmp_path, figures):

@@ -181,9 +181,12 @@ def _pass_at_1(counts: Counts) -> list[float]:
     return [entry["num_correct"] / entry["num_samples"] for entry in counts]
 
 
-def _mean(counts: Counts, k: int) -> str:
-    pairs = [(entry["num_samples"], entry["num_correct"]) for entry in counts]
-    return f"{100 * mean_pass_at_k(pairs, k):.1f}"
+def _change(before_and_after: Sequence[Counts], k: int) -> str:
+    pairs = [
+        [(entry["num_samples"], entry["num_correct"]) for entry in counts]
+        for counts in before_and_after
+    ]
+    return " -> ".join(f"{100 * mean_pass_at_k(one, k):.1f}" for one in pairs)
 
 
 def _shown(interval: Interval) -> str:
@@ -197,10 +200,9 @@ def _report(config: Config) -> None:
     before, after = _read_before_and_after(folder)
     k = config.evaluation.samples_per_prompt
     table = Table(title=f"held-out problems, % solved ({config.objective.method}, {folder.name})")
-    table.add_column("level")
-    table.add_column("problems", justify="right")
-    for name in ("pass@1 before", "after", "gain [95 % interval]", f"pass@{k} before", "after"):
-        table.add_column(name, justify="right")
+    table.add_column("level", no_wrap=True)
+    for name in ("problems", "pass@1", "gain [95 % interval]", f"pass@{k}"):
+        table.add_column(name, justify="right", no_wrap=True)
     levels = list(dict.fromkeys(entry["level"] for entry in before))
     for level in [*levels, None]:
         chosen = [
@@ -211,9 +213,9 @@ def _report(config: Config) -> None:
         table.add_row(
             level or "all",
             str(len(chosen[0])),
-            *(_mean(counts, 1) for counts in chosen),
+            _change(chosen, 1),
             _shown(gain),
-            *(_mean(counts, k) for counts in chosen),
+            _change(chosen, k),
             style="bold" if level is None else None,
         )
     console.print(table)

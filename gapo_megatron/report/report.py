@@ -150,20 +150,24 @@ def _draw_pass_at_k(axis: Axes, runs: Sequence[Run]) -> None:
 
 
 def _draw_time(axis: Axes, runs: Sequence[Run]) -> None:
-    axis.set(title="Time of a step", xlabel="median seconds per step", ylabel="stage")
-    rows = [row for run in runs for row in run.timings]
+    """Seconds of each stage summed over steps and runs; what no stage claims is `other`."""
+    axis.set(title="Time", xlabel="seconds, all steps together", ylabel="stage")
     stages: dict[str, float] = {}
-    for key in dict.fromkeys(key for row in rows for key in row):
-        match = re.fullmatch(r"time/(.+)_s", key)
-        if match and match[1] != "unix":  # that one is the clock
-            # The median: the first step of a run compiles, and would hide all the others.
-            values = [row[key] for row in rows if key in row]
-            stages[match[1]] = float(np.median(values))
-    bars = axis.barh(list(stages), list(stages.values()), color="C0")
-    axis.bar_label(bars, fmt="%.3g", padding=3, fontsize=FONT_SIZE)
-    axis.invert_yaxis()
-    axis.margins(x=0.15)
-    _finish(axis, bool(stages))
+    for row in (row for run in runs for row in run.timings):
+        for key, seconds in row.items():
+            match = re.fullmatch(r"time/(.+)_s", key)
+            if match and match[1] != "unix":  # that one is the clock
+                stages[match[1]] = stages.get(match[1], 0.0) + seconds
+    total = stages.pop("step", 0.0)
+    if total:
+        stages["other"] = max(total - sum(stages.values()), 0.0)
+        axis.set_title(f"Time: {total / 60:.1f} minutes")
+        bars = axis.barh(list(stages), list(stages.values()), color="C0")
+        shares = [f"{100 * seconds / total:.1f} %" for seconds in stages.values()]
+        axis.bar_label(bars, shares, padding=3, fontsize=FONT_SIZE)
+        axis.invert_yaxis()
+        axis.margins(x=0.15)
+    _finish(axis, total > 0)
 
 
 def _draw_per_c(axis: Axes, runs: Sequence[Run], name: str, ylabel: str, title: str) -> None:

@@ -1,0 +1,122 @@
+"""The demo's own part: folders per run, the task it writes, the table at its end."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gapo_megatron.config import load_config
+from gapo_megatron.data import load_tokenizer, read_prompts
+from gapo_megatron.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+CONFIG = str(ROOT / "configs" / "demo.toml")
+
+
+@pytest.fixture
+def demo(monkeypatch):
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "tools" / "demo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "console", Console(file=io.StringIO(), width=80))
+    return module
+
+
+def _arguments(*overrides: str, world_size: int = 1, tp: int = 1, pp: int = 1):
+    return argparse.Namespace(
+        config=CONFIG, overrides=list(overrides), world_size=world_size, tp=tp, pp=pp
+    )
+
+
+def _config(demo, seed: int = 0, **arguments):
+    return load_config(CONFIG, demo._settings(_arguments(**arguments), seed))
+
+
+def test_every_run_keeps_to_a_folder_of_its_own(demo):
+    folders = {
+        "runs/demo": _config(demo),
+        "runs/demo_seed2": _config(demo, seed=2),
+        "runs/demo_ranks2_tp2": _config(demo, world_size=2, tp=2),
+        "runs/demo_ranks2_pp2": _config(demo, world_size=2, pp=2),
+    }
+    for folder, config in folders.items():
+        assert config.run.output_dir == folder
+        paths = [
+            config.model.hf_dir,
+            config.data.train_path,
+            config.data.eval_path,
+            config.supervised.initial_hf_dir,
+            config.supervised.train_path,
+        ]
+        assert all(path.startswith(f"{folder}/") for path in paths)
+    assert folders["runs/demo_seed2"].run.seed == 2
+    assert folders["runs/demo_ranks2_tp2"].parallel.tensor_model_parallel_size == 2
+    assert folders["runs/demo_ranks2_pp2"].parallel.pipeline_model_parallel_size == 2
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_anything_runs(demo):
+    with pytest.raises(ConfigError, match=r"--world-size \(3\) must be a multiple of --tp \(2\)"):
+        _config(demo, world_size=3, tp=2)
+
+
+def test_the_task_fits_the_config(demo, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(CONFIG, [*demo._settings(_arguments(), 0), "supervised.num_steps=2"])
+    demo._write_task(config)
+    tokenizer = load_tokenizer(config.supervised.initial_hf_dir)
+    for path, number in (
+        (config.data.train_path, demo.NUM_TRAIN),
+        (config.data.eval_path, demo.NUM_EVAL),
+    ):
+        prompts = read_prompts(
+            path, tokenizer=tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
+        )
+        assert len(prompts) == number
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        assert longest == config.data.max_prompt_tokens
+    lines = Path(config.supervised.train_path).read_text().splitlines()
+    assert len(lines) == 2 * config.supervised.batch_sequences
+    responses = [json.loads(line)["response"] for line in lines]
+    # EOS is one more token.
+    assert max(map(len, responses)) + 1 <= config.rollout.max_response_tokens
+
+
+def _write_run(folder: Path, shares: dict[int, tuple[int, int]]) -> Path:
+    (folder / "evaluations").mkdir(parents=True)
+    for step, correct in shares.items():
+        problems = [
+            {"id": f"{i}", "level": f"level_{i % 2}", "num_samples": 8, "num_correct": c}
+            for i, c in enumerate((*correct, *correct))
+        ]
+        path = folder / "evaluations" / f"step_{step}.json"
+        path.write_text(json.dumps({"problems": problems}))
+    (folder / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
+    return folder
+
+
+def test_the_table_compares_the_first_and_the_last_evaluation(demo, tmp_path):
+    # Step 100 comes after step 20, though not in the order of their names.
+    folder = _write_run(tmp_path / "demo", {0: (2, 0), 20: (1, 1), 100: (6, 8)})
+    demo._report(load_config(CONFIG, [f"run.output_dir={folder}"]))
+    text = demo.console.file.getvalue()
+    assert "12.5 -> 87.5" in text
+    assert "50.0 -> 100.0" in text
+    assert "level_0" in text
+    assert (folder / "report.png").exists()
+    assert all(len(line) <= 80 for line in text.splitlines() if "│" in line)
+
+
+def test_seeds_are_compared_by_the_interval_of_their_gains(demo, tmp_path):
+    folders = [
+        _write_run(tmp_path / f"seed_{seed}", {0: (2, 0), 5: (4 + seed, 4)}) for seed in (0, 1, 2)
+    ]
+    demo._compare_seeds((0, 1, 2), folders)
+    text = demo.console.file.getvalue()
+    # Gains 37.5, 43.75 and 50.0 points: mean 43.75, half width 4.3027 x 6.25 / sqrt(3) = 15.53.
+    assert "+43.8  [+28.2, +59.3]" in text

@@ -126,7 +126,6 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=fused,
-        bias_dropout_fusion=fused,
         persist_layer_norm=fused,
         apply_rope_fusion=fused,
         **precision_settings(config.model.precision),

@@ -107,7 +107,7 @@ def compare(reports: list[Report], expected: Report, *, where: str) -> None:
             )
         assert report.weights.keys() == expected.weights.keys(), where
         for name, weight in report.weights.items():
-            # Two steps of at most 1e-3, smooth by a large eps: the gradient's fp32 rounding is left.
+            # Two steps of at most 1e-3, smooth by a large eps: what is left is fp32 rounding.
             torch.testing.assert_close(
                 weight, expected.weights[name], rtol=0, atol=1e-6, msg=f"{where}: {name}"
             )

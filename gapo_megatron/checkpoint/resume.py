@@ -1,0 +1,202 @@
+"""Find the newest whole checkpoint and load it; all ranks decide together."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import __version__ as megatron_version
+from megatron.core import dist_checkpointing
+from transformers import PretrainedConfig
+
+from gapo_megatron import cpu
+from gapo_megatron.checkpoint import manifest, rng
+from gapo_megatron.checkpoint.manifest import Manifest
+from gapo_megatron.checkpoint.save import (
+    TRAINER_STATE_NAME,
+    checkpoints_dir,
+    layout,
+    model_identity,
+)
+from gapo_megatron.config import Config
+from gapo_megatron.errors import CheckpointError
+from gapo_megatron.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+# Sections that may change between the parts of one run without changing what it computes.
+_FREE = ("run.output_dir", "run.num_steps", "parallel.", "checkpoint.", "evaluation.", "metrics.")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """What a resumed run continues from; the policy has been loaded already."""
+
+    step: int
+    """Steps finished: the index of the next one."""
+    trainer_state: dict[str, Any]
+    """As given to `save`."""
+    path: Path
+
+
+def check_model(run_dir: str | Path, hf_config: PretrainedConfig) -> None:
+    """Refuse a run folder whose newest checkpoint is another model's; reads one small file.
+
+    For use before any model is built. A damaged manifest passes: `load_latest` deals with it.
+
+    Raises:
+        CheckpointError: names the fields that differ.
+    """
+    for folder in manifest.list_steps(checkpoints_dir(run_dir)):
+        try:
+            found = manifest.read_manifest(folder)
+        except CheckpointError:
+            continue
+        _require_same_model(folder, found.model, model_identity(hf_config))
+        return
+
+
+def load_latest(run_dir: str | Path, *, policy: Policy, config: Config) -> LoadedState | None:
+    """Load the newest whole checkpoint into `policy`, whatever parallel layout wrote it.
+
+    A damaged checkpoint is skipped with a warning that names the file, and set aside once an older
+    whole one is found, so that a later resume cannot jump ahead to it. A half-written one has no
+    final name and is never considered. Random state is restored when the layout is the same.
+
+    Args:
+        run_dir: the run's output folder, on a file system all ranks share.
+        policy: as built for this run; receives model, optimizer and update count.
+        config: compared with the checkpoint's; differences are logged, not refused.
+
+    Returns:
+        Step and trainer state, the same on every rank; None when there is no checkpoint.
+
+    Collectives, over all ranks: a broadcast of the candidates; per candidate a broadcast of its
+    manifest and a gather of damage reports (every rank reads its share of the files); then those of
+    Megatron-core's load; a barrier.
+
+    Raises:
+        CheckpointError: the checkpoint is another model's (names the fields), or there are
+            checkpoints and none is whole.
+    """
+    path, found, damaged = _newest_whole(checkpoints_dir(run_dir))
+    if found is None:
+        return None
+    _require_same_model(path, found.model, model_identity(policy.hf_config))
+    if dist.get_rank() == 0:
+        for other in damaged:
+            logger.warning("set aside as %s; the next save removes it", manifest.set_aside(other))
+        _log_changes(found, config)
+    return _load(path, found, policy)
+
+
+def _newest_whole(folder: Path) -> tuple[Path, Manifest | None, list[Path]]:
+    """Newest whole checkpoint, its manifest (None: there is none), and the damaged newer ones.
+
+    The same on every rank. Collective.
+    """
+    damaged: list[Path] = []
+    for path in _from_rank_0(manifest.list_steps(folder)):
+        found, damage = _inspect(path)
+        if damage is None:
+            return path, found, damaged
+        damaged.append(path)
+        if dist.get_rank() == 0:
+            logger.warning("skipping a damaged checkpoint: %s", damage)
+    if damaged:
+        raise CheckpointError(
+            f"none of the {len(damaged)} checkpoints in {folder} is whole ({damage}); "
+            "remove the folder to start over"
+        )
+    return folder, None, []
+
+
+def _load(path: Path, found: Manifest, policy: Policy) -> LoadedState:
+    state = policy.sharded_state_dict(is_loading=True)
+    with cpu.device_scope():
+        loaded = dist_checkpointing.load(state, str(path))
+    policy.load_state_dict(loaded)
+    if found.layout == layout(policy.groups):
+        rng.load(path / rng.file_name(dist.get_rank()))
+    elif dist.get_rank() == 0:
+        logger.warning(
+            "%s was written on another parallel layout (%s): weights and optimizer are the same, "
+            "random state starts anew",
+            path,
+            ", ".join(f"{name}={size}" for name, size in found.layout.items()),
+        )
+    trainer_state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    # Nobody trains on, and prunes, while a peer still reads.
+    dist.barrier()
+    if dist.get_rank() == 0:
+        logger.info("resumed from %s", path)
+    return LoadedState(step=found.step, trainer_state=trainer_state, path=path)
+
+
+def _inspect(path: Path) -> tuple[Manifest | None, str | None]:
+    """Manifest and first damage of one candidate, the same on every rank. Collective."""
+    found, damage = _from_rank_0(_try_manifest(path))
+    if found is None:
+        return None, damage
+    # Largest first, dealt out in turn: about the same number of bytes for every rank.
+    by_size = sorted(found.files, key=lambda name: (-found.files[name].num_bytes, name))
+    share = by_size[dist.get_rank() :: dist.get_world_size()]
+    reports: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        reports, manifest.find_damage(path, {name: found.files[name] for name in share})
+    )
+    return found, next((report for report in reports if report is not None), None)
+
+
+def _try_manifest(path: Path) -> tuple[Manifest | None, str | None]:
+    if dist.get_rank() != 0:
+        return None, None
+    try:
+        return manifest.read_manifest(path), None
+    except CheckpointError as error:
+        return None, str(error)
+
+
+def _from_rank_0(value: Any) -> Any:
+    """Rank 0's value on every rank. Collective."""
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def _require_same_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    names = dict.fromkeys([*saved, *ours])
+    differences = [
+        f"{name} is {saved.get(name)!r} there and {ours.get(name)!r} here"
+        for name in names
+        if saved.get(name) != ours.get(name)
+    ]
+    if differences:
+        raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(differences)}")
+
+
+def _log_changes(found: Manifest, config: Config) -> None:
+    """Say what is not as it was; a changed setting is the user's right, a silent one is not."""
+    before, now = dict(_flat(found.config)), dict(_flat(config.model_dump(mode="json")))
+    for name in dict.fromkeys([*before, *now]):
+        if before.get(name) != now.get(name) and not name.startswith(_FREE):
+            logger.warning("resuming with %s = %r (was %r)", name, now.get(name), before.get(name))
+    if found.megatron_version != megatron_version:
+        logger.warning(
+            "the checkpoint was written by megatron-core %s, this is %s",
+            found.megatron_version,
+            megatron_version,
+        )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,216 @@
+"""Write one checkpoint: every rank its shards, rank 0 the manifest, one rename at the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import __version__ as megatron_version
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import CheckpointException
+from transformers import PretrainedConfig
+
+from gapo_megatron import cpu
+from gapo_megatron.checkpoint import manifest, rng
+from gapo_megatron.config import Config
+from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.policy import ParallelGroups, Policy
+
+logger = logging.getLogger(__name__)
+
+TRAINER_STATE_NAME = "trainer_state.json"
+
+# What decides names and shapes of the weights, and what the model computes with them.
+_MODEL_FIELDS = (
+    "architectures",
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "attention_bias",
+    "rms_norm_eps",
+    "rope_parameters",
+)
+
+
+def check_writable(run_dir: str | Path) -> None:
+    """Create the run's folder and prove that files can be written there.
+
+    Raises:
+        ConfigError: it cannot be created or written.
+    """
+    try:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir) as probe:
+            probe.write(b"x")
+            probe.flush()
+    except OSError as error:
+        raise ConfigError(
+            f"run.output_dir ({str(run_dir)!r}) must be a folder this user can write to: "
+            f"{error.strerror}"
+        ) from None
+
+
+def checkpoints_dir(run_dir: str | Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(run_dir) / "checkpoints"
+
+
+def save(
+    run_dir: str | Path,
+    *,
+    step: int,
+    policy: Policy,
+    trainer_state: Mapping[str, Any],
+    config: Config,
+    keep_last: int,
+) -> Path:
+    """Write the state after `step` finished steps; when it returns, a kill can no longer lose it.
+
+    Until the rename at the very end the previous checkpoints are untouched and this one does not
+    exist for a resume.
+
+    Args:
+        run_dir: the run's output folder, on a file system all ranks share.
+        step: steps finished, which is the index of the next one.
+        policy: model, optimizer and update count are saved, each rank its own shards.
+        trainer_state: the loop's own state; plain JSON values, the same on every rank.
+        config: kept in the manifest for comparison at resume.
+        keep_last: checkpoints to keep, this one included.
+
+    Returns:
+        The checkpoint's folder, on every rank.
+
+    Collectives, over all ranks: a barrier; those of the optimizer's and Megatron-core's save; a
+    gather of file digests to rank 0; a barrier.
+
+    Raises:
+        CheckpointError: the disk is full or fails; earlier checkpoints are as they were.
+    """
+    folder = checkpoints_dir(run_dir)
+    final = manifest.step_dir(folder, step)
+    temporary = final.with_name(f".tmp_{final.name}")
+    try:
+        if dist.get_rank() == 0:
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir(parents=True)
+        dist.barrier()
+        _write(temporary, policy, trainer_state)
+        files = _describe_files(temporary)
+        if dist.get_rank() == 0:
+            document = manifest.Manifest(
+                step=step,
+                model=model_identity(policy.hf_config),
+                config=config.model_dump(mode="json"),
+                layout=layout(policy.groups),
+                megatron_version=megatron_version,
+                files=files,
+            )
+            manifest.write_manifest(temporary, document)
+            manifest.publish(temporary, final)
+            for removed in manifest.prune(folder, keep_last=keep_last):
+                logger.info("removed %s", removed)
+    except OSError as error:
+        raise _write_error(final, str(error)) from error
+    except CheckpointException as error:
+        reasons = (f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+        raise _write_error(final, "; ".join(reasons)) from error
+    # No rank goes on, and perhaps exits, before the checkpoint has its name.
+    dist.barrier()
+    return final
+
+
+def _write_error(final: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"cannot write {final}: {reason}; earlier checkpoints are as they were")
+
+
+def model_identity(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of a Hugging Face config that must agree between a checkpoint and its resume."""
+    fields = hf_config.to_dict()
+    # As JSON gives them back, so that both sides compare equal.
+    identity: dict[str, Any] = json.loads(
+        json.dumps({key: fields.get(key) for key in _MODEL_FIELDS})
+    )
+    return identity
+
+
+def layout(groups: ParallelGroups) -> dict[str, int]:
+    """Parallel sizes, as the manifest records them."""
+    return {
+        "tensor_model_parallel_size": groups.tp_size,
+        "pipeline_model_parallel_size": groups.pp_size,
+        "data_parallel_size": groups.dp_size,
+    }
+
+
+class _InProcessSave(TorchDistSaveShardedStrategy):
+    """Megatron-core's format, written by this process itself.
+
+    Its own writer forks a process per file and spawns one more for a queue: with CUDA, OpenMP
+    threads and vLLM in the process a fork may deadlock, and on a CPU it costs ten times the save.
+    """
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        """Collectives, over all ranks: reduce-scatter of the plan, all-reduce of the results."""
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(by_key, False),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def _write(folder: Path, policy: Policy, trainer_state: Mapping[str, Any]) -> None:
+    """Every file but the manifest. Collective."""
+    state = policy.sharded_state_dict()
+    # Data-parallel replicas hold the same tensors; each writes a part of them.
+    strategy = FullyParallelSaveStrategyWrapper(
+        _InProcessSave(backend="torch_dist", version=1), policy.groups.dp_group
+    )
+    with cpu.device_scope():
+        dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
+    rng.save(folder / rng.file_name(dist.get_rank()))
+    if dist.get_rank() == 0:
+        text = json.dumps(trainer_state, allow_nan=False)
+        assert json.loads(text) == trainer_state, f"not plain JSON values: {trainer_state}"
+        (folder / TRAINER_STATE_NAME).write_text(text, encoding="utf-8")
+
+
+def _describe_files(folder: Path) -> dict[str, manifest.FileEntry]:
+    """Sizes and digests of all files, on every rank; each rank reads what it wrote. Collective."""
+    rank = dist.get_rank()
+    written = [name for name in manifest.list_files(folder) if _writer(name) == rank]
+    parts: list[dict[str, manifest.FileEntry]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, manifest.describe_files(folder, written))
+    return {name: entry for part in parts for name, entry in part.items()}
+
+
+def _writer(name: str) -> int:
+    """Rank that wrote a file: `__RANK_N.distcp` and `rng_RANK.pt`; the others are rank 0's."""
+    match = re.fullmatch(r"__(\d+)_\d+\.distcp", name) or re.fullmatch(r"rng_(\d+)\.pt", name)
+    return int(match[1]) if match else 0

@@ -1,0 +1,254 @@
+"""Checkpoints of a real policy: exact, on the layout that wrote them and on every other."""
+
+from __future__ import annotations
+
+import logging
+import random
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from gapo_megatron import checkpoint, cpu
+from gapo_megatron.batching import pack
+from gapo_megatron.checkpoint import manifest
+from gapo_megatron.checkpoint.save import checkpoints_dir
+from gapo_megatron.config import Config, parse_config
+from gapo_megatron.errors import CheckpointError
+from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.policy.step import update
+from gapo_megatron.types import Batch
+from tests.dist import run_distributed
+
+LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1), "single": (1, 1)}
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"), hidden_size=32)
+
+
+def make_model(folder: Path, *, hidden_size: int) -> str:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=40,
+        hidden_size=hidden_size,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def make_config(hf_dir: str, *, layout: str) -> Config:
+    tp, pp = LAYOUTS[layout]
+    tree = {
+        "run": {"output_dir": "unused", "num_steps": 4},
+        "model": {"hf_dir": hf_dir, "precision": "fp32"},
+        "parallel": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp},
+        "data": {"train_path": "unused", "max_prompt_tokens": 8},
+        "rollout": {"max_response_tokens": 8},
+        "reward": {"kind": "exact"},
+        # Large enough that a wrong moment, or a lost step count, moves weights visibly.
+        "optimizer": {"learning_rate": 1e-2},
+    }
+    return parse_config(tree, source="test")
+
+
+def build(config: Config) -> Policy:
+    """A policy with the initial weights; safetensors read whole, the model is tiny."""
+    groups = initialize(config.parallel)
+    policy = Policy.build(config, groups, "cpu")
+    weights = Qwen2ForCausalLM.from_pretrained(config.model.hf_dir, dtype=torch.float32)
+    policy.load_hf_weights(weights.state_dict().items())
+    return policy
+
+
+def train_one_update(policy: Policy, *, seed: int) -> None:
+    """Raise the likelihood of random responses: the same data for every layout."""
+    generator = np.random.default_rng(seed)
+    sequences = [generator.integers(0, 40, size=12, dtype=np.int32) for _ in range(4)]
+    zeros = torch.zeros(4)
+    batch = Batch(
+        prompt_ids=[ids[:5] for ids in sequences],
+        response_ids=[ids[5:] for ids in sequences],
+        rollout_log_probs=[np.zeros(7, dtype=np.float32)] * 4,
+        advantages=zeros.double(),
+        num_correct=zeros.long(),
+        group_size=zeros.long(),
+        valid=zeros.bool(),
+    )
+    groups = policy.groups
+    mine = range(groups.dp_rank, 4, groups.dp_size)
+    microbatches = [pack(batch, [i], device="cpu") for i in mine]
+    update(policy, microbatches, lambda _, log_probs, __: (-log_probs.sum() / 28, {}))
+
+
+def save(run_dir: Path, policy: Policy, config: Config, *, step: int, keep_last: int = 9) -> Path:
+    return checkpoint.save(
+        run_dir,
+        step=step,
+        policy=policy,
+        trainer_state={"sampler": {"epoch": 1, "position": step}, "policy_version": step},
+        config=config,
+        keep_last=keep_last,
+    )
+
+
+def tensors_on_disk(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, weights and optimizer state alike. Collective."""
+    with cpu.device_scope():
+        loaded = dist_checkpointing.load_plain_tensors(str(folder))
+    return {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+
+def assert_bitwise(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def continue_on(hf_dir: str, run_dir: Path, layouts: list[str]) -> None:
+    """Per layout: resume, save again at once (the content must not have changed), train, save."""
+    for layout in layouts:
+        config = make_config(hf_dir, layout=layout)
+        policy = build(config)
+        state = checkpoint.load_latest(run_dir, policy=policy, config=config)
+        step = 0
+        if state is not None:
+            step = state.step
+            assert state.trainer_state["sampler"] == {"epoch": 1, "position": step}
+            assert policy.num_updates == step
+            again = save(run_dir / layout, policy, config, step=step)
+            before, after = tensors_on_disk(state.path), tensors_on_disk(again)
+            assert any("exp_avg_sq" in name for name in before)
+            assert_bitwise(before, after)
+        train_one_update(policy, seed=step)
+        save(run_dir, policy, config, step=step + 1)
+        destroy()
+
+
+def test_every_layout_reads_what_any_other_wrote(hf_dir, tmp_path):
+    run_distributed(continue_on, 1, hf_dir, tmp_path, ["single"])
+    run_distributed(continue_on, 2, hf_dir, tmp_path, ["pp2", "dp2", "tp2"])
+    run_distributed(continue_on, 1, hf_dir, tmp_path, ["single"])
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def resume_exactly(hf_dir: str, run_dir: Path) -> None:
+    """Three updates at a stretch, then the last two again from the checkpoint after the first."""
+    config = make_config(hf_dir, layout="dp2")
+    policy = build(config)
+    assert checkpoint.load_latest(run_dir, policy=policy, config=config) is None
+    train_one_update(policy, seed=0)
+    random.seed(dist.get_rank())  # ranks differ, and each gets its own state back
+    save(run_dir, policy, config, step=1)
+    expected_draw = draw()
+    for seed in (1, 2):
+        train_one_update(policy, seed=seed)
+    expected = tensors_on_disk(save(run_dir / "expected", policy, config, step=3))
+    assert policy.num_updates == 3
+
+    destroy()
+    resumed = build(config)
+    state = checkpoint.load_latest(run_dir, policy=resumed, config=config)
+    assert state is not None and state.step == 1 and resumed.num_updates == 1
+    assert draw() == expected_draw
+    for seed in (1, 2):
+        train_one_update(resumed, seed=seed)
+    # Bitwise: nothing of the state may be rounded, or counted twice, on its way through the files.
+    assert_bitwise(tensors_on_disk(save(run_dir / "resumed", resumed, config, step=3)), expected)
+
+
+def test_resume_is_bitwise(hf_dir, tmp_path):
+    run_distributed(resume_exactly, 2, hf_dir, tmp_path)
+
+
+def survive_damage(hf_dir: str, other_dir: str, run_dir: Path) -> list[str]:
+    """Four checkpoints, then damage after damage; returns this rank's warnings."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gapo_megatron.checkpoint").addHandler(handler)
+    config = make_config(hf_dir, layout="dp2")
+    policy = build(config)
+    folder = checkpoints_dir(run_dir)
+
+    def alter(step: int, name: str, keep: slice) -> None:
+        if dist.get_rank() == 0:
+            path = manifest.step_dir(folder, step) / name
+            path.write_bytes(path.read_bytes()[keep])
+        dist.barrier()
+
+    def load() -> int:
+        state = checkpoint.load_latest(run_dir, policy=policy, config=config)
+        assert state is not None
+        return state.step
+
+    for step in (1, 2, 3, 4, 5):
+        save(run_dir, policy, config, step=step, keep_last=4)
+    assert [path.name[-1] for path in manifest.list_steps(folder)] == ["5", "4", "3", "2"]
+    if dist.get_rank() == 0:
+        (folder / ".tmp_step_00000006").mkdir()  # killed while writing
+    assert load() == 5
+    alter(5, "__1_0.distcp", slice(None, -7))
+    alter(4, "rng_00001.pt", slice(1, None))
+    assert load() == 3
+    # What was refused stays refused, even if it could be read again; the next save removes it.
+    assert [path.name[-1] for path in manifest.list_steps(folder)] == ["3", "2"]
+    if dist.get_rank() == 0:
+        (folder / ".tmp_step_00000004").mkdir()
+        (folder / ".tmp_step_00000004" / "junk").touch()  # of a save at this very step
+    path = save(run_dir, policy, config, step=4, keep_last=2)
+    assert "junk" not in manifest.read_manifest(path).files
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000003", "step_00000004"]
+
+    destroy()
+    stranger_config = make_config(other_dir, layout="dp2")
+    stranger = build(stranger_config)
+    with pytest.raises(CheckpointError, match="hidden_size is 32 there and 48 here"):
+        checkpoint.load_latest(run_dir, policy=stranger, config=stranger_config)
+
+    alter(4, "manifest.json", slice(0, 100))
+    alter(3, ".metadata", slice(0, 0))
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
+        load()
+    assert len(manifest.list_steps(folder)) == 2  # nothing is thrown away when nothing is left
+    return warnings
+
+
+def test_damage_is_skipped_and_named_by_all_ranks_together(hf_dir, tmp_path):
+    other_dir = make_model(tmp_path / "other", hidden_size=48)
+    warnings, others = run_distributed(survive_damage, 2, hf_dir, other_dir, tmp_path / "run")
+    text = "\n".join(warnings)
+    for name in ("step_00000005/__1_0.distcp has", "step_00000004/rng_00001.pt has"):
+        assert name in text
+    assert others == []
+
+
+def fill_the_disk(hf_dir: str, run_dir: Path) -> None:
+    config = make_config(hf_dir, layout="single")
+    policy = build(config)
+    save(run_dir, policy, config, step=1)
+    # A file-size limit stands for a full disk: the write fails with an OSError half-way.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError, match=r"step_00000002: rank 0: .*File too large"):
+        save(run_dir, policy, config, step=2)
+    state = checkpoint.load_latest(run_dir, policy=policy, config=config)
+    assert state is not None and state.step == 1
+
+
+def test_a_failed_write_leaves_the_previous_checkpoint(hf_dir, tmp_path):
+    run_distributed(fill_the_disk, 1, hf_dir, tmp_path)

@@ -1,0 +1,189 @@
+"""Manifest and folders: what counts as a whole checkpoint. No process group, no model."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen2Config
+
+from gapo_megatron.checkpoint import check_model, check_writable, manifest, rng
+from gapo_megatron.checkpoint.manifest import Manifest
+from gapo_megatron.checkpoint.save import checkpoints_dir, model_identity
+from gapo_megatron.errors import CheckpointError, ConfigError
+
+NAMES = ["__0_0.distcp", "rng_00000.pt", "sub/common.pt"]
+
+
+def make_checkpoint(folder: Path, step: int, *, model: dict | None = None) -> Path:
+    """A published checkpoint of a few bytes."""
+    temporary = folder / f".tmp_step_{step:08d}"
+    (temporary / "sub").mkdir(parents=True)
+    for name in NAMES:
+        (temporary / name).write_bytes(f"{name} of step {step}".encode())
+    files = manifest.describe_files(temporary, manifest.list_files(temporary))
+    manifest.write_manifest(
+        temporary,
+        Manifest(
+            step=step,
+            model=model or {"hidden_size": 8},
+            config={"run": {"seed": 0}},
+            layout={"data_parallel_size": 1},
+            megatron_version="0.16.1",
+            files=files,
+        ),
+    )
+    final = manifest.step_dir(folder, step)
+    manifest.publish(temporary, final)
+    return final
+
+
+def damage_of(folder: Path) -> str | None:
+    return manifest.find_damage(folder, manifest.read_manifest(folder).files)
+
+
+def test_a_published_checkpoint_is_whole_and_says_what_it_is(tmp_path):
+    path = make_checkpoint(tmp_path, 40)
+    found = manifest.read_manifest(path)
+    assert (found.step, sorted(found.files)) == (40, NAMES)
+    assert found.config == {"run": {"seed": 0}}
+    assert damage_of(path) is None
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000040"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_damage_names_the_file(tmp_path, name):
+    path = make_checkpoint(tmp_path, 1) / name
+    content = path.read_bytes()
+
+    path.write_bytes(content[:-1])
+    assert f"{path} has {len(content) - 1} bytes instead of {len(content)}" == damage_of(
+        tmp_path / "step_00000001"
+    )
+    flipped = bytearray(content)
+    flipped[3] ^= 1
+    path.write_bytes(flipped)
+    assert f"{path} does not match its SHA-256" == damage_of(tmp_path / "step_00000001")
+
+    path.unlink()
+    assert f"{path} is missing" == damage_of(tmp_path / "step_00000001")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[: len(text) // 2], "not a whole manifest"),
+        (lambda text: "", "not a whole manifest"),
+        (lambda text: "[]", "not a whole manifest"),
+        (lambda text: text.replace('"step": 3', '"step": 4'), "its own SHA-256"),
+    ],
+)
+def test_a_damaged_manifest_is_found(tmp_path, change, words):
+    path = make_checkpoint(tmp_path, 3) / "manifest.json"
+    path.write_text(change(path.read_text()))
+    with pytest.raises(CheckpointError, match=words) as caught:
+        manifest.read_manifest(path.parent)
+    assert str(path) in str(caught.value)
+
+
+def test_a_folder_without_manifest_is_damaged(tmp_path):
+    (tmp_path / "step_00000003").mkdir()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        manifest.read_manifest(tmp_path / "step_00000003")
+
+
+def test_a_newer_format_is_refused(tmp_path, monkeypatch):
+    path = make_checkpoint(tmp_path, 3)
+    monkeypatch.setattr(manifest, "VERSION", 0)
+    with pytest.raises(CheckpointError, match="format version 1; this program reads 0"):
+        manifest.read_manifest(path)
+
+
+def test_half_written_and_refused_folders_are_not_listed(tmp_path):
+    for step in (9, 100, 20):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / ".tmp_step_00000200").mkdir()
+    (tmp_path / "step_00000300").write_text("a file, not a folder")
+    refused = manifest.set_aside(tmp_path / "step_00000100")
+    assert refused.is_dir()
+    assert [p.name for p in manifest.list_steps(tmp_path)] == ["step_00000020", "step_00000009"]
+    assert manifest.list_steps(tmp_path / "absent") == []
+
+
+def test_publishing_over_a_damaged_checkpoint_replaces_it(tmp_path):
+    path = make_checkpoint(tmp_path, 5)
+    (path / NAMES[0]).write_bytes(b"")
+    assert damage_of(make_checkpoint(tmp_path, 5)) is None
+
+
+def test_prune_keeps_the_newest_and_clears_leftovers(tmp_path):
+    for step in (1, 2, 3, 4):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / ".tmp_step_00000009").mkdir()
+    manifest.set_aside(tmp_path / "step_00000002")
+    manifest.prune(tmp_path, keep_last=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
+    manifest.prune(tmp_path, keep_last=9)
+    assert len(manifest.list_steps(tmp_path)) == 2
+
+
+def test_check_writable(tmp_path):
+    check_writable(tmp_path / "new" / "run")
+    assert list((tmp_path / "new" / "run").iterdir()) == []
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, file / "run", "/proc/run"):
+        with pytest.raises(ConfigError) as caught:
+            check_writable(path)
+        assert f"run.output_dir ({str(path)!r})" in str(caught.value)
+
+
+def test_check_model_names_the_fields_that_differ(tmp_path):
+    def qwen2(**fields):
+        return Qwen2Config(architectures=["Qwen2ForCausalLM"], **fields)
+
+    ours = qwen2(hidden_size=64)
+    check_model(tmp_path, ours)  # no checkpoint: nothing to disagree with
+    make_checkpoint(checkpoints_dir(tmp_path), 1, model=model_identity(ours))
+    check_model(tmp_path, ours)
+    # What only concerns generation does not make another model.
+    check_model(tmp_path, qwen2(hidden_size=64, pad_token_id=1))
+    with pytest.raises(CheckpointError) as caught:
+        check_model(tmp_path, qwen2(hidden_size=32))
+    assert "hidden_size is 64 there and 32 here" in str(caught.value)
+    assert "vocab_size" not in str(caught.value)
+    with pytest.raises(CheckpointError, match="architectures is"):
+        check_model(tmp_path, LlamaConfig(hidden_size=64, architectures=["LlamaForCausalLM"]))
+
+
+def test_check_model_leaves_damage_to_the_resume(tmp_path):
+    ours = Qwen2Config(hidden_size=64)
+    make_checkpoint(checkpoints_dir(tmp_path), 1, model=model_identity(ours))
+    other = make_checkpoint(checkpoints_dir(tmp_path), 2, model={"hidden_size": 1})
+    (other / "manifest.json").write_text("{")
+    check_model(tmp_path, ours)
+
+
+def test_identity_is_plain_json():
+    identity = model_identity(
+        LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    )
+    assert json.loads(json.dumps(identity)) == identity
+    assert identity["rope_parameters"]["rope_theta"] == 1e4
+
+
+def test_rng_continues_every_sequence(tmp_path):
+    def draw():
+        return random.random(), float(np.random.normal()), float(torch.rand(()))
+
+    draw()  # NumPy now holds the second half of a Gaussian pair
+    rng.save(tmp_path / "rng.pt")
+    first = draw()
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    assert draw() != first
+    rng.load(tmp_path / "rng.pt")
+    assert draw() == first

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gapo_megatron.data import PromptSource, arithmetic, load_tokenizer, read_prompts
@@ -19,7 +20,7 @@ from gapo_megatron.types import Outcome, Prompt
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
-    arithmetic.write_task(folder, seed=0, num_eval=40, num_train=400, num_supervised=500)
+    arithmetic.write_task(folder, seed=0, num_eval=400, num_train=400, num_supervised=500)
     return folder
 
 
@@ -122,6 +123,18 @@ def test_chat_template_is_applied_once_and_needs_one(tmp_path, hf_dir):
     assert prompt.token_ids == tuple(tokenizer.encode(">1+2=>"))
 
 
+def test_special_tokens_come_from_the_tokenizer_or_the_template_not_both(tmp_path, hf_dir):
+    tokenizer = load_tokenizer(hf_dir)
+    bos = tokenizer.convert_tokens_to_ids("=")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="= $A", special_tokens=[("=", bos)]
+    )
+    path = _write(tmp_path / "p.jsonl", _row())
+    assert _read(path, tokenizer)[0].token_ids[:2] == (bos, *tokenizer.encode("1")[1:])
+    tokenizer.chat_template = "={% for m in messages %}{{ m.content }}{% endfor %}"
+    assert _read(path, tokenizer, chat_template=True)[0].token_ids.count(bos) == 2  # and "1+2="
+
+
 def test_tokenizer_without_eos_is_an_error(tmp_path, hf_dir):
     broken = tmp_path / "broken"
     load_tokenizer(hf_dir).save_pretrained(broken)
@@ -199,7 +212,7 @@ def test_a_batch_larger_than_the_dataset_is_an_error():
 
 
 def test_generated_task_is_reproducible_and_holds_problems_out(task, tmp_path):
-    arithmetic.write_task(tmp_path, seed=0, num_eval=40, num_train=400, num_supervised=500)
+    arithmetic.write_task(tmp_path, seed=0, num_eval=400, num_train=400, num_supervised=500)
     for name in ("eval", "train", "supervised"):
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (task / f"{name}.jsonl").read_bytes()
 
@@ -207,7 +220,7 @@ def test_generated_task_is_reproducible_and_holds_problems_out(task, tmp_path):
         return [row["prompt"] for _, row in read_jsonl(task / f"{name}.jsonl", keys=("prompt",))]
 
     held_out, train = prompts("eval"), prompts("train")
-    assert len(held_out) == len(set(held_out)) == 40
+    assert len(held_out) == len(set(held_out)) == 400
     assert len(train) == len(set(train)) == 400
     assert len(prompts("supervised")) == 500
     assert not set(held_out) & (set(train) | set(prompts("supervised")))
@@ -220,7 +233,7 @@ def test_generated_answers_are_right_and_graded(task):
         assert int(row["answer"]) == sum(map(int, terms))
         assert row["level"] == f"additions_{len(terms) - 1}"
     levels = [row["level"] for row in rows]
-    assert {levels.count(level) for level in levels} == {10}
+    assert {levels.count(level) for level in levels} == {100}
 
 
 def test_asking_for_more_problems_than_there_are_is_an_error(tmp_path):

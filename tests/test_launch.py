@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch import seed_everything
+from gapo_megatron.launch import seed_everything, world_size
 from gapo_megatron.launch.environment import Placement, first_host, read_placement
 
 TORCHRUN = {
@@ -45,6 +45,13 @@ def test_torchrun():
 
 def test_slurm():
     assert read_placement(SLURM) == Placement(5, 8, 1, "gpu017", 24567)
+
+
+def test_world_size_of_a_dry_run(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    assert world_size() == 4
 
 
 def test_slurm_step_smaller_than_the_job():

@@ -98,6 +98,15 @@ def world_size() -> int:
     return read_placement(os.environ).world_size
 
 
+def world_size() -> int:
+    """Processes this launch would have, without starting anything: what a dry run reckons with.
+
+    Raises:
+        ConfigError: as `read_placement`.
+    """
+    return read_placement(os.environ).world_size
+
+
 def read_placement(env: Mapping[str, str]) -> Placement:
     """Rank, world size, local rank and master from torchrun's variables, else Slurm's, else alone.
 
@@ -249,9 +258,9 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def configure_logging(rank: int, world_size: int) -> None:
+def configure_logging(rank: int, num_ranks: int) -> None:
     """Send log lines to stderr: rank 0 from INFO, the others from WARNING; ranks in front."""
-    prefix = f"[rank {rank}] " if world_size > 1 else ""
+    prefix = f"[rank {rank}] " if num_ranks > 1 else ""
     logging.basicConfig(
         level=logging.WARNING,
         format=f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s",

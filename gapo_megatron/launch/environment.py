@@ -94,11 +94,6 @@ def start(timeout_s: float, *, cpu_kv_cache_gib: int = 1) -> World:
 
 
 def world_size() -> int:
-    """Number of processes, from the environment alone: for a dry run, which starts no group."""
-    return read_placement(os.environ).world_size
-
-
-def world_size() -> int:
     """Processes this launch would have, without starting anything: what a dry run reckons with.
 
     Raises:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -9,6 +14,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from gapo_megatron.config import OptimizerConfig
 from gapo_megatron.policy.model import PolicyModel
@@ -46,10 +52,63 @@ def build_optimizer(
         ),
         model,
     )
+    _set_hyperparameters(optimizer, config)
+    _create_state(optimizer)
+    return optimizer
+
+
+def load_state(
+    optimizer: MegatronOptimizer, state: dict[str, Any], *, config: OptimizerConfig
+) -> None:
+    """Take the optimizer's part of a loaded checkpoint; hyperparameters stay the config's.
+
+    Mends Megatron-core (0.16 to 0.19) where it runs torch's AdamW, that is, without Transformer
+    Engine: it looks for every parameter's step counter among the loaded tensors, where it is not,
+    and gives all parameters one shared counter, which each of them would advance.
+    """
+    with contextlib.ExitStack() as undo:
+        for part in _parts(optimizer):
+            undo.callback(delattr, part, "_set_main_param_and_optimizer_states")
+            part._set_main_param_and_optimizer_states = functools.partial(
+                _set_all_but_step, part, part._set_main_param_and_optimizer_states
+            )
+        optimizer.load_state_dict(state)
+    _set_hyperparameters(optimizer, config)
+
+
+def _set_all_but_step(
+    part: Any, set_tensors: Callable[..., None], model_param: Tensor, tensors: dict[str, Tensor]
+) -> None:
+    group, position = part.model_param_group_index_map[model_param]
+    state = part.optimizer.state[part.optimizer.param_groups[group]["params"][position]]
+    step = state.pop("step", None)
+    set_tensors(model_param, tensors)
+    if step is not None:
+        state["step"] = step.clone()
+
+
+def _set_hyperparameters(optimizer: MegatronOptimizer, config: OptimizerConfig) -> None:
     for group in optimizer.param_groups:
+        group["betas"], group["eps"] = (config.beta1, config.beta2), config.eps
         # Megatron-core marks what must not decay; acting on the mark is left to its scheduler.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
-    return optimizer
+
+
+def _create_state(optimizer: MegatronOptimizer) -> None:
+    """Give torch's AdamW its zero moments now: without them nothing can be saved or loaded."""
+    for part in _parts(optimizer):
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    part.optimizer.state[parameter] = {
+                        "step": torch.zeros(()),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def learning_rate(config: OptimizerConfig, num_updates: int) -> float:
@@ -67,7 +126,7 @@ def set_learning_rate(optimizer: MegatronOptimizer, value: float) -> None:
 
 def step(optimizer: MegatronOptimizer, *, grad_norm: float, clip_grad: float) -> None:
     """Clip to `clip_grad` and move the weights. Gradients are prepared, `grad_norm` is finite."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in _parts(optimizer):
         if parameters := part.get_parameters():
             clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=grad_norm)
     optimizer.step_with_ready_grads()

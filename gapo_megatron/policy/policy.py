@@ -23,7 +23,7 @@ from gapo_megatron.policy.model import (
     read_hf_config,
     transformer_config,
 )
-from gapo_megatron.policy.optimizer import build_optimizer, wrap_model
+from gapo_megatron.policy.optimizer import build_optimizer, load_state, wrap_model
 from gapo_megatron.policy.parallel import ParallelGroups
 
 # The one optimizer format that may be loaded onto another TP x PP x DP layout.
@@ -135,7 +135,7 @@ class Policy:
         Collectives: those of Megatron-core's optimizer when saving.
         """
         with cpu.device_scope():
-            model = self.model[0].sharded_state_dict(metadata=dict(_CHECKPOINT_METADATA))
+            model = self.stage.sharded_state_dict(metadata=dict(_CHECKPOINT_METADATA))
             optimizer = self.optimizer.sharded_state_dict(
                 model, is_loading=is_loading, metadata=dict(_CHECKPOINT_METADATA)
             )
@@ -144,8 +144,8 @@ class Policy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `dist_checkpointing.load` made of `sharded_state_dict(is_loading=True)`."""
         with cpu.device_scope():
-            self.model[0].load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.stage.load_state_dict(state["model"])
+            load_state(self.optimizer, state["optimizer"], config=self.config.optimizer)
         self.num_updates = state["num_updates"]
 
     @contextlib.contextmanager

@@ -48,7 +48,7 @@ class ParallelConfig(_Section):
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1
     sequence_parallel: bool = False
-    """Shard activations between tensor-parallel regions along the sequence; needs tensor parallelism."""
+    """Shard activations between tensor-parallel regions along the sequence."""
     timeout_s: Positive = 1800
     """A collective that waits longer ends the job."""
 
@@ -173,7 +173,7 @@ class OptimizerConfig(_Section):
 
 
 class SupervisedConfig(_Section):
-    """`python -m gapo_megatron.sft`: supervised training that makes `model.hf_dir` (the demo's warm start)."""
+    """`python -m gapo_megatron.sft`: supervised training that makes `model.hf_dir`."""
 
     initial_hf_dir: str
     """Hugging Face folder the supervised training starts from."""
@@ -226,8 +226,9 @@ class Config(_Section):
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if self.batch.max_tokens_per_microbatch < longest:
             raise ValueError(
-                f"batch.max_tokens_per_microbatch ({self.batch.max_tokens_per_microbatch}) must hold "
-                f"one sequence: data.max_prompt_tokens + rollout.max_response_tokens = {longest}"
+                f"batch.max_tokens_per_microbatch ({self.batch.max_tokens_per_microbatch}) must "
+                "hold one sequence: data.max_prompt_tokens + rollout.max_response_tokens = "
+                f"{longest}"
             )
         if self.evaluation.every_steps and not self.data.eval_path:
             raise ValueError("evaluation.every_steps needs data.eval_path")
@@ -318,5 +319,7 @@ def _fields_at(path: tuple[Any, ...]) -> list[str]:
     model: Any = Config
     for part in path:
         annotation = model.model_fields[str(part)].annotation
-        model = (get_args(annotation) or (annotation,))[0]  # an optional section is `Section | None`
+        model = (get_args(annotation) or (annotation,))[
+            0
+        ]  # an optional section is `Section | None`
     return list(model.model_fields)

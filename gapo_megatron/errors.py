@@ -1,4 +1,4 @@
-"""Errors a user can act on. Each also is a standard exception, so plain `except ValueError` works."""
+"""Errors a user can act on. Each is a standard exception too: `except ValueError` works."""
 
 
 class GapoError(Exception):
@@ -6,7 +6,7 @@ class GapoError(Exception):
 
 
 class ConfigError(GapoError, ValueError):
-    """A configuration, or a combination of settings, that cannot run. Names field, value and rule."""
+    """A setting, or a combination of them, that cannot run. Names field, value and rule."""
 
 
 class DataError(GapoError, ValueError):
@@ -18,7 +18,7 @@ class RolloutError(GapoError, RuntimeError):
 
 
 class WeightSyncError(GapoError, RuntimeError):
-    """The engine's weights are not the trainer's: a tensor is missing, extra or misshapen, or log-probs differ."""
+    """The engine's weights are not the trainer's: tensors or log-probs disagree."""
 
 
 class ConversionError(GapoError, ValueError):

@@ -63,9 +63,7 @@ def train(config: Config) -> None:
     probe = prompts_as_sequences(problems, config.rollout.verify_sequences)
     sync(policy, engine, probe, policy_version=first_step)
 
-    writer = MetricsWriter(
-        run_dir, config=config, resume_step=first_step, enabled=world.rank == 0
-    )
+    writer = MetricsWriter(run_dir, config=config, resume_step=first_step, enabled=world.rank == 0)
     stopwatch = Stopwatch()
     for step in range(first_step, config.run.num_steps + 1):
         is_last = step == config.run.num_steps
@@ -97,7 +95,9 @@ def train(config: Config) -> None:
             )
         with stopwatch("reward"):
             verdicts = rewards.score(config.reward.kind, prompts, rollouts, tokenizer=tokenizer)
-            judged = engine.gather([Group(*one) for one in zip(prompts, rollouts, verdicts)])
+            judged = engine.gather(
+                [Group(*one) for one in zip(prompts, rollouts, verdicts, strict=True)]
+            )
         with stopwatch("plan"):
             batch = make_batch(judged, method)
             packing = plan(

@@ -108,7 +108,7 @@ class Minibatch:
     """One optimizer step of the plan."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """[data_parallel_size][num_microbatches] tuples of indices into the Batch; () is an empty micro-batch.
+    """[data_parallel_size][num_microbatches] tuples of indices into the Batch; () computes nothing.
 
     Every data-parallel rank has the same number of micro-batches, so collectives always match.
     """

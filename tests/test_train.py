@@ -99,7 +99,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(module: str, *arguments: object, ranks: int = 1) -> subprocess.Popen[str]:
-    """The program on `ranks` processes; its output is a file in the output folder of the process."""
+    """The program on `ranks` processes."""
     launcher = [sys.executable, "-m"]
     if ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
@@ -116,6 +116,13 @@ def finish(process: subprocess.Popen[str], *, exit_code: int = 0) -> str:
     output, _ = process.communicate(timeout=280)
     assert process.returncode == exit_code, output[-6000:]
     return output
+
+
+def rank_pids(launcher_pid: int) -> list[int]:
+    """Processes that the launcher started."""
+    children = Path(f"/proc/{launcher_pid}/task").glob("*/children")
+    pids = [int(pid) for path in children for pid in path.read_text().split()]
+    return [pid for pid in pids if "gapo_megatron" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -141,7 +148,7 @@ def test_run_trains_evaluates_saves_and_exports(root: Path, whole_run: Path) -> 
     assert [line["step"] for line in steps] == list(range(6))
     assert [line["step"] for line in lines if "eval/pass@1" in line] == [0, 3, 6]
     assert all(line["sync/max_abs_log_prob_diff"] < 1e-4 for line in steps)
-    # A model that learns: neither hopeless nor perfect, so that the rest of this file means something.
+    # Neither hopeless nor perfect, so that the rest of this file means something.
     assert 0.05 < steps[0]["reward/mean"] < 0.95
     assert any(line["clip/fraction_sequences"] > 0 for line in steps)
     assert sorted(p.name for p in (whole_run / "checkpoints").iterdir()) == [
@@ -167,8 +174,8 @@ def test_kill_and_resume_repeat_the_run_bitwise(root: Path) -> None:
             assert process.poll() is None, process.communicate()[0][-4000:]
             time.sleep(0.01)
         time.sleep(delay_s)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[num_steps % len(children)]), signal.SIGKILL)
+        ranks = rank_pids(process.pid)
+        os.kill(ranks[num_steps % len(ranks)], signal.SIGKILL)
         process.communicate(timeout=120)
         assert process.returncode != 0
         assert num_steps_logged(killed) < 6, "the run was over before the kill"

@@ -26,7 +26,18 @@ class Engine(Protocol):
     def share(self, prompts: Sequence[Prompt], /) -> list[Prompt]:
         """This rank's problems."""
 
-    def generate(self, prompts: Sequence[Prompt], /, **sampling: Any) -> list[tuple[Rollout, ...]]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_samples: int,
+        seed: int,
+        step: int,
+        max_response_tokens: int,
+        temperature: float,
+        top_p: float,
+        progress: bool,
+    ) -> list[tuple[Rollout, ...]]:
         """Rollouts of each."""
 
     def gather(self, groups: Sequence[Group], /) -> list[Group]:

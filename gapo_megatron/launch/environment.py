@@ -70,7 +70,6 @@ def start(timeout_s: float, *, cpu_kv_cache_gib: int = 1) -> World:
     device = _choose_device(placement)
     backend = "nccl" if device.type == "cuda" else "gloo"
     os.environ.update(_vllm_environment(placement, cpu_kv_cache_gib=cpu_kv_cache_gib))
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     alone = not placement.master_addr
     dist.init_process_group(
         backend,

@@ -2,12 +2,9 @@
 
 import warnings
 
-with warnings.catch_warnings():
-    # Importing Megatron-core warns of every optional GPU package that is absent.
-    warnings.simplefilter("ignore")
-    from gapo_megatron.policy.parallel import ParallelGroups, destroy, initialize
-    from gapo_megatron.policy.policy import Policy
-    from gapo_megatron.policy.step import UpdateResult, log_probs, update
+from gapo_megatron.policy.parallel import ParallelGroups, destroy, initialize
+from gapo_megatron.policy.policy import Policy
+from gapo_megatron.policy.step import UpdateResult, log_probs, update
 
 # What Megatron-core says of itself, at every step or build: nothing a user could act on.
 for _message in (

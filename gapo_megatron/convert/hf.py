@@ -160,7 +160,7 @@ def _write_shards(
     if len(shards) == 1:
         os.rename(folder / "1.part", folder / _SINGLE)
         return dtypes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         os.rename(folder / f"{number}.part", folder / file_name)

@@ -10,17 +10,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
-from vllm import EngineArgs, SamplingParams
+from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -28,18 +26,17 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from gapo_megatron.config import Config
-from gapo_megatron.convert import check_hf_dir
-from gapo_megatron.errors import ConfigError, DataError, RolloutError
+from gapo_megatron.errors import DataError, RolloutError
+from gapo_megatron.rollout.arguments import check_engine, engine_args, eos_token_ids
 from gapo_megatron.rollout.progress import GenerationProgress
 from gapo_megatron.rollout.schedule import Phase, Schedule
 from gapo_megatron.types import Prompt, Rollout
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_GIB = 2**30
-# Prompt tokens of one engine step on a CPU, where vLLM cannot cut a seeded prompt in two.
-_CPU_STEP_TOKENS = 8192
+# An engine that is garbage collected takes the default process group with it (vLLM 0.32), which is
+# the trainer's: so it stays until `close`, or as long as the process.
+_alive: list[LLMEngine] = []
 
 
 class RolloutEngine:
@@ -64,12 +61,11 @@ class RolloutEngine:
 
         Raises:
             ConfigError: the model folder is incomplete or names no EOS token, the rollout's tensor
-                parallel size does not fit; raised before anything is built.
+                parallel size or the model's head_dim does not fit; raised before anything is built.
             RolloutError: vLLM refuses, for want of memory for instance.
         """
         device = torch.device(device)
-        _check_parallel(config, hf_config)
-        check_hf_dir(config.model.hf_dir)
+        check_engine(config, hf_config, device, world_size=dist.get_world_size())
         self.config = config
         self.hf_config = hf_config
         self.policy_version = -1
@@ -79,10 +75,11 @@ class RolloutEngine:
         with _trainer_random_state(), _trainer_num_threads():
             try:
                 self.llm = LLMEngine.from_engine_args(
-                    _engine_args(config, hf_config, device), usage_context=UsageContext.LLM_CLASS
+                    engine_args(config, hf_config, device), usage_context=UsageContext.LLM_CLASS
                 )
             except ValueError as error:
                 raise RolloutError(f"vLLM cannot start: {error}") from error
+        _alive.append(self.llm)
         self.schedule = Schedule(self.llm, device)
 
     @property
@@ -155,7 +152,7 @@ class RolloutEngine:
         """
         self.schedule.require(Phase.GENERATING, "generate")
         self._check_prompts(prompts, max_response_tokens)
-        requests = {}
+        requests: dict[str, tuple[Sequence[int], SamplingParams]] = {}
         for i, prompt in enumerate(prompts):
             for sample in range(num_samples):
                 requests[f"{i}-{sample}"] = (
@@ -215,6 +212,14 @@ class RolloutEngine:
         """Leave the memory to the trainer. The next weight sync wakes the engine."""
         self.schedule.sleep()
 
+    def close(self) -> None:
+        """Free what the engine holds and destroy the default process group: vLLM does both at once.
+
+        Only for a process that goes on without either; at the end of a process there is no need.
+        """
+        _alive.remove(self.llm)
+        self.llm.engine_core.shutdown()
+
     def _check_prompts(self, prompts: Sequence[Prompt], max_response_tokens: int) -> None:
         limit = self.config.max_sequence_tokens - max_response_tokens
         for prompt in prompts:
@@ -265,84 +270,6 @@ def request_seed(run_seed: int, step: int, prompt_id: str, sample: int) -> int:
     """63-bit seed of one request: a hash of what identifies it in the run."""
     identity = json.dumps([run_seed, step, prompt_id, sample]).encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big") >> 1
-
-
-def eos_token_ids(hf_dir: str | Path) -> tuple[int, ...]:
-    """Tokens that end a response: `eos_token_id` of generation_config.json and of config.json.
-
-    Raises:
-        ConfigError: neither file names one.
-    """
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = Path(hf_dir) / name
-        if path.is_file():
-            ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    if not found:
-        raise ConfigError(
-            f"model.hf_dir ({hf_dir}): neither generation_config.json nor config.json has an "
-            "eos_token_id, so no response could end"
-        )
-    return tuple(sorted(found))
-
-
-def _check_parallel(config: Config, hf_config: PretrainedConfig) -> None:
-    size, world_size = config.rollout.tensor_parallel_size, dist.get_world_size()
-    if world_size % size:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size ({size}) must divide the world size ({world_size})"
-        )
-    if hf_config.num_attention_heads % size:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size ({size}) must divide the model's num_attention_heads "
-            f"({hf_config.num_attention_heads})"
-        )
-
-
-def _engine_args(config: Config, hf_config: PretrainedConfig, device: torch.device) -> EngineArgs:
-    rollout = config.rollout
-    # One more than the longest sequence: scoring a whole sequence also samples a token after it.
-    max_model_len = config.max_sequence_tokens + 1
-    positions = hf_config.max_position_embeddings
-    if config.max_sequence_tokens > positions:
-        logger.warning(
-            "data.max_prompt_tokens + rollout.max_response_tokens (%d) exceed the %d positions %s "
-            "was trained on; rotary embeddings are extrapolated",
-            config.max_sequence_tokens,
-            positions,
-            config.model.hf_dir,
-        )
-    device_args: dict[str, Any]
-    if device.type == "cuda":
-        device_args = {
-            "gpu_memory_utilization": rollout.memory_fraction,
-            "enable_sleep_mode": True,
-        }
-    else:
-        device_args = {
-            "kv_cache_memory_bytes": rollout.cpu_kv_cache_gib * _GIB,
-            # A seeded prompt that is cut in two fails on a CPU: its generator cannot be set back
-            # (vLLM 0.32, "CPU Generator does not use offset").
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(max_model_len, _CPU_STEP_TOKENS),
-        }
-    return EngineArgs(
-        model=config.model.hf_dir,
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # sampling is what the config says, nothing else
-        dtype="float32" if config.model.precision == "fp32" else "bfloat16",
-        max_model_len=max_model_len,
-        hf_overrides={"max_position_embeddings": max(positions, max_model_len)},
-        tensor_parallel_size=rollout.tensor_parallel_size,
-        distributed_executor_backend="external_launcher",
-        enforce_eager=rollout.enforce_eager,
-        logprobs_mode="processed_logprobs",
-        seed=0,  # of vLLM's global generators, which no request uses; equal on all ranks
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        **device_args,
-    )
 
 
 def _to_rollout(output: RequestOutput) -> Rollout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -57,8 +58,9 @@ def _repack_tied_head(model: nn.Module) -> None:
     weights of the modules whose tensors it loads; a tied output layer has none of its own
     (vLLM 0.32: log-probs of the old head with the new body).
     """
-    head = getattr(model, "lm_head", None)
-    if isinstance(getattr(head, "weight", None), Tensor) and head.weight.device.type == "cpu":
+    head: Any = getattr(model, "lm_head", None)
+    weight = getattr(head, "weight", None)
+    if isinstance(weight, Tensor) and weight.device.type == "cpu":
         head.quant_method.process_weights_after_loading(head)
 
 

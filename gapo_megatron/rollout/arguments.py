@@ -1,0 +1,120 @@
+"""What vLLM is started with, and what is checked before it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from vllm import EngineArgs
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from gapo_megatron.config import Config
+from gapo_megatron.convert import check_hf_dir
+from gapo_megatron.convert.rules import Geometry
+from gapo_megatron.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+# Prompt tokens of one engine step on a CPU, where vLLM cannot cut a seeded prompt in two.
+_CPU_STEP_TOKENS = 8192
+
+
+def check_engine(
+    config: Config, hf_config: PretrainedConfig, device: torch.device, *, world_size: int
+) -> None:
+    """Refuse what vLLM cannot run, before it is started.
+
+    Raises:
+        ConfigError: the rollout's tensor parallel size does not fit the world or the model, vLLM
+            has no kernel for the model's head_dim, or the model folder is incomplete.
+    """
+    size = config.rollout.tensor_parallel_size
+    if world_size % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({size}) must divide the world size ({world_size})"
+        )
+    if hf_config.num_attention_heads % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({size}) must divide the model's num_attention_heads "
+            f"({hf_config.num_attention_heads})"
+        )
+    if device.type == "cpu":
+        head_dim = Geometry.of(hf_config).head_dim
+        supported = CPUAttentionBackend.get_supported_head_sizes()
+        if head_dim not in supported:
+            raise ConfigError(
+                f"model.hf_dir ({config.model.hf_dir}): head_dim ({head_dim}) must be one of "
+                f"{', '.join(map(str, supported))} for vLLM on a CPU"
+            )
+    check_hf_dir(config.model.hf_dir)
+
+
+def eos_token_ids(hf_dir: str | Path) -> tuple[int, ...]:
+    """Tokens that end a response: `eos_token_id` of generation_config.json and of config.json.
+
+    Raises:
+        ConfigError: neither file names one.
+    """
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(hf_dir) / name
+        if path.is_file():
+            ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    if not found:
+        raise ConfigError(
+            f"model.hf_dir ({hf_dir}): neither generation_config.json nor config.json has an "
+            "eos_token_id, so no response could end"
+        )
+    return tuple(sorted(found))
+
+
+def engine_args(config: Config, hf_config: PretrainedConfig, device: torch.device) -> EngineArgs:
+    """What vLLM is started with; the same on every rank."""
+    rollout = config.rollout
+    # One more than the longest sequence: scoring a whole sequence also samples a token after it.
+    max_model_len = config.max_sequence_tokens + 1
+    positions = hf_config.max_position_embeddings
+    if config.max_sequence_tokens > positions:
+        logger.warning(
+            "data.max_prompt_tokens + rollout.max_response_tokens (%d) exceed the %d positions %s "
+            "was trained on; rotary embeddings are extrapolated",
+            config.max_sequence_tokens,
+            positions,
+            config.model.hf_dir,
+        )
+    device_args: dict[str, Any]
+    if device.type == "cuda":
+        device_args = {
+            "gpu_memory_utilization": rollout.memory_fraction,
+            "enable_sleep_mode": True,
+        }
+    else:
+        device_args = {
+            "kv_cache_memory_bytes": rollout.cpu_kv_cache_gib * _GIB,
+            # A seeded prompt that is cut in two fails on a CPU: its generator cannot be set back
+            # (vLLM 0.32, "CPU Generator does not use offset").
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(max_model_len, _CPU_STEP_TOKENS),
+        }
+    return EngineArgs(
+        model=config.model.hf_dir,
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # sampling is what the config says, nothing else
+        dtype="float32" if config.model.precision == "fp32" else "bfloat16",
+        max_model_len=max_model_len,
+        hf_overrides={"max_position_embeddings": max(positions, max_model_len)},
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        distributed_executor_backend="external_launcher",
+        enforce_eager=rollout.enforce_eager,
+        logprobs_mode="processed_logprobs",
+        seed=0,  # of vLLM's global generators, which no request uses; equal on all ranks
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **device_args,
+    )

@@ -1,0 +1,586 @@
+"""A real vLLM engine with two tiny models, and what it is trusted with."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from gapo_megatron.config import Config, parse_config
+from gapo_megatron.convert import rules_for, to_hf, to_megatron, write_hf
+from gapo_megatron.errors import ConfigError, DataError, RolloutError, WeightSyncError
+from gapo_megatron.rollout import (
+    RolloutEngine,
+    eos_token_ids,
+    request_seed,
+    sync_weights,
+    verify_weights,
+)
+from gapo_megatron.rollout.arguments import check_engine, engine_args
+from gapo_megatron.rollout.schedule import Phase, Schedule
+from gapo_megatron.types import Prompt
+from tests.dist import run_distributed
+
+CPU = torch.device("cpu")
+VOCAB, EOS = 61, 1
+SIZES = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "eos_token_id": EOS,
+    "initializer_range": 0.1,  # far from uniform: log-probs differ between tokens and weights
+}
+# fp32 sums of at most 256 products in another order: 3e-6 is seen on values up to 10.
+TOLERANCE = 1e-5
+
+
+def make_model(tied: bool) -> PreTrainedModel:
+    """Qwen2 tied, Llama untied: biases and both kinds of output layer in two engines."""
+    torch.manual_seed(0)
+    if tied:
+        return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
+    return LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=64, tie_word_embeddings=False))
+
+
+def make_config(hf_dir: Path, **rollout: object) -> Config:
+    return parse_config(
+        {
+            "run": {"output_dir": "unused", "num_steps": 1},
+            "model": {"hf_dir": str(hf_dir), "precision": "fp32"},
+            "data": {"train_path": "unused", "max_prompt_tokens": 140},
+            "batch": {"max_tokens_per_microbatch": 256},
+            "rollout": {
+                "max_response_tokens": 24,
+                "enforce_eager": True,
+                "verify_bound": TOLERANCE,
+                **rollout,
+            },
+            "reward": {"kind": "exact"},
+        },
+        source="test",
+    )
+
+
+def vllm_environment(rank: int = 0, world_size: int = 1) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",  # the process group is up: nobody connects
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+
+
+def build_engine(config: Config) -> RolloutEngine:
+    hf_config = AutoConfig.from_pretrained(config.model.hf_dir)
+    return RolloutEngine(config, hf_config, device="cpu")
+
+
+def weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return state
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """A group of one rank, and the environment a launcher gives; the engine closes the group."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        for name, value in vllm_environment().items():
+            patch.setenv(name, value)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=0, world_size=1)
+        yield
+        assert not dist.is_initialized()
+
+
+def random_states() -> list[object]:
+    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def built(request, tmp_path_factory) -> Iterator[SimpleNamespace]:
+    """An engine, started from a folder this package wrote, and the transformers model in it."""
+    model = make_model(request.param)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder / "source")
+    perturb(model, seed=99)
+    write_hf(weights(model).items(), source_dir=folder / "source", output_dir=folder / "export")
+    with process_group():
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+        states, threads = random_states(), (torch.set_num_threads, torch.get_num_threads())
+        engine = build_engine(make_config(folder / "export"))
+        prompts = make_prompts(2)
+        yield SimpleNamespace(
+            engine=engine,
+            model=model.eval(),
+            initial=weights(model),
+            kept_random_state=random_states() == states,
+            kept_threads=(torch.set_num_threads, torch.get_num_threads()) == threads,
+            starts_equal=largest_difference(model, prompts, generate(engine, prompts)) < TOLERANCE,
+        )
+        engine.close()
+
+
+@pytest.fixture
+def fresh(built) -> SimpleNamespace:
+    """The same, with the initial weights on both sides."""
+    built.model.load_state_dict(built.initial, strict=False)
+    if built.engine.policy_version != 0:
+        sync_weights(built.engine, built.initial.items(), policy_version=0)
+    return built
+
+
+def make_prompts(count: int, length: int = 9) -> list[Prompt]:
+    generator = np.random.default_rng(0)
+    return [
+        Prompt(f"p{i}", tuple(generator.integers(2, VOCAB, length).tolist()), answer="")
+        for i in range(count)
+    ]
+
+
+def generate(engine: RolloutEngine, prompts: list[Prompt], **changes: object):
+    settings = {"num_samples": 4, "seed": 7, "step": 0, "max_response_tokens": 24} | changes
+    return engine.generate(prompts, **settings)
+
+
+def expected_log_probs(
+    model: PreTrainedModel, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
+    tokens = torch.tensor([*prompt, *response]).long()
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0].float() / temperature
+    rows = torch.arange(len(prompt) - 1, len(tokens) - 1)
+    return logits.log_softmax(-1)[rows, tokens[len(prompt) :]].numpy()
+
+
+def trainer_log_probs(model, prompt_ids, response_ids) -> list[np.ndarray]:
+    return [expected_log_probs(model, p, r) for p, r in zip(prompt_ids, response_ids, strict=True)]
+
+
+def largest_difference(model, prompts, groups, temperature: float = 1.0) -> float:
+    return max(
+        np.abs(
+            expected_log_probs(model, prompt.token_ids, r.token_ids, temperature) - r.log_probs
+        ).max()
+        for prompt, group in zip(prompts, groups, strict=True)
+        for r in group
+    )
+
+
+def tokens_of(groups) -> list[list[list[int]]]:
+    return [[r.token_ids.tolist() for r in group] for group in groups]
+
+
+def perturb(model: PreTrainedModel, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+def sequences(engine: RolloutEngine, count: int = 3):
+    prompts = make_prompts(count)
+    responses = [group[0].token_ids for group in generate(engine, prompts, num_samples=1)]
+    return [np.array(p.token_ids, dtype=np.int32) for p in prompts], responses
+
+
+# --- sampling ----------------------------------------------------------------------------------
+
+
+def test_log_probs_are_those_of_the_distribution_sampled_from(fresh):
+    prompts = make_prompts(4)
+    for temperature in (1.0, 0.6):
+        groups = generate(fresh.engine, prompts, temperature=temperature)
+        assert largest_difference(fresh.model, prompts, groups, temperature) < TOLERANCE
+
+
+def test_samples_follow_the_model(fresh):
+    # 4000 first tokens of one prompt against the model's own distribution: Pearson's chi-square
+    # over tokens expected at least 10 times. With 15 of them, 2.5 per token has probability 1e-3,
+    # and the seeds are fixed; a sampler at temperature 0.9 gives more than 5.
+    (prompt,) = make_prompts(1)
+    (group,) = generate(fresh.engine, [prompt], num_samples=4000, max_response_tokens=1)
+    counts = Counter(int(r.token_ids[0]) for r in group)
+    with torch.no_grad():
+        logits = fresh.model(torch.tensor([prompt.token_ids])).logits[0, -1]
+    expected = 4000 * logits.softmax(-1).numpy()
+    frequent = np.flatnonzero(expected >= 10)
+    observed = np.array([counts[int(token)] for token in frequent])
+    assert len(frequent) > 5
+    assert ((observed - expected[frequent]) ** 2 / expected[frequent]).sum() < 2.5 * len(frequent)
+
+
+def test_same_seed_gives_the_same_samples_and_others_differ(fresh):
+    prompts = make_prompts(3)
+    first, again = generate(fresh.engine, prompts), generate(fresh.engine, prompts)
+    for group, repeated in zip(first, again, strict=True):
+        for r, s in zip(group, repeated, strict=True):
+            assert r.token_ids.tolist() == s.token_ids.tolist()
+            assert r.log_probs.tolist() == s.log_probs.tolist()
+    assert tokens_of(generate(fresh.engine, prompts, step=1)) != tokens_of(first)
+    assert tokens_of(generate(fresh.engine, prompts, seed=8)) != tokens_of(first)
+    for group in tokens_of(first):
+        assert len({tuple(tokens) for tokens in group}) > 1
+
+
+def test_samples_depend_neither_on_order_nor_on_company(fresh):
+    prompts = make_prompts(6)
+    groups = tokens_of(generate(fresh.engine, prompts))
+    assert tokens_of(generate(fresh.engine, prompts[::-1])) == groups[::-1]
+    assert tokens_of(generate(fresh.engine, prompts[2:3])) == groups[2:3]
+    fewer = tokens_of(generate(fresh.engine, prompts, num_samples=2))
+    assert fewer == [group[:2] for group in groups]
+
+
+def test_responses_end_at_eos_or_are_truncated(fresh):
+    prompts = make_prompts(16)
+    rollouts = [r for group in generate(fresh.engine, prompts, num_samples=8) for r in group]
+    assert {r.truncated for r in rollouts} == {True, False}
+    for r in rollouts:
+        assert EOS not in r.token_ids[:-1]
+        assert r.truncated == (r.token_ids[-1] != EOS)
+        assert len(r.token_ids) == len(r.log_probs) <= 24
+        assert not r.truncated or len(r.token_ids) == 24
+        assert (r.token_ids.dtype, r.log_probs.dtype) == (np.int32, np.float32)
+
+
+def test_nucleus_keeps_only_likely_tokens_and_renormalises(fresh):
+    (prompt,) = make_prompts(1)
+    (group,) = generate(fresh.engine, [prompt], num_samples=200, max_response_tokens=1, top_p=0.3)
+    with torch.no_grad():
+        probs = fresh.model(torch.tensor([prompt.token_ids])).logits[0, -1].softmax(-1)
+    order = probs.argsort(descending=True)
+    size = int((probs[order].cumsum(0) < 0.3).sum()) + 1
+    nucleus = order[:size].tolist()
+    assert {int(r.token_ids[0]) for r in group} <= set(nucleus)
+    renormalised = (probs / probs[nucleus].sum()).log()
+    for r in group:
+        assert abs(float(renormalised[int(r.token_ids[0])]) - float(r.log_probs[0])) < TOLERANCE
+
+
+def test_more_tokens_than_one_engine_step_takes(fresh):
+    # A seeded prompt cut in two by the step's budget fails on a CPU; whole prompts wait instead.
+    scheduler = fresh.engine.llm.vllm_config.scheduler_config
+    assert not scheduler.enable_chunked_prefill
+    count = scheduler.max_num_batched_tokens // 100 + 1  # ends inside a prompt
+    prompts = make_prompts(count, length=100)
+    groups = generate(fresh.engine, prompts, num_samples=1, max_response_tokens=2)
+    assert len(groups) == count
+
+
+def test_the_trainer_keeps_its_generators_and_its_threads(built):
+    assert built.kept_random_state
+    assert built.kept_threads
+    state = torch.get_rng_state()
+    generate(built.engine, make_prompts(2))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "named"),
+    [
+        ((), "'bad' has 0 tokens"),
+        ((2,) * 141, "'bad' has 141 tokens; it must have 1 to 140"),
+        ((2, VOCAB), "'bad' has a token outside"),
+        ((2, -1), "'bad' has a token outside"),
+    ],
+)
+def test_bad_prompts_are_named_before_generation(built, monkeypatch, token_ids, named):
+    monkeypatch.setattr(built.engine, "_run", lambda *_: pytest.fail("generated"))
+    with pytest.raises(DataError, match=named):
+        generate(built.engine, [*make_prompts(1), Prompt(id="bad", token_ids=token_ids, answer="")])
+
+
+def test_an_interrupted_generation_leaves_no_request_behind(fresh, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(fresh.engine.llm, "step", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            generate(fresh.engine, make_prompts(2))
+    assert not fresh.engine.llm.has_unfinished_requests()
+    assert len(generate(fresh.engine, make_prompts(2))) == 2
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+def test_scored_log_probs_equal_those_of_transformers(fresh):
+    prompt_ids, response_ids = sequences(fresh.engine)
+    # The longest sequence there may be, scored from its second token on.
+    prompt_ids.append(np.array([5], dtype=np.int32))
+    response_ids.append(np.arange(163, dtype=np.int32) % VOCAB)
+    scored = fresh.engine.log_probs(prompt_ids, response_ids)
+    for prompt, response, values in zip(prompt_ids, response_ids, scored, strict=True):
+        assert values.dtype == np.float32
+        assert np.abs(expected_log_probs(fresh.model, prompt, response) - values).max() < TOLERANCE
+
+
+def test_synced_weights_are_the_ones_generated_with(fresh):
+    # Longer than a block of the KV cache (128 on a CPU): what is cached of the old weights must go.
+    prompts = make_prompts(3, length=140)
+    for version in (1, 2, 3):
+        perturb(fresh.model, seed=version)
+        stale = largest_difference(fresh.model, prompts, generate(fresh.engine, prompts))
+        assert stale > 0.05
+        sync_weights(fresh.engine, weights(fresh.model).items(), policy_version=version)
+        assert fresh.engine.policy_version == version
+        groups = generate(fresh.engine, prompts)
+        assert largest_difference(fresh.model, prompts, groups) < TOLERANCE
+
+
+def test_weights_synced_from_megatron_names(fresh):
+    rules = rules_for(fresh.engine.hf_config)
+    perturb(fresh.model, seed=9)
+    whole = to_megatron(rules, weights(fresh.model).items())
+    sync_weights(fresh.engine, to_hf(rules, whole), policy_version=1)
+    prompts = make_prompts(2)
+    assert largest_difference(fresh.model, prompts, generate(fresh.engine, prompts)) < TOLERANCE
+
+
+def test_verify_passes_equal_weights_and_reports_the_noise(fresh):
+    prompt_ids, response_ids = sequences(fresh.engine)
+    expected = trainer_log_probs(fresh.model, prompt_ids, response_ids)
+    check = verify_weights(fresh.engine, prompt_ids, response_ids, expected)
+    assert 0.0 < check.mean_abs_diff <= check.max_abs_diff < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight"]
+)
+def test_a_corrupted_weight_is_found(fresh, name):
+    prompt_ids, response_ids = sequences(fresh.engine)
+    expected = trainer_log_probs(fresh.model, prompt_ids, response_ids)
+    corrupted = weights(fresh.model)
+    corrupted[name][3] += 0.5
+    sync_weights(fresh.engine, corrupted.items(), policy_version=5)
+    actual = fresh.engine.log_probs(prompt_ids, response_ids)
+    with pytest.raises(WeightSyncError, match="version 5") as caught:
+        verify_weights(fresh.engine, prompt_ids, response_ids, expected)
+    diffs = [np.abs(a - b) for a, b in zip(actual, expected, strict=True)]
+    sequence = int(np.argmax([diff.mean() for diff in diffs]))
+    token = int(diffs[sequence].argmax())
+    assert f"sequence {sequence} " in str(caught.value)
+    assert f"response token {token}: trainer {expected[sequence][token]:.6f}" in str(caught.value)
+    assert f"engine {actual[sequence][token]:.6f}" in str(caught.value)
+
+
+def test_a_value_that_is_not_finite_never_passes(fresh):
+    prompt_ids, response_ids = sequences(fresh.engine)
+    expected = [np.full(len(response), np.nan, np.float32) for response in response_ids]
+    with pytest.raises(WeightSyncError, match=r"is inf per token.*trainer nan"):
+        verify_weights(fresh.engine, prompt_ids, response_ids, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda w: w.pop("model.norm.weight"), r"missing tensors: model\.norm\.weight"),
+        (lambda w: w.update(extra=torch.zeros(1)), "extra has no place"),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(7)}),
+            r"norm\.weight has shape \[7\]",
+        ),
+    ],
+)
+def test_a_sync_of_other_tensors_is_an_error_and_the_next_one_mends_it(fresh, change, named):
+    tensors = weights(fresh.model)
+    change(tensors)
+    with pytest.raises(WeightSyncError, match=named):
+        sync_weights(fresh.engine, tensors.items(), policy_version=4)
+    assert fresh.engine.policy_version == -1
+    sync_weights(fresh.engine, weights(fresh.model).items(), policy_version=5)
+    prompts = make_prompts(2)
+    assert largest_difference(fresh.model, prompts, generate(fresh.engine, prompts)) < TOLERANCE
+
+
+def test_an_exported_folder_loads_in_vllm(built):
+    assert built.starts_equal
+
+
+# --- turns -------------------------------------------------------------------------------------
+
+
+def test_a_sleeping_engine_wakes_by_a_sync(fresh):
+    prompts = make_prompts(2)
+    before = tokens_of(generate(fresh.engine, prompts))
+    fresh.engine.sleep()
+    with pytest.raises(
+        RolloutError, match="generate needs a generating engine, but it is sleeping"
+    ):
+        generate(fresh.engine, prompts)
+    with pytest.raises(RolloutError, match="log_probs needs"):
+        fresh.engine.log_probs([np.array([2])], [np.array([3])])
+    sync_weights(fresh.engine, weights(fresh.model).items(), policy_version=1)
+    assert tokens_of(generate(fresh.engine, prompts)) == before
+
+
+def test_on_a_gpu_weights_wake_before_the_cache(monkeypatch):
+    calls: list[tuple[str, object]] = []
+    engine = SimpleNamespace(
+        sleep=lambda level: calls.append(("sleep", level)),
+        wake_up=lambda tags: calls.append(("wake_up", tags)),
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(("empty_cache", None)))
+    schedule = Schedule(engine, torch.device("cuda", 0))
+    schedule.wake_for_sync()
+    schedule.wake_for_generation()
+    assert calls == []  # awake: weights are overwritten in place
+    schedule.sleep()
+    schedule.sleep()
+    schedule.wake_for_sync()
+    assert schedule.phase is Phase.RECEIVING
+    schedule.wake_for_generation()
+    assert schedule.phase is Phase.GENERATING
+    assert [call for call in calls if call[0] != "empty_cache"] == [
+        ("sleep", 2),
+        ("wake_up", ["weights"]),
+        ("wake_up", ["kv_cache"]),
+    ]
+    assert [call[0] for call in calls].count("empty_cache") == 2
+
+
+# --- what is checked before an engine is built ---------------------------------------------------
+
+
+def test_eos_tokens_come_from_both_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert eos_token_ids(tmp_path) == (3,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
+    assert eos_token_ids(tmp_path) == (3, 5)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        eos_token_ids(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["model.safetensors", "config.json"])
+def test_an_incomplete_model_folder_is_named_before_vllm_starts(tmp_path, damage):
+    model = make_model(True)
+    model.save_pretrained(tmp_path)
+    (tmp_path / damage).unlink()
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
+        check_engine(make_config(tmp_path), model.config, CPU, world_size=1)
+
+
+def test_rollout_tensor_parallelism_must_fit(tmp_path):
+    model, config = make_model(True), make_config(tmp_path, tensor_parallel_size=2)
+    message = r"\(2\) must divide the world size \(1\)"
+    with pytest.raises(ConfigError, match=message):
+        check_engine(config, model.config, CPU, world_size=1)
+
+
+def test_a_head_dim_vllm_has_no_kernel_for_is_a_config_error(tmp_path):
+    config = LlamaConfig(**SIZES, head_dim=16)
+    with pytest.raises(ConfigError, match=r"head_dim \(16\) must be one of 32, 64"):
+        check_engine(make_config(tmp_path), config, CPU, world_size=1)
+
+
+def test_sequences_beyond_the_trained_positions_are_warned_about(tmp_path, caplog):
+    config = make_config(tmp_path)
+    assert engine_args(config, LlamaConfig(**SIZES), CPU).max_model_len == 165
+    assert not caplog.records
+    short = LlamaConfig(**SIZES | {"max_position_embeddings": 100})
+    args = engine_args(config, short, CPU)
+    assert args.hf_overrides == {"max_position_embeddings": 165}
+    assert "(164) exceed the 100 positions" in caplog.text
+
+
+def test_gpu_memory_is_a_fraction_and_can_be_given_back(tmp_path):
+    config = make_config(tmp_path, memory_fraction=0.3)
+    args = engine_args(config, LlamaConfig(**SIZES), torch.device("cuda"))
+    assert (args.gpu_memory_utilization, args.enable_sleep_mode) == (0.3, True)
+
+
+def test_seeds_are_fixed_and_apart():
+    assert request_seed(0, 0, "p", 0) == 105696400331299797
+    seeds = {
+        request_seed(run, step, prompt, sample)
+        for run in range(3)
+        for step in range(5)
+        for prompt in ("1", "11", "p")
+        for sample in range(8)
+    }
+    assert len(seeds) == 3 * 5 * 3 * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+# --- several ranks -------------------------------------------------------------------------------
+
+
+def two_ranks(folder: str, tp_size: int):
+    os.environ.update(vllm_environment(dist.get_rank(), dist.get_world_size()))
+    engine = build_engine(make_config(Path(folder), tensor_parallel_size=tp_size))
+    prompts = make_prompts(5)
+    mine = engine.share(prompts)
+    groups = list(zip(mine, generate(engine, mine), strict=True))
+    gathered = engine.gather(groups)
+    alone = tokens_of(generate(engine, prompts))
+    model = make_model(False)
+    perturb(model, seed=1)
+    sync_weights(engine, weights(model).items(), policy_version=1)
+    tuned = generate(engine, mine)
+    message = ""
+    prompt_ids = [np.array(prompt.token_ids) for prompt in prompts]
+    response_ids = [group[0].token_ids for _, group in gathered]
+    expected = trainer_log_probs(model, prompt_ids, response_ids)
+    check = verify_weights(engine, prompt_ids, response_ids, expected)
+    if dist.get_rank() == 1:
+        expected[2] = expected[2] + 1.0
+    try:
+        verify_weights(engine, prompt_ids, response_ids, expected)
+    except WeightSyncError as error:
+        message = str(error)
+    return {
+        "mine": [prompt.id for prompt in mine],
+        "ids": [prompt.id for prompt, _ in gathered],
+        "alone": alone,
+        "tokens": tokens_of([group for _, group in gathered]),
+        "difference": largest_difference(model, mine, tuned),
+        "noise": check.max_abs_diff,
+        "message": message,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tp_size", "shares"),
+    [(1, [["p0", "p1"], ["p2", "p3", "p4"]]), (2, [["p0", "p1", "p2", "p3", "p4"]] * 2)],
+    ids=["data-parallel", "tensor-parallel"],
+)
+def test_two_ranks(tmp_path, tp_size, shares):
+    make_model(False).save_pretrained(tmp_path)
+    results = run_distributed(two_ranks, 2, str(tmp_path), tp_size)
+    assert [result["mine"] for result in results] == shares
+    for result in results:
+        assert result["ids"] == ["p0", "p1", "p2", "p3", "p4"]
+        assert result["tokens"] == result["alone"]
+        assert result["difference"] < TOLERANCE
+        assert result["noise"] < TOLERANCE
+        assert "on rank 1 the mean difference of log-probs in sequence 2" in result["message"]

@@ -84,6 +84,18 @@ def test_curves_per_c_are_means_over_the_runs(tmp_path, figures):
     assert max(abs(line.get_ydata()[-1]) for line in axis.lines) < 0.005
 
 
+def test_curves_per_c_weigh_each_step_by_its_groups():
+    rows = [
+        {"step": 0, "per_c/groups/c2": 1.0, "x/c2": 1.0},
+        {"step": 1},
+        {"step": 2, "per_c/groups/c2": 3.0, "x/c2": 5.0},
+        {"step": 3, "per_c/groups/c2": 1.0, "x/c2": 1.0},
+    ]
+    steps, values = report._mean_per_c([report.Run("a", rows, [])], "x/c", 2, window=3)
+    # Windows hold steps {0}, {0, 2} and {2, 3}: 1, (1 + 15) / 4 and (15 + 1) / 4.
+    assert (steps.tolist(), values.tolist()) == ([0, 2, 3], [1.0, 4.0, 4.0])
+
+
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_correlation_is_with_the_advantage(tmp_path, sign):
     run = report._read_run(_run(tmp_path / "run", sign=sign))

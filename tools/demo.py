@@ -199,9 +199,12 @@ def _report(config: Config) -> None:
     folder = Path(config.run.output_dir)
     before, after = _read_before_and_after(folder)
     k = config.evaluation.samples_per_prompt
-    table = Table(title=f"held-out problems, % solved ({config.objective.method}, {folder.name})")
+    title = (
+        f"% of {len(before)} held-out problems solved, before -> after {config.objective.method}"
+    )
+    table = Table(title=title)
     table.add_column("level", no_wrap=True)
-    for name in ("problems", "pass@1", "gain [95 % interval]", f"pass@{k}"):
+    for name in ("pass@1", "gain [95 % interval]", f"pass@{k}"):
         table.add_column(name, justify="right", no_wrap=True)
     levels = list(dict.fromkeys(entry["level"] for entry in before))
     for level in [*levels, None]:
@@ -212,7 +215,6 @@ def _report(config: Config) -> None:
         gain = paired_difference(*map(_pass_at_1, chosen))
         table.add_row(
             level or "all",
-            str(len(chosen[0])),
             _change(chosen, 1),
             _shown(gain),
             _change(chosen, k),

@@ -179,8 +179,8 @@ def _draw_per_c(axis: Axes, runs: Sequence[Run], name: str, ylabel: str, title: 
     if found:
         colours = _c_colours(max(found))
         for c in sorted(found):
-            steps, values = _mean_over_runs(runs, f"{prefix}{c}")
-            axis.plot(steps, _smooth(values, window), color=colours(c - 1), linewidth=1.4)
+            steps, values = _mean_per_c(runs, prefix, c, window)
+            axis.plot(steps, values, color=colours(c - 1), linewidth=1.4)
         norm = BoundaryNorm(np.arange(0.5, max(found) + 1), colours.N)
         bar = axis.figure.colorbar(ScalarMappable(norm, colours), ax=axis, pad=0.02)
         bar.set_ticks(range(1, max(found) + 1))
@@ -232,13 +232,22 @@ def _windowed_correlation(run: Run) -> tuple[np.ndarray, np.ndarray, int]:
     return np.array(steps), np.array(values), window
 
 
-def _mean_over_runs(runs: Sequence[Run], key: str) -> tuple[np.ndarray, np.ndarray]:
-    by_step: dict[float, list[float]] = {}
+def _mean_per_c(
+    runs: Sequence[Run], prefix: str, c: int, window: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over runs and over the last `window` steps, weighted by the groups each step had."""
+    sums: dict[float, list[tuple[float, float]]] = {}
     for run in runs:
-        for step, value in zip(*run.series(key), strict=True):
-            by_step.setdefault(float(step), []).append(float(value))
-    steps = sorted(by_step)
-    return np.array(steps), np.array([np.mean(by_step[step]) for step in steps])
+        for row in run.metrics:
+            if f"{prefix}{c}" in row:
+                weight = row.get(f"per_c/groups/c{c}") or 1.0
+                sums.setdefault(row["step"], []).append((weight, weight * row[f"{prefix}{c}"]))
+    steps = sorted(sums)
+    totals = np.array([np.sum(sums[step], axis=0) for step in steps]).reshape(-1, 2)
+    first = np.searchsorted(steps, np.array(steps) - window, side="right")
+    cumulative = np.vstack([np.zeros((1, 2)), totals.cumsum(axis=0)])
+    windowed = cumulative[1:] - cumulative[first]
+    return np.array(steps), windowed[:, 1] / windowed[:, 0]
 
 
 def _c_colours(num: int) -> ListedColormap:

@@ -10,8 +10,6 @@ JOBS       ?= 2
 ARGS       ?=
 
 PY := .venv/bin/python
-# One thread per process: ranks and test workers share the cores, and results do not depend on them.
-export OMP_NUM_THREADS ?= 1
 export PYTHON
 # `make demo WORLD_SIZE=2` is a request to the demo, which starts its own ranks; it must not look like a
 # launcher's environment to the processes below.
@@ -29,7 +27,7 @@ demo: ## Train a small model with GAPO on this CPU (WORLD_SIZE=1 TP=1 PP=1 SEED=
 
 test: ## Run the tests (JOBS=2 ARGS="-m 'not slow' tests/test_config.py")
 	@tools/setup_env.sh test
-	GAPO_MEGATRON_CORE_ALT="$$(test -e .mcore-alt/.stamp && echo $(CURDIR)/.mcore-alt)" \
+	OMP_NUM_THREADS=1 GAPO_MEGATRON_CORE_ALT="$$(test -e .mcore-alt/.stamp && echo $(CURDIR)/.mcore-alt)" \
 		$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: ## Check style (ruff) and types (mypy)

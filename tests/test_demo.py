@@ -60,6 +60,13 @@ def test_every_run_keeps_to_a_folder_of_its_own(demo):
     assert folders["runs/demo_ranks2_pp2"].parallel.pipeline_model_parallel_size == 2
 
 
+def test_seeds_and_overrides_stand_side_by_side(demo):
+    arguments = demo._parse(["--seed", "0,2", "run.num_steps=3", "--tp", "2", "run.seed=5"])
+    assert arguments.seed == [0, 2]
+    assert arguments.tp == 2
+    assert arguments.overrides == ["run.num_steps=3", "run.seed=5"]
+
+
 def test_a_layout_that_does_not_fit_is_refused_before_anything_runs(demo):
     with pytest.raises(ConfigError, match=r"--world-size \(3\) must be a multiple of --tp \(2\)"):
         _config(demo, world_size=3, tp=2)

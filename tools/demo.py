@@ -66,20 +66,26 @@ def main() -> int:
     return 0
 
 
-def _parse() -> argparse.Namespace:
+def _parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
-        epilog="make demo SEED='0 1 2' compares three seeds; WORLD_SIZE=2 TP=2 runs two ranks.",
+        epilog="make demo SEED=0,1,2 compares three seeds; WORLD_SIZE=2 TP=2 runs two ranks.",
     )
     parser.add_argument("--config", default="configs/demo.toml", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="one run each")
+    parser.add_argument(
+        "--seed", type=_seeds, default=[0], metavar="N[,N...]", help="one run each (default: 0)"
+    )
     parser.add_argument("--world-size", type=int, default=1, help="ranks (processes)")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel ranks")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings for both trainings"
     )
-    return parser.parse_intermixed_args()
+    return parser.parse_intermixed_args(command_line)
+
+
+def _seeds(text: str) -> list[int]:
+    return [int(seed) for seed in text.split(",")]
 
 
 def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:

@@ -1,11 +1,13 @@
 """Generation with vLLM on the trainer's devices. The only package that imports vllm."""
 
-from gapo_megatron.rollout.engine import RolloutEngine, eos_token_ids, request_seed
+from gapo_megatron.rollout.arguments import check_engine, eos_token_ids
+from gapo_megatron.rollout.engine import RolloutEngine, request_seed
 from gapo_megatron.rollout.weights import WeightCheck, sync_weights, verify_weights
 
 __all__ = [
     "RolloutEngine",
     "WeightCheck",
+    "check_engine",
     "eos_token_ids",
     "request_seed",
     "sync_weights",

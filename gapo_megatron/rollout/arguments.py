@@ -27,11 +27,12 @@ _CPU_STEP_TOKENS = 8192
 def check_engine(
     config: Config, hf_config: PretrainedConfig, device: torch.device, *, world_size: int
 ) -> None:
-    """Refuse what vLLM cannot run, before it is started.
+    """Refuse what the engine cannot run. Cheap: meant to be asked before any model is built.
 
     Raises:
         ConfigError: the rollout's tensor parallel size does not fit the world or the model, vLLM
-            has no kernel for the model's head_dim, or the model folder is incomplete.
+            has no kernel for the model's head_dim, or the model folder is incomplete or names no
+            EOS token.
     """
     size = config.rollout.tensor_parallel_size
     if world_size % size:
@@ -52,6 +53,7 @@ def check_engine(
                 f"{', '.join(map(str, supported))} for vLLM on a CPU"
             )
     check_hf_dir(config.model.hf_dir)
+    eos_token_ids(config.model.hf_dir)
 
 
 def eos_token_ids(hf_dir: str | Path) -> tuple[int, ...]:

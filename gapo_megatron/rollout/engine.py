@@ -60,8 +60,7 @@ class RolloutEngine:
         Collectives: vLLM's own at start-up; one new group over all ranks.
 
         Raises:
-            ConfigError: the model folder is incomplete or names no EOS token, the rollout's tensor
-                parallel size or the model's head_dim does not fit; raised before anything is built.
+            ConfigError: see `check_engine`; raised before anything is built.
             RolloutError: vLLM refuses, for want of memory for instance.
         """
         device = torch.device(device)

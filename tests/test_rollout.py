@@ -129,6 +129,9 @@ def built(request, tmp_path_factory) -> Iterator[SimpleNamespace]:
     model = make_model(request.param)
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder / "source")
+    ends = {EOS} if request.param else {EOS, 2}  # 2 only in generation_config.json, EOS in config's
+    generation = {"eos_token_id": max(ends)}
+    (folder / "source" / "generation_config.json").write_text(json.dumps(generation))
     perturb(model, seed=99)
     write_hf(weights(model).items(), source_dir=folder / "source", output_dir=folder / "export")
     with process_group():
@@ -140,6 +143,7 @@ def built(request, tmp_path_factory) -> Iterator[SimpleNamespace]:
         prompts = make_prompts(2)
         yield SimpleNamespace(
             engine=engine,
+            ends=ends,
             model=model.eval(),
             initial=weights(model),
             kept_random_state=random_states() == states,
@@ -264,9 +268,10 @@ def test_responses_end_at_eos_or_are_truncated(fresh):
     prompts = make_prompts(16)
     rollouts = [r for group in generate(fresh.engine, prompts, num_samples=8) for r in group]
     assert {r.truncated for r in rollouts} == {True, False}
+    assert fresh.ends <= {int(r.token_ids[-1]) for r in rollouts}
     for r in rollouts:
-        assert EOS not in r.token_ids[:-1]
-        assert r.truncated == (r.token_ids[-1] != EOS)
+        assert not fresh.ends & set(r.token_ids[:-1].tolist())
+        assert r.truncated == (int(r.token_ids[-1]) not in fresh.ends)
         assert len(r.token_ids) == len(r.log_probs) <= 24
         assert not r.truncated or len(r.token_ids) == 24
         assert (r.token_ids.dtype, r.log_probs.dtype) == (np.int32, np.float32)

@@ -166,7 +166,7 @@ def _draw_time(axis: Axes, runs: Sequence[Run]) -> None:
         shares = [f"{100 * seconds / total:.1f} %" for seconds in stages.values()]
         axis.bar_label(bars, shares, padding=3, fontsize=FONT_SIZE)
         axis.invert_yaxis()
-        axis.margins(x=0.15)
+        axis.set_xlim(right=1.2 * max(stages.values()))
     _finish(axis, total > 0)
 
 

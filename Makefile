@@ -27,7 +27,7 @@ demo: ## Train a small model with GAPO on this CPU (WORLD_SIZE=1 TP=1 PP=1 SEED=
 
 test: ## Run the tests (JOBS=2 ARGS="-m 'not slow' tests/test_config.py")
 	@tools/setup_env.sh test
-	OMP_NUM_THREADS=1 GAPO_MEGATRON_CORE_ALT="$$(test -e .mcore-alt/.stamp && echo $(CURDIR)/.mcore-alt)" \
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GAPO_MEGATRON_CORE_ALT="$$(test -e .mcore-alt/.stamp && echo $(CURDIR)/.mcore-alt)" \
 		$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: ## Check style (ruff) and types (mypy)

@@ -3,9 +3,10 @@
     python benchmarks/rollout_batch.py             0.8 M parameters, 32 prompts x 8 x 32 tokens
     python benchmarks/rollout_batch.py --large     25 M parameters, 8 prompts x 8 x up to 512 tokens
 
-One rollout batch is generation, reward, four updates, and here the weight sync as well (TRL samples
-from the model it trains). Both run fp32 on all cores, in processes of their own, in turns; the first
-batches of each are left out. The random model hardly ever draws EOS; responses are full length.
+One rollout batch is generation, reward, four updates, and here the weight sync as well (TRL
+samples from the model it trains). Both run fp32 on all cores, in processes of their own, in turns;
+the first batches of each are left out. The random model hardly ever draws EOS, so that responses
+have full length.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def measure(side: str, arguments: argparse.Namespace, folder: Path) -> list[floa
     environment = os.environ | {
         "OMP_NUM_THREADS": str(arguments.threads),
         "PYTHONPATH": str(REPOSITORY),
+        "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -159,7 +161,10 @@ def run_ours(setting: Setting, folder: Path) -> list[float]:
                 "rollouts_per_prompt": GROUP_SIZE,
                 "max_tokens_per_microbatch": max(4096, longest),
             },
-            "rollout": {"max_response_tokens": setting.max_response_tokens},
+            "rollout": {
+                "max_response_tokens": setting.max_response_tokens,
+                "enforce_eager": True,  # compiled is no faster at these sizes
+            },
             "reward": {"kind": "exact"},
             "objective": {"method": "gspo", "eps_low": 3e-3, "eps_high_max": 3e-3},
         },

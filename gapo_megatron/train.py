@@ -24,7 +24,7 @@ from gapo_megatron.objective import make_batch
 from gapo_megatron.objective.diagnostics import count_by_correct
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.model import read_hf_config
-from gapo_megatron.rollout import RolloutEngine
+from gapo_megatron.rollout import RolloutEngine, check_engine
 from gapo_megatron.types import Group, Prompt
 from gapo_megatron.weight_sync import first_sequences, prompts_as_sequences, sync
 
@@ -41,13 +41,15 @@ def train(config: Config) -> None:
     checkpoint.check_writable(run_dir)
     check_sinks(config.metrics)
     rewards.check_kind(config.reward.kind)
-    checkpoint.check_model(run_dir, read_hf_config(config.model.hf_dir))
+    hf_config = read_hf_config(config.model.hf_dir)
+    checkpoint.check_model(run_dir, hf_config)
     tokenizer = load_tokenizer(config.model.hf_dir)
     problems, held_out = _read_problems(config, tokenizer)
     launch.seed_everything(config.run.seed)
     world = launch.start(
         config.parallel.timeout_s, cpu_kv_cache_gib=config.rollout.cpu_kv_cache_gib
     )
+    check_engine(config, hf_config, world.device, world_size=world.world_size)
 
     groups = initialize(config.parallel)
     policy = Policy.build(config, groups, world.device)
@@ -59,7 +61,7 @@ def train(config: Config) -> None:
     if resumed:
         first_step = resumed.step
         source.load_state_dict(resumed.trainer_state["source"])
-    engine = RolloutEngine(config, policy.hf_config, device=world.device)
+    engine = RolloutEngine(config, hf_config, device=world.device)
     probe = prompts_as_sequences(problems, config.rollout.verify_sequences)
     sync(policy, engine, probe, policy_version=first_step)
 

@@ -168,6 +168,7 @@ def _launch(module: str, arguments: argparse.Namespace, settings: Sequence[str])
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # an idle thread leaves its core to the other rank
         "PYTHONPATH": os.pathsep.join(
             filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
         ),

@@ -13,11 +13,17 @@ from gapo_megatron.policy import Policy, log_probs
 from gapo_megatron.rollout import RolloutEngine, WeightCheck, sync_weights, verify_weights
 from gapo_megatron.types import Batch, Prompt
 
+_PROBE_TOKENS = 256
+"""Response tokens of a probe: enough to see a wrong weight, few enough to score at once."""
+
 
 def sync(
     policy: Policy, engine: RolloutEngine, probe: Batch, *, policy_version: int
 ) -> WeightCheck:
     """Give the engine the policy's weights and prove it by the log-probs of `probe`.
+
+    The trainer scores the probe first, a sequence at a time, while a sleeping engine leaves it the
+    memory.
 
     Args:
         policy: unchanged.
@@ -34,23 +40,22 @@ def sync(
     Raises:
         WeightSyncError: tensors or log-probs do not agree; on every rank.
     """
+    microbatches = [
+        pack(probe, [i], align=policy.sequence_multiple, device=policy.device)
+        for i in range(len(probe))
+    ]
+    values = log_probs(policy, microbatches, temperature=1.0)
+    holder = [[part.cpu().numpy() for part in values if part is not None]]
     sync_weights(engine, policy.iterate_hf_weights(), policy_version=policy_version)
-    microbatch = pack(
-        probe, range(len(probe)), align=policy.sequence_multiple, device=policy.device
-    )
-    (values,) = log_probs(policy, [microbatch], temperature=1.0)
-    holder: list[list[np.ndarray]] = [[]]
-    if values is not None:
-        sizes = [len(ids) for ids in probe.response_ids]
-        holder = [[part.numpy() for part in values.cpu().split(sizes)]]
     last = dist.get_world_size() - 1
     dist.broadcast_object_list(holder, src=last, group=engine.gloo_group)
     return verify_weights(engine, probe.prompt_ids, probe.response_ids, holder[0])
 
 
 def first_sequences(batch: Batch, count: int) -> Batch:
-    """A probe: the first `count` sequences of a batch."""
-    return _probe(batch.prompt_ids[:count], batch.response_ids[:count])
+    """A probe: the first `count` sequences of a batch, cut after a few hundred response tokens."""
+    responses = [ids[:_PROBE_TOKENS] for ids in batch.response_ids[:count]]
+    return _probe(batch.prompt_ids[:count], responses)
 
 
 def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Batch:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
@@ -70,7 +71,9 @@ class RolloutEngine:
         self.policy_version = -1
         self.eos_token_ids = eos_token_ids(config.model.hf_dir)
         self._tp_size = config.rollout.tensor_parallel_size
-        self.gloo_group = dist.new_group(backend="gloo")
+        self.gloo_group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=config.parallel.timeout_s)
+        )
         with _trainer_random_state(), _trainer_num_threads():
             try:
                 self.llm = LLMEngine.from_engine_args(
@@ -151,6 +154,9 @@ class RolloutEngine:
         """
         self.schedule.require(Phase.GENERATING, "generate")
         self._check_prompts(prompts, max_response_tokens)
+        # What was generated or scored before must not decide what is cached now: a resumed run
+        # starts from an empty cache, and its bits must be the same.
+        self.llm.reset_prefix_cache()
         requests: dict[str, tuple[Sequence[int], SamplingParams]] = {}
         for i, prompt in enumerate(prompts):
             for sample in range(num_samples):

@@ -1,28 +1,28 @@
 """Supervised training with the same policy: `python -m gapo_megatron.sft CONFIG.toml [overrides]`.
 
-Makes the folder `model.hf_dir` that GAPO starts from (the demo's warm start): `supervised.initial_hf_dir`
-trained on prompt/response lines by the negative log-likelihood of the response tokens.
+Makes the folder `model.hf_dir` that GAPO starts from (the demo's warm start): the model of
+`supervised.initial_hf_dir`, trained on prompt/response lines by the negative log-likelihood of the
+response tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from rich.progress import Progress
+from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron import launch
 from gapo_megatron.batching import pack, plan, sequence_lengths
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.convert import read_hf, write_hf
 from gapo_megatron.data import load_tokenizer
+from gapo_megatron.data.schema import encode_prompt, read_jsonl
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.policy import Policy, initialize, update
 from gapo_megatron.types import Batch
@@ -42,12 +42,16 @@ def train_supervised(config: Config) -> float:
     if settings is None:
         raise ConfigError("supervised: this command needs a [supervised] section in the config")
     tokenizer = load_tokenizer(settings.initial_hf_dir)
-    examples = _read_examples(Path(settings.train_path), tokenizer)
+    examples = _read_examples(settings.train_path, tokenizer, config)
 
     world = launch.start(config.parallel.timeout_s)
     groups = initialize(config.parallel)
     start = config.model_copy(
-        update={"model": config.model.model_copy(update={"hf_dir": settings.initial_hf_dir})}
+        update={
+            "model": config.model.model_copy(update={"hf_dir": settings.initial_hf_dir}),
+            # The likelihood is that of the model itself, whatever rollouts are sampled at.
+            "rollout": config.rollout.model_copy(update={"temperature": 1.0}),
+        }
     )
     policy = Policy.build(start, groups, world.device)
     policy.load_hf_weights(read_hf(settings.initial_hf_dir))
@@ -61,13 +65,16 @@ def train_supervised(config: Config) -> float:
             loss = _supervised_step(policy, next(batches), config, learning_rate)
             progress.update(bar, advance=1, description=f"supervised  loss {loss:.3f}")
     weights = policy.iterate_hf_weights()
-    write_hf(weights, source_dir=settings.initial_hf_dir, output_dir=config.model.hf_dir, write=world.rank == 0)
+    write_hf(
+        weights,
+        source_dir=settings.initial_hf_dir,
+        output_dir=config.model.hf_dir,
+        write=world.rank == 0,
+    )
     return loss
 
 
-def _supervised_step(
-    policy: Policy, batch: Batch, config: Config, learning_rate: float
-) -> float:
+def _supervised_step(policy: Policy, batch: Batch, config: Config, learning_rate: float) -> float:
     groups = policy.groups
     (minibatch,) = plan(
         sequence_lengths(batch),
@@ -105,29 +112,23 @@ def _learning_rate(peak: float, step: int, num_steps: int) -> float:
     return peak * (1.0 - 0.9 * (step - warmup) / max(num_steps - warmup, 1))
 
 
-def _read_examples(path: Path, tokenizer: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Token ids of every prompt and response (EOS appended)."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+def _read_examples(
+    path: str, tokenizer: PreTrainedTokenizerBase, config: Config
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Token ids of every prompt, as in training with rewards, and of every response, with EOS."""
     examples = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            item = json.loads(line)
-            prompt, response = item["prompt"], item["response"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise DataError(f"{path}:{number}: needs an object with prompt and response: {error}") from None
-        encode = tokenizer.encode
-        ids = encode(prompt, add_special_tokens=False), encode(response, add_special_tokens=False)
-        examples.append(
-            (
-                np.array(ids[0], dtype=np.int32),
-                np.array([*ids[1], tokenizer.eos_token_id], dtype=np.int32),
+    for number, row in read_jsonl(path, keys=("prompt", "response")):
+        prompt = encode_prompt(row["prompt"], tokenizer, chat_template=config.data.chat_template)
+        response = tokenizer.encode(row["response"], add_special_tokens=False)
+        response.append(tokenizer.eos_token_id)
+        length = len(prompt) + len(response)
+        if not prompt or length > config.max_sequence_tokens:
+            raise DataError(
+                f"{path}:{number}: {len(prompt)} prompt and {len(response)} response tokens; the "
+                "prompt must have one, and data.max_prompt_tokens + rollout.max_response_tokens "
+                f"({config.max_sequence_tokens}) must hold both"
             )
-        )
-    if not examples:
-        raise DataError(f"{path}: holds no examples")
+        examples.append((np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32)))
     return examples
 
 

@@ -55,7 +55,7 @@ def read_prompts(
         if row["id"] in line_of:
             raise DataError(f"{where}: id {row['id']!r} was used in line {line_of[row['id']]}")
         line_of[row["id"]] = number
-        token_ids = _encode(row["prompt"], tokenizer, chat_template=chat_template)
+        token_ids = encode_prompt(row["prompt"], tokenizer, chat_template=chat_template)
         if not 0 < len(token_ids) <= max_prompt_tokens:
             raise DataError(
                 f"{where}: the prompt of {row['id']!r} has {len(token_ids)} tokens; "
@@ -127,9 +127,10 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _encode(
+def encode_prompt(
     text: str, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool
 ) -> tuple[int, ...]:
+    """Tokens of a prompt as the model sees it, special tokens and template included."""
     if chat_template:
         # The template writes every special token itself.
         text = tokenizer.apply_chat_template(

@@ -85,7 +85,8 @@ def transformer_config(
     hf_config: PretrainedConfig, config: Config, groups: ParallelGroups, device: torch.device
 ) -> TransformerConfig:
     """Megatron-core's config of the model, the layout and the precision."""
-    fused = has_transformer_engine(device)
+    precision = precision_settings(config.model.precision)
+    fused = has_transformer_engine(device, precision["params_dtype"])
     recompute_settings: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -128,7 +129,7 @@ def transformer_config(
         bias_activation_fusion=fused,
         persist_layer_norm=fused,
         apply_rope_fusion=fused,
-        **precision_settings(config.model.precision),
+        **precision,
         **recompute_settings[config.model.recompute],
     )
 
@@ -137,9 +138,13 @@ def _leave_undefined(weight: Tensor) -> Tensor:
     return weight
 
 
-def has_transformer_engine(device: torch.device) -> bool:
-    """Transformer Engine's layers are used: installed, and on a GPU."""
-    return device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+def has_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
+    """Transformer Engine's layers are used: installed, on a GPU, and not in fp32.
+
+    It has no fp32 attention for packed sequences.
+    """
+    is_installed = importlib.util.find_spec("transformer_engine") is not None
+    return device.type == "cuda" and dtype != torch.float32 and is_installed
 
 
 class PolicyModel(GPTModel):
@@ -152,7 +157,7 @@ class PolicyModel(GPTModel):
         groups: ParallelGroups,
         device: torch.device,
     ) -> None:
-        self.uses_transformer_engine = has_transformer_engine(device)
+        self.uses_transformer_engine = has_transformer_engine(device, config.params_dtype)
         vocab_size = hf_config.vocab_size
         super().__init__(
             config=config,

@@ -88,8 +88,13 @@ class Policy:
 
     @property
     def sequence_multiple(self) -> int:
-        """Packed tokens must be a multiple: under sequence parallelism ranks share them equally."""
-        return self.groups.tp_size if self.config.parallel.sequence_parallel else 1
+        """Packed tokens must be a multiple of it.
+
+        Under sequence parallelism ranks share them equally, and an fp8 matrix product takes
+        multiples of 16 on each rank.
+        """
+        ranks = self.groups.tp_size if self.config.parallel.sequence_parallel else 1
+        return ranks * (16 if self.config.model.precision == "fp8" else 1)
 
     @torch.no_grad()
     def load_hf_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -88,7 +88,9 @@ def update(
 
     Raises:
         DivergenceError: a loss or the gradient is not finite, on every rank alike; weights,
-            optimizer state and `num_updates` are what they were.
+            optimizer state and `num_updates` are what they were. Hidden states that are not
+            finite raise it in the forward pass already, on the ranks that hold them: there the
+            launcher ends the others.
     """
     config = policy.config.optimizer
     if learning_rate is None:

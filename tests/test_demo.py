@@ -127,3 +127,12 @@ def test_seeds_are_compared_by_the_interval_of_their_gains(demo, tmp_path):
     text = demo.console.file.getvalue()
     # Gains 37.5, 43.75 and 50.0 points: mean 43.75, half width 4.3027 x 6.25 / sqrt(3) = 15.53.
     assert "+43.8  [+28.2, +59.3]" in text
+
+
+def test_other_settings_have_a_folder_of_their_own(demo):
+    """A second method must not continue, and so report, the first one's finished run."""
+    folders = set()
+    for overrides in ([], ["objective.method=gspo"], ["objective.method=grpo"]):
+        settings = demo._settings(_arguments(*overrides), 0)
+        folders |= {line for line in settings if line.startswith("run.output_dir=")}
+    assert len(folders) == 3

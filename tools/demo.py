@@ -9,6 +9,7 @@ continues where it was; delete its folder to start over.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import subprocess
 import sys
@@ -101,6 +102,8 @@ def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
     marks = {"seed": seed, "ranks": arguments.world_size, "tp": arguments.tp, "pp": arguments.pp}
     usual = {"seed": 0, "ranks": 1, "tp": 1, "pp": 1}
     suffix = "".join(f"_{key}{value}" for key, value in marks.items() if value != usual[key])
+    if arguments.overrides:  # other settings are another run: it must not continue this one
+        suffix += "_" + hashlib.sha256(" ".join(arguments.overrides).encode()).hexdigest()[:6]
     root = config.run.output_dir
     paths = {
         "run.output_dir": root,

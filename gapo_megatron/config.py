@@ -140,6 +140,8 @@ class ObjectiveConfig(_Section):
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"method {self.method!r} is not one of {', '.join(METHODS)}{hint}")
         method = self.resolve()
+        if method.eps_low >= 1 and not method.stop_gradient_ratio:
+            raise ValueError(f"eps_low ({method.eps_low}) must be below 1: ratios are positive")
         if method.eps_high_max < method.eps_low and not method.stop_gradient_ratio:
             raise ValueError(
                 f"eps_high_max ({method.eps_high_max}) must be at least eps_low ({method.eps_low})"

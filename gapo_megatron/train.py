@@ -112,6 +112,7 @@ def train(config: Config) -> None:
                 data_parallel_size=groups.dp_size,
                 keep_zero_advantage=config.objective.needs_every_sequence,
             )
+        with stopwatch("sleep"):
             engine.sleep()
         learned = learn(policy, batch, packing, config, stopwatch)
         with stopwatch("sync"):

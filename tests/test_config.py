@@ -197,6 +197,10 @@ def test_wrong_value_names_field_value_and_rule(
             ["max_tokens_per_microbatch (2000)", "max_prompt_tokens", "= 2112"],
         ),
         (
+            ["objective.eps_low=3", "objective.eps_high_max=5"],
+            ["eps_low (3.0)", "below 1"],
+        ),
+        (
             ["objective.eps_high_max=2e-3"],
             ["eps_high_max (0.002)", "at least", "eps_low (0.003)"],
         ),

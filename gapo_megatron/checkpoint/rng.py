@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ def save(path: Path) -> None:
         },
         path,
     )
+    with open(path, "rb") as file:  # another node could not flush what this one wrote
+        os.fsync(file.fileno())
 
 
 def load(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,12 +11,13 @@ import torch.distributed as dist
 
 from gapo_megatron.batching import pack
 from gapo_megatron.config import Config
-from gapo_megatron.objective import diagnostics, kl_penalty, policy_loss
 from gapo_megatron.metrics import Stopwatch
+from gapo_megatron.objective import diagnostics, kl_penalty, policy_loss
 from gapo_megatron.policy import Policy, log_probs, update
 from gapo_megatron.types import Batch, Microbatch, Minibatch, Plan
 
 Sums = dict[str, torch.Tensor]
+"""Metrics on their way: name -> sum over sequences or tokens; a name in `_max` is a maximum."""
 
 
 def learn(
@@ -23,21 +25,26 @@ def learn(
 ) -> dict[str, float]:
     """Take one optimizer step per mini-batch of `plan`.
 
-    The old log-probs of mini-batch 1 are its own forward pass, detached: no weight has moved yet. The
-    others come from one pass at the rollout weights, packed exactly as their update will be, so
+    The old log-probs of mini-batch 1 are its own forward pass, detached: no weight has moved yet.
+    The others come from one pass at the rollout weights, packed exactly as their update will be, so
     that a ratio differs from 1 only because weights do.
 
     Args:
         policy: at the weights that generated `batch`; moved by `len(plan.minibatches)` updates.
         batch: the same on every rank.
         plan: the same on every rank; this rank computes its data-parallel share.
-        config: method, clip widths, temperature.
+        config: of the run: method, coefficients, rollouts per prompt, response limit.
         stopwatch: counts the stages `old_log_probs` and `update`.
 
     Returns:
-        Metrics of the step, the same on every rank.
+        Metrics of the step, the same bits on every rank. Means over mini-batches: `loss/policy`,
+        the clipped surrogate alone, and `optim/grad_norm`, of the whole loss, before clipping.
+        Means over computed response tokens: `mismatch/*` (trainer to rollout engine at equal
+        weights), `loss/kl` and `loss/entropy` (without their coefficients; where these are not 0).
+        `skip/token_share` is of prompt and response tokens. The rest: `diagnostics.summarize`.
 
-    Collectives: those of the forward and backward passes, then one gather of metrics over all ranks.
+    Collectives: per mini-batch those of `policy.step.log_probs` (all mini-batches first), then
+    those of `policy.step.update`; one gather of metrics over all ranks at the end.
 
     Raises:
         DivergenceError: a loss or gradient is not finite; the weights are those before that update.
@@ -75,32 +82,26 @@ def learn(
     return _summarize(totals, plan, grad_norms, result.learning_rate)
 
 
+@dataclass(frozen=True)
 class _MinibatchLoss:
     """The loss of micro-batch i of one mini-batch, with every denominator in it: ranks only add."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        minibatch: Minibatch,
-        microbatches: Sequence[Microbatch],
-        old_log_probs: Sequence[torch.Tensor | None] | None,
-        ref_log_probs: Sequence[torch.Tensor | None] | None,
-        config: Config,
-    ) -> None:
-        self.batch = batch
-        self.minibatch = minibatch
-        self.microbatches = microbatches
-        self.old_log_probs = old_log_probs
-        self.ref_log_probs = ref_log_probs
-        self.config = config
-        self.method = config.objective.resolve()
+    batch: Batch
+    minibatch: Minibatch
+    microbatches: Sequence[Microbatch]
+    old_log_probs: Sequence[torch.Tensor | None] | None
+    """Per micro-batch [R] float32; None as a whole: the current ones, detached."""
+    ref_log_probs: Sequence[torch.Tensor | None] | None
+    """Per micro-batch [R] float32; None as a whole: no KL term."""
+    config: Config
 
     def __call__(
         self, i: int, log_probs: torch.Tensor, entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, Sums]:
-        """Loss (scalar) and additive metric sums of micro-batch i; `log_probs`, `entropy` are [R]."""
+        """Scalar float64 loss and additive metrics; `log_probs` and `entropy` are [R] float32."""
         microbatch, objective = self.microbatches[i], self.config.objective
         old = log_probs.detach() if self.old_log_probs is None else self.old_log_probs[i]
+        assert old is not None  # losses, like log-probs, exist on the last pipeline stage only
         index = torch.tensor(microbatch.indices, dtype=torch.int64)
         device = log_probs.device
         advantages = self.batch.advantages[index].to(device)
@@ -115,9 +116,8 @@ class _MinibatchLoss:
             num_tokens_global=self.minibatch.num_tokens_global,
             num_sequences_global=self.minibatch.num_sequences_global,
             max_response_tokens=self.config.rollout.max_response_tokens,
-            method=self.method,
+            method=objective.resolve(),
         )
-        loss = result.loss
         sums = diagnostics.per_correct_sums(
             result,
             sequence_ids=microbatch.sequence_ids,
@@ -126,22 +126,31 @@ class _MinibatchLoss:
             group_size=self.config.batch.rollouts_per_prompt,
             num_response_tokens=self.batch.num_response_tokens[index].to(device),
         )
+        sums["loss"] = result.loss.detach()
+        sums["tokens"] = torch.tensor(float(len(log_probs)), dtype=torch.float64)
+        sums |= self._mismatch(old, microbatch)
+
+        loss = result.loss
         denominator = max(self.minibatch.num_tokens_global, 1)
         if self.ref_log_probs is not None:
-            kl = kl_penalty(log_probs, self.ref_log_probs[i]).sum()
+            reference = self.ref_log_probs[i]
+            assert reference is not None
+            kl = kl_penalty(log_probs, reference).sum()
             loss = loss + objective.kl_coef * kl / denominator
-            sums["kl"] = kl.detach().double()
+            sums["kl"] = kl.detach()
         if entropy is not None:
-            loss = loss - objective.entropy_coef * entropy.sum() / denominator
-            sums["entropy"] = entropy.detach().double().sum()
-        sums["loss"] = loss.detach().double()
-        sums["tokens"] = torch.tensor(float(len(log_probs)), dtype=torch.float64)
-        if len(log_probs):
-            rollout = np.concatenate([self.batch.rollout_log_probs[j] for j in microbatch.indices])
-            mismatch = (old - torch.from_numpy(rollout).to(device)).abs().double()
-            sums["mismatch"] = mismatch.sum()
-            sums["mismatch_max"] = mismatch.max()
+            total = entropy.double().sum()
+            loss = loss - objective.entropy_coef * total / denominator
+            sums["entropy"] = total.detach()
         return loss, sums
+
+    def _mismatch(self, old: torch.Tensor, microbatch: Microbatch) -> Sums:
+        """How far the rollout engine's log-probs are from the trainer's at the same weights."""
+        if not microbatch.indices:
+            return {}
+        rollout = np.concatenate([self.batch.rollout_log_probs[i] for i in microbatch.indices])
+        mismatch = (old - torch.from_numpy(rollout).to(old.device)).abs().double()
+        return {"mismatch": mismatch.sum(), "mismatch_max": mismatch.max()}
 
 
 def _add(totals: Sums, sums: Mapping[str, torch.Tensor]) -> None:
@@ -169,18 +178,19 @@ def _summarize(
     totals: Sums, plan: Plan, grad_norms: list[float], learning_rate: float
 ) -> dict[str, float]:
     num_updates = len(plan.minibatches)
-    tokens = max(float(totals.get("tokens", 0.0)), 1.0)
+    num_tokens = max(float(totals["tokens"]), 1.0)
+    num_fed = plan.num_tokens_skipped + plan.num_tokens_computed
+    nothing = torch.zeros(())
     metrics = {
-        "loss/policy": float(totals.get("loss", 0.0)) / num_updates,
+        "loss/policy": float(totals["loss"]) / num_updates,
         "optim/grad_norm": sum(grad_norms) / num_updates,
         "optim/learning_rate": learning_rate,
-        "mismatch/mean_abs_log_prob_diff": float(totals.get("mismatch", 0.0)) / tokens,
-        "mismatch/max_abs_log_prob_diff": float(totals.get("mismatch_max", 0.0)),
-        "skip/token_share": plan.num_tokens_skipped
-        / max(plan.num_tokens_skipped + plan.num_tokens_computed, 1),
+        "mismatch/mean_abs_log_prob_diff": float(totals.get("mismatch", nothing)) / num_tokens,
+        "mismatch/max_abs_log_prob_diff": float(totals.get("mismatch_max", nothing)),
+        "skip/token_share": plan.num_tokens_skipped / max(num_fed, 1),
     }
     if "kl" in totals:
-        metrics["loss/kl"] = float(totals["kl"]) / tokens
+        metrics["loss/kl"] = float(totals["kl"]) / num_tokens
     if "entropy" in totals:
-        metrics["loss/entropy"] = float(totals["entropy"]) / tokens
+        metrics["loss/entropy"] = float(totals["entropy"]) / num_tokens
     return metrics | diagnostics.summarize(totals)

@@ -93,15 +93,18 @@ class Seen:
 
 @dataclass
 class Report:
-    """What one rank saw of a step."""
+    """What one rank saw of one step, or of several."""
 
     updates: list[Seen]
     metrics: dict[str, float]
+    """Of the last step."""
     after: dict[str, Tensor]
 
 
-def run_learn(config: Config, groups: Sequence[Group], *, num_minibatches: int) -> Report:
-    """One step on this rank, from verdicts to weights. The default process group must be up."""
+def run_learn(
+    config: Config, groups: Sequence[Group], *, num_minibatches: int, num_steps: int = 1
+) -> Report:
+    """Steps on this rank, from verdicts to weights. The default process group must be up."""
     parallel = initialize(config.parallel)
     policy = Policy.build(config, parallel, "cpu")
     policy.load_hf_weights(policy_setup.read_weights(Path(config.model.hf_dir)))
@@ -117,7 +120,8 @@ def run_learn(config: Config, groups: Sequence[Group], *, num_minibatches: int) 
         keep_zero_advantage=config.objective.needs_every_sequence,
     )
     with record(policy) as updates:
-        metrics = learn(policy, batch, packing, config, Stopwatch())
+        for _ in range(num_steps):
+            metrics = learn(policy, batch, packing, config, Stopwatch())
     report = Report(updates, metrics, after=copies(policy))
     destroy()
     return report

@@ -1,0 +1,267 @@
+"""`learn` on one rank: old log-probs, penalties, denominators and metrics of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gapo_megatron.types import Group, Outcome, Verdict
+from tests.dist import single_rank
+from tests.distributed.policy_setup import save_model
+from tests.learn_setup import (
+    GROUP_SIZE,
+    NUM_MINIBATCHES,
+    VERDICTS,
+    Report,
+    expected_update,
+    load_model,
+    make_config,
+    make_groups,
+    run_learn,
+)
+from tests.peers.reference import in_float64
+
+GROUPS = make_groups(VERDICTS, seed=1)
+MINIBATCHES = [GROUPS[:5], GROUPS[5:]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    save_model(path, "qwen2_tied")
+    return path
+
+
+def step(
+    folder: Path,
+    groups: Sequence[Group] = GROUPS,
+    *,
+    num_minibatches: int = NUM_MINIBATCHES,
+    num_steps: int = 1,
+    **sections: dict[str, Any],
+) -> Report:
+    config = make_config(folder, **sections)
+    return run_learn(config, groups, num_minibatches=num_minibatches, num_steps=num_steps)
+
+
+def positions(groups: Sequence[Group], *, active: bool) -> list[int]:
+    """Places in the batch of all valid rollouts, or of those with A != 0."""
+    return [
+        number * GROUP_SIZE + i
+        for number, group in enumerate(groups)
+        for i, reward in enumerate(group.rewards)
+        if reward == reward and (not active or {0.0, 1.0} <= set(group.rewards))
+    ]
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_single_mini_batch_has_ratio_one(folder: Path) -> None:
+    report = step(folder, num_minibatches=1)
+    (update,) = report.updates
+    assert sorted(update.ratios) == positions(GROUPS, active=True)
+    assert set(update.ratios.values()) == {1.0} and not any(update.clipped.values())
+    for key, value in report.metrics.items():
+        if key.startswith(("clip/", "ratio/")):
+            assert value == 0.0, key
+    # With s = 1 the loss is the mean of -A: in float64, where no log-prob enters.
+    model = load_model(folder)
+    expected = expected_update(model, GROUPS, old=model, config=make_config(folder))
+    assert report.metrics["loss/policy"] == pytest.approx(expected.loss, abs=1e-15)
+
+
+def test_a_pass_of_its_own_gives_the_ratio_one_too(folder: Path) -> None:
+    """The first update cannot move a weight: the old pass must have the bits of the second's."""
+    groups = make_groups(("wwww", "cccc", "wwww", "cwww", "ccww", "cwcc"))
+    report = step(folder, groups, optimizer={"weight_decay": 0.0})
+    first, second = report.updates
+    assert first.ratios == {} and first.grad_norm == 0.0
+    assert len(second.ratios) == 12 and set(second.ratios.values()) == {1.0}
+    assert not any(second.clipped.values())
+
+
+def test_metrics_are_means_over_what_was_computed(folder: Path) -> None:
+    metrics = step(folder).metrics
+    old = load_model(folder)
+    config = make_config(folder)
+    difference, fed = [], {True: 0, False: 0}
+    for number, groups in enumerate(MINIBATCHES):
+        active = positions(groups, active=True)
+        # At the initial weights, also for the second mini-batch.
+        expected = expected_update(old, groups, old=old, config=config)
+        for i in range(len(groups) * GROUP_SIZE):
+            group = groups[i // GROUP_SIZE]
+            rollout = group.rollouts[i % GROUP_SIZE]
+            fed[i in active] += len(group.prompt.token_ids) + len(rollout.token_ids) - 1
+            if i in active:
+                difference.append(expected.log_probs[i] - torch.from_numpy(rollout.log_probs))
+        assert active, number
+    gap = torch.cat(difference).abs()
+    # float32 log-probs of order 5, to about 1e-6.
+    assert metrics["mismatch/mean_abs_log_prob_diff"] == pytest.approx(float(gap.mean()), abs=1e-6)
+    assert metrics["mismatch/max_abs_log_prob_diff"] == pytest.approx(float(gap.max()), abs=5e-6)
+    assert metrics["skip/token_share"] == fed[False] / (fed[True] + fed[False])
+    assert metrics["optim/learning_rate"] == config.optimizer.learning_rate
+
+
+def penalties(
+    model: nn.Module, reference: nn.Module, groups: Sequence[Group], *, temperature: float
+) -> tuple[Tensor, Tensor, int]:
+    """Sums over all valid response tokens, with autograd: k3 KL and entropy; their number."""
+    kl = entropy = torch.zeros((), dtype=torch.float64)
+    num_tokens = 0
+    for group in groups:
+        for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
+            if reward != reward:
+                continue
+            tokens = torch.tensor([*group.prompt.token_ids, *rollout.token_ids.tolist()])
+            rows = slice(len(group.prompt.token_ids) - 1, -1)
+            labels = torch.from_numpy(rollout.token_ids).long()[:, None]
+            log_p = (model(tokens[None]).logits[0, rows] / temperature).log_softmax(-1)
+            with torch.no_grad():
+                log_q = (reference(tokens[None]).logits[0, rows] / temperature).log_softmax(-1)
+            d = (log_q - log_p).gather(1, labels)
+            kl = kl + (d.exp() - d - 1).sum()
+            entropy = entropy - (log_p.exp() * log_p).sum()
+            num_tokens += len(labels)
+    return kl, entropy, num_tokens
+
+
+@pytest.mark.parametrize(
+    "coefficients",
+    [{"kl_coef": 0.5}, {"entropy_coef": 0.1}, {"kl_coef": 0.5, "entropy_coef": 0.1}],
+    ids=lambda coefficients: "+".join(coefficients),
+)
+def test_kl_and_entropy_count_for_every_sequence(
+    folder: Path, coefficients: dict[str, float]
+) -> None:
+    report = step(folder, num_steps=2, objective=coefficients)
+    config = make_config(folder)
+    # The second step: the policy, the one that sampled and the reference are three.
+    updates = report.updates[NUM_MINIBATCHES:]
+    initial, old = load_model(folder), load_model(folder, updates[0].weights)
+    sums = torch.zeros(3, dtype=torch.float64)
+    losses = []
+    for number, (update, groups) in enumerate(zip(updates, MINIBATCHES, strict=True)):
+        start = number * len(groups) * GROUP_SIZE
+        # A group without advantage is computed too, but not a rollout without a verdict.
+        assert sorted(update.ratios) == [start + i for i in positions(groups, active=False)]
+        model = load_model(folder, update.weights)
+        expected = expected_update(model, groups, old=old, config=config)
+        losses.append(expected.loss)
+        assert update.loss == pytest.approx(expected.loss, abs=2e-7)
+
+        model = in_float64(model)
+        kl, entropy, num_tokens = penalties(
+            model, in_float64(initial), groups, temperature=config.rollout.temperature
+        )
+        penalty = coefficients.get("kl_coef", 0.0) * kl / num_tokens
+        penalty = penalty - coefficients.get("entropy_coef", 0.0) * entropy / num_tokens
+        weights = dict(model.named_parameters())
+        extra = torch.autograd.grad(penalty, list(weights.values()))
+        for name, gradient in zip(weights, extra, strict=True):
+            whole = expected.gradients[name] + gradient
+            # As in test_policy_reference: float32, 2e-6 measured there.
+            error = (update.gradients[name].double() - whole).norm()
+            assert error <= 1e-5 * whole.norm(), (number, name)
+            # What is added is far more than what is tolerated.
+            assert gradient.norm() > 1e-3 * whole.norm(), name
+        sums += torch.tensor([float(kl), float(entropy), num_tokens], dtype=torch.float64)
+    assert report.metrics["loss/policy"] == pytest.approx(sum(losses) / 2, abs=2e-7)
+    for name, total in zip(("kl", "entropy"), sums[:2], strict=True):
+        if f"{name}_coef" in coefficients:
+            # k3 is a difference of order 1e-4 of numbers of order 1e-2: float32 log-probs (1e-6)
+            # leave an error of 1e-8, an entropy one of 1e-6.
+            found = report.metrics[f"loss/{name}"]
+            assert found == pytest.approx(float(total / sums[2]), rel=1e-6, abs=1e-7)
+            assert found > 1e-5
+        else:
+            assert f"loss/{name}" not in report.metrics
+
+
+def test_a_batch_without_advantage_moves_nothing(folder: Path) -> None:
+    groups = make_groups(("wwww", "cccc", "wwwu", "uuuu"))
+    report = step(folder, groups, optimizer={"weight_decay": 0.0})
+    for update in report.updates:
+        assert update.ratios == {} and update.loss == 0.0 and update.grad_norm == 0.0
+        assert not any(bool(gradient.any()) for gradient in update.gradients.values())
+    assert equal(report.after, report.updates[0].weights)
+    assert report.metrics["loss/policy"] == report.metrics["optim/grad_norm"] == 0.0
+    assert report.metrics["skip/token_share"] == 1.0
+    assert "clip/fraction_sequences" not in report.metrics  # a mean over nothing
+
+
+def replace_rollout(group: Group, *, number: int, num_tokens: int) -> Group:
+    rollouts = list(group.rollouts)
+    rollouts[number] = replace(
+        rollouts[number],
+        token_ids=np.full(num_tokens, 3, dtype=np.int32),
+        log_probs=np.zeros(num_tokens, dtype=np.float32),
+    )
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def test_an_unknown_verdict_leaves_every_denominator(folder: Path) -> None:
+    assert VERDICTS[2] == "cwuc"
+    short, long = ([*GROUPS], [*GROUPS])
+    short[2] = replace_rollout(GROUPS[2], number=2, num_tokens=1)
+    long[2] = replace_rollout(GROUPS[2], number=2, num_tokens=24)
+    losses = {}
+    for aggregation in ("token_mean", "sequence_mean", "constant"):
+        one, other = (
+            step(folder, groups, objective={"aggregation": aggregation}) for groups in (short, long)
+        )
+        # What it said does not matter, to a bit.
+        assert equal(one.after, other.after), aggregation
+        changed = {key for key in one.metrics if one.metrics[key] != other.metrics[key]}
+        assert changed == {"skip/token_share"}, aggregation
+        losses[aggregation] = one.updates[0].loss
+    # 19 rollouts of 20 have a verdict. Ratios of 1: exact in float64.
+    lengths = [
+        len(rollout.token_ids)
+        for group in MINIBATCHES[0]
+        for rollout, reward in zip(group.rollouts, group.rewards, strict=True)
+        if reward == reward
+    ]
+    assert len(lengths) == 19 and losses["constant"] != 0
+    per_token = losses["constant"] * 19 * make_config(folder).rollout.max_response_tokens
+    assert losses["token_mean"] * sum(lengths) == pytest.approx(per_token, rel=1e-14)
+    # Nor does it count as wrong.
+    verdicts = list(GROUPS[2].verdicts)
+    verdicts[2] = Verdict(Outcome.WRONG)
+    wrong = [*GROUPS]
+    wrong[2] = replace(GROUPS[2], verdicts=tuple(verdicts))
+    assert step(folder, wrong).updates[0].loss != step(folder).updates[0].loss
+
+
+def test_an_unknown_verdict_narrows_the_clip_of_its_group(folder: Path) -> None:
+    """k is the group's own: at c = 2 a group of three has less room than a group of four."""
+    groups = make_groups((*VERDICTS[:5], "ccuw", *VERDICTS[6:]), seed=1)
+    start = 5 * GROUP_SIZE
+    ratios = step(folder, groups).updates[1].ratios
+    deviation, highest = max((ratios[start + i] - 1, i) for i in (0, 1))
+    assert deviation > 1e-4
+    # The first update knows no clip, so the same ratio comes back. eps_high(2) is eps_low plus 1/2
+    # of the range at k = 3 and plus 2/3 at k = 4: 0.9 and 1.13 of the deviation.
+    widths = {"eps_low": 0.2 * deviation, "eps_high_max": 1.6 * deviation}
+    update = step(folder, groups, objective=widths).updates[1]
+    assert update.ratios[start + highest] == ratios[start + highest]
+    assert update.clipped[start + highest]
+    known = replace(groups[5], verdicts=(*groups[5].verdicts[:2], *[Verdict(Outcome.WRONG)] * 2))
+    whole = step(folder, [*groups[:5], known, *groups[6:]], objective=widths).updates[1]
+    assert not whole.clipped[start + highest]

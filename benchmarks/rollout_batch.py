@@ -43,7 +43,7 @@ class Setting:
 
 
 SMALL = Setting(128, 4, 512, 32, 32, num_batches=8, warmup=3)
-LARGE = Setting(512, 8, 512, 8, 512, num_batches=3, warmup=1)
+LARGE = Setting(512, 8, 512, 8, 512, num_batches=1, warmup=1)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron import launch
 from gapo_megatron.batching import pack, plan, sequence_lengths
-from gapo_megatron.config import Config, load_config
+from gapo_megatron.config import Config, ObjectiveConfig, load_config
 from gapo_megatron.convert import read_hf, write_hf
 from gapo_megatron.data import load_tokenizer
 from gapo_megatron.data.schema import encode_prompt, read_jsonl
@@ -32,15 +33,23 @@ def train_supervised(config: Config) -> float:
     """Train `supervised.num_steps` steps and write the result to `model.hf_dir`.
 
     Returns:
-        Mean loss per response token of the last step, the same on every rank.
+        Mean loss per response token of the last step, before its update; the same on every rank.
+
+    Collectives: creates the process group; every rank trains, rank 0 writes.
 
     Raises:
-        ConfigError: no [supervised] section.
+        ConfigError: no [supervised] section, or `model.hf_dir` is no place for the result.
         DataError: names the file and the line.
     """
     settings = config.supervised
     if settings is None:
         raise ConfigError("supervised: this command needs a [supervised] section in the config")
+    target = Path(config.model.hf_dir)
+    if target.is_file() or target.resolve() == Path(settings.initial_hf_dir).resolve():
+        raise ConfigError(
+            f"model.hf_dir ({target}) is where supervised training writes its result: it must be a "
+            "folder, new or to be replaced, and not supervised.initial_hf_dir"
+        )
     tokenizer = load_tokenizer(settings.initial_hf_dir)
     examples = _read_examples(settings.train_path, tokenizer, config)
 
@@ -51,6 +60,7 @@ def train_supervised(config: Config) -> float:
             "model": config.model.model_copy(update={"hf_dir": settings.initial_hf_dir}),
             # The likelihood is that of the model itself, whatever rollouts are sampled at.
             "rollout": config.rollout.model_copy(update={"temperature": 1.0}),
+            "objective": ObjectiveConfig(),  # neither reference weights nor entropy
         }
     )
     policy = Policy.build(start, groups, world.device)
@@ -75,6 +85,7 @@ def train_supervised(config: Config) -> float:
 
 
 def _supervised_step(policy: Policy, batch: Batch, config: Config, learning_rate: float) -> float:
+    """One update on `batch`, the same on every rank; its loss before, on every rank. Collective."""
     groups = policy.groups
     (minibatch,) = plan(
         sequence_lengths(batch),
@@ -129,6 +140,8 @@ def _read_examples(
                 f"({config.max_sequence_tokens}) must hold both"
             )
         examples.append((np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32)))
+    if not examples:
+        raise DataError(f"{path}: holds no examples")
     return examples
 
 

@@ -14,7 +14,7 @@ from gapo_megatron.rollout import RolloutEngine, WeightCheck, sync_weights, veri
 from gapo_megatron.types import Batch, Prompt
 
 _PROBE_TOKENS = 256
-"""Response tokens of a probe: enough to see a wrong weight, few enough to score at once."""
+"""Scored tokens of a sequence at most: enough to see a wrong weight, few enough to cost nothing."""
 
 
 def sync(
@@ -34,7 +34,7 @@ def sync(
     Returns:
         The largest difference of log-probs at temperature 1, the same on every rank.
 
-    Collectives: those of `Policy.iterate_hf_weights` and of the forward pass; a broadcast of the
+    Collectives: those of the forward pass, then of `Policy.iterate_hf_weights`; a broadcast of the
     trainer's log-probs from the last rank, which holds the head; a gather of the differences.
 
     Raises:
@@ -44,7 +44,7 @@ def sync(
         pack(probe, [i], align=policy.sequence_multiple, device=policy.device)
         for i in range(len(probe))
     ]
-    values = log_probs(policy, microbatches, temperature=1.0)
+    values = log_probs(policy, microbatches, temperature=1.0) if microbatches else []
     holder = [[part.cpu().numpy() for part in values if part is not None]]
     sync_weights(engine, policy.iterate_hf_weights(), policy_version=policy_version)
     last = dist.get_world_size() - 1
@@ -53,13 +53,15 @@ def sync(
 
 
 def first_sequences(batch: Batch, count: int) -> Batch:
-    """A probe: the first `count` sequences of a batch, cut after a few hundred response tokens."""
-    responses = [ids[:_PROBE_TOKENS] for ids in batch.response_ids[:count]]
-    return _probe(batch.prompt_ids[:count], responses)
+    """A probe: the first `count` sequences of a batch."""
+    return _probe(batch.prompt_ids[:count], batch.response_ids[:count])
 
 
 def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Batch:
-    """A probe before the first rollout: prompts whose first token is given and the rest scored."""
+    """A probe before the first rollout: prompts, the first token given and the others scored.
+
+    Prompts of one token say nothing; of such alone the probe is empty, and everything passes.
+    """
     tokens = [np.array(prompt.token_ids, dtype=np.int32) for prompt in prompts]
     tokens = [ids for ids in tokens if len(ids) > 1][:count]
     return _probe([ids[:1] for ids in tokens], [ids[1:] for ids in tokens])
@@ -69,7 +71,7 @@ def _probe(prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> Batc
     count = len(prompt_ids)
     return Batch(
         prompt_ids=prompt_ids,
-        response_ids=response_ids,
+        response_ids=[ids[:_PROBE_TOKENS] for ids in response_ids],
         rollout_log_probs=[],
         advantages=torch.zeros(count, dtype=torch.float64),
         num_correct=torch.zeros(count, dtype=torch.int64),

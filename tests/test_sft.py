@@ -1,50 +1,85 @@
-"""Supervised training: what it reads, and how its learning rate moves."""
+"""Supervised training: what it reads, how its learning rate moves, and what it makes."""
+
+from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
-from gapo_megatron.config import parse_config
-from gapo_megatron.data import arithmetic
+from gapo_megatron.config import Config, parse_config
+from gapo_megatron.data import arithmetic, load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.policy import destroy
 from gapo_megatron.sft import _learning_rate, _read_examples, train_supervised
+
+LINES = [
+    {"prompt": f"{a}+{b}=", "response": f"{a}+{b}>{a + b}"} for a in (1, 2, 3) for b in (1, 2, 3)
+]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    arithmetic.write_tokenizer(["1+2=3>45", "67890+"], folder)
-    return AutoTokenizer.from_pretrained(folder)
+def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two layers with a tokenizer of characters."""
+    folder: Path = tmp_path_factory.mktemp("initial")
+    tokenizer = arithmetic.write_tokenizer(["1+2=3>45", "67890+"], folder)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+        )
+    ).save_pretrained(folder)
+    return folder
 
 
-def config(**supervised):
-    return parse_config(
-        {
-            "run": {"output_dir": "out", "num_steps": 1},
-            "model": {"hf_dir": "model", "precision": "fp32"},
-            "data": {"train_path": "train.jsonl", "max_prompt_tokens": 6},
-            "rollout": {"max_response_tokens": 6},
-            "reward": {"kind": "exact"},
-            **supervised,
-        },
-        source="test",
-    )
+@pytest.fixture(scope="module")
+def tokenizer(initial: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(initial)
 
 
-def write(path, *rows):
+def config(**sections: dict[str, Any]) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"output_dir": "out", "num_steps": 1},
+        "model": {"hf_dir": "model", "precision": "fp32"},
+        "data": {"train_path": "train.jsonl", "max_prompt_tokens": 6},
+        "rollout": {"max_response_tokens": 6},
+        "reward": {"kind": "exact"},
+        "batch": {"max_tokens_per_microbatch": 32},
+    }
+    for section, values in sections.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    return parse_config(tree, source="test")
+
+
+def write(path: Path, *rows: dict[str, str]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def test_examples_are_tokens_with_one_eos(tmp_path, tokenizer):
+def test_examples_are_tokens_with_one_eos(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "1+2=", "response": "3"})
     ((prompt, response),) = _read_examples(path, tokenizer, config())
     assert tokenizer.decode(prompt) == "1+2="
     assert response.tolist() == [*tokenizer.encode("3"), tokenizer.eos_token_id]
 
 
-def test_bad_examples_name_file_and_line(tmp_path, tokenizer):
+def test_bad_examples_name_file_and_line(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     good = {"prompt": "1+2=", "response": "3"}
     path = write(tmp_path / "long.jsonl", good, {"prompt": "1+2=", "response": "3>" * 6})
     with pytest.raises(DataError, match=r"long\.jsonl:2.*12"):
@@ -52,15 +87,79 @@ def test_bad_examples_name_file_and_line(tmp_path, tokenizer):
     path = write(tmp_path / "key.jsonl", good, good, {"prompt": "1+2="})
     with pytest.raises(DataError, match=r"key\.jsonl:3.*response"):
         _read_examples(path, tokenizer, config())
+    (tmp_path / "torn.jsonl").write_text(json.dumps(good) + '\n{"prompt": "1')
+    with pytest.raises(DataError, match=r"torn\.jsonl:2.*JSON"):
+        _read_examples(str(tmp_path / "torn.jsonl"), tokenizer, config())
+    with pytest.raises(DataError, match=r"empty\.jsonl: holds no examples"):
+        _read_examples(write(tmp_path / "empty.jsonl"), tokenizer, config())
 
 
-def test_learning_rate_rises_then_falls_to_a_tenth():
+def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
     rates = [_learning_rate(1.0, step, 100) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == 1.0
     assert sorted(rates[9:], reverse=True) == rates[9:]
     assert rates[-1] == pytest.approx(0.1, abs=0.011)
 
 
-def test_a_config_without_the_section_is_refused():
+def test_a_config_without_the_section_is_refused() -> None:
     with pytest.raises(ConfigError, match="supervised"):
         train_supervised(config())
+
+
+def test_the_result_never_replaces_where_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    settings = {"initial_hf_dir": str(tmp_path), "train_path": "unused", "num_steps": 1}
+    for target in (tmp_path, tmp_path / "x/..", tmp_path / "file"):
+        with pytest.raises(ConfigError, match=r"model\.hf_dir.*not supervised\.initial_hf_dir"):
+            train_supervised(config(model={"hf_dir": str(target)}, supervised=settings))
+
+
+def negative_log_likelihood(folder: Path, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Of transformers, per response token of LINES, at temperature 1."""
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    total, count = 0.0, 0
+    for line in LINES:
+        prompt, response = tokenizer.encode(line["prompt"]), tokenizer.encode(line["response"])
+        ids = torch.tensor([[*prompt, *response, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            log_p = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        total -= float(log_p.gather(1, ids[0, len(prompt) :, None]).sum())
+        count += len(log_p)
+    return total / count
+
+
+def test_a_run_lowers_the_likelihoods_loss(
+    tmp_path: Path, initial: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    def train(num_steps: int) -> float:
+        supervised = {
+            "initial_hf_dir": str(initial),
+            "train_path": write(tmp_path / "lines.jsonl", *LINES),
+            "num_steps": num_steps,
+            "batch_sequences": len(LINES),
+            "learning_rate": 1e-2,
+        }
+        # Nothing of [objective], and no temperature, has a say.
+        loss = {"kl_coef": 1.0, "entropy_coef": 1.0}
+        settings = config(
+            model={"hf_dir": str(tmp_path / f"after{num_steps}")},
+            rollout={"temperature": 0.5},
+            objective=loss,
+            supervised=supervised,
+        )
+        with patch.dict(os.environ):
+            try:
+                return train_supervised(settings)
+            finally:
+                destroy()
+                dist.destroy_process_group()
+
+    before = negative_log_likelihood(initial, tokenizer)
+    # A mean of float32 log-probs of order 3, to about 1e-6.
+    assert train(1) == pytest.approx(before, abs=3e-6)
+    last = train(20)
+    assert last < 0.5 * before
+    after = negative_log_likelihood(tmp_path / "after20", tokenizer)
+    assert after < last  # the loss is the last step's, before its update
+    assert load_tokenizer(tmp_path / "after20").get_vocab() == tokenizer.get_vocab()
+    assert negative_log_likelihood(initial, tokenizer) == before

@@ -17,6 +17,7 @@ from gapo_megatron.config import Config, load_config
 from gapo_megatron.convert import read_hf, write_hf
 from gapo_megatron.data import PromptSource, load_tokenizer, read_prompts
 from gapo_megatron.dry_run import print_dry_run
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate import evaluate
 from gapo_megatron.learn import learn
 from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_sinks
@@ -41,6 +42,11 @@ def train(config: Config) -> None:
     checkpoint.check_writable(run_dir)
     check_sinks(config.metrics)
     rewards.check_kind(config.reward.kind)
+    if (run_dir / "hf").resolve() == Path(config.model.hf_dir).resolve():
+        raise ConfigError(
+            f"model.hf_dir ({config.model.hf_dir}) must not be run.output_dir/hf: the trained "
+            "model is written there"
+        )
     hf_config = read_hf_config(config.model.hf_dir)
     checkpoint.check_model(run_dir, hf_config)
     tokenizer = load_tokenizer(config.model.hf_dir)

@@ -238,6 +238,8 @@ def test_user_mistakes_are_named_before_any_model_is_built(root: Path, tmp_path:
         train(broken(root, f"data.train_path={tmp_path}/empty.jsonl"))
     with pytest.raises(ConfigError, match=r"reward\.kind"):
         train(broken(root, "reward.kind=code"))
+    with pytest.raises(ConfigError, match=r"model\.hf_dir.*must not be"):
+        train(broken(root, f"model.hf_dir={root}/broken/hf"))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.output_dir"):
         train(broken(root, f"run.output_dir={tmp_path}/file/run"))

@@ -110,8 +110,8 @@ def compare(reports: Sequence[Report], folder: Path, *, where: str) -> list[Expe
 def compare_update(seen: Sequence[Seen], expected: Expected, *, first: int, where: str) -> None:
     """Compare one update; `first` is the mini-batch's first sequence in the batch."""
     assert all(rank.num_microbatches > 1 for rank in seen), where
-    # A float32 log-prob of order 5 has an error of about 1e-6, hence a ratio (a mean over tokens) of
-    # 6e-7 as measured. A loss is a mean of A s with |A| < 1: 2e-8 measured.
+    # A float32 log-prob of order 5 has an error of about 1e-6, hence a ratio (a mean over tokens)
+    # of 6e-7 as measured. A loss is a mean of A s with |A| < 1: 2e-8 measured.
     assert sum(rank.loss for rank in seen) == pytest.approx(expected.loss, abs=2e-7), where
     for rank in seen:
         # Measured: 1e-7 of the norm of all, 2e-6 of the gradient of a weight (a bias of keys, whose

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.batching import pack
+from gapo_megatron.batching import pack, sequence_lengths
 from gapo_megatron.config import Config
 from gapo_megatron.metrics import Stopwatch
 from gapo_megatron.objective import diagnostics, kl_penalty, policy_loss
-from gapo_megatron.policy import Policy, log_probs, update
+from gapo_megatron.policy import Policy, UpdateResult, log_probs, update
 from gapo_megatron.types import Batch, Microbatch, Minibatch, Plan
 
 Sums = dict[str, torch.Tensor]
@@ -41,7 +41,10 @@ def learn(
         the clipped surrogate alone, and `optim/grad_norm`, of the whole loss, before clipping.
         Means over computed response tokens: `mismatch/*` (trainer to rollout engine at equal
         weights), `loss/kl` and `loss/entropy` (without their coefficients; where these are not 0).
-        `skip/token_share` is of prompt and response tokens. The rest: `diagnostics.summarize`.
+        `skip/*`: what was not computed because it could not change the weights, as shares of all
+        prompt and response tokens (`forward`, `old_pass`, `backward`) or of the valid response
+        tokens (`head_backward`), and as a number of optimizer steps (`updates`). The rest:
+        `diagnostics.summarize`.
 
     Collectives: per mini-batch those of `policy.step.log_probs` (all mini-batches first), then
     those of `policy.step.update`; one gather of metrics over all ranks at the end.
@@ -64,8 +67,9 @@ def learn(
             with policy.reference_weights():
                 reference = [log_probs(policy, microbatches) for microbatches in packed]
 
+    lengths = sequence_lengths(batch)
     totals: Sums = {}
-    grad_norms = []
+    results = []
     with stopwatch("update"):
         for minibatch, microbatches, old_log_probs, ref_log_probs in zip(
             plan.minibatches, packed, old, reference, strict=True
@@ -74,12 +78,15 @@ def learn(
                 batch, minibatch, microbatches, old_log_probs, ref_log_probs, config
             )
             result = update(policy, microbatches, loss)
-            grad_norms.append(result.grad_norm)
-            for sums in result.outputs:
+            results.append(result)
+            for microbatch, sums in zip(microbatches, result.outputs, strict=False):
                 _add(totals, sums)
+                if sums["active_rows"] > 0:
+                    num_tokens = lengths[list(microbatch.indices)].sum().double()
+                    _add(totals, {"tokens_backward": num_tokens})
         contributes = groups.is_last_stage and groups.tp_rank == 0
         totals = _add_over_ranks(totals if contributes else {})
-    return _summarize(totals, plan, grad_norms, result.learning_rate)
+    return _summarize(totals, lengths, plan, results)
 
 
 @dataclass(frozen=True)
@@ -175,22 +182,41 @@ def _add_over_ranks(totals: Sums) -> Sums:
 
 
 def _summarize(
-    totals: Sums, plan: Plan, grad_norms: list[float], learning_rate: float
+    totals: Sums, lengths: torch.Tensor, plan: Plan, results: Sequence[UpdateResult]
 ) -> dict[str, float]:
-    num_updates = len(plan.minibatches)
     num_tokens = max(float(totals["tokens"]), 1.0)
-    num_fed = plan.num_tokens_skipped + plan.num_tokens_computed
     nothing = torch.zeros(())
     metrics = {
-        "loss/policy": float(totals["loss"]) / num_updates,
-        "optim/grad_norm": sum(grad_norms) / num_updates,
-        "optim/learning_rate": learning_rate,
+        "loss/policy": float(totals["loss"]) / len(results),
+        "optim/grad_norm": sum(result.grad_norm for result in results) / len(results),
+        "optim/learning_rate": results[-1].learning_rate,
         "mismatch/mean_abs_log_prob_diff": float(totals.get("mismatch", nothing)) / num_tokens,
         "mismatch/max_abs_log_prob_diff": float(totals.get("mismatch_max", nothing)),
-        "skip/token_share": plan.num_tokens_skipped / max(num_fed, 1),
     }
+    metrics |= _skipped(totals, lengths, plan, results)
     if "kl" in totals:
         metrics["loss/kl"] = float(totals["kl"]) / num_tokens
     if "entropy" in totals:
         metrics["loss/entropy"] = float(totals["entropy"]) / num_tokens
     return metrics | diagnostics.summarize(totals)
+
+
+def _skipped(
+    totals: Sums, lengths: torch.Tensor, plan: Plan, results: Sequence[UpdateResult]
+) -> dict[str, float]:
+    fed = max(plan.num_tokens_skipped + plan.num_tokens_computed, 1)
+    num_old = sum(
+        int(lengths[list(indices)].sum())
+        for minibatch in plan.minibatches[1:]
+        for rank in minibatch.microbatches
+        for indices in rank
+    )
+    num_backward = float(totals.get("tokens_backward", torch.zeros(())))
+    num_response = max(sum(minibatch.num_tokens_global for minibatch in plan.minibatches), 1)
+    return {
+        "skip/forward_token_share": plan.num_tokens_skipped / fed,
+        "skip/old_pass_token_share": 1 - num_old / fed,
+        "skip/backward_token_share": 1 - num_backward / fed,
+        "skip/head_backward_token_share": 1 - float(totals["active_rows"]) / num_response,
+        "skip/updates": float(sum(result.is_skipped for result in results)),
+    }

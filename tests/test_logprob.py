@@ -23,10 +23,10 @@ DEVICES = [
 ]
 
 # Absolute error of a log-prob and of an entropy, relative L2 error of dX and dW. bfloat16 inputs
-# are exact in float32, so the first two are errors of float32 sums alone; the gradients are rounded
-# to bfloat16 once on CPU, on CUDA the gradient of the logits is as well (each 1.1e-3 rms).
+# are exact in float32, so the first two are errors of float32 sums alone. The gradient of the
+# logits is rounded to bfloat16, and so are the results (each 1.7e-3 of the norm).
 BOUNDS = {
-    torch.bfloat16: (5e-5, 1e-4, 4e-3, 2e-3),
+    torch.bfloat16: (5e-5, 1e-4, 4e-3, 4e-3),
     torch.float32: (1e-5, 1e-5, 1e-5, 1e-5),
     torch.float64: (1e-12, 1e-12, 1e-12, 1e-12),
 }
@@ -333,7 +333,19 @@ def test_statistics_of_any_shards_merge_to_the_whole(edges: list[int], seed: int
         ({"hidden": torch.zeros(4, 8, dtype=torch.float16)}, r"hidden .*float16"),
         ({"weight": torch.zeros(6, 9)}, r"weight \(6, 9\).*\[V_local, 8\]"),
         ({"weight": torch.zeros(6, 8, dtype=torch.bfloat16)}, r"weight .*bfloat16.*float32"),
-        ({"labels": torch.zeros(3, dtype=torch.int64)}, r"labels \(3,\).*\[4\]"),
+        ({"hidden": torch.zeros(4, 0), "weight": torch.zeros(6, 0)}, r"hidden \(4, 0\).*H > 0"),
+        ({"weight": torch.zeros(0, 8)}, r"weight has no row"),
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, r"labels \(3\).*row \(4\)"),
+        ({"labels": torch.zeros(4, 1, dtype=torch.int64)}, r"labels \(4, 1\)"),
+        ({"row_index": torch.arange(3)}, r"row_index \(3,\).*\[4\]"),
+        ({"row_index": torch.arange(4).int()}, r"row_index .*int32"),
+        ({"row_index": torch.tensor([0, 2, 1, 3])}, r"row_index\[2\] \(1\) must be above"),
+        ({"row_index": torch.tensor([0, 1, 1, 3])}, r"row_index\[2\] \(1\) must be above"),
+        ({"row_index": torch.tensor([0, 1, 2, 4])}, r"row_index\[3\] \(4\).*0\.\.3"),
+        ({"row_index": torch.tensor([-1, 1, 2, 3])}, r"row_index\[0\] \(-1\)"),
+        ({"main_grad": torch.zeros(6, 8).bfloat16()}, r"main_grad .*bfloat16 .*float32"),
+        ({"main_grad": torch.zeros(5, 8)}, r"main_grad \(5, 8\).*\(6, 8\)"),
+        ({"implementation": "triton"}, r"implementation \('triton'\) needs bfloat16 .*cpu"),
         ({"labels": torch.zeros(4, dtype=torch.int32)}, r"labels .*int32"),
         ({"labels": torch.tensor([0, 1, 6, 2])}, r"labels\[2\] \(6\) must be in 0\.\.5"),
         ({"labels": torch.tensor([0, -100, 1, 2])}, r"labels\[1\] \(-100\)"),

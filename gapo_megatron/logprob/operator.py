@@ -3,30 +3,36 @@
 The forward pass keeps two numbers per row (maximum and sum of exponentials); the backward pass
 computes the logits again, only for rows whose log-probability has a non-zero gradient.
 docs/numerics.md says why the logits are float32 and what was measured.
+
+Shapes: T positions, R <= T of them scored (rows), H hidden size, V_local rows of the output layer
+on this rank.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from gapo_megatron.errors import DivergenceError
-from gapo_megatron.logprob.tiles import (
+from gapo_megatron.logprob.checks import check_finite, check_labels, check_rows, check_tensors
+from gapo_megatron.logprob.implementation import Name, choose_implementation
+from gapo_megatron.logprob.statistics import (
     MAXIMUM,
     SUM_EXP,
     TARGET,
     WEIGHTED,
-    gradients,
+    accumulation_dtype,
     merge_stats,
-    softmax_stats,
 )
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+from gapo_megatron.logprob.tiles import add_product_
 
 
 def token_log_probs(
@@ -34,11 +40,15 @@ def token_log_probs(
     weight: torch.Tensor,
     labels: torch.Tensor,
     *,
+    row_index: torch.Tensor | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    main_grad: torch.Tensor | None = None,
     return_entropy: bool = False,
+    implementation: Name | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each row's label: log_softmax(hidden @ weight.T / temperature)[label].
 
@@ -47,34 +57,44 @@ def token_log_probs(
     matrix product allows (docs/numerics.md).
 
     Args:
-        hidden: [R, H] float32, bfloat16 or float64, the same on every tensor-parallel rank.
-            R = response tokens; may be 0.
+        hidden: [T, H] float32, bfloat16 or float64, the same on every tensor-parallel rank; with
+            `sequence_parallel` this rank's positions [T / tp, H], in rank order.
         weight: [V_local, H] like `hidden`: this rank's rows of the output layer.
         labels: [R] int64 token ids in 0..vocab_size-1, the same on every tensor-parallel rank.
+            R = response tokens; may be 0.
+        row_index: [R] int64 positions in 0..T-1 to score, increasing; None: all of them, R = T.
         temperature: the logits are divided by it.
         vocab_start: token id of the first row of `weight`: tp_rank * V_local.
         vocab_size: real tokens over all ranks; later rows of `weight` are padding, which takes no
             part and gets no gradient. None: no padding.
         tp_group: ranks that hold the other shards of the vocabulary; None: `weight` is whole.
+        sequence_parallel: `hidden` is sharded over `tp_group` by positions.
+        main_grad: [V_local, H] in the accumulation dtype: the gradient of `weight` is added to it
+            (Megatron-core's gradient buffer), and `weight` itself gets none. None: autograd's way.
         return_entropy: also return the entropy of each row's distribution, in nats, with gradient.
+        implementation: "torch" or "triton"; None chooses by device (`choose_implementation`).
 
     Returns:
         [R] float32 (float64 for float64 inputs), bitwise the same on every rank of `tp_group`; with
-        `return_entropy` (log-probs, entropy). The gradient of `hidden` is complete on every rank,
-        that of `weight` is the local shard's; both have their input's dtype.
+        `return_entropy` (log-probs, entropy). The gradient of `hidden` is complete on every rank
+        (of its own positions under sequence parallelism), that of `weight` is the local shard's;
+        both are summed in the accumulation dtype and have their input's.
 
-    Collectives: forward, one all-gather over `tp_group`; backward, one all-reduce over `tp_group`
-        if `hidden` needs a gradient. None if R = 0.
+    Collectives, over `tp_group`: forward, an all-gather of `hidden` if `sequence_parallel`, then an
+        all-gather of 3 or 4 numbers a row if R > 0. Backward, if any row has a gradient: that
+        all-gather of `hidden` again; then per block of rows, behind the next block's products, an
+        all-reduce, or under sequence parallelism a reduce to the rank that owns the block.
+        The upstream gradients must be the same on every rank: they say how many blocks there are.
 
     Raises:
-        ValueError: shape, dtype, device, label or vocabulary range; names the argument and the row.
+        ValueError: shape, dtype, device, label, row or vocabulary range; names argument and row.
         DivergenceError: a result is not finite; names the row and what is wrong there.
     """
     tp_size = 1 if tp_group is None else tp_group.size()
     tp_rank = 0 if tp_group is None else tp_group.rank()
+    check_tensors(hidden, weight, labels, row_index, main_grad)
     if vocab_size is None:
         vocab_size = len(weight) * tp_size
-    _check_tensors(hidden, weight, labels)
     if not (0 < temperature < math.inf):
         raise ValueError(f"temperature ({temperature}) must be positive and finite")
     if vocab_start != tp_rank * len(weight):
@@ -85,11 +105,36 @@ def token_log_probs(
         raise ValueError(
             f"vocab_size ({vocab_size}) must be in 1..{tp_size * len(weight)}, all shards' rows"
         )
-    _check_labels(labels, vocab_size)
-    log_probs, entropy = _TokenLogProbs.apply(
-        hidden, weight, labels, 1 / temperature, vocab_start, vocab_size, tp_group, return_entropy
+    check_labels(labels, vocab_size)
+    check_rows(labels, row_index, len(hidden) * (tp_size if sequence_parallel else 1))
+    options = _Options(
+        inverse_temperature=1 / temperature,
+        vocab_start=vocab_start,
+        num_columns=min(max(vocab_size - vocab_start, 0), len(weight)),
+        tp_group=tp_group if tp_size > 1 else None,
+        sequence_parallel=sequence_parallel and tp_size > 1,
+        main_grad=main_grad,
+        with_entropy=return_entropy,
+        code=choose_implementation(hidden, implementation),
     )
+    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, labels, row_index, options)
     return (log_probs, entropy) if return_entropy else log_probs
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What is not differentiated, fixed by the arguments of `token_log_probs`."""
+
+    inverse_temperature: float
+    vocab_start: int
+    num_columns: int
+    """Rows of this rank's weight that are tokens."""
+    tp_group: dist.ProcessGroup | None
+    sequence_parallel: bool
+    main_grad: torch.Tensor | None
+    with_entropy: bool
+    code: Any
+    """tiles or triton_kernels."""
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -99,37 +144,42 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         labels: torch.Tensor,
-        inverse_temperature: float,
-        vocab_start: int,
-        vocab_size: int,
-        tp_group: dist.ProcessGroup | None,
-        with_entropy: bool,
+        row_index: torch.Tensor | None,
+        options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        num_columns = min(max(vocab_size - vocab_start, 0), len(weight))
-        columns = labels - vocab_start
-        stats = softmax_stats(
-            hidden,
-            weight[:num_columns],
-            columns,
-            inverse_temperature=inverse_temperature,
-            with_entropy=with_entropy,
-        )
-        if tp_group is not None and len(hidden):
-            shards = [torch.empty_like(stats) for _ in range(tp_group.size())]
-            dist.all_gather(shards, stats, group=tp_group)
+        columns = labels - options.vocab_start
+        positions = _all_positions(hidden, options)
+        rows = positions if row_index is None else positions.index_select(0, row_index)
+        multiple = options.code.row_multiple(rows)
+        stats = options.code.softmax_stats(
+            _pad(rows, multiple),
+            weight[: options.num_columns],
+            _pad(columns, multiple),
+            inverse_temperature=options.inverse_temperature,
+            with_entropy=options.with_entropy,
+        )[:, : len(rows)].contiguous()
+        if options.tp_group is not None and len(rows):
+            shards = [torch.empty_like(stats) for _ in range(options.tp_group.size())]
+            dist.all_gather(shards, stats, group=options.tp_group)
             # In rank order on every rank: the same bits everywhere.
             stats = functools.reduce(merge_stats, shards)
         maximum, sum_exp = stats[MAXIMUM], stats[SUM_EXP]
         log_sum = sum_exp.log()
         # target - maximum first: exact where they are close, however large both are.
         log_probs = (stats[TARGET] - maximum) - log_sum
-        entropy = log_sum - stats[WEIGHTED] / sum_exp if with_entropy else None
-        _check_finite(log_probs, entropy, hidden, weight[:num_columns], vocab_start)
+        entropy = log_sum - stats[WEIGHTED] / sum_exp if options.with_entropy else None
+        check_finite(
+            log_probs,
+            entropy,
+            rows,
+            row_index,
+            weight[: options.num_columns],
+            options.vocab_start,
+        )
 
-        ctx.save_for_backward(hidden, weight, columns, maximum, sum_exp, entropy)
-        ctx.inverse_temperature = inverse_temperature
-        ctx.num_columns = num_columns
-        ctx.tp_group = tp_group
+        # `hidden` as it came in: neither the gathered positions nor the scored rows are kept.
+        ctx.save_for_backward(hidden, weight, columns, row_index, maximum, sum_exp, entropy)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -138,7 +188,8 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, columns, maximum, sum_exp, entropy = ctx.saved_tensors
+        hidden, weight, columns, row_index, maximum, sum_exp, entropy = ctx.saved_tensors
+        options: _Options = ctx.options
         hidden_needs_grad, weight_needs_grad, *others = ctx.needs_input_grad
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(maximum)
@@ -147,86 +198,162 @@ class _TokenLogProbs(torch.autograd.Function):
             is_active = is_active | (grad_entropy != 0)
         # Rows without gradient (clipped sequences, A = 0) are left out: they would add exact zeros.
         active = is_active.nonzero()[:, 0]
-        all_active = len(active) == len(hidden)
-        rows = slice(None) if all_active else active
+        positions = active if row_index is None else row_index[active]
+        blocks = list(_blocks(positions, len(hidden), weight, options)) if len(active) else []
 
-        grad_weight = None
+        total = None
         if weight_needs_grad:
-            grad_weight = torch.zeros(weight.shape, dtype=maximum.dtype, device=weight.device)
-        grad_hidden = gradients(
-            hidden[rows],
-            weight[: ctx.num_columns],
-            columns[rows],
-            maximum=maximum[rows],
-            sum_exp=sum_exp[rows],
-            grad_log_probs=grad_log_probs[rows],
-            entropy=None if grad_entropy is None else entropy[rows],
-            grad_entropy=None if grad_entropy is None else grad_entropy[rows],
-            inverse_temperature=ctx.inverse_temperature,
-            hidden_needs_grad=hidden_needs_grad,
-            grad_weight=grad_weight,
-        )
-        if grad_hidden is not None:
-            if not all_active:
-                grad_hidden = maximum.new_zeros(hidden.shape).index_copy_(0, active, grad_hidden)
-            if ctx.tp_group is not None and len(hidden):
-                # All rows, not only the active ones: the ranks' sizes then agree even if a caller's
-                # losses should not, and nothing can hang.
-                dist.all_reduce(grad_hidden, group=ctx.tp_group)
-            grad_hidden = grad_hidden.to(hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
+            total = options.main_grad
+            if total is None:
+                # One block rounds each sum once, whatever the dtype; several need room for it.
+                dtype = weight.dtype if len(blocks) <= 1 else maximum.dtype
+                total = torch.zeros_like(weight, dtype=dtype)
+        grad_hidden = torch.zeros_like(hidden) if hidden_needs_grad else None
+        hidden_of = _all_positions(hidden, options) if blocks else hidden
+        summing: _Summing | None = None
+        for block in blocks:
+            rows = active[block.rows]
+            grad_block = _block_gradient(
+                hidden_of.index_select(0, positions[block.rows]),
+                weight[: options.num_columns],
+                columns[rows],
+                maximum=maximum[rows],
+                sum_exp=sum_exp[rows],
+                grad_log_probs=grad_log_probs[rows],
+                entropy=None if grad_entropy is None else entropy[rows],
+                grad_entropy=None if grad_entropy is None else grad_entropy[rows],
+                grad_weight=total,
+                hidden_needs_grad=hidden_needs_grad,
+                options=options,
+            )
+            if grad_hidden is not None and grad_block is not None:
+                # Ranks sum this block while they compute the next one.
+                started = _Summing(grad_block, positions[block.rows], block.owner, options)
+                if summing is not None:
+                    summing.finish(grad_hidden)
+                summing = started
+        if summing is not None and grad_hidden is not None:
+            summing.finish(grad_hidden)
+        grad_weight = None
+        if total is not None and options.main_grad is None:
+            grad_weight = total.to(weight.dtype)
         return grad_hidden, grad_weight, *(None for _ in others)
 
 
-def _check_tensors(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:
-    if hidden.dim() != 2 or hidden.dtype not in DTYPES:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} {hidden.dtype} must be [R, H] in one of {DTYPES}"
-        )
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
-        raise ValueError(
-            f"weight {tuple(weight.shape)} {weight.dtype} must be [V_local, {hidden.shape[1]}] "
-            f"{hidden.dtype} like hidden"
-        )
-    if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
-        raise ValueError(
-            f"labels {tuple(labels.shape)} {labels.dtype} must be [{len(hidden)}] torch.int64"
-        )
-    if not hidden.device == weight.device == labels.device:
-        raise ValueError(
-            f"hidden ({hidden.device}), weight ({weight.device}) and labels ({labels.device}) "
-            "must be on one device"
-        )
+def _all_positions(hidden: torch.Tensor, options: _Options) -> torch.Tensor:
+    """[T, H], gathered over ranks under sequence parallelism."""
+    group = options.tp_group
+    if not options.sequence_parallel or group is None:
+        return hidden
+    shards = [torch.empty_like(hidden) for _ in range(group.size())]
+    dist.all_gather(shards, hidden.contiguous(), group=group)
+    return torch.cat(shards)
 
 
-def _check_labels(labels: torch.Tensor, vocab_size: int) -> None:
-    outside = (labels < 0) | (labels >= vocab_size)
-    if bool(outside.any()):
-        row = int(outside.nonzero()[0])
-        raise ValueError(f"labels[{row}] ({int(labels[row])}) must be in 0..{vocab_size - 1}")
+@dataclass(frozen=True)
+class _Block:
+    """Consecutive active rows; under sequence parallelism of one rank's positions."""
+
+    rows: slice
+    owner: int
+    """Tensor-parallel rank that holds their hidden states; 0 without sequence parallelism."""
 
 
-def _check_finite(
-    log_probs: torch.Tensor,
-    entropy: torch.Tensor | None,
+def _blocks(
+    positions: torch.Tensor, num_local: int, weight: torch.Tensor, options: _Options
+) -> Iterator[_Block]:
+    edges = [0, len(positions)]
+    if options.sequence_parallel and options.tp_group is not None:
+        starts = torch.arange(options.tp_group.size() + 1, device=positions.device) * num_local
+        edges = torch.searchsorted(positions, starts).tolist()
+    step, _ = options.code.block_shape(weight[: options.num_columns])
+    for owner, (begin, end) in enumerate(itertools.pairwise(edges)):
+        for start in range(begin, end, step):
+            yield _Block(slice(start, min(start + step, end)), owner)
+
+
+class _Summing:
+    """The sum of one block's dX over tensor-parallel ranks, on its way."""
+
+    def __init__(
+        self, grad: torch.Tensor, positions: torch.Tensor, owner: int, options: _Options
+    ) -> None:
+        group = options.tp_group
+        self.grad, self.positions, self.owner = grad, positions, owner
+        self.is_mine, self.work = True, None
+        if options.sequence_parallel and group is not None:
+            self.is_mine = owner == group.rank()
+            self.work = dist.reduce(grad, group=group, group_dst=owner, async_op=True)
+        elif group is not None:
+            self.work = dist.all_reduce(grad, group=group, async_op=True)
+
+    def finish(self, grad_hidden: torch.Tensor) -> None:
+        """Wait, and put the sum into this rank's gradient."""
+        if self.work is not None:
+            self.work.wait()
+        if self.is_mine:
+            local = self.positions - self.owner * len(grad_hidden)
+            grad_hidden.index_copy_(0, local, self.grad.to(grad_hidden.dtype))
+
+
+def _block_gradient(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    vocab_start: int,
-) -> None:
-    # Every tensor-parallel rank sees the same values here, so all of them raise, and none waits.
-    finite = log_probs.isfinite()
-    if entropy is not None:
-        finite = finite & entropy.isfinite()
-    if bool(finite.all()):
-        return
-    row = int((~finite).nonzero()[0])
-    message = f"log-probability of row {row} is not finite ({int((~finite).sum())} rows in all): "
-    bad_weight = (~weight.isfinite().all(dim=1)).nonzero()
-    if not bool(hidden[row].isfinite().all()):
-        cause = f"hidden[{row}] is not finite"
-    elif len(bad_weight):
-        cause = f"weight row of token {vocab_start + int(bad_weight[0])} is not finite"
-    else:
-        cause = "its logits overflow, or a weight row of another rank's shard is not finite"
-    raise DivergenceError(message + cause)
+    columns: torch.Tensor,
+    *,
+    maximum: torch.Tensor,
+    sum_exp: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    entropy: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    grad_weight: torch.Tensor | None,
+    hidden_needs_grad: bool,
+    options: _Options,
+) -> torch.Tensor | None:
+    """Add a block's dW to `grad_weight`; return its dX [R_b, H], this shard's share of it.
+
+    All arguments are of the block's rows; dX is in the accumulation dtype.
+    """
+    multiple = options.code.row_multiple(hidden)
+    num_rows, pad = len(hidden), functools.partial(_pad, multiple=multiple)
+    # In padding g = e = 0, and m = 0 and the sum 1: its rows stay finite and add exact zeros.
+    x_b, columns, m, g = map(pad, (hidden, columns, maximum, grad_log_probs))
+    inverse_sum = pad(sum_exp, value=1).reciprocal()
+    h = None if entropy is None else pad(entropy)
+    e = None if grad_entropy is None else pad(grad_entropy)
+    grad_hidden = torch.zeros(x_b.shape, dtype=accumulation_dtype(x_b.dtype), device=x_b.device)
+    _, num_columns = options.code.block_shape(weight)
+    lost, mean_weights = [], []
+    for start in range(0, len(weight), num_columns):
+        w_v = weight[start : start + num_columns]
+        dz, lost_v = options.code.grad_logits(
+            x_b,
+            w_v,
+            columns - start,
+            inverse_temperature=options.inverse_temperature,
+            maximum=m,
+            inverse_sum=inverse_sum,
+            grad_log_probs=g,
+            entropy=h,
+            grad_entropy=e,
+        )
+        if hidden_needs_grad:
+            add_product_(grad_hidden, dz, w_v)
+            if lost_v is not None:
+                lost.append(lost_v)
+                mean_weights.append(w_v.mean(dim=0, dtype=grad_hidden.dtype))
+        if grad_weight is not None:
+            add_product_(grad_weight[start : start + len(w_v)], dz.t(), x_b)
+    if lost:
+        # A row of dz sums to zero over the vocabulary, a rounded one does not: what weights have in
+        # common (a common offset of the logits) would then leak into dX. This gives it back.
+        grad_hidden.addmm_(torch.stack(lost, dim=1), torch.stack(mean_weights))
+    return grad_hidden[:num_rows] if hidden_needs_grad else None
+
+
+def _pad(values: torch.Tensor, multiple: int, *, value: float = 0) -> torch.Tensor:
+    """Rows of `value` after the last one, up to a multiple."""
+    padding = -len(values) % multiple
+    if not padding:
+        return values
+    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, padding), value=value)

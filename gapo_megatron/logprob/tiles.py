@@ -1,30 +1,39 @@
-"""Row blocks x vocabulary tiles: the only place where logits exist, one tile at a time.
+"""The log-prob operator's two computations in torch: the only place where logits exist, by tiles.
 
-Shapes: R rows (response tokens), H hidden size, V columns of this vocabulary shard that are real
-tokens; suffix _b: a block of rows, _v: a tile of columns. z is a tile of logits divided by the
-temperature, in the accumulation dtype: float32 (float64 for float64 inputs).
+Runs on a CPU and on any GPU. Shapes: R rows (response tokens), H hidden size, V columns of this
+vocabulary shard that are real tokens; z is a tile of logits divided by the temperature, in the
+accumulation dtype: float32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
-ROW_MULTIPLE = 16
-"""Rows are zero-padded to a multiple of this: BLAS libraries have kernels of their own,
-with another rounding, for a handful of rows (docs/numerics.md, batch invariance)."""
-
-MAXIMUM, SUM_EXP, TARGET, WEIGHTED = range(4)
-"""Rows of a statistics tensor, which describes the softmax of each row over a set of columns:
-m = max z; sum exp(z - m); z[label], or 0 where the label is not in it; sum exp(z - m) (z - m)."""
+from gapo_megatron.logprob.statistics import (
+    MAXIMUM,
+    WEIGHTED,
+    accumulation_dtype,
+    merge_stats,
+)
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of logits, statistics and gradient sums for inputs of `dtype`."""
-    return torch.promote_types(dtype, torch.float32)
+def row_multiple(hidden: torch.Tensor) -> int:
+    """The caller pads rows to a multiple of this, so that a row's bits depend on it alone.
+
+    BLAS libraries have kernels of their own, with another rounding, for a handful of rows.
+    bfloat16 on a CPU gets products of one size only: nothing is known of oneDNN's choices there
+    (docs/numerics.md, batch invariance).
+    """
+    return 256 if _is_bfloat16_on_cpu(hidden) else 16
+
+
+def block_shape(weight: torch.Tensor) -> tuple[int, int]:
+    """(rows, columns) of one `grad_logits` call, never a function of the number of rows."""
+    num_rows, num_columns = _tile_shape(weight)
+    return 8 * num_rows, num_columns
 
 
 def softmax_stats(
@@ -38,109 +47,100 @@ def softmax_stats(
     """Statistics of every row over this shard's columns.
 
     Args:
-        hidden: [R, H].
+        hidden: [R, H], R a multiple of `row_multiple`.
         weight: [V, H]; V may be 0 (a shard of padding only).
         columns: [R] int64, the label's column here; outside 0..V-1 if another shard owns it.
         inverse_temperature: factor of the logits.
         with_entropy: whether to compute the row WEIGHTED.
 
     Returns:
-        [3 or 4, R] in the accumulation dtype. No collectives.
+        [3 or 4, R] in the accumulation dtype (`statistics`). No collectives.
     """
     num_stats = 4 if with_entropy else 3
-    num_rows = len(hidden)
-    hidden, columns = _pad_rows(hidden), _pad_rows(columns)
-    stats = hidden.new_zeros((num_stats, len(hidden)), dtype=accumulation_dtype(hidden.dtype))
+    dtype = accumulation_dtype(hidden.dtype)
+    stats = torch.zeros((num_stats, len(hidden)), dtype=dtype, device=hidden.device)
     stats[MAXIMUM] = -torch.inf
-    for rows in _row_blocks(hidden, weight):
-        x_b, columns_b = _operand(hidden[rows]), columns[rows]
-        stats_b = [
-            _tile_stats(_logits(x_b, w_v, inverse_temperature), columns_b - tile.start, num_stats)
-            for tile, w_v in _vocab_tiles(weight)
-        ]
-        if stats_b:
-            stats[:, rows] = functools.reduce(merge_stats, stats_b)
-    return stats[:, :num_rows].contiguous()
+    num_rows, num_columns = _tile_shape(weight)
+    with _exact_products(hidden):
+        for tile in _slices(len(weight), num_columns):
+            w_v = _operand(weight[tile])
+            for rows in _slices(len(hidden), num_rows):
+                z = _logits(_operand(hidden[rows]), w_v, inverse_temperature)
+                stats_v = _tile_stats(z, columns[rows] - tile.start, num_stats)
+                stats[:, rows] = merge_stats(stats[:, rows], stats_v)
+    return stats
 
 
-def merge_stats(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Statistics [3 or 4, R] over the union of two disjoint sets of columns, either maybe empty."""
-    maximum = torch.maximum(first[MAXIMUM], second[MAXIMUM])
-    merged = torch.zeros_like(first)
-    merged[MAXIMUM] = maximum
-    for part in (first, second):
-        # An empty set has m = -inf and sums of 0, which any finite shift leaves at 0.
-        shift = torch.where(part[MAXIMUM] == -torch.inf, 0, part[MAXIMUM] - maximum)
-        scale = shift.exp()
-        merged[SUM_EXP] += scale * part[SUM_EXP]
-        merged[TARGET] += part[TARGET]
-        if len(merged) > WEIGHTED:
-            merged[WEIGHTED] += scale * (part[WEIGHTED] + shift * part[SUM_EXP])
-    return merged
-
-
-def gradients(
+def grad_logits(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     columns: torch.Tensor,
     *,
+    inverse_temperature: float,
     maximum: torch.Tensor,
-    sum_exp: torch.Tensor,
+    inverse_sum: torch.Tensor,
     grad_log_probs: torch.Tensor,
     entropy: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
-    inverse_temperature: float,
-    hidden_needs_grad: bool,
-    grad_weight: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """Gradients of log-probs and entropies, from logits computed anew, tile by tile.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradient of the logits of a block of rows and a tile of columns, which it computes anew.
 
-    With p = exp(z - m) / sum_exp over all shards, y the label, h the entropy, g and e the
+    With m the maximum, p = exp(z - m) inverse_sum, y the label, h the entropy, g and e the
     gradients of log-probability and entropy:
 
-        dz = g (1[column = y] - p) - e p (log p + h)
+        dz = (g (1[column = y] - p) - e p (log p + h)) / temperature
 
     Args:
-        hidden: [R, H], the rows whose g or e is not zero.
-        weight: [V, H] as in `softmax_stats`.
-        columns: [R] likewise.
-        maximum: [R] over all shards.
-        sum_exp: [R] over all shards.
-        grad_log_probs: [R] g.
-        entropy: [R] h; None together with `grad_entropy`.
-        grad_entropy: [R] e.
-        inverse_temperature: as in `softmax_stats`.
-        hidden_needs_grad: whether to compute dX.
-        grad_weight: [V, H] in the accumulation dtype; dW of these rows is added. None: not needed.
+        hidden: [R_b, H], R_b a multiple of `row_multiple`, at most `block_shape`.
+        weight: [V_v, H] the tile's rows of the output layer.
+        columns: [R_b] int64, the label's column in the tile; outside 0..V_v-1 if elsewhere.
+        inverse_temperature: factor of the logits.
+        maximum: [R_b] over all shards, in the accumulation dtype like all that follow.
+        inverse_sum: [R_b] 1 / sum exp(z - m) over all shards.
+        grad_log_probs: [R_b] g.
+        entropy: [R_b] h; None together with `grad_entropy`.
+        grad_entropy: [R_b] e.
 
     Returns:
-        dX [R, H] in the accumulation dtype: this shard's share, still to be summed over shards.
+        dz [R_b, V_v] in hidden's dtype, computed in the accumulation dtype and rounded once; and
+        what the rounding took from each row's sum over the tile, [R_b] in the accumulation dtype
+        (None where nothing is rounded).
     """
-    num_rows = len(hidden)
-    hidden, columns, m, g = map(_pad_rows, (hidden, columns, maximum, grad_log_probs))
-    # 1, not 0, in the padding: its rows then stay finite, and with g = e = 0 add exact zeros.
-    inverse_sum = _pad_rows(sum_exp.reciprocal(), value=1)
-    e = None if grad_entropy is None else _pad_rows(grad_entropy)
-    h = None if entropy is None else _pad_rows(entropy)
-    grad_hidden = torch.zeros(
-        hidden.shape, dtype=accumulation_dtype(hidden.dtype), device=hidden.device
-    )
-    for rows in _row_blocks(hidden, weight):
-        x_b = _operand(hidden[rows])
-        for tile, w_v in _vocab_tiles(weight):
-            dz = _grad_logits_(
-                _logits(x_b, w_v, inverse_temperature).sub_(m[rows, None]),
-                columns[rows] - tile.start,
+    dz = torch.empty((len(hidden), len(weight)), dtype=hidden.dtype, device=hidden.device)
+    num_rows, _ = _tile_shape(weight)
+    g = grad_log_probs * inverse_temperature
+    e = None if grad_entropy is None else grad_entropy * inverse_temperature
+    lost = torch.zeros_like(g) if dz.dtype != g.dtype else None
+    with _exact_products(hidden):
+        w_v = _operand(weight)
+        for rows in _slices(len(hidden), num_rows):
+            z = _logits(_operand(hidden[rows]), w_v, inverse_temperature)
+            dz_b = _grad_logits_(
+                z.sub_(maximum[rows, None]),
+                columns[rows],
                 inverse_sum[rows],
-                g[rows] * inverse_temperature,
-                None if h is None else h[rows],
-                None if e is None else e[rows] * inverse_temperature,
-            ).to(x_b.dtype)
-            if hidden_needs_grad:
-                _add_product_(grad_hidden[rows], dz, w_v)
-            if grad_weight is not None:
-                _add_product_(grad_weight[tile], dz.t(), x_b)
-    return grad_hidden[:num_rows] if hidden_needs_grad else None
+                g[rows],
+                None if entropy is None else entropy[rows],
+                None if e is None else e[rows],
+            )
+            dz[rows] = dz_b
+            if lost is not None:
+                lost[rows] = dz_b.sub_(dz[rows]).sum(dim=1)
+    return dz, lost
+
+
+def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left [M, K] @ right [K, N] to total [M, N], accumulated in float32 at least.
+
+    The factors have one dtype; total has it too, or the accumulation dtype.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        with _exact_products(left):
+            total.addmm_(_operand(left), _operand(right))
 
 
 def _tile_stats(z: torch.Tensor, columns: torch.Tensor, num_stats: int) -> torch.Tensor:
@@ -176,33 +176,40 @@ def _grad_logits_(
     return dz.scatter_add_(1, index, torch.where(here, g, 0)[:, None])
 
 
-def _row_blocks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
-    num_rows, _ = _tile_shape(weight)
-    for start in range(0, len(hidden), num_rows):
-        yield slice(start, min(start + num_rows, len(hidden)))
-
-
-def _vocab_tiles(weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield (columns, operand [columns, H]) of every tile, always in the same order."""
-    _, num_columns = _tile_shape(weight)
-    for start in range(0, len(weight), num_columns):
-        tile = slice(start, min(start + num_columns, len(weight)))
-        yield tile, _operand(weight[tile])
+def _slices(size: int, step: int) -> Iterator[slice]:
+    """0..size in pieces of `step`, always in the same order."""
+    for start in range(0, size, step):
+        yield slice(start, min(start + step, size))
 
 
 def _tile_shape(weight: torch.Tensor) -> tuple[int, int]:
-    """(rows, columns): 4 MiB of logits on CPU, 128 MiB on an accelerator, never a function of R."""
-    size, num_columns = (2**20, 2048) if weight.device.type == "cpu" else (2**25, 8192)
+    """(rows, columns): 4 MiB of logits on CPU, 64 MiB on an accelerator, never a function of R."""
+    if _is_bfloat16_on_cpu(weight):
+        return 256, 2048
+    size, num_columns = (2**20, 2048) if weight.device.type == "cpu" else (2**24, 8192)
     return size // max(min(num_columns, len(weight)), 64), num_columns
 
 
-def _pad_rows(values: torch.Tensor, *, value: float = 0) -> torch.Tensor:
-    padding = -len(values) % ROW_MULTIPLE
-    return (
-        F.pad(values, (0, 0) * (values.dim() - 1) + (0, padding), value=value)
-        if padding
-        else values
-    )
+def _is_bfloat16_on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
+
+
+@contextlib.contextmanager
+def _exact_products(hidden: torch.Tensor) -> Iterator[None]:
+    """For bfloat16 on a CPU: let it multiply float32 copies with its bfloat16 instructions.
+
+    Exact, because the copies hold bfloat16 values, and sums stay float32.
+    """
+    if not _is_bfloat16_on_cpu(hidden):
+        yield
+        return
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 def _operand(matrix: torch.Tensor) -> torch.Tensor:
@@ -215,11 +222,3 @@ def _logits(x_b: torch.Tensor, w_v: torch.Tensor, inverse_temperature: float) ->
     dtype = accumulation_dtype(x_b.dtype)
     z = x_b @ w_v.t() if x_b.dtype == dtype else torch.mm(x_b, w_v.t(), out_dtype=dtype)
     return z if inverse_temperature == 1 else z.mul_(inverse_temperature)
-
-
-def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add left @ right, accumulated in total's dtype."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += torch.mm(left, right, out_dtype=total.dtype)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from gapo_megatron import cpu
@@ -33,8 +32,11 @@ class UpdateResult:
     grad_norm: float
     """Of the whole gradient, before clipping; the same on every rank."""
     learning_rate: float
+    is_skipped: bool
+    """The gradient was exactly zero, and nothing moved; the same on every rank."""
     outputs: list[Outputs]
-    """What `loss` returned for each micro-batch; empty except on the last pipeline stage."""
+    """What `loss` returned for each micro-batch, and `active_rows`: how many of its log-probs have
+    a gradient. Empty except on the last pipeline stage."""
 
 
 def log_probs(
@@ -74,6 +76,11 @@ def update(
 ) -> UpdateResult:
     """One optimizer step on the sum of the losses of all micro-batches of all data-parallel ranks.
 
+    What cannot change the weights is left out: rows without gradient in the head's backward pass,
+    the model's whole backward pass of a micro-batch in which no row has one (of the last stage:
+    the others propagate zeros, because the pipeline waits for them), and the optimizer step if the
+    gradient is exactly zero (AdamW would follow old momenta and decay).
+
     Args:
         policy: moved by one step.
         microbatches: this data-parallel rank's; as many as on every other rank. One of padding
@@ -100,9 +107,11 @@ def update(
     def record(index: int, values: Tensor, entropy: Tensor | None) -> tuple[Tensor, Outputs]:
         value, outputs = loss(index, values, entropy)
         losses.append(value.detach())
-        if not value.requires_grad:
-            value = value + 0.0 * values.sum()  # a loss that ignores its input still runs backward
-        return value, outputs
+        num_active = _num_active(value, values, entropy)
+        if not num_active:
+            value = _without_backward(policy, value)
+        active_rows = torch.tensor(float(num_active), dtype=torch.float64)
+        return value, outputs | {"active_rows": active_rows}
 
     with cpu.device_scope():
         for chunk in policy.model:
@@ -112,10 +121,46 @@ def update(
         policy.optimizer.prepare_grads()
         grad_norm = float(policy.optimizer.get_grad_norm())
         _check_finite(policy, losses, grad_norm)
-        optim.set_learning_rate(policy.optimizer, learning_rate)
-        optim.step(policy.optimizer, grad_norm=grad_norm, clip_grad=config.clip_grad)
-    policy.num_updates += 1
-    return UpdateResult(grad_norm, learning_rate, outputs)
+        if grad_norm > 0:
+            optim.set_learning_rate(policy.optimizer, learning_rate)
+            optim.step(policy.optimizer, grad_norm=grad_norm, clip_grad=config.clip_grad)
+            policy.num_updates += 1
+    return UpdateResult(grad_norm, learning_rate, grad_norm == 0, outputs)
+
+
+def _num_active(loss: Tensor, log_probs: Tensor, entropy: Tensor | None) -> int:
+    """Rows whose log-prob or entropy has a gradient. The same on every tensor parallel rank."""
+    inputs = [log_probs] if entropy is None else [log_probs, entropy]
+    if not loss.requires_grad:
+        return 0
+    gradients = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
+    is_active = torch.zeros_like(log_probs, dtype=torch.bool)
+    for gradient in gradients:
+        if gradient is not None:
+            # NaN != 0: it reaches the gradient, where it is reported.
+            is_active |= gradient != 0
+    return int(is_active.sum())
+
+
+def _without_backward(policy: Policy, loss: Tensor) -> Tensor:
+    """`loss` cut off from the model; the stage before still gets its gradient, of zeros."""
+    if policy.groups.is_first_stage:
+        return loss.detach()
+    return _ZeroGradient.apply(loss.detach(), policy.stage.decoder.input_tensor)
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """A value whose gradient at `received` is zero whatever that holds."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, received: Tensor) -> Tensor:
+        ctx.save_for_backward(received)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
+        (received,) = ctx.saved_tensors
+        return None, torch.zeros_like(received)
 
 
 def _check_finite(policy: Policy, losses: list[Tensor], grad_norm: float) -> None:
@@ -186,22 +231,22 @@ def _score(
     policy: Policy, hidden: Tensor, microbatch: Microbatch, temperature: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [R] and entropy [R] (if wanted) from hidden states [T (/ tp), 1, H]."""
-    groups, stage = policy.groups, policy.stage
-    if stage.config.sequence_parallel:
-        # The head completes its gradient on every rank, so backward takes a slice, not a sum.
-        hidden = gather_from_sequence_parallel_region(
-            hidden, tensor_parallel_output_grad=False, group=groups.tp_group
-        )
-    weight = stage.head_weight
+    groups = policy.groups
+    weight: Any = policy.stage.head_weight
     with_entropy = policy.config.objective.entropy_coef > 0
     result: Any = token_log_probs(
-        hidden[:, 0].index_select(0, microbatch.row_index),
+        hidden[:, 0],
         weight,
         microbatch.labels,
+        row_index=microbatch.row_index,
         temperature=temperature or policy.config.rollout.temperature,
         vocab_start=groups.tp_rank * weight.shape[0],
         vocab_size=policy.hf_config.vocab_size,
         tp_group=groups.tp_group if groups.tp_size > 1 else None,
+        sequence_parallel=policy.stage.config.sequence_parallel,
+        # Megatron-core's float32 buffer: no copy of the weight's size, and no rounding between
+        # micro-batches. Its hook then finds no gradient of the head to add.
+        main_grad=weight.main_grad,
         return_entropy=with_entropy,
     )
     return result if with_entropy else (result, None)

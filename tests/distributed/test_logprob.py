@@ -123,9 +123,7 @@ def test_vocabulary_over_ranks_agrees_with_one_rank(
     ranks: list[dict[str, Any]], dtype: torch.dtype, size: int
 ) -> None:
     # float32: logits up to 20, with a last bit of 2e-6, summed in another order by narrower shards.
-    # bfloat16 gradients: a last bit, 2^-8 of a value of order 1, may round the other way.
     atol = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-5}[dtype]
-    grad_atol = 1e-2 if dtype == torch.bfloat16 else atol
     whole = on_shard(dtype, None)
     results = [rank[f"{dtype} over {size}"] for rank in ranks[:size]]
     for name in ("log_probs", "entropy", "grad_hidden"):
@@ -133,8 +131,12 @@ def test_vocabulary_over_ranks_agrees_with_one_rank(
             assert torch.equal(result[name], results[0][name]), f"{name} differs between ranks"
     merged = results[0] | {"grad_weight": torch.cat([r["grad_weight"] for r in results])}
     for name, value in merged.items():
-        bound = grad_atol if name.startswith("grad") else atol
-        assert torch.allclose(value, whole[name], rtol=0, atol=bound), name
+        difference = (value - whole[name]).float()
+        if name.startswith("grad") and dtype == torch.bfloat16:
+            # The gradient of the logits and the result are rounded, each 1.7e-3 of the norm.
+            assert difference.norm() <= 4e-3 * whole[name].float().norm(), name
+        else:
+            assert difference.abs().max() <= atol, name
     assert not merged["grad_weight"][VOCAB_SIZE:].any()
 
 

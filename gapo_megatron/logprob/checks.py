@@ -1,0 +1,108 @@
+"""What the log-prob operator refuses; messages name the argument and, if there is one, the row."""
+
+from __future__ import annotations
+
+import torch
+
+from gapo_megatron.errors import DivergenceError
+from gapo_megatron.logprob.statistics import accumulation_dtype
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def check_tensors(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    row_index: torch.Tensor | None,
+    main_grad: torch.Tensor | None,
+) -> None:
+    """Raise ValueError for a shape, dtype or device that does not fit."""
+    if hidden.dim() != 2 or hidden.dtype not in DTYPES or hidden.shape[1] == 0:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} {hidden.dtype} must be [T, H] in one of {DTYPES}, H > 0"
+        )
+    width = hidden.shape[1]
+    if weight.dim() != 2 or weight.shape[1] != width or weight.dtype != hidden.dtype:
+        raise ValueError(
+            f"weight {tuple(weight.shape)} {weight.dtype} must be [V_local, {width}] "
+            f"{hidden.dtype} like hidden"
+        )
+    if len(weight) == 0:
+        raise ValueError("weight has no row: V_local must be at least 1")
+    rows = hidden if row_index is None else row_index
+    if labels.dim() != 1 or labels.dtype != torch.int64:
+        raise ValueError(f"labels {tuple(labels.shape)} {labels.dtype} must be [R] torch.int64")
+    if row_index is not None and (
+        row_index.shape != labels.shape or row_index.dtype != torch.int64
+    ):
+        raise ValueError(
+            f"row_index {tuple(row_index.shape)} {row_index.dtype} must be [{len(labels)}] "
+            "torch.int64 like labels"
+        )
+    if main_grad is not None and (
+        main_grad.shape != weight.shape or main_grad.dtype != accumulation_dtype(weight.dtype)
+    ):
+        raise ValueError(
+            f"main_grad {tuple(main_grad.shape)} {main_grad.dtype} must be {tuple(weight.shape)} "
+            f"{accumulation_dtype(weight.dtype)}"
+        )
+    for name, tensor in (("weight", weight), ("labels", labels), ("rows", rows)):
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name} ({tensor.device}) must be on hidden's {hidden.device}")
+
+
+def check_rows(labels: torch.Tensor, row_index: torch.Tensor | None, num_rows: int) -> None:
+    """Raise ValueError unless there is one label for each row, in the order of the rows."""
+    if row_index is None:
+        if len(labels) != num_rows:
+            raise ValueError(f"labels ({len(labels)}) must have one entry per row ({num_rows})")
+        return
+    outside = (row_index < 0) | (row_index >= num_rows)
+    outside[1:] |= row_index[1:] <= row_index[:-1]
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise ValueError(
+            f"row_index[{row}] ({int(row_index[row])}) must be above the entry before it and in "
+            f"0..{num_rows - 1}"
+        )
+
+
+def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
+    """Raise ValueError for a label that is no token."""
+    outside = (labels < 0) | (labels >= vocab_size)
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise ValueError(f"labels[{row}] ({int(labels[row])}) must be in 0..{vocab_size - 1}")
+
+
+def check_finite(
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor | None,
+    rows: torch.Tensor,
+    row_index: torch.Tensor | None,
+    weight: torch.Tensor,
+    vocab_start: int,
+) -> None:
+    """Raise DivergenceError for a result that is not finite, with its cause.
+
+    `rows` are the scored hidden states [R, H], row r from position row_index[r] (None: r).
+
+    Every tensor-parallel rank sees the same results, so all of them raise, and none waits.
+    """
+    finite = log_probs.isfinite()
+    if entropy is not None:
+        finite = finite & entropy.isfinite()
+    if bool(finite.all()):
+        return
+    row = int((~finite).nonzero()[0])
+    message = f"log-probability of row {row} is not finite ({int((~finite).sum())} rows in all): "
+    bad_weight = (~weight.isfinite().all(dim=1)).nonzero()
+    if not bool(rows[row].isfinite().all()):
+        position = row if row_index is None else int(row_index[row])
+        cause = f"hidden[{position}] is not finite"
+    elif len(bad_weight):
+        cause = f"weight row of token {vocab_start + int(bad_weight[0])} is not finite"
+    else:
+        cause = "its logits overflow, or a weight row of another rank's shard is not finite"
+    raise DivergenceError(message + cause)

@@ -1,0 +1,47 @@
+"""Which code computes the softmax statistics and the gradients of the logits."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from typing import Any, Literal
+
+import torch
+
+Name = Literal["torch", "triton"]
+
+logger = logging.getLogger(__name__)
+
+
+def choose_implementation(hidden: torch.Tensor, name: Name | None = None) -> Any:
+    """The module whose `softmax_stats` and `grad_logits` serve this tensor's device and dtype.
+
+    Triton for bfloat16 on NVIDIA Hopper and data-centre Blackwell, whose memories its tiles fit;
+    torch elsewhere.
+    The choice is logged once. `name` makes it.
+
+    Raises:
+        ValueError: Triton was asked for, for inputs it does not take.
+    """
+    capability = None
+    if hidden.is_cuda and torch.version.cuda is not None:
+        capability = torch.cuda.get_device_capability(hidden.device)
+    return _choose(hidden.device.type, hidden.dtype, capability, name)
+
+
+@functools.cache
+def _choose(
+    device: str, dtype: torch.dtype, capability: tuple[int, int] | None, name: Name | None
+) -> Any:
+    suits_triton = (capability or (0, 0))[0] in (9, 10) and dtype == torch.bfloat16
+    if name is None:
+        name = "triton" if suits_triton else "torch"
+    elif name == "triton" and not suits_triton:
+        raise ValueError(
+            "implementation ('triton') needs bfloat16 on a GPU of compute capability 9 or 10, not "
+            f"{dtype} on {device} {capability or ''}"
+        )
+    logger.info("log-probs of %s on %s: %s", dtype, device, name)
+    module = {"torch": "tiles", "triton": "triton_kernels"}[name]
+    return importlib.import_module(f"gapo_megatron.logprob.{module}")

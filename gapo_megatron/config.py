@@ -204,6 +204,8 @@ class MetricsConfig(_Section):
     tensorboard: bool = True
     wandb_project: str = ""
     """Weights & Biases project; empty: off."""
+    noise_floor_every_steps: NonNegative = 50
+    """Measure the noise floor (docs/numerics.md) at step 0 and every so many steps (0: never)."""
 
 
 class Config(_Section):

@@ -21,6 +21,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate import evaluate
 from gapo_megatron.learn import learn
 from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_sinks
+from gapo_megatron.noise_floor import watch_noise_floor
 from gapo_megatron.objective import make_batch
 from gapo_megatron.objective.diagnostics import count_by_correct
 from gapo_megatron.policy import Policy, initialize
@@ -120,13 +121,16 @@ def train(config: Config) -> None:
             )
         with stopwatch("sleep"):
             engine.sleep()
+        noise = watch_noise_floor(
+            policy, batch, config, stopwatch, step=step, first_step=first_step
+        )
         learned = learn(policy, batch, packing, config, stopwatch)
         with stopwatch("sync"):
             probe = first_sequences(batch, config.rollout.verify_sequences)
             check = sync(policy, engine, probe, policy_version=step + 1)
 
         counted = count_by_correct(batch, group_size=config.batch.rollouts_per_prompt)
-        metrics = _rollout_metrics(judged) | counted | learned
+        metrics = _rollout_metrics(judged) | counted | learned | noise
         metrics["sync/max_abs_log_prob_diff"] = check.max_abs_diff
         # Before the checkpoint: a kill between the two repeats the step, its line is replaced.
         num_tokens = int(batch.num_response_tokens.sum())

@@ -170,6 +170,12 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ("optimizer.clip_grad=0", "optimizer.clip_grad", "0", "greater than 0"),
         ("checkpoint.keep_last=0", "checkpoint.keep_last", "0", "greater than 0"),
         ("evaluation.temperature=0", "evaluation.temperature", "0", "greater than 0"),
+        (
+            "metrics.noise_floor_every_steps=-1",
+            "metrics.noise_floor_every_steps",
+            "-1",
+            "equal to 0",
+        ),
     ],
 )
 def test_wrong_value_names_field_value_and_rule(

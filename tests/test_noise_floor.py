@@ -1,0 +1,303 @@
+"""The noise floor: what it compares, when it is measured, what it says, and on which ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gapo_megatron import noise_floor
+from gapo_megatron.config import Config
+from gapo_megatron.metrics import Stopwatch
+from gapo_megatron.noise_floor import NoiseFloor, measure_noise_floor, watch_noise_floor
+from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.types import Batch, Microbatch
+from tests.dist import run_distributed, single_rank
+from tests.distributed.policy_setup import make_batch, make_config, read_weights, save_model
+
+BATCH = make_batch(24)
+SHIFT = 1e-3
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp": {"pipeline_model_parallel_size": 2},
+    "dp": {},
+}
+original_log_probs = noise_floor.log_probs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    save_model(path, "qwen2_tied")
+    return path
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> Iterator[Policy]:
+    with single_rank():
+        yield build(make_config(folder))
+        destroy()
+
+
+def build(config: Config) -> Policy:
+    policy = Policy.build(config, initialize(config.parallel), "cpu")
+    policy.load_hf_weights(read_weights(Path(config.model.hf_dir)))
+    return policy
+
+
+def shifted_log_probs(policy: Policy, microbatches: Sequence[Microbatch]) -> list[Any]:
+    """Sequence i of the batch gets (i + 1) * SHIFT a token, but only in company."""
+    values = original_log_probs(policy, microbatches)
+    return [
+        part
+        if part is None or len(m.indices) < 2
+        else part + SHIFT * (torch.tensor(m.indices)[m.sequence_ids] + 1)
+        for m, part in zip(microbatches, values, strict=True)
+    ]
+
+
+def shifts(indices: Sequence[int]) -> list[float]:
+    """|ratio - 1| of sequences `indices` under `shifted_log_probs`."""
+    return [math.expm1(SHIFT * (index + 1)) for index in indices]
+
+
+def only_valid(batch: Batch, valid: Sequence[int]) -> Batch:
+    mask = torch.zeros(len(batch), dtype=torch.bool)
+    mask[list(valid)] = True
+    return replace(batch, valid=mask)
+
+
+# --- what is compared -----------------------------------------------------------------------------
+
+
+def test_fp32_has_a_floor_near_zero(policy: Policy, folder: Path) -> None:
+    found = measure_noise_floor(policy, BATCH, make_config(folder))
+    assert found is not None
+    # A float32 log-prob of order 5 is good to 1e-6, and D is a mean of differences of such.
+    assert 0 <= found.mean <= found.max < 1e-5
+
+
+def test_both_passes_score_the_same_sequences_in_other_company(
+    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[tuple[int, ...]]] = []
+
+    def watched(policy: Policy, microbatches: Sequence[Microbatch]) -> list[Any]:
+        seen.append([m.indices for m in microbatches])
+        assert all(m.tokens.shape[1] <= 128 for m in microbatches)
+        return original_log_probs(policy, microbatches)
+
+    monkeypatch.setattr(noise_floor, "log_probs", watched)
+    batch = only_valid(BATCH, [i for i in range(24) if i % 4 != 1])
+    measure_noise_floor(
+        policy, batch, make_config(folder, batch={"max_tokens_per_microbatch": 128})
+    )
+    together, alone = seen
+    # 18 are valid: every other or third of them, from the first.
+    chosen = [0, 3, 6, 8, 12, 15, 18, 20]
+    assert sorted(index for indices in together for index in indices) == chosen
+    assert 1 < len(together) < len(chosen) and all(len(indices) > 1 for indices in together)
+    order = [index for indices in together for index in indices]
+    assert alone == [(index,) for index in reversed(order)]
+
+
+@pytest.mark.parametrize("method", ["gapo", "grpo", "dr_grpo", "cispo"])
+def test_a_shift_by_packing_is_found_in_the_methods_own_ratio(
+    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(noise_floor, "log_probs", shifted_log_probs)
+    config = make_config(folder, objective={"method": method})
+    found = measure_noise_floor(policy, BATCH, config)
+    assert found is not None
+    chosen = range(0, 24, 3)
+    weights = np.ones(8)
+    if config.objective.resolve().ratio == "token":
+        weights = np.array([len(BATCH.response_ids[i]) for i in chosen])
+    # The floor itself is below 1e-5; of single float32 log-probs of order 10 the spacing is 1e-6.
+    assert found.mean == pytest.approx(np.average(shifts(chosen), weights=weights), abs=1e-5)
+    assert found.max == pytest.approx(shifts([21])[0], abs=1e-5)
+
+
+def test_sequences_without_company_say_nothing(
+    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A micro-batch of one is the other packing already: its zero is left out of the mean."""
+    monkeypatch.setattr(noise_floor, "log_probs", shifted_log_probs)
+    batch = make_batch(3)
+    for i, (prompt, response) in enumerate([(32, 64), (2, 30), (5, 20)]):
+        batch.prompt_ids[i] = np.ones(prompt, dtype=np.int32)
+        batch.response_ids[i] = np.ones(response, dtype=np.int32)
+    config = make_config(folder, batch={"max_tokens_per_microbatch": 96})
+    found = measure_noise_floor(policy, batch, config)
+    assert found is not None
+    assert found.mean == pytest.approx(np.mean(shifts([1, 2])), abs=1e-5)
+
+    caplog.set_level(logging.INFO, logger="gapo_megatron")
+    for valid in ([], [1]):
+        assert watch(policy, only_valid(batch, valid), config) == {}
+        assert "not measured" in caplog.records[-1].message
+
+
+# --- when it is measured, and what it says --------------------------------------------------------
+
+
+def watch(
+    policy: Policy, batch: Batch, config: Config, *, step: int = 0, first_step: int = 0
+) -> dict[str, float]:
+    return watch_noise_floor(policy, batch, config, Stopwatch(), step=step, first_step=first_step)
+
+
+def test_measured_every_so_many_steps_and_recorded_as_an_uninterrupted_run_would(
+    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="gapo_megatron")
+    measured: list[int] = []
+    step = 0
+
+    def measure(*_: Any) -> NoiseFloor:
+        measured.append(step)
+        return NoiseFloor(1e-6, 2e-6)
+
+    monkeypatch.setattr(noise_floor, "measure_noise_floor", measure)
+
+    def run(every: int, first_step: int) -> list[int]:
+        """Steps that recorded something."""
+        nonlocal step
+        measured.clear()
+        config = make_config(folder, metrics={"noise_floor_every_steps": every})
+        recorded = []
+        for step in range(first_step, 8):
+            stopwatch = Stopwatch()
+            metrics = watch_noise_floor(
+                policy, BATCH, config, stopwatch, step=step, first_step=first_step
+            )
+            timed = "time/noise_floor_s" in stopwatch.lap(num_tokens=1)
+            assert timed == (step in measured)
+            if metrics:
+                recorded.append(step)
+        return recorded
+
+    assert run(3, first_step=0) == measured == [0, 3, 6]
+    caplog.clear()
+    assert run(3, first_step=4) == [6]
+    assert measured == [4, 6]
+    assert len(caplog.records) == 2 and "1.0e-06" in caplog.records[0].message
+    assert run(0, first_step=0) == measured == []
+    assert run(0, first_step=4) == measured == []
+    config = make_config(folder)
+    assert config.metrics.noise_floor_every_steps == 50
+
+
+@pytest.mark.parametrize(
+    ("method", "eps_low", "eps_high_max"), [("gapo", 3e-3, 5e-3), ("dapo", 0.2, 0.28)]
+)
+def test_recorded_beside_the_clip_of_the_method(
+    policy: Policy, folder: Path, method: str, eps_low: float, eps_high_max: float
+) -> None:
+    config = make_config(folder, objective={"method": method})
+    found = measure_noise_floor(policy, BATCH, config)
+    assert found is not None
+    assert watch(policy, BATCH, config) == {
+        "numerics/noise_floor_mean": found.mean,
+        "numerics/noise_floor_max": found.max,
+        "numerics/eps_low": eps_low,
+        "numerics/eps_high_max": eps_high_max,
+    }
+
+
+def warnings_at(
+    policy: Policy,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    found: NoiseFloor,
+) -> list[str]:
+    monkeypatch.setattr(noise_floor, "measure_noise_floor", lambda *_: found)
+    caplog.clear()
+    watch(policy, BATCH, config)
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("eps_low", [3e-3, 7e-5])
+def test_warns_exactly_above_a_tenth_of_eps_low(
+    policy: Policy,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    eps_low: float,
+) -> None:
+    def warnings(found: NoiseFloor, **sections: dict[str, Any]) -> list[str]:
+        config = make_config(folder, objective={"eps_low": eps_low}, **sections)
+        return warnings_at(policy, config, monkeypatch, caplog, found)
+
+    bound = 0.1 * eps_low
+    assert warnings(NoiseFloor(bound, max=1.0)) == []
+    (message,) = warnings(NoiseFloor(1.001 * bound, max=1.5 * bound))
+    for figure in (f"{1.001 * bound:.1e}", f"{1.5 * bound:.1e}", f"eps_low ({eps_low:g})"):
+        assert figure in message
+    assert "objective.eps_low and objective.eps_high_max" in message
+
+
+@pytest.mark.parametrize(
+    ("precision", "advice"),
+    [
+        ("fp8", "set model.precision (fp8) to bf16 or fp32, or widen objective.eps_low"),
+        ("bf16", "set model.precision (bf16) to fp32, or widen objective.eps_low"),
+        ("fp32", "model.precision is fp32 already: widen objective.eps_low"),
+    ],
+)
+def test_the_warning_names_what_this_run_can_change(
+    policy: Policy,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    precision: str,
+    advice: str,
+) -> None:
+    config = make_config(folder, model={"precision": precision})
+    (message,) = warnings_at(policy, config, monkeypatch, caplog, NoiseFloor(1e-2, 1e-2))
+    assert advice in message
+
+
+# --- over ranks -----------------------------------------------------------------------------------
+
+
+def over_layouts(folder: Path) -> dict[str, list[Any]]:
+    """Floors by layout: as it is, with a shift, and with one or two sequences for all ranks."""
+    result = {}
+    for name, parallel in LAYOUTS.items():
+        config = make_config(folder, parallel=parallel)
+        policy = build(config)
+        found = [measure_noise_floor(policy, BATCH, config)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(noise_floor, "log_probs", shifted_log_probs)
+            for batch in (BATCH, only_valid(BATCH, [4]), only_valid(BATCH, [0, 4, 5])):
+                found.append(measure_noise_floor(policy, batch, config))
+        destroy()
+        result[name] = [None if one is None else asdict(one) for one in found]
+    return result
+
+
+def test_every_rank_holds_the_same_bits_in_every_layout(folder: Path) -> None:
+    first, second = run_distributed(over_layouts, 2, folder)
+    assert first == second
+    for name, (plain, shifted, one, few) in first.items():
+        # As on one rank: float32 log-probs.
+        assert 0 <= plain["mean"] <= plain["max"] < 1e-5, name
+        assert one is None, name
+        # Two data-parallel ranks score twice as many, and both are in the mean.
+        chosen = [j * 24 // 16 for j in range(16)] if name == "dp" else range(0, 24, 3)
+        assert shifted["mean"] == pytest.approx(np.mean(shifts(chosen)), abs=1e-5), name
+        assert shifted["max"] == pytest.approx(max(shifts(chosen)), abs=1e-5), name
+        # Of three sequences one data-parallel rank gets the longest, which then is alone.
+        lengths = {i: len(BATCH.prompt_ids[i]) + len(BATCH.response_ids[i]) for i in (0, 4, 5)}
+        longest = max(lengths, key=lambda i: lengths[i])
+        company = [i for i in lengths if name != "dp" or i != longest]
+        assert few["mean"] == pytest.approx(np.mean(shifts(company)), abs=1e-5), name

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/numerics.md: errors against float64, batch invariance, toy-size time.
+"""Prints the tables of docs/numerics.md: errors against float64 and batch invariance.
 
     python benchmarks/logprob_numerics.py            (about a minute on one core)
 
@@ -8,7 +8,6 @@ labels anywhere between certain and impossible; "offset" ones with 200 added to 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -78,30 +77,7 @@ def print_invariance() -> None:
     torch.set_num_threads(1)
 
 
-def print_times() -> None:
-    """Lower-quartile CPU time of one thread: 2000 rows, hidden size 128, float32."""
-    for vocab_size in (64, 128, 512):
-        hidden = torch.randn(2000, 128, requires_grad=True)
-        weight = torch.randn(vocab_size, 128, requires_grad=True)
-        labels, upstream = torch.randint(vocab_size, (2000,)), torch.randn(2000)
-        half = upstream * (torch.arange(2000) % 2)
-
-        cells = []
-        for gradient in (None, upstream, half):
-            samples = []
-            for _ in range(40):
-                hidden.grad = weight.grad = None
-                start = time.thread_time()
-                log_probs = token_log_probs(hidden, weight, labels)
-                if gradient is not None:
-                    log_probs.backward(gradient)
-                samples.append(time.thread_time() - start)
-            cells.append(f"{1e3 * sorted(samples)[10]:.1f} ms")
-        print(f"| {vocab_size} | " + " | ".join(cells) + " |")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     print_errors()
     print_invariance()
-    print_times()

@@ -193,11 +193,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden_needs_grad, weight_needs_grad, *others = ctx.needs_input_grad
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(maximum)
-        is_active = grad_log_probs != 0
-        if grad_entropy is not None:
-            is_active = is_active | (grad_entropy != 0)
-        # Rows without gradient (clipped sequences, A = 0) are left out: they would add exact zeros.
-        active = is_active.nonzero()[:, 0]
+        active = _active_rows(grad_log_probs, grad_entropy)
         positions = active if row_index is None else row_index[active]
         blocks = list(_blocks(positions, len(hidden), weight, options)) if len(active) else []
 
@@ -238,6 +234,14 @@ class _TokenLogProbs(torch.autograd.Function):
         if total is not None and options.main_grad is None:
             grad_weight = total.to(weight.dtype)
         return grad_hidden, grad_weight, *(None for _ in others)
+
+
+def _active_rows(grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor | None) -> torch.Tensor:
+    """Rows with a gradient. The others (clipped sequences, A = 0) would add exact zeros."""
+    is_active = grad_log_probs != 0
+    if grad_entropy is not None:
+        is_active = is_active | (grad_entropy != 0)
+    return is_active.nonzero()[:, 0]
 
 
 def _all_positions(hidden: torch.Tensor, options: _Options) -> torch.Tensor:

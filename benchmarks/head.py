@@ -1,0 +1,393 @@
+"""The head operator against its peers: time, extra memory and error as sequences become inactive.
+
+hidden [T, H] and weight [V, H] -> log-prob of each token -> D of each sequence -> clipped GSPO loss
+-> gradients of hidden and weight; the same tensors and the same coefficients for everyone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
+
+from head_providers import CLIPPED_D, PROVIDERS, Batch, Head, Problem, gspo_loss, load_head
+from head_report import load_records, print_report, save_plot
+
+from gapo_megatron.logprob import segment_mean
+
+GUIDE = """\
+First the peers, into a folder of their own (pins: benchmarks/peers.txt), then the benchmark:
+
+  python -m pip install --no-deps -r benchmarks/peers.txt --target /tmp/peers
+  PYTHONPATH=/tmp/peers python benchmarks/head.py --shapes 512x1536x32768
+
+Every provider first runs in a process of its own: its errors against float64, and the memory it
+takes beyond inputs and outputs. What cannot run here is listed with the reason. The rest are then
+timed in this process, in turns. A share f of the sequences is active, that is, their loss has a
+gradient; they are picked such that they hold about that share of the tokens. The others are
+
+  clipped    only D tells, so all rows go in and the backward pass alone can save work
+  compacted  A = 0 is known before: the caller passes on the active rows alone, to every provider
+
+Exact means: largest error of D at most 1e-6 for float32 inputs, 1e-5 for bfloat16. Those that are
+not have a "~" and hollow markers. TFLOP/s are effective: 8 T H V / time, four matrix products.
+Samples go to --output as JSON lines while they come, the plot beside it. --report draws tables and
+plot of such files again, several in one.
+
+providers:
+  ours               token_log_probs; dweight fresh, in the weight's dtype, as of all others
+  ours-main-grad     the same, dweight added to a float32 buffer (Megatron-core's main_grad)
+  naive              all logits, products of float32 factors
+  naive-rounded      all logits, in the inputs' dtype, then a float32 softmax
+  torch              F.linear_cross_entropy in chunks, default options
+  torch-large-chunk  the same, 4096 rows a chunk
+  liger              fused linear scaled cross entropy (CuTe on Hopper, else torch)
+  liger-grpo         fused linear GRPO loss, importance_sampling_level="sequence"
+  cce, cce-filter    cut cross entropy without and with its filter; torch.compile on a CPU
+  verl, verl-triton  FusedLinearForPPO; linear_cross_entropy
+"""
+HEADS = ("1536x151936", "3072x128256", "3584x152064", "8192x152064")
+SHAPES = {
+    "cpu": ["512x1536x32768", "2048x1536x151936"],
+    "cuda": [f"{tokens}x{head}" for head in HEADS for tokens in (16384, 32768, 65536)],
+}
+EXACT = {"float32": 1e-6, "bfloat16": 1e-5}
+GSPO_CLIP = 3e-4
+
+
+def main() -> None:
+    """Measure, or read what was measured; print the tables and save the plot."""
+    arguments = parse_arguments()
+    if arguments.child:
+        task = json.loads(arguments.child)
+        torch.set_num_threads(task["threads"])
+        print(json.dumps(check_alone(task)))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    output: Path = arguments.output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if not arguments.report:
+        torch.set_num_threads(arguments.threads)
+        columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+        progress = Progress(TextColumn("{task.description}"), *columns, console=console)
+        with output.open("w") as lines, progress:
+            write(lines, environment(arguments))
+            for shape in arguments.shapes:
+                for dtype in arguments.dtype:
+                    measure(arguments, shape, dtype, lines, progress)
+    files, plot = arguments.report or [output], output.with_suffix(".png")
+    records = load_records(files)
+    print_report(records, console)
+    save_plot(records, plot)
+    console.print(f"samples: {', '.join(map(str, files))}; plot: {plot}", highlight=False)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Command line; defaults that depend on the device filled in."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=GUIDE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=found, help="%(default)s")
+    parser.add_argument("--shapes", nargs="+", metavar="TxHxV", help=f"here: {SHAPES[found]}")
+    parser.add_argument("--dtype", nargs="+", choices=EXACT, help="both; on a GPU bfloat16")
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=PROVIDERS, help="all")
+    shares = [1, 0.75, 0.5, 0.25, 0]
+    parser.add_argument(
+        "--active", nargs="+", type=float, metavar="F", default=shares, help=f"{shares}; 1 always"
+    )
+    parser.add_argument("--clipped-only", action="store_true", help="leave out compacted")
+    parser.add_argument(
+        "--data", choices=["peaked", "random"], default="peaked", help="%(default)s"
+    )
+    parser.add_argument("--repeats", type=int, help="samples of each; 5 on a CPU, 30 on a GPU")
+    parser.add_argument(
+        "--patience-s",
+        type=float,
+        default=60,
+        help="a provider that has taken this long at one f is not sampled again there: %(default)s",
+    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="on a CPU: %(default)s")
+    parser.add_argument("--output", type=Path, default=Path("runs/head.jsonl"), help="%(default)s")
+    parser.add_argument("--report", nargs="+", type=Path, metavar="JSONL", help="measure nothing")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    cuda = arguments.device == "cuda"
+    arguments.shapes = arguments.shapes or SHAPES[arguments.device]
+    arguments.dtype = arguments.dtype or (["bfloat16"] if cuda else list(EXACT))
+    arguments.active = sorted({1, *arguments.active}, reverse=True)
+    arguments.repeats = arguments.repeats or (30 if cuda else 5)
+    return arguments
+
+
+def measure(
+    arguments: argparse.Namespace, shape: str, dtype: str, lines: TextIO, progress: Progress
+) -> None:
+    """All providers at one shape and dtype: each alone, then every f in turns."""
+    key = {"shape": shape, "dtype": dtype, "data": arguments.data, "device": arguments.device}
+    # With A = 0 known and all or no sequence active, compacting changes or leaves nothing.
+    points = [("clipped", f) for f in arguments.active]
+    if not arguments.clipped_only:
+        points += [("compacted", f) for f in arguments.active if 0 < f < 1]
+    steps = len(arguments.providers) * (1 + len(points) * arguments.repeats)
+    bar = progress.add_task(f"{shape} {dtype}: float64", total=steps)
+    problem = make_problem(*key.values())
+    exact, log_sum = exact_log_probs(problem)
+    heads: dict[str, Head] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        task = key | {"threads": arguments.threads, "exact": f"{folder}/exact.pt"}
+        torch.save((exact, log_sum), task["exact"])
+        for name in arguments.providers:
+            progress.update(bar, description=f"{shape} {dtype}: {name} alone", advance=1)
+            found = run_alone(task | {"provider": name})
+            write(lines, {"kind": "alone", "provider": name} | key | found)
+            if "failed" in found:
+                said = f"not run: {found['failed']}"
+            else:
+                heads[name] = load_head(name, problem)
+                said = f"D error {found['d_error_max']:.1e}, {found['extra_bytes'] >> 20} MiB"
+            progress.console.print(f"{shape} {dtype} {name}: {said}")
+    batch = make_batch(problem, exact, 1.0, "clipped")
+    for name in list(heads):
+        progress.update(bar, description=f"{shape} {dtype}: {name} warms up")
+        try:
+            for _ in range(5 if arguments.device == "cuda" else 1):
+                sample(heads[name], problem, batch, arguments.device)
+        except torch.OutOfMemoryError:
+            write(lines, {"kind": "alone", "provider": name, "failed": "out of memory"} | key)
+            del heads[name]
+    for mode, f in points:
+        batch = make_batch(problem, exact, f, mode)
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in heads}
+        for _ in range(arguments.repeats):
+            for name, head in heads.items():
+                what = f"{shape} {dtype} {mode} f={f:g}: {name}"
+                progress.update(bar, description=what, advance=1)
+                if sum(map(sum, samples[name])) < arguments.patience_s:
+                    samples[name].append(sample(head, problem, batch, arguments.device))
+        for name, pairs in samples.items():
+            forward_s, backward_s = zip(*pairs, strict=True)
+            timed = {"forward_s": forward_s, "backward_s": backward_s}
+            point = {"kind": "time", "provider": name, "mode": mode, "active": f}
+            share = {"active_tokens": batch.num_active_tokens / len(problem.labels)}
+            write(lines, point | share | key | timed)
+        medians = (f"{n} {statistics.median(map(sum, p)):.3g}" for n, p in samples.items())
+        progress.console.print(f"{shape} {dtype} {mode} f={f:g}, seconds:", ", ".join(medians))
+    progress.update(bar, description=f"{shape} {dtype}: done", completed=steps)
+
+
+def run_alone(task: dict[str, Any]) -> dict[str, Any]:
+    """`check_alone` in a new process: what it found, or {"failed": the last line it wrote}."""
+    command = [sys.executable, __file__, "--child", json.dumps(task)]
+    threads = {"OMP_NUM_THREADS": str(task["threads"])}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | threads, check=False
+    )
+    if done.returncode == 0:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    killed = f"killed by signal {-done.returncode}" if done.returncode < 0 else "no message"
+    return {"failed": killed if done.returncode < 0 or not said else said[-1]}
+
+
+def environment(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the figures depend on: machine, versions, command."""
+    versions: dict[str, str | None] = {}
+    for package in ("torch", "triton", "liger-kernel", "cut-cross-entropy", "verl"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    if arguments.device == "cuda":
+        machine = torch.cuda.get_device_name()
+    else:
+        machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        machine += f", {arguments.threads} threads"
+    return {"kind": "run", "machine": machine, "versions": versions, "command": sys.argv}
+
+
+def write(lines: TextIO, record: dict[str, Any]) -> None:
+    """One JSON line, at once."""
+    lines.write(json.dumps(record) + "\n")
+    lines.flush()
+
+
+def make_problem(shape: str, dtype: str, data: str, device: str) -> Problem:
+    """Tensors of a shape "TxHxV", from a fixed seed; lognormal sequences of 1/8 of T on average.
+
+    "random": logits of unit variance, random labels. "peaked": the label's weight planted in its
+    hidden state, so that the mean NLL is about 0.5 and maxima reach 30; other logits deviate by 2.
+    """
+    num_tokens, hidden_size, vocab_size = map(int, shape.split("x"))
+    generator = torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = {"generator": generator, "device": device}
+    weight = torch.randn(vocab_size, hidden_size, dtype=getattr(torch, dtype), **options)
+    weight *= hidden_size**-0.5
+    hidden = torch.randn(num_tokens, hidden_size, **options)
+    labels = torch.randint(vocab_size, (num_tokens,), **options)
+    if data == "peaked":
+        planted = 10 + 18 * torch.rand(num_tokens, 1, **options)
+        hidden = 2 * hidden + planted * weight[labels].float()
+    mean = min(2048, num_tokens / 8)
+    lengths = torch.empty(4 * num_tokens).log_normal_(
+        0, 0.8, generator=torch.Generator().manual_seed(0)
+    )
+    lengths = (lengths * mean / 1.377).long().clamp(1, min(16384, num_tokens // 2))
+    sequence_ids = torch.repeat_interleave(lengths)[:num_tokens].to(device)
+    hidden, weight = (t.to(weight.dtype).requires_grad_() for t in (hidden, weight))
+    return Problem(hidden, weight, labels, sequence_ids, torch.bincount(sequence_ids))
+
+
+def make_batch(problem: Problem, exact: torch.Tensor, active: float, mode: str) -> Batch:
+    """The batch in which a share `active` of the sequences has a gradient, given exact [T]."""
+    counts, ids = problem.counts, problem.sequence_ids
+    num_active = round(active * len(counts))
+    generator = torch.Generator().manual_seed(0)
+    # Of many draws the one whose share of tokens is nearest.
+    draws = torch.stack([torch.randperm(len(counts), generator=generator) for _ in range(2000)])
+    tokens = counts.cpu()[draws[:, :num_active]].sum(1)
+    chosen = draws[(tokens - active * len(ids)).abs().argmin(), :num_active].to(ids.device)
+    is_active = torch.zeros_like(counts, dtype=torch.bool).index_fill_(0, chosen, True)
+    advantages = 1.0 - 2.0 * (torch.arange(len(counts), device=ids.device) % 2)
+    log_ratio = torch.where(is_active, 0, CLIPPED_D * advantages)
+    old = (exact - log_ratio[ids]).float()
+    num_tokens = int(counts[is_active].sum())
+    if mode == "clipped":
+        return Batch(None, problem.labels, ids, counts, old, advantages, num_tokens)
+    rows = is_active[ids].nonzero()[:, 0]
+    kept = (counts[is_active], old[rows], advantages[is_active], num_tokens)
+    return Batch(rows, problem.labels[rows], (is_active.cumsum(0) - 1)[ids[rows]], *kept)
+
+
+def forward(head: Head, problem: Problem, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Loss, and the log-probs where they are to be had."""
+    hidden = problem.hidden if batch.rows is None else problem.hidden[batch.rows]
+    if head.loss is not None:
+        return head.loss(hidden, problem.weight, batch), None
+    log_probs = head.log_probs(hidden, problem.weight, batch.labels)
+    return gspo_loss(log_probs, batch), log_probs.detach()
+
+
+def seconds(device: str, step: Callable[[], Any]) -> tuple[float, Any]:
+    """Time of a step and its result; CUDA events on a GPU."""
+    if device == "cpu":
+        start = time.perf_counter()
+        result = step()
+        return time.perf_counter() - start, result
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    events[0].record()
+    result = step()
+    events[1].record()
+    torch.cuda.synchronize()
+    return events[0].elapsed_time(events[1]) / 1e3, result
+
+
+def sample(head: Head, problem: Problem, batch: Batch, device: str) -> tuple[float, float]:
+    """Seconds of one forward and one backward pass, from a cold L2 cache on a GPU."""
+    problem.hidden.grad = problem.weight.grad = None
+    if device == "cuda":
+        torch.empty(2**28, dtype=torch.uint8, device=device).zero_()
+    forward_s, (loss, _) = seconds(device, lambda: forward(head, problem, batch))
+    backward_s, _ = seconds(device, loss.backward)
+    return forward_s, backward_s
+
+
+def exact_log_probs(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T] log-probs and log-sum-exps in float64, tile by tile."""
+    hidden, weight = problem.hidden.detach().double(), problem.weight.detach()
+    parts = [torch.logsumexp(hidden @ w.double().T, 1) for w in weight.split(4096)]
+    log_sum = torch.stack(parts).logsumexp(0)
+    return (hidden * weight[problem.labels].double()).sum(1) - log_sum, log_sum
+
+
+@torch.no_grad()
+def gradient_errors(
+    head: Head, problem: Problem, batch: Batch, exact: torch.Tensor, log_sum: torch.Tensor
+) -> dict[str, float]:
+    """Relative L2 errors against float64: of dhidden at 64 rows, of dweight at 512 tokens."""
+    leaf = exact.clone().requires_grad_()
+    with torch.enable_grad():
+        (g,) = torch.autograd.grad(gspo_loss(leaf, batch), leaf)
+    hidden, weight, labels = problem.hidden.double(), problem.weight, problem.labels
+    rows = torch.linspace(0, len(labels) - 1, 64, device=g.device).long()
+    d_hidden = weight[labels[rows]].double()
+    for w in weight.split(4096):
+        d_hidden -= (hidden[rows] @ w.double().T - log_sum[rows, None]).exp() @ w.double()
+    tokens = torch.linspace(0, len(weight) - 1, 256, device=g.device).long()
+    tokens = torch.cat([tokens, labels[:256]]).unique()
+    p = (hidden @ weight[tokens].double().T - log_sum[:, None]).exp()
+    d_weight = ((labels[:, None] == tokens).double().sub_(p) * g[:, None]).T @ hidden
+    total = head.main_grad if head.main_grad is not None else problem.weight.grad
+    assert total is not None and problem.hidden.grad is not None
+    pairs = {"hidden": (problem.hidden.grad[rows], d_hidden * g[rows, None])}
+    pairs["weight"] = (total[tokens], d_weight)
+    return {f"d{k}_error": float((a - b).norm() / b.norm()) for k, (a, b) in pairs.items()}
+
+
+def peak_bytes(device: str, *, reset: bool = False) -> int:
+    """Peak of the resident set (of allocated memory on a GPU) since the last reset."""
+    if device == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated()
+    if reset:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def check_alone(task: dict[str, Any]) -> dict[str, Any]:
+    """Errors and extra memory of one provider at f = 1, in this process of its own."""
+    device, settings = task["device"], (task["dtype"], task["data"], task["device"])
+    tiny = make_problem("64x128x512", *settings)
+    tiny_batch = make_batch(tiny, exact_log_probs(tiny)[0], 1.0, "clipped")
+    sample(load_head(task["provider"], tiny), tiny, tiny_batch, device)  # libraries, compilers
+    problem = make_problem(task["shape"], *settings)
+    exact, log_sum = torch.load(task["exact"], map_location=device)
+    batch = make_batch(problem, exact, 1.0, "clipped")
+    head = load_head(task["provider"], problem)
+    before = peak_bytes(device, reset=True)
+    loss, log_probs = forward(head, problem, batch)
+    loss.backward()
+    peak = peak_bytes(device) - before
+    gradients = (problem.hidden.grad, problem.weight.grad)
+    peak -= sum(t.nbytes for t in gradients if t is not None)
+    if log_probs is None:
+        with torch.no_grad():
+            log_probs = head.log_probs(problem.hidden, problem.weight, batch.labels)
+    error = segment_mean(
+        log_probs.double() - exact, batch.sequence_ids, len(batch.counts), batch.counts
+    ).abs()
+    return {
+        "note": head.note,
+        "extra_bytes": peak,
+        "d_error_rms": float(error.square().mean().sqrt()),
+        "d_error_max": float(error.max()),
+        "beyond_gspo_clip": float((error > GSPO_CLIP).double().mean()),
+        "exact": float(error.max()) <= EXACT[task["dtype"]],
+    } | gradient_errors(head, problem, batch, exact, log_sum)
+
+
+if __name__ == "__main__":
+    main()

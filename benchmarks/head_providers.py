@@ -1,0 +1,189 @@
+"""Who takes part in benchmarks/head.py, and the loss all of them feed.
+
+Peers are imported when they are loaded, so that one that is missing stops nobody else.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from gapo_megatron.logprob import segment_mean, token_log_probs
+from gapo_megatron.logprob.implementation import choose_implementation
+
+PROVIDERS = [
+    "ours",
+    "ours-main-grad",
+    "naive",
+    "naive-rounded",
+    "torch",
+    "torch-large-chunk",
+    "liger",
+    "liger-grpo",
+    "cce",
+    "cce-filter",
+    "verl",
+    "verl-triton",
+]
+CLIP, CLIPPED_D = 0.2, 0.5
+"""Clip of the loss timed here, and |D| of clipped sequences (0 of the others): so wide beside every
+provider's error on D that all take the same decisions, and gradients can be compared."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    labels: torch.Tensor
+    sequence_ids: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the caller passes on: [R] rows (None: all), their labels and sequences, B of them."""
+
+    rows: torch.Tensor | None
+    labels: torch.Tensor
+    sequence_ids: torch.Tensor
+    counts: torch.Tensor
+    old_log_probs: torch.Tensor
+    advantages: torch.Tensor
+    num_active_tokens: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """A provider, loaded: log-probs [R] of (hidden, weight, labels), or `loss` in one with them."""
+
+    log_probs: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    note: str
+    loss: Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor] | None = None
+    main_grad: torch.Tensor | None = None
+
+
+def gspo_loss(log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The few lines that turn anyone's log-probs into the sequence loss, in float64."""
+    difference = log_probs.double() - batch.old_log_probs
+    ratio = segment_mean(difference, batch.sequence_ids, len(batch.counts), batch.counts).exp()
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+    return -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()
+
+
+def load_head(name: str, problem: Problem) -> Head:
+    """Import a provider. Raises what its import raises, or RuntimeError, where it cannot run."""
+    cuda, weight = problem.weight.is_cuda, problem.weight
+    if name in ("cce-filter", "verl-triton") and not cuda:
+        raise RuntimeError("its Triton kernels need a CUDA device")
+    if name == "naive-rounded" and weight.dtype == torch.float32:
+        raise RuntimeError("with float32 inputs it is naive")
+    if name == "ours":
+        return Head(ours, choose_implementation(weight).__name__.split(".")[-1])
+    if name == "ours-main-grad":
+        main_grad = torch.empty_like(weight, dtype=torch.float32, requires_grad=False).zero_()
+        score = functools.partial(ours, main_grad=main_grad)
+        return Head(score, "dweight added to a float32 buffer", None, main_grad)
+    if name == "naive":
+        return Head(lambda h, w, y: pick(h.float() @ w.float().T, y), "logits in float32")
+    if name == "naive-rounded":
+        return Head(lambda h, w, y: pick((h @ w.T).float(), y), f"logits in {weight.dtype}")
+    if name.startswith("torch"):
+        large: dict[str, Any] = (
+            {"batch_chunk_size": 4096, "chunking_method": None} if "large" in name else {}
+        )
+        options = torch.nn.LinearCrossEntropyOptions(**large)
+        return Head(
+            lambda h, w, y: -F.linear_cross_entropy(h, w, y, reduction="none", options=options),
+            "chunks of 4096 rows" if large else "default options",
+        )
+    if name == "liger":
+        liger = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+        function = liger.LigerFusedLinearScaledCrossEntropyFunction
+        path = liger._resolve_implementation(weight.device).__name__
+        return Head(lambda h, w, y: -function.apply(h, w, y, 1.0, -100, 1, False), path)
+    if name == "liger-grpo":
+        return load_liger_grpo(problem)
+    if name.startswith("cce"):
+        cce = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+        how: dict[str, Any] = {"impl": "cce" if cuda else "torch_compile", "reduction": "none"}
+        how["filter_eps"] = "high" if name == "cce-filter" else None
+        return Head(lambda h, w, y: -cce(h, w, y, **how), how["impl"])
+    enter_packages("verl", "utils", "utils/experimental", "utils/kernel", "plugin")
+    if name == "verl":
+        verl = importlib.import_module("verl.utils.experimental.torch_functional")
+        return Head(lambda h, w, y: verl.FusedLinearForPPO()(h, w, y)[0], "torch, 512-row chunks")
+    kernel = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
+    return Head(lambda h, w, y: kernel.linear_cross_entropy(h, w, y, 1.0, "none")[0], "Triton")
+
+
+def ours(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    main_grad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The operator, log-probs alone."""
+    log_probs = token_log_probs(hidden, weight, labels, main_grad=main_grad)
+    assert isinstance(log_probs, torch.Tensor)
+    return log_probs
+
+
+def load_liger_grpo(problem: Problem) -> Head:
+    """Liger's GRPO loss at sequence level: rows padded to [B, L], gradients in its forward pass."""
+    chunked = importlib.import_module("liger_kernel.chunked_loss")
+    base = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo")
+    fused = chunked.LigerFusedLinearGRPOLoss(
+        beta=0.0,
+        compiled=problem.weight.is_cuda,
+        use_ref_model=False,
+        epsilon_low=CLIP,
+        epsilon_high=CLIP,
+        loss_type="grpo",
+        importance_sampling_level="sequence",
+    )
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor, batch: Batch) -> torch.Tensor:
+        ids, counts = batch.sequence_ids, batch.counts
+        places = torch.arange(len(ids), device=ids.device) - (counts.cumsum(0) - counts)[ids]
+
+        def pad(values: torch.Tensor) -> torch.Tensor:
+            padded = values.new_zeros(len(counts), int(counts.max()), *values.shape[1:])
+            return padded.index_put((ids, places), values)
+
+        mask, old = pad(torch.ones_like(batch.old_log_probs)), pad(batch.old_log_probs)
+        inputs = (pad(hidden), weight, pad(batch.labels), mask, batch.advantages)
+        return fused(*inputs, old_per_token_logps=old)[0]
+
+    def log_probs(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return base.LigerFusedLinearPPOBase.chunk_forward(h[None], w, y[None])[0]
+
+    padded = len(problem.counts) * int(problem.counts.max()) / len(problem.labels)
+    return Head(log_probs, f"gradients in forward; padded to {padded:.1f} T rows", loss)
+
+
+def enter_packages(root: str, *folders: str) -> None:
+    """Make a package's folders importable without their __init__, which would import a trainer."""
+    if root in sys.modules:
+        return
+    spec = importlib.util.find_spec(root)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"No module named '{root}'")
+    for folder in ("", *folders):
+        module = types.ModuleType(".".join([root, *folder.split("/")]).rstrip("."))
+        module.__path__ = [str(Path(spec.origin).parent / folder)]
+        sys.modules[module.__name__] = module
+
+
+def pick(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probs of the labels, the logits being there."""
+    return torch.log_softmax(logits, 1).gather(1, labels[:, None])[:, 0]

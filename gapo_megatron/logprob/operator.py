@@ -270,7 +270,9 @@ def _blocks(
     if options.sequence_parallel and options.tp_group is not None:
         starts = torch.arange(options.tp_group.size() + 1, device=positions.device) * num_local
         edges = torch.searchsorted(positions, starts).tolist()
-    step, _ = options.code.block_shape(weight[: options.num_columns])
+    # Of the whole shard, which is as long on every rank: ranks have to agree on the blocks, and the
+    # last ones may hold fewer tokens.
+    step, _ = options.code.block_shape(weight)
     for owner, (begin, end) in enumerate(itertools.pairwise(edges)):
         for start in range(begin, end, step):
             yield _Block(slice(start, min(start + step, end)), owner)

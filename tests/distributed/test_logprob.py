@@ -1,4 +1,4 @@
-"""The operator with the vocabulary, or the tokens, spread over ranks."""
+"""The operator with the vocabulary, the positions or the tokens of a sequence spread over ranks."""
 
 from __future__ import annotations
 
@@ -7,148 +7,264 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
 
 from gapo_megatron.errors import DivergenceError
 from gapo_megatron.logprob import sequence_log_ratio, token_log_probs
+from gapo_megatron.objective import METHODS, policy_loss, upper_clip
+from gapo_megatron.objective.losses import bounded_exp
 from tests.dist import run_distributed
+from tests.logprob_setup import (
+    BOUNDS,
+    KINDS,
+    Case,
+    Result,
+    cases,
+    many_blocks,
+    own_part,
+    problem,
+    reference,
+    relative,
+)
 
-NUM_ROWS, HIDDEN_SIZE = 37, 16
-# Of 12 rows of weight 9 are tokens: with 4 ranks the last shard is padding only.
-VOCAB_SIZE, PADDED_SIZE = 9, 12
-
-Result = dict[str, torch.Tensor]
-
-
-def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    random = torch.Generator().manual_seed(0)
-    hidden = torch.randn(NUM_ROWS, HIDDEN_SIZE, generator=random)
-    weight = torch.randn(PADDED_SIZE, HIDDEN_SIZE, generator=random)
-    # Every token, so every edge of every shard.
-    labels = torch.arange(NUM_ROWS) % VOCAB_SIZE
-    upstream = torch.randn(2, NUM_ROWS, generator=random)
-    upstream[:, ::4] = 0
-    return hidden.to(dtype), weight.to(dtype), labels, upstream
-
-
-def on_shard(dtype: torch.dtype, group: dist.ProcessGroup | None) -> Result:
-    hidden, weight, labels, upstream = inputs(dtype)
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    shard = weight.chunk(size)[rank].clone().requires_grad_()
-    hidden.requires_grad_()
-    outputs = token_log_probs(
-        hidden,
-        shard,
-        labels,
-        temperature=0.8,
-        vocab_start=rank * len(shard),
-        vocab_size=VOCAB_SIZE,
-        tp_group=group,
-        return_entropy=True,
+# Prompts of 10 and of 12 tokens, responses with and without a gradient, padding. Of the 25
+# positions of each of four ranks the third's have none that is active, the last's none at all.
+POSITIONS = "." * 10 + "a" * 20 + "c" * 5 + "." * 12 + "a" * 3 + "c" * 25 + "." * 25
+# 4 shards of 251 tokens, one of them 3 short; tiles of 60 that cut neither evenly.
+PRECISION = {
+    (kind, dtype): Case(
+        POSITIONS,
+        padded_size=1004,
+        vocab_size=1001,
+        kind=kind,
+        dtype=dtype,
+        hidden_size=64,
+        with_entropy=True,
+        into_main_grad=into_main_grad,
     )
-    torch.autograd.backward(outputs, list(upstream.to(outputs[0])))
-    assert hidden.grad is not None and shard.grad is not None
-    names = ("log_probs", "entropy", "grad_hidden", "grad_weight")
-    values = (*outputs, hidden.grad, shard.grad)
-    return {name: value.detach() for name, value in zip(names, values, strict=True)}
+    for kind in KINDS
+    for dtype, into_main_grad in ((torch.float32, False), (torch.bfloat16, True))
+}
+# (tensor-parallel ranks, sequence parallelism)
+LAYOUTS = ((2, False), (2, True), (4, False), (4, True))
+NUM_EXAMPLES = 50
+
+# Three sequences of 30, 30 and 14 tokens, and an empty one; in float32 what the policy does.
+NUM_TOKENS, LENGTHS = 74, (30, 0, 30, 14)
+SEQUENCE_IDS = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
+ADVANTAGES = torch.tensor([0.75, 0.0, -0.25, -0.5], dtype=torch.float64)
+NUM_CORRECT = torch.tensor([1, 4, 3, 2])
+# Ratios just above the upper clip, anywhere, just inside, and just below the lower clip.
+LOG_RATIOS = torch.tensor([8e-3, 0.0, -1e-3, -9e-3], dtype=torch.float64)
+# What each context-parallel rank holds: one cut inside a sequence, one that leaves nothing.
+CUTS = (40, NUM_TOKENS)
 
 
-def log_ratio_of(rows: slice, group: dist.ProcessGroup | None) -> Result:
-    """Three sequences of 15, 15 and 7 tokens, of which this rank holds `rows`."""
-    hidden, weight, labels, _ = inputs(torch.float64)
-    leaves = hidden[rows].clone().requires_grad_(), weight.clone().requires_grad_()
-    log_ratio, _ = sequence_log_ratio(
-        *leaves,
-        labels[rows],
-        torch.full((NUM_ROWS,), -2.0)[rows],
-        sequence_ids=(torch.arange(NUM_ROWS) // 15)[rows],
-        num_sequences=3,
-        num_response_tokens=torch.tensor([15, 15, 7]),
-        cp_group=group,
-    )
-    (log_ratio * torch.tensor([1.0, 2.0, -1.0])).sum().backward()
-    grad_hidden, grad_weight = (leaf.grad for leaf in leaves)
-    assert grad_hidden is not None and grad_weight is not None
-    return {"log_ratio": log_ratio.detach(), "hidden": grad_hidden, "weight": grad_weight}
-
-
-def on_every_rank() -> dict[str, Any]:
-    """All cases in one start of four processes; ranks 0 and 1, and 2 and 3, also form pairs."""
+def on_every_rank() -> dict[Any, Any]:
+    """All cases in one start of four processes."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    pair = pairs[dist.get_rank() // 2]
-    results = {}
-    for size, group in ((2, pair), (4, dist.group.WORLD)):
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            results[f"{dtype} over {size}"] = on_shard(dtype, group)
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    groups = {2: pairs[rank // 2], 4: dist.group.WORLD}
+    results: dict[Any, Any] = {}
+    with many_blocks(num_columns=60):
+        for layout in LAYOUTS:
+            for key, case in PRECISION.items():
+                results[key, layout] = case.run(groups[layout[0]], sequence_parallel=layout[1])
+    with many_blocks():
+        any_case(groups=groups, num_seen=results)
+        for cut in CUTS:
+            for dtype in (torch.float64, torch.bfloat16):
+                for kind in KINDS:
+                    found = log_ratio(cut, dtype, kind, groups[2], across[rank % 2])
+                    results["log_ratio", cut, dtype, kind] = found
+    for group in groups.values():
         no_rows(group)
         one_bad_shard(group)
-    # One cut inside a sequence; one that leaves the second rank without a row.
-    for cut in (20, NUM_ROWS):
-        rows = (slice(0, cut), slice(cut, NUM_ROWS))[pair.rank()]
-        results[f"cut at {cut}"] = log_ratio_of(rows, pair)
+    shards_of_unequal_tokens(groups[2])
     return results
 
 
-def shard_options(weight: torch.Tensor, group: dist.ProcessGroup) -> dict[str, Any]:
-    shard = weight.chunk(group.size())[group.rank()].clone()
-    start = group.rank() * len(shard)
-    return {"weight": shard, "vocab_start": start, "vocab_size": VOCAB_SIZE, "tp_group": group}
+# Every rank generates the same examples: nothing here may depend on time or on an earlier run.
+# A failure ends the run of all ranks, so nothing can be shrunk.
+@settings(
+    max_examples=NUM_EXAMPLES,
+    phases=[Phase.generate],
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(case=cases())
+def any_case(case: Case, groups: dict[int, dist.ProcessGroup], num_seen: dict[Any, Any]) -> None:
+    for size, sequence_parallel in LAYOUTS:
+        case.check(groups[size], sequence_parallel=sequence_parallel)
+    num_seen["examples"] = num_seen.get("examples", 0) + 1
+
+
+def ratio_inputs(
+    dtype: torch.dtype, kind: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, a weight of 18 tokens and 2 of padding, labels, old log-probs in float64."""
+    labels = torch.arange(NUM_TOKENS) % 18
+    hidden, weight, _ = problem(
+        NUM_TOKENS, 20, kind=kind, dtype=dtype, hidden_size=16, labels=labels
+    )
+    weight[18:] = torch.nan
+    current, _ = reference(hidden, weight, labels, temperature=0.7, vocab_size=18)
+    noise = torch.randn(NUM_TOKENS, generator=torch.Generator().manual_seed(7)).double()
+    for sequence in range(len(LENGTHS)):
+        noise[sequence == SEQUENCE_IDS] -= noise[sequence == SEQUENCE_IDS].mean()
+    return hidden, weight, labels, current - LOG_RATIOS[SEQUENCE_IDS] - 0.1 * noise
+
+
+def log_ratio(
+    cut: int,
+    dtype: torch.dtype,
+    kind: str,
+    tp_group: dist.ProcessGroup,
+    cp_group: dist.ProcessGroup,
+) -> Result:
+    """Sequence ratios and gradients of their loss, from this rank's tokens and vocabulary."""
+    hidden, weight, labels, old = ratio_inputs(dtype, kind)
+    rows = (slice(0, cut), slice(cut, NUM_TOKENS))[cp_group.rank()]
+    shard = own_part(weight, tp_group.rank(), 2).clone().requires_grad_()
+    leaf = hidden[rows].clone().requires_grad_()
+    lengths = torch.tensor(LENGTHS)
+    found, _ = sequence_log_ratio(
+        leaf,
+        shard,
+        labels[rows],
+        old[rows],
+        sequence_ids=SEQUENCE_IDS[rows],
+        num_sequences=len(LENGTHS),
+        num_response_tokens=lengths,
+        temperature=0.7,
+        vocab_start=tp_group.rank() * len(shard),
+        vocab_size=18,
+        tp_group=tp_group,
+        cp_group=cp_group,
+    )
+    # The loss of `policy_loss`, from one number per sequence.
+    method, ratio = METHODS["gapo"], bounded_exp(found)
+    high = upper_clip(
+        NUM_CORRECT, group_size=4, eps_low=method.eps_low, eps_high_max=method.eps_high_max
+    )
+    high = torch.where(ADVANTAGES > 0, high, method.eps_low)
+    bounded = torch.minimum(ratio.clamp(min=1 - method.eps_low), 1 + high)
+    losses = torch.maximum(-ADVANTAGES * ratio, -ADVANTAGES * bounded)
+    loss = (lengths * losses).sum() / NUM_TOKENS
+    loss.backward()
+    assert leaf.grad is not None and shard.grad is not None
+    return {
+        "log_ratio": found.detach(),
+        "loss": loss.detach(),
+        "hidden": leaf.grad,
+        "weight": shard.grad,
+    }
 
 
 def no_rows(group: dist.ProcessGroup) -> None:
-    hidden, weight, labels, _ = inputs(torch.float32)
-    empty = hidden[:0].clone().requires_grad_()
-    token_log_probs(empty, labels=labels[:0], **shard_options(weight, group)).sum().backward()
-    assert empty.grad is not None and empty.grad.shape == (0, HIDDEN_SIZE)
+    Case("....", padded_size=12, vocab_size=9).check(group, sequence_parallel=True)
+    Case("", padded_size=12, vocab_size=9, with_entropy=True).check(group)
 
 
 def one_bad_shard(group: dist.ProcessGroup) -> None:
     """Every rank raises, so that none is left waiting for another."""
-    hidden, weight, labels, _ = inputs(torch.float32)
-    weight[PADDED_SIZE // 2] = torch.nan
-    options = shard_options(weight, group)
+    hidden, weight, labels = problem(8, 12)
+    weight[6] = torch.nan
+    shard = own_part(weight, group.rank(), group.size())
+    start = group.rank() * len(shard)
     with pytest.raises(DivergenceError, match="row 0 "):
-        token_log_probs(hidden, labels=labels, **options)
+        token_log_probs(hidden, shard, labels, vocab_start=start, tp_group=group)
     with pytest.raises(ValueError, match=r"vocab_start \(1\) must be tp_rank"):
-        token_log_probs(hidden, labels=labels, **(options | {"vocab_start": 1}))
+        token_log_probs(hidden, shard, labels, vocab_start=1, tp_group=group)
+
+
+def shards_of_unequal_tokens(group: dist.ProcessGroup) -> None:
+    """Ranks agree on the blocks of rows also where the last one has far fewer tokens.
+
+    At the tiles' own sizes, where 7000 rows are two blocks for 1200 columns, and one for 100.
+    """
+    case = Case("a" * 7000, padded_size=2400, vocab_size=1300, dtype=torch.float32, hidden_size=4)
+    found = case.run(group)["hidden"]
+    same = [torch.empty_like(found) for _ in range(group.size())]
+    dist.all_gather(same, found, group=group)
+    assert all(torch.equal(other, found) for other in same)
+    assert relative(found, case.expected()["hidden"]) <= BOUNDS[torch.float32][2]
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
+def ranks() -> list[dict[Any, Any]]:
     return run_distributed(on_every_rank, 4)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_vocabulary_over_ranks_agrees_with_one_rank(
-    ranks: list[dict[str, Any]], dtype: torch.dtype, size: int
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_vocabulary_over_ranks_agrees_with_float64(
+    ranks: list[dict[Any, Any]], kind: str, dtype: torch.dtype
 ) -> None:
-    # float32: logits up to 20, with a last bit of 2e-6, summed in another order by narrower shards.
-    atol = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-5}[dtype]
-    whole = on_shard(dtype, None)
-    results = [rank[f"{dtype} over {size}"] for rank in ranks[:size]]
-    for name in ("log_probs", "entropy", "grad_hidden"):
-        for result in results[1:]:
-            assert torch.equal(result[name], results[0][name]), f"{name} differs between ranks"
-    merged = results[0] | {"grad_weight": torch.cat([r["grad_weight"] for r in results])}
-    for name, value in merged.items():
-        difference = (value - whole[name]).float()
-        if name.startswith("grad") and dtype == torch.bfloat16:
-            # The gradient of the logits and the result are rounded, each 1.7e-3 of the norm.
-            assert difference.norm() <= 4e-3 * whole[name].float().norm(), name
-        else:
-            assert difference.abs().max() <= atol, name
-    assert not merged["grad_weight"][VOCAB_SIZE:].any()
+    expected = PRECISION[kind, dtype].expected()
+    log_prob, entropy, grad_hidden, grad_weight = BOUNDS[dtype]
+    if dtype == torch.float32 and kind.startswith("offset"):
+        # Logits of 200 / 0.8 have a last bit of 1.5e-5, probabilities hence that relative error.
+        log_prob = entropy = grad_hidden = grad_weight = 5e-5
+    if dtype == torch.bfloat16:
+        grad_weight = 2e-3  # into the float32 main_grad: the result is not rounded
+    for size, sequence_parallel in LAYOUTS:
+        where = f"{size} ranks, sequence_parallel {sequence_parallel}"
+        found = [rank[(kind, dtype), (size, sequence_parallel)] for rank in ranks[:size]]
+        first, hidden = found[0], torch.cat([f["hidden"] for f in found])
+        for name in ("log_probs", "entropy", *(() if sequence_parallel else ("hidden",))):
+            assert all(torch.equal(f[name], first[name]) for f in found), f"{where}: {name}"
+        if not sequence_parallel:
+            hidden = first["hidden"]
+        weight = torch.cat([f["weight"] for f in found])
+        assert hidden.dtype == dtype and weight.dtype == torch.float32
+        assert (first["log_probs"] - expected["log_probs"]).abs().max() <= log_prob, where
+        assert (first["entropy"] - expected["entropy"]).abs().max() <= entropy, where
+        assert relative(hidden, expected["hidden"]) <= grad_hidden, where
+        assert relative(weight, expected["weight"]) <= grad_weight, where
+        assert not weight[1001:].any(), where
 
 
-@pytest.mark.parametrize("cut", [20, NUM_ROWS])
-def test_tokens_over_ranks_agree_with_one_rank(ranks: list[dict[str, Any]], cut: int) -> None:
-    whole = log_ratio_of(slice(0, NUM_ROWS), None)
-    a, b = (rank[f"cut at {cut}"] for rank in ranks[:2])
-    assert torch.equal(a["log_ratio"], b["log_ratio"])
-    # float64; sums of 37 terms of order 1.
-    for value, expected in (
-        (a["log_ratio"], whole["log_ratio"]),
-        (torch.cat([a["hidden"], b["hidden"]]), whole["hidden"]),
-        (a["weight"] + b["weight"], whole["weight"]),
-    ):
-        assert torch.allclose(value, expected, rtol=0, atol=1e-13)
+def test_every_rank_saw_every_example(ranks: list[dict[Any, Any]]) -> None:
+    """What they have to agree with, `Case.check` says; a failure there ends all ranks."""
+    assert [rank["examples"] for rank in ranks] == [NUM_EXAMPLES] * 4
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_sequence_ratios_over_ranks_make_the_loss_of_one_rank(
+    ranks: list[dict[Any, Any]], dtype: torch.dtype, kind: str, cut: int
+) -> None:
+    """Ranks 0 and 1 share the vocabulary, ranks 0 and 2 the tokens."""
+    found = [rank["log_ratio", cut, dtype, kind] for rank in ranks]
+    for name in ("log_ratio", "loss"):
+        assert all(torch.equal(f[name], found[0][name]) for f in found), name
+    # On one rank, in float64, as the trainer's loop computes it.
+    hidden, weight, labels, old = ratio_inputs(dtype, kind)
+    leaves = hidden.double().requires_grad_(), weight[:18].double().requires_grad_()
+    log_probs = token_log_probs(*leaves, labels, temperature=0.7)
+    assert isinstance(log_probs, torch.Tensor)
+    result = policy_loss(
+        log_probs,
+        old,
+        sequence_ids=SEQUENCE_IDS,
+        advantages=ADVANTAGES,
+        num_correct=NUM_CORRECT,
+        group_size=4,
+        num_tokens_global=NUM_TOKENS,
+        method=METHODS["gapo"],
+    )
+    result.loss.backward()
+    assert result.clipped.tolist() == [True, False, False, True]
+    grad_hidden = torch.cat([found[0]["hidden"], found[2]["hidden"]])
+    parts = [found[rank]["weight"].double() + found[2 + rank]["weight"] for rank in (0, 1)]
+    # float64: sums of 74 terms. bfloat16: D to 1e-5, and the bounds of the gradients as always.
+    bound, grad_bound = (1e-13, 1e-11) if dtype == torch.float64 else (1e-5, BOUNDS[dtype][2])
+    assert (found[0]["log_ratio"] - LOG_RATIOS).abs().max() <= bound
+    assert float(found[0]["loss"]) == pytest.approx(float(result.loss.detach()), abs=bound)
+    assert leaves[0].grad is not None and leaves[1].grad is not None
+    assert relative(grad_hidden, leaves[0].grad) <= grad_bound
+    assert relative(torch.cat(parts)[:18], leaves[1].grad) <= grad_bound

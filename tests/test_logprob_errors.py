@@ -1,0 +1,80 @@
+"""What the log-prob operator refuses."""
+
+import pytest
+import torch
+
+from gapo_megatron.errors import DivergenceError
+from gapo_megatron.logprob import sequence_log_ratio, token_log_probs
+from tests.logprob_setup import problem
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(4)}, r"hidden \(4,\)"),
+        ({"hidden": torch.zeros(4, 8, dtype=torch.float16)}, r"hidden .*float16"),
+        ({"weight": torch.zeros(6, 9)}, r"weight \(6, 9\).*\[V_local, 8\]"),
+        ({"weight": torch.zeros(6, 8, dtype=torch.bfloat16)}, r"weight .*bfloat16.*float32"),
+        ({"hidden": torch.zeros(4, 0), "weight": torch.zeros(6, 0)}, r"hidden \(4, 0\).*H > 0"),
+        ({"weight": torch.zeros(0, 8)}, r"weight has no row"),
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, r"labels \(3\).*row \(4\)"),
+        ({"labels": torch.zeros(4, 1, dtype=torch.int64)}, r"labels \(4, 1\)"),
+        ({"row_index": torch.arange(3)}, r"row_index \(3,\).*\[4\]"),
+        ({"row_index": torch.arange(4).int()}, r"row_index .*int32"),
+        ({"row_index": torch.tensor([0, 2, 1, 3])}, r"row_index\[2\] \(1\) must be above"),
+        ({"row_index": torch.tensor([0, 1, 1, 3])}, r"row_index\[2\] \(1\) must be above"),
+        ({"row_index": torch.tensor([0, 1, 2, 4])}, r"row_index\[3\] \(4\).*0\.\.3"),
+        ({"row_index": torch.tensor([-1, 1, 2, 3])}, r"row_index\[0\] \(-1\)"),
+        ({"main_grad": torch.zeros(6, 8).bfloat16()}, r"main_grad .*bfloat16 .*float32"),
+        ({"main_grad": torch.zeros(5, 8)}, r"main_grad \(5, 8\).*\(6, 8\)"),
+        ({"implementation": "triton"}, r"implementation \('triton'\) needs bfloat16 .*cpu"),
+        ({"labels": torch.zeros(4, dtype=torch.int32)}, r"labels .*int32"),
+        ({"labels": torch.tensor([0, 1, 6, 2])}, r"labels\[2\] \(6\) must be in 0\.\.5"),
+        ({"labels": torch.tensor([0, -100, 1, 2])}, r"labels\[1\] \(-100\)"),
+        ({"labels": torch.tensor([0, 1, 2, 5]), "vocab_size": 5}, r"labels\[3\] \(5\).*0\.\.4"),
+        ({"temperature": 0.0}, r"temperature \(0\.0\)"),
+        ({"temperature": float("nan")}, r"temperature \(nan\)"),
+        ({"vocab_start": 6}, r"vocab_start \(6\)"),
+        ({"vocab_size": 7}, r"vocab_size \(7\) must be in 1\.\.6"),
+        ({"vocab_size": 0}, r"vocab_size \(0\)"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> None:
+    arguments = {
+        "hidden": torch.zeros(4, 8),
+        "weight": torch.zeros(6, 8),
+        "labels": torch.zeros(4, dtype=torch.int64),
+    } | change
+    with pytest.raises(ValueError, match=message):
+        token_log_probs(**arguments)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_values_that_are_not_finite_are_named(value: float, return_entropy: bool) -> None:
+    hidden, weight, labels = problem(9, 12)
+    bad_hidden, bad_weight = hidden.clone(), weight.clone()
+    bad_hidden[5, 3] = value
+    bad_weight[7, 3] = value
+    with pytest.raises(DivergenceError, match=r"row 5 .*hidden\[5\] is not finite"):
+        token_log_probs(bad_hidden, weight, labels, return_entropy=return_entropy)
+    with pytest.raises(DivergenceError, match="weight row of token 7 is not finite"):
+        token_log_probs(hidden, bad_weight, labels, return_entropy=return_entropy)
+    with pytest.raises(DivergenceError, match="overflow"):
+        token_log_probs(hidden * 1e30, weight * 1e30, labels, return_entropy=return_entropy)
+
+
+def test_sequence_log_ratio_names_bad_old_log_probs() -> None:
+    hidden, weight, labels = problem(4, 9)
+    ids = torch.zeros(4, dtype=torch.int64)
+    options = {
+        "sequence_ids": ids,
+        "num_sequences": 1,
+        "num_response_tokens": torch.tensor([4]),
+    }
+    old = torch.zeros(4)
+    with pytest.raises(ValueError, match=r"old_log_probs \(3,\)"):
+        sequence_log_ratio(hidden, weight, labels, old[:3], **options)
+    old[2] = -torch.inf
+    with pytest.raises(DivergenceError, match=r"old_log_probs\[2\]"):
+        sequence_log_ratio(hidden, weight, labels, old, **options)

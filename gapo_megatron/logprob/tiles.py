@@ -114,7 +114,9 @@ def grad_logits(
     with _exact_products(hidden):
         w_v = _operand(weight)
         for rows in _slices(len(hidden), num_rows):
-            z = _logits(_operand(hidden[rows]), w_v, inverse_temperature)
+            # In dz's own memory where nothing is rounded.
+            out = dz[rows] if lost is None else None
+            z = _logits(_operand(hidden[rows]), w_v, inverse_temperature, out=out)
             dz_b = _grad_logits_(
                 z.sub_(maximum[rows, None]),
                 columns[rows],
@@ -123,8 +125,8 @@ def grad_logits(
                 None if entropy is None else entropy[rows],
                 None if e is None else e[rows],
             )
-            dz[rows] = dz_b
             if lost is not None:
+                dz[rows] = dz_b
                 lost[rows] = dz_b.sub_(dz[rows]).sum(dim=1)
     return dz, lost
 
@@ -217,8 +219,17 @@ def _operand(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if matrix.is_cuda else matrix.to(accumulation_dtype(matrix.dtype))
 
 
-def _logits(x_b: torch.Tensor, w_v: torch.Tensor, inverse_temperature: float) -> torch.Tensor:
+def _logits(
+    x_b: torch.Tensor,
+    w_v: torch.Tensor,
+    inverse_temperature: float,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """[rows, columns] in the accumulation dtype. Forward and backward call this very function."""
     dtype = accumulation_dtype(x_b.dtype)
-    z = x_b @ w_v.t() if x_b.dtype == dtype else torch.mm(x_b, w_v.t(), out_dtype=dtype)
+    if x_b.dtype == dtype:
+        z = torch.mm(x_b, w_v.t(), out=out)
+    else:
+        z = torch.mm(x_b, w_v.t(), out_dtype=dtype)
     return z if inverse_temperature == 1 else z.mul_(inverse_temperature)

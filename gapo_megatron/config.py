@@ -42,6 +42,8 @@ class ModelConfig(_Section):
     """bf16 and fp8 keep fp32 master weights; fp8 needs Transformer Engine."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: `selective` recomputes attention, `full` every layer."""
+    head: Literal["auto", "torch", "triton"] = "auto"
+    """Code of the log-probs: Triton kernels where they serve (Hopper, bf16), torch elsewhere."""
 
 
 class ParallelConfig(_Section):

@@ -3,7 +3,13 @@
 Imports neither megatron nor vllm.
 """
 
+from gapo_megatron.logprob.implementation import choose_implementation
 from gapo_megatron.logprob.operator import token_log_probs
 from gapo_megatron.logprob.reduce import segment_mean, sequence_log_ratio
 
-__all__ = ["segment_mean", "sequence_log_ratio", "token_log_probs"]
+__all__ = [
+    "choose_implementation",
+    "segment_mean",
+    "sequence_log_ratio",
+    "token_log_probs",
+]

@@ -9,33 +9,30 @@ from typing import Any, Literal
 
 import torch
 
-Name = Literal["torch", "triton"]
+Name = Literal["auto", "torch", "triton"]
 
 logger = logging.getLogger(__name__)
 
 
-def choose_implementation(hidden: torch.Tensor, name: Name | None = None) -> Any:
-    """The module whose `softmax_stats` and `grad_logits` serve this tensor's device and dtype.
+def choose_implementation(device: torch.device, dtype: torch.dtype, name: Name = "auto") -> Any:
+    """The module whose `softmax_stats` and `grad_logits` serve hidden states of this kind.
 
-    Triton for bfloat16 on NVIDIA Hopper and data-centre Blackwell, whose memories its tiles fit;
-    torch elsewhere.
-    The choice is logged once. `name` makes it.
+    `auto` is Triton for bfloat16 on NVIDIA Hopper and data-centre Blackwell, whose memories its
+    tiles fit, and torch elsewhere. The choice is logged once.
 
     Raises:
-        ValueError: Triton was asked for, for inputs it does not take.
+        ValueError: Triton was asked for where it does not serve.
     """
     capability = None
-    if hidden.is_cuda and torch.version.cuda is not None:
-        capability = torch.cuda.get_device_capability(hidden.device)
-    return _choose(hidden.device.type, hidden.dtype, capability, name)
+    if device.type == "cuda" and torch.version.cuda is not None:
+        capability = torch.cuda.get_device_capability(device)
+    return _choose(device.type, dtype, capability, name)
 
 
 @functools.cache
-def _choose(
-    device: str, dtype: torch.dtype, capability: tuple[int, int] | None, name: Name | None
-) -> Any:
+def _choose(device: str, dtype: torch.dtype, capability: tuple[int, int] | None, name: Name) -> Any:
     suits_triton = (capability or (0, 0))[0] in (9, 10) and dtype == torch.bfloat16
-    if name is None:
+    if name == "auto":
         name = "triton" if suits_triton else "torch"
     elif name == "triton" and not suits_triton:
         raise ValueError(

@@ -48,7 +48,7 @@ def token_log_probs(
     sequence_parallel: bool = False,
     main_grad: torch.Tensor | None = None,
     return_entropy: bool = False,
-    implementation: Name | None = None,
+    implementation: Name = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each row's label: log_softmax(hidden @ weight.T / temperature)[label].
 
@@ -72,7 +72,7 @@ def token_log_probs(
         main_grad: [V_local, H] in the accumulation dtype: the gradient of `weight` is added to it
             (Megatron-core's gradient buffer), and `weight` itself gets none. None: autograd's way.
         return_entropy: also return the entropy of each row's distribution, in nats, with gradient.
-        implementation: "torch" or "triton"; None chooses by device (`choose_implementation`).
+        implementation: "torch" or "triton"; "auto" is by device (`choose_implementation`).
 
     Returns:
         [R] float32 (float64 for float64 inputs), bitwise the same on every rank of `tp_group`; with
@@ -115,7 +115,7 @@ def token_log_probs(
         sequence_parallel=sequence_parallel and tp_size > 1,
         main_grad=main_grad,
         with_entropy=return_entropy,
-        code=choose_implementation(hidden, implementation),
+        code=choose_implementation(hidden.device, hidden.dtype, implementation),
     )
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, labels, row_index, options)
     return (log_probs, entropy) if return_entropy else log_probs

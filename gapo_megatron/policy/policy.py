@@ -25,6 +25,7 @@ from gapo_megatron.policy.model import (
 )
 from gapo_megatron.policy.optimizer import build_optimizer, load_state, wrap_model
 from gapo_megatron.policy.parallel import ParallelGroups
+from gapo_megatron.policy.precision import check_head
 
 # The one optimizer format that may be loaded onto another TP x PP x DP layout.
 _CHECKPOINT_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -74,6 +75,7 @@ class Policy:
         device = torch.device(device)
         hf_config = read_hf_config(config.model.hf_dir)
         check_shapes(hf_config, groups)
+        check_head(config.model, device)
         with cpu.device_scope():
             model_config = transformer_config(hf_config, config, groups, device)
             model_parallel_cuda_manual_seed(config.run.seed)

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from gapo_megatron.config import ModelConfig
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.logprob import choose_implementation
 
 
 def precision_settings(precision: str) -> dict[str, Any]:
@@ -37,3 +39,12 @@ def check_fp8() -> None:
         raise ConfigError(
             "model.precision ('fp8') needs a GPU and Transformer Engine; use 'bf16' or 'fp32' here"
         )
+
+
+def check_head(config: ModelConfig, device: torch.device) -> None:
+    """Raise ConfigError if `model.head` names code that does not serve this device."""
+    dtype = precision_settings(config.precision)["params_dtype"]
+    try:
+        choose_implementation(device, dtype, config.head)
+    except ValueError as error:
+        raise ConfigError(f"model.head ('{config.head}'): {error}") from None

@@ -248,5 +248,6 @@ def _score(
         # micro-batches. Its hook then finds no gradient of the head to add.
         main_grad=weight.main_grad,
         return_entropy=with_entropy,
+        implementation=policy.config.model.head,
     )
     return result if with_entropy else (result, None)

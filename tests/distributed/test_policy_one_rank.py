@@ -242,6 +242,8 @@ def test_user_mistakes_are_config_errors(
 ) -> None:
     with pytest.raises(ConfigError, match=r"model\.precision"):
         build(folder, groups, model={"precision": "fp8"})
+    with pytest.raises(ConfigError, match=r"model\.head \('triton'\).*GPU.*bfloat16 on cpu"):
+        build(folder, groups, model={"precision": "bf16", "head": "triton"})
     with pytest.raises(ConfigError, match=r"model\.hf_dir.*cannot read"):
         build(tmp_path / "nowhere", groups)
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gapo_megatron.logprob import segment_mean, sequence_log_ratio, token_log_probs
+from gapo_megatron.objective import METHODS, Method, policy_loss, upper_clip
 from tests.logprob_setup import problem, reference
 
 
@@ -58,3 +59,61 @@ def test_segment_mean_by_hand() -> None:
     means.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [0.5, 0.25, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("method", [METHODS["gapo"], METHODS["gspo"]], ids=["gapo", "gspo"])
+def test_sequence_ratios_make_the_loss_and_gradients_of_the_trainers_loop(method: Method) -> None:
+    """One number per sequence is enough for a sequence-level loss; the loop starts from tokens."""
+    hidden, weight, labels = problem(90, 70, dtype=torch.float64, hidden_size=8)
+    lengths = torch.tensor([20, 0, 30, 1, 39])
+    sequence_ids = torch.repeat_interleave(torch.arange(5), lengths)
+    advantages = torch.tensor([0.75, 0.5, -0.25, 0.75, -0.5], dtype=torch.float64)
+    num_correct = torch.tensor([1, 2, 3, 1, 2])
+    # Above the clip, empty, inside, inside, below the clip.
+    moved = torch.tensor([8e-3, 0.0, 1e-3, -1e-3, -9e-3], dtype=torch.float64)
+    old = token_log_probs(hidden, weight, labels) - moved[sequence_ids]
+    eps_low, eps_high_max = method.eps_low, method.eps_high_max
+    high = torch.full_like(advantages, eps_high_max)
+    if method.adaptive:
+        high = upper_clip(num_correct, group_size=4, eps_low=eps_low, eps_high_max=eps_high_max)
+        high = torch.where(advantages > 0, high, eps_low)
+
+    def from_sequences(*leaves: torch.Tensor) -> torch.Tensor:
+        log_ratio, _ = sequence_log_ratio(
+            *leaves,
+            labels,
+            old,
+            sequence_ids=sequence_ids,
+            num_sequences=5,
+            num_response_tokens=lengths,
+        )
+        ratio = log_ratio.exp()
+        bounded = torch.minimum(ratio.clamp(min=1 - eps_low), 1 + high)
+        losses = torch.maximum(-advantages * ratio, -advantages * bounded)
+        return (lengths * losses).sum() / 90
+
+    def from_tokens(*leaves: torch.Tensor) -> torch.Tensor:
+        result = policy_loss(
+            token_log_probs(*leaves, labels),
+            old,
+            sequence_ids=sequence_ids,
+            advantages=advantages,
+            num_correct=num_correct,
+            group_size=4,
+            num_tokens_global=90,
+            method=method,
+        )
+        assert result.clipped.tolist() == [True, False, False, False, True]
+        return result.loss
+
+    found = []
+    for loss_of in (from_sequences, from_tokens):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = loss_of(*leaves)
+        loss.backward()
+        found.append((loss.detach(), *(leaf.grad for leaf in leaves)))
+    for ours, expected in zip(*found, strict=True):
+        # float64: the same sums, scaled before or after.
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-15)
+    clipped_rows = [*range(20), *range(51, 90)]
+    assert not found[0][1][clipped_rows].any() and found[0][1][20:51].all()

@@ -249,8 +249,9 @@ def _all_positions(hidden: torch.Tensor, options: _Options) -> torch.Tensor:
     group = options.tp_group
     if not options.sequence_parallel or group is None:
         return hidden
+    hidden = hidden.contiguous()
     shards = [torch.empty_like(hidden) for _ in range(group.size())]
-    dist.all_gather(shards, hidden.contiguous(), group=group)
+    dist.all_gather(shards, hidden, group=group)
     return torch.cat(shards)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from transformers import (
 
 from gapo_megatron.batching import pack
 from gapo_megatron.config import Config, parse_config
+from gapo_megatron.objective import METHODS, policy_loss
+from gapo_megatron.policy import Policy
 from gapo_megatron.types import Batch, Microbatch
 
 # Odd: with two tensor parallel ranks the vocabulary is padded.
@@ -138,3 +140,48 @@ def reference_log_probs(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
         scores = model(ids[None]).logits[0, :-1].float().log_softmax(dim=-1)
         result.append(scores.gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
     return result
+
+
+class ClippedLoss:
+    """GAPO's loss of log-probs that have moved: those of `clipped` sequences beyond the clip."""
+
+    def __init__(
+        self, batch: Batch, microbatches: Sequence[Microbatch], clipped: Collection[int]
+    ) -> None:
+        self.batch = batch
+        self.microbatches = microbatches
+        self.clipped = clipped
+
+    def __call__(
+        self, i: int, log_probs: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        microbatch = self.microbatches[i]
+        rows = torch.tensor(microbatch.indices, dtype=torch.int64)
+        advantages = self.batch.advantages[rows]
+        # The clips are 3e-3 and 5e-3 wide, and cut off what has moved as the advantage wants it.
+        size = [2e-2 if index in self.clipped else 1e-3 for index in microbatch.indices]
+        moved = torch.tensor(size, dtype=torch.float64) * advantages.sign()
+        result = policy_loss(
+            log_probs,
+            log_probs.detach().double() - moved[microbatch.sequence_ids],
+            sequence_ids=microbatch.sequence_ids,
+            advantages=advantages,
+            num_correct=torch.ones_like(rows),
+            group_size=4,
+            num_tokens_global=int(self.batch.num_response_tokens.sum()),
+            method=METHODS["gapo"],
+        )
+        assert result.clipped.tolist() == [index in self.clipped for index in microbatch.indices]
+        return result.loss, {"loss": result.loss.detach()}
+
+
+def count_backward(policy: Policy) -> list[Tensor]:
+    """A list that grows by one gradient with every backward pass of the stage's first layer."""
+    gradients: list[Tensor] = []
+
+    def watch(_: Any, __: Any, output: tuple[Tensor, Any]) -> None:
+        if output[0].requires_grad:
+            output[0].register_hook(gradients.append)
+
+    policy.stage.decoder.layers[0].register_forward_hook(watch)
+    return gradients

@@ -1,0 +1,174 @@
+"""What cannot change the weights is not computed, and nothing else is left out. On one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from gapo_megatron.errors import DivergenceError
+from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize, step
+from gapo_megatron.policy.step import UpdateResult, update
+from tests.dist import single_rank
+from tests.distributed.policy_setup import (
+    ClippedLoss,
+    count_backward,
+    make_batch,
+    make_config,
+    pack_all,
+    read_weights,
+    save_model,
+)
+
+BATCH = make_batch()
+MICROBATCHES = pack_all(BATCH, [(0, 1, 2), (3, 4), (), (5, 6, 7)])
+ALL = range(8)
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ParallelGroups]:
+    with single_rank():
+        yield initialize(make_config(Path("unused")).parallel)
+        destroy()
+
+
+@pytest.fixture(scope="module", params=["qwen2_tied", "qwen2_untied"])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    save_model(path, request.param)
+    return path
+
+
+def build(folder: Path, groups: ParallelGroups, **sections: dict[str, object]) -> Policy:
+    policy = Policy.build(make_config(folder, **sections), groups, "cpu")
+    policy.load_hf_weights(read_weights(folder))
+    return policy
+
+
+def train(policy: Policy, clipped: Collection[int]) -> UpdateResult:
+    return update(policy, MICROBATCHES, ClippedLoss(BATCH, MICROBATCHES, clipped))
+
+
+def gradients(policy: Policy) -> list[Tensor]:
+    return [parameter.main_grad.clone() for parameter in policy.stage.parameters()]
+
+
+def state(policy: Policy) -> list[Tensor]:
+    """Weights, masters, moments and step counters."""
+    optimizer = policy.optimizer
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    tensors = [tensor for _, tensor in policy.iterate_hf_weights()]
+    for part in parts:
+        for parameter, moments in part.optimizer.state.items():
+            tensors += [parameter.detach(), *moments.values()]
+    assert len(tensors) > 50
+    return [tensor.clone() for tensor in tensors]
+
+
+def equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("clipped", "num_backward"),
+    [((), 3), ((0, 6), 3), ((3, 4), 2), ((0, 1, 2, 4, 5, 6, 7), 1), (ALL, 0)],
+)
+def test_a_micro_batch_of_clipped_sequences_has_no_backward_pass(
+    folder: Path,
+    groups: ParallelGroups,
+    clipped: Collection[int],
+    num_backward: int,
+    recompute: str,
+) -> None:
+    policy = build(folder, groups, model={"recompute": recompute})
+    passes = count_backward(policy)
+    result = train(policy, clipped)
+    # Of three with sequences; the empty one has nothing to go through.
+    assert len(passes) == num_backward
+    lengths = BATCH.num_response_tokens.tolist()
+    assert [outputs["active_rows"].item() for outputs in result.outputs] == [
+        sum(lengths[i] for i in microbatch.indices if i not in clipped)
+        for microbatch in MICROBATCHES
+    ]
+
+    whole = build(folder, groups, model={"recompute": recompute})
+    passes = count_backward(whole)
+    with patch.object(step, "_num_active", lambda loss, log_probs, entropy: 1):
+        expected = train(whole, clipped)
+    assert len(passes) == len(MICROBATCHES)
+    # What was left out are exact zeros.
+    assert equal(gradients(policy), gradients(whole))
+    assert equal(state(policy), state(whole))
+    assert result.grad_norm == expected.grad_norm
+    assert (result.grad_norm == 0) == result.is_skipped == (clipped is ALL)
+
+
+def test_an_update_without_gradient_never_was(folder: Path, groups: ParallelGroups) -> None:
+    """With momenta and decay, which a step of zero gradient would follow."""
+    settings = {"weight_decay": 0.1, "warmup_steps": 5}
+    policy, other = (build(folder, groups, optimizer=settings) for _ in range(2))
+    for clipped in ((0, 1), (3, 4)):
+        train(policy, clipped), train(other, clipped)
+    before = state(policy)
+    rates = [group["lr"] for group in policy.optimizer.param_groups]
+    for _ in range(2):
+        result = train(policy, ALL)
+        assert result.is_skipped and result.grad_norm == 0
+    assert equal(state(policy), before) and policy.num_updates == 2
+    assert [group["lr"] for group in policy.optimizer.param_groups] == rates
+    first, second = train(policy, (6,)), train(other, (6,))
+    assert first.learning_rate == second.learning_rate
+    assert equal(state(policy), state(other))
+    assert policy.num_updates == other.num_updates == 3
+    assert not equal(state(policy), before)
+
+
+def test_a_loss_that_ignores_log_probs_moves_nothing(folder: Path, groups: ParallelGroups) -> None:
+    policy = build(folder, groups)
+    before = state(policy)
+    passes = count_backward(policy)
+    other = torch.ones((), requires_grad=True)
+    for loss in (torch.tensor(1.0), 2 * other):
+        result = update(policy, MICROBATCHES, lambda *_, value=loss: (value, {}))
+        assert result.is_skipped and result.grad_norm == 0
+        assert all(outputs["active_rows"] == 0 for outputs in result.outputs)
+    assert equal(state(policy), before) and passes == []
+
+
+def test_entropy_alone_is_a_reason_to_go_back(folder: Path, groups: ParallelGroups) -> None:
+    policy = build(folder, groups, objective={"entropy_coef": 0.1})
+    passes = count_backward(policy)
+
+    def loss(i: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        assert entropy is not None
+        return (entropy[1:2] if i == 1 else entropy * 0).sum(), {}
+
+    result = update(policy, MICROBATCHES, loss)
+    assert [outputs["active_rows"].item() for outputs in result.outputs] == [0, 1, 0, 0]
+    assert len(passes) == 1 and result.grad_norm > 0
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_not_skipped(
+    folder: Path, groups: ParallelGroups, value: float, has_gradient: bool
+) -> None:
+    policy = build(folder, groups)
+    train(policy, ())
+    before = state(policy)
+    clipped = ClippedLoss(BATCH, MICROBATCHES, ALL)
+
+    def loss(i: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        total, outputs = clipped(i, log_probs, entropy)
+        if i == 1:
+            total = total + (log_probs.sum() * value if has_gradient else value)
+        return total, outputs
+
+    with pytest.raises(DivergenceError, match="update 1: gradient norm"):
+        update(policy, MICROBATCHES, loss)
+    assert equal(state(policy), before) and policy.num_updates == 1

@@ -34,7 +34,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 # Several blocks of rows, several tiles in a share of the vocabulary, several steps through H, and
 # none of them whole.
-NUM_ROWS, NUM_COLUMNS, HIDDEN_SIZE = (36, 300, 24) if INTERPRETED else (700, 5003, 200)
+NUM_ROWS, NUM_COLUMNS, HIDDEN_SIZE = (20, 300, 24) if INTERPRETED else (700, 5003, 200)
 TILE = 32 if INTERPRETED else 256
 INVERSE_TEMPERATURE = 1 / 0.7
 
@@ -116,7 +116,11 @@ def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def reference_stats(
-    hidden: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, *, inverse_temperature: float
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    columns: torch.Tensor,
+    *,
+    inverse_temperature: float = INVERSE_TEMPERATURE,
 ) -> torch.Tensor:
     """[4, R] float64, from whole logits."""
     z = logits(hidden, weight) * inverse_temperature
@@ -163,11 +167,16 @@ def gradient(
 
 
 def reference_gradient(
-    hidden: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, upstream: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    columns: torch.Tensor,
+    upstream: torch.Tensor,
+    *,
+    inverse_temperature: float = INVERSE_TEMPERATURE,
 ) -> torch.Tensor:
     """[R, V] float64, by autograd."""
     z = logits(hidden, weight).requires_grad_()
-    log_p = torch.log_softmax(z * INVERSE_TEMPERATURE, dim=1)
+    log_p = torch.log_softmax(z * inverse_temperature, dim=1)
     outputs = torch.stack([log_p.gather(1, columns[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)])
     torch.autograd.backward(outputs[: len(upstream)], upstream.double())
     assert z.grad is not None
@@ -204,7 +213,7 @@ def bound(kind: str) -> float:
 def test_statistics_agree_with_float64(kind: str, dtype: torch.dtype) -> None:
     inputs = problem(kind=kind, dtype=dtype)
     stats = run_stats(*inputs)
-    expected = reference_stats(*inputs, inverse_temperature=INVERSE_TEMPERATURE)
+    expected = reference_stats(*inputs)
     assert stats.shape == (4, NUM_ROWS)
     assert stats.dtype == torch.float32
     assert (stats[MAXIMUM] - expected[MAXIMUM]).abs().max() <= bound(kind)
@@ -228,7 +237,7 @@ def test_labels_at_edges_of_tiles_and_shares_and_outside() -> None:
 
 
 @on_kernels
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     num_rows=st.integers(1, 40),
     num_columns=st.integers(1, 300),
@@ -252,17 +261,9 @@ def test_any_shape_agrees_with_float64(
     torch.testing.assert_close(stats.double(), expected, rtol=1e-5, atol=1e-5)
     upstream = upstream_gradients(num_rows, with_entropy=with_entropy)
     dz, lost = gradient(*inputs, stats, upstream, **options)
-    expected_dz, _ = gradient(
-        *inputs, stats.double(), upstream.double(), code=tiles_in_float64, **options
-    )
+    expected_dz = reference_gradient(*inputs, upstream, **options)
     assert lost is None
     torch.testing.assert_close(dz.double(), expected_dz, rtol=1e-5, atol=1e-5)
-
-
-def tiles_in_float64(
-    hidden: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, **options: object
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return tiles.grad_logits(hidden.double(), weight.double(), columns, **options)
 
 
 @on_kernels
@@ -383,7 +384,7 @@ def test_rows_without_gradient_are_zero_whatever_they_hold(with_entropy: bool) -
 
 
 @on_kernels
-def test_values_by_row_may_be_strided() -> None:
+def test_hidden_states_and_values_by_row_may_be_strided() -> None:
     hidden, weight, columns = problem(num_columns=TILE + 5)
     stats = run_stats(hidden, weight, columns)
     upstream = upstream_gradients(NUM_ROWS, with_entropy=True)
@@ -392,6 +393,7 @@ def test_values_by_row_may_be_strided() -> None:
     def strided(values: torch.Tensor) -> torch.Tensor:
         return values.repeat_interleave(2, dim=-1)[..., ::2]
 
+    hidden = hidden.T.contiguous().T
     assert torch.equal(run_stats(hidden, weight, strided(columns)), stats)
     found = gradient(hidden, weight, strided(columns), strided(stats), strided(upstream))
     assert torch.equal(found[0], expected[0])
@@ -419,12 +421,8 @@ def test_logits_of_minus_infinity_take_no_part() -> None:
     weight[impossible, 0] = -torch.inf
     columns = (~impossible).nonzero()[:NUM_ROWS, 0]
     stats = run_stats(hidden, weight, columns)
-    possible = reference_stats(
-        hidden,
-        weight[~impossible],
-        torch.arange(len(columns), device=DEVICE),
-        inverse_temperature=INVERSE_TEMPERATURE,
-    )
+    among_possible = torch.arange(len(columns), device=DEVICE)
+    possible = reference_stats(hidden, weight[~impossible], among_possible)
     torch.testing.assert_close(stats.double(), possible, rtol=1e-5, atol=1e-5)
     dz, _ = gradient(hidden, weight, columns, stats, torch.ones(2, NUM_ROWS, device=DEVICE))
     assert dz.isfinite().all()
@@ -473,7 +471,7 @@ def test_rows_must_start_at_16_bytes() -> None:
 def test_the_operator_on_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator, "choose_implementation", lambda *_: triton_kernels)
     # Several blocks of rows and tiles of the vocabulary, whose edges are not the kernels'.
-    monkeypatch.setattr(triton_kernels, "block_shape", lambda weight: (20, 3 * TILE + 8))
+    monkeypatch.setattr(triton_kernels, "block_shape", lambda weight: (12, 3 * TILE + 8))
     hidden, weight, labels = problem(kind="peaked")
     options = {"temperature": 0.7, "vocab_size": NUM_COLUMNS - 3}
     inputs = (hidden, weight, labels.clamp(max=NUM_COLUMNS - 4))

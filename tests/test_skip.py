@@ -172,3 +172,16 @@ def test_a_loss_that_is_not_finite_is_not_skipped(
     with pytest.raises(DivergenceError, match="update 1: gradient norm"):
         update(policy, MICROBATCHES, loss)
     assert equal(state(policy), before) and policy.num_updates == 1
+
+
+def test_a_gradient_that_is_not_finite_is_not_skipped(folder: Path, groups: ParallelGroups) -> None:
+    """The loss is 0, but the root of 0 has no derivative: NaN is neither zero nor above it."""
+    policy = build(folder, groups)
+    before = state(policy)
+
+    def loss(i: int, log_probs: Tensor, _: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        return (log_probs - log_probs.detach()).square().sum().sqrt(), {}
+
+    with pytest.raises(DivergenceError, match="gradient norm nan"):
+        update(policy, MICROBATCHES, loss)
+    assert equal(state(policy), before)

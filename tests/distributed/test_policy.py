@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.policy import Policy, destroy, initialize, step
 from gapo_megatron.policy.step import log_probs, update
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import (
     MODELS,
+    ClippedLoss,
     WeightedLoss,
+    count_backward,
     make_batch,
     make_config,
     pack_all,
@@ -33,6 +37,18 @@ LAYOUTS = {
     "data_empty_rank": ({}, [[(0, 1, 2, 3), (4, 5, 6, 7)], [(), ()]]),
 }
 NUM_UPDATES = 2
+
+# Which sequences are clipped in each update: some, all (nothing may move), all but one.
+CLIPPED = ((1, 2, 3, 4), tuple(range(8)), (0, 1, 2, 3, 4, 6, 7))
+# Micro-batches of each data parallel rank, as above. In every update some have nothing to go back
+# for; in the last one a whole data parallel rank.
+ONE_SHARE = [[(0,), (1, 2, 3), (), (4, 5, 6, 7)]]
+CLIPPED_SHARES = {
+    "tensor": ONE_SHARE,
+    "sequence": ONE_SHARE,
+    "pipeline": ONE_SHARE,
+    "data": [[(0,), (1, 2, 3)], [(4,), (5, 6, 7)]],
+}
 
 
 @dataclass
@@ -73,27 +89,125 @@ def train(folder: Path, parallel: dict[str, object], shares: list[list[tuple[int
     return Report(grad_norms, by_sequence, equal, weights)
 
 
-def train_every_layout(folders: dict[str, Path]) -> dict[tuple[str, str], Report]:
-    return {
+@dataclass
+class Skipping:
+    """What one rank saw of updates in which sequences are clipped."""
+
+    weights: dict[str, Tensor]
+    num_updates: int
+    grad_norms: list[float]
+    num_backward: list[int]
+    """Backward passes of this stage's first layer, per update."""
+    num_active: list[int]
+    """This rank's micro-batches with an active row, per update; 0 before the last stage."""
+
+
+def train_clipped(
+    folder: Path, parallel: dict[str, object], shares: list[list[tuple[int, ...]]]
+) -> Skipping:
+    """One update for each entry of CLIPPED, on this rank's share."""
+    config = make_config(folder, parallel=parallel, optimizer={"weight_decay": 0.1})
+    groups = initialize(config.parallel)
+    policy = Policy.build(config, groups, "cpu")
+    policy.load_hf_weights(read_weights(folder))
+    batch = make_batch()
+    align = groups.tp_size if config.parallel.sequence_parallel else 1
+    microbatches = pack_all(batch, shares[groups.dp_rank], align=align)
+    passes = count_backward(policy)
+    report = Skipping({}, 0, [], [], [])
+    for clipped in CLIPPED:
+        passes.clear()
+        result = update(policy, microbatches, ClippedLoss(batch, microbatches, clipped))
+        report.grad_norms.append(result.grad_norm)
+        report.num_backward.append(len(passes))
+        report.num_active.append(sum(bool(o["active_rows"] > 0) for o in result.outputs))
+    report.weights = {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
+    report.num_updates = policy.num_updates
+    destroy()
+    return report
+
+
+def train_every_layout(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
+    reports: dict[tuple[str, str], Any] = {
         (model, layout): train(folder, *LAYOUTS[layout])
         for model, folder in folders.items()
         for layout in LAYOUTS
     }
+    for layout, shares in CLIPPED_SHARES.items():
+        arguments = folders["qwen2_tied"], LAYOUTS[layout][0], shares
+        reports["skipping", layout] = train_clipped(*arguments)
+        with patch.object(step, "_num_active", lambda loss, log_probs, entropy: 1):
+            reports["whole", layout] = train_clipped(*arguments)
+    return reports
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    for name, folder in paths.items():
+        save_model(folder, name)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def ranks(folders: dict[str, Path]) -> list[dict[tuple[str, str], Any]]:
+    # One start for all tests, because the two ranks take far longer to start than to compute.
+    return run_distributed(train_every_layout, 2, folders)
 
 
 @pytest.mark.slow
-def test_every_layout_computes_what_one_rank_does(tmp_path: Path) -> None:
-    folders = {name: tmp_path / name for name in MODELS}
-    for name, folder in folders.items():
-        save_model(folder, name)
-    # One test, because the two ranks take far longer to start than to compute.
-    ranks = run_distributed(train_every_layout, 2, folders)
+def test_every_layout_computes_what_one_rank_does(
+    folders: dict[str, Path], ranks: list[dict[tuple[str, str], Any]]
+) -> None:
     for model, folder in folders.items():
         with single_rank():
             expected = train(folder, {}, [[tuple(range(8))]])
         for layout in LAYOUTS:
             reports = [rank[model, layout] for rank in ranks]
             compare(reports, expected, where=f"{model}, {layout}")
+
+
+@pytest.mark.slow
+def test_every_layout_skips_what_one_rank_does(
+    folders: dict[str, Path], ranks: list[dict[tuple[str, str], Any]]
+) -> None:
+    with single_rank():
+        one = train_clipped(folders["qwen2_tied"], {}, ONE_SHARE)
+    assert one.num_backward == one.num_active == [2, 0, 1]
+    assert one.num_updates == 2 and one.grad_norms[1] == 0
+    for layout in CLIPPED_SHARES:
+        compare_skipping(
+            [rank["skipping", layout] for rank in ranks],
+            [rank["whole", layout] for rank in ranks],
+            one=one,
+            layout=layout,
+        )
+
+
+def compare_skipping(
+    skipping: list[Skipping], whole: list[Skipping], *, one: Skipping, layout: str
+) -> None:
+    for found, everything in zip(skipping, whole, strict=True):
+        # What was left out are exact zeros.
+        assert found.grad_norms == everything.grad_norms, layout
+        assert found.num_updates == everything.num_updates == one.num_updates, layout
+        for name, weight in found.weights.items():
+            assert torch.equal(weight, everything.weights[name]), f"{layout}: {name}"
+            # As in `compare`.
+            torch.testing.assert_close(
+                weight, one.weights[name], rtol=0, atol=1e-6, msg=f"{layout}: {name}"
+            )
+        assert found.grad_norms == pytest.approx(one.grad_norms, rel=2e-5), layout
+    backward = [found.num_backward for found in skipping]
+    if layout == "data":
+        assert backward == [[1, 0, 0], [1, 0, 1]]
+    elif layout == "pipeline":
+        # The first stage does not know; the last one sends it zeros.
+        assert backward == [[4, 4, 4], [2, 0, 1]]
+    else:
+        assert backward == [[2, 0, 1]] * 2, layout
+    num_microbatches = len(CLIPPED_SHARES[layout][0])
+    assert [rank.num_backward for rank in whole] == [[num_microbatches] * 3] * 2, layout
 
 
 def compare(reports: list[Report], expected: Report, *, where: str) -> None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gapo_megatron.batching import plan, sequence_lengths
+from gapo_megatron.objective import make_batch
 from gapo_megatron.types import Group, Outcome, Verdict
 from tests.dist import single_rank
 from tests.distributed.policy_setup import save_model
@@ -119,6 +121,48 @@ def test_metrics_are_means_over_what_was_computed(folder: Path) -> None:
     assert metrics["optim/learning_rate"] == config.optimizer.learning_rate
 
 
+def test_skipped_shares_are_those_counted_by_hand(folder: Path) -> None:
+    # No room around 1: whatever moved as its advantage wants it is clipped.
+    report = step(folder, objective={"eps_low": 1e-7, "eps_high_max": 1e-7})
+    batch = make_batch(GROUPS, make_config(folder).objective.resolve())
+    lengths, response_lengths = sequence_lengths(batch), batch.num_response_tokens
+    clipped = report.updates[0].clipped | report.updates[1].clipped
+    packing = plan(
+        lengths,
+        batch.advantages,
+        valid=batch.valid,
+        num_minibatches=NUM_MINIBATCHES,
+        max_tokens_per_microbatch=make_config(folder).batch.max_tokens_per_microbatch,
+        data_parallel_size=1,
+    )
+    counts = {"forward": 0, "old_pass": 0, "backward": 0, "head_backward": 0}
+    kinds = []
+    for number, minibatch in enumerate(packing.minibatches):
+        for indices in minibatch.microbatches[0]:
+            rows = list(indices)
+            num_tokens = int(lengths[rows].sum())
+            counts["forward"] += num_tokens
+            counts["old_pass"] += num_tokens if number > 0 else 0
+            counts["backward"] += 0 if all(clipped[i] for i in rows) else num_tokens
+            counts["head_backward"] += sum(int(response_lengths[i]) for i in rows if not clipped[i])
+            kinds.append((number, {clipped[i] for i in rows}))
+    # The second mini-batch has micro-batches with and without a clipped sequence, and of both.
+    assert [kind for number, kind in kinds if number == 0].count({False}) > 1
+    assert {(1, (True,)), (1, (False, True))} <= {(n, tuple(sorted(kind))) for n, kind in kinds}
+    num_tokens = dict.fromkeys(counts, int(lengths.sum()))
+    num_tokens["head_backward"] = int(response_lengths[batch.valid].sum())
+    for stage, count in counts.items():
+        share = report.metrics[f"skip/{stage}_token_share"]
+        assert share == pytest.approx(1 - count / num_tokens[stage], rel=1e-12), stage
+        assert 0 < share < 1, stage
+    assert report.metrics["skip/updates"] == 0
+
+    # A single mini-batch needs no old pass; a first one without advantage no optimizer step.
+    assert step(folder, num_minibatches=1).metrics["skip/old_pass_token_share"] == 1.0
+    groups = make_groups(("wwww", "cccc", "cwww", "ccww"))
+    assert step(folder, groups).metrics["skip/updates"] == 1
+
+
 def penalties(
     model: nn.Module, reference: nn.Module, groups: Sequence[Group], *, temperature: float
 ) -> tuple[Tensor, Tensor, int]:
@@ -196,13 +240,15 @@ def test_kl_and_entropy_count_for_every_sequence(
 
 def test_a_batch_without_advantage_moves_nothing(folder: Path) -> None:
     groups = make_groups(("wwww", "cccc", "wwwu", "uuuu"))
-    report = step(folder, groups, optimizer={"weight_decay": 0.0})
+    report = step(folder, groups, optimizer={"weight_decay": 0.1})
     for update in report.updates:
         assert update.ratios == {} and update.loss == 0.0 and update.grad_norm == 0.0
         assert not any(bool(gradient.any()) for gradient in update.gradients.values())
     assert equal(report.after, report.updates[0].weights)
     assert report.metrics["loss/policy"] == report.metrics["optim/grad_norm"] == 0.0
-    assert report.metrics["skip/forward_token_share"] == 1.0
+    for stage in ("forward", "old_pass", "backward", "head_backward"):
+        assert report.metrics[f"skip/{stage}_token_share"] == 1.0
+    assert report.metrics["skip/updates"] == NUM_MINIBATCHES
     assert "clip/fraction_sequences" not in report.metrics  # a mean over nothing
 
 

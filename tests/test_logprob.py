@@ -54,6 +54,8 @@ def test_values_and_gradients_agree_with_float64(
     log_prob, entropy, grad_hidden, grad_weight = BOUNDS[dtype]
     if dtype == torch.float32 and kind.startswith("offset"):
         log_prob = entropy = 5e-5  # logits of 200 / 0.7 have a last bit of 3e-5
+    if dtype == torch.float32 and kind == "peaked":
+        log_prob = 3e-5  # logits up to 80 have a last bit of 8e-6, and two of them are subtracted
     assert [t.dtype for t in ours] == [torch.promote_types(dtype, torch.float32)] * 2 + [dtype] * 2
     assert (ours[0] - expected[0]).abs().max() <= log_prob
     assert (ours[1] - expected[1]).abs().max() <= entropy

@@ -239,7 +239,7 @@ def _score(
         weight,
         microbatch.labels,
         row_index=microbatch.row_index,
-        temperature=temperature or policy.config.rollout.temperature,
+        temperature=policy.config.rollout.temperature if temperature is None else temperature,
         vocab_start=groups.tp_rank * weight.shape[0],
         vocab_size=policy.hf_config.vocab_size,
         tp_group=groups.tp_group if groups.tp_size > 1 else None,

@@ -231,6 +231,21 @@ def own_part(whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return whole[rank * length : (rank + 1) * length]
 
 
+EDGE_CASES = (
+    Case("", padded_size=12, vocab_size=9, with_entropy=True),
+    Case("....", padded_size=12, vocab_size=9, into_main_grad=True),  # padding only
+    Case("...a", padded_size=8, vocab_size=7),  # one token
+    Case("aaaa", padded_size=4, vocab_size=1, with_entropy=True),  # a single one to choose from
+    Case("..cccccc", padded_size=8, vocab_size=8, into_main_grad=True),  # nothing active
+    # Active rows of one rank only, the last and the first.
+    Case("." * 12 + "caaa", padded_size=12, vocab_size=9, with_entropy=True),
+    Case("aaac" + "c" * 12, padded_size=12, vocab_size=5, into_main_grad=True),
+    # With `many_blocks`: blocks that end where shards of positions end, and one row later.
+    Case("a" * 32, padded_size=48, vocab_size=48),
+    Case("a" * 36, padded_size=48, vocab_size=30, with_entropy=True, is_strided=True),
+)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Any positions and vocabulary, in float64; with `many_blocks` up to 8 blocks."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gapo_megatron.logprob import tiles, token_log_probs
 from tests.logprob_setup import (
     BOUNDS,
+    EDGE_CASES,
     KINDS,
     Case,
     both,
@@ -61,6 +62,12 @@ def test_values_and_gradients_agree_with_float64(
     assert (ours[1] - expected[1]).abs().max() <= entropy
     assert relative(ours[2], expected[2]) <= grad_hidden
     assert relative(ours[3], expected[3]) <= grad_weight
+
+
+@pytest.mark.parametrize("case", EDGE_CASES, ids=lambda case: case.positions or "nothing")
+def test_edges_agree_with_float64(case: Case) -> None:
+    with many_blocks():
+        case.check()
 
 
 @given(case=cases())

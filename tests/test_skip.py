@@ -73,7 +73,9 @@ def equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "model", [{"precision": "fp32"}, {"recompute": "full"}, {"precision": "bf16"}], ids=str
+)
 @pytest.mark.parametrize(
     ("clipped", "num_backward"),
     [((), 3), ((0, 6), 3), ((3, 4), 2), ((0, 1, 2, 4, 5, 6, 7), 1), (ALL, 0)],
@@ -83,9 +85,9 @@ def test_a_micro_batch_of_clipped_sequences_has_no_backward_pass(
     groups: ParallelGroups,
     clipped: Collection[int],
     num_backward: int,
-    recompute: str,
+    model: dict[str, str],
 ) -> None:
-    policy = build(folder, groups, model={"recompute": recompute})
+    policy = build(folder, groups, model=model)
     passes = count_backward(policy)
     result = train(policy, clipped)
     # Of three with sequences; the empty one has nothing to go through.
@@ -96,7 +98,7 @@ def test_a_micro_batch_of_clipped_sequences_has_no_backward_pass(
         for microbatch in MICROBATCHES
     ]
 
-    whole = build(folder, groups, model={"recompute": recompute})
+    whole = build(folder, groups, model=model)
     passes = count_backward(whole)
     with patch.object(step, "_num_active", lambda loss, log_probs, entropy: 1):
         expected = train(whole, clipped)

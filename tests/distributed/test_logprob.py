@@ -16,6 +16,7 @@ from gapo_megatron.objective.losses import bounded_exp
 from tests.dist import run_distributed
 from tests.logprob_setup import (
     BOUNDS,
+    EDGE_CASES,
     KINDS,
     Case,
     Result,
@@ -72,6 +73,9 @@ def on_every_rank() -> dict[Any, Any]:
             for key, case in PRECISION.items():
                 results[key, layout] = case.run(groups[layout[0]], sequence_parallel=layout[1])
     with many_blocks():
+        for layout in LAYOUTS:
+            for case in EDGE_CASES:
+                case.check(groups[layout[0]], sequence_parallel=layout[1])
         any_case(groups=groups, num_seen=results)
         for cut in CUTS:
             for dtype in (torch.float64, torch.bfloat16):
@@ -79,7 +83,6 @@ def on_every_rank() -> dict[Any, Any]:
                     found = log_ratio(cut, dtype, kind, groups[2], across[rank % 2])
                     results["log_ratio", cut, dtype, kind] = found
     for group in groups.values():
-        no_rows(group)
         one_bad_shard(group)
     shards_of_unequal_tokens(groups[2])
     return results
@@ -161,11 +164,6 @@ def log_ratio(
         "hidden": leaf.grad,
         "weight": shard.grad,
     }
-
-
-def no_rows(group: dist.ProcessGroup) -> None:
-    Case("....", padded_size=12, vocab_size=9).check(group, sequence_parallel=True)
-    Case("", padded_size=12, vocab_size=9, with_entropy=True).check(group)
 
 
 def one_bad_shard(group: dist.ProcessGroup) -> None:

@@ -88,7 +88,8 @@ def load_head(name: str, problem: Problem) -> Head:
     if name == "naive-rounded" and weight.dtype == torch.float32:
         raise RuntimeError("with float32 inputs it is naive")
     if name == "ours":
-        return Head(ours, choose_implementation(weight.device, weight.dtype).__name__.split(".")[-1])
+        code = choose_implementation(weight.device, weight.dtype)
+        return Head(ours, code.__name__.split(".")[-1])
     if name == "ours-main-grad":
         main_grad = torch.empty_like(weight, dtype=torch.float32, requires_grad=False).zero_()
         score = functools.partial(ours, main_grad=main_grad)

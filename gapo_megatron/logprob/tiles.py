@@ -136,7 +136,10 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
     The factors have one dtype; total has it too, or the accumulation dtype.
     """
-    if left.dtype == total.dtype:
+    if left.is_cuda and left.dtype == total.dtype == torch.bfloat16:
+        # Not one product: cuBLAS may add the parts of its sums in bfloat16.
+        total += torch.mm(left, right, out_dtype=torch.float32)
+    elif left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

@@ -79,7 +79,9 @@ def learn(
             )
             result = update(policy, microbatches, loss)
             results.append(result)
-            for microbatch, sums in zip(microbatches, result.outputs, strict=False):
+            # One for each micro-batch on the last pipeline stage, none elsewhere.
+            scored = microbatches if groups.is_last_stage else []
+            for microbatch, sums in zip(scored, result.outputs, strict=True):
                 _add(totals, sums)
                 if sums["active_rows"] > 0:
                     num_tokens = lengths[list(microbatch.indices)].sum().double()

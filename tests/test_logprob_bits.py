@@ -38,6 +38,25 @@ def test_a_row_keeps_its_bits_whatever_its_neighbours(num_columns: int, dtype: t
         assert torch.equal(picked, whole[rows])
 
 
+@DTYPES
+def test_the_precision_that_a_process_allows_changes_nothing(dtype: torch.dtype) -> None:
+    inputs = problem(64, 300, dtype=dtype)
+    before = torch.get_float32_matmul_precision()
+    results = []
+    for precision in ("highest", "medium"):
+        torch.set_float32_matmul_precision(precision)
+        try:
+            leaves = [t.clone().requires_grad_() for t in inputs[:2]]
+            log_probs = token_log_probs(*leaves, inputs[2])
+            log_probs.sum().backward()
+            assert torch.get_float32_matmul_precision() == precision
+        finally:
+            torch.set_float32_matmul_precision(before)
+        results.append([log_probs, *(leaf.grad for leaf in leaves)])
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
 @pytest.mark.usefixtures("threads")
 @DTYPES
 @pytest.mark.parametrize("kind", ["plain", "peaked", "offset200"])

@@ -78,3 +78,28 @@ def test_sequence_log_ratio_names_bad_old_log_probs() -> None:
     old[2] = -torch.inf
     with pytest.raises(DivergenceError, match=r"old_log_probs\[2\]"):
         sequence_log_ratio(hidden, weight, labels, old, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sequence_ids": torch.tensor([0, 0, 1])}, r"sequence_ids \(3,\)"),
+        ({"sequence_ids": torch.zeros(4).int()}, r"sequence_ids \(torch.int32\)"),
+        ({"sequence_ids": torch.tensor([0, 0, 2, 1])}, r"sequence_ids\[2\] \(2\).*0\.\.1"),
+        ({"sequence_ids": torch.tensor([0, -1, 1, 1])}, r"sequence_ids\[1\] \(-1\)"),
+        ({"num_response_tokens": torch.tensor([4])}, r"num_response_tokens \(1,\).*\[2\]"),
+        ({"num_response_tokens": torch.tensor([2.0, 2.0])}, r"num_response_tokens .*float32"),
+        ({"num_response_tokens": torch.tensor([2, 1])}, r"tokens\[1\] \(1\).*its 2 rows"),
+        ({"num_response_tokens": torch.tensor([-5, 2])}, r"tokens\[0\] \(-5\)"),
+    ],
+)
+def test_sequences_that_do_not_fit_are_named(change: dict[str, object], message: str) -> None:
+    hidden, weight, labels = problem(4, 9)
+    options = {
+        "sequence_ids": torch.tensor([0, 0, 1, 1]),
+        "num_sequences": 2,
+        "num_response_tokens": torch.tensor([2, 2]),
+    }
+    sequence_log_ratio(hidden, weight, labels, torch.zeros(4), **options)
+    with pytest.raises(ValueError, match=message):
+        sequence_log_ratio(hidden, weight, labels, torch.zeros(4), **(options | change))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.errors import DivergenceError
+from gapo_megatron.logprob import token_log_probs
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize, step
 from gapo_megatron.policy.step import UpdateResult, update
 from tests.dist import single_rank
@@ -187,3 +188,23 @@ def test_a_gradient_that_is_not_finite_is_not_skipped(folder: Path, groups: Para
     with pytest.raises(DivergenceError, match="gradient norm nan"):
         update(policy, MICROBATCHES, loss)
     assert equal(state(policy), before)
+
+
+def test_the_head_adds_to_the_gradient_buffer_with_the_code_that_was_chosen(
+    folder: Path, groups: ParallelGroups
+) -> None:
+    """Results alone do not tell: dW could go through autograd, or model.head do nothing."""
+    seen = []
+
+    def watched(*args: Tensor, **options: object) -> object:
+        seen.append((options["main_grad"], options["implementation"]))
+        return token_log_probs(*args, **options)
+
+    policy = build(folder, groups, model={"precision": "bf16", "head": "torch"})
+    with patch.object(step, "token_log_probs", watched):
+        train(policy, ())
+    weight = policy.stage.head_weight
+    assert len(seen) == len(MICROBATCHES)
+    for main_grad, implementation in seen:
+        assert main_grad is weight.main_grad and implementation == "torch"
+    assert weight.main_grad.dtype == torch.float32 and weight.main_grad.any()

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 def choose_implementation(device: torch.device, dtype: torch.dtype, name: Name = "auto") -> Any:
     """The module whose `softmax_stats` and `grad_logits` serve hidden states of this kind.
 
-    `auto` is Triton for bfloat16 on NVIDIA Hopper and data-centre Blackwell, whose memories its
-    tiles fit, and torch elsewhere. The choice is logged once.
+    `auto` is Triton for bfloat16 on NVIDIA Hopper, which its tiles are chosen for, and torch
+    elsewhere. The choice is logged once.
 
     Raises:
         ValueError: Triton was asked for where it does not serve.
@@ -31,12 +31,12 @@ def choose_implementation(device: torch.device, dtype: torch.dtype, name: Name =
 
 @functools.cache
 def _choose(device: str, dtype: torch.dtype, capability: tuple[int, int] | None, name: Name) -> Any:
-    suits_triton = (capability or (0, 0))[0] in (9, 10) and dtype == torch.bfloat16
+    suits_triton = (capability or (0, 0))[0] == 9 and dtype == torch.bfloat16
     if name == "auto":
         name = "triton" if suits_triton else "torch"
     elif name == "triton" and not suits_triton:
         raise ValueError(
-            "implementation ('triton') needs bfloat16 on a GPU of compute capability 9 or 10, not "
+            "implementation ('triton') needs bfloat16 on a GPU of compute capability 9, not "
             f"{dtype} on {device} {capability or ''}"
         )
     logger.info("log-probs of %s on %s: %s", dtype, device, name)

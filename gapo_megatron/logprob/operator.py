@@ -34,6 +34,10 @@ from gapo_megatron.logprob.statistics import (
 )
 from gapo_megatron.logprob.tiles import add_product_
 
+ROW_MULTIPLE = 16
+"""Of a block in the backward pass: BLAS libraries have other kernels for a handful of rows, and dX
+of a row would depend on how many share its block."""
+
 
 def token_log_probs(
     hidden: torch.Tensor,
@@ -321,8 +325,7 @@ def _block_gradient(
 
     All arguments are of the block's rows; dX is in the accumulation dtype.
     """
-    multiple = options.code.row_multiple(hidden)
-    num_rows, pad = len(hidden), functools.partial(_pad, multiple=multiple)
+    num_rows, pad = len(hidden), functools.partial(_pad, multiple=ROW_MULTIPLE)
     # In padding g = e = 0, and m = 0 and the sum 1: its rows stay finite and add exact zeros.
     x_b, columns, m, g = map(pad, (hidden, columns, maximum, grad_log_probs))
     inverse_sum = pad(sum_exp, value=1).reciprocal()

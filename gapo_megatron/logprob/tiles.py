@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -19,15 +20,18 @@ from gapo_megatron.logprob.statistics import (
     merge_stats,
 )
 
+BFLOAT16_ROWS = 128
+"""Of every product of bfloat16 on a CPU in the forward pass: the fewest that run at full speed."""
+
 
 def row_multiple(hidden: torch.Tensor) -> int:
-    """The caller pads rows to a multiple of this, so that a row's bits depend on it alone.
+    """`softmax_stats` takes a multiple of so many rows: a row's bits then depend on it alone.
 
     BLAS libraries have kernels of their own, with another rounding, for a handful of rows.
     bfloat16 on a CPU gets products of one size only: nothing is known of oneDNN's choices there
     (docs/numerics.md, batch invariance).
     """
-    return 256 if _is_bfloat16_on_cpu(hidden) else 16
+    return BFLOAT16_ROWS if _is_bfloat16_on_cpu(hidden) else 16
 
 
 def block_shape(weight: torch.Tensor) -> tuple[int, int]:
@@ -91,7 +95,7 @@ def grad_logits(
         dz = (g (1[column = y] - p) - e p (log p + h)) / temperature
 
     Args:
-        hidden: [R_b, H], R_b a multiple of `row_multiple`, at most `block_shape`.
+        hidden: [R_b, H], at most `block_shape`.
         weight: [V_v, H] the tile's rows of the output layer.
         columns: [R_b] int64, the label's column in the tile; outside 0..V_v-1 if elsewhere.
         inverse_temperature: factor of the logits.
@@ -136,15 +140,15 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
     The factors have one dtype; total has it too, or the accumulation dtype.
     """
-    if left.is_cuda and left.dtype == total.dtype == torch.bfloat16:
-        # Not one product: cuBLAS may add the parts of its sums in bfloat16.
-        total += torch.mm(left, right, out_dtype=torch.float32)
-    elif left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        with _exact_products(left):
+    with _exact_products(left):
+        if left.is_cuda and left.dtype == total.dtype == torch.bfloat16:
+            # Not one product: cuBLAS may add the parts of its sums in bfloat16.
+            total += torch.mm(left, right, out_dtype=torch.float32)
+        elif left.dtype == total.dtype:
+            total.addmm_(left, right)
+        elif total.is_cuda:
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        else:
             total.addmm_(_operand(left), _operand(right))
 
 
@@ -190,7 +194,7 @@ def _slices(size: int, step: int) -> Iterator[slice]:
 def _tile_shape(weight: torch.Tensor) -> tuple[int, int]:
     """(rows, columns): 4 MiB of logits on CPU, 64 MiB on an accelerator, never a function of R."""
     if _is_bfloat16_on_cpu(weight):
-        return 256, 2048
+        return BFLOAT16_ROWS, 2048
     size, num_columns = (2**20, 2048) if weight.device.type == "cpu" else (2**24, 8192)
     return size // max(min(num_columns, len(weight)), 64), num_columns
 
@@ -201,20 +205,18 @@ def _is_bfloat16_on_cpu(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _exact_products(hidden: torch.Tensor) -> Iterator[None]:
-    """For bfloat16 on a CPU: let it multiply float32 copies with its bfloat16 instructions.
+    """Products of float32 in full precision, whatever the process allows (vLLM may set TF32).
 
-    Exact, because the copies hold bfloat16 values, and sums stay float32.
+    For bfloat16 on a CPU: let it multiply float32 copies with its bfloat16 instructions. Exact,
+    because the copies hold bfloat16 values, and sums stay float32.
     """
-    if not _is_bfloat16_on_cpu(hidden):
-        yield
-        return
-    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
+    backend: Any = torch.backends.cuda if hidden.is_cuda else torch.backends.mkldnn
+    before = backend.matmul.fp32_precision
+    backend.matmul.fp32_precision = "bf16" if _is_bfloat16_on_cpu(hidden) else "ieee"
     try:
         yield
     finally:
-        settings.fp32_precision = before
+        backend.matmul.fp32_precision = before
 
 
 def _operand(matrix: torch.Tensor) -> torch.Tensor:

@@ -53,8 +53,6 @@ class _Tile(NamedTuple):
 _TILES = {
     (9, 2): _Tile(128, 256, 64, num_warps=8, num_stages=4),
     (9, 4): _Tile(64, 64, 16, num_warps=4, num_stages=3),
-    (10, 2): _Tile(128, 256, 64, num_warps=8, num_stages=4),
-    (10, 4): _Tile(64, 64, 16, num_warps=4, num_stages=3),
     (0, 2): _Tile(16, 32, 16, num_warps=1, num_stages=1),
     (0, 4): _Tile(16, 32, 16, num_warps=1, num_stages=1),
 }
@@ -241,7 +239,7 @@ def _label(
     return tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _stats_kernel(
     hidden: tl.tensor_descriptor,
     weight: tl.tensor_descriptor,
@@ -306,7 +304,7 @@ def _stats_kernel(
         tl.store(out + 3 * num_rows, weighted, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _grad_kernel(
     hidden: tl.tensor_descriptor,
     weight: tl.tensor_descriptor,

@@ -80,8 +80,15 @@ def on_every_rank() -> dict[Any, Any]:
         for cut in CUTS:
             for dtype in (torch.float64, torch.bfloat16):
                 for kind in KINDS:
-                    found = log_ratio(cut, dtype, kind, groups[2], across[rank % 2])
-                    results["log_ratio", cut, dtype, kind] = found
+                    for sequence_parallel in (False, True):
+                        results["log_ratio", cut, dtype, kind, sequence_parallel] = log_ratio(
+                            cut,
+                            dtype,
+                            kind,
+                            groups[2],
+                            across[rank % 2],
+                            sequence_parallel=sequence_parallel,
+                        )
     for group in groups.values():
         one_bad_shard(group)
     shards_of_unequal_tokens(groups[2])
@@ -126,12 +133,17 @@ def log_ratio(
     kind: str,
     tp_group: dist.ProcessGroup,
     cp_group: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool,
 ) -> Result:
     """Sequence ratios and gradients of their loss, from this rank's tokens and vocabulary."""
     hidden, weight, labels, old = ratio_inputs(dtype, kind)
     rows = (slice(0, cut), slice(cut, NUM_TOKENS))[cp_group.rank()]
     shard = own_part(weight, tp_group.rank(), 2).clone().requires_grad_()
-    leaf = hidden[rows].clone().requires_grad_()
+    own = hidden[rows]
+    if sequence_parallel:
+        own = own_part(own, tp_group.rank(), 2)
+    leaf = own.clone().requires_grad_()
     lengths = torch.tensor(LENGTHS)
     found, _ = sequence_log_ratio(
         leaf,
@@ -145,6 +157,7 @@ def log_ratio(
         vocab_start=tp_group.rank() * len(shard),
         vocab_size=18,
         tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
         cp_group=cp_group,
     )
     # The loss of `policy_loss`, from one number per sequence.
@@ -158,10 +171,15 @@ def log_ratio(
     loss = (lengths * losses).sum() / NUM_TOKENS
     loss.backward()
     assert leaf.grad is not None and shard.grad is not None
+    grad_hidden = leaf.grad
+    if sequence_parallel:
+        parts = [torch.empty_like(grad_hidden) for _ in range(2)]
+        dist.all_gather(parts, grad_hidden, group=tp_group)
+        grad_hidden = torch.cat(parts)
     return {
         "log_ratio": found.detach(),
         "loss": loss.detach(),
-        "hidden": leaf.grad,
+        "hidden": grad_hidden,
         "weight": shard.grad,
     }
 
@@ -230,14 +248,19 @@ def test_every_rank_saw_every_example(ranks: list[dict[Any, Any]]) -> None:
     assert [rank["examples"] for rank in ranks] == [NUM_EXAMPLES] * 4
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_sequence_ratios_over_ranks_make_the_loss_of_one_rank(
-    ranks: list[dict[Any, Any]], dtype: torch.dtype, kind: str, cut: int
+    ranks: list[dict[Any, Any]],
+    dtype: torch.dtype,
+    kind: str,
+    cut: int,
+    sequence_parallel: bool,
 ) -> None:
     """Ranks 0 and 1 share the vocabulary, ranks 0 and 2 the tokens."""
-    found = [rank["log_ratio", cut, dtype, kind] for rank in ranks]
+    found = [rank["log_ratio", cut, dtype, kind, sequence_parallel] for rank in ranks]
     for name in ("log_ratio", "loss"):
         assert all(torch.equal(f[name], found[0][name]) for f in found), name
     # On one rank, in float64, as the trainer's loop computes it.

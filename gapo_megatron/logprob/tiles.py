@@ -37,7 +37,7 @@ def row_multiple(hidden: torch.Tensor) -> int:
 def block_shape(weight: torch.Tensor) -> tuple[int, int]:
     """(rows, columns) of one `grad_logits` call, never a function of the number of rows."""
     num_rows, num_columns = _tile_shape(weight)
-    return 8 * num_rows, num_columns
+    return max(8 * num_rows, 4096), num_columns
 
 
 def softmax_stats(

@@ -88,9 +88,9 @@ def test_a_sequence_keeps_the_bits_of_its_ratio_in_any_packing(
 
 
 @pytest.mark.usefixtures("threads")
-@DTYPES
-def test_a_gradient_of_hidden_keeps_its_bits_whatever_its_neighbours(dtype: torch.dtype) -> None:
-    hidden, weight, labels = problem(200, 300, dtype=dtype)
+def test_a_gradient_of_hidden_keeps_its_bits_whatever_its_neighbours() -> None:
+    # float32 alone: in the backward pass, bfloat16 on a CPU does not fix the size of its products.
+    hidden, weight, labels = problem(200, 300)
     upstream = torch.randn(200, generator=torch.Generator().manual_seed(3))
     grads = []
     for rows in (slice(None), slice(7, 9)):

@@ -220,5 +220,5 @@ def _skipped(
         "skip/old_pass_token_share": 1 - num_old / fed,
         "skip/backward_token_share": 1 - num_backward / fed,
         "skip/head_backward_token_share": 1 - float(totals["active_rows"]) / num_response,
-        "skip/updates": float(sum(result.is_skipped for result in results)),
+        "skip/updates": float(sum(result.grad_norm == 0 for result in results)),
     }

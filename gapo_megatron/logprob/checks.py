@@ -30,7 +30,6 @@ def check_tensors(
         )
     if len(weight) == 0:
         raise ValueError("weight has no row: V_local must be at least 1")
-    rows = hidden if row_index is None else row_index
     if labels.dim() != 1 or labels.dtype != torch.int64:
         raise ValueError(f"labels {tuple(labels.shape)} {labels.dtype} must be [R] torch.int64")
     if row_index is not None and (
@@ -47,8 +46,9 @@ def check_tensors(
             f"main_grad {tuple(main_grad.shape)} {main_grad.dtype} must be {tuple(weight.shape)} "
             f"{accumulation_dtype(weight.dtype)}"
         )
-    for name, tensor in (("weight", weight), ("labels", labels), ("rows", rows)):
-        if tensor.device != hidden.device:
+    others = {"weight": weight, "labels": labels, "row_index": row_index, "main_grad": main_grad}
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != hidden.device:
             raise ValueError(f"{name} ({tensor.device}) must be on hidden's {hidden.device}")
 
 

@@ -152,8 +152,8 @@ class _TokenLogProbs(torch.autograd.Function):
         options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         columns = labels - options.vocab_start
-        positions = _all_positions(hidden, options)
-        rows = positions if row_index is None else positions.index_select(0, row_index)
+        whole = _gather_positions(hidden, options)
+        rows = whole if row_index is None else whole.index_select(0, row_index)
         multiple = options.code.row_multiple(rows)
         stats = options.code.softmax_stats(
             _pad(rows, multiple),
@@ -209,12 +209,12 @@ class _TokenLogProbs(torch.autograd.Function):
                 dtype = weight.dtype if len(blocks) <= 1 else maximum.dtype
                 total = torch.zeros_like(weight, dtype=dtype)
         grad_hidden = torch.zeros_like(hidden) if hidden_needs_grad else None
-        hidden_of = _all_positions(hidden, options) if blocks else hidden
+        whole = _gather_positions(hidden, options) if blocks else hidden
         summing: _Summing | None = None
         for block in blocks:
             rows = active[block.rows]
             grad_block = _block_gradient(
-                hidden_of.index_select(0, positions[block.rows]),
+                whole.index_select(0, positions[block.rows]),
                 weight[: options.num_columns],
                 columns[rows],
                 maximum=maximum[rows],
@@ -248,8 +248,8 @@ def _active_rows(grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor | None
     return is_active.nonzero()[:, 0]
 
 
-def _all_positions(hidden: torch.Tensor, options: _Options) -> torch.Tensor:
-    """[T, H], gathered over ranks under sequence parallelism."""
+def _gather_positions(hidden: torch.Tensor, options: _Options) -> torch.Tensor:
+    """Hidden states [T, H] of all positions: under sequence parallelism an all-gather."""
     group = options.tp_group
     if not options.sequence_parallel or group is None:
         return hidden

@@ -30,10 +30,8 @@ class UpdateResult:
     """What one optimizer step reports."""
 
     grad_norm: float
-    """Of the whole gradient, before clipping; the same on every rank."""
+    """Of the whole gradient, before clipping; the same on every rank. 0: nothing moved."""
     learning_rate: float
-    is_skipped: bool
-    """The gradient was exactly zero, and nothing moved; the same on every rank."""
     outputs: list[Outputs]
     """What `loss` returned for each micro-batch, and `active_rows`: how many of its log-probs have
     a gradient. Empty except on the last pipeline stage."""
@@ -79,7 +77,7 @@ def update(
     What cannot change the weights is left out: rows without gradient in the head's backward pass,
     the model's whole backward pass of a micro-batch in which no row has one (of the last stage:
     the others propagate zeros, because the pipeline waits for them), and the optimizer step if the
-    gradient is exactly zero (AdamW would follow old momenta and decay).
+    gradient's norm is zero (AdamW would follow old momenta and decay).
 
     Args:
         policy: moved by one step.
@@ -125,7 +123,7 @@ def update(
             optim.set_learning_rate(policy.optimizer, learning_rate)
             optim.step(policy.optimizer, grad_norm=grad_norm, clip_grad=config.clip_grad)
             policy.num_updates += 1
-    return UpdateResult(grad_norm, learning_rate, grad_norm == 0, outputs)
+    return UpdateResult(grad_norm, learning_rate, outputs)
 
 
 def _num_active(loss: Tensor, log_probs: Tensor, entropy: Tensor | None) -> int:

@@ -16,7 +16,7 @@ export PYTHON
 unexport WORLD_SIZE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench env clean
+.PHONY: help demo study test lint format bench env clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ demo: ## Train a small model with GAPO on this CPU (WORLD_SIZE=1 TP=1 PP=1 SEED=
 test: ## Run the tests (JOBS=2 ARGS="-m 'not slow' tests/test_config.py")
 	@tools/setup_env.sh test
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GAPO_MEGATRON_CORE_ALT="$$(test -e .mcore-alt/.stamp && echo $(CURDIR)/.mcore-alt)" \
-		$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
+		$(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: ## Check style (ruff) and types (mypy)
 	@tools/setup_env.sh dev
@@ -40,6 +40,14 @@ format: ## Rewrite the sources in the house style
 	@tools/setup_env.sh dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+study: ## Run the miniature study (docs/study.md) on this CPU, two runs at a time (2 hours; again: goes on)
+	@tools/setup_env.sh run
+	$(PY) tools/demo.py --config configs/miniature.toml --prepare
+	$(PY) tools/submit.py configs/study_miniature.toml --local --parallel 2
+	$(PY) tools/submit.py configs/study_miniature_branch.toml --local --parallel 2
+	$(PY) tools/report.py runs/studies/miniature runs/studies/miniature_branch --first gapo \
+		--output runs/studies/report --archive runs/studies/report/data
 
 bench: ## Measure what benchmarks/RESULTS.md reports (hours; needs the demo)
 	@tools/setup_env.sh dev

@@ -32,7 +32,9 @@ from gapo_megatron import rewards
 from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.convert import read_hf
-from gapo_megatron.data import PromptSource, load_tokenizer, read_prompts
+from gapo_megatron.data.schema import read_prompts
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.launch import environment
 from gapo_megatron.learn import learn
 from gapo_megatron.logprob import operator
@@ -133,7 +135,8 @@ def sample(config: Config, device: torch.device, *, num_prompts: int) -> list[Gr
         temperature=config.rollout.temperature,
         progress=True,
     )
-    verdicts = rewards.score(config.reward.kind, prompts, rollouts, tokenizer=tokenizer)
+    with rewards.start_pool(config.reward, num_workers=2) as pool:
+        verdicts = rewards.score(pool, prompts, rollouts, tokenizer=tokenizer)
     engine.sleep()
     return [Group(*one) for one in zip(prompts, rollouts, verdicts, strict=True)]
 

@@ -16,9 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective.methods import METHODS, Method
+from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, split_setting
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+
+CONFIG_NAME = "config.toml"
+"""In the run folder: the resolved config of the newest start."""
 
 
 class _Section(BaseModel):
@@ -128,8 +132,33 @@ class RolloutConfig(_Section):
 
 
 class RewardConfig(_Section):
-    kind: Literal["math", "code", "exact"]
-    """`math`: boxed answers; `code`: unit tests; `exact`: the last field of the response (demo)."""
+    kind: Literal["math", "code", "instructions", "exact"]
+    """`math`: boxed answers; `code`: unit tests; `instructions`: IFEval's checks; `exact`: the last
+    field of the response (demo)."""
+    num_workers: NonNegative = 0
+    """Processes of each rank that judge; 0: the rank's share of the node's cores, at most 8."""
+    timeout_s: Positive | None = None
+    """Wall-clock time to judge one response (10 s by default); longer is unknown, and left out. Of
+    code, the time its tests may take together (60 s by default); longer is wrong."""
+    sandbox: str = "bubblewrap"
+    """Of code: `bubblewrap`, `apptainer:/PATH/OF/IMAGE`, `tcp://HOST:PORT` (a service on another
+    machine) or `unsafe`, which runs the model's programs with your rights."""
+    python: str = SYSTEM_PYTHON
+    """Interpreter of code, in the image where there is one: it and its libraries are all that a
+    program sees. A service has its own."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            kind, _ = split_setting(self.sandbox)
+        except ValueError as error:
+            raise ValueError(f"sandbox {error}") from None
+        if kind == "service" and self.python != SYSTEM_PYTHON:
+            raise ValueError(
+                f"python ({self.python!r}) does not go with sandbox ({self.sandbox!r}): a service "
+                "has its own (--python)"
+            )
+        return self
 
 
 class ObjectiveConfig(_Section):
@@ -204,6 +233,17 @@ class CheckpointConfig(_Section):
     every_steps: NonNegative = 50
     """Save every so many steps (0: only at the end)."""
     keep_last: Positive = 2
+    """Newest checkpoints to keep. One that a stop made in between takes the place of none."""
+    keep_steps: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
+    """Steps to save after as well, and never to remove: what another run is to branch from."""
+    branch_from: str = ""
+    """Checkpoint of another run, RUN/checkpoints/step_N, that this one goes on from under another
+    objective (docs/slurm.md). Once begun, it resumes from its own."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after `step` steps, whether or not the run ends there."""
+        periodic = self.every_steps > 0 and step % self.every_steps == 0
+        return periodic or step in self.keep_steps
 
 
 class EvaluationConfig(_Section):

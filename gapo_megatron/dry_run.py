@@ -18,6 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from gapo_megatron import rewards
+from gapo_megatron.checkpoint import check_branch
+from gapo_megatron.checkpoint.manifest import list_steps
+from gapo_megatron.checkpoint.save import checkpoints_dir
 from gapo_megatron.config import Config
 from gapo_megatron.convert import rules_for
 from gapo_megatron.convert.rules import Rule
@@ -100,7 +103,9 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
     What cannot be computed or checked (a folder or the dataset is not there) is said in its place.
 
     Raises:
-        ConfigError: world size, model and parallel sizes do not fit each other.
+        ConfigError: world size, model and parallel sizes do not fit each other; what a branch may
+            not change is changed.
+        CheckpointError: the branch point is damaged, or another model's.
     """
     console = console or Console()
     if not console.is_terminal:
@@ -113,6 +118,7 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
         if config.model.megatron_dir and Path(config.model.megatron_dir).is_dir():
             check_megatron_dir(config, hf_config)
 
+    branch = _branch_note(config, hf_config)
     console.print(to_toml(config), markup=False, highlight=False, soft_wrap=True)
     console.print(_counts_table(config, counts))
     console.print(_method_table(config))
@@ -132,8 +138,10 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
             f"Weights: no folder {config.model.megatron_dir} here: it is not checked.",
             markup=False,
         )
+    if branch:
+        console.print(branch, markup=False)
     try:
-        rewards.check_kind(config.reward.kind)
+        rewards.check(config.reward)
     except ConfigError as error:  # the arithmetic is worth reading all the same
         console.print(f"The run itself would stop here: {error}", markup=False)
 
@@ -179,7 +187,7 @@ def _placement(rule: Rule, pp_size: int, ep_size: int) -> Iterator[tuple[int, in
 
 
 def _counts_table(config: Config, counts: Arithmetic) -> Table:
-    batch = config.batch
+    batch, reward = config.batch, config.reward
     prompts_per_replica = batch.rollout_prompts / counts.rollout_replicas
     updates = counts.num_minibatches * config.run.num_steps
     rows = {
@@ -190,6 +198,9 @@ def _counts_table(config: Config, counts: Arithmetic) -> Table:
         f"process(es), {prompts_per_replica:g} prompts each",
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
         f"{counts.rollout_sequences:,} sequences",
+        "verdicts": f"{reward.kind}, at most {rewards.timeout_s(reward)} s each; workers per rank: "
+        f"{reward.num_workers or 'its share of the cores, at most 8'}",
+        **({"sandbox of programs": reward.sandbox} if reward.kind == "code" else {}),
         "one update": f"{batch.minibatch_prompts} prompts = {counts.minibatch_sequences:,} "
         f"sequences, about {counts.minibatch_sequences / counts.dp_size:g} a data-parallel rank",
         "updates per step": f"{counts.num_minibatches} mini-batches, so {updates:,} updates in "
@@ -277,6 +288,25 @@ def _memory_table(rules: list[Rule], config: Config, counts: Arithmetic) -> Tabl
         parts = [total * weight / GIB, total * gradient / GIB, states * state / GIB]
         table.add_row(str(stage), f"{total:,}", *(f"{part:.3g}" for part in (*parts, sum(parts))))
     return table
+
+
+def _branch_note(config: Config, hf_config: PretrainedConfig | None) -> str:
+    given = config.checkpoint.branch_from
+    has_begun = bool(list_steps(checkpoints_dir(config.run.output_dir)))
+    if given and not has_begun and not Path(given).parent.is_dir():
+        return f"Branch: no folder {Path(given).parent} here: {given} is not checked."
+    point = check_branch(config, hf_config)
+    if point is None:
+        return f"Branch: begun at {given}; goes on from its own checkpoints." if given else ""
+    changed = [
+        f"{name} = {now!r} (was {was!r})" for name, (was, now) in point.branch.changes.items()
+    ]
+    return (
+        f"Branch: goes on from step {point.branch.step} of {point.branch.run}, "
+        f"{point.path.name} (manifest {point.branch.manifest_sha256[:12]}), with "
+        + (", ".join(changed) or "the same settings")
+        + "."
+    )
 
 
 def _positions_note(config: Config, hf_config: PretrainedConfig | Any) -> str:

@@ -17,6 +17,10 @@ class RolloutError(GapoError, RuntimeError):
     """The generation engine failed or returned something other than what was asked for."""
 
 
+class RewardError(GapoError, RuntimeError):
+    """The processes that judge responses cannot run; a response they fail on is unknown instead."""
+
+
 class WeightSyncError(GapoError, RuntimeError):
     """The engine's weights are not the trainer's: tensors or log-probs disagree."""
 

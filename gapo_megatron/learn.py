@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -76,7 +77,7 @@ def learn(
         of optimizer steps (`updates`). The rest: `diagnostics.summarize`.
 
     Collectives: per mini-batch those of `policy.step.log_probs` (all mini-batches first), then
-    those of `policy.step.update`; one gather of metrics over all ranks at the end.
+    those of `policy.step.update`; at the end one all-gather of metrics over all ranks.
 
     Raises:
         DivergenceError: a loss or gradient is not finite; the weights are those before that update.
@@ -122,9 +123,12 @@ def learn(
                     _add(progress.sums, {"tokens_backward": num_tokens})
             progress.grad_norms.append(result.grad_norm)
             progress.learning_rate = result.learning_rate
-    contributes = groups.is_last_stage and groups.tp_rank == 0
-    totals = _add_over_ranks(progress.sums if contributes else {})
-    return _summarize(totals, lengths, plan, progress)
+    # Tensor parallel ranks hold the same sums; those of one of them count.
+    sums = progress.sums if groups.tp_rank == 0 else {}
+    totals = _add_over_ranks(
+        sums, group_size=config.batch.rollouts_per_prompt, device=policy.device
+    )
+    return _summarize(totals, lengths, plan, progress, config)
 
 
 @dataclass(frozen=True)
@@ -209,32 +213,46 @@ def _add(totals: Sums, sums: Mapping[str, torch.Tensor]) -> None:
             totals[key] = totals[key] + value
 
 
-def _add_over_ranks(totals: Sums) -> Sums:
-    """Sum over ranks in rank order, so that every rank holds the same bits. Collective."""
-    gathered: list[Sums] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, totals)
+_SCALARS = (
+    *("loss", "tokens", "active_rows", "tokens_backward", "kl", "entropy"),
+    *("mismatch", "mismatch_max"),
+)
+
+
+def _add_over_ranks(sums: Sums, *, group_size: int, device: torch.device) -> Sums:
+    """Sum over ranks in rank order, so that every rank holds the same bits; all names, 0 for none.
+
+    Collectives: one all-gather over all ranks, of one float64 vector.
+    """
+    shapes = dict.fromkeys(_SCALARS, ()) | diagnostics.sum_shapes(group_size)
+    assert sums.keys() <= shapes.keys(), f"no place for {sums.keys() - shapes.keys()}"
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    parts = [sums.get(name, torch.zeros(shape)).double() for name, shape in shapes.items()]
+    local = torch.cat([part.flatten() for part in parts]).to(device)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
     summed: Sums = {}
-    for part in gathered:
-        _add(summed, part)
+    for vector in gathered:
+        named = zip(shapes.items(), vector.cpu().split(sizes), strict=True)
+        _add(summed, {name: part.view(shape) for (name, shape), part in named})
     return summed
 
 
 def _summarize(
-    totals: Sums, lengths: torch.Tensor, plan: Plan, progress: Progress
+    totals: Sums, lengths: torch.Tensor, plan: Plan, progress: Progress, config: Config
 ) -> dict[str, float]:
     num_tokens = max(float(totals["tokens"]), 1.0)
-    nothing = torch.zeros(())
     metrics = {
         "loss/policy": float(totals["loss"]) / progress.num_updates,
         "optim/grad_norm": sum(progress.grad_norms) / progress.num_updates,
         "optim/learning_rate": progress.learning_rate,
-        "mismatch/mean_abs_log_prob_diff": float(totals.get("mismatch", nothing)) / num_tokens,
-        "mismatch/max_abs_log_prob_diff": float(totals.get("mismatch_max", nothing)),
+        "mismatch/mean_abs_log_prob_diff": float(totals["mismatch"]) / num_tokens,
+        "mismatch/max_abs_log_prob_diff": float(totals["mismatch_max"]),
     }
     metrics |= _skipped(totals, lengths, plan, progress)
-    if "kl" in totals:
+    if config.objective.kl_coef > 0:
         metrics["loss/kl"] = float(totals["kl"]) / num_tokens
-    if "entropy" in totals:
+    if config.objective.entropy_coef > 0:
         metrics["loss/entropy"] = float(totals["entropy"]) / num_tokens
     return metrics | diagnostics.summarize(totals)
 
@@ -249,7 +267,7 @@ def _skipped(
         for rank in minibatch.microbatches
         for indices in rank
     )
-    num_backward = float(totals.get("tokens_backward", torch.zeros(())))
+    num_backward = float(totals["tokens_backward"])
     num_response = max(sum(minibatch.num_tokens_global for minibatch in plan.minibatches), 1)
     return {
         "skip/forward_token_share": plan.num_tokens_skipped / fed,

@@ -181,9 +181,7 @@ class MetricsWriter:
             self._append(TIMINGS_NAME, {"step": step, "time/unix_s": time.time(), **clock})
         present = {key: value for key, value in {**values, **clock}.items() if value is not None}
         if self._tensorboard is not None:
-            for key, value in present.items():
-                self._tensorboard.add_scalar(key, value, step)
-            self._tensorboard.flush()
+            _add_scalars(self._tensorboard, present, step)
         if self._wandb is not None:
             self._wandb.log(present, step=step)
         if clock:
@@ -269,6 +267,15 @@ def _open_tensorboard(run_dir: Path, config: MetricsConfig, resume_step: int) ->
     from torch.utils.tensorboard import SummaryWriter  # 3 s of import, only where it is used
 
     return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step or None)
+
+
+def _add_scalars(writer: Any, values: Mapping[str, Value], step: int) -> None:
+    """All of a step as one event: with an event for each, two hundred take 35 ms."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    scalars = [Summary.Value(tag=key, simple_value=value) for key, value in values.items()]
+    writer.file_writer.add_summary(Summary(value=scalars), step)
+    writer.flush()
 
 
 def _open_wandb(run_dir: Path, config: Config) -> Any:

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from gapo_megatron.batching import pack, plan, sequence_lengths
 from gapo_megatron.config import Config, ObjectiveConfig, load_config
 from gapo_megatron.convert import write_hf
-from gapo_megatron.data import load_tokenizer
 from gapo_megatron.data.schema import encode_prompt, read_jsonl
+from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.launch import environment
 from gapo_megatron.policy import Policy, initialize, update

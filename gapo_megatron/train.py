@@ -15,19 +15,22 @@ from transformers import PreTrainedTokenizerBase
 from gapo_megatron import checkpoint, rewards
 from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.checkpoint import OpenStep
-from gapo_megatron.config import Config, load_config
+from gapo_megatron.config import CONFIG_NAME, Config, load_config
 from gapo_megatron.convert import write_hf
-from gapo_megatron.data import PromptSource, load_tokenizer, read_prompts
-from gapo_megatron.dry_run import print_dry_run
+from gapo_megatron.data.schema import read_prompts
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.dry_run import print_dry_run, to_toml
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.evaluate import evaluate
+from gapo_megatron.evaluate.evaluate import evaluate
 from gapo_megatron.launch import environment
-from gapo_megatron.launch.attempt import Attempt, is_finished, mark_finished
+from gapo_megatron.launch.attempt import Attempt
+from gapo_megatron.launch.run_folder import is_finished, mark_finished, write_atomically
 from gapo_megatron.learn import learn
 from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_sinks
 from gapo_megatron.noise_floor import watch_noise_floor
 from gapo_megatron.objective import make_batch
-from gapo_megatron.objective.diagnostics import count_by_correct
+from gapo_megatron.objective.diagnostics import CorrelationWindow, count_by_correct
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
@@ -41,6 +44,7 @@ logger = logging.getLogger("gapo_megatron.train")  # also where it is __main__
 def train(config: Config) -> None:
     """Run `config` to its last step, from the newest whole checkpoint of its output folder if any.
 
+    Without one, `checkpoint.branch_from` names that of another run to begin with.
     Ends early when it is asked to stop or the job's time runs out: saved, to be started again.
 
     Collectives: creates the process group; every rank runs every stage, in this order.
@@ -54,7 +58,7 @@ def train(config: Config) -> None:
     num_steps, every_steps = config.run.num_steps, config.evaluation.every_steps
     checkpoint.check_writable(run_dir)
     check_sinks(config.metrics)
-    rewards.check_kind(config.reward.kind)
+    rewards.check(config.reward)
     if (run_dir / "hf").resolve() == Path(config.model.hf_dir).resolve():
         raise ConfigError(
             f"model.hf_dir ({config.model.hf_dir}) must not be run.output_dir/hf: the trained "
@@ -64,8 +68,12 @@ def train(config: Config) -> None:
     if config.model.megatron_dir:
         check_megatron_dir(config, hf_config)
     checkpoint.check_model(run_dir, hf_config)
+    branch_point = checkpoint.check_branch(config, hf_config)
     tokenizer = load_tokenizer(config.model.hf_dir)
     problems, held_out = _read_problems(config, tokenizer)
+    source = PromptSource(problems, seed=config.run.seed)
+    if branch_point is not None:
+        source.load_state_dict(branch_point.trainer_state()["source"])  # refuses other problems
     environment.seed_everything(config.run.seed)
     with startup("process_group"):
         world = environment.start(
@@ -81,23 +89,34 @@ def train(config: Config) -> None:
     if is_finished(run_dir, num_steps=num_steps):
         logger.info("all %d steps are done: %s", num_steps, run_dir / "hf")
         return attempt.end("finished")
+    if branch_point is not None:
+        with startup("branch"):
+            checkpoint.begin_branch(branch_point, config, attempt)
 
+    num_workers = config.reward.num_workers or min(environment.share_of_cores(), 8)
+    pool = rewards.start_pool(config.reward, num_workers=num_workers)
     with startup("model"):
         groups = initialize(config.parallel)
         policy = Policy.build(config, groups, world.device)
         policy.load_initial_weights()
-    source = PromptSource(problems, seed=config.run.seed)
+    window = CorrelationWindow()
     method = config.objective.resolve()
     with startup("checkpoint"):
         resumed = checkpoint.load_latest(run_dir, policy=policy, config=config)
+    if world.rank == 0:  # not before: of a run that is finished, or refused, it must stay
+        write_atomically(run_dir / CONFIG_NAME, to_toml(config))
+        checkpoint.record_branch(run_dir, resumed.branch if resumed else None)
     first_step = resumed.step if resumed else 0
     if resumed:
         source.load_state_dict(resumed.trainer_state["source"])
+        if not resumed.changes_objective:  # its steps are those of one objective
+            window.load_state_dict(resumed.trainer_state["window"])
     with startup("vllm"):
         engine = RolloutEngine(config, hf_config, device=world.device)
     with startup("sync"):
         probe = prompts_as_sequences(problems, config.rollout.verify_sequences)
         sync(policy, engine, probe, policy_version=first_step)
+    pool.wait_until_ready()
 
     writer = MetricsWriter(run_dir, config=config, resume_step=first_step, enabled=world.rank == 0)
     writer.log_startup(first_step, startup.seconds)
@@ -118,10 +137,10 @@ def train(config: Config) -> None:
                 run_dir,
                 step=step,
                 policy=policy,
-                trainer_state={"source": source_state},
+                trainer_state={"source": source_state, "window": window.state_dict()},
                 config=config,
-                keep_last=config.checkpoint.keep_last,
                 attempt=attempt,
+                branch=resumed.branch if resumed else None,
                 open_step=opened,
             )
         attempt.keep_stage_seconds(stopwatch.recent)
@@ -140,6 +159,7 @@ def train(config: Config) -> None:
                     outcome = evaluate(
                         engine,
                         held_out,
+                        pool=pool,
                         tokenizer=tokenizer,
                         config=config,
                         step=step,
@@ -155,7 +175,14 @@ def train(config: Config) -> None:
                 break
 
             judged = _roll_out(
-                engine, source, tokenizer, config, attempt=attempt, stopwatch=stopwatch, step=step
+                engine,
+                source,
+                pool,
+                tokenizer,
+                config,
+                attempt=attempt,
+                stopwatch=stopwatch,
+                step=step,
             )
             if judged is None:
                 break
@@ -199,18 +226,19 @@ def train(config: Config) -> None:
             probe = first_sequences(batch, config.rollout.verify_sequences)
             check = sync(policy, engine, probe, policy_version=step + 1)
 
-        metrics = opened.metrics | learned
+        metrics = opened.metrics | learned | window.add(learned)
         metrics["sync/max_abs_log_prob_diff"] = check.max_abs_diff
         # Before the checkpoint: a kill between the two repeats the step, its line is replaced.
         num_tokens = int(batch.num_response_tokens.sum())
         writer.log(step, metrics, stopwatch.lap(num_tokens=num_tokens))
         opened = None
-        done, every = step + 1, config.checkpoint.every_steps
-        if done == num_steps or (every and done % every == 0):
+        done = step + 1
+        if done == num_steps or config.checkpoint.is_due(done):
             save(done)
             saved = (done, None)
 
     writer.close()
+    pool.close()
     if not finished:
         if saved != (step, opened and opened.progress.num_updates):
             save(step)
@@ -232,6 +260,7 @@ def train(config: Config) -> None:
 def _roll_out(
     engine: RolloutEngine,
     source: PromptSource,
+    pool: rewards.Pool,
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
     *,
@@ -241,7 +270,7 @@ def _roll_out(
 ) -> list[Group] | None:
     """The next prompts, rollouts of each, verdicts; the same groups on every rank.
 
-    None, on every rank, if generation was broken off.
+    None, on every rank, if generation or judging was broken off.
     """
     with stopwatch("rollout"):
         prompts = engine.share(source.next_batch(config.batch.rollout_prompts))
@@ -259,7 +288,17 @@ def _roll_out(
     if rollouts is None:
         return None
     with stopwatch("reward"):
-        verdicts = rewards.score(config.reward.kind, prompts, rollouts, tokenizer=tokenizer)
+        prompts, rollouts = engine.part(prompts), engine.part(rollouts)
+        verdicts = rewards.score(
+            pool,
+            prompts,
+            rollouts,
+            tokenizer=tokenizer,
+            gather=engine.gather,
+            should_abandon=attempt.patience(stopwatch.expect("reward")),
+        )
+        if verdicts is None:
+            return None
         return engine.gather([Group(*one) for one in zip(prompts, rollouts, verdicts, strict=True)])
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
+if TYPE_CHECKING:  # the workers that judge responses need `Verdict`, and start without torch
+    import numpy as np
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class Batch:
     @property
     def num_response_tokens(self) -> torch.Tensor:
         """[B] int64."""
+        import torch
+
         return torch.tensor([len(ids) for ids in self.response_ids], dtype=torch.int64)
 
 

@@ -1,9 +1,10 @@
-"""Run a function on several ranks: spawned processes, gloo, a file store, one thread each."""
+"""Run a function on several ranks: processes of their own, gloo, a file store, one thread each."""
 
 from __future__ import annotations
 
 import faulthandler
 import multiprocessing as mp
+import multiprocessing.context
 import pickle
 import tempfile
 import time
@@ -20,7 +21,14 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 540
-"""For everything together; importing Megatron-core and transformers takes up to 20 s per rank."""
+"""For everything together; vLLM takes up to 20 s to import."""
+
+
+def rank_context() -> mp.context.ForkServerContext:
+    """Forks processes from a server that has imported what they need."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    return context
 
 
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -40,7 +48,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        context = mp.get_context("spawn")
+        context = rank_context()
         processes: list[BaseProcess] = [
             context.Process(target=_rank_main, args=(fn, rank, world_size, name, args))
             for rank in range(world_size)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 run = tomllib.loads(Path(sys.argv[1]).read_text())["run"]
 run_dir, attempt = Path(run["output_dir"]), Path(os.environ["GAPO_ATTEMPT_DIR"])
+(run_dir / "config.toml").write_bytes(Path(sys.argv[1]).read_bytes())
 rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
 events = dict(one.split(":") for one in os.environ.get("EVENTS", "").split(",") if one)
 event = events.get(str(run["seed"]), "")

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from gapo_megatron.errors import ConfigError, FencedError
-from gapo_megatron.launch.attempt import is_finished, mark_finished
+from gapo_megatron.launch.run_folder import is_finished, mark_finished
 from gapo_megatron.metrics import Expectation
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed, single_rank

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from gapo_megatron.checkpoint import check_model, check_writable, manifest, rng
 from gapo_megatron.checkpoint.manifest import Manifest
 from gapo_megatron.checkpoint.save import checkpoints_dir, model_identity
+from gapo_megatron.config import CheckpointConfig
 from gapo_megatron.errors import CheckpointError, ConfigError
 
 NAMES = ["__0_0.distcp", "rng_00000.pt", "sub/common.pt"]
@@ -99,7 +103,7 @@ def test_a_folder_without_manifest_is_damaged(tmp_path):
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
     path = make_checkpoint(tmp_path, 3)
     monkeypatch.setattr(manifest, "VERSION", 0)
-    with pytest.raises(CheckpointError, match="format version 1; this program reads 0"):
+    with pytest.raises(CheckpointError, match="format version 2; this program reads 0"):
         manifest.read_manifest(path)
 
 
@@ -124,10 +128,46 @@ def test_prune_keeps_the_newest_and_clears_what_was_refused(tmp_path):
     for step in (1, 2, 3, 4):
         make_checkpoint(tmp_path, step)
     manifest.set_aside(tmp_path / "step_00000002")
-    manifest.prune(tmp_path, keep_last=2)
+    manifest.prune(tmp_path, CheckpointConfig(every_steps=1, keep_last=2))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
-    manifest.prune(tmp_path, keep_last=9)
+    manifest.prune(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
     assert len(manifest.list_steps(tmp_path)) == 2
+
+
+def left_after(folder: Path, steps: Sequence[int], **settings: Any) -> list[int]:
+    """Of a run that saves and prunes after each of `steps`."""
+    for step in steps:
+        make_checkpoint(folder, step)
+        manifest.prune(folder, CheckpointConfig(**settings))
+    return [int(path.name.removeprefix("step_")) for path in reversed(manifest.list_steps(folder))]
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "keep_last", "steps", "left"),
+    [
+        (100, 2, [100, 137, 200], [100, 200]),  # a stop takes no place of the others
+        (100, 2, [100, 200, 237], [100, 200, 237]),  # but is the newest
+        (100, 2, [100, 200, 237, 250], [100, 200, 250]),  # the end of the run
+        (100, 2, [30, 60, 90], [60, 90]),  # a fallback, while there is no other
+        (100, 2, [30, 60, 100], [60, 100]),
+        (100, 1, [100, 137, 160], [100, 160]),
+        (0, 2, [30, 60, 90], [60, 90]),
+    ],
+)
+def test_what_a_stop_saved_gives_way(tmp_path, every_steps, keep_last, steps, left):
+    assert left == left_after(tmp_path, steps, every_steps=every_steps, keep_last=keep_last)
+
+
+def test_named_steps_are_saved_and_stay(tmp_path):
+    settings = {"every_steps": 50, "keep_last": 2, "keep_steps": [120, 600]}
+    due = [step for step in range(1, 801) if CheckpointConfig(**settings).is_due(step)]
+    assert due == [50, 100, 120, *range(150, 801, 50)]
+    assert left_after(tmp_path, due, **settings) == [120, 600, 750, 800]
+    only_named = CheckpointConfig(every_steps=0, keep_steps=[3])
+    assert [step for step in range(1, 9) if only_named.is_due(step)] == [3]
+    for wrong in ([0], ["3"], 3):
+        with pytest.raises(ValidationError, match="keep_steps"):
+            CheckpointConfig(keep_steps=wrong)
 
 
 def test_checkpoints_within_a_step_are_ordered_and_go_when_passed(tmp_path):
@@ -136,14 +176,23 @@ def test_checkpoints_within_a_step_are_ordered_and_go_when_passed(tmp_path):
         manifest.step_dir(tmp_path, step, open_updates).mkdir()
     names = ["step_00000004_10", "step_00000004_9", "step_00000004_0", "step_00000004"]
     assert [path.name for path in manifest.list_steps(tmp_path)] == [*names, "step_00000003_2"]
-    manifest.prune(tmp_path, keep_last=1)  # the newest stays, and one that serves every layout
+    settings = CheckpointConfig(every_steps=2, keep_last=1)
+    manifest.prune(tmp_path, settings)  # the newest stays, and one that serves every layout
     assert [path.name for path in manifest.list_steps(tmp_path)] == [
         "step_00000004_10",
         "step_00000004",
     ]
     make_checkpoint(tmp_path, 5)
-    manifest.prune(tmp_path, keep_last=1)
-    assert [path.name for path in manifest.list_steps(tmp_path)] == ["step_00000005"]
+    manifest.step_dir(tmp_path, 5, 1).mkdir()
+    manifest.prune(tmp_path, settings)  # the newest that serves every layout was not due
+    assert [path.name for path in manifest.list_steps(tmp_path)] == [
+        "step_00000005_1",
+        "step_00000005",
+        "step_00000004",
+    ]
+    make_checkpoint(tmp_path, 6)
+    manifest.prune(tmp_path, settings)
+    assert [path.name for path in manifest.list_steps(tmp_path)] == ["step_00000006"]
 
 
 def test_half_written_checkpoints_go_whoever_writes_them(tmp_path):

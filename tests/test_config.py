@@ -159,7 +159,12 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ("rollout.temperature=0", "rollout.temperature", "0", "greater than 0"),
         ("rollout.top_p=1.5", "rollout.top_p", "1.5", "less than or equal to 1"),
         ("rollout.memory_fraction=1.0", "rollout.memory_fraction", "1.0", "less than 1"),
-        ("reward.kind=maths", "reward.kind", "'maths'", "'math', 'code' or 'exact'"),
+        (
+            "reward.kind=maths",
+            "reward.kind",
+            "'maths'",
+            "'math', 'code', 'instructions' or 'exact'",
+        ),
         ("objective.eps_low=nan", "objective.eps_low", "nan", "finite"),
         ("objective.eps_low=-0.1", "objective.eps_low", "-0.1", "greater than 0"),
         ("objective.method=gap", "objective", "'gap'", "did you mean 'gapo'?"),

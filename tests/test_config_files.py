@@ -11,9 +11,9 @@ from gapo_megatron.config import load_config
 from gapo_megatron.dry_run import print_dry_run
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-STUDIES = CONFIGS / "studies"  # of their own form; see test_study.py
-FILES = sorted(path for path in CONFIGS.rglob("*.toml") if path.parent != STUDIES)
-EXPERIMENTS = sorted(path for path in CONFIGS.iterdir() if path.is_dir() and path != STUDIES)
+# Studies (files with a `config`) are of their own form: test_study.py.
+FILES = sorted(p for p in CONFIGS.rglob("*.toml") if "config" not in tomllib.loads(p.read_text()))
+EXPERIMENTS = sorted({path.parent for path in FILES} - {CONFIGS})
 
 # Method -> clips, as in the paper's tables; the distilled model has clips of its own.
 WIDE, NARROW, DISTILLED = (0.2, 0.28), (3e-3, 5e-3), (7e-5, 3e-4)

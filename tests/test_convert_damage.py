@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -301,7 +302,9 @@ def test_a_disk_that_is_too_small_or_fills_up(root, tmp_path):
             fill(ballast, leave=NUM_BYTES + 4096)
             done = convert(root / source, output)
             assert_refused(done, output, "error: cannot write ", str(output.parent), exit_code=1)
-            assert "decoder." in done.err if convert is to_megatron else "model." in done.err
+            # Which tensor finds the disk full depends on the order of the threads that write.
+            tensor = r"(the header|the file's beginning|\w+\.[\w.]+)"
+            assert re.search(f"cannot write {tensor} to /", done.err)
             ballast.unlink()
             assert convert(root / source, output, "--verify", "none").exit_code == 0
             shutil.rmtree(output)

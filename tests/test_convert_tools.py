@@ -161,7 +161,6 @@ def run_dir(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             policy=policy,
             trainer_state={},
             config=config,
-            keep_last=1,
             attempt=attempt,
         )
         destroy()

@@ -10,8 +10,10 @@ import sentencepiece
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gapo_megatron.data import PromptSource, arithmetic, load_tokenizer, read_prompts
-from gapo_megatron.data.schema import read_jsonl
+from gapo_megatron.data import arithmetic
+from gapo_megatron.data.schema import read_jsonl, read_prompts
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.rewards import exact
 from gapo_megatron.types import Outcome, Prompt
@@ -80,6 +82,34 @@ def test_a_bad_line_is_named_with_the_rule_it_breaks(tmp_path, tokenizer, line, 
     with pytest.raises(DataError) as caught:
         _read(path, tokenizer)
     assert f"{path}:3:" in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_an_answer_may_lie_in_a_file_beside_the_problems(tmp_path, tokenizer):
+    (tmp_path / "tests.jsonl").write_bytes(b'["first"]\n["second"]\n')
+    reference = {"file": "tests.jsonl", "offset": 10, "length": 10}
+    (prompt,) = _read(_write(tmp_path / "p.jsonl", _row(answer=reference)), tokenizer)
+    assert json.loads(prompt.answer) == reference | {"file": str(tmp_path / "tests.jsonl")}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"length": 11}, "bytes 10 to 21 are not in"),
+        ({"offset": -1}, "bytes -1 to 9 are not in"),
+        ({"length": 0}, "bytes 10 to 10 are not in"),
+        ({"offset": None}, "must be a string, or name file, offset and length of one"),
+        ({"length": True}, "must be a string, or name file, offset and length of one"),
+        ({"file": "gone.jsonl"}, "gone.jsonl cannot be read: No such file"),
+    ],
+)
+def test_an_answer_that_is_not_where_it_should_be_is_an_error(tmp_path, tokenizer, change, says):
+    (tmp_path / "tests.jsonl").write_bytes(b'["first"]\n["second"]')
+    reference = {"file": "tests.jsonl", "offset": 10, "length": 10} | change
+    path = _write(tmp_path / "p.jsonl", _row(), _row("b", answer=reference))
+    with pytest.raises(DataError) as caught:
+        _read(path, tokenizer)
+    assert f"{path}:2:" in str(caught.value)
     assert says in str(caught.value)
 
 

@@ -13,7 +13,9 @@ import pytest
 from rich.console import Console
 
 from gapo_megatron.config import load_config
-from gapo_megatron.data import load_tokenizer, read_prompts
+from gapo_megatron.data.schema import read_prompts
+from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.dry_run import to_toml
 from gapo_megatron.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +97,7 @@ def test_the_task_fits_the_config(demo, tmp_path, monkeypatch):
     assert max(map(len, responses)) + 1 <= config.rollout.max_response_tokens
 
 
-def _write_run(folder: Path, shares: dict[int, tuple[int, int]]) -> Path:
+def _write_run(folder: Path, shares: dict[int, tuple[int, int]], *, seed: int = 0) -> Path:
     (folder / "evaluations").mkdir(parents=True)
     for step, correct in shares.items():
         problems = [
@@ -105,6 +107,8 @@ def _write_run(folder: Path, shares: dict[int, tuple[int, int]]) -> Path:
         path = folder / "evaluations" / f"step_{step}.json"
         path.write_text(json.dumps({"problems": problems}))
     (folder / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
+    config = load_config(CONFIG, [f"run.output_dir={folder}", f"run.seed={seed}"])
+    (folder / "config.toml").write_text(to_toml(config))
     return folder
 
 
@@ -122,7 +126,8 @@ def test_the_table_compares_the_first_and_the_last_evaluation(demo, tmp_path):
 
 def test_seeds_are_compared_by_the_interval_of_their_gains(demo, tmp_path):
     folders = [
-        _write_run(tmp_path / f"seed_{seed}", {0: (2, 0), 5: (4 + seed, 4)}) for seed in (0, 1, 2)
+        _write_run(tmp_path / f"seed_{seed}", {0: (2, 0), 5: (4 + seed, 4)}, seed=seed)
+        for seed in (0, 1, 2)
     ]
     demo._compare_seeds((0, 1, 2), folders)
     text = demo.console.file.getvalue()

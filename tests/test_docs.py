@@ -50,6 +50,15 @@ def test_links_resolve(path: Path) -> None:
             assert anchor in anchors_of(resolved), f"{target}: no such heading"
 
 
+def test_models_are_evaluated_as_the_configs_train_them() -> None:
+    trained = {load_config(path).data.chat_template for path in ROOT.glob("configs/*/base.toml")}
+    assert trained == {True}
+    for path in DOCUMENTS:
+        for words in commands_of(path):
+            if "tools/evaluate.py" in words and "--model" in words:
+                assert "--chat-template" in words, f"{name_of(path)}: {' '.join(words)}"
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_commands_name_things_that_exist(path: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gapo_megatron.checkpoint import manifest
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.convert import rules_for
 from gapo_megatron.dry_run import arithmetic, per_rank_parameters, print_dry_run, to_toml
@@ -144,9 +146,28 @@ def test_a_megatron_folder_is_checked_where_it_is(tmp_path: Path) -> None:
         text_of(make_config(model=model))
 
 
+def test_how_responses_are_judged_is_said() -> None:
+    assert "math, at most 10 s each; workers per rank: its share of the cores" in text_of(
+        make_config(reward={"kind": "math"})
+    )
+    reward = {"kind": "instructions", "timeout_s": 3, "num_workers": 5}
+    assert "instructions, at most 3 s each; workers per rank: 5" in text_of(
+        make_config(reward=reward)
+    )
+
+
 def test_a_reward_that_cannot_run_is_said() -> None:
-    assert "would stop here: reward.kind ('code')" in text_of(make_config(reward={"kind": "code"}))
+    text = text_of(make_config(reward={"kind": "code", "python": "/no/python"}))
+    assert "would stop here: reward.sandbox ('bubblewrap'), reward.python ('/no/python')" in text
     assert "would stop here" not in text_of(make_config())
+
+
+def test_the_sandbox_is_said() -> None:
+    reward = {"kind": "code", "sandbox": "tcp://127.0.0.1:1"}
+    text = text_of(make_config(reward=reward))
+    assert re.search(r"sandbox of programs\W+tcp://127.0.0.1:1\W", text)
+    assert "would stop here: reward.sandbox ('tcp://127.0.0.1:1'): programs cannot be" in text
+    assert "sandbox of programs" not in text_of(make_config())
 
 
 def test_steps_per_epoch_come_from_the_file(tmp_path: Path) -> None:
@@ -254,3 +275,34 @@ def test_table_shows_whole_and_local_shapes(tmp_path: Path) -> None:
     assert "64 x 32" in qkv
     assert "32 x 32" in qkv
     assert "2 x on each" in qkv
+
+
+def test_a_branch_is_told_and_checked(tmp_path: Path) -> None:
+    old = make_config(run={"output_dir": str(tmp_path / "old")}, objective={"method": "gspo"})
+    folder = tmp_path / "old/checkpoints"
+    folder.mkdir(parents=True)
+    given = {"branch_from": str(folder / "step_4")}
+    config = make_config(run={"output_dir": str(tmp_path / "new")}, checkpoint=given)
+    with pytest.raises(ConfigError, match="does not exist; checkpoints of that run: none"):
+        text_of(config)
+    manifest.step_dir(folder, 4).mkdir()
+    document = manifest.Manifest(4, {}, old.model_dump(mode="json"), {}, "0.16.1", files={})
+    manifest.write_manifest(manifest.step_dir(folder, 4), document)
+    text = " ".join(text_of(config).split())
+    assert f"Branch: goes on from step 4 of {tmp_path}/old, step_00000004" in text
+    assert f"(manifest {document.sha256[:12]})" in text
+    assert "with objective.method = 'gapo' (was 'gspo')." in text
+    with pytest.raises(ConfigError, match=r"run\.seed is 0 there and 3 here"):
+        text_of(make_config(run={"output_dir": "unused", "seed": 3}, checkpoint=given))
+    # Begun, and then the branch point may be gone.
+    manifest.publish(manifest.step_dir(folder, 4), tmp_path / "aside")
+    own = manifest.step_dir(tmp_path / "new/checkpoints", 4)
+    own.mkdir(parents=True)
+    manifest.write_manifest(
+        own, manifest.Manifest(4, {}, config.model_dump(mode="json"), {}, "0.16.1", files={})
+    )
+    assert "goes on from its own checkpoints" in " ".join(text_of(config).split())
+    elsewhere = {"branch_from": str(tmp_path / "nowhere/checkpoints/step_4")}
+    text = text_of(make_config(checkpoint=elsewhere))
+    assert "Branch: no folder" in text and "is not checked" in " ".join(text.split())
+    assert "Branch:" not in text_of(make_config())

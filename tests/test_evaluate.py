@@ -9,19 +9,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gapo_megatron.config import parse_config
-from gapo_megatron.data import arithmetic, load_tokenizer
-from gapo_megatron.evaluate import (
-    evaluate,
-    mean_interval,
-    mean_pass_at_k,
-    paired_difference,
-    pass_at_k,
-    read_counts,
-    welch_p_value,
-)
-from gapo_megatron.evaluate.evaluate import evaluation_seed
-from gapo_megatron.types import Outcome, Prompt, Rollout, Verdict
+from gapo_megatron import rewards
+from gapo_megatron.config import RewardConfig, parse_config
+from gapo_megatron.data import arithmetic
+from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.evaluate.counts import read_counts
+from gapo_megatron.evaluate.evaluate import evaluate, evaluation_seed
+from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k, pass_at_k
+from gapo_megatron.evaluate.statistics import mean_interval, paired_difference, welch_p_value
+from gapo_megatron.types import Prompt, Rollout
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
@@ -90,6 +86,9 @@ class FakeEngine:
         self.asked = sampling
         return [tuple(self._rollout(text) for text in self.responses[p.id]) for p in prompts]
 
+    def part(self, groups):
+        return list(groups)
+
     def gather(self, groups):
         return list(groups)
 
@@ -114,10 +113,22 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(folder)
 
 
-def test_evaluation_measures_all_and_every_level(tokenizer, tmp_path):
+@pytest.fixture(scope="module")
+def pool():
+    with rewards.start_pool(RewardConfig(kind="exact"), num_workers=1) as pool:
+        yield pool
+
+
+def test_evaluation_measures_all_and_every_level(pool, tokenizer, tmp_path):
     engine = FakeEngine(tokenizer, RESPONSES)
     metrics = evaluate(
-        engine, PROMPTS, tokenizer=tokenizer, config=_config(), step=3, output_dir=tmp_path
+        engine,
+        PROMPTS,
+        pool=pool,
+        tokenizer=tokenizer,
+        config=_config(),
+        step=3,
+        output_dir=tmp_path,
     )
     assert metrics == pytest.approx(
         {
@@ -140,11 +151,11 @@ def test_evaluation_measures_all_and_every_level(tokenizer, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step_3.json"]
 
 
-def test_evaluation_samples_as_configured_with_its_own_seeds(tokenizer):
+def test_evaluation_samples_as_configured_with_its_own_seeds(pool, tokenizer):
     engine = FakeEngine(tokenizer, RESPONSES)
     asked = []
     for step in (0, 20):
-        evaluate(engine, PROMPTS, tokenizer=tokenizer, config=_config(), step=step)
+        evaluate(engine, PROMPTS, pool=pool, tokenizer=tokenizer, config=_config(), step=step)
         asked.append(engine.asked)
     assert asked[0] == asked[1]
     assert asked[0] == {
@@ -160,18 +171,24 @@ def test_evaluation_samples_as_configured_with_its_own_seeds(tokenizer):
     assert len({evaluation_seed(seed) for seed in range(100)} | set(range(100))) == 200
 
 
-def test_an_unknown_verdict_leaves_the_samples(tokenizer, monkeypatch):
-    def verify(response: str, answer: str) -> Verdict:
-        return Verdict(Outcome.UNKNOWN if response == "1" else Outcome.CORRECT, "cannot tell")
+def test_a_rank_judges_its_part_of_what_its_engine_made(pool, tokenizer):
+    engine = FakeEngine(tokenizer, RESPONSES)
+    engine.part = lambda groups: groups[:1]  # and nobody else gathers with it
+    metrics = evaluate(engine, PROMPTS, pool=pool, tokenizer=tokenizer, config=_config(), step=0)
+    assert metrics["eval/pass@1"] == 0.75
 
-    monkeypatch.setitem(evaluate.__globals__["rewards"]._VERIFIERS, "exact", verify)
-    metrics = evaluate(
-        FakeEngine(tokenizer, RESPONSES),
-        PROMPTS,
-        tokenizer=tokenizer,
-        config=_config(),
-        step=0,
-    )
+
+def test_an_unknown_verdict_leaves_the_samples(tokenizer):
+    # To this verifier "1" is unknown and everything else correct.
+    with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=60) as pool:
+        metrics = evaluate(
+            FakeEngine(tokenizer, RESPONSES),
+            PROMPTS,
+            pool=pool,
+            tokenizer=tokenizer,
+            config=_config(),
+            step=0,
+        )
     # a keeps 1 of 4 samples, b 1, c none: every known one is correct, and none is left for pass@4.
     assert metrics["eval/pass@1"] == 1.0
     assert "eval/pass@4" not in metrics

@@ -5,19 +5,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[1] / "gapo_megatron"
 PURE = ["objective", "rewards", "batching", "evaluate", "logprob", "convert"]
 
 # Runs in a process of its own: this one may have imported anything already.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
-package = importlib.import_module("gapo_megatron." + sys.argv[1])
-for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    importlib.import_module(module.name)
-found = sorted({name.split(".")[0] for name in sys.modules} & {"megatron", "vllm"})
-raise SystemExit(f"{sys.argv[1]} imports {found}" if found else 0)
+for room in sys.argv[1:]:
+    package = importlib.import_module("gapo_megatron." + room)
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+    found = sorted({name.split(".")[0] for name in sys.modules} & {"megatron", "vllm"})
+    if found:
+        raise SystemExit(f"{room} imports {found}")
 """
 
 
@@ -36,14 +36,13 @@ def importers_of(library: str) -> set[str]:
     return rooms
 
 
-@pytest.mark.parametrize("room", PURE)
-def test_importing_the_room_loads_neither_megatron_nor_vllm(room: str) -> None:
+def test_importing_a_pure_room_loads_neither_megatron_nor_vllm() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, room],
+        [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, *PURE],
         capture_output=True,
         text=True,
         cwd=PACKAGE.parent,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
 

@@ -132,9 +132,13 @@ def test_tensorboard_hides_what_the_resumed_run_writes_again(tmp_path, capsys):
         config = make_config(tensorboard=True)
         with MetricsWriter(tmp_path, config=config, resume_step=first) as writer:
             for step in range(first, 4):
-                writer.log(step, {"loss": value})
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+                writer.log(step, {"loss": value, "per_c/groups/c1": 4.0}, {"time/step_s": 0.5})
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = found.Scalars("loss")
     assert [(event.step, event.value) for event in events] == [(0, 1), (1, 1), (2, 2), (3, 2)]
+    # The names of the files, metrics and timings alike.
+    assert set(found.Tags()["scalars"]) == {"loss", "per_c/groups/c1", "time/step_s"}
+    assert [event.value for event in found.Scalars("per_c/groups/c1")] == [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import dataclasses
+import json
 import math
 
 import numpy as np
@@ -6,8 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gapo_megatron.objective import METHODS, policy_loss
-from gapo_megatron.objective.diagnostics import count_by_correct, per_correct_sums, summarize
+from gapo_megatron.objective import METHODS, diagnostics, policy_loss
+from gapo_megatron.objective.diagnostics import (
+    SUMS,
+    CorrelationWindow,
+    count_by_correct,
+    per_correct_sums,
+    summarize,
+)
 from gapo_megatron.types import Batch
 
 K = 8
@@ -58,52 +66,113 @@ def sums_of(sequences, method, members=None):
     return loss, sums
 
 
-@settings(max_examples=30)
+def gradient_masses(sequences, method):
+    """Per sequence, sum over tokens of |d loss / d log_prob|, by autograd."""
+    log_probs, old, ids, *rest = sequences
+    log_probs = log_probs.clone().requires_grad_()
+    loss, _ = sums_of((log_probs, old, ids, *rest), method)
+    gradient = torch.zeros(0) if not len(ids) else torch.autograd.grad(loss.loss, log_probs)[0]
+    return [float(gradient[ids == i].abs().sum()) for i in range(len(rest[0]))]
+
+
+def expected_cells(sequences, method):
+    """Every sum and maximum by side and c, one sequence at a time, from log-probs and rewards."""
+    log_probs, old, ids, advantages, num_correct, counts = sequences
+    # No ratio reaches these: the loss has no clip. (Adaptive widths are as wide for every c < k.)
+    unclipped = dataclasses.replace(method, eps_low=1 - 1e-15, eps_high_max=1e15)
+    if method.stop_gradient_ratio:
+        unclipped = dataclasses.replace(unclipped, eps_low=1.0)
+    whole, kept = gradient_masses(sequences, unclipped), gradient_masses(sequences, method)
+    table, largest = np.zeros((len(SUMS), 2, K + 1)), np.zeros((2, K + 1))
+    for i in range(len(advantages)):
+        advantage, c = float(advantages[i]), int(num_correct[i])
+        if advantage == 0:
+            continue
+        differences = [float(log_probs[t] - old[t]) for t in range(len(ids)) if ids[t] == i]
+        if method.ratio == "sequence":
+            differences = [sum(differences) / len(differences)]
+        ratios = [math.exp(difference) for difference in differences]
+        width = method.eps_high_max
+        if method.adaptive:
+            width = method.eps_low + (width - method.eps_low) * (K - c) / (K - 1)
+        high, low = 1 + width, 1 - method.eps_low
+        if method.stop_gradient_ratio:
+            clipped = [not low <= s <= high for s in ratios]
+        else:
+            clipped = [s > high if advantage > 0 else s < low for s in ratios]
+        share = sum(clipped) / len(clipped)
+        values = {
+            "sequences": 1,
+            "tokens": int(counts[i]),
+            "advantage": advantage,
+            "clipped_sequences": share,
+            "clipped_tokens": share * int(counts[i]),
+            "deviation": sum(s - 1 for s in ratios) / len(ratios),
+            "abs_deviation": sum(abs(s - 1) for s in ratios) / len(ratios),
+            "gradient_mass": whole[i],
+            "gradient_mass_lost": whole[i] - kept[i],
+        }
+        cell = (int(advantage > 0), c)
+        for row, name in enumerate(SUMS):
+            table[(row, *cell)] += values[name]
+        largest[cell] = max(largest[cell], *(abs(s - 1) for s in ratios))
+    return {"per_c": table, "per_c_max": largest}
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     size=st.integers(0, 20),
     seed=st.integers(0, 1000),
     scale=st.sampled_from([0.0, 5e-3, 0.3]),
-    name=st.sampled_from(["gapo", "gapo_token", "cispo"]),
+    name=st.sampled_from(["gapo", "gapo_token", "cispo", "dr_grpo", "grpo"]),
 )
 def test_sums_match_a_loop(size, seed, scale, name):
     sequences = random_sequences(size, seed, scale)
-    loss, sums = sums_of(sequences, METHODS[name])
-    _, _, ids, advantages, num_correct, counts = sequences
-    expected = {key: torch.zeros(2, K + 1, dtype=torch.float64) for key in sums}
-    for i in range(size):
-        if advantages[i] == 0:
-            continue
-        own = ids == i if loss.per_token else torch.arange(size) == i
-        ratio, clipped = loss.ratio[own], loss.clipped[own].double()
-        cell = (int(advantages[i] > 0), int(num_correct[i]))
-        for key, value in {
-            "sequences": 1.0,
-            "tokens": float(counts[i]),
-            "advantage": float(advantages[i]),
-            "clipped_sequences": float(clipped.mean()),
-            "clipped_tokens": float(clipped.mean() * counts[i]),
-            "deviation": float((ratio - 1).mean()),
-            "abs_deviation": float((ratio - 1).abs().mean()),
-        }.items():
-            expected[f"per_c/{key}"][cell] += value
+    _, sums = sums_of(sequences, METHODS[name])
+    expected = expected_cells(sequences, METHODS[name])
+    assert sums.keys() == expected.keys() == diagnostics.sum_shapes(K).keys()
     for key, value in sums.items():
         assert value.dtype == torch.float64
-        torch.testing.assert_close(value, expected[key], rtol=ROUNDING, atol=ROUNDING)
+        # Differences of log-probs of order one, hence ratios to 1e-15; the rest as above.
+        np.testing.assert_allclose(value.numpy(), expected[key], rtol=ROUNDING, atol=ROUNDING)
 
 
-@settings(max_examples=20)
-@given(seed=st.integers(0, 1000), parts=st.lists(st.integers(0, 3), min_size=12, max_size=12))
-def test_sums_add_over_microbatches_and_ranks(seed, parts):
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    parts=st.lists(st.integers(0, 3), min_size=12, max_size=12),
+    name=st.sampled_from(["gapo", "gapo_token"]),
+)
+def test_sums_add_over_microbatches_and_ranks(seed, parts, name):
     """An empty part adds zeros of the same shape, so that any rank may add to any other."""
     sequences = random_sequences(12, seed, 5e-3)
-    _, whole = sums_of(sequences, METHODS["gapo"])
+    _, whole = sums_of(sequences, METHODS[name])
     added = {key: torch.zeros_like(value) for key, value in whole.items()}
     for part in range(4):
-        _, sums = sums_of(sequences, METHODS["gapo"], [i for i in range(12) if parts[i] == part])
-        for key, value in sums.items():
-            added[key] += value
-    for key, value in whole.items():
-        torch.testing.assert_close(added[key], value, rtol=ROUNDING, atol=ROUNDING)
+        _, sums = sums_of(sequences, METHODS[name], [i for i in range(12) if parts[i] == part])
+        added["per_c"] += sums["per_c"]
+        added["per_c_max"] = torch.maximum(added["per_c_max"], sums["per_c_max"])
+    torch.testing.assert_close(added["per_c"], whole["per_c"], rtol=ROUNDING, atol=ROUNDING)
+    assert torch.equal(added["per_c_max"], whole["per_c_max"])
+
+
+def test_what_a_lower_bound_adds_is_no_loss():
+    """Of CISPO with a band on both sides: one token above it, one below, one inside."""
+    log_probs = torch.tensor([0.5, -0.5, 0.05], dtype=torch.float64)
+    band = dataclasses.replace(METHODS["cispo"], eps_low=0.1, eps_high_max=0.1)
+    loss = policy_loss(
+        log_probs,
+        torch.zeros(3, dtype=torch.float64),
+        sequence_ids=torch.zeros(3, dtype=torch.int64),
+        advantages=torch.tensor([2.0]),
+        num_correct=torch.tensor([1]),
+        group_size=K,
+        num_tokens_global=1,
+        method=band,
+    )
+    expected = [2 * (math.exp(0.5) - 1.1), 0, 0]
+    assert loss.gradient_mass_lost.tolist() == pytest.approx(expected, abs=ROUNDING)
+    assert loss.clipped.tolist() == [True, True, False]
 
 
 def test_one_token_per_sequence_is_no_special_case():
@@ -120,8 +189,8 @@ def test_one_token_per_sequence_is_no_special_case():
     )
     counts = torch.tensor([0, 2])
     sums = per_correct_sums(loss, group_size=K, num_response_tokens=counts, **arguments)
-    assert float(sums["per_c/clipped_sequences"].sum()) == 0.5
-    assert float(sums["per_c/clipped_tokens"].sum()) == 1.0
+    assert float(sums["per_c"][SUMS.index("clipped_sequences")].sum()) == 0.5
+    assert float(sums["per_c"][SUMS.index("clipped_tokens")].sum()) == 1.0
 
 
 def test_group_size_must_be_the_configured_one():
@@ -139,34 +208,41 @@ def test_group_size_must_be_the_configured_one():
 
 
 def cell_sums(cells, group_size=K):
-    """Sums with one entry per (correct, c): (sequences, tokens, clipped, deviation, advantage)."""
-    names = ("sequences", "tokens", "clipped_sequences", "deviation", "advantage")
-    sums = {f"per_c/{name}": torch.zeros(2, group_size + 1, dtype=torch.float64) for name in names}
-    for (side, c), values in cells.items():
-        for name, value in zip(names, values, strict=True):
-            sums[f"per_c/{name}"][side, c] = value
-    sums["per_c/clipped_tokens"] = sums["per_c/clipped_sequences"] * 10
-    sums["per_c/abs_deviation"] = sums["per_c/deviation"].abs()
-    return sums
+    """Sums with one entry per (side, c): (sequences, tokens, clipped, deviation, advantage)."""
+    table = torch.zeros(len(SUMS), 2, group_size + 1, dtype=torch.float64)
+    for (side, c), (sequences, tokens, clipped, deviation, advantage) in cells.items():
+        values = (sequences, tokens, advantage, clipped, 10 * clipped, deviation, abs(deviation))
+        table[:, side, c] = torch.tensor([*values, 8 * sequences, clipped])
+    return {"per_c": table, "per_c_max": table[SUMS.index("abs_deviation")]}
 
 
 def test_metrics_are_means_per_c_and_side():
     sums = cell_sums({(1, 1): (4, 40, 1, 0.02, 3.5), (0, 1): (4, 60, 2, -0.04, -0.5)})
     metrics = summarize(sums | {"loss": torch.tensor(3.0)})
-    assert metrics == {
-        "clip/fraction_sequences": 3 / 8,
-        "clip/fraction_tokens": 30 / 100,
-        "ratio/deviation": pytest.approx(-0.02 / 8, rel=ROUNDING),
-        "ratio/abs_deviation": pytest.approx(0.06 / 8, rel=ROUNDING),
-        "per_c/correct/clip_fraction_sequences/c1": 1 / 4,
-        "per_c/correct/clip_fraction_tokens/c1": 10 / 40,
-        "per_c/correct/ratio_deviation/c1": 0.02 / 4,
-        "per_c/correct/ratio_abs_deviation/c1": 0.02 / 4,
-        "per_c/wrong/clip_fraction_sequences/c1": 2 / 4,
-        "per_c/wrong/clip_fraction_tokens/c1": 20 / 60,
-        "per_c/wrong/ratio_deviation/c1": -0.04 / 4,
-        "per_c/wrong/ratio_abs_deviation/c1": 0.04 / 4,
+    per_cell = {
+        "sequences": (4, 4),
+        "advantage": (3.5 / 4, -0.5 / 4),
+        "clip_fraction_sequences": (1 / 4, 2 / 4),
+        "clip_fraction_tokens": (10 / 40, 20 / 60),
+        "clip_gradient_mass_lost": (1 / 32, 2 / 32),
+        "ratio_deviation": (0.02 / 4, -0.04 / 4),
+        "ratio_abs_deviation": (0.02 / 4, 0.04 / 4),
+        "ratio_abs_deviation_max": (0.02, 0.04),
     }
+    assert metrics == pytest.approx(
+        {
+            "clip/fraction_sequences": 3 / 8,
+            "clip/fraction_tokens": 30 / 100,
+            "clip/gradient_mass_lost": 3 / 64,
+            "clip/positive_gradient_mass_lost": 1 / 32,
+            "ratio/deviation": -0.02 / 8,
+            "ratio/abs_deviation": 0.06 / 8,
+            "ratio/abs_deviation_max": 0.04,
+        }
+        | {f"per_c/correct/{name}/c1": pair[0] for name, pair in per_cell.items()}
+        | {f"per_c/wrong/{name}/c1": pair[1] for name, pair in per_cell.items()},
+        rel=1e-7,  # the helper's numbers are float32
+    )
 
 
 def test_no_sequences_no_means():
@@ -183,10 +259,11 @@ def correlation(deviations):
 
 
 def test_correlation_of_ratio_and_advantage():
-    assert correlation([3e-3, 2e-3, 1e-3]) == pytest.approx(1, abs=ROUNDING)
-    assert correlation([1e-3, 2e-3, 3e-3]) == pytest.approx(-1, abs=ROUNDING)
+    # Powers of two: the helper's numbers are float32.
+    assert correlation([0.75, 0.5, 0.25]) == pytest.approx(1, abs=ROUNDING)
+    assert correlation([0.25, 0.5, 0.75]) == pytest.approx(-1, abs=ROUNDING)
     expected = np.corrcoef([3.0, 1.0, 2.0, -1.0], [7.0, 6.0, 5.0, 4.0])[0, 1]
-    assert correlation([3e-3, 1e-3, 2e-3, -1e-3]) == pytest.approx(expected, abs=ROUNDING)
+    assert correlation([0.75, 0.25, 0.5, -0.25]) == pytest.approx(expected, abs=ROUNDING)
 
 
 def test_correlation_needs_three_points_and_some_spread():
@@ -194,21 +271,107 @@ def test_correlation_needs_three_points_and_some_spread():
     assert correlation([0.0, 0.0, 0.0]) is None
 
 
+def steps_of(num_steps, *, size=10):
+    """Per step its sequences and what `summarize` says about them; one step has none with A."""
+    steps = []
+    for seed in range(num_steps):
+        sequences = random_sequences(0 if seed == 1 else size, seed, 5e-3)
+        steps.append((sequences, summarize(sums_of(sequences, METHODS["gapo"])[1])))
+    return steps
+
+
+def correlation_over(steps):
+    """Pearson over c of means over all correct rollouts of the steps, one rollout at a time."""
+    deviations, advantages = {}, {}
+    for (log_probs, old, ids, advantage, num_correct, _), _ in steps:
+        for i in range(len(advantage)):
+            if advantage[i] > 0:
+                own = ids == i
+                ratio = math.exp(float((log_probs[own] - old[own]).mean()))
+                deviations.setdefault(int(num_correct[i]), []).append(ratio - 1)
+                advantages.setdefault(int(num_correct[i]), []).append(float(advantage[i]))
+    if len(deviations) < 3:
+        return None
+    means = [[np.mean(values[c]) for c in sorted(values)] for values in (deviations, advantages)]
+    return np.corrcoef(means)[0, 1]
+
+
+def test_the_window_correlates_means_over_its_steps(monkeypatch):
+    assert diagnostics.WINDOW == 200  # the paper's
+    monkeypatch.setattr(diagnostics, "WINDOW", 4)
+    steps, window = steps_of(9), CorrelationWindow()
+    found = []
+    for number, (_, metrics) in enumerate(steps):
+        found.append(window.add(metrics).get("ratio/advantage_correlation_window"))
+        expected = correlation_over(steps[max(0, number - 3) : number + 1])
+        assert (found[-1] is None) == (expected is None), number
+        if expected is not None:
+            assert found[-1] == pytest.approx(expected, abs=1e-10), number
+    # Not one step's, and not everything so far.
+    one, everything = steps[-1][1].get("ratio/advantage_correlation"), correlation_over(steps)
+    assert found[-1] != pytest.approx(everything, abs=1e-3)
+    assert one is None or found[-1] != pytest.approx(one, abs=1e-3)
+
+
+def test_the_window_goes_on_to_the_same_bits(monkeypatch):
+    monkeypatch.setattr(diagnostics, "WINDOW", 4)
+    steps, whole = [metrics for _, metrics in steps_of(10)], CorrelationWindow()
+    expected = [whole.add(metrics) for metrics in steps]
+    for cut in range(10):
+        first, second = CorrelationWindow(), CorrelationWindow()
+        for metrics in steps[:cut]:
+            first.add(metrics)
+        second.add(steps[0])  # forgotten
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert [second.add(metrics) for metrics in steps[cut:]] == expected[cut:], cut
+
+
 def test_counts_cover_sequences_that_are_never_computed():
     """Groups of 3: c = 0; c = 1 of 2 valid; all unknown; c = 3."""
+    lengths = [1, 1, 1, 2, 4, 9, 5, 5, 5, 3, 3, 3]
     batch = Batch(
         prompt_ids=[np.array([1])] * 12,
-        response_ids=[np.arange(n) for n in [1, 1, 1, 2, 4, 9, 5, 5, 5, 3, 3, 3]],
-        rollout_log_probs=[],
+        response_ids=[np.arange(n) for n in lengths],
+        rollout_log_probs=[np.full(n, -0.5 * (i + 1), np.float32) for i, n in enumerate(lengths)],
         advantages=torch.tensor([0, 0, 0, 0.5, -0.5, 0, 0, 0, 0, 0, 0, 0]),
         num_correct=torch.tensor([0, 0, 0, 1, 1, 1, 0, 0, 0, 3, 3, 3]),
         group_size=torch.tensor([3, 3, 3, 2, 2, 2, 0, 0, 0, 3, 3, 3]),
         valid=torch.tensor([1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1], dtype=torch.bool),
     )
+    expected = {
+        "rollout/entropy": 0.5 * sum(n * (i + 1) for i, n in enumerate(lengths)) / sum(lengths),
+        "groups/zero_advantage_share": 6 / 8,
+        "groups/unknown_verdicts": 4,
+        "groups/solve_rate_mean": (0 + 1 / 2 + 1) / 3,
+        "groups/none_correct_share": 1 / 3,
+        "groups/all_correct_share": 1 / 3,
+        **{f"per_c/groups/c{c}": n for c, n in enumerate([1, 1, 0, 1])},
+        **{f"per_c/group_share/c{c}": n / 3 for c, n in enumerate([1, 1, 0, 1])},
+        **{f"per_c/token_share/c{c}": n / 18 for c, n in enumerate([3, 6, 0, 9])},
+        "per_c/entropy/c0": 0.5 * (1 + 2 + 3) / 3,
+        "per_c/entropy/c1": 0.5 * (4 * 2 + 5 * 4) / 6,
+        "per_c/entropy/c3": 0.5 * (10 + 11 + 12) / 3,
+        "per_c/wrong/response_length/c0": 1,
+        "per_c/correct/response_length/c1": 2,
+        "per_c/wrong/response_length/c1": 4,
+        "per_c/correct/response_length/c3": 3,
+    }
+    assert count_by_correct(batch, group_size=3) == pytest.approx(expected, rel=ROUNDING)
+
+
+def test_a_group_that_lost_its_wrong_rollout_counts_as_all_correct():
+    """Of 3 rollouts, one without a verdict, both others correct: c = k = 2."""
+    batch = Batch(
+        prompt_ids=[np.array([1])] * 3,
+        response_ids=[np.arange(n) for n in (2, 4, 9)],
+        rollout_log_probs=[np.full(n, -1, np.float32) for n in (2, 4, 9)],
+        advantages=torch.zeros(3),
+        num_correct=torch.tensor([2, 2, 2]),
+        group_size=torch.tensor([2, 2, 2]),
+        valid=torch.tensor([True, True, False]),
+    )
     metrics = count_by_correct(batch, group_size=3)
-    assert [metrics[f"per_c/groups/c{c}"] for c in range(4)] == [1, 1, 0, 1]
-    shares = [metrics[f"per_c/token_share/c{c}"] for c in range(4)]
-    assert shares == [3 / 18, 6 / 18, 0, 9 / 18]
-    assert metrics["groups/zero_advantage_share"] == 6 / 8
-    assert metrics["groups/unknown_verdicts"] == 4
-    assert not any(math.isnan(value) for value in metrics.values())
+    assert metrics["per_c/groups/c2"] == metrics["groups/all_correct_share"] == 1
+    assert metrics["groups/solve_rate_mean"] == 1
+    assert metrics["per_c/correct/response_length/c2"] == 3
+    assert "per_c/wrong/response_length/c2" not in metrics

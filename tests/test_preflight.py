@@ -423,8 +423,9 @@ def test_packages_are_those_the_package_imports() -> None:
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 found.add((node.module or "").split(".")[0])
     found -= set(sys.stdlib_module_names) | {"gapo_megatron"}
-    # Reports, the demo's task and submission are not of the ranks; the others are optional.
-    found -= {"matplotlib", "sentencepiece", "submitit", "triton", "wandb"}
+    # Reports, preparation and submission are not of the ranks; the others are optional.
+    found -= {"matplotlib", "pyarrow", "sentencepiece", "submitit"}
+    found -= {"tensorboard", "triton", "wandb"}
     assert found == {name.split(".")[0] for name in node_checks.PACKAGES}
 
 

@@ -1,128 +1,382 @@
-"""The picture of a run: what is read, and what is drawn."""
+"""What a report reads, which runs it takes together, and the numbers it makes of them."""
 
 from __future__ import annotations
 
 import json
-import math
+import re
 
 import numpy as np
 import pytest
-from matplotlib import image
+from scipy import stats
 
 from gapo_megatron.errors import DataError
-from gapo_megatron.report import report, write_report
+from gapo_megatron.report.arms import CLIP, Comparison, K
+from gapo_megatron.report.runs import find_runs, read_run
+from gapo_megatron.report.series import (
+    NoData,
+    final,
+    interval,
+    last_half,
+    over_seeds,
+    pass_keys,
+    per_c,
+    window_of,
+    windowed,
+)
+from tests.report_setup import NUM_STEPS, deviation, num_sequences, pass_at, write_run
 
 
-def _run(folder, *, num_steps=40, sign=1.0, seed=0):
-    random = np.random.default_rng(seed)
-    folder.mkdir(parents=True)
-    metrics, timings = [], []
-    for step in range(num_steps):
-        row = {"step": step, "reward/mean": 0.4 + step / 100}
-        for c in range(1, 8):
-            row[f"per_c/correct/clip_fraction_sequences/c{c}"] = c / 20
-            noise = 0.001 * random.normal()
-            row[f"per_c/correct/ratio_deviation/c{c}"] = sign * (8 - c) * 0.01 + noise
-        metrics.append(row)
-        timings.append(
-            {"step": step, "time/rollout_s": 0.5, "time/step_s": 0.75, "time/unix_s": 1e9}
-        )
-    metrics.append({"step": num_steps - 1, "eval/pass@1": None, "eval/pass@8": 0.9})
-    for name, rows in (("metrics", metrics), ("timings", timings)):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(lines)
-    return folder
+def compare(*folders):
+    return Comparison.of([read_run(folder) for folder in folders])
 
 
-def _drawn(axis) -> dict[str, tuple[list[float], list[float]]]:
-    return {
-        line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines
-    }
+def write_branch(folder, parent, *, step, method="gapo"):
+    """As training does: of a run of gspo_asym."""
+    changes = {"objective.method": ["gspo_asym", "gapo"]} if method == "gapo" else {}
+    changes |= {"run.num_steps": [step, 40]}
+    branch = {"run": str(parent), "step": step, "changes": changes}
+    (folder / "branch.json").write_text(json.dumps(branch))
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    made = []
-
-    class Kept(report.Figure):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(report, "Figure", Kept)
-    return made
+def labels(comparison):
+    return [arm.label for arm in comparison.arms]
 
 
-def test_picture_shows_what_the_files_hold(tmp_path, figures):
-    path = write_report([_run(tmp_path / "seed_0")], tmp_path / "out" / "report.png")
-    assert image.imread(path).shape[2] == 4
-    axes = {axis.get_ylabel(): axis for axis in figures[0].axes}
-
-    assert _drawn(axes["share solved"]) == {"pass@8 seed_0": ([39], [0.9])}
-    _, smooth = _drawn(axes["mean reward (share correct)"])["seed_0 (mean of 4 steps)"]
-    assert smooth[-1] == pytest.approx(0.4 + np.mean([36, 37, 38, 39]) / 100)
-    clipped = [line.get_ydata()[-1] for line in axes["clipped share of sequences"].lines]
-    assert clipped == pytest.approx([c / 20 for c in range(1, 8)])
-    assert [bar.get_width() for bar in axes["stage"].patches] == [20.0, 10.0]  # rollout, other
-    assert axes["stage"].get_title() == "Time: 0.5 minutes"
+def test_a_run_is_read_from_its_folder(tmp_path):
+    run = read_run(write_run(tmp_path / "run", seed=2))
+    assert (run.method.name, run.k, run.seed, run.num_steps) == ("gapo", 8, 2, NUM_STEPS)
+    expected = {step: pass_at("gapo", 2, step)[0] for step in (0, 20, 40)}
+    assert run.series("eval/pass@1") == pytest.approx(expected)
+    assert list(run.solve_rates) == [0, 20, 40]
+    # 40 steps of 0.75 s and a start of 36 s.
+    assert run.hours == pytest.approx(66 / 3600)
+    assert run.series("loss/policy") == {}  # null
+    assert run.keys(r"per_c/groups/c\d+")[-1] == "per_c/groups/c8"
 
 
-def test_every_axis_has_a_name(tmp_path, figures):
-    write_report([_run(tmp_path / "seed_0")], tmp_path / "report.png")
-    panels = [axis for axis in figures[0].axes if axis.get_title()]
-    assert len(panels) == 6
-    assert all(axis.get_xlabel() and axis.get_ylabel() for axis in panels)
-    bars = [axis.get_ylabel() for axis in figures[0].axes if not axis.get_title()]
-    assert bars == ["$c$: correct rollouts in the group"] * 2
+def test_a_run_under_way_is_read_as_far_as_it_is(tmp_path):
+    folder = write_run(tmp_path / "run", num_steps=7)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "reward/me')
+    run = read_run(folder)
+    assert run.num_steps == 7
+    assert max(run.series("reward/mean")) == 6
 
 
-def test_curves_per_c_are_means_over_the_runs(tmp_path, figures):
-    runs = [_run(tmp_path / "up", sign=1.0), _run(tmp_path / "down", sign=-1.0)]
-    write_report(runs, tmp_path / "report.png")
-    axis = next(axis for axis in figures[0].axes if axis.get_ylabel() == "mean of ratio $s - 1$")
-    # Opposite signs cancel; what is left is noise of 0.001 over two runs.
-    assert max(abs(line.get_ydata()[-1]) for line in axis.lines) < 0.005
+def test_what_is_no_run_is_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty: no run here; a run's folder holds config\.toml"):
+        find_runs([tmp_path / "empty"])
+    with pytest.raises(DataError, match=r"gone: no such folder"):
+        find_runs([tmp_path / "gone"])
+    queued = tmp_path / "queued"
+    (queued / "code").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"queued: no step in metrics\.jsonl yet"):
+        find_runs([queued])
+    run = write_run(tmp_path / "run")
+    (run / "config.toml").unlink()
+    with pytest.raises(DataError, match=r"run: no config\.toml.* method, k, clips and seed"):
+        read_run(run)
 
 
-def test_curves_per_c_weigh_each_step_by_its_groups():
-    rows = [
-        {"step": 0, "per_c/groups/c2": 1.0, "x/c2": 1.0},
-        {"step": 1},
-        {"step": 2, "per_c/groups/c2": 3.0, "x/c2": 5.0},
-        {"step": 3, "per_c/groups/c2": 1.0, "x/c2": 1.0},
+def test_a_study_is_the_runs_in_its_folder_and_none_counts_twice(tmp_path):
+    first, second = (write_run(tmp_path / f"run_{seed}", seed=seed) for seed in (0, 1))
+    (tmp_path / "waiting" / "code").mkdir(parents=True)
+    (tmp_path / "report").mkdir()
+    found = find_runs([second, tmp_path, first])
+    assert found == ([second, first], [tmp_path / "waiting"])
+
+
+def test_a_run_with_no_more_than_its_first_evaluation_waits(tmp_path):
+    """Or its seed would take the curves of the others away: none has a step that all have."""
+    trained = write_run(tmp_path / "a")
+    waiting = write_run(tmp_path / "b", seed=1, num_steps=0)
+    with (waiting / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 0, "reward/mean": 0.5')  # being written
+    assert find_runs([tmp_path]) == ([trained], [waiting])
+
+
+def test_a_broken_line_is_named(tmp_path):
+    folder = write_run(tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for broken in ('{"reward/mean": 1}\n', "no json\n", "[1]\n"):
+        (folder / "metrics.jsonl").write_text("".join([*lines[:2], broken, *lines[2:]]))
+        with pytest.raises(DataError, match=r"metrics\.jsonl:3: not a JSON object with a step"):
+            read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("metrics.jsonl", '{"step": 0, "reward/mean": "x"}\n', r":1: reward/mean = 'x' is not a n"),
+        ("branch.json", "{", r": not a branch: it needs `run`"),
+        ("branch.json", "[]", r": not a branch"),
+        ("branch.json", '{"run": "/a", "step": 6}', r": not a branch"),
+        ("branch.json", '{"run": "/a", "step": "6", "changes": {}}', r": not a branch"),
+        ("branch.json", '{"run": "/a", "step": 6, "changes": {"k": 1}}', r": not a branch"),
+        ("evaluations/step_0.json", "{", r": not an evaluation's file"),
+        ("evaluations/step_0.json", "{}", r": not an evaluation's file: KeyError"),
+        ("evaluations/step_0.json", '{"problems": [1]}', r": problem 1 \(1\) needs an id"),
+        (
+            "evaluations/step_0.json",
+            '{"problems": [{"id": "a", "num_samples": 8, "num_correct": 9}]}',
+            r": problem 1 .*needs an id and 0 <= num_correct <= num_samples",
+        ),
+    ],
+)
+def test_damage_is_named(tmp_path, name, text, message):
+    folder = write_run(tmp_path / "run")
+    (folder / name).write_text(text)
+    with pytest.raises(DataError, match=re.escape(str(folder / name)) + message):
+        read_run(folder)
+
+
+def test_a_run_has_one_k(tmp_path):
+    folder = write_run(tmp_path / "run")
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(config.replace("prompt = 8\n", "prompt = 16\n"))
+    match = r"run: metrics\.jsonl holds groups of k = 8 .*rollouts_per_prompt = 16: a run has one"
+    with pytest.raises(DataError, match=match):
+        read_run(folder)
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_arm(tmp_path):
+    """Also where the model and the data lie inside the run folder, as the demo's do."""
+    folders = []
+    for seed in (1, 0):
+        folder = tmp_path / f"seed_{seed}"
+        inside = (f"model.hf_dir={folder}/base", f"data.train_path={folder}/train.jsonl")
+        folders.append(write_run(folder, *inside, "parallel.timeout_s=2000", seed=seed))
+    comparison = compare(*folders)
+    assert [arm.seeds for arm in comparison.arms] == [[0, 1]]
+    other = write_run(tmp_path / "other", "model.hf_dir=/models/large", seed=2)
+    assert len(compare(*folders, other).arms) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "label"),
+    [
+        ("batch.rollouts_per_prompt=4", "gapo k=4"),
+        ("objective.eps_high_max=0.03", "gapo eps_high_max=0.03"),
+        ("optimizer.learning_rate=1e-6", "gapo learning_rate=1e-06"),
+        ("objective.kl_coef=0.1", "gapo kl_coef=0.1"),
+        ("rollout.temperature=0.6", "gapo temperature=0.6"),
+        ("data.train_path=other.jsonl", "gapo train_path=other.jsonl"),
+    ],
+)
+def test_an_arm_is_called_by_what_is_unusual_about_it(tmp_path, override, label):
+    usual = write_run(tmp_path / "usual")
+    unusual = write_run(tmp_path / "unusual", override)
+    assert labels(compare(usual, unusual)) == ["gapo", label]
+
+
+def test_methods_that_differ_in_more_than_their_objective_say_so(tmp_path):
+    """Alone of its method, and yet not as the others: a gain may be that of its learning rate."""
+    folders = [
+        write_run(tmp_path / "a", "optimizer.learning_rate=1e-6"),
+        write_run(
+            tmp_path / "b",
+            "optimizer.learning_rate=1e-3",
+            "batch.rollouts_per_prompt=4",
+            method="gspo_asym",
+        ),
     ]
-    steps, values = report._mean_per_c([report.Run("a", rows, [])], "x/c", 2, window=3)
-    # Windows hold steps {0}, {0, 2} and {2, 3}: 1, (1 + 15) / 4 and (15 + 1) / 4.
-    assert (steps.tolist(), values.tolist()) == ([0, 2, 3], [1.0, 4.0, 4.0])
+    assert labels(compare(*folders)) == ["gapo", "gspo_asym k=4 learning_rate=0.001"]
+    widths = write_run(tmp_path / "c", "optimizer.learning_rate=1e-6", method="dr_grpo")
+    assert labels(compare(folders[0], widths)) == ["gapo", "dr_grpo"]  # clips are a method's own
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_correlation_is_with_the_advantage(tmp_path, sign):
-    run = report._read_run(_run(tmp_path / "run", sign=sign))
-    steps, values, window = report._windowed_correlation(run)
-    assert (steps[0], steps[-1], window) == (3, 39, 4)
-    # Advantage 1 - c/8 falls with c as the deviation does; the noise takes less than 1 % of it.
-    assert np.all(sign * values > 0.99)
+def test_what_a_run_goes_without_is_a_difference(tmp_path):
+    folders = [write_run(tmp_path / "a", "reward.timeout_s=5"), write_run(tmp_path / "b")]
+    assert labels(compare(*folders)) == ["gapo", "gapo timeout_s=None"]
 
 
-def test_smoothing_is_a_mean_of_the_past_that_skips_gaps():
-    values = report._smooth(np.array([math.nan, 1.0, 3.0, math.nan, math.nan, 5.0]), 2)
-    assert values.tolist()[1:4] == [1.0, 2.0, 3.0]
-    assert math.isnan(values[0])
-    assert math.isnan(values[4])
+def test_prompts_that_go_with_k_are_not_named(tmp_path):
+    usual = [write_run(tmp_path / f"a_{seed}", seed=seed) for seed in (0, 1)]
+    sizes = ("batch.rollout_prompts=16", "batch.minibatch_prompts=4")
+    with_k = write_run(tmp_path / "b", "batch.rollouts_per_prompt=4", *sizes)
+    assert labels(compare(*usual, with_k)) == ["gapo", "gapo k=4"]
+    same_k = write_run(tmp_path / "c", "batch.rollouts_per_prompt=4")
+    assert labels(compare(*usual, with_k, same_k)) == [
+        "gapo",
+        "gapo k=4",
+        "gapo k=4 minibatch_prompts=4 rollout_prompts=16",
+    ]
+    alone = write_run(tmp_path / "d", *sizes)
+    assert labels(compare(*usual, alone))[1] == "gapo minibatch_prompts=4 rollout_prompts=16"
 
 
-def test_panels_without_data_say_so(tmp_path, figures):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
-    write_report([tmp_path / "run"], tmp_path / "report.png")
-    empty = [axis for axis in figures[0].axes if any(t.get_text() == "no data" for t in axis.texts)]
-    assert len(empty) == 5
+def test_a_default_that_is_spelled_out_is_no_difference(tmp_path):
+    folders = [write_run(tmp_path / "a", "objective.aggregation=token_mean")]
+    folders.append(write_run(tmp_path / "b", seed=1))
+    assert labels(compare(*folders)) == ["gapo"]
 
 
-def test_missing_and_broken_files_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"gone: metrics\.jsonl is missing"):
-        write_report([tmp_path / "gone"], tmp_path / "report.png")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"reward/mean": 1}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a JSON object with a step"):
-        write_report([tmp_path], tmp_path / "report.png")
+def test_where_and_how_fast_is_no_difference(tmp_path):
+    other = (
+        *(
+            "batch.max_tokens_per_microbatch=8192",
+            "checkpoint.every_steps=7",
+            "reward.num_workers=1",
+        ),
+        *("evaluation.every_steps=10", "metrics.tensorboard=false", "model.recompute=full"),
+        *(
+            "model.head=torch",
+            "parallel.timeout_s=2000",
+            "reward.sandbox=unsafe",
+            "reward.python=py",
+        ),
+        *("rollout.cpu_kv_cache_gib=2", "rollout.enforce_eager=false", "rollout.verify_bound=0.1"),
+        *("rollout.memory_fraction=0.4", "rollout.tensor_parallel_size=2", "run.stop_margin_s=60"),
+    )
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", *other, seed=1)]
+    assert labels(compare(*folders)) == ["gapo"]
+
+
+def test_a_seed_counts_once(tmp_path):
+    folders = [write_run(tmp_path / name, seed=3) for name in ("a", "b")]
+    with pytest.raises(DataError, match=r"b and .*a: two runs of gapo with run\.seed = 3"):
+        compare(*folders)
+
+
+def _star(tmp_path):
+    """Two methods; around the first k and the clip vary. The unusual is named first."""
+    small = "batch.rollouts_per_prompt=4"
+    return [
+        write_run(tmp_path / "1", "objective.eps_high_max=0.03"),
+        write_run(tmp_path / "2", small),
+        write_run(tmp_path / "3"),
+        write_run(tmp_path / "4", method="gspo_asym"),
+        write_run(tmp_path / "5", small, method="gspo_asym"),
+        write_run(tmp_path / "6", small, "objective.eps_high_max=0.03"),
+        write_run(tmp_path / "7", seed=1),
+        write_run(tmp_path / "8", method="gspo_asym", seed=1),
+    ]
+
+
+def test_the_usual_comes_first_and_alone_stands_in_curves(tmp_path):
+    comparison = compare(*_star(tmp_path))
+    assert labels(comparison) == [
+        "gapo",
+        "gapo eps_high_max=0.03",
+        "gapo k=4",
+        "gapo k=4 eps_high_max=0.03",
+        "gspo_asym",
+        "gspo_asym k=4",
+    ]
+    assert [arm.label for arm in comparison.curves] == ["gapo", "gspo_asym"]
+    over = {key: [[a.label for a in arms] for arms in comparison.over(key)] for key in (K, CLIP)}
+    assert over[K] == [["gapo", "gapo k=4"], ["gspo_asym", "gspo_asym k=4"]]
+    assert over[CLIP] == [["gapo", "gapo eps_high_max=0.03"], ["gspo_asym"]]
+
+
+def test_ablations_of_one_method_are_its_curves(tmp_path):
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "batch.rollouts_per_prompt=4")]
+    assert [arm.label for arm in compare(*folders).curves] == ["gapo", "gapo k=4"]
+
+
+def test_the_first_is_the_first_run_unless_one_is_named(tmp_path):
+    runs = [read_run(folder) for folder in _star(tmp_path)]
+    assert Comparison.of(runs).first.label == "gapo"
+    led = Comparison.of(runs, first="gspo_asym")
+    assert (led.first.label, labels(led)[:3]) == (
+        "gspo_asym",
+        ["gspo_asym", "gspo_asym k=4", "gapo"],
+    )
+    with pytest.raises(DataError, match=r"no method is called 'grpo' here; known: gapo, gspo_asym"):
+        Comparison.of(runs, first="grpo")
+
+
+def test_a_branch_stands_beside_the_runs_it_left_and_not_in_curves(tmp_path):
+    folders = []
+    for seed in (0, 1):
+        folders.append(write_run(tmp_path / f"gspo_asym_{seed}", method="gspo_asym", seed=seed))
+        folder = write_run(tmp_path / f"a_branch_{seed}", seed=seed)
+        write_branch(folder, tmp_path / f"gspo_asym_{seed}", step=6)
+        folders.insert(0, folder)
+    comparison = compare(*folders)
+    branch, parent = comparison.arms
+    assert (branch.label, parent.label) == ("gspo_asym to 6, gapo", "gspo_asym")
+    assert comparison.curves == [parent]
+    assert comparison.first is parent  # whichever run was named first
+    assert (comparison.parent(branch), comparison.parent(parent)) == (parent, None)
+    without = compare(*(folder for folder in folders if folder.name != "gspo_asym_1"))
+    assert without.parent(without.arms[0]) is None
+    assert len(without.curves) == 2
+
+
+def test_branches_are_arms_of_their_own(tmp_path):
+    folders = [write_run(tmp_path / "whole")]
+    for seed in (0, 1):
+        for method in ("gapo", "gspo_asym"):
+            folder = write_run(tmp_path / f"{method}_{seed}", method=method, seed=seed)
+            write_branch(folder, f"/runs/{seed}", step=6, method=method)
+            folders.append(folder)
+    comparison = compare(*folders)
+    assert labels(comparison) == ["gapo", "gspo_asym to 6, gapo", "gspo_asym to 6, gspo_asym"]
+    assert [len(arm.runs) for arm in comparison.curves] == [1, 2, 2]
+
+
+def test_windowed_means_weigh_and_skip_gaps():
+    values, weights = {0: 1.0, 2: 5.0, 3: 1.0}, {0: 1.0, 2: 3.0, 3: 1.0}
+    found = windowed(values, [0, 1, 2, 3, 6], 3, weights=weights)
+    # From the first full one on, windows hold steps {0, 2}, {2, 3} and none: 16 / 4, 16 / 4.
+    assert found == {2: 4.0, 3: 4.0}
+    assert windowed(values, [0, 3], 4) == {3: pytest.approx(7 / 3)}
+    assert windowed({0: 1.0}, [0], 1, weights={0: 0.0}) == {}
+
+
+def test_intervals_are_student_t():
+    values = [0.2, 0.5, 0.35]
+    found = interval(values)
+    low, high = stats.t.interval(0.95, df=2, loc=np.mean(values), scale=stats.sem(values))
+    assert (found["mean"], found["low"], found["high"]) == pytest.approx((0.35, low, high))
+    assert found["seeds"] == 3
+    assert interval([0.2]) == {"mean": 0.2, "low": None, "high": None, "seeds": 1}
+
+
+def test_seeds_are_averaged_where_all_have_a_value():
+    rows = over_seeds([{0: 1.0, 1: 2.0, 2: 3.0}, {1: 4.0, 2: 7.0, 3: 9.0}])
+    assert [(row["step"], row["mean"]) for row in rows] == [(1, 3.0), (2, 5.0)]
+
+
+def test_the_window_is_a_tenth_of_the_longest_run(tmp_path):
+    runs = [read_run(write_run(tmp_path / str(n), num_steps=n)) for n in (5, 40)]
+    assert (window_of(runs), window_of(runs[:1])) == (4, 1)
+
+
+def test_the_last_half_counts_every_rollout_the_same(tmp_path):
+    run = read_run(write_run(tmp_path / "run"))
+    for num_steps, late in ((40, range(20, 40)), (21, range(11, 21))):
+        found = last_half(run, "ratio_deviation", num_steps=num_steps)
+        assert sorted(found) == list(range(1, 8))
+        for c, mean in found.items():
+            values = [deviation(c, 8, 0, step) for step in late]
+            weights = [num_sequences(c, step) for step in late]
+            assert mean == pytest.approx(np.average(values, weights=weights))
+
+
+def test_means_without_weights_are_refused(tmp_path):
+    folder = write_run(tmp_path / "run")
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text.replace("/sequences/c", "/rollouts/c"))
+    with pytest.raises(NoData, match=r"run has no per_c/correct/sequences"):
+        per_c(read_run(folder), "ratio_deviation")
+
+
+def test_final_values_stand_at_one_step(tmp_path):
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=1, num_steps=30)]
+    (arm,) = compare(*folders).arms
+    expected = [pass_at("gapo", seed, 20)[0] for seed in (0, 1)]
+    assert final(arm, "eval/pass@1") == (20, pytest.approx(expected))
+    assert final(arm, "eval/pass@64") is None
+
+
+def test_the_k_of_pass_at_k_is_one_that_all_have(tmp_path):
+    whole, other = write_run(tmp_path / "a"), write_run(tmp_path / "b", method="gspo")
+    assert pass_keys(compare(whole, other).arms) == ["eval/pass@1", "eval/pass@8"]
+    text = (other / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(text.replace("pass@8", "pass@64"))
+    assert pass_keys(compare(whole, other).arms) == ["eval/pass@1"]
+    (other / "metrics.jsonl").write_text(text.replace("eval/", "train/"))
+    assert pass_keys(compare(whole, other).arms) == ["eval/pass@1", "eval/pass@8"]

@@ -31,6 +31,7 @@ from transformers import (
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.convert import rules_for, to_hf, to_megatron, write_hf
 from gapo_megatron.errors import ConfigError, DataError, RolloutError, WeightSyncError
+from gapo_megatron.launch.environment import share_of_cores
 from gapo_megatron.rollout import (
     RolloutEngine,
     eos_token_ids,
@@ -559,6 +560,7 @@ def test_seeds_are_fixed_and_apart():
 
 
 def two_ranks(folder: str, tp_size: int):
+    cores = share_of_cores()  # before vLLM binds its threads to some of them
     os.environ.update(vllm_environment(dist.get_rank(), dist.get_world_size()))
     engine = build_engine(make_config(Path(folder), tensor_parallel_size=tp_size))
     shared_memory = re.findall(
@@ -566,7 +568,7 @@ def two_ranks(folder: str, tp_size: int):
     )
     prompts = make_prompts(5)
     mine = engine.share(prompts)
-    groups = list(zip(mine, generate(engine, mine), strict=True))
+    groups = engine.part(list(zip(mine, generate(engine, mine), strict=True)))
     gathered = engine.gather(groups)
     alone = tokens_of(generate(engine, prompts))
     abandoned = [
@@ -590,6 +592,8 @@ def two_ranks(folder: str, tp_size: int):
         message = str(error)
     return {
         "mine": [prompt.id for prompt in mine],
+        "part": [prompt.id for prompt, _ in groups],
+        "cores": cores,
         "ids": [prompt.id for prompt, _ in gathered],
         "alone": alone,
         "tokens": tokens_of([group for _, group in gathered]),
@@ -611,6 +615,10 @@ def test_two_ranks(tmp_path, tp_size, shares):
     make_model(False).save_pretrained(tmp_path)
     results = run_distributed(two_ranks, 2, str(tmp_path), tp_size)
     assert [result["mine"] for result in results] == shares
+    # Either way each rank has its own to judge.
+    assert [result["part"] for result in results] == [["p0", "p1"], ["p2", "p3", "p4"]]
+    for result in results:
+        assert result["cores"] == max(1, len(os.sched_getaffinity(0)) // 2)
     for result in results:
         assert result["ids"] == ["p0", "p1", "p2", "p3", "p4"]
         assert result["tokens"] == result["alone"]

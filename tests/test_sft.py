@@ -14,7 +14,8 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.data import arithmetic, load_tokenizer
+from gapo_megatron.data import arithmetic
+from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.policy import destroy
 from gapo_megatron.sft import _learning_rate, _read_examples, train_supervised

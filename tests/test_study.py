@@ -45,6 +45,23 @@ def test_grid_is_every_combination_in_order(
     )
 
 
+def test_several_grids_are_run_after_one_another(tmp_path: Path) -> None:
+    text = HEAD + (
+        "[[grid]]\nobjective.method = ['gspo', 'gapo']\nrun.seed = [0, 1]\n"
+        "[[grid]]\nobjective.method = ['grpo']\nobjective.eps_high_max = [0.02]\nrun.seed = [0]\n"
+    )
+    runs = read_study(study_file(tmp_path, text)).runs
+    assert [run.name for run in runs] == [
+        "gspo-seed_0",
+        "gspo-seed_1",
+        "gapo-seed_0",
+        "gapo-seed_1",
+        "grpo-eps_high_max_0.02-seed_0",
+    ]
+    assert runs[4].config.objective.eps_high_max == 0.02
+    assert runs[3].config.objective.eps_high_max == load_config(DEMO).objective.eps_high_max
+
+
 def test_listed_runs_join_the_grids_and_their_settings_go_together(tmp_path: Path) -> None:
     text = HEAD + (
         "[grid]\nobjective.eps_low = [1e-3]\nobjective.eps_high_max = [2e-3, 4e-3]\n"
@@ -63,11 +80,18 @@ def test_listed_runs_join_the_grids_and_their_settings_go_together(tmp_path: Pat
     assert not runs[3].config.rollout.enforce_eager
 
 
-def test_a_name_says_what_differs(tmp_path: Path) -> None:
+def test_a_name_is_of_the_runs_own_settings(tmp_path: Path) -> None:
+    """Another value, added later, must not give the first runs other folders."""
     text = HEAD + "[grid]\nrun.num_steps = [5]\nmetrics.wandb_project = ['a b/c', 'd']\n"
-    assert [run.name for run in read_study(study_file(tmp_path, text)).runs] == ["a_b_c", "d"]
-    only = HEAD + "[grid]\nrun.num_steps = [5]\n"
-    assert read_study(study_file(tmp_path, only)).runs[0].name == "num_steps_5"
+    names = [run.name for run in read_study(study_file(tmp_path, text)).runs]
+    assert names == ["num_steps_5-a_b_c", "num_steps_5-d"]
+    text = HEAD + "[grid]\nrun.num_steps = [5]\nmetrics.wandb_project = ['d']\n"
+    assert [run.name for run in read_study(study_file(tmp_path, text)).runs] == names[1:]
+
+
+def test_a_branch_is_called_by_its_other_settings(tmp_path: Path) -> None:
+    text = HEAD + "[[runs]]\nrun.seed = 1\ncheckpoint.branch_from = 'runs/a/checkpoints/step_5'\n"
+    assert [run.name for run in read_study(study_file(tmp_path, text)).runs] == ["seed_1"]
 
 
 def test_a_plain_config_is_a_study_of_one(tmp_path: Path) -> None:
@@ -155,7 +179,11 @@ def test_resources_are_replaced_one_by_one() -> None:
         asked.replaced({"nodes": 0})
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS / "studies").glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [*CONFIGS.glob("study_*.toml"), *(CONFIGS / "studies").glob("*.toml")],
+    ids=lambda p: p.stem,
+)
 def test_every_study_of_the_repository(path: Path) -> None:
     study = read_study(path)
     for run in study.runs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import os
 import pty
@@ -11,15 +12,18 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from submitit.core.utils import pickle_load
 
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.launch.local import gpu_shares
 from gapo_megatron.launch.study import Resources
 from gapo_megatron.launch.submit import Submission
 from tests.submit_setup import ROOT, SUBMIT, environment, steps_of, submit, write_study
@@ -120,19 +124,53 @@ def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path) -> None:
             ["study.toml", "--local", "--parallel=2", "--gpus-per-node=1"],
             "must be at most the GPUs of CUDA_VISIBLE_DEVICES (7)",
         ),
+        (
+            ["study.toml", "--local", "checkpoint.branch_from=gone/checkpoints/step_5"],
+            "checkpoint.branch_from ('gone/checkpoints/step_5') does not exist",
+        ),
         (["study.toml"], "no sbatch here"),
         (["--status=runs"], "neither a run's folder nor one of runs"),
         ([], "give a config or --status DIR"),
         (["study.toml", "--status=runs"], "give a config or --status DIR"),
     ],
 )
-def test_usage_errors_leave_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_usage_errors_leave_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    """In this process: a dozen starts of the program would only import again."""
     write_study(tmp_path, num_runs=2, num_steps=5)
-    done = submit(tmp_path, *arguments, PATH="/usr/bin/nowhere", CUDA_VISIBLE_DEVICES="7")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin/nowhere")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    spec = importlib.util.spec_from_file_location("submit", SUBMIT[1])
+    assert spec and spec.loader
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    try:
+        exit_code = tool.main(arguments)
+    except SystemExit as end:  # argparse's
+        exit_code = end.code
+    said = capsys.readouterr()
+    assert (exit_code, said.out) == (2, "")
+    assert message in said.err
     assert not (tmp_path / "runs").exists()
+
+
+def test_gpus_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of CUDA_VISIBLE_DEVICES; empty means none, unset all."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_shares(2, number=2) == [[0, 1], [2, 3]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1f3a")
+    assert gpu_shares(0, number=2) == [[], []]
+    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES \(GPU-1f3a\) must be numbers"):
+        gpu_shares(1, number=1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="must be at most the GPUs"):
+        gpu_shares(1, number=1)
 
 
 # -- on this machine -------------------------------------------------------------------------------
@@ -165,6 +203,13 @@ def states(folder: Path) -> dict[str, str]:
     return {row[1].strip(): row[3].strip() for row in rows}
 
 
+def swallow(terminal: int) -> None:
+    """Take what is shown: nobody can write to a terminal that is full."""
+    with suppress(OSError):  # its other side is closed
+        while os.read(terminal, 4096):
+            pass
+
+
 @contextmanager
 def in_a_terminal(folder: Path, *arguments: str, **changes: str):
     """tools/submit.py as the foreground of a terminal; yields the process and its keyboard."""
@@ -180,6 +225,7 @@ def in_a_terminal(folder: Path, *arguments: str, **changes: str):
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(slave)
+    threading.Thread(target=swallow, args=[master], daemon=True).start()
     try:
         yield process, master
     finally:
@@ -216,6 +262,17 @@ def test_a_study_runs_here_and_survives_a_rank(tmp_path: Path) -> None:
     assert sorted(devices[:2]) == ["1,3", "5,7"]
     assert devices[2] in devices[:2]
     assert not processes_of(tmp_path)
+    # Again, with one more seed: what is done stays as it is, and the last table has all.
+    write_study(tmp_path, num_runs=4, num_steps=8)
+    done = submit(tmp_path, *arguments, **outside)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 4 runs were finished before" in done.stdout
+    assert [len(list((tmp_path / f"runs/seed_{i}/code").iterdir())) for i in range(4)] == [1] * 4
+    assert all(f"seed_{i}" in done.stdout.rpartition("before")[2] for i in range(4))
+    done = submit(tmp_path, *arguments, "optimizer.learning_rate=0.5", **outside)
+    assert done.returncode == 2
+    assert "run seed_0 is finished in " in done.stderr
+    assert "optimizer.learning_rate (5e-05 there, 0.5 here)" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""The whole program, as a user starts it: real Megatron-core, real vLLM, real kills."""
+"""The whole program: real Megatron-core, real vLLM, real kills.
+
+The runs that others are compared with, on one rank and on two, are started as a user does.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +23,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from gapo_megatron.checkpoint.manifest import read_manifest
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.data import arithmetic
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.train import train
 from tests.distributed.conversion_setup import convert
+from tests.programs import Program
 
 CONFIG = """
 [run]
@@ -102,9 +109,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(
-    module: str, *arguments: object, ranks: int = 1, attempt_dir: Path | None = None
+    module: str, *arguments: object, ranks: int = 1, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """The program on `ranks` processes, with the folder a launcher would give it if named."""
+    """The program as a user starts it; `Program` does the same without the imports."""
     launcher = [sys.executable, "-m"]
     if ranks > 1:
         launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
@@ -113,28 +120,21 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | (_launch(attempt_dir) if attempt_dir else {}),
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
     )
 
 
-def _launch(attempt_dir: Path) -> dict[str, str]:
-    """What slurm/launch.sh does before it starts the ranks."""
+def launched(attempt_dir: Path) -> dict[str, str]:
+    """What slurm/launch.sh does before it starts the ranks; returns what it tells them."""
     attempt_dir.mkdir(parents=True)
     (attempt_dir.parents[1] / "OWNER").write_text(attempt_dir.name)
     return {"GAPO_ATTEMPT": attempt_dir.name, "GAPO_ATTEMPT_DIR": str(attempt_dir)}
 
 
-def finish(process: subprocess.Popen[str], *, exit_code: int = 0) -> str:
+def finish(process: subprocess.Popen[str] | Program, *, exit_code: int = 0) -> str:
     output, _ = process.communicate(timeout=280)
     assert process.returncode == exit_code, output[-6000:]
     return output
-
-
-def rank_pids(launcher_pid: int) -> list[int]:
-    """Processes that the launcher started."""
-    children = Path(f"/proc/{launcher_pid}/task").glob("*/children")
-    pids = [int(pid) for path in children for pid in path.read_text().split()]
-    return [pid for pid in pids if "gapo_megatron" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -162,6 +162,8 @@ def whole_run(root: Path) -> Path:
 def test_run_trains_evaluates_saves_and_exports(root: Path, whole_run: Path) -> None:
     lines = metrics_of(whole_run)
     steps = [line for line in lines if "loss/policy" in line]
+    started = load_config(root / "config.toml", [f"run.output_dir={whole_run}"])
+    assert load_config(whole_run / "config.toml") == started
     assert [line["step"] for line in steps] == list(range(6))
     assert [line["step"] for line in lines if "eval/pass@1" in line] == [0, 3, 6]
     assert all(line["sync/max_abs_log_prob_diff"] < 1e-4 for line in steps)
@@ -187,19 +189,17 @@ def test_kill_and_resume_repeat_the_run_bitwise(root: Path) -> None:
     killed = root / "killed"
     for num_steps, delay_s in ((1, 0.05), (2, 0.2), (4, 0.11)):
         before = last_write(killed)
-        process = start("gapo_megatron.train", *arguments, f"run.output_dir={killed}", ranks=2)
+        process = Program("gapo_megatron.train", *arguments, f"run.output_dir={killed}", ranks=2)
         # A killed run may have logged later steps already: wait until this one writes.
         while last_write(killed) == before or num_steps_logged(killed) < num_steps:
             assert process.poll() is None, process.communicate()[0][-4000:]
             time.sleep(0.01)
         time.sleep(delay_s)
-        ranks = rank_pids(process.pid)
-        assert len(ranks) == 2
-        os.kill(ranks[num_steps % 2], signal.SIGKILL)
+        os.kill(process.pids[num_steps % 2], signal.SIGKILL)
         process.communicate(timeout=120)
         assert process.returncode != 0
         assert num_steps_logged(killed) < 6, "the run was over before the kill"
-    finish(start("gapo_megatron.train", *arguments, f"run.output_dir={killed}", ranks=2))
+    finish(Program("gapo_megatron.train", *arguments, f"run.output_dir={killed}", ranks=2))
     assert (killed / "metrics.jsonl").read_text() == (root / "two/metrics.jsonl").read_text()
     ours = (killed / "hf/model.safetensors").read_bytes()
     assert ours == (root / "two/hf/model.safetensors").read_bytes()
@@ -211,7 +211,7 @@ def test_stop_within_a_step_and_resume_repeat_the_run_bitwise(root: Path, whole_
     stopped = root / "stopped"
     attempts = [stopped / "attempts" / f"7.{restart}" for restart in range(2)]
     command = ("gapo_megatron.train", root / "config.toml", f"run.output_dir={stopped}")
-    process = start(*command, attempt_dir=attempts[0])
+    process = Program(*command, env=launched(attempts[0]))
     stage = attempts[0] / "stage"
     while not (stage.exists() and stage.read_text() == "step 3: update\n"):
         assert process.poll() is None, process.communicate()[0][-4000:]
@@ -221,17 +221,138 @@ def test_stop_within_a_step_and_resume_repeat_the_run_bitwise(root: Path, whole_
     assert "stopped (signal SIGUSR1)" in output
     assert (stopped / "checkpoints/step_00000003_1").is_dir()
 
-    output = finish(start(*command, attempt_dir=attempts[1]))
+    output = finish(Program(*command, env=launched(attempts[1])))
     assert "resumed from" in output and "step_00000003_1" in output
     assert (attempts[1] / "outcome").read_text() == "finished\n"
     assert (stopped / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()
     ours = (stopped / "hf/model.safetensors").read_bytes()
     assert ours == (whole_run / "hf/model.safetensors").read_bytes()
 
-    # Once more: nothing is left to do, and nothing is done.
-    written = (stopped / "hf/model.safetensors").stat().st_mtime_ns
-    assert "all 6 steps are done" in finish(start(*command))
+    # Once more: nothing is left to do, and nothing is done, nor is the run called another one.
+    written, config = (stopped / "hf/model.safetensors").stat().st_mtime_ns, stopped / "config.toml"
+    recorded = config.read_text()
+    assert "all 6 steps are done" in finish(Program(*command, "objective.method=gspo"))
+    assert config.read_text() == recorded
     assert (stopped / "hf/model.safetensors").stat().st_mtime_ns == written
+
+
+def branch(root: Path, name: str, *overrides: str) -> tuple[object, ...]:
+    """Command of a run that goes on from the whole run's checkpoint after four of six steps."""
+    point = f"checkpoint.branch_from={root}/whole/checkpoints/step_4"
+    folder = f"run.output_dir={root}/{name}"
+    return ("gapo_megatron.train", root / "config.toml", folder, point, *overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_branch_with_the_same_settings_continues_the_run_bitwise(
+    root: Path, whole_run: Path
+) -> None:
+    """Killed on its way, it resumes from its own checkpoint; the other run keeps every byte."""
+    source = {path: path.stat().st_mtime_ns for path in whole_run.rglob("*")}
+    command, run_dir = branch(root, "same", "checkpoint.every_steps=1"), root / "same"
+    process = Program(*command)
+    own = run_dir / "checkpoints/step_00000005"
+    while not own.exists():
+        assert process.poll() is None, process.communicate()[0][-4000:]
+        time.sleep(0.01)
+    process.kill()
+    output, _ = process.communicate(timeout=120)
+    assert f"branched from {whole_run}/checkpoints/step_00000004" in output
+    output = finish(Program(*command))
+    assert f"resumed from {own}" in output and "branched from" not in output
+
+    # The folder has no earlier lines: the windowed correlation came with the checkpoint.
+    lines = (whole_run / "metrics.jsonl").read_text().splitlines()
+    expected = [line for line in lines if json.loads(line)["step"] >= 4]
+    assert (run_dir / "metrics.jsonl").read_text().splitlines() == expected
+    assert any("ratio/advantage_correlation_window" in line for line in expected)
+    ours = (run_dir / "hf/model.safetensors").read_bytes()
+    assert ours == (whole_run / "hf/model.safetensors").read_bytes()
+    assert {path: path.stat().st_mtime_ns for path in whole_run.rglob("*")} == source
+    record = json.loads((run_dir / "branch.json").read_text())
+    assert (record["run"], record["step"], record["changes"]) == (str(whole_run), 4, {})
+    for step in (5, 6):
+        found = read_manifest(run_dir / f"checkpoints/step_{step:08d}").branch
+        assert found is not None and asdict(found) == record
+
+
+@pytest.fixture(scope="module")
+def branched_run(root: Path, whole_run: Path) -> Path:
+    """One step under another method, with every term that has a metric of its own."""
+    assert whole_run == root / "whole"
+    method = ("objective.method=dr_grpo", "objective.kl_coef=0.01", "objective.entropy_coef=0.001")
+    finish(Program(*branch(root, "other", *method, "run.num_steps=5", "evaluation.every_steps=0")))
+    return root / "other"
+
+
+@pytest.mark.slow
+def test_a_branch_goes_on_under_another_method(whole_run: Path, branched_run: Path) -> None:
+    """The same weights, prompts and samples; then another update."""
+    (ours,) = metrics_of(branched_run)
+    theirs = next(line for line in metrics_of(whole_run) if line["step"] == 4)
+    for key in ("reward/mean", "rollout/entropy", "per_c/groups/c1"):
+        assert ours[key] == theirs[key], key
+    assert ours["loss/policy"] != theirs["loss/policy"]
+    changes = json.loads((branched_run / "branch.json").read_text())["changes"]
+    assert changes == {
+        "objective.method": ["gapo", "dr_grpo"],
+        "objective.kl_coef": [0.0, 0.01],
+        "objective.entropy_coef": [0.0, 0.001],
+    }
+    # The correlation of its own steps alone: those before were under the other method.
+    state = json.loads((branched_run / "checkpoints/step_00000005/trainer_state.json").read_text())
+    assert len(state["window"]) == 1
+
+
+def documented_names() -> list[str]:
+    """First column of every table of docs/metrics.md."""
+    text = (Path(__file__).parents[1] / "docs/metrics.md").read_text(encoding="utf-8")
+    cells = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
+    return [name for cell in cells for name in re.findall("`(.+?)`", cell)]
+
+
+@pytest.mark.slow
+def test_the_document_has_the_names_that_runs_log_and_no_others(
+    whole_run: Path, branched_run: Path
+) -> None:
+    logged = {
+        key
+        for run_dir in (whole_run, branched_run)
+        for name in ("metrics.jsonl", "timings.jsonl")
+        for line in (run_dir / name).read_text().splitlines()
+        for key in json.loads(line)
+    } - {"step"}
+    parts = {"c": r"\d+", "k": r"\d+", "side": "(correct|wrong)", "level": "[^/]+"}
+    forms = {
+        name: re.sub(r"\\{(\w+)\\}", lambda part: parts[part[1]], re.escape(name))
+        for name in documented_names()
+    }
+    assert len(forms) == len(documented_names()) > 50
+    found = {key: [name for name in forms if re.fullmatch(forms[name], key)] for key in logged}
+    assert {key for key, names in found.items() if len(names) != 1} == set()
+    assert forms.keys() - {name for names in found.values() for name in names} == set()
+
+
+def test_a_branch_into_other_problems_is_refused_before_any_model_is_built(
+    root: Path, whole_run: Path
+) -> None:
+    assert whole_run == root / "whole"
+
+    def begin(*overrides: str) -> None:
+        train(load_config(root / "config.toml", [*branch(root, "bad", *overrides)[2:]]))
+
+    with pytest.raises(ConfigError, match=r"batch\.rollouts_per_prompt is 4 there and 8 here: "):
+        begin("batch.rollouts_per_prompt=8")
+    problems = root / "task/train.jsonl"
+    text = problems.read_text()
+    try:
+        problems.write_text(text.replace('"answer": "', '"answer": "1', 1))
+        with pytest.raises(CheckpointError, match=r"other training problems than data\.train_path"):
+            begin()
+    finally:
+        problems.write_text(text)
+    assert not (root / "bad/branch.json").exists()
 
 
 @pytest.mark.slow
@@ -250,7 +371,7 @@ def test_layouts_agree(root: Path, whole_run: Path) -> None:
     }.items():
         run_dir = root / name
         finish(
-            start(
+            Program(
                 "gapo_megatron.train",
                 root / "config.toml",
                 f"run.output_dir={run_dir}",
@@ -291,8 +412,8 @@ def test_a_run_starts_from_a_megatron_folder_and_resumes_from_its_own_checkpoint
         f"model.megatron_dir={megatron_dir}",
         "evaluation.every_steps=0",
     )
-    finish(start(*command, "run.num_steps=1"))
-    assert "resumed from" in finish(start(*command, "run.num_steps=3"))
+    finish(Program(*command, "run.num_steps=1"))
+    assert "resumed from" in finish(Program(*command, "run.num_steps=3"))
     steps = [line for line in metrics_of(whole_run) if "loss/policy" in line][:3]
     assert metrics_of(root / "from_megatron") == steps
     # vLLM began with random weights; the first sync, before any metric, would have failed.
@@ -319,7 +440,7 @@ def test_user_mistakes_are_named_before_any_model_is_built(root: Path, tmp_path:
     with pytest.raises(DataError, match="empty"):
         train(broken(root, f"data.train_path={tmp_path}/empty.jsonl"))
     with pytest.raises(ConfigError, match=r"reward\.kind"):
-        train(broken(root, "reward.kind=code"))
+        train(broken(root, "reward.kind=code", "reward.python=/nowhere"))
     with pytest.raises(ConfigError, match=r"model\.hf_dir.*must not be"):
         train(broken(root, f"model.hf_dir={root}/broken/hf"))
     (tmp_path / "file").write_text("")

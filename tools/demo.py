@@ -27,15 +27,10 @@ from gapo_megatron.config import Config, load_config
 from gapo_megatron.data import arithmetic
 from gapo_megatron.data.schema import read_jsonl
 from gapo_megatron.errors import ConfigError, GapoError
-from gapo_megatron.evaluate import (
-    Interval,
-    mean_interval,
-    mean_pass_at_k,
-    paired_difference,
-    read_counts,
-)
-from gapo_megatron.evaluate.evaluate import Counts
-from gapo_megatron.report import write_report
+from gapo_megatron.evaluate.counts import Counts, read_counts
+from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
+from gapo_megatron.evaluate.statistics import Interval, mean_interval, paired_difference
+from gapo_megatron.report import write_picture
 
 NUM_EVAL = 256
 NUM_TRAIN = 2400
@@ -247,7 +242,7 @@ def _report(config: Config) -> None:
             style="bold" if level is None else None,
         )
     console.print(table)
-    picture = write_report([folder], folder / "report.png")
+    picture = write_picture([folder], folder / "report.png")
     console.print(f"picture        {picture}\nmodel          {folder / 'hf'}", highlight=False)
 
 
@@ -266,7 +261,7 @@ def _compare_seeds(seeds: Sequence[int], folders: Sequence[Path]) -> None:
         )
     table.add_row("mean", "", "", _shown(mean_interval(gains)), style="bold")
     console.print(table)
-    picture = write_report(folders, folders[0] / "report_seeds.png")
+    picture = write_picture(folders, folders[0] / "report_seeds.png")
     console.print(f"picture        {picture}", highlight=False)
 
 

@@ -4,7 +4,7 @@
 #   tools/setup_env.sh run     what the demo and training on CPU need   (requirements/cpu.txt)
 #   tools/setup_env.sh dev     the same + test tools                    (requirements/dev.txt)
 #   tools/setup_env.sh test    the same + a second Megatron-core beside it, in .mcore-alt, and the
-#                              programs of Slurm, where apt-get is there and may be used
+#                              programs of Slurm, bubblewrap and a browser, where apt-get may be used
 #
 # PYTHON names the interpreter (default python3.11). Nothing else outside this folder is touched.
 set -euo pipefail
@@ -94,15 +94,20 @@ install_alt() { # its absence costs a few skipped tests, which say so
 
 has() { PATH=$PATH:/usr/sbin:/sbin command -v "$1" > /dev/null; }
 
-install_slurm() { # its absence costs the tests on a private cluster, which say so
-  has slurmctld && has slurmd && has sbatch && has munged && return
+install_programs() { # their absence costs the tests that need them, which say so
+  local packages=()
+  { has slurmctld && has slurmd && has sbatch && has munged; } || packages+=(slurm-wlm munge)
+  has bwrap || packages+=(bubblewrap)
+  # Ubuntu's chromium is a snap, which a container cannot run.
+  has chromium || ! grep -qx ID=debian /etc/os-release || packages+=(chromium)
+  [ ${#packages[@]} -gt 0 ] || return 0
   local as_root=() without="the tests that need it will be skipped"
   [ "$(id -u)" = 0 ] || as_root=(sudo --non-interactive)
   if ! has apt-get || ! "${as_root[@]}" true 2> /dev/null; then
-    say "Slurm is not installed, and only root could do it with apt-get: $without"
+    say "not installed: ${packages[*]}; only root could do it with apt-get: $without"
     return
   fi
-  say "installing Slurm and munge with apt-get; no service of theirs is started"
+  say "installing ${packages[*]} with apt-get; no service is started"
   # The policy is Debian's own way to install a daemon without starting it: the tests start theirs.
   # shellcheck disable=SC2016 # its variables are its own
   "${as_root[@]}" bash -euc '
@@ -113,16 +118,16 @@ install_slurm() { # its absence costs the tests on a private cluster, which say 
       chmod +x "$policy"
     fi
     apt-get update
-    DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends slurm-wlm munge
-    if [ -d /run/systemd/system ]; then # nor at the next boot
+    DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "$@"
+    if [ "$1" = slurm-wlm ] && [ -d /run/systemd/system ]; then # nor at the next boot
       systemctl disable --quiet munge slurmctld slurmd
     fi
-  ' > .venv/slurm.log 2>&1 || say "that failed, see .venv/slurm.log: $without"
+  ' setup "${packages[@]}" > .venv/apt.log 2>&1 || say "that failed, see .venv/apt.log: $without"
 }
 
 case $what in
   run) install_run ;;
   dev) install_run; install_dev ;;
-  test) install_run; install_dev; install_alt; install_slurm ;;
+  test) install_run; install_dev; install_alt; install_programs ;;
   *) fail "unknown environment '$what': run, dev or test" ;;
 esac

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from submitit.core.utils import FailedJobError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.launch.freeze import freeze, repository
 from gapo_megatron.launch.local import gpu_shares, run_locally
 from gapo_megatron.launch.status import (
@@ -43,14 +44,14 @@ if not console.is_terminal:
     console.width = 160
 
 
-def main() -> int:
+def main(command_line: Sequence[str] | None = None) -> int:
     """0 done (all finished, with --wait and --local), 1 failed, 2 usage, 130 interrupted."""
-    arguments = _parse()
+    arguments = _parse(command_line)
     try:
         if arguments.status is not None:
             return _show(arguments.status)
         return _submit(arguments)
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except FailedJobError as error:  # sbatch's own words
@@ -63,36 +64,49 @@ def main() -> int:
 
 def _submit(arguments: argparse.Namespace) -> int:
     # torch, and below Megatron-core: seconds that --help, --status and a mistake do not need.
-    from gapo_megatron.launch.study import Resources, read_study
+    from gapo_megatron.launch.study import Resources, read_study, unfinished
 
     study = read_study(arguments.config, arguments.overrides)
+    runs, run_dirs = unfinished(study), [run.run_dir for run in study.runs]
     given = {name: getattr(arguments, name) for name in Resources.model_fields}
     resources = study.resources.replaced({k: v for k, v in given.items() if v is not None})
     if arguments.local and "tasks_per_node" not in resources.model_fields_set:
         resources = resources.replaced({"tasks_per_node": 1})
     _check(arguments, resources)
+    from gapo_megatron.checkpoint import check_branch
     from gapo_megatron.dry_run import arithmetic, to_toml
 
-    for run in study.runs:
+    for run in runs:
         arithmetic(run.config, world_size=world_size(resources))
+        check_branch(run.config, None)
     name = f"submitted-{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
     submission = Submission(
         name=study.name,
         folder=study.folder / "submitit",
-        codes=[run.run_dir / "code" / name for run in study.runs],
+        codes=[run.run_dir / "code" / name for run in runs],
         resources=resources,
-        parallel=arguments.parallel or (1 if arguments.local else len(study.runs)),
+        parallel=arguments.parallel or (1 if arguments.local else len(runs)),
         chain=arguments.chain,
     )
     if arguments.dry_run:
         print("\n".join(submission.scripts()), end="")
         return 0
-    for run, code in zip(study.runs, submission.codes, strict=True):
+    for run, code in zip(runs, submission.codes, strict=True):
         freeze(repository(), code, config=to_toml(run.config))
+    if arguments.local and runs:
+        run_locally(submission, console)
+    elif runs:
+        submission.submit()
+    num_finished = len(study.runs) - len(runs)
+    if num_finished:
+        console.print(
+            f"{num_finished} of {len(study.runs)} runs were finished before", markup=False
+        )
     if arguments.local:
-        return _exit_code(run_locally(submission, console))
-    submission.submit()
-    run_dirs = [run.run_dir for run in study.runs]
+        statuses = read_statuses(run_dirs)
+        if num_finished:  # else the last table was of all
+            console.print(status_table(statuses, title=str(study.folder)))
+        return _exit_code(statuses)
     if not arguments.wait:
         console.print(status_table(read_statuses(run_dirs), title=str(study.folder)))
         console.print(f"how they stand: tools/submit.py --status {study.folder}", markup=False)
@@ -138,7 +152,7 @@ def _check(arguments: argparse.Namespace, resources: Resources) -> None:
         )
 
 
-def _parse() -> argparse.Namespace:
+def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], epilog=__doc__.split("\n\n")[1]
     )
@@ -170,7 +184,7 @@ def _parse() -> argparse.Namespace:
     )
     resources.add_argument("--partition")
     resources.add_argument("--account")
-    arguments = parser.parse_intermixed_args()
+    arguments = parser.parse_intermixed_args(command_line)
     if (arguments.config is None) == (arguments.status is None):
         parser.error("give a config or --status DIR")
     return arguments

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from gapo_megatron.config import CheckpointConfig
+from gapo_megatron.convert.folder import fsync
 from gapo_megatron.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
-VERSION = 1
+VERSION = 2
 _STEP_NAME = re.compile(r"step_(\d+)(?:_(\d+))?")
 
 
@@ -35,6 +36,31 @@ class FileEntry:
     num_bytes: int
     sha256: str
     """Hexadecimal digest of the content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Where a run left another one: the branch point."""
+
+    run: str
+    """Folder of the other run, absolute."""
+    checkpoint: str
+    """Name of its checkpoint's folder."""
+    step: int
+    """Steps finished there."""
+    manifest_sha256: str
+    """Digest of that checkpoint's manifest, which has a digest of every file."""
+    changes: Mapping[str, list[Any]]
+    """Settings that decide what is computed: name -> [there, here] where they differ."""
+    parent: Branch | None = None
+    """Where the other run had left a third one, if it had."""
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any] | None) -> Self | None:
+        """What `asdict` made of one, or of none."""
+        if document is None:
+            return None
+        return cls(**{**document, "parent": cls.read(document.get("parent"))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +80,18 @@ class Manifest:
     """By name relative to the folder; every file but the manifest."""
     open_updates: int | None = None
     """Updates done of a step that is not finished; None between steps."""
+    branch: Branch | None = None
+    """None for a run that began by itself."""
     version: int = VERSION
 
     @property
-    def config_sha256(self) -> str:
-        return hashlib.sha256(_canonical(self.config)).hexdigest()
+    def sha256(self) -> str:
+        """Digest of all of it, as manifest.json has it."""
+        return hashlib.sha256(_canonical(self.document())).hexdigest()
+
+    def document(self) -> dict[str, Any]:
+        """What manifest.json holds beside its own digest."""
+        return asdict(self) | {"config_sha256": hashlib.sha256(_canonical(self.config)).hexdigest()}
 
 
 def step_dir(checkpoints_dir: Path, step: int, open_updates: int | None = None) -> Path:
@@ -120,9 +153,7 @@ def find_damage(folder: Path, files: Mapping[str, FileEntry]) -> str | None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json, with a digest of its own content."""
-    document = asdict(manifest) | {"config_sha256": manifest.config_sha256}
-    document["sha256"] = hashlib.sha256(_canonical(document)).hexdigest()
-    text = json.dumps(document, indent=1)
+    text = json.dumps(manifest.document() | {"sha256": manifest.sha256}, indent=1)
     (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
 
 
@@ -147,7 +178,27 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} has format version {version}; this program reads {VERSION}")
     del document["config_sha256"]
     files = {name: FileEntry(**entry) for name, entry in document.pop("files").items()}
-    return Manifest(files=files, **document)
+    branch = Branch.read(document.pop("branch"))
+    return Manifest(files=files, branch=branch, **document)
+
+
+def stored_sha256(folder: Path) -> str:
+    """Digest of a manifest that `read_manifest` has read, as manifest.json has it.
+
+    That of an older format, read and written again, would be another one.
+    """
+    digest: str = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["sha256"]
+    return digest
+
+
+def newest_manifest(checkpoints_dir: Path) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint whose manifest can be read, or None; its files are not looked at."""
+    for folder in list_steps(checkpoints_dir):
+        try:
+            return folder, read_manifest(folder)
+        except CheckpointError:
+            continue
+    return None
 
 
 def remove_half_written(checkpoints_dir: Path) -> None:
@@ -159,7 +210,7 @@ def remove_half_written(checkpoints_dir: Path) -> None:
 def flush(temporary: Path) -> None:
     """Force everything in `temporary` to disk."""
     for path in [*temporary.rglob("*"), temporary]:
-        _sync(path)
+        fsync(path)
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -170,7 +221,7 @@ def publish(temporary: Path, final: Path) -> None:
     if final.exists():
         set_aside(final)
     temporary.rename(final)
-    _sync(final.parent)
+    fsync(final.parent)
 
 
 def set_aside(folder: Path) -> Path:
@@ -179,36 +230,36 @@ def set_aside(folder: Path) -> Path:
     if aside.exists():
         shutil.rmtree(aside)
     folder.rename(aside)
-    _sync(folder.parent)
+    fsync(folder.parent)
     return aside
 
 
-def prune(checkpoints_dir: Path, *, keep_last: int) -> list[Path]:
-    """Remove all but the newest `keep_last` checkpoints, and those that a resume refused.
+def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> list[Path]:
+    """Remove old checkpoints, and those that a resume refused; returns what was removed.
+
+    The newest `keep_last` between steps stay, and those of `keep_steps`. One that was not due, made
+    by a stop, leaves its place to any that was: a run that is stopped often keeps as many of the
+    others. One within a step serves the same parallel layout alone: it does not count. Whatever it
+    is, the newest stays, and the newest between steps.
 
     Call it after `publish` only: the checkpoint just published is the newest (a resume sets aside
-    what it refused), hence at least one whole checkpoint stays whatever the others are worth. One
-    within a step serves the same parallel layout alone: it does not count, and goes as soon as it
-    is not the newest.
+    what it refused), hence at least one whole checkpoint stays whatever the others are worth.
     """
-    assert keep_last >= 1, keep_last
-    refused = sorted(checkpoints_dir.glob(".damaged_step_*"))
     steps = list_steps(checkpoints_dir)
     between = [path for path in steps if not is_open(path)]
-    passed = [path for path in steps[1:] if is_open(path)]
-    removed = [*between[keep_last:], *passed, *refused]
+    by_rank = sorted(between, key=lambda path: not settings.is_due(_step(path)))  # stable
+    kept = {*steps[:1], *between[:1], *by_rank[: settings.keep_last]}
+    kept |= {path for path in between if _step(path) in settings.keep_steps}
+    refused = sorted(checkpoints_dir.glob(".damaged_step_*"))
+    removed = [*(path for path in steps if path not in kept), *refused]
     for path in removed:
         shutil.rmtree(path)
     return removed
 
 
-def _sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to disk; without it power loss may undo a rename."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _step(folder: Path) -> int:
+    """Steps finished, of a published checkpoint."""
+    return int(folder.name.split("_")[1])
 
 
 def _digest(path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from gapo_megatron import cpu
 from gapo_megatron.checkpoint import manifest, rng
-from gapo_megatron.checkpoint.manifest import Manifest
+from gapo_megatron.checkpoint.manifest import Branch, Manifest
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.checkpoint.save import (
     TRAINER_STATE_NAME,
@@ -24,23 +24,12 @@ from gapo_megatron.checkpoint.save import (
     layout,
     model_identity,
 )
+from gapo_megatron.checkpoint.settings import changes
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.policy import Policy
 
 logger = logging.getLogger(__name__)
-
-# Sections that may change between the parts of one run without changing what it computes.
-_FREE = (
-    "run.output_dir",
-    "run.num_steps",
-    "run.hang_timeout_s",
-    "run.stop_margin_s",
-    "parallel.",
-    "checkpoint.",
-    "evaluation.",
-    "metrics.",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +41,12 @@ class LoadedState:
     trainer_state: dict[str, Any]
     """As given to `save`."""
     path: Path
+    branch: Branch | None = None
+    """Where the run left another one; None for one that began by itself."""
     open_step: OpenStep | None = None
     """The step that was under way; None between steps."""
+    changes_objective: bool = False
+    """Whether the steps before were under another objective: in a branch, or by the user's will."""
 
     @property
     def num_open_updates(self) -> int | None:
@@ -68,13 +61,9 @@ def check_model(run_dir: str | Path, hf_config: PretrainedConfig) -> None:
     Raises:
         CheckpointError: names the fields that differ.
     """
-    for folder in manifest.list_steps(checkpoints_dir(run_dir)):
-        try:
-            found = manifest.read_manifest(folder)
-        except CheckpointError:
-            continue
-        _require_same_model(folder, found.model, model_identity(hf_config))
-        return
+    if newest := manifest.newest_manifest(checkpoints_dir(run_dir)):
+        folder, found = newest
+        require_same_model(folder, found.model, model_identity(hf_config))
 
 
 def load_latest(run_dir: str | Path, *, policy: Policy, config: Config) -> LoadedState | None:
@@ -105,12 +94,12 @@ def load_latest(run_dir: str | Path, *, policy: Policy, config: Config) -> Loade
     path, found, damaged = _newest_usable(checkpoints_dir(run_dir), layout(policy.groups), config)
     if found is None:
         return None
-    _require_same_model(path, found.model, model_identity(policy.hf_config))
+    require_same_model(path, found.model, model_identity(policy.hf_config))
     if dist.get_rank() == 0:
         for other in damaged:
             logger.warning("set aside as %s; the next save removes it", manifest.set_aside(other))
         _log_changes(found, config)
-    return _load(path, found, policy)
+    return _load(path, found, policy, config)
 
 
 def _newest_usable(
@@ -147,12 +136,12 @@ def _why_not_go_on_within(found: Manifest, sizes: Mapping[str, int], config: Con
         return None
     if found.layout != sizes:
         return f"it lies within a step of another parallel layout ({_shown(found.layout)})"
-    if changes := _changes(found, config):
-        return f"it lies within a step of other settings ({', '.join(changes)})"
+    if changed := changes(found.config, config):
+        return f"it lies within a step of other settings ({', '.join(changed)})"
     return None
 
 
-def _load(path: Path, found: Manifest, policy: Policy) -> LoadedState:
+def _load(path: Path, found: Manifest, policy: Policy, config: Config) -> LoadedState:
     state = policy.sharded_state_dict(is_loading=True)
     with cpu.device_scope():
         loaded = dist_checkpointing.load(state, str(path))
@@ -168,11 +157,15 @@ def _load(path: Path, found: Manifest, policy: Policy) -> LoadedState:
         )
     open_step = None if found.open_updates is None else OpenStep.load(path, policy.device)
     trainer_state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    branch, changed = found.branch, {*changes(found.config, config)}
+    if branch is not None and branch.step == found.step:
+        changed |= {*branch.changes}
+    changes_objective = any(name.startswith("objective.") for name in changed)
     # Nobody trains on, and prunes, while a peer still reads.
     dist.barrier()
     if dist.get_rank() == 0:
         logger.info("resumed from %s", path)
-    return LoadedState(found.step, trainer_state, path, open_step)
+    return LoadedState(found.step, trainer_state, path, branch, open_step, changes_objective)
 
 
 def _shown(sizes: Mapping[str, int]) -> str:
@@ -210,7 +203,12 @@ def _from_rank_0(value: Any) -> Any:
     return holder[0]
 
 
-def _require_same_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+def require_same_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuse the checkpoint in `path` if it is not this model's.
+
+    Raises:
+        CheckpointError: names the fields that differ.
+    """
     names = dict.fromkeys([*saved, *ours])
     differences = [
         f"{name} is {saved.get(name)!r} there and {ours.get(name)!r} here"
@@ -223,7 +221,7 @@ def _require_same_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str,
 
 def _log_changes(found: Manifest, config: Config) -> None:
     """Say what is not as it was; a changed setting is the user's right, a silent one is not."""
-    for name, (before, now) in _changes(found, config).items():
+    for name, (before, now) in changes(found.config, config).items():
         logger.warning("resuming with %s = %r (was %r)", name, now, before)
     if found.megatron_version != megatron_version:
         logger.warning(
@@ -231,21 +229,3 @@ def _log_changes(found: Manifest, config: Config) -> None:
             found.megatron_version,
             megatron_version,
         )
-
-
-def _changes(found: Manifest, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Settings that decide what is computed: name -> (the checkpoint's, ours) where they differ."""
-    before, now = dict(_flat(found.config)), dict(_flat(config.model_dump(mode="json")))
-    return {
-        name: (before.get(name), now.get(name))
-        for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name) and not name.startswith(_FREE)
-    }
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

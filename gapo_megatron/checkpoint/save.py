@@ -29,6 +29,7 @@ from transformers import PretrainedConfig
 
 from gapo_megatron import cpu
 from gapo_megatron.checkpoint import manifest, rng
+from gapo_megatron.checkpoint.manifest import Branch
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError, ConfigError
@@ -91,8 +92,8 @@ def save(
     policy: Policy,
     trainer_state: Mapping[str, Any],
     config: Config,
-    keep_last: int,
     attempt: Attempt,
+    branch: Branch | None = None,
     open_step: OpenStep | None = None,
 ) -> Path:
     """Write the state after `step` finished steps; when it returns, a kill can no longer lose it.
@@ -105,9 +106,9 @@ def save(
         step: steps finished, which is the index of the next one.
         policy: model, optimizer and update count are saved, each rank its own shards.
         trainer_state: the loop's own state; plain JSON values, the same on every rank.
-        config: kept in the manifest for comparison at resume.
-        keep_last: checkpoints to keep, this one included.
+        config: kept in the manifest for comparison at resume; says which checkpoints to keep.
         attempt: publishes only while it owns the run.
+        branch: where the run left another one; of a branched run, all checkpoints know it.
         open_step: the step under way when a stop came; None between steps.
 
     Returns:
@@ -145,13 +146,14 @@ def save(
                 megatron_version=megatron_version,
                 files=files,
                 open_updates=open_updates,
+                branch=branch,
             )
             manifest.write_manifest(temporary, document)
             manifest.flush(temporary)
             # Last of all: a disk that was out of reach may have kept this node waiting for long.
             attempt.require_ownership()
             manifest.publish(temporary, final)
-            for removed in manifest.prune(folder, keep_last=keep_last):
+            for removed in manifest.prune(folder, config.checkpoint):
                 logger.info("removed %s", removed)
     except OSError as error:
         raise _write_error(final, str(error)) from error

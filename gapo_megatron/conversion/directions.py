@@ -55,6 +55,9 @@ from gapo_megatron.convert.rope import read_rope
 from gapo_megatron.convert.tables import Geometry
 from gapo_megatron.errors import ConfigError, ConversionError
 
+OVERWRITE = "; --overwrite replaces it"
+"""What the two tools offer where an output exists."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -107,7 +110,9 @@ def hf_to_megatron(hf_dir: Path, megatron_dir: Path, options: Options) -> Result
         return rule.merge(tensors, place)
 
     num_bytes = _num_bytes(rules, dtypes)
-    with new_folder(megatron_dir, num_bytes=num_bytes, replace=options.replace) as folder:
+    with new_folder(
+        megatron_dir, num_bytes=num_bytes, replace=options.replace, advice=OVERWRITE
+    ) as folder:
         release, side_files = folder / "release", folder / "hf"
         release.mkdir()
         with progress("convert", num_bytes) as (written, on_bytes):
@@ -182,7 +187,9 @@ def megatron_to_hf(
         return cast(megatron.read(rule, place), options.dtype, name=where)
 
     num_bytes = _num_bytes(rules, dtypes)
-    with new_folder(hf_dir, num_bytes=num_bytes, replace=options.replace) as folder:
+    with new_folder(
+        hf_dir, num_bytes=num_bytes, replace=options.replace, advice=OVERWRITE
+    ) as folder:
         with progress("convert", num_bytes) as (written, on_bytes):
             write_hf_weights(
                 read,

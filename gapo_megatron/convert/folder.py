@@ -25,7 +25,9 @@ REPORT_NAME = "conversion.json"
 
 
 @contextlib.contextmanager
-def new_folder(output: str | Path, *, num_bytes: int, replace: bool = False) -> Iterator[Path]:
+def new_folder(
+    output: str | Path, *, num_bytes: int, replace: bool = False, advice: str = ""
+) -> Iterator[Path]:
     """A temporary folder that becomes `output` when the block ends without an exception.
 
     It lies beside `output`, so that one rename publishes it, after every byte is on disk. What
@@ -35,6 +37,7 @@ def new_folder(output: str | Path, *, num_bytes: int, replace: bool = False) -> 
         output: folder to make.
         num_bytes: that will be written, about; compared with the free space.
         replace: a folder of that name steps aside when the new one is whole; else it is an error.
+        advice: what the command line offers against that error.
 
     Raises:
         ConfigError: the output exists or cannot be made, or there is not enough space; raised
@@ -51,7 +54,7 @@ def new_folder(output: str | Path, *, num_bytes: int, replace: bool = False) -> 
             if output.exists() and not output.is_dir():
                 raise ConfigError(f"output folder {given} is a file")
             if output.exists() and not replace:
-                raise ConfigError(f"output folder {given} exists already; --overwrite replaces it")
+                raise ConfigError(f"output folder {given} exists already{advice}")
             _require_space(output.parent, num_bytes)
             stack.enter_context(_lock(Path(f"{stem}.lock")))
             temporary.mkdir()
@@ -67,7 +70,7 @@ def new_folder(output: str | Path, *, num_bytes: int, replace: bool = False) -> 
 
 
 def fsync(path: Path) -> None:
-    """Force a file, or the names in a folder, to disk."""
+    """Force a file, or the names in a folder, to disk; without it power loss may undo a rename."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

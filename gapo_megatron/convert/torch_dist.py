@@ -259,7 +259,7 @@ class _LazyPlanner(DefaultSavePlanner):
     ) -> None:
         super().__init__()
         self._read, self._places, self._on_bytes = read, places, on_bytes
-        self.current = "nothing yet"
+        self.current = "the file's beginning"
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """Read the parameter that a write item stands for."""

@@ -4,6 +4,10 @@
 
 `id` is unique within the file, `answer` is what the verifier compares with, `level` is optional and
 names the stratum in reports. Other keys are left alone: a file may carry what else it likes.
+Answers too large for every rank to hold (tests of programs) lie in a file beside it, and `answer`
+says where:
+
+    "answer": {"file": "tests.jsonl", "offset": 0, "length": 5126}
 """
 
 from __future__ import annotations
@@ -50,8 +54,10 @@ def read_prompts(
         )
     prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
-    for number, row in read_jsonl(path, keys=("id", "prompt", "answer"), optional=("level",)):
+    sizes: dict[Path, int] = {}
+    for number, row in read_jsonl(path, keys=("id", "prompt"), optional=("level",)):
         where = f"{path}:{number}"
+        answer = _answer(row, Path(path).parent, sizes, where=where)
         if row["id"] in line_of:
             raise DataError(f"{where}: id {row['id']!r} was used in line {line_of[row['id']]}")
         line_of[row["id"]] = number
@@ -61,7 +67,7 @@ def read_prompts(
                 f"{where}: the prompt of {row['id']!r} has {len(token_ids)} tokens; "
                 f"data.max_prompt_tokens allows 1 to {max_prompt_tokens}"
             )
-        prompts.append(Prompt(row["id"], token_ids, row["answer"], row.get("level", "")))
+        prompts.append(Prompt(row["id"], token_ids, answer, row.get("level", "")))
     if len(prompts) < min_prompts:
         raise DataError(
             f"{path}: holds {len(prompts)} problems; a rollout batch of different problems "
@@ -70,6 +76,35 @@ def read_prompts(
             else f"{path}: holds no problems"
         )
     return prompts
+
+
+def _answer(row: dict[str, Any], folder: Path, sizes: dict[Path, int], *, where: str) -> str:
+    """The answer; of one in another file the reference, as JSON text, whose file is there.
+
+    `sizes` remembers files that were looked at: every line may name the same one.
+    """
+    reference = row.get("answer")
+    if not isinstance(reference, dict):
+        _check(row, ("answer",), (), where=where)
+        return str(row["answer"])
+    file, offset, length = (reference.get(key) for key in ("file", "offset", "length"))
+    if not (isinstance(file, str) and type(offset) is int and type(length) is int):
+        raise DataError(
+            f"{where}: answer ({_shown(reference)}) must be a string, or name file, offset and "
+            "length of one"
+        )
+    there = folder / file
+    try:
+        if there not in sizes:
+            sizes[there] = there.stat().st_size
+    except OSError as error:
+        raise DataError(f"{where}: answer: {there} cannot be read: {error.strerror}") from None
+    if not 0 <= offset < offset + length <= sizes[there]:
+        raise DataError(
+            f"{where}: answer: bytes {offset} to {offset + length} are not in {there}, which has "
+            f"{sizes[there]}"
+        )
+    return json.dumps({"file": str(there), "offset": offset, "length": length})
 
 
 def read_jsonl(

@@ -9,6 +9,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from gapo_megatron.errors import ConfigError
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES,
+    *("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
+    "chat_template.jinja",
+)
+"""All that the tokens of a prompt depend on, of which a model has some."""
 
 
 def load_tokenizer(hf_dir: str | Path) -> PreTrainedTokenizerBase:

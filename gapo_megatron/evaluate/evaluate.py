@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config
+from gapo_megatron.evaluate.counts import Counts, write_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
 from gapo_megatron.types import Group, Outcome, Prompt, Rollout
 
-Counts = list[dict[str, Any]]
-"""One entry per problem, in file order: id, level, num_samples (verdicts known), num_correct."""
+T = TypeVar("T")
 
 
 class Engine(Protocol):
     """What evaluation asks of the rollout engine."""
 
+    @property
+    def num_replicas(self) -> int:
+        """Engines that share the problems."""
+
     def share(self, prompts: Sequence[Prompt], /) -> list[Prompt]:
-        """This rank's problems."""
+        """This engine's problems."""
+
+    def part(self, groups: Sequence[T], /) -> list[T]:
+        """This rank's part of what its engine made."""
 
     def generate(
         self,
@@ -41,14 +46,15 @@ class Engine(Protocol):
     ) -> list[tuple[Rollout, ...]] | None:
         """Rollouts of each."""
 
-    def gather(self, groups: Sequence[Group], /) -> list[Group]:
-        """Every rank's groups, in prompt order."""
+    def gather(self, groups: Sequence[T], /) -> list[T]:
+        """What every rank made of its part, in prompt order, on every rank."""
 
 
 def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
     *,
+    pool: rewards.Pool,
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
     step: int,
@@ -63,17 +69,18 @@ def evaluate(
     Args:
         engine: holds the weights to evaluate.
         prompts: all held-out problems, the same on every rank.
+        pool: workers with the verifier.
         tokenizer: of the policy.
-        config: sections evaluation, rollout, reward, run.
+        config: sections evaluation, rollout, run.
         step: updates of the rollout engine's weights so far; names the file.
         output_dir: where `step_{step}.json` goes; None on ranks that write nothing.
-        should_abandon: as of `RolloutEngine.generate`.
+        should_abandon: as of `RolloutEngine.generate` and of `rewards.score`.
 
     Returns:
         `eval/pass@1`, `eval/pass@{k}` for k = samples_per_prompt, the same as
         `eval/{level}/pass@k`, `eval/unknown_verdicts` (share of samples),
-        `eval/response_tokens` (mean) and `eval/truncated` (share), equal on every rank; None if the
-        engine broke off.
+        `eval/response_tokens` (mean) and `eval/truncated` (share), equal on every rank; None if
+        it was broken off.
 
     Collectives: `engine.generate` and `engine.gather`, on every rank.
     """
@@ -92,13 +99,23 @@ def evaluate(
     )
     if rollouts is None:
         return None
-    verdicts = rewards.score(config.reward.kind, mine, rollouts, tokenizer=tokenizer)
+    mine, rollouts = engine.part(mine), engine.part(rollouts)
+    verdicts = rewards.score(
+        pool,
+        mine,
+        rollouts,
+        tokenizer=tokenizer,
+        gather=engine.gather,
+        should_abandon=should_abandon,
+    )
+    if verdicts is None:
+        return None
     groups = engine.gather(
         [Group(*parts) for parts in zip(mine, map(tuple, rollouts), verdicts, strict=True)]
     )
     counts = [_count(group) for group in groups]
     if output_dir is not None:
-        _write(counts, output_dir / f"step_{step}.json")
+        write_counts(counts, output_dir / f"step_{step}.json")
     return _metrics(counts, num_samples) | _response_metrics(groups)
 
 
@@ -106,12 +123,6 @@ def evaluation_seed(run_seed: int) -> int:
     """Seed of every evaluation of a run: 63 bits no training step derives its samples from."""
     digest = hashlib.sha256(f"evaluation of run {run_seed}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def read_counts(path: Path) -> Counts:
-    """Read a file that `evaluate` wrote."""
-    counts: Counts = json.loads(path.read_text(encoding="utf-8"))["problems"]
-    return counts
 
 
 def _count(group: Group) -> dict[str, Any]:
@@ -147,11 +158,3 @@ def _response_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "eval/response_tokens": sum(len(rollout.token_ids) for rollout in rollouts) / count,
         "eval/truncated": sum(rollout.truncated for rollout in rollouts) / count,
     }
-
-
-def _write(counts: Counts, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    lines = ",\n".join(json.dumps(entry) for entry in counts)
-    partial.write_text(f'{{"problems": [\n{lines}\n]}}\n', encoding="utf-8")
-    os.replace(partial, path)  # a killed run leaves the old file or the new one, never a half

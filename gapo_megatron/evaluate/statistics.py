@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,8 +35,14 @@ def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Inter
         raise ValueError(f"an interval needs at least two values, not {len(sample)}")
     mean = float(sample.mean())
     error = float(sample.std(ddof=1)) / len(sample) ** 0.5
-    half = error * float(stats.t.ppf(0.5 + confidence / 2, df=len(sample) - 1))
+    half = error * _quantile(0.5 + confidence / 2, df=len(sample) - 1)
     return Interval(mean, mean - half, mean + half)
+
+
+@functools.cache  # the same for every point of a curve, and slow
+def _quantile(probability: float, *, df: int) -> float:
+    """Of Student's t distribution."""
+    return float(stats.t.ppf(probability, df=df))
 
 
 def paired_difference(
@@ -55,6 +63,21 @@ def paired_difference(
     )
 
 
+def has_spread(values: Sequence[float]) -> bool:
+    """Whether values differ by more than rounding; else they say nothing of how others would."""
+    return len(values) > 1 and not math.isclose(min(values), max(values), abs_tol=1e-12)
+
+
 def welch_p_value(first: Sequence[float], second: Sequence[float]) -> float:
-    """Two-sided p-value of Welch's t-test: equal means, unequal variances, independent values."""
+    """Two-sided p-value of Welch's t-test: equal means, unequal variances, independent values.
+
+    NaN where either side has no spread: its variance is not zero, but unknown.
+    """
+    if not (has_spread(first) and has_spread(second)):
+        return math.nan
     return float(stats.ttest_ind(first, second, equal_var=False).pvalue)
+
+
+def stars(p_value: float) -> str:
+    """The paper's marks of significance: * p < 0.05, ** p < 0.01, *** p < 0.001, else none."""
+    return "*" * sum(p_value < level for level in (0.05, 0.01, 0.001))

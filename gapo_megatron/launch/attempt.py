@@ -22,6 +22,7 @@ from typing import Any, Literal, Self, TextIO
 import torch.distributed as dist
 
 from gapo_megatron.errors import ConfigError, FencedError
+from gapo_megatron.launch.run_folder import write_atomically
 from gapo_megatron.metrics import Expectation
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Attempt:
         names = [env.get("GAPO_ATTEMPT", "")]
         if not names[0] and dist.get_rank() == 0:
             names = [f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"]
-            _write_atomically(run_dir / "OWNER", names[0])
+            write_atomically(run_dir / "OWNER", names[0])
         dist.broadcast_object_list(names, src=0)
         attempt = cls(
             run_dir,
@@ -174,7 +175,7 @@ class Attempt:
     def keep_stage_seconds(self, recent: Mapping[str, list[float]]) -> None:
         """Keep what stages take for the next attempt, whose first ones are not measured yet."""
         if dist.get_rank() == 0:
-            _write_atomically(self.run_dir / STAGE_SECONDS_NAME, json.dumps(recent))
+            write_atomically(self.run_dir / STAGE_SECONDS_NAME, json.dumps(recent))
 
     def stage_seconds(self) -> dict[str, list[float]]:
         """What `keep_stage_seconds` kept last; empty in a new run."""
@@ -217,7 +218,7 @@ class Attempt:
             reason = self._asked or "another rank was asked to"
             logger.info("stopped (%s); start again to go on", reason)
         if self.folder is not None:
-            _write_atomically(self.folder / "outcome", outcome)
+            write_atomically(self.folder / "outcome", outcome)
 
     def _reason(self, needed: Expectation) -> str:
         if self.stop_asked():
@@ -240,20 +241,6 @@ class Attempt:
         self._asked = f"signal {signal.Signals(number).name}"
 
 
-def is_finished(run_dir: str | Path, *, num_steps: int) -> bool:
-    """Whether a run of `num_steps` steps was completed in this folder, model exported and all."""
-    try:
-        text = (Path(run_dir) / "finished.json").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return False
-    return bool(json.loads(text)["num_steps"] >= num_steps)
-
-
-def mark_finished(run_dir: str | Path, *, num_steps: int) -> None:
-    """Make `is_finished` true. Rank 0, once everything is written."""
-    _write_atomically(Path(run_dir) / "finished.json", json.dumps({"num_steps": num_steps}))
-
-
 def record_failure(error: BaseException, *, exit_code: int, traceback: str) -> None:
     """Leave what went wrong in the attempt's folder, where the launcher looks for the first one.
 
@@ -273,7 +260,7 @@ def record_failure(error: BaseException, *, exit_code: int, traceback: str) -> N
         "traceback": traceback,
     }
     try:
-        _write_atomically(Path(folder) / f"failure_{rank}.json", json.dumps(record))
+        write_atomically(Path(folder) / f"failure_{rank}.json", json.dumps(record))
     except OSError as problem:
         logger.error("cannot write failure_%d.json: %s", rank, problem)
 
@@ -282,9 +269,3 @@ def _stderr() -> TextIO:
     """The process's own, whatever `sys.stderr` is now: faulthandler needs a file descriptor."""
     assert sys.__stderr__ is not None
     return sys.__stderr__
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text + "\n", encoding="utf-8")
-    draft.replace(path)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,6 +110,17 @@ def world_size() -> int:
         ConfigError: as `read_placement`.
     """
     return read_placement(os.environ).world_size
+
+
+def share_of_cores() -> int:
+    """Cores of this process over the ranks that run on the same ones.
+
+    Collectives: one gather of objects over all ranks.
+    """
+    mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return max(1, len(mine[1]) // everyones.count(mine))
 
 
 def read_placement(env: Mapping[str, str]) -> Placement:

@@ -56,10 +56,19 @@ def gpu_shares(num_gpus: int, *, number: int) -> list[list[int]]:
     """`number` lists of `num_gpus` GPUs each, of those that this process may use.
 
     Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES has too few.
+        ConfigError: CUDA_VISIBLE_DEVICES has too few, or other names than numbers.
     """
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    gpus = [int(gpu) for gpu in allowed.split(",")] if allowed else list(range(num_gpus * number))
+    if not num_gpus:
+        return [[] for _ in range(number)]
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = range(num_gpus * number) if allowed is None else allowed.split(",") if allowed else []
+    try:
+        gpus = [int(name) for name in names]
+    except ValueError:  # submitit knows numbers alone
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES ({allowed}) must be numbers with --local: 0,1, not GPU-... or "
+            "MIG-..."
+        ) from None
     if len(gpus) < num_gpus * number:
         raise ConfigError(
             f"gpus_per_node ({num_gpus}) x --parallel ({number}) must be at most the GPUs of "

@@ -32,6 +32,7 @@ MIN_FREE_GIB = 10.0
 """Disk space for a run, where its user says nothing."""
 PACKAGES = (
     "huggingface_hub",
+    "langdetect",
     "math_verify",
     "megatron.core",
     "numpy",

@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.launch.attempt import is_finished
 from gapo_megatron.launch.environment import fail_fast
 from gapo_megatron.launch.freeze import freeze, repository
+from gapo_megatron.launch.run_folder import is_finished
 
 
 def prepare(
@@ -40,9 +40,11 @@ def prepare(
     if code.is_dir():
         return load_config(code / "config.toml"), code
     # Imports Megatron-core: 4 s that a restart does not need.
+    from gapo_megatron.checkpoint import check_branch
     from gapo_megatron.dry_run import arithmetic, to_toml
 
     arithmetic(config, world_size=world_size)
+    check_branch(config, None)
     freeze(repository(), code, config=to_toml(config))
     return config, code
 

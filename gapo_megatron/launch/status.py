@@ -13,17 +13,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from gapo_megatron.launch.postmortem import Evidence
+from gapo_megatron.launch.run_folder import is_finished
 
 JOBS_NAME = "jobs"
 """In a run folder: ids of the Slurm jobs it was submitted as, one a line, oldest first."""
-_ACTIVE = ("running", "completing", "suspended", "pending", "unknown")
+_ACTIVE = (
+    *("pending", "configuring", "running", "signaling", "suspended", "completing", "stage_out"),
+    *("requeued", "unknown"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,8 @@ def _read_folder(run_dir: Path) -> Status:
         state = _text(newest / "outcome") or ("running" if _is_alive(owner) else "failed")
         if state == "finished" and steps < num_steps:  # submitted again, for more steps
             state = "stopped"
+    elif is_finished(run_dir, num_steps=max(num_steps, 1)):  # without a launcher
+        state = "finished"
     return Status(
         run_dir=str(run_dir),
         state=state,
@@ -138,12 +144,13 @@ def ask_slurm(jobs: Iterable[str]) -> dict[str, str]:
 
 def status_table(statuses: Sequence[Status], *, title: str) -> Table:
     """A row per run."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("run", no_wrap=True)
-    table.add_column("job", no_wrap=True)
-    table.add_column("state")
-    for heading in ("attempts", "step", "reward", "pass@1", "elapsed"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = Table(title=title, title_justify="left", padding=0)
+    # Names and ids give way where a terminal is narrow; numbers are useless in part.
+    table.add_column("run", overflow="fold")
+    table.add_column("job", overflow="fold")
+    for heading in ("state", "attempts", "step", "reward", "pass@1", "elapsed"):
+        justify: Literal["left", "right"] = "left" if heading == "state" else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
     table.add_column("why", overflow="fold")
     for one in statuses:
         table.add_row(

@@ -5,6 +5,7 @@ output_dir = "runs/studies/demo"        # relative to the working directory; a f
 [grid]
 objective.method = ["gspo", "gapo"]
 run.seed = [0, 1]
+                                        # [[grid]] and another [[grid]]: the runs of each
 [[runs]]                                # beside the grid's, for settings that belong together
 objective.eps_low = 0.002
 objective.eps_high_max = 0.004
@@ -24,8 +25,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gapo_megatron.config import Config, load_config
+from gapo_megatron.checkpoint.settings import changes
+from gapo_megatron.config import CONFIG_NAME, Config, load_config
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.launch.run_folder import is_finished
 
 
 class _Table(BaseModel):
@@ -69,7 +72,7 @@ class Resources(_Table):
 class _StudyFile(_Table):
     config: str
     output_dir: str
-    grid: dict[str, Any] = {}
+    grid: dict[str, Any] | list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     resources: Resources = Resources()
 
@@ -131,8 +134,33 @@ def read_study(path: str | Path, overrides: list[str] | None = None) -> Study:
     )
 
 
+def unfinished(study: Study) -> list[Run]:
+    """The runs that are still to be done.
+
+    Raises:
+        ConfigError: one is finished, but under other settings: names run, setting and both values.
+    """
+    left = []
+    for run in study.runs:
+        if not is_finished(run.run_dir, num_steps=run.config.run.num_steps):
+            left.append(run)
+            continue
+        before = load_config(run.run_dir / CONFIG_NAME).model_dump(mode="json")
+        if changed := changes(before, run.config):
+            shown = ", ".join(
+                f"{key} ({there!r} there, {here!r} here)" for key, (there, here) in changed.items()
+            )
+            raise ConfigError(
+                f"run {run.name} is finished in {run.run_dir}, but with other settings: {shown}; "
+                "move that folder away, or choose another output_dir"
+            )
+    return left
+
+
 def _runs(path: Path, file: _StudyFile, overrides: list[str]) -> list[Run]:
-    chosen = [*_combinations(path, file.grid), *(_settings(one) for one in file.runs)]
+    grids = file.grid if isinstance(file.grid, list) else [file.grid]
+    chosen = [one for grid in grids for one in _combinations(path, grid)]
+    chosen += [_settings(one) for one in file.runs]
     if not chosen:
         raise ConfigError(f"{path}: needs [grid] or [[runs]]: without them, submit the config")
     varied = {key for settings in chosen for key in settings}
@@ -142,10 +170,9 @@ def _runs(path: Path, file: _StudyFile, overrides: list[str]) -> list[Run]:
     for override in overrides:
         if override.partition("=")[0] in varied:
             raise ConfigError(f"override {override!r}: the study itself varies this key")
-    differing = {key for key in varied if any(one.get(key) != chosen[0].get(key) for one in chosen)}
     runs: dict[str, Run] = {}
     for settings in chosen:
-        name = _name({k: v for k, v in settings.items() if k in differing} or settings)
+        name = _name(settings)
         if name in runs:
             raise ConfigError(f"{path}: two runs are called {name!r}: their settings must differ")
         own = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
@@ -180,10 +207,14 @@ def _settings(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(settings: dict[str, Any]) -> str:
-    """`gapo-seed_1`: values that are words alone, others with their key."""
+    """`gapo-seed_1`: values that are words alone, others with their key.
+
+    Of a run's own settings: those of others, added later, must not give it another folder.
+    """
     parts = [
         value if isinstance(value, str) else f"{key.rpartition('.')[2]}_{value}"
         for key, value in settings.items()
+        if key != "checkpoint.branch_from"  # a path
     ]
     return re.sub(r"[^\w.+-]", "_", "-".join(parts))
 

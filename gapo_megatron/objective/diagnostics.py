@@ -1,21 +1,45 @@
 """What the clip did, per c: the quantities of the paper's figures, as sums that ranks just add.
 
 Rollouts are split by the sign of their advantage, as the clip splits them: `correct` (A > 0) and
-`wrong` (A < 0). The paper's figures per c are those of the correct rollouts.
+`wrong` (A < 0). The paper's figures per c are those of the correct rollouts. docs/metrics.md
+defines every metric.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from gapo_megatron.objective.losses import PolicyLoss
 from gapo_megatron.objective.segments import segment_sum
 from gapo_megatron.types import Batch
 
+WINDOW = 200
+"""Steps of the paper's windowed correlation."""
+
+SUMS = (
+    "sequences",
+    "tokens",
+    "advantage",
+    "clipped_sequences",
+    "clipped_tokens",
+    "deviation",
+    "abs_deviation",
+    "gradient_mass",
+    "gradient_mass_lost",
+)
+"""Rows of `per_correct_sums`."""
+
 _WRONG, _CORRECT = 0, 1
 _SIDES = {"correct": _CORRECT, "wrong": _WRONG}
+
+
+def sum_shapes(group_size: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what `per_correct_sums` returns."""
+    return {"per_c": (len(SUMS), 2, group_size + 1), "per_c_max": (2, group_size + 1)}
 
 
 def per_correct_sums(
@@ -27,7 +51,7 @@ def per_correct_sums(
     group_size: int,
     num_response_tokens: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Additive sums of one micro-batch, over its sequences with A != 0.
+    """Sums of one micro-batch over its sequences with A != 0, by side and c.
 
     Args:
         loss: result of `policy_loss` on this micro-batch.
@@ -39,129 +63,222 @@ def per_correct_sums(
         num_response_tokens: [B] int64.
 
     Returns:
-        Name -> [2, group_size + 1] float64, row 0 wrong and row 1 correct rollouts, column c. All
-        are sums over sequences, local to this micro-batch: `per_c/sequences`, `per_c/tokens`,
-        `per_c/advantage`, `per_c/clipped_sequences` (for token ratios the sequence's share of
-        clipped tokens), `per_c/clipped_tokens`, `per_c/deviation` (s - 1; token ratios: the
-        sequence's mean), `per_c/abs_deviation` (|s - 1|, likewise). No collectives.
+        `per_c`, [len(SUMS), 2, group_size + 1] float64, to be added: side 0 wrong and 1 correct,
+        then c. Of token ratios a sequence's mean counts, as its `deviation` (s - 1) and as the
+        part of it that is clipped. `per_c_max`, [2, group_size + 1] float64, of which the maximum
+        is to be taken: the largest |s - 1| of a single ratio; 0 where there is none. Local to this
+        micro-batch, no collectives, nothing waits for the device.
     """
     assert isinstance(group_size, int), "group_size must be the configured rollouts per prompt"
-    num_sequences = len(advantages)
-    counts = num_response_tokens.double()
-
-    def per_sequence(values: torch.Tensor) -> torch.Tensor:
-        if not loss.per_token:
-            return values.double()
-        return segment_sum(values, sequence_ids, num_sequences=num_sequences) / counts.clamp(min=1)
-
-    clipped = per_sequence(loss.clipped)
+    num_sequences, counts = len(advantages), num_response_tokens.double()
     deviation = loss.ratio - 1
+    means = torch.stack([loss.clipped.double(), deviation, deviation.abs()], dim=1)
+    masses = torch.stack([loss.gradient_mass, loss.gradient_mass_lost], dim=1)
+    if loss.per_token:
+        totals = torch.cat([means, masses], dim=1)
+        totals = segment_sum(totals, sequence_ids, num_sequences=num_sequences)
+        means, masses = totals[:, :3] / counts.clamp(min=1)[:, None], totals[:, 3:]
+    clipped, mean_deviation, mean_abs_deviation = means.unbind(dim=1)
     values = {
         "sequences": torch.ones_like(counts),
         "tokens": counts,
         "advantage": advantages.double(),
         "clipped_sequences": clipped,
         "clipped_tokens": clipped * counts,
-        "deviation": per_sequence(deviation),
-        "abs_deviation": per_sequence(deviation.abs()),
+        "deviation": mean_deviation,
+        "abs_deviation": mean_abs_deviation,
+        "gradient_mass": masses[:, 0],
+        "gradient_mass_lost": masses[:, 1],
     }
-    num_bins = group_size + 1
-    cells = torch.where(advantages > 0, _CORRECT, _WRONG) * num_bins + num_correct
-    counted = advantages != 0
+    # A sequence with A = 0 falls into a last cell, which is cut off.
+    num_cells = 2 * (group_size + 1)
+    side = torch.where(advantages > 0, _CORRECT, _WRONG)
+    cells = torch.where(advantages == 0, num_cells, side * (group_size + 1) + num_correct)
+    table = torch.stack([values[name] for name in SUMS], dim=1)
+    sums = segment_sum(table, cells, num_sequences=num_cells + 1)[:-1]
+    of_ratio = cells[sequence_ids] if loss.per_token else cells
+    largest = torch.zeros(num_cells + 1, dtype=torch.float64, device=cells.device)
+    largest = largest.scatter_reduce(0, of_ratio, deviation.abs(), "amax")[:-1]
+    shapes = sum_shapes(group_size)
     return {
-        f"per_c/{name}": segment_sum(
-            value[counted], cells[counted], num_sequences=2 * num_bins
-        ).view(2, num_bins)
-        for name, value in values.items()
+        "per_c": sums.T.reshape(shapes["per_c"]),
+        "per_c_max": largest.view(shapes["per_c_max"]),
     }
 
 
 def summarize(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Turn sums of `per_correct_sums`, added over micro-batches and ranks, into metrics.
+    """Turn the sums of `per_correct_sums`, put together over micro-batches and ranks, into metrics.
 
     Args:
-        sums: keys other than `per_c/...` are ignored.
+        sums: other keys are ignored.
 
     Returns:
-        `clip/fraction_sequences`, `clip/fraction_tokens`, `ratio/deviation` (mean s - 1) and
-        `ratio/abs_deviation` over all computed sequences; the same four as
-        `per_c/{correct,wrong}/{name}/c{c}`; `ratio/advantage_correlation`. A mean over nothing has
-        no key.
+        `clip/*` and `ratio/*` over all computed sequences, `per_c/{correct,wrong}/*/c{c}` of those
+        of one side and one c. A mean over nothing has no key.
     """
-    cells = {
-        key.removeprefix("per_c/"): value.cpu()
-        for key, value in sums.items()
-        if key.startswith("per_c/")
-    }
-    metrics = _means({key: float(value.sum()) for key, value in cells.items()})
+    cells, largest = sums["per_c"].cpu(), sums["per_c_max"].cpu()
+    metrics = _means(cells.sum(dim=(1, 2)), largest.max())
+    if positive := _means(cells[:, _CORRECT].sum(dim=1), largest[_CORRECT].max()):
+        metrics["clip/positive_gradient_mass_lost"] = positive["clip/gradient_mass_lost"]
+    sequences, advantage = (cells[SUMS.index(name)] for name in ("sequences", "advantage"))
     for side, row in _SIDES.items():
-        for c in range(cells["sequences"].shape[1]):
-            cell = {key: float(value[row, c]) for key, value in cells.items()}
-            for name, mean in _means(cell).items():
-                metrics[f"per_c/{side}/{name.replace('/', '_')}/c{c}"] = mean
-    correlation = _advantage_correlation(cells)
+        for c in range(cells.shape[2]):
+            means = _means(cells[:, row, c], largest[row, c])
+            if means:
+                means["sequences"] = float(sequences[row, c])
+                means["advantage"] = float(advantage[row, c] / sequences[row, c])
+            for name, value in means.items():
+                metrics[f"per_c/{side}/{name.replace('/', '_')}/c{c}"] = value
+    deviation = cells[SUMS.index("deviation")]
+    correlation = advantage_correlation(
+        *(values[_CORRECT].numpy() for values in (sequences, deviation, advantage))
+    )
     if correlation is not None:
         metrics["ratio/advantage_correlation"] = correlation
     return metrics
 
 
+class CorrelationWindow:
+    """The paper's correlation of ratio deviation and advantage over the last `WINDOW` steps.
+
+    Per c the mean of s - 1 and of A over all correct rollouts of these steps, each rollout counting
+    the same; then Pearson over c. It takes a step's metrics, not its sums: whoever has the lines of
+    `metrics.jsonl` can compute it again. The checkpoint keeps the steps, so that a resumed run
+    gives the same bits whatever is left of that file.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        # Per step [n, 4] float64: c, sequences, and the sums of deviation and advantage.
+        self._steps: deque[np.ndarray] = deque(maxlen=WINDOW)
+
+    def add(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Take in the next step.
+
+        Args:
+            metrics: what `summarize` returned for it.
+
+        Returns:
+            `ratio/advantage_correlation_window`; nothing where it is not defined.
+        """
+        rows = []
+        prefix = "per_c/correct/sequences/c"
+        for key, sequences in metrics.items():
+            if key.startswith(prefix):
+                c = int(key.removeprefix(prefix))
+                deviation = metrics[f"per_c/correct/ratio_deviation/c{c}"]
+                advantage = metrics[f"per_c/correct/advantage/c{c}"]
+                rows.append([c, sequences, sequences * deviation, sequences * advantage])
+        self._steps.append(np.array(rows, dtype=np.float64).reshape(-1, 4))
+        c, *columns = np.concatenate(self._steps).T
+        sums = [np.bincount(c.astype(np.int64), weights=column) for column in columns]
+        correlation = advantage_correlation(*sums)
+        if correlation is None:
+            return {}
+        return {"ratio/advantage_correlation_window": correlation}
+
+    def state_dict(self) -> list[list[list[float]]]:
+        """The steps as plain numbers, oldest first."""
+        return [step.tolist() for step in self._steps]
+
+    def load_state_dict(self, state: Sequence[Sequence[Sequence[float]]]) -> None:
+        """Continue where `state` was taken, to the bit."""
+        self._steps.clear()
+        self._steps.extend(np.array(step, dtype=np.float64).reshape(-1, 4) for step in state)
+
+
 def count_by_correct(batch: Batch, *, group_size: int) -> dict[str, float]:
-    """Count what the rollouts brought, per c; the whole batch, those never computed included.
+    """Describe what the rollouts brought, per c; the whole batch, those never computed included.
 
     Args:
         batch: the same on every rank.
         group_size: the configured rollouts per prompt.
 
     Returns:
-        `per_c/groups/c{c}` for c = 0..group_size (groups with at least one valid rollout),
-        `per_c/token_share/c{c}` (of the response tokens of valid rollouts),
-        `groups/zero_advantage_share` (of valid rollouts) and `groups/unknown_verdicts` (rollouts).
+        `rollout/entropy` (of all rollouts) and, of valid ones: `groups/*`; for c = 0..group_size
+        `per_c/groups/c{c}`, `per_c/group_share/c{c}`, `per_c/token_share/c{c}`; where there is one
+        `per_c/entropy/c{c}` and `per_c/{correct,wrong}/response_length/c{c}`. No collectives.
     """
-    valid, correct = batch.valid, batch.num_correct
-    tokens = torch.where(valid, batch.num_response_tokens, 0)
-    # Every valid rollout of a group adds 1/k of the group: the sum needs no list of groups.
-    part = torch.where(valid, 1 / batch.group_size.clamp(min=1).double(), 0)
-    num_tokens = max(int(tokens.sum()), 1)
-    num_valid = max(int(valid.sum()), 1)
+    # NumPy: a few dozen operations on small arrays, which torch takes ten times as long to start.
+    valid, num_correct, size = (
+        values.numpy() for values in (batch.valid, batch.num_correct, batch.group_size)
+    )
+    has_advantage, is_positive = (batch.advantages != 0).numpy(), (batch.advantages > 0).numpy()
+    all_tokens = np.array([len(ids) for ids in batch.response_ids], dtype=np.float64)
+    surprisal = np.array([-np.sum(one, dtype=np.float64) for one in batch.rollout_log_probs])
+    # A tells right from wrong except where a group's verdicts are all alike.
+    correct = is_positive | (num_correct == size)
+    # Every valid rollout of a group adds 1/k of the group: the sums need no list of groups.
+    part = np.where(valid, 1 / np.maximum(size, 1), 0)
+    num_groups = max(round(float(part.sum())), 1)
+    num_tokens = max(float(all_tokens[valid].sum()), 1.0)
+
+    def groups(where: np.ndarray) -> int:
+        return round(float(part[where].sum()))
+
     metrics = {
-        "groups/zero_advantage_share": float((valid & (batch.advantages == 0)).sum()) / num_valid,
+        "rollout/entropy": float(surprisal.sum() / all_tokens.sum()),
+        "groups/zero_advantage_share": float((valid & ~has_advantage).sum())
+        / max(int(valid.sum()), 1),
         "groups/unknown_verdicts": float((~valid).sum()),
+        "groups/solve_rate_mean": float((part * correct).sum()) / num_groups,
+        "groups/none_correct_share": groups(num_correct == 0) / num_groups,
+        "groups/all_correct_share": groups(num_correct == size) / num_groups,
     }
     for c in range(group_size + 1):
-        at = correct == c
-        metrics[f"per_c/groups/c{c}"] = float(round(float(part[at].sum())))
-        metrics[f"per_c/token_share/c{c}"] = float(tokens[at].sum()) / num_tokens
+        at = valid & (num_correct == c)
+        tokens = float(all_tokens[at].sum())
+        metrics[f"per_c/groups/c{c}"] = float(groups(at))
+        metrics[f"per_c/group_share/c{c}"] = groups(at) / num_groups
+        metrics[f"per_c/token_share/c{c}"] = tokens / num_tokens
+        if tokens:
+            metrics[f"per_c/entropy/c{c}"] = float(surprisal[at].sum()) / tokens
+        for side, members in {"correct": at & correct, "wrong": at & ~correct}.items():
+            if members.any():
+                length = float(all_tokens[members].mean())
+                metrics[f"per_c/{side}/response_length/c{c}"] = length
     return metrics
 
 
-def _means(cell: Mapping[str, float]) -> dict[str, float]:
-    """Means of the sums of one cell (or of all); nothing where there is nothing to divide by."""
-    if cell["sequences"] == 0:
+def _means(cell: torch.Tensor, largest: torch.Tensor) -> dict[str, float]:
+    """Means of the sums of one cell (or of all), [len(SUMS)]; nothing where it is empty."""
+    sums = dict(zip(SUMS, cell.tolist(), strict=True))
+    if sums["sequences"] == 0:
         return {}
     return {
-        "clip/fraction_sequences": cell["clipped_sequences"] / cell["sequences"],
-        "clip/fraction_tokens": cell["clipped_tokens"] / max(cell["tokens"], 1.0),
-        "ratio/deviation": cell["deviation"] / cell["sequences"],
-        "ratio/abs_deviation": cell["abs_deviation"] / cell["sequences"],
+        "clip/fraction_sequences": sums["clipped_sequences"] / sums["sequences"],
+        "clip/fraction_tokens": sums["clipped_tokens"] / sums["tokens"],
+        "clip/gradient_mass_lost": sums["gradient_mass_lost"] / sums["gradient_mass"],
+        "ratio/deviation": sums["deviation"] / sums["sequences"],
+        "ratio/abs_deviation": sums["abs_deviation"] / sums["sequences"],
+        "ratio/abs_deviation_max": float(largest),
     }
 
 
-def _advantage_correlation(cells: Mapping[str, torch.Tensor]) -> float | None:
-    """Pearson correlation over c of mean ratio deviation and mean advantage of correct rollouts.
+def advantage_correlation(
+    sequences: np.ndarray, deviation: np.ndarray, advantage: np.ndarray
+) -> float | None:
+    """Pearson correlation over c of mean deviation and mean advantage of the correct rollouts.
 
-    None below three values of c (two points always correlate perfectly) or when either is constant.
+    Args:
+        sequences: [C] float64, their number for each of C values of c; 0 for one that is not there.
+        deviation: [C] float64, sum of s - 1 over them.
+        advantage: [C] float64, likewise of A.
 
-    Source: the paper's figure of the IS-advantage correlation, for one step (there: 200 steps).
+    Returns:
+        In -1..1; None below three values of c (two points always correlate perfectly) or when
+        either is constant.
+
+    Source: the paper's figure of the IS-advantage correlation.
     """
-    present = cells["sequences"][_CORRECT] > 0
-    if int(present.sum()) < 3:
+    present = sequences > 0
+    if present.sum() < 3:
         return None
-    sequences = cells["sequences"][_CORRECT][present]
-    deviation = cells["deviation"][_CORRECT][present] / sequences
-    advantage = cells["advantage"][_CORRECT][present] / sequences
+    deviation = deviation[present] / sequences[present]
+    advantage = advantage[present] / sequences[present]
     deviation = deviation - deviation.mean()
     advantage = advantage - advantage.mean()
-    scale = float(deviation.norm() * advantage.norm())
+    scale = float(np.linalg.norm(deviation) * np.linalg.norm(advantage))
     if scale == 0:
         return None
     return float(deviation @ advantage) / scale

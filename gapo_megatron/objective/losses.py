@@ -30,8 +30,14 @@ class PolicyLoss:
     """[B] (sequence ratio) or [T] (token ratio) float64, detached."""
     clipped: torch.Tensor
     """Bool, shaped like `ratio`: the clip is active, the gradient zero (CISPO: bounded)."""
+    gradient_mass: torch.Tensor
+    """Float64, shaped like `ratio`: |d loss / d log_probs|, summed over the tokens that share the
+    ratio, as it would be without a clip. Detached."""
+    gradient_mass_lost: torch.Tensor
+    """Likewise: how much of it the clip takes away (CISPO: what the bound takes off the weight;
+    what a lower bound adds to it is no loss)."""
     per_token: bool
-    """Whether `ratio` and `clipped` are [T]."""
+    """Whether all of these are [T]."""
 
 
 def policy_loss(
@@ -75,7 +81,7 @@ def policy_loss(
         max_response_tokens: the generation limit; for `constant`.
 
     Returns:
-        Loss, ratio and clip mask, local to this micro-batch. No collectives.
+        Loss, ratio, clip mask and gradient mass, local to this micro-batch. No collectives.
 
     Raises:
         DivergenceError: an input is not finite; names the sequence.
@@ -99,12 +105,14 @@ def policy_loss(
 
     if method.stop_gradient_ratio:
         weight, clipped = _clipped_weight(ratio, advantages, upper, method)
+        kept = weight.abs()
         if method.ratio == "sequence":
             weight = weight[sequence_ids]
         token_losses = -weight * log_probs.double()
         sums = segment_sum(token_losses, sequence_ids, num_sequences=num_sequences)
     else:
         losses, clipped = _clipped_surrogate(ratio, advantages, upper, method)
+        kept = torch.where(clipped, 0, advantages.abs() * ratio.detach())
         if method.ratio == "sequence":
             sums = counts * losses
         else:
@@ -113,10 +121,14 @@ def policy_loss(
     denominators = _denominators(
         counts, num_tokens_global, num_sequences_global, max_response_tokens, method
     )
+    unclipped = advantages.abs() * ratio.detach()
+    share = counts / denominators if method.ratio == "sequence" else 1 / denominators[sequence_ids]
     return PolicyLoss(
         loss=(sums / denominators).sum(),
         ratio=ratio.detach(),
         clipped=clipped,
+        gradient_mass=unclipped * share,
+        gradient_mass_lost=(unclipped - kept).clamp(min=0) * share,
         per_token=method.ratio == "token",
     )
 

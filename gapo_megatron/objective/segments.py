@@ -8,18 +8,18 @@ import torch
 def segment_sum(
     values: torch.Tensor, sequence_ids: torch.Tensor, *, num_sequences: int
 ) -> torch.Tensor:
-    """Sum `values` [T] by sequence, in float64, always in the same order.
+    """Sum `values` [T, ...] by sequence, in float64, always in the same order.
 
     A sequence's sum depends on its own tokens alone, so it keeps its bits in whatever micro-batch
     it is packed. (`index_add` on a GPU adds in the order in which threads arrive.)
 
     Args:
-        values: [T], any floating dtype; gradients flow.
+        values: [T, ...], any floating dtype; gradients flow.
         sequence_ids: [T] int64 in 0..num_sequences-1, in any order.
         num_sequences: B.
 
     Returns:
-        [B] float64; zero for a sequence without tokens.
+        [B, ...] float64; zero for a sequence without tokens.
     """
     order = torch.argsort(sequence_ids, stable=True)
     ends = torch.arange(num_sequences + 1, device=sequence_ids.device)

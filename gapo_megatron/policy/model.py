@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.errors import StrictDataclassError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -23,11 +21,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from gapo_megatron.config import ParallelConfig
+from gapo_megatron.convert.config_check import read_config
 from gapo_megatron.convert.rope import read_rope
-from gapo_megatron.convert.tables import ARCHITECTURES, Geometry, rules_for
+from gapo_megatron.convert.tables import Geometry, rules_for
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy.attention import PackedAttention, RMSNorm, pack_sequences
 from gapo_megatron.policy.parallel import ParallelGroups
@@ -40,31 +39,15 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 def read_hf_config(hf_dir: str) -> PretrainedConfig:
-    """Read config.json of a Hugging Face folder.
+    """Read config.json of `model.hf_dir`.
 
     Raises:
-        ConfigError: no such folder or file, an architecture that is not supported, or values that
-            contradict each other.
+        ConfigError: see `convert.config_check.read_config`.
     """
-    path = Path(hf_dir) / "config.json"
     try:
-        text = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"model.hf_dir ({hf_dir}): cannot read {path}: {error.strerror}"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.hf_dir ({hf_dir}): {path} is not JSON: {error}") from None
-    names = text.get("architectures") or [None]
-    if names[0] not in ARCHITECTURES.values():
-        raise ConfigError(
-            f"model.hf_dir ({hf_dir}): architecture {names[0]!r} is not one of "
-            f"{', '.join(ARCHITECTURES.values())}"
-        )
-    try:
-        return AutoConfig.from_pretrained(hf_dir)
-    except (StrictDataclassError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"model.hf_dir ({hf_dir}): {path}: {error}") from error
+        return read_config(Path(hf_dir))
+    except ConfigError as error:
+        raise ConfigError(f"model.hf_dir ({hf_dir}): {error}") from None
 
 
 def num_experts(hf_config: PretrainedConfig) -> int | None:

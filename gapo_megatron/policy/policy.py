@@ -80,7 +80,6 @@ class Policy:
         device = torch.device(device)
         hf_config = read_hf_config(config.model.hf_dir)
         check_shapes(hf_config, config.parallel)
-        convert.rules_for(hf_config)  # refuses what it has no names for
         check_head(config.model, device)
         with cpu.device_scope():
             stage = build_model(

@@ -1,5 +1,6 @@
-"""Figures of a run, from the files it leaves."""
+"""Reports of runs, from the files they leave."""
 
-from gapo_megatron.report.report import write_report
+from gapo_megatron.report.picture import write_picture
+from gapo_megatron.report.report import Report, write_report
 
-__all__ = ["write_report"]
+__all__ = ["Report", "write_picture", "write_report"]

@@ -1,64 +1,136 @@
-"""Verifiers: from a response to correct, wrong or unknown."""
+"""Verifiers: from a response to correct, wrong or unknown, judged in processes of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+from gapo_megatron.rewards.pool import Pool
+from gapo_megatron.rewards.sandbox import Limits, start_timeout_s
+from gapo_megatron.rewards.sandbox.check import check_sandbox
+from gapo_megatron.types import Outcome, Prompt, Rollout, Verdict
 
-from gapo_megatron.errors import ConfigError
-from gapo_megatron.rewards import exact, math
-from gapo_megatron.types import Prompt, Rollout, Verdict
+if TYPE_CHECKING:  # the workers import this too, and start without what they do not need
+    from transformers import PreTrainedTokenizerBase
 
-_VERIFIERS = {"exact": exact.verify, "math": math.verify}
+    from gapo_megatron.config import RewardConfig
 
 
-def check_kind(kind: Literal["math", "code", "exact"]) -> None:
-    """Refuse, before any model is built, a verifier that cannot run.
+logger = logging.getLogger(__name__)
+
+
+class _BrokenOffError(Exception):
+    pass
+
+
+def timeout_s(config: RewardConfig) -> int:
+    """Wall-clock seconds that one response may take."""
+    return config.timeout_s or {"code": 60}.get(config.kind, 10)
+
+
+def check(config: RewardConfig) -> None:
+    """Refuse, before any model is built, a verifier that cannot run on this machine.
 
     Raises:
-        ConfigError: `kind` is "code", which needs a sandbox.
+        ConfigError: programs cannot be isolated here; names the options.
     """
-    if kind not in _VERIFIERS:
-        raise ConfigError(
-            f"reward.kind ({kind!r}) needs the sandbox, which this version does not have; "
-            f"available: {', '.join(_VERIFIERS)}"
-        )
+    if config.kind == "code":
+        limits = Limits(total_s=timeout_s(config))
+        check_sandbox(sandbox=config.sandbox, python=config.python, limits=limits)
+
+
+def start_pool(config: RewardConfig, *, num_workers: int) -> Pool:
+    """Start the worker processes of a verifier; returns at once, they import it meanwhile.
+
+    Args:
+        config: which verifier, and its options.
+        num_workers: processes of this rank, whatever the config says of it.
+    """
+    limit_s: float = timeout_s(config)
+    options: dict[str, Any] = {}
+    if config.kind == "code":
+        options = {
+            "limits": {"total_s": limit_s},
+            "sandbox": config.sandbox,
+            "python": config.python,
+        }
+        limit_s += start_timeout_s(config.sandbox)
+    return Pool(
+        f"gapo_megatron.rewards.{config.kind}",
+        num_workers=num_workers,
+        timeout_s=limit_s,
+        options=options,
+    )
 
 
 def score(
-    kind: Literal["math", "code", "exact"],
+    pool: Pool,
     prompts: Sequence[Prompt],
     rollouts: Sequence[Sequence[Rollout]],
     *,
     tokenizer: PreTrainedTokenizerBase,
-) -> list[tuple[Verdict, ...]]:
+    gather: Callable[[Sequence[tuple[bool, bool]]], list[tuple[bool, bool]]] = list,
+    should_abandon: Callable[[float], bool] | None = None,
+) -> list[tuple[Verdict, ...]] | None:
     """Judge every rollout by its text; a response cut off at the token limit has no other rule.
 
     Args:
-        kind: verifier, `reward.kind` of the config.
+        pool: workers with the verifier.
         prompts: this rank's problems.
         rollouts: their rollouts, in the same order.
         tokenizer: of the policy; special tokens are left out of the text.
+        gather: of the ranks that judge at the same time: all their lists, as one. None ends before
+            the last has its verdicts, so that none waits for long without a sign of life.
+        should_abandon: asked every few seconds, with those since the call: whether to break off.
 
     Returns:
-        One verdict per rollout, shaped as `rollouts`. Local: no collectives.
+        One verdict per rollout, shaped as `rollouts`; None on every rank if any broke off.
+
+    Collectives: `gather`, as often on every rank.
 
     Raises:
-        ConfigError: see `check_kind`.
+        RewardError: see `Pool.judge`.
     """
-    check_kind(kind)
-    verify = _VERIFIERS[kind]
+    start = time.monotonic()
 
-    def judge(prompt: Prompt, rollout: Rollout) -> Verdict:
-        response = tokenizer.decode(rollout.token_ids.tolist(), skip_special_tokens=True)
-        return verify(response, prompt.answer)
+    def may_end(is_done: bool) -> bool:
+        wants_out = should_abandon is not None and should_abandon(time.monotonic() - start)
+        answers = gather([(is_done, wants_out)])
+        if all(is_done for is_done, _ in answers):
+            return True
+        if any(wants_out for _, wants_out in answers):
+            raise _BrokenOffError
+        return False
 
-    return [
-        tuple(judge(prompt, rollout) for rollout in group)
+    texts = iter(
+        tokenizer.batch_decode(
+            [rollout.token_ids.tolist() for group in rollouts for rollout in group],
+            skip_special_tokens=True,
+        )
+    )
+    items = [
+        (next(texts), prompt.answer)
         for prompt, group in zip(prompts, rollouts, strict=True)
+        for _ in group
     ]
+    try:
+        verdicts = pool.judge(items, may_end=may_end)
+    except _BrokenOffError:
+        return None
+    unknown = Counter(v.reason for v in verdicts if v.outcome is Outcome.UNKNOWN)
+    if unknown:
+        [(reason, _)] = unknown.most_common(1)
+        logger.warning(
+            "%d of %d responses could not be judged; most often: %s",
+            unknown.total(),
+            len(items),
+            reason,
+        )
+    remaining = iter(verdicts)
+    return [tuple(next(remaining) for _ in group) for group in rollouts]
 
 
-__all__ = ["check_kind", "score"]
+__all__ = ["Pool", "check", "score", "start_pool", "timeout_s"]

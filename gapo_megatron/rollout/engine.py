@@ -2,7 +2,8 @@
 
 Every `rollout.tensor_parallel_size` neighbouring ranks form a replica: one vLLM engine whose ranks
 run in lockstep without talking about what to do (vLLM's external launcher). Replicas share nothing;
-each generates for its slice of the prompts, and `gather` brings the groups together.
+each generates for its slice of the prompts. What follows, every rank does for its own part of them,
+and `gather` brings the groups together.
 """
 
 from __future__ import annotations
@@ -100,22 +101,22 @@ class RolloutEngine:
 
     def share(self, prompts: Sequence[T]) -> list[T]:
         """This replica's contiguous slice; those of all replicas make up `prompts` in order."""
-        count, replicas = len(prompts), self.num_replicas
-        return list(
-            prompts[self.replica * count // replicas : (self.replica + 1) * count // replicas]
-        )
+        return _slice(prompts, self.replica, self.num_replicas)
+
+    def part(self, groups: Sequence[T]) -> list[T]:
+        """This rank's contiguous slice of its replica's; those of its ranks make up `groups`."""
+        return _slice(groups, dist.get_rank() % self._tp_size, self._tp_size)
 
     def gather(self, groups: Sequence[T]) -> list[T]:
-        """What every replica made of its share, in prompt order, on every rank.
+        """What every rank made of its part, in prompt order, on every rank.
 
         Args:
-            groups: this replica's; the same on all of its ranks. Anything that pickles.
+            groups: this rank's. Anything that pickles.
 
-        Collectives: one gather of objects over all ranks (gloo); one rank of a replica sends.
+        Collectives: one gather of objects over all ranks (gloo).
         """
-        sent = list(groups) if dist.get_rank() % self._tp_size == 0 else []
         received: list[list[T]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(received, sent, group=self.gloo_group)
+        dist.all_gather_object(received, list(groups), group=self.gloo_group)
         return [group for part in received for group in part]
 
     def generate(
@@ -344,6 +345,10 @@ def request_seed(run_seed: int, step: int, prompt_id: str, sample: int) -> int:
     """63-bit seed of one request: a hash of what identifies it in the run."""
     identity = json.dumps([run_seed, step, prompt_id, sample]).encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big") >> 1
+
+
+def _slice(items: Sequence[T], index: int, count: int) -> list[T]:
+    return list(items[index * len(items) // count : (index + 1) * len(items) // count])
 
 
 def _to_rollout(output: RequestOutput) -> Rollout:

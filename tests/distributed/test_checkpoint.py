@@ -12,122 +12,30 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gapo_megatron import checkpoint, cpu
-from gapo_megatron.batching import pack
+from gapo_megatron import checkpoint
 from gapo_megatron.checkpoint import OpenStep, manifest
 from gapo_megatron.checkpoint.save import checkpoints_dir
-from gapo_megatron.config import Config, parse_config
 from gapo_megatron.errors import CheckpointError, FencedError
 from gapo_megatron.learn import Progress
-from gapo_megatron.policy import Policy, destroy, initialize
-from gapo_megatron.policy.step import update
+from gapo_megatron.policy import destroy
 from gapo_megatron.types import Batch
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed
-
-LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1), "single": (1, 1)}
+from tests.distributed.checkpoint_setup import (
+    assert_bitwise,
+    build,
+    make_config,
+    make_model,
+    save,
+    tensors_on_disk,
+    train_one_update,
+)
 
 
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory) -> str:
     return make_model(tmp_path_factory.mktemp("model"), hidden_size=32)
-
-
-def make_model(folder: Path, *, hidden_size: int) -> str:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=40,
-        hidden_size=hidden_size,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
-
-
-def make_config(hf_dir: str, *, layout: str) -> Config:
-    tp, pp = LAYOUTS[layout]
-    tree = {
-        "run": {"output_dir": "unused", "num_steps": 4},
-        "model": {"hf_dir": hf_dir, "precision": "fp32"},
-        "parallel": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp},
-        "data": {"train_path": "unused", "max_prompt_tokens": 8},
-        "rollout": {"max_response_tokens": 8},
-        "reward": {"kind": "exact"},
-        # Large enough that a wrong moment, or a lost step count, moves weights visibly.
-        "optimizer": {"learning_rate": 1e-2},
-    }
-    return parse_config(tree, source="test")
-
-
-def build(config: Config) -> Policy:
-    """A policy with the initial weights; safetensors read whole, the model is tiny."""
-    groups = initialize(config.parallel)
-    policy = Policy.build(config, groups, "cpu")
-    weights = Qwen2ForCausalLM.from_pretrained(config.model.hf_dir, dtype=torch.float32)
-    policy.load_hf_weights(weights.state_dict().items())
-    return policy
-
-
-def train_one_update(policy: Policy, *, seed: int) -> None:
-    """Raise the likelihood of random responses: the same data for every layout."""
-    generator = np.random.default_rng(seed)
-    sequences = [generator.integers(0, 40, size=12, dtype=np.int32) for _ in range(4)]
-    zeros = torch.zeros(4)
-    batch = Batch(
-        prompt_ids=[ids[:5] for ids in sequences],
-        response_ids=[ids[5:] for ids in sequences],
-        rollout_log_probs=[np.zeros(7, dtype=np.float32)] * 4,
-        advantages=zeros.double(),
-        num_correct=zeros.long(),
-        group_size=zeros.long(),
-        valid=zeros.bool(),
-    )
-    groups = policy.groups
-    mine = range(groups.dp_rank, 4, groups.dp_size)
-    microbatches = [pack(batch, [i], device="cpu") for i in mine]
-    update(policy, microbatches, lambda _, log_probs, __: (-log_probs.sum() / 28, {}))
-
-
-def save(
-    run_dir: Path,
-    policy: Policy,
-    config: Config,
-    *,
-    step: int,
-    keep_last: int = 9,
-    open_step: OpenStep | None = None,
-) -> Path:
-    return checkpoint.save(
-        run_dir,
-        step=step,
-        policy=policy,
-        trainer_state={"sampler": {"epoch": 1, "position": step}, "policy_version": step},
-        config=config,
-        keep_last=keep_last,
-        attempt=make_attempt(run_dir),
-        open_step=open_step,
-    )
-
-
-def tensors_on_disk(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole, weights and optimizer state alike. Collective."""
-    with cpu.device_scope():
-        loaded = dist_checkpointing.load_plain_tensors(str(folder))
-    return {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
-
-
-def assert_bitwise(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert torch.equal(tensor, right[name]), name
 
 
 def continue_on(hf_dir: str, run_dir: Path, layouts: list[str]) -> None:
@@ -352,7 +260,7 @@ def lose_the_run(hf_dir: str, run_dir: Path) -> None:
     attempt = make_attempt(run_dir)
     (run_dir / "OWNER").write_text("8.1\n")  # while this attempt computes
     state = {"sampler": {}}
-    arguments = {"policy": policy, "trainer_state": state, "config": config, "keep_last": 2}
+    arguments = {"policy": policy, "trainer_state": state, "config": config}
     with pytest.raises(FencedError, match=r"belongs to attempt 8\.1; this is attempt 7\.0"):
         checkpoint.save(run_dir, step=1, attempt=attempt, **arguments)
     assert checkpoint.load_latest(run_dir, policy=policy, config=config) is None

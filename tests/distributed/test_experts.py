@@ -96,7 +96,6 @@ def train(hf_dir: Path, run_dir: Path, layout: str, *, before: Path) -> Report:
                     policy=policy,
                     trainer_state={},
                     config=config,
-                    keep_last=1,
                     attempt=make_attempt(run_dir),
                 )
     weights = {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}

@@ -255,11 +255,11 @@ def test_user_mistakes_are_config_errors(
         build(folder, groups, model={"precision": "bf16", "head": "triton"})
     with pytest.raises(ConfigError, match=r"model\.hf_dir.*cannot read"):
         build(tmp_path / "nowhere", groups)
-    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-    with pytest.raises(ConfigError, match="'GPT2LMHeadModel' is not one of Qwen2ForCausalLM"):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match=r"model\.hf_dir .*'gpt2' is not supported; .* qwen2"):
         build(tmp_path, groups)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not JSON"):
+    with pytest.raises(ConfigError, match="not valid JSON"):
         build(tmp_path, groups)
     parallel = make_config(folder, parallel={"tensor_model_parallel_size": 2}).parallel
     with pytest.raises(ConfigError, match=r"world size \(1\).*tensor.*\(2\).*pipeline.*\(1\)"):

@@ -360,7 +360,7 @@ def until(
     what: str,
     *,
     timeout_s: float,
-    every_s: float = 0.05,
+    every_s: float = 0.25,
     seen: Callable[[], str] = str,
 ) -> None:
     """Wait for `condition`, looking every `every_s` seconds.

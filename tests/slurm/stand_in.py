@@ -1,11 +1,12 @@
 """Takes the place of gapo_megatron/train.py in frozen code: a trainer as its launcher sees it.
 
-Each rank prints what it was given and then does what STAND_IN says: `finish`, `stop`, `wait`, or
-`exit RANK CODE` (that rank ends so, the others wait).
+Each rank prints what it was given and then does what STAND_IN says: `finish`, `stop`, `wait`,
+`exit RANK CODE` or `kill RANK` (that rank ends so, the others wait).
 """
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -22,5 +23,7 @@ if verb in ("finish", "stop"):
             (attempt_dir.parents[1] / "finished.json").write_text('{"num_steps": 1000000}\n')
 elif verb == "exit" and words[0] == rank:
     os._exit(int(words[1]))
+elif verb == "kill" and words[0] == rank:
+    os.kill(os.getpid(), signal.SIGKILL)
 else:
     time.sleep(600)

@@ -123,16 +123,25 @@ def test_one_job_per_run_and_none_after_scancel(launch: Launch) -> None:
     assert launch.attempts() == [f"{job}.0"]
 
 
-def test_failures_are_bounded_and_named(launch: Launch) -> None:
-    job = launch.submit("exit 1 7", MAX_FAILURES="2")
+@pytest.mark.parametrize(
+    ("end", "exit_code", "of_srun", "of_launcher"),
+    [
+        ("exit 1 7", 7, "Exited with exit code 7", "ended first, with exit code 7"),
+        ("kill 1", 137, "Killed", "was ended by a signal: Killed"),
+    ],
+)
+def test_failures_are_bounded_and_named(
+    launch: Launch, end: str, exit_code: int, of_srun: str, of_launcher: str
+) -> None:
+    job = launch.submit(end, MAX_FAILURES="2")
     fields = launch.cluster.wait(job, "FAILED")
-    assert (fields["ExitCode"], fields["Restarts"]) == ("7:0", "1")
+    assert (fields["ExitCode"], fields["Restarts"]) == (f"{exit_code}:0", "1")
     assert launch.attempts() == [f"{job}.0", f"{job}.1"]
     for attempt in launch.attempts():
         errors = (launch.run_dir / "attempts" / attempt / "launch.log").read_text()
-        assert "task 1: Exited with exit code 7" in errors
+        assert f"task 1: {of_srun}" in errors
     second = launch.cluster.nodes[1]
-    assert launch.log(job).count(f"rank 1 on {second} ended first, with exit code 7") == 2
+    assert launch.log(job).count(f"rank 1 on {second} {of_launcher}") == 2
     assert "giving up" in launch.log(job)
 
 

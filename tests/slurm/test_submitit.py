@@ -240,7 +240,7 @@ def test_what_is_asked_for_outranks_the_environment(
     site = {"SBATCH_PARTITION": "low", "SBATCH_TIMELIMIT": "7"}
     for options, expected in (
         ([], ("low", "00:07:00")),
-        (["--partition=main", "--time=11"], ("main", "00:11:00")),
+        (["--partition=main", "--time=11", "run.num_steps=4"], ("main", "00:11:00")),
     ):
         done(submit(str(study), *options, **site))
         fields = cluster.job(jobs_of(tmp_path / "runs" / "seed_0")[-1])

@@ -18,6 +18,7 @@ import pytest
 from gapo_megatron.checkpoint import manifest
 from tests.slurm.cluster import Cluster
 from tests.slurm.training import (
+    CHECKPOINT_EVERY_STEPS,
     NUM_STEPS,
     Training,
     damaged_checkpoints,
@@ -115,17 +116,12 @@ def test_saves_and_goes_on_when_asked_to_stop(
 def test_comes_back_from_faults(
     start: Start, require_same: Callable[[Training], None], tmp_path: Path
 ) -> None:
-    """A rank killed, a node lost, a hang, a full disk, an attempt that lost the run, a scancel."""
+    """A node lost, a hang, a full disk, an attempt that lost the run, a scancel."""
     run = start(tmp_path, "run.hang_timeout_s=40")
     cluster, checkpoints = run.cluster, run.run_dir / "checkpoints"
     with small_disk(checkpoints) as disk_is_small:
         run.submit(CHECK_NODES="0", MAX_FAILURES="5")
-        attempt = run.until_stage("rollout")
-        run.kill(1, signal.SIGKILL)
-        run.until_ended(attempt, timeout_s=30)
-        assert "task 1: Killed" in run.launch_log(attempt)
-
-        attempt = run.until_stage("update", not_in=attempt)
+        attempt = run.until_stage("update", step=CHECKPOINT_EVERY_STEPS)
         cluster.kill_node(cluster.nodes[0])
 
         attempt = run.until_stage("rollout", not_in=attempt)

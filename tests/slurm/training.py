@@ -18,14 +18,19 @@ from gapo_megatron.launch.freeze import freeze
 from tests.slurm.cluster import FINAL_STATES, REPOSITORY, Cluster, ClusterError, tail, until
 
 # Small, but every stage is there: four mini-batches a step, evaluations, checkpoints.
-NUM_STEPS = 12
+NUM_STEPS = 8
 CHECKPOINT_EVERY_STEPS = 2
 SETTINGS = (
     f"run.num_steps={NUM_STEPS}",
+    "batch.rollout_prompts=16",
+    "batch.minibatch_prompts=4",
     f"checkpoint.every_steps={CHECKPOINT_EVERY_STEPS}",
     "evaluation.every_steps=4",
     "evaluation.samples_per_prompt=1",
 )
+# Start-up is most of what an attempt costs. vLLM has torch compile two small functions, 4 s in
+# every process; what else is left out: lean/sitecustomize.py.
+LEAN = {"TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(Path(__file__).with_name("lean"))}
 _WARM_START = ("supervised.num_steps=40", "supervised.batch_sequences=64")
 
 
@@ -33,7 +38,7 @@ def make_checkout(folder: Path) -> None:
     """A checkout with the demo's task and a short warm start in runs/demo, ready for sbatch."""
     freeze(REPOSITORY, folder, config="")
     command = [sys.executable, "tools/demo.py", "--prepare", *_WARM_START]
-    env = os.environ | {"PYTHONPATH": str(folder)}
+    env = os.environ | LEAN | {"PYTHONPATH": os.pathsep.join([str(folder), LEAN["PYTHONPATH"]])}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode:
         raise ClusterError(f"{' '.join(command)} -> {done.returncode}: {done.stdout}{done.stderr}")
@@ -54,7 +59,7 @@ class Training:
 
     def submit(self, *options: str, **env: str) -> None:
         """`sbatch slurm/gapo_demo.sbatch` with these options: two nodes, one rank each."""
-        env = {"PYTHON": sys.executable} | env
+        env = {"PYTHON": sys.executable} | LEAN | env
         self.job = self.cluster.submit(
             "--export=ALL," + ",".join(f"{key}={value}" for key, value in env.items()),
             f"--output={self.log}",

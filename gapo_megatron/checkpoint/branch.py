@@ -1,0 +1,248 @@
+"""Begin a run at a checkpoint of another one: the same state, another objective.
+
+The branch point becomes the new run's own first checkpoint, by hard links; from there on a branch
+is a run like any other, and resumes like one. The other run may go on, and remove what it wrote.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from gapo_megatron.checkpoint import manifest
+from gapo_megatron.checkpoint.manifest import Branch, Manifest
+from gapo_megatron.checkpoint.resume import require_same_model
+from gapo_megatron.checkpoint.save import TRAINER_STATE_NAME, checkpoints_dir, model_identity
+from gapo_megatron.checkpoint.settings import broken_rules, changes
+from gapo_megatron.config import Config
+from gapo_megatron.convert.folder import fsync
+from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.launch.attempt import Attempt
+from gapo_megatron.launch.run_folder import BRANCH_NAME, is_finished, write_atomically
+from gapo_megatron.metrics import METRICS_NAME
+
+logger = logging.getLogger(__name__)
+
+# A hard link is not to be had: another file system, one without links, or no more of this file.
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+@dataclass(frozen=True, slots=True)
+class BranchPoint:
+    """A checkpoint of another run that this one is to begin with; checked, but for its files."""
+
+    path: Path
+    manifest: Manifest
+    branch: Branch
+
+    def trainer_state(self) -> dict[str, Any]:
+        """The loop's own state there, as given to `save`.
+
+        Raises:
+            CheckpointError: the file is damaged or gone.
+        """
+        entry = {TRAINER_STATE_NAME: self.manifest.files[TRAINER_STATE_NAME]}
+        if damage := manifest.find_damage(self.path, entry):
+            raise CheckpointError(f"cannot branch from {self.path}: {damage}")
+        text = (self.path / TRAINER_STATE_NAME).read_text(encoding="utf-8")
+        state: dict[str, Any] = json.loads(text)
+        return state
+
+
+def check_branch(config: Config, hf_config: PretrainedConfig | None) -> BranchPoint | None:
+    """Check `checkpoint.branch_from`; reads manifests alone. For use before any model is built.
+
+    Args:
+        config: of the new run.
+        hf_config: its model; None: not compared.
+
+    Returns:
+        Where to begin; None for a run that does not branch, has its own checkpoints, or is
+        finished.
+
+    Raises:
+        ConfigError: names field, value and rule; of settings that a branch must not change, both
+            values.
+        CheckpointError: the branch point's manifest is damaged, or it is another model's; or the
+            run has checkpoints, and no manifest of them can be read.
+    """
+    run_dir, given = Path(config.run.output_dir), config.checkpoint.branch_from
+    folder = checkpoints_dir(run_dir)
+    if own := manifest.newest_manifest(folder):
+        _require_same_origin(run_dir, own[1], given)
+        return None
+    if not given or is_finished(run_dir, num_steps=config.run.num_steps):
+        return None
+    if damaged := manifest.list_steps(folder):
+        raise CheckpointError(
+            f"{damaged[0] / manifest.MANIFEST_NAME} cannot be read, nor an older checkpoint's; "
+            f"remove {run_dir} to begin the branch again"
+        )
+    if (run_dir / METRICS_NAME).exists():
+        raise ConfigError(
+            f"run.output_dir ({run_dir}) must be a new folder for a run that branches: it has "
+            f"{METRICS_NAME}, and no checkpoint to go on from"
+        )
+    path = _find(given)
+    found = manifest.read_manifest(path)
+    if hf_config is not None:
+        require_same_model(path, found.model, model_identity(hf_config))
+    if lines := broken_rules(found.config, config):
+        raise ConfigError(
+            f"checkpoint.branch_from ({given}): a branch changes the objective, and must keep what "
+            "it goes on with:\n  " + "\n  ".join(lines)
+        )
+    if config.run.num_steps <= found.step:
+        raise ConfigError(
+            f"run.num_steps ({config.run.num_steps}) must be more than the {found.step} steps "
+            f"done at checkpoint.branch_from ({given})"
+        )
+    branch = Branch(
+        run=str(path.parents[1]),
+        checkpoint=path.name,
+        step=found.step,
+        manifest_sha256=manifest.stored_sha256(path),
+        changes={name: list(pair) for name, pair in changes(found.config, config).items()},
+        parent=found.branch,
+    )
+    return BranchPoint(path, found, branch)
+
+
+def begin_branch(point: BranchPoint, config: Config, attempt: Attempt) -> None:
+    """Make the branch point the run's first checkpoint: whole, or not there at all.
+
+    Files are linked first and read then, so that the other run may remove its checkpoint meanwhile;
+    on another file system they are copied.
+
+    Args:
+        point: from `check_branch`, the same on every rank.
+        config: of the new run; the checkpoint gets it.
+        attempt: publishes only while it owns the run.
+
+    Collectives, over all ranks: a barrier; a gather of problems (every rank links and reads its
+    share of the files); a barrier.
+
+    Raises:
+        CheckpointError: the branch point is damaged, has changed or is gone, or the disk is full or
+            fails; nothing is published.
+        FencedError: on rank 0, when a newer attempt has taken the run.
+    """
+    run_dir, branch = Path(config.run.output_dir), point.branch
+    final = manifest.step_dir(checkpoints_dir(run_dir), branch.step)
+    temporary = final.with_name(f".tmp_{final.name}.{attempt.name}")
+    try:
+        if dist.get_rank() == 0:
+            attempt.require_ownership()  # the half-written ones may be the new owner's
+            manifest.remove_half_written(final.parent)
+            for name in point.manifest.files:
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, _take_share(point, temporary))
+        if problem := next(filter(None, problems), None):
+            raise CheckpointError(f"cannot branch from {point.path}: {problem}")
+        if dist.get_rank() == 0:
+            own = replace(point.manifest, config=config.model_dump(mode="json"), branch=branch)
+            manifest.write_manifest(temporary, own)
+            manifest.flush(temporary)
+            attempt.require_ownership()
+            manifest.publish(temporary, final)
+            logger.info("branched from %s", point.path)
+    except OSError as error:
+        raise CheckpointError(f"cannot branch from {point.path}: {error}") from error
+    dist.barrier()
+
+
+def record_branch(run_dir: str | Path, branch: Branch | None) -> None:
+    """Leave in the run's folder, for a report, what the manifests of its checkpoints say.
+
+    Rank 0, at every start.
+
+    Args:
+        run_dir: the run's output folder.
+        branch: of the checkpoint that the run goes on from; None: no branch, and no record.
+    """
+    path = Path(run_dir) / BRANCH_NAME
+    if branch is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_atomically(path, json.dumps(asdict(branch), indent=1))
+
+
+def _require_same_origin(run_dir: Path, own: Manifest, given: str) -> None:
+    """Refuse another `checkpoint.branch_from` than the run began with; how it is written is free.
+
+    The same words pass too: a run may have been moved together with the one it left.
+    """
+    began, branch = own.config["checkpoint"]["branch_from"], own.branch
+    if given == began:
+        return
+    if given and branch is not None:
+        origin = Path(branch.run) / "checkpoints" / branch.checkpoint
+        if _place(given).resolve() == origin.resolve():
+            return
+    raise ConfigError(
+        f"checkpoint.branch_from ({given!r}) must stay what it was when {run_dir} began "
+        f"({began!r}): its checkpoints go on from there; give a new run its own run.output_dir"
+    )
+
+
+def _place(given: str) -> Path:
+    """What `checkpoint.branch_from` names, absolute; its number needs no zeros."""
+    path = Path(os.path.abspath(given))
+    match = re.fullmatch(r"step_(\d+)", path.name)
+    if match is None or path.parent.name != "checkpoints":
+        raise ConfigError(
+            f"checkpoint.branch_from ({given!r}) must name a checkpoint between two steps: "
+            "RUN/checkpoints/step_N"
+        )
+    return manifest.step_dir(path.parent, int(match[1]))
+
+
+def _find(given: str) -> Path:
+    """The same, and it is there."""
+    found = _place(given)
+    if not found.is_dir():
+        there = [step.name for step in manifest.list_steps(found.parent)]
+        raise ConfigError(
+            f"checkpoint.branch_from ({given!r}) does not exist; checkpoints of that run: "
+            f"{', '.join(there) or 'none'}"
+        )
+    return found
+
+
+def _take_share(point: BranchPoint, temporary: Path) -> str | None:
+    """Link and verify this rank's share of the files; what is wrong with them, if anything."""
+    files = point.manifest.files
+    share = {name: files[name] for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]}
+    try:
+        for name in share:
+            _link(point.path / name, temporary / name)
+        return manifest.find_damage(temporary, share)
+    except FileNotFoundError as error:
+        return (
+            f"{error}. If its run has removed it, take a later one, and name the next in "
+            "checkpoint.keep_steps there"
+        )
+    except OSError as error:
+        return str(error)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        shutil.copyfile(source, target)
+        fsync(target)  # another node could not flush what this one wrote

@@ -1,0 +1,103 @@
+"""Which settings a run may change when it goes on: after a stop, and in a branch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from gapo_megatron.config import Config
+
+Changes = dict[str, tuple[Any, Any]]
+"""Setting -> (its value there, here), where the two differ."""
+
+# What may change between the parts of one run without changing what it computes.
+_FREE = (
+    "run.output_dir",
+    "run.num_steps",
+    "run.hang_timeout_s",
+    "run.stop_margin_s",
+    "parallel.",
+    "checkpoint.",
+    "evaluation.",
+    "metrics.",
+    "supervised",
+)
+# Besides: the intervention itself, and how (not what) the other stages compute.
+_FREE_IN_A_BRANCH = (
+    *_FREE,
+    "objective.",
+    "model.recompute",
+    "model.head",
+    "data.eval_path",
+    "batch.max_tokens_per_microbatch",
+    "rollout.tensor_parallel_size",
+    "rollout.memory_fraction",
+    "rollout.cpu_kv_cache_gib",
+    "rollout.enforce_eager",
+    "rollout.verify_sequences",
+    "rollout.verify_bound",
+    "reward.num_workers",
+)
+# Of everything else; by section, because a whole section must agree but for the keys above.
+_WHY_A_BRANCH_KEEPS = {
+    "run": "prompts and samples are drawn by it",
+    "model": "weights and optimizer state are this model's",
+    "data": "the branch goes on in the same problems",
+    "batch": "a step, an update and c must mean the same",
+    "rollout": "samples must come from the same distribution",
+    "reward": "verdicts must mean the same",
+    "optimizer": "its state goes on, and the objective alone is exchanged",
+}
+_PATHS = ("model.hf_dir", "model.megatron_dir", "data.train_path", "data.eval_path")
+# What a config that is older than a setting had for it. So a new setting must have as its default
+# what was done before there was one.
+_DEFAULTS = {
+    section: field.annotation.model_construct().model_dump(mode="json")
+    for section, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+}
+
+
+def changes(before: Mapping[str, Any], config: Config) -> Changes:
+    """What differs from a manifest's config and decides what is computed."""
+    return {
+        name: pair
+        for name, pair in _differing(before, config).items()
+        if not name.startswith(_FREE)
+    }
+
+
+def broken_rules(before: Mapping[str, Any], config: Config) -> list[str]:
+    """What a branch may not change, and does: a line for each with field, both values and rule."""
+    return [
+        f"{name} is {there!r} there and {here!r} here: {_WHY_A_BRANCH_KEEPS[name.split('.')[0]]}"
+        for name, (there, here) in _differing(before, config).items()
+        if not name.startswith(_FREE_IN_A_BRANCH)
+    ]
+
+
+def _differing(before: Mapping[str, Any], config: Config) -> Changes:
+    there = dict(_flat(_DEFAULTS)) | dict(_flat(before))
+    here = dict(_flat(config.model_dump(mode="json")))
+    return {
+        name: (there.get(name), here.get(name))
+        for name in dict.fromkeys([*there, *here])
+        if not _agree(name, there.get(name), here.get(name))
+    }
+
+
+def _agree(name: str, there: Any, here: Any) -> bool:
+    if name in _PATHS and there and here:
+        return Path(there).resolve() == Path(here).resolve()
+    return bool(there == here)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

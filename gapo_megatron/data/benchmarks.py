@@ -1,0 +1,341 @@
+"""The paper's benchmarks as data: which file each one is, and how a row of it becomes a problem.
+
+Files stay as their publishers wrote them: JSON (one list) or JSONL, in one folder per benchmark
+under a folder of the user's (docs/evaluation.md lists them).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import string
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gapo_megatron.data.rows import Row, read_rows
+from gapo_megatron.errors import ConfigError, DataError
+
+BOXED = " Let's think step by step and output the final answer within \\boxed{}."
+"""Asked at the end of every mathematical problem: the verifier looks for the box."""
+
+LIVECODEBENCH_FROM, LIVECODEBENCH_BEFORE = "2024-08-01", "2025-02-01"
+"""Contests of the paper's LCB-v5 column; training uses those before."""
+
+HUMANEVAL_LONGEST_RESULT = 100_000
+"""Tests of HumanEval+ with longer results are left out: some have a million values, too many to
+pass between the sandboxes of program and tests in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem in words; `Prompt` is its form in tokens."""
+
+    id: str
+    """Unique over all benchmarks; seeds its samples."""
+    prompt: str
+    answers: tuple[str, ...]
+    """What the verifier compares with: a response is correct that agrees with any of them."""
+    level: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A benchmark by name, without its data."""
+
+    name: str
+    title: str
+    """Head of its column in tables, as the paper prints it."""
+    kind: Literal["math", "code", "instructions"]
+    """Verifier, as `reward.kind` of the config."""
+    folder: str
+    """Where its file lies, below the data folder."""
+    read: Callable[[Row], tuple[str, str] | None]
+    """Prompt and level of a row; None for a row outside the benchmark. KeyError, TypeError and
+    ValueError mean another file shape."""
+    answers: Callable[[Row], tuple[str, ...]]
+    """Of a row; raises the same. Apart from `read`, since tests of programs take long to decode."""
+    in_parts: bool = False
+    """Published as several files, which are read in the order of their names."""
+    in_average: bool = False
+    """One of the paper's six mathematical benchmarks, whose mean is its column Avg."""
+
+    def find_files(self, data_dir: str | Path) -> list[Path]:
+        """The benchmark's file, or several by name where it is published in parts.
+
+        Raises:
+            ConfigError: there is none, or more than one of what is one file.
+        """
+        folder = Path(data_dir) / self.folder
+        found = sorted([*folder.glob("*.json"), *folder.glob("*.jsonl")])
+        if not found or (len(found) > 1 and not self.in_parts):
+            names = ", ".join(path.name for path in found) or "none"
+            raise ConfigError(
+                f"benchmark {self.name}: {folder} must hold one .json or .jsonl file, not {names}"
+            )
+        return found
+
+    def load(self, *paths: Path) -> list[Problem]:
+        """Read the benchmark's problems, in file order.
+
+        Raises:
+            DataError: a file cannot be read or has another shape; names file, row and rule.
+        """
+        return list(self._problems(paths, self.answers))
+
+    def prompts(self, *paths: Path) -> Iterator[tuple[str, str]]:
+        """Id and prompt of each problem; raises as `load`, but for what the answers are."""
+        return ((one.id, one.prompt) for one in self._problems(paths, lambda row: ("-",)))
+
+    def _problems(
+        self, paths: Sequence[Path], answers_of: Callable[[Row], tuple[str, ...]]
+    ) -> Iterator[Problem]:
+        rows = ((path, *row) for path in paths for row in read_rows(path, columns=()))
+        found = False
+        for index, (path, number, row, _) in enumerate(rows):
+            try:
+                parts = self.read(row)
+                answers = answers_of(row) if parts else ()
+            except _OTHER_SHAPE as error:
+                raise DataError(
+                    f"{path}:{number}: not a row of {self.name}: "
+                    f"{type(error).__name__}: {error}; it has {', '.join(row)}"
+                ) from None
+            if parts is None:
+                continue
+            prompt, level = parts
+            if not prompt.strip() or not answers or not all(answers):
+                raise DataError(f"{path}:{number}: the prompt or the answer is empty")
+            found = True
+            yield Problem(f"{self.name}-{index}", prompt, answers, level)
+        if not found:
+            shown = ", ".join(map(str, paths))
+            raise DataError(f"{shown}: no problems of {self.name}")
+
+
+def without_request(prompt: str) -> str:
+    """The problem's own words: its prompt without what we ask around them."""
+    text = prompt.removesuffix(BOXED)
+    for template in (ANSWER_TEXT, ANSWER_CALL, _COMPLETE):
+        for literal, *_ in string.Formatter().parse(template):
+            if literal.strip(" \n`python"):
+                text = text.replace(literal.strip(), " ")
+    return text.strip()
+
+
+def _math(row: Row, *, level: str = "") -> tuple[str, str]:
+    return _text(row, "problem") + BOXED, level
+
+
+def _text(row: Row, key: str) -> str:
+    if not isinstance(row[key], str):
+        raise TypeError(f"{key} must be a string, not {type(row[key]).__name__}")
+    return str(row[key])
+
+
+def _math_answers(row: Row) -> tuple[str, ...]:
+    """A string, a number, or a list of equally good ones, without what differs in spaces alone."""
+    value = row["answer"]
+    texts = [_one_answer(one) for one in (value if isinstance(value, list) else [value])]
+    by_letters = {"".join(text.split()): text for text in reversed(texts)}
+    return tuple(reversed(by_letters.values()))
+
+
+def _one_answer(value: Any) -> str:
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"answer ({value!r}) must be text or a number")
+    return str(int(value)) if isinstance(value, int) or value.is_integer() else repr(value)
+
+
+def _math500(row: Row) -> tuple[str, str]:
+    return _math(row, level=f"level {_one_answer(row['difficulty'])}")
+
+
+def _minerva(row: Row) -> tuple[str, str]:
+    return _math(row, level=_text(row, "type"))
+
+
+def _olympiadbench(row: Row) -> tuple[str, str]:
+    return _math(row, level=_text(row, "subfield"))
+
+
+def _ifeval(row: Row) -> tuple[str, str]:
+    return _text(row, "prompt"), ""
+
+
+def _ifeval_answers(row: Row) -> tuple[str, ...]:
+    instructions, arguments = row["instruction_id_list"], row["kwargs"]
+    if len(instructions) != len(arguments):
+        raise ValueError(f"{len(instructions)} instructions with {len(arguments)} kwargs")
+    answer = [
+        {"id": name, **{key: value for key, value in given.items() if value is not None}}
+        for name, given in zip(instructions, arguments, strict=True)
+    ]
+    return (json.dumps({"instructions": answer}, ensure_ascii=False),)
+
+
+def _humaneval_plus(row: Row) -> tuple[str, str]:
+    return _COMPLETE.format(signature=_text(row, "prompt")), ""
+
+
+def _humaneval_plus_answers(row: Row) -> tuple[str, ...]:
+    signature = _text(row, "prompt")
+    tests = {
+        "prompt": signature,
+        "entry_point": _text(row, "entry_point"),
+        "test": _HUMANEVAL_PLUS_TEST.format(
+            reference=signature + _text(row, "canonical_solution"),
+            entry_point=_text(row, "entry_point"),
+            inputs=ascii(ascii([*row["base_input"], *row["plus_input"]])),
+            compare=_COMPARE_ZERO if row["entry_point"] == "find_zero" else _COMPARE,
+            tolerance=float(row["atol"]),
+            longest=HUMANEVAL_LONGEST_RESULT,
+        ),
+    }
+    return (json.dumps(tests),)
+
+
+def _livecodebench(row: Row) -> tuple[str, str] | None:
+    if not LIVECODEBENCH_FROM <= _text(row, "contest_date") < LIVECODEBENCH_BEFORE:
+        return None
+    asked = ANSWER_CALL if _function_name(row) else ANSWER_TEXT
+    prompt = asked.format(problem=_text(row, "question_content"), starter=row["starter_code"])
+    return prompt, _text(row, "difficulty")
+
+
+def _function_name(row: Row) -> str | None:
+    """Of the method to write; None where the program reads and prints."""
+    name = json.loads(row["metadata"] or "{}").get("func_name")
+    return str(name) if name else None
+
+
+def _livecodebench_answers(row: Row) -> tuple[str, ...]:
+    private = _text(row, "private_test_cases")
+    if not private.lstrip().startswith("["):  # text is pickled, deflated, and then base64
+        private = _unpickle_text(zlib.decompress(base64.b64decode(private)))
+    function = _function_name(row)
+    tests = [*json.loads(row["public_test_cases"]), *json.loads(private)]
+    answer = [
+        {"input": test["input"], "output": test["output"], "fn_name": function} for test in tests
+    ]
+    return (json.dumps(answer),)
+
+
+def _unpickle_text(data: bytes) -> str:
+    text = _TextUnpickler(io.BytesIO(data)).load()
+    if not isinstance(text, str):
+        raise TypeError(f"private_test_cases hold {type(text).__name__}, not text")
+    return text
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """A pickle may name any function to call: this one may name none."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise ValueError(f"private_test_cases name {module_name}.{global_name}")
+
+
+# The reference gives the expected values: those of HumanEval's own asserts are part of its inputs.
+_HUMANEVAL_PLUS_TEST = """
+{reference}
+
+
+def check(candidate):
+    import ast, copy, math
+
+    def same(given, expected, tolerance):
+        if isinstance(expected, float) or isinstance(given, float):
+            if not isinstance(given, (int, float)) or not isinstance(expected, (int, float)):
+                return False
+            return given == expected or math.isclose(
+                given, expected, rel_tol=1e-7, abs_tol=tolerance or 1e-6
+            )
+        if isinstance(expected, (list, tuple)):
+            return (
+                isinstance(given, (list, tuple))
+                and len(given) == len(expected)
+                and all(same(a, b, tolerance) for a, b in zip(given, expected))
+            )
+        return given == expected
+
+    for arguments in ast.literal_eval({inputs}):
+        expected = {entry_point}(*copy.deepcopy(arguments))
+        if isinstance(expected, (str, list)) and len(expected) > {longest}:
+            continue
+        given = candidate(*copy.deepcopy(arguments))
+        tolerance = {tolerance}
+        {compare}
+"""
+_COMPARE = "assert same(given, expected, tolerance)"
+_COMPARE_ZERO = (
+    "assert abs(poly(*arguments, given)) <= tolerance  # any zero of the polynomial will do"
+)
+
+_COMPLETE = """\
+Complete this Python function. Answer with one Python code block that holds the whole function and \
+every import and helper it needs.
+
+```python
+{signature}
+```
+"""
+
+ANSWER_TEXT = """\
+{problem}
+
+Write a Python program that reads the input from standard input and prints the output to standard \
+output. Answer with one Python code block that holds the whole program.
+"""
+
+ANSWER_CALL = """\
+{problem}
+
+Complete this Python code. Answer with one Python code block that holds the whole class.
+
+```python
+{starter}
+```
+"""
+
+_OTHER_SHAPE = (
+    *(KeyError, TypeError, ValueError, OverflowError),
+    *(zlib.error, pickle.UnpicklingError),
+)
+
+_SIX = {
+    "aime24": ("AIME24", "aime24", _math),
+    "aime25": ("AIME25", "aime25", _math),
+    "amc23": ("AMC", "amc23", _math),
+    "math500": ("MATH500", "math500", _math500),
+    "minerva": ("Minerva", "minerva_math", _minerva),
+    "olympiadbench": ("Olympiad", "olympiadbench", _olympiadbench),
+}
+
+BENCHMARKS: dict[str, Benchmark] = {
+    benchmark.name: benchmark
+    for benchmark in (
+        *(
+            Benchmark(name, title, "math", folder, read, _math_answers, in_average=True)
+            for name, (title, folder, read) in _SIX.items()
+        ),
+        Benchmark("ifeval", "IFEval", "instructions", "ifeval", _ifeval, _ifeval_answers),
+        Benchmark(
+            *("livecodebench", "LCB-v5", "code", "livecodebench"),
+            read=_livecodebench,
+            answers=_livecodebench_answers,
+            in_parts=True,
+        ),
+        Benchmark(
+            *("humaneval_plus", "HumanEval+", "code", "humaneval_plus"),
+            read=_humaneval_plus,
+            answers=_humaneval_plus_answers,
+        ),
+    )
+}
+"""By name, in the order of the paper's columns."""

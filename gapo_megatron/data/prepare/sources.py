@@ -1,0 +1,215 @@
+"""How a row of a data set becomes a problem: DeepScaleR, DeepCoder, and files of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gapo_megatron.data.benchmarks import ANSWER_CALL, ANSWER_TEXT, BOXED
+from gapo_megatron.data.rows import Row
+from gapo_megatron.rewards import instructions
+from gapo_megatron.rewards import math as math_answers
+from gapo_megatron.rewards.code.forms import CallTests, Tests, TextTests, read_tests
+from gapo_megatron.types import Outcome
+
+Kind = Literal["math", "code", "instructions", "exact"]
+
+ANSWER_FUNCTION = """\
+{problem}
+
+Write a Python function `{function}` that solves this. Answer with one Python code block that \
+holds the whole function.
+"""
+
+
+class UnreadableError(Exception):
+    """A row of the right form that no verifier could judge a response by. Says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A problem that may go into the problem file."""
+
+    text: str
+    """The problem's own words, which duplicates and benchmarks are compared by."""
+    prompt: str
+    """These words and what we ask around them."""
+    answer: str
+    """As the verifier reads it; JSON where that is not plain text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A data set by name, without its data."""
+
+    name: str
+    """Begins the ids of its problems."""
+    kind: Kind
+    """Verifier, as `reward.kind` of the config."""
+    deduplicates: bool
+    columns: tuple[str, ...]
+    """Keys of a row that `read` needs."""
+    read: Callable[[Row], Candidate]
+    """Problem of a row. KeyError, TypeError, ValueError: another form of row. UnreadableError:
+    nothing to judge by."""
+    id_of: Callable[[Row], str] = lambda row: ""
+    """A row's own id; empty where it has none."""
+    optional: tuple[str, ...] = ()
+    """Keys that are looked at where a row has them."""
+    level_of: Callable[[Row, Path], str] = lambda row, path: ""
+    """Level of a row of a file; empty where there is none."""
+
+
+def deepscaler(*, suffix: str = BOXED) -> Source:
+    """Rows of `problem` and `answer`. `suffix` ends every prompt."""
+
+    def read(row: Row) -> Candidate:
+        text, answer = _text(row, "problem"), _plain(row["answer"])
+        _check("math", answer)
+        return Candidate(text, text + suffix, answer)
+
+    return Source("deepscaler", "math", True, ("problem", "answer"), read)
+
+
+def deepcoder() -> Source:
+    """Rows of `problem` and `tests`, with `starter_code` and `metadata` where a set has them.
+
+    Not deduplicated, as in the paper. The level is the name of the folder in which the file lies:
+    the set (`primeintellect`, `taco`, `lcbv5`).
+    """
+
+    def read(row: Row) -> Candidate:
+        text, tests = _text(row, "problem"), _decoded(row["tests"])
+        function = (_decoded(row.get("metadata")) or {}).get("func_name")
+        if function and isinstance(tests, list):  # LiveCodeBench names it beside the tests
+            tests = [{**test, "fn_name": function} for test in tests]
+        answer = json.dumps(tests)
+        prompt = _ask_program(text, _tests(answer), starter=row.get("starter_code") or "")
+        return Candidate(text, prompt, answer)
+
+    def level_of(row: Row, path: Path) -> str:
+        return path.absolute().parent.name
+
+    return Source(
+        "deepcoder",
+        "code",
+        False,
+        ("problem", "tests"),
+        read,
+        optional=("starter_code", "metadata"),
+        level_of=level_of,
+    )
+
+
+def own(
+    kind: Kind,
+    *,
+    suffix: str = "",
+    prompt_key: str = "prompt",
+    answer_key: str = "answer",
+    level_key: str = "level",
+    id_key: str = "id",
+) -> Source:
+    """Rows of one's own files; level and id may be missing, and the id is then made."""
+
+    def read(row: Row) -> Candidate:
+        text, answer = _text(row, prompt_key), row[answer_key]
+        if kind in ("code", "instructions"):
+            answer = json.dumps(_decoded(answer))
+        else:
+            answer = _plain(answer)
+        _check(kind, answer)
+        return Candidate(text, text + suffix, answer)
+
+    def optional(row: Row, key: str) -> str:
+        return _plain(row.get(key))
+
+    return Source(
+        "own",
+        kind,
+        True,
+        (prompt_key, answer_key),
+        read,
+        optional=(level_key, id_key),
+        id_of=lambda row: optional(row, id_key),
+        level_of=lambda row, path: optional(row, level_key),
+    )
+
+
+def _ask_program(text: str, tests: Tests, *, starter: str) -> str:
+    if isinstance(tests, TextTests):
+        return ANSWER_TEXT.format(problem=text)
+    if isinstance(tests, CallTests):
+        if starter.strip():
+            return ANSWER_CALL.format(problem=text, starter=starter)
+        return ANSWER_FUNCTION.format(problem=text, function=tests.function)
+    return text  # LeetCode's: it ends in the code to complete
+
+
+def _check(kind: Kind, answer: str) -> None:
+    """Refuse an answer that the verifier cannot read.
+
+    Of `math` only what it refuses whatever the response; nothing is parsed or compared.
+    """
+    if not answer.strip():
+        raise UnreadableError("the answer is empty")
+    if kind == "math":
+        verdict = math_answers.verify(f"\\boxed{{{answer}}}", answer)
+        if verdict.outcome is not Outcome.CORRECT:
+            raise UnreadableError(verdict.reason)
+    elif kind == "code":
+        _tests(answer)
+    elif kind == "instructions":
+        with _readable():
+            instructions.parse(answer)
+
+
+def _tests(answer: str) -> Tests:
+    with _readable():
+        return read_tests(answer)
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnreadableError(f"the answer cannot be read: {error}") from None
+
+
+def _text(row: Row, key: str) -> str:
+    value = "" if row[key] is None else row[key]
+    if not isinstance(value, str):
+        raise TypeError(f"{key} must be a string, not {type(value).__name__}")
+    text = value.strip()
+    if not text:
+        raise UnreadableError(f"{key} is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a pair, which no tokenizer takes
+        raise UnreadableError(f"{key} is not Unicode: {error.reason}") from None
+    return text
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{str(value)[:60]!r} must be text or a number")
+    return str(int(value)) if isinstance(value, int) or value.is_integer() else repr(value)
+
+
+def _decoded(value: Any) -> Any:
+    """JSON that some sets hold as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"not valid JSON: {error}") from None

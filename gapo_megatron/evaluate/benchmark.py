@@ -1,0 +1,204 @@
+"""Sampling and judging a benchmark, in pieces that are kept as soon as they are judged."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from gapo_megatron import rewards
+from gapo_megatron.data.benchmarks import Benchmark, Problem
+from gapo_megatron.data.schema import encode_prompt
+from gapo_megatron.errors import DataError
+from gapo_megatron.evaluate.evaluate import Engine, evaluation_seed
+from gapo_megatron.evaluate.paper import Sampling
+from gapo_megatron.evaluate.samples import (
+    Sample,
+    Solved,
+    read_ids,
+    seed_folder,
+    write_samples,
+)
+from gapo_megatron.rewards import instructions
+from gapo_megatron.types import Outcome, Prompt, Rollout, Verdict
+
+logger = logging.getLogger("gapo_megatron.evaluate")
+
+SAMPLES_PER_PIECE = 1024
+"""Of one engine, generated before they are judged and kept: minutes of work on a GPU, which a kill
+loses, and enough to keep the engine full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A benchmark with its problems, ready for one model."""
+
+    benchmark: Benchmark
+    problems: tuple[Problem, ...]
+    prompts: tuple[Prompt, ...]
+    """Of `problems`, in their order."""
+
+    @classmethod
+    def read(
+        cls,
+        benchmark: Benchmark,
+        *paths: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: bool,
+        max_prompt_tokens: int,
+    ) -> Task:
+        """Read and tokenise a benchmark's files.
+
+        Raises:
+            DataError: a file has another shape, or a prompt is too long; names the problem.
+        """
+        problems = benchmark.load(*paths)
+        prompts = []
+        for problem in problems:
+            if benchmark.kind == "instructions":
+                instructions.parse(problem.answers[0])  # raises what is wrong with it
+            token_ids = encode_prompt(problem.prompt, tokenizer, chat_template=chat_template)
+            if len(token_ids) > max_prompt_tokens:
+                raise DataError(
+                    f"{paths[0].parent}: the prompt of {problem.id} has {len(token_ids)} tokens; "
+                    f"--max-prompt-tokens allows {max_prompt_tokens}"
+                )
+            prompts.append(Prompt(problem.id, token_ids, problem.answers[0], problem.level))
+        return cls(benchmark, tuple(problems), tuple(prompts))
+
+    def remaining(self, output_dir: Path, seed: int) -> list[str]:
+        """Ids of the problems without kept samples, in order."""
+        kept = read_ids(seed_folder(output_dir, self.benchmark.name, seed))
+        return [prompt.id for prompt in self.prompts if prompt.id not in kept]
+
+
+def sample_task(
+    engine: Engine,
+    task: Task,
+    *,
+    remaining: Collection[str],
+    seed: int,
+    sampling: Sampling,
+    pool: rewards.Pool,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
+) -> None:
+    """Sample, judge and keep the problems of a benchmark that are not kept yet, for one seed.
+
+    The samples depend on the seed and the problem alone: neither on the number of ranks, nor on
+    what was kept before, up to the rounding of a batched forward pass.
+
+    Args:
+        engine: holds the weights to evaluate.
+        task: the same on every rank.
+        remaining: ids of the problems to sample, the same on every rank: ranks may see a shared
+            disk differently, so one of them asks `Task.remaining` for all.
+        seed: of the samples.
+        sampling: how they are drawn.
+        pool: workers with the benchmark's verifier.
+        tokenizer: of the model.
+        output_dir: of the evaluation, on a disk that all ranks share.
+
+    Collectives: `engine.generate` and `engine.gather`, on every rank.
+    """
+    folder = seed_folder(output_dir, task.benchmark.name, seed)
+    prompts = [prompt for prompt in task.prompts if prompt.id in remaining]
+    num_done = len(task.prompts) - len(prompts)
+    for piece in _pieces(prompts, num_replicas=engine.num_replicas, sampling=sampling):
+        logger.info(
+            "%s, seed %d: %d of %d problems are done, %d follow",
+            task.benchmark.name,
+            seed,
+            num_done,
+            len(task.prompts),
+            len(piece),
+        )
+        mine = engine.share(piece)
+        rollouts = engine.generate(
+            mine,
+            num_samples=sampling.num_samples,
+            seed=evaluation_seed(seed),
+            step=0,
+            max_response_tokens=sampling.max_response_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            progress=True,
+            should_abandon=None,
+        )
+        assert rollouts is not None, "generation cannot break off: nobody asks it to"
+        mine, rollouts = engine.part(mine), engine.part(rollouts)
+        samples = _judge(engine, mine, rollouts, task, pool=pool, tokenizer=tokenizer)
+        if mine:
+            write_samples(folder, samples)
+        num_done += len(piece)
+    engine.gather([None])  # everything is kept once every rank has come here
+
+
+def _pieces(
+    prompts: Sequence[Prompt], *, num_replicas: int, sampling: Sampling
+) -> Iterator[Sequence[Prompt]]:
+    """About equal parts: an engine with a small rest would be idle for the most part."""
+    count = math.ceil(len(prompts) * sampling.num_samples / (num_replicas * SAMPLES_PER_PIECE))
+    for piece in range(count):
+        yield prompts[piece * len(prompts) // count : (piece + 1) * len(prompts) // count]
+
+
+def _judge(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Sequence[Rollout]],
+    task: Task,
+    *,
+    pool: rewards.Pool,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Solved]:
+    answers = {problem.id: problem.answers for problem in task.problems}
+    follows = task.benchmark.kind == "instructions"
+    if follows:  # judged one by one, strict and loose
+        answers = {name: tuple(instructions.split(one)) for name, (one,) in answers.items()}
+    pairs = [(p, r) for p, group in zip(prompts, rollouts, strict=True) for r in group]
+    texts = tokenizer.batch_decode(
+        [rollout.token_ids.tolist() for _, rollout in pairs], skip_special_tokens=True
+    )
+    questions = [
+        (text, answer)
+        for text, (prompt, _) in zip(texts, pairs, strict=True)
+        for answer in answers[prompt.id]
+    ]
+    # In step with the other ranks, none of which then waits for long without a sign of life.
+    verdicts = iter(pool.judge(questions, may_end=lambda done: all(engine.gather([done]))))
+    samples = []
+    for text, (prompt, rollout) in zip(texts, pairs, strict=True):
+        own = [next(verdicts) for _ in answers[prompt.id]]
+        samples.append(
+            Sample(
+                response=text,
+                verdict=all_of(own[: len(own) // 2]) if follows else any_of(own),
+                num_tokens=len(rollout.token_ids),
+                truncated=rollout.truncated,
+                instructions=tuple(one.outcome for one in own) if follows else (),
+            )
+        )
+    judged = iter(samples)
+    return [
+        Solved(prompt.id, prompt.level, tuple(next(judged) for _ in group))
+        for prompt, group in zip(prompts, rollouts, strict=True)
+    ]
+
+
+def any_of(verdicts: Sequence[Verdict]) -> Verdict:
+    """One verdict from those on equally good answers: correct before unknown before wrong."""
+    return _first(verdicts, (Outcome.CORRECT, Outcome.UNKNOWN, Outcome.WRONG))
+
+
+def all_of(verdicts: Sequence[Verdict]) -> Verdict:
+    """One verdict from those on instructions that all hold: wrong before unknown before correct."""
+    return _first(verdicts, (Outcome.WRONG, Outcome.UNKNOWN, Outcome.CORRECT))
+
+
+def _first(verdicts: Sequence[Verdict], order: Sequence[Outcome]) -> Verdict:
+    return min(verdicts, key=lambda verdict: order.index(verdict.outcome))

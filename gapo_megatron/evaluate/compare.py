@@ -1,0 +1,227 @@
+"""Evaluations side by side, as in the paper's tables, beside its published figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gapo_megatron.data.benchmarks import BENCHMARKS
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.evaluate.paper import Setting
+from gapo_megatron.evaluate.results import Results, read_results
+from gapo_megatron.evaluate.statistics import paired_difference, stars, welch_p_value
+from gapo_megatron.evaluate.table import NONE, Table, mean, percent, with_interval
+from gapo_megatron.evaluate.tables import title
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A row of the tables: one evaluation, or one for each training seed."""
+
+    label: str
+    """Of a method (`gapo`), where published figures are to stand beside it."""
+    evaluations: list[Results]
+
+    @classmethod
+    def read(cls, text: str) -> Method:
+        """Read `[LABEL=]DIR[,DIR...]`; without a label it is the first folder's name.
+
+        Raises:
+            DataError: a folder holds no results.
+            ConfigError: its evaluations were sampled differently.
+        """
+        label, equals, folders = text.partition("=") if "=" in text else ("", "", text)
+        paths = [Path(folder) for folder in folders.split(",")]
+        evaluations = [read_results(path) for path in paths]
+        if len({(one.sampling, one.setting) for one in evaluations}) > 1:
+            raise ConfigError(f"--compare {text}: the evaluations were sampled differently")
+        return cls(label if equals else paths[0].resolve().name, evaluations)
+
+    @property
+    def num_samples(self) -> int:
+        return self.evaluations[0].sampling.num_samples
+
+    @property
+    def seeds(self) -> str:
+        """What its values are independent in."""
+        return "training" if len(self.evaluations) > 1 else "sampling"
+
+    def values(self, benchmark: str, k: int) -> list[float]:
+        """One pass@k per training seed (its mean over sampling seeds), else per sampling seed."""
+        by_evaluation = [one.values(benchmark, k) for one in self.evaluations]
+        if len(by_evaluation) == 1:
+            return by_evaluation[0]
+        return [mean(values) for values in by_evaluation] if all(by_evaluation) else []
+
+    def __contains__(self, benchmark: str) -> bool:
+        return all(benchmark in one.benchmarks for one in self.evaluations)
+
+    def solve_rates(self, benchmark: str) -> dict[str, float]:
+        """Problem -> mean solve rate over all seeds."""
+        rates = [one.solve_rates(benchmark) for one in self.evaluations]
+        return {problem: mean([rate[problem] for rate in rates]) for problem in rates[0]}
+
+    def published(self, settings: dict[str, Setting]) -> dict[str, tuple[str, str]]:
+        """The paper's figures of this method and model, by benchmark; empty where it has none."""
+        setting = settings.get(self.evaluations[0].setting)
+        return setting.published.get(self.label, {}) if setting else {}
+
+
+def compare(methods: Sequence[Method], settings: dict[str, Setting]) -> list[Table]:
+    """The paper's tables: pass@1/pass@k, means with intervals, and differences with stars.
+
+    Args:
+        methods: the first is compared with every other.
+        settings: of `read_settings`.
+
+    Raises:
+        ConfigError: two methods have one label, one has no figures, or a benchmark's problems
+            differ among them.
+    """
+    labels = [method.label for method in methods]
+    if repeated := {label for label in labels if labels.count(label) > 1}:
+        raise ConfigError(
+            f"--compare: {', '.join(sorted(repeated))} stands for several rows; name them "
+            "LABEL=DIR, and give the seeds of one method as LABEL=DIR,DIR,..."
+        )
+    _check_problems(methods)
+    columns = [
+        name
+        for name in ["average", *BENCHMARKS]
+        if any(method.values(name, 1) for method in methods)
+    ]
+    for method in methods:
+        if not any(method.values(name, 1) for name in columns):
+            raise ConfigError(f"--compare: no benchmark of {method.label} is evaluated whole")
+    tables = [_main_table(methods, columns, settings)]
+    if any(count > 1 for method in methods for count in _num_seeds(method, columns)):
+        tables.append(_seeds_table(methods, columns))
+    if len(methods) > 1:
+        tables.append(_differences_table(methods, columns))
+    return tables
+
+
+def _check_problems(methods: Sequence[Method]) -> None:
+    for name in BENCHMARKS:
+        sets = {  # ids are numbers of rows: those of two files may be the same
+            (evaluation.files[name], frozenset(seed.counts)): method.label
+            for method in methods
+            for evaluation in method.evaluations
+            for seed in evaluation.benchmarks.get(name, {}).values()
+        }
+        if len(sets) > 1:
+            shown = " and ".join(
+                f"{len(problems)} of SHA-256 {file[:12]} ({label})"
+                for (file, problems), label in sets.items()
+            )
+            raise ConfigError(
+                f"--compare: {title(name)} was evaluated on different problems, {shown}"
+            )
+
+
+def _num_seeds(method: Method, columns: Sequence[str]) -> list[int]:
+    """How many values its columns have, each number once; benchmarks may differ in it."""
+    return sorted({len(method.values(name, 1)) for name in columns} - {0})
+
+
+def _main_table(
+    methods: Sequence[Method], columns: Sequence[str], settings: dict[str, Setting]
+) -> Table:
+    k = min(method.num_samples for method in methods)
+    rows: list[list[str]] = []
+    ours: list[int] = []
+    published_ks = set()
+    for method in methods:
+        ours.append(len(rows))
+        rows.append([method.label, *(_cell(method, name, k) for name in columns)])
+        if published := method.published(settings):
+            setting = settings[method.evaluations[0].setting]
+            published_ks.add(setting.sampling.num_samples)
+            cells = ["/".join(filter(None, published.get(name, (NONE, "")))) for name in columns]
+            rows.append([f"{method.label} (published)", *cells])
+    best = set()
+    for place, name in enumerate(columns, start=1):
+        means = [mean(method.values(name, 1)) for method in methods]
+        top = max((value for value in means if not math.isnan(value)), default=math.nan)
+        if len(methods) > 1:
+            best |= {(row, place) for row, value in zip(ours, means, strict=True) if value == top}
+    notes = []
+    if published_ks:
+        shown = " or ".join(f"pass@1/pass@{one}" for one in sorted(published_ks))
+        notes.append(f"Published rows are the paper's, {shown} where it prints both.")
+    samplings = {method.label: method.evaluations[0].sampling for method in methods}
+    for method in methods:
+        if method.published(settings):
+            drawn = settings[method.evaluations[0].setting].sampling
+            own = samplings[method.label]
+            if replace(drawn, num_samples=own.num_samples) != own:  # of n the note above tells
+                samplings[f"{method.label} (published)"] = drawn
+    if len(set(samplings.values())) > 1:
+        shown = "; ".join(f"{label}: {one.text}" for label, one in samplings.items())
+        notes.append(f"Not sampled alike: {shown}.")
+    figures = "pass@1" if k == 1 else f"pass@1/pass@{k}"
+    return Table(f"{figures} in %", ["method", *map(title, columns)], rows, frozenset(best), notes)
+
+
+def _cell(method: Method, benchmark: str, k: int) -> str:
+    figures = [percent(mean(method.values(benchmark, one))) for one in sorted({1, k})]
+    return NONE if set(figures) == {NONE} else "/".join(figures)
+
+
+def _seeds_table(methods: Sequence[Method], columns: Sequence[str]) -> Table:
+    rows = [
+        [method.label, *(with_interval(method.values(name, 1)) for name in columns)]
+        for method in methods
+    ]
+    numbers = "; ".join(
+        f"{method.label}: {' or '.join(map(str, _num_seeds(method, columns)))} {method.seeds}"
+        for method in methods
+    )
+    return Table(
+        "pass@1 in %, mean ± 95 % interval over seeds (Student's t)",
+        ["method", *map(title, columns)],
+        rows,
+        notes=[f"Seeds by method: {numbers}."],
+    )
+
+
+def _differences_table(methods: Sequence[Method], columns: Sequence[str]) -> Table:
+    ours = methods[0]
+    rows = []
+    notes = ["Welch's t-test over seeds: * p < 0.05, ** p < 0.01, *** p < 0.001."]
+    if any(1 in _num_seeds(method, columns) for method in methods):
+        notes.append("Untested where a method has a single seed.")
+    for method in methods[1:]:
+        rows.append([f"vs. {method.label}", *(_difference(ours, method, n) for n in columns)])
+        if len(ours.evaluations) == len(method.evaluations) > 1:
+            rows.append(["paired", *(_paired(ours, method, name) for name in columns)])
+    if any(label == "paired" for label, *_ in rows):
+        notes.append(
+            "paired: half width of the 95 % interval (Student's t) over pairs of training seeds, "
+            "as given."
+        )
+    return Table(
+        f"Δ pass@1 in points, {ours.label} - baseline",
+        ["", *map(title, columns)],
+        rows,
+        notes=notes,
+    )
+
+
+def _difference(ours: Method, baseline: Method, benchmark: str) -> str:
+    first, second = ours.values(benchmark, 1), baseline.values(benchmark, 1)
+    difference = 100 * (mean(first) - mean(second))
+    if math.isnan(difference):
+        return NONE
+    marks = stars(welch_p_value(first, second))
+    return f"{difference:+.2f}{marks}"
+
+
+def _paired(ours: Method, baseline: Method, benchmark: str) -> str:
+    first, second = ours.values(benchmark, 1), baseline.values(benchmark, 1)
+    if math.isnan(mean(first) - mean(second)):
+        return NONE
+    interval = paired_difference(second, first)
+    return f"±{percent((interval.high - interval.low) / 2, digits=2)}"

@@ -1,0 +1,67 @@
+"""The paper's settings of evaluation and its published figures (docs/paper_tables.toml)."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAPER_TABLES = Path(__file__).parents[2] / "docs" / "paper_tables.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How responses are drawn."""
+
+    num_samples: int
+    """n, per problem."""
+    temperature: float
+    top_p: float
+    max_response_tokens: int
+    """T_max."""
+
+    @property
+    def text(self) -> str:
+        """For the eye."""
+        return (
+            f"n={self.num_samples}, temperature={self.temperature:g}, top-p={self.top_p:g}, "
+            f"T_max={self.max_response_tokens}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One base model of the paper: how it was sampled, and what every method reached."""
+
+    name: str
+    title: str
+    """The model, as the paper prints it."""
+    sampling: Sampling
+    published: dict[str, dict[str, tuple[str, str]]]
+    """Method -> benchmark (or `average`) -> pass@1 and pass@n in %, as printed ("" where not)."""
+
+
+def read_settings(path: Path = PAPER_TABLES) -> dict[str, Setting]:
+    """The paper's settings by name."""
+    settings = {}
+    for name, table in tomllib.loads(path.read_text(encoding="utf-8"))["settings"].items():
+        settings[name] = Setting(
+            name=name,
+            title=table["title"],
+            sampling=Sampling(
+                num_samples=table["num_samples"],
+                temperature=table["temperature"],
+                top_p=table["top_p"],
+                max_response_tokens=table["max_response_tokens"],
+            ),
+            published={
+                method: _cells(table["columns"], cells) for method, cells in table["rows"].items()
+            },
+        )
+    return settings
+
+
+def _cells(columns: list[str], cells: list[Any]) -> dict[str, tuple[str, str]]:
+    pairs = (cell.partition("/") for cell in cells)
+    return {column: (first, last) for column, (first, _, last) in zip(columns, pairs, strict=True)}

@@ -1,0 +1,222 @@
+"""From judged samples to figures: `results.json` of an evaluation, written and read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gapo_megatron.data.benchmarks import BENCHMARKS
+from gapo_megatron.errors import DataError
+from gapo_megatron.evaluate.paper import Sampling
+from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
+from gapo_megatron.evaluate.samples import (
+    Sample,
+    Solved,
+    read_samples,
+    seed_folder,
+    write_whole,
+)
+from gapo_megatron.types import Outcome
+
+RESULTS_FILE = "results.json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SeedResult:
+    """One benchmark under one seed. Shares and rates are in 0..1."""
+
+    pass_at_k: list[float]
+    """[n], k = 1..n: mean over the problems that keep k samples with a known verdict; NaN: none."""
+    problems_at_k: list[int]
+    """[n], how many problems that is."""
+    unknown_verdicts: float
+    """Share of samples; they are left out."""
+    truncated: float
+    """Share of samples that reached the token limit."""
+    response_tokens: float
+    """Mean."""
+    counts: dict[str, tuple[int, int]]
+    """Problem -> samples with a known verdict, and how many of them are correct."""
+    instructions: dict[str, float]
+    """IFEval's four accuracies; empty for other benchmarks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Results:
+    """What is in `results.json`."""
+
+    model: str
+    setting: str
+    """Of the paper (docs/paper_tables.toml), whose published figures can be set beside; or ""."""
+    sampling: Sampling
+    files: dict[str, str]
+    """Benchmark -> SHA-256 of its problem file; of several, each in turn."""
+    benchmarks: dict[str, dict[int, SeedResult]]
+    """Name -> seed -> figures, in the order of the paper's columns."""
+
+    def values(self, benchmark: str, k: int) -> list[float]:
+        """pass@k by seed; `average` is the mean of the paper's six mathematical benchmarks.
+
+        Empty where the benchmark (or one of the six) was not evaluated.
+        """
+        if benchmark != "average":
+            return [seed.pass_at_k[k - 1] for seed in self.benchmarks.get(benchmark, {}).values()]
+        six = [name for name, one in BENCHMARKS.items() if one.in_average]
+        seeds = set.intersection(*(set(self.benchmarks.get(name, {})) for name in six))
+        return [
+            math.fsum(self.benchmarks[name][seed].pass_at_k[k - 1] for name in six) / len(six)
+            for seed in sorted(seeds)
+        ]
+
+    def solve_rates(self, benchmark: str) -> dict[str, float]:
+        """Problem -> mean over seeds of its solve rate; NaN where no verdict is known."""
+        totals: Counter[str] = Counter()
+        correct: Counter[str] = Counter()
+        for seed in self.benchmarks[benchmark].values():
+            for problem, (num_known, num_correct) in seed.counts.items():
+                totals[problem] += num_known
+                correct[problem] += num_correct
+        return {
+            problem: correct[problem] / total if total else math.nan
+            for problem, total in totals.items()
+        }
+
+
+def measure(problems: Sequence[Solved], *, num_samples: int) -> SeedResult:
+    """Figures of one benchmark under one seed.
+
+    Args:
+        problems: all of the benchmark's.
+        num_samples: n, per problem.
+    """
+    counts = {problem.id: (problem.num_known, problem.num_correct) for problem in problems}
+    samples = [sample for problem in problems for sample in problem.samples]
+    num_known = sum(known for known, _ in counts.values())
+    return SeedResult(
+        pass_at_k=[mean_pass_at_k(counts.values(), k) for k in range(1, num_samples + 1)],
+        problems_at_k=[
+            sum(known >= k for known, _ in counts.values()) for k in range(1, num_samples + 1)
+        ],
+        unknown_verdicts=1 - num_known / len(samples),
+        truncated=sum(sample.truncated for sample in samples) / len(samples),
+        response_tokens=sum(sample.num_tokens for sample in samples) / len(samples),
+        counts=counts,
+        instructions=_instruction_accuracies(samples),
+    )
+
+
+def _instruction_accuracies(samples: Sequence[Sample]) -> dict[str, float]:
+    """Shares of followed instructions, and of samples that follow all of theirs; known ones."""
+    accuracies = {}
+    for mode, half in (("strict", 0), ("loose", 1)):
+        parts = [
+            sample.instructions[half * len(sample.instructions) // 2 :][
+                : len(sample.instructions) // 2
+            ]
+            for sample in samples
+            if sample.instructions
+        ]
+        if not parts:
+            return {}
+        worst_first = (Outcome.WRONG, Outcome.UNKNOWN, Outcome.CORRECT)
+        by_prompt = [min(part, key=worst_first.index) for part in parts]
+        accuracies[f"prompt_{mode}"] = _share_correct(by_prompt)
+        accuracies[f"instruction_{mode}"] = _share_correct([one for part in parts for one in part])
+    return accuracies
+
+
+def _share_correct(outcomes: Sequence[Outcome]) -> float:
+    known = len(outcomes) - outcomes.count(Outcome.UNKNOWN)
+    return outcomes.count(Outcome.CORRECT) / known if known else math.nan
+
+
+def collect(
+    output_dir: Path,
+    *,
+    model: str,
+    setting: str,
+    sampling: Sampling,
+    files: dict[str, str],
+    problem_ids: dict[str, Iterable[str]],
+    seeds: Sequence[int],
+) -> Results:
+    """Measure every benchmark and seed that is kept whole; the others are left out.
+
+    Args:
+        output_dir: of the evaluation. What its `results.json` has of other benchmarks and seeds
+            stays: all samples in one folder are drawn alike from the same weights.
+        model: Hugging Face folder.
+        setting: as of `Results`; what `results.json` has stays where it is "".
+        sampling: how the samples were drawn.
+        files: as of `Results`.
+        problem_ids: of every benchmark.
+        seeds: to look for.
+    """
+    found: dict[str, dict[int, SeedResult]] = {}
+    if (output_dir / RESULTS_FILE).exists():
+        before = read_results(output_dir)
+        found, files, setting = before.benchmarks, before.files | files, setting or before.setting
+    for name in problem_ids:
+        for seed in seeds:
+            kept = read_samples(seed_folder(output_dir, name, seed))
+            ids = list(problem_ids[name])
+            if all(problem in kept for problem in ids):
+                found.setdefault(name, {})[seed] = measure(
+                    [kept[problem] for problem in ids],
+                    num_samples=sampling.num_samples,
+                )
+    ordered = {name: dict(sorted(found[name].items())) for name in BENCHMARKS if name in found}
+    return Results(model, setting, sampling, {name: files[name] for name in ordered}, ordered)
+
+
+def write_results(results: Results, output_dir: Path) -> Path:
+    """Write `results.json`; NaN becomes null."""
+    path = output_dir / RESULTS_FILE
+    write_whole(path, json.dumps(_without_nan(dataclasses.asdict(results)), indent=1) + "\n")
+    return path
+
+
+def read_results(output_dir: Path) -> Results:
+    """Read what `write_results` wrote.
+
+    Raises:
+        DataError: the folder holds none, or it is damaged.
+    """
+    path = output_dir / RESULTS_FILE
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return Results(
+            model=raw["model"],
+            setting=raw["setting"],
+            sampling=Sampling(**raw["sampling"]),
+            files=raw["files"],
+            benchmarks={
+                name: {int(seed): _seed_result(one) for seed, one in seeds.items()}
+                for name, seeds in raw["benchmarks"].items()
+            },
+        )
+    except OSError as error:
+        raise DataError(
+            f"{output_dir}: holds no {RESULTS_FILE} of an evaluation: {error.strerror}"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: damaged: {type(error).__name__}: {error}") from None
+
+
+def _seed_result(raw: dict[str, Any]) -> SeedResult:
+    counts = {problem: (known, correct) for problem, (known, correct) in raw["counts"].items()}
+    pass_at_k = [math.nan if value is None else value for value in raw["pass_at_k"]]
+    return SeedResult(**(raw | {"counts": counts, "pass_at_k": pass_at_k}))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,169 @@
+"""Judged samples on disk: what makes an evaluation resume, and its figures reproducible.
+
+    OUTPUT/settings.json                 how all samples are drawn; others never mix
+    OUTPUT/aime24/problems.json          which file the problems are from
+    OUTPUT/aime24/seed_0/aime24-0.jsonl  some problems, one a line, with all of their samples
+
+A file is named after its first problem and appears whole or not at all, so a kill loses only what
+was being generated; which rank wrote it does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.types import Outcome, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response to a problem, judged."""
+
+    response: str
+    """Text, without special tokens."""
+    verdict: Verdict
+    num_tokens: int
+    """EOS included."""
+    truncated: bool
+    instructions: tuple[Outcome, ...] = ()
+    """IFEval: of each instruction alone, strict, and then of each loose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """One problem with all of its samples."""
+
+    id: str
+    level: str
+    samples: tuple[Sample, ...]
+
+    @property
+    def num_known(self) -> int:
+        """Samples whose verdict is known."""
+        return sum(sample.verdict.outcome is not Outcome.UNKNOWN for sample in self.samples)
+
+    @property
+    def num_correct(self) -> int:
+        return sum(sample.verdict.outcome is Outcome.CORRECT for sample in self.samples)
+
+
+def seed_folder(output_dir: Path, benchmark: str, seed: int) -> Path:
+    """Where the samples of one benchmark and seed lie."""
+    return output_dir / benchmark / f"seed_{seed}"
+
+
+def write_samples(folder: Path, problems: Sequence[Solved]) -> None:
+    """Keep problems, none of which is there yet, as one file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(_to_json(problem), ensure_ascii=False) + "\n" for problem in problems)
+    # A lone half of a surrogate pair, in a response or a program's complaint, has no form in UTF-8.
+    text = "".join(lines).encode("utf-8", "replace").decode("utf-8")
+    write_whole(folder / f"{problems[0].id}.jsonl", text)
+
+
+def read_samples(folder: Path) -> dict[str, Solved]:
+    """Everything kept of one benchmark and seed, by problem; empty if there is nothing yet.
+
+    Raises:
+        DataError: a file is damaged, or two hold the same problem.
+    """
+    return {problem.id: problem for problem in _read(folder)}
+
+
+def read_ids(folder: Path) -> set[str]:
+    """Ids of the problems that are kept; raises as `read_samples`, without its memory."""
+    return {problem.id for problem in _read(folder)}
+
+
+def _read(folder: Path) -> Iterator[Solved]:
+    found: set[str] = set()
+    for path in sorted(folder.glob("*.jsonl")):
+        # Not splitlines: responses may hold other line separators than "\n".
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+            try:
+                problem = _from_json(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{path}:{number}: not a problem with samples ({type(error).__name__}: "
+                    f"{error}); remove the file, and its problems are sampled again"
+                ) from None
+            if problem.id in found:
+                raise DataError(f"{path}:{number}: problem {problem.id} is in another file too")
+            found.add(problem.id)
+            yield problem
+
+
+def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") -> None:
+    """Write what samples depend on, or see that those already there depend on the same.
+
+    Args:
+        path: of the file.
+        settings: JSON.
+        done: to the samples under these settings, for the message: `drawn` or `judged`.
+
+    Raises:
+        ConfigError: they were not; names what differs.
+    """
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        differences = [
+            f"{key} was {before.get(key)!r}, is {settings.get(key)!r}"
+            for key in sorted(before.keys() | settings.keys())
+            if before.get(key) != settings.get(key)
+        ]
+        if differences:
+            raise ConfigError(
+                f"{path.parent} holds samples {done} otherwise ({'; '.join(differences)}): give "
+                "another --output, or remove it"
+            )
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(settings, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that a kill leaves as it was, or whole."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(partial, path)
+
+
+def _to_json(problem: Solved) -> dict[str, Any]:
+    return {
+        "id": problem.id,
+        "level": problem.level,
+        "samples": [
+            {
+                "outcome": sample.verdict.outcome,
+                "reason": sample.verdict.reason,
+                "num_tokens": sample.num_tokens,
+                "truncated": sample.truncated,
+                **({"instructions": sample.instructions} if sample.instructions else {}),
+                "response": sample.response,
+            }
+            for sample in problem.samples
+        ],
+    }
+
+
+def _from_json(row: dict[str, Any]) -> Solved:
+    return Solved(
+        id=row["id"],
+        level=row["level"],
+        samples=tuple(
+            Sample(
+                response=sample["response"],
+                verdict=Verdict(Outcome(sample["outcome"]), sample["reason"]),
+                num_tokens=sample["num_tokens"],
+                truncated=sample["truncated"],
+                instructions=tuple(map(Outcome, sample.get("instructions", ()))),
+            )
+            for sample in row["samples"]
+        ),
+    )

@@ -1,0 +1,93 @@
+"""Tables of an evaluation's results."""
+
+from __future__ import annotations
+
+from gapo_megatron.data.benchmarks import BENCHMARKS
+from gapo_megatron.evaluate.results import Results
+from gapo_megatron.evaluate.table import Table, mean, percent, with_interval
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4, ... below `limit`, and `limit`."""
+    return sorted({2**i for i in range(limit.bit_length()) if 2**i < limit} | {limit})
+
+
+def results_tables(results: Results) -> list[Table]:
+    """What one evaluation shows: pass@k, the samples, and IFEval's accuracies where it was run."""
+    tables = [_pass_table(results), _samples_table(results)]
+    if any(seed.instructions for seeds in results.benchmarks.values() for seed in seeds.values()):
+        tables.append(_instructions_table(results))
+    return tables
+
+
+def _pass_table(results: Results) -> Table:
+    num_samples = results.sampling.num_samples
+    ks = powers_of_two(num_samples)
+    rows, num_seeds = [], set()
+    for name in ["average", *results.benchmarks]:
+        values = [results.values(name, k) for k in ks]
+        if values[0]:
+            rows.append([title(name), *map(with_interval, values)])
+            num_seeds.add(len(values[0]))
+    notes = []
+    if num_seeds != {1}:
+        notes.append(
+            f"± is the 95 % interval of the mean (Student's t) over "
+            f"{' or '.join(map(str, sorted(num_seeds)))} sampling seeds."
+        )
+    left = [
+        f"{title(name)} {min(seed.problems_at_k[-1] for seed in seeds.values())} of "
+        f"{max(len(seed.counts) for seed in seeds.values())}"
+        for name, seeds in results.benchmarks.items()
+        if any(seed.problems_at_k[-1] < len(seed.counts) for seed in seeds.values())
+    ]
+    if left:
+        notes.append(
+            f"Unknown verdicts are left out: pass@{num_samples} stands for fewer problems "
+            f"({', '.join(left)})."
+        )
+    return Table(
+        f"{results.model}: pass@k in %, {results.sampling.text}",
+        ["benchmark", *(f"pass@{k}" for k in ks)],
+        rows,
+        notes=notes,
+    )
+
+
+def _samples_table(results: Results) -> Table:
+    columns = ["benchmark", "problems", "seeds", "tokens", "truncated %", "unknown %"]
+    rows = []
+    for name, by_seed in results.benchmarks.items():
+        seeds = list(by_seed.values())
+        rows.append(
+            [
+                title(name),
+                str(len(seeds[0].counts)),
+                str(len(seeds)),
+                f"{mean([seed.response_tokens for seed in seeds]):.0f}",
+                percent(mean([seed.truncated for seed in seeds])),
+                percent(mean([seed.unknown_verdicts for seed in seeds]), digits=2),
+            ]
+        )
+    return Table(
+        "Samples: mean length, share cut off at T_max, share without verdict", columns, rows
+    )
+
+
+def _instructions_table(results: Results) -> Table:
+    columns = ["IFEval", "strict", "loose"]
+    rows = []
+    for unit, shown in {"prompt": "prompts", "instruction": "instructions"}.items():
+        cells = [
+            with_interval([seed.instructions[f"{unit}_{mode}"] for seed in by_seed.values()])
+            for by_seed in results.benchmarks.values()
+            if all(seed.instructions for seed in by_seed.values())
+            for mode in ("strict", "loose")
+        ]
+        rows.append([shown, *cells])
+    return Table("Followed, in % of those that could be judged", columns, rows)
+
+
+def title(benchmark: str) -> str:
+    """Head of a benchmark's column or row."""
+    return "Avg." if benchmark == "average" else BENCHMARKS[benchmark].title

@@ -1,0 +1,31 @@
+"""Files of a run folder that tell how the run stands. The standard library alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+BRANCH_NAME = "branch.json"
+"""Of a branched run: where it left another one (`checkpoint.manifest.Branch`)."""
+
+
+def is_finished(run_dir: str | Path, *, num_steps: int) -> bool:
+    """Whether a run of `num_steps` steps was completed in this folder, model exported and all."""
+    try:
+        text = (Path(run_dir) / "finished.json").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    return bool(json.loads(text)["num_steps"] >= num_steps)
+
+
+def mark_finished(run_dir: str | Path, *, num_steps: int) -> None:
+    """Make `is_finished` true. Rank 0, once everything is written."""
+    write_atomically(Path(run_dir) / "finished.json", json.dumps({"num_steps": num_steps}))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a line or more, which a reader sees whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text + "\n", encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,377 @@
+"""Verifier of instruction following: the 25 checks of IFEval, strict and loose.
+
+An answer is JSON text, each instruction with the arguments of the published file:
+
+    {"instructions": [{"id": "punctuation:no_comma"}, ...], "loose": false}
+
+A response is correct when it follows all of them. Loose: when it follows each after one of the
+usual wrappings is taken off (`_variants`).
+
+The checks are those of Zhou et al. 2023, "Instruction-Following Evaluation for Large Language
+Models", with two differences: sentences and words in capitals are told apart by the rules below,
+where the authors use NLTK's; and where no language can be told, the verdict is unknown, which the
+authors count as followed. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import string
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from langdetect import DetectorFactory, LangDetectException, detect
+
+from gapo_megatron.errors import DataError
+from gapo_megatron.types import Outcome, Verdict
+
+DetectorFactory.seed = 0  # it draws at random: equal text, equal answer
+
+Instruction = tuple[str, dict[str, Any]]
+
+
+class CannotTellError(Exception):
+    """A check that depends on something which cannot be known here; says what."""
+
+
+def verify(response: str, answer: str) -> Verdict:
+    """Say whether `response` follows every instruction of `answer`.
+
+    Raises:
+        DataError: the answer is not one of `parse`.
+    """
+    instructions, loose = parse(answer)
+    if not response.strip():
+        return Verdict(Outcome.WRONG, "the response is empty")
+    versions = _variants(response) if loose else [response]
+    broken, unknown = [], []
+    for name, arguments in instructions:
+        try:
+            if not _follows(versions, partial(_CHECKS[name], **arguments)):
+                broken.append(name)
+        except CannotTellError as error:
+            unknown.append(f"{name}: {error}")
+    if broken:
+        return Verdict(Outcome.WRONG, f"not followed: {', '.join(broken)}")
+    if unknown:
+        return Verdict(Outcome.UNKNOWN, "; ".join(unknown))
+    return Verdict(Outcome.CORRECT)
+
+
+def parse(answer: str) -> tuple[list[Instruction], bool]:
+    """Instructions of an answer, with their arguments, and whether they are meant loosely.
+
+    Raises:
+        DataError: not JSON of this form, or an instruction or argument is unknown or missing.
+    """
+    try:
+        document = json.loads(answer)
+        rows = [dict(row) for row in document["instructions"]]
+        instructions = [(row.pop("id"), row) for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"instructions {answer[:80]!r}: not of the form {{'instructions': [{{'id': ...}}]}}: "
+            f"{type(error).__name__}: {error}"
+        ) from None
+    if not instructions:
+        raise DataError("instructions: the list is empty")
+    for name, arguments in instructions:
+        if name not in _CHECKS:
+            raise DataError(f"instruction {name!r} is not one of {', '.join(_CHECKS)}")
+        try:
+            inspect.signature(_CHECKS[name]).bind("", **arguments)
+        except TypeError as error:
+            raise DataError(f"instruction {name} with {arguments}: {error}") from None
+        for key in arguments.keys() & {"relation", "let_relation", "capital_relation"}:
+            if arguments[key] not in _RELATIONS:
+                raise DataError(
+                    f"instruction {name}: {key} ({arguments[key]!r}) must be one of "
+                    f"{', '.join(_RELATIONS)}"
+                )
+    return instructions, document.get("loose", False)
+
+
+def split(answer: str) -> list[str]:
+    """One answer for each instruction alone: strict, and then for each loose.
+
+    IFEval reports both, by instruction and by prompt; `verify` of these gives all four figures.
+    """
+    instructions, _ = parse(answer)
+    return [
+        json.dumps({"instructions": [{"id": name, **arguments}], "loose": loose})
+        for loose in (False, True)
+        for name, arguments in instructions
+    ]
+
+
+def _follows(versions: Sequence[str], check: Callable[[str], bool]) -> bool:
+    """True if any version does; CannotTellError if none does for sure and one may."""
+    doubt = None
+    for version in versions:
+        try:
+            if version.strip() and check(version):
+                return True
+        except CannotTellError as error:
+            doubt = error
+    if doubt:
+        raise doubt
+    return False
+
+
+def _variants(response: str) -> list[str]:
+    """The response with and without its first line, its last line, and its asterisks."""
+    lines = response.split("\n")
+    cut = [lines, lines[1:], lines[:-1], lines[1:-1]]
+    texts = [response, *("\n".join(kept).strip() for kept in cut[1:])]
+    return texts + [text.replace("*", "") for text in texts]
+
+
+_RELATIONS: dict[str, Callable[[int, int], bool]] = {
+    "less than": lambda number, limit: number < limit,
+    "at least": lambda number, limit: number >= limit,
+}
+
+
+def _compare(number: int, relation: str, limit: int) -> bool:
+    return _RELATIONS[relation](number, limit)
+
+
+def _existence(response: str, *, keywords: Sequence[str]) -> bool:
+    return all(keyword.lower() in response.lower() for keyword in keywords)
+
+
+def _frequency(response: str, *, keyword: str, frequency: int, relation: str) -> bool:
+    """A keyword counts inside of longer words too."""
+    return _compare(response.lower().count(keyword.lower()), relation, frequency)
+
+
+def _forbidden_words(response: str, *, forbidden_words: Sequence[str]) -> bool:
+    """Here only whole words count."""
+    return not any(
+        re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words
+    )
+
+
+def _letter_frequency(response: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return _compare(response.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def _language(text: str) -> str:
+    try:
+        return str(detect(text))
+    except LangDetectException as error:
+        raise CannotTellError(f"no language can be told: {error}") from None
+
+
+def _response_language(response: str, *, language: str) -> bool:
+    return _language(response) == language
+
+
+def _english_capital(response: str) -> bool:
+    return response.isupper() and _language(response) == "en"
+
+
+def _english_lowercase(response: str) -> bool:
+    return response.islower() and _language(response) == "en"
+
+
+# Length.
+
+# A period after these, or after a single letter, ends no sentence ...
+_BEFORE_MORE = {
+    *("mr", "mrs", "ms", "dr", "prof", "sr", "jr", "st", "gen", "gov", "rep", "sen", "capt", "col"),
+    *("lt", "sgt", "rev", "hon", "vs", "e.g", "i.e", "cf", "fig", "vol", "pp", "approx"),
+}
+# ... and after these only where a capital follows.
+_BEFORE_MORE_OR_LAST = {
+    *("jan", "feb", "mar", "apr", "jun", "jul", "aug", "sep", "sept", "oct", "nov", "dec", "etc"),
+    *("inc", "ltd", "co", "corp", "dept", "a.m", "p.m", "u.s", "u.k", "d.c", "ph.d"),
+}
+# Each run is read once, however long: models end in thousands of dots.
+_SENTENCE_END = re.compile(r"(?<![.!?])([.!?]++)[\"'\u201d\u2019)\]*_]*+(?=\s|$)")
+
+
+def count_sentences(text: str) -> int:
+    """Sentences: pieces with a letter in them, cut after . ! ? before white space."""
+    count = start = 0
+    for end in _SENTENCE_END.finditer(text):
+        if end[1] == "." and _is_abbreviation(text, end.start(), end.end()):
+            continue
+        count += _has_letter(text[start : end.end()])
+        start = end.end()
+    return count + _has_letter(text[start:])
+
+
+def _is_abbreviation(text: str, period: int, end: int) -> bool:
+    """Whether the period belongs to its word alone."""
+    words = text[max(0, period - 12) : period].split()
+    word = words[-1].lstrip("\"'\u201c\u2018([*_").lower() if words else ""
+    if word in _BEFORE_MORE_OR_LAST:
+        return not text[end : end + 8].lstrip()[:1].isupper()
+    return word in _BEFORE_MORE or (len(word) == 1 and word.isalpha() and word != "i")
+
+
+def _has_letter(text: str) -> bool:
+    return any(character.isalpha() for character in text)
+
+
+def _number_sentences(response: str, *, num_sentences: int, relation: str) -> bool:
+    return _compare(count_sentences(response), relation, num_sentences)
+
+
+def _number_words(response: str, *, num_words: int, relation: str) -> bool:
+    return _compare(len(re.findall(r"\w+", response)), relation, num_words)
+
+
+def _number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
+    """Paragraphs stand between lines of three asterisks; only the outermost may be empty."""
+    parts = _without_empty_ends(re.split(r"\s?\*\*\*\s?", response))
+    return len(parts) == num_paragraphs and all(part.strip() for part in parts)
+
+
+def _nth_paragraph_first_word(
+    response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
+    """Paragraphs stand between two newlines; the word ends at punctuation."""
+    parts = response.split("\n\n")
+    if sum(bool(part.strip()) for part in parts) != num_paragraphs:
+        return False
+    if not 1 <= nth_paragraph <= num_paragraphs or not parts[nth_paragraph - 1].strip():
+        return False
+    word = parts[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
+    return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
+
+
+def _without_empty_ends(parts: list[str]) -> list[str]:
+    if parts and not parts[0].strip():
+        parts = parts[1:]
+    if parts and not parts[-1].strip():
+        parts = parts[:-1]
+    return parts
+
+
+def _number_placeholders(response: str, *, num_placeholders: int) -> bool:
+    return len(re.findall(r"\[[^\[\]\n]*\]", response)) >= num_placeholders
+
+
+def _postscript(response: str, *, postscript_marker: str) -> bool:
+    """Spaces may stand between the marker's letters; capitals do not matter."""
+    forms = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    form = forms.get(postscript_marker, re.escape(postscript_marker.lower()))
+    return re.search(form, response.lower()) is not None
+
+
+# Format.
+
+
+def _number_bullet_lists(response: str, *, num_bullets: int) -> bool:
+    lines = [line.strip() for line in response.split("\n")]
+    starred = [line for line in lines if re.match(r"\*[^*]", line)]
+    dashed = [line for line in lines if line.startswith("-")]
+    return len(starred) + len(dashed) == num_bullets
+
+
+def _constrained_response(response: str) -> bool:
+    options = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+    return any(option in response for option in options)
+
+
+def _number_highlighted_sections(response: str, *, num_highlights: int) -> bool:
+    """*Text* and **text** on one line, not empty."""
+    single = re.findall(r"\*[^\n*]*\*", response)
+    double = re.findall(r"\*\*[^\n*]*\*\*", response)
+    found = [part for part in single + double if part.strip("*").strip()]
+    return len(found) >= num_highlights
+
+
+def _multiple_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
+    """The argument's name is the published one."""
+    return len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", response)) >= num_sections
+
+
+def _json_format(response: str) -> bool:
+    """The whole response, apart from a Markdown fence."""
+    text = response.strip()
+    fence = re.match(r"```(?:json|Json|JSON)?", text)
+    if fence:
+        text = text[fence.end() :]
+    try:
+        json.loads(text.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _title(response: str) -> bool:
+    lines = [line[line.find("<<") : line.rfind(">>") + 2] for line in response.split("\n")]
+    titles = [line for line in lines if line.startswith("<<") and line.endswith(">>")]
+    return any(title.strip("<>").strip() for title in titles)
+
+
+def _two_responses(response: str) -> bool:
+    """Two different ones around six asterisks; only the outermost may be empty."""
+    parts = _without_empty_ends(response.split("******"))
+    return (
+        len(parts) == 2
+        and all(part.strip() for part in parts)
+        and (parts[0].strip() != parts[1].strip())
+    )
+
+
+def _repeat_prompt(response: str, *, prompt_to_repeat: str) -> bool:
+    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+# Start and end, letters, punctuation.
+
+
+def _end_checker(response: str, *, end_phrase: str) -> bool:
+    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def _quotation(response: str) -> bool:
+    text = response.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+def _capital_word_frequency(
+    response: str, *, capital_frequency: int, capital_relation: str
+) -> bool:
+    words = (word.strip(string.punctuation) for word in response.split())
+    return _compare(sum(word.isupper() for word in words), capital_relation, capital_frequency)
+
+
+def _no_comma(response: str) -> bool:
+    return "," not in response
+
+
+_CHECKS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": _existence,
+    "keywords:frequency": _frequency,
+    "keywords:forbidden_words": _forbidden_words,
+    "keywords:letter_frequency": _letter_frequency,
+    "language:response_language": _response_language,
+    "length_constraints:number_sentences": _number_sentences,
+    "length_constraints:number_paragraphs": _number_paragraphs,
+    "length_constraints:number_words": _number_words,
+    "length_constraints:nth_paragraph_first_word": _nth_paragraph_first_word,
+    "detectable_content:number_placeholders": _number_placeholders,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": _number_bullet_lists,
+    "detectable_format:constrained_response": _constrained_response,
+    "detectable_format:number_highlighted_sections": _number_highlighted_sections,
+    "detectable_format:multiple_sections": _multiple_sections,
+    "detectable_format:json_format": _json_format,
+    "detectable_format:title": _title,
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": _repeat_prompt,
+    "startend:end_checker": _end_checker,
+    "startend:quotation": _quotation,
+    "change_case:capital_word_frequency": _capital_word_frequency,
+    "change_case:english_capital": _english_capital,
+    "change_case:english_lowercase": _english_lowercase,
+    "punctuation:no_comma": _no_comma,
+}

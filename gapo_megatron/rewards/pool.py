@@ -1,0 +1,274 @@
+"""Worker processes that judge responses: whatever a verifier does, the trainer goes on.
+
+Workers are plain subprocesses (never forks: the trainer holds GPU and engine), each at the other
+end of a socket pair. The parent alone keeps the time. A worker that hangs, crashes or talks
+nonsense is killed and replaced, and the item it had becomes unknown, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from gapo_megatron.errors import RewardError
+from gapo_megatron.types import Outcome, Verdict
+
+START_TIMEOUT_S = 300.0
+"""For a new worker to import its verifier: about a second, more while the machine is busy."""
+
+MAX_FAILED_STARTS = 3
+"""In a row; with more, workers cannot start here. One may be killed in its start by chance."""
+
+QUESTION_S = 5.0
+"""Between two questions of `judge` whether it may end."""
+
+READY = b"ready\n"
+"""What a worker sends first, once its verifier is imported."""
+
+SIGNALS_LEFT_TO_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Sent to every process of a job. A worker starts with them blocked, then lets them pass by."""
+
+MAX_REPLY_BYTES = 64 * 1024
+"""Of one verdict; a worker that sends more is not sending verdicts."""
+
+
+class Pool:
+    """A fixed number of worker processes, started at once and kept until `close`.
+
+    Local to its process: no collectives. Not thread-safe, and to be made and used in the main
+    thread: the kernel ends a worker together with the thread that started it. So workers end with
+    the trainer, however that ends; signals (Ctrl-C, Slurm's warning) they leave to it.
+    """
+
+    def __init__(
+        self,
+        verifier: str,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        options: Mapping[str, Any] = {},
+    ) -> None:
+        """Start the workers and return; they import the verifier meanwhile.
+
+        Args:
+            verifier: name of a module with `verify(response, answer) -> Verdict`. Imported in the
+                workers alone; it should import neither torch nor transformers.
+            num_workers: processes.
+            timeout_s: wall-clock seconds for one item, from when a worker takes it.
+            options: further keyword arguments of `verify`; JSON.
+        """
+        assert num_workers > 0, f"num_workers ({num_workers}) must be positive"
+        self.verifier = verifier
+        self.timeout_s = timeout_s
+        self._command = [sys.executable, "-m", "gapo_megatron.rewards.worker", verifier]
+        self._command += [json.dumps(dict(options))]
+        self._workers = [_Worker(self._command) for _ in range(num_workers)]
+        self._num_failed_starts = 0
+        self._next_index = 0  # never used twice: a late verdict must not pass for another item's
+
+    def wait_until_ready(self) -> None:
+        """Return when every worker has started: before work that a failure would waste.
+
+        Raises:
+            RewardError: as `judge`.
+        """
+        self._settle()
+        while not all(worker.is_ready for worker in self._workers):
+            self._wait(math.inf)
+            self._settle()
+
+    def judge(
+        self, items: Sequence[tuple[str, str]], *, may_end: Callable[[bool], bool] = bool
+    ) -> list[Verdict]:
+        """Give each (response, answer) to the next free worker.
+
+        Args:
+            items: any number.
+            may_end: asked every few seconds, and as long as all items are judged, with whether they
+                are; then False keeps it here. What it raises breaks off, and the pool stays usable.
+
+        Returns:
+            One verdict per item, in order; unknown, with the reason, where the worker failed.
+
+        Raises:
+            RewardError: workers cannot start; their own error is on stderr.
+        """
+        first = self._next_index
+        self._next_index += len(items)
+        waiting = deque(range(first, self._next_index))
+        verdicts: dict[int, Verdict] = {}
+        next_question = time.monotonic() + QUESTION_S
+        self._settle()  # a worker may have been killed while there was nothing to judge
+        while len(verdicts) < len(items):
+            for worker in self._workers:
+                if worker.is_free and waiting:
+                    index = waiting.popleft()
+                    worker.take(index, items[index - first], timeout_s=self.timeout_s)
+            self._wait(next_question)
+            verdicts |= {index: one for index, one in self._settle().items() if index >= first}
+            if time.monotonic() >= next_question:
+                may_end(False)
+                next_question = time.monotonic() + QUESTION_S
+        while not may_end(True):
+            pass
+        return [verdicts[first + place] for place in range(len(items))]
+
+    def close(self) -> None:
+        """End the workers and wait for that. May be called twice."""
+        while self._workers:
+            self._workers.pop().kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait(self, until: float) -> None:
+        """Until a worker has something to say or reads on, or the next deadline."""
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                writes = selectors.EVENT_WRITE if worker.outbox else 0
+                selector.register(worker.channel, selectors.EVENT_READ | writes)
+            deadline = min(until, *(worker.deadline for worker in self._workers))
+            selector.select(max(0.0, deadline - time.monotonic()))
+
+    def _settle(self) -> dict[int, Verdict]:
+        """Take the verdicts that are there, by index of the item, and replace failed workers."""
+        verdicts = {}
+        for place, worker in enumerate(self._workers):
+            worker.exchange()  # before its time is looked at: nobody may have listened for long
+            if not worker.failure and not worker.verdict and time.monotonic() > worker.deadline:
+                worker.failure = f"took longer than {worker.limit_s:g} s"
+            if worker.failure:
+                worker.verdict = Verdict(Outcome.UNKNOWN, worker.failure)
+            if worker.verdict and worker.index is not None:
+                verdicts[worker.index] = worker.verdict
+            if worker.failure:
+                self._replace(place)
+            elif worker.verdict:
+                worker.rest()
+        return verdicts
+
+    def _replace(self, place: int) -> None:
+        worker = self._workers[place]
+        worker.kill()
+        self._num_failed_starts = 0 if worker.is_ready else self._num_failed_starts + 1
+        if self._num_failed_starts > MAX_FAILED_STARTS:
+            raise RewardError(f"a worker for {self.verifier} cannot start: {worker.failure}")
+        self._workers[place] = _Worker(self._command)
+
+
+class _Worker:
+    """The parent's side of one worker process: starting, free, or busy with one item."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.channel, theirs = socket.socketpair()
+        self.channel.setblocking(False)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_LEFT_TO_TRAINER)
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    env=os.environ | {"PYTHONPATH": _python_path()},
+                    start_new_session=True,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.is_ready = False
+        self.index: int | None = None
+        """Of the item it has."""
+        self.limit(START_TIMEOUT_S)
+        self.verdict: Verdict | None = None
+        self.failure = ""
+        """Why it must be replaced."""
+        self.outbox = memoryview(b"")
+        self._inbox = bytearray()
+
+    @property
+    def is_free(self) -> bool:
+        return self.is_ready and self.index is None
+
+    def take(self, index: int, item: tuple[str, str], *, timeout_s: float) -> None:
+        """Start on an item; the clock runs from here."""
+        self.index = index
+        self.limit(timeout_s)
+        self.outbox = memoryview(json.dumps([index, *item]).encode() + b"\n")
+
+    def rest(self) -> None:
+        """Become free."""
+        self.index, self.verdict = None, None
+        self.limit(math.inf)
+
+    def limit(self, limit_s: float) -> None:
+        """Allow so many seconds from now."""
+        self.limit_s, self.deadline = limit_s, time.monotonic() + limit_s
+
+    def exchange(self) -> None:
+        """Send and receive what can be without waiting; fills `verdict` or `failure`."""
+        if self.failure:
+            return
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            if self.outbox:
+                self.outbox = self.outbox[self.channel.send(self.outbox) :]
+        try:
+            received = self.channel.recv(MAX_REPLY_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            received = b""
+        self._inbox += received
+        if not received:
+            self.failure = f"the verifier crashed ({self.kill()})"
+        elif len(self._inbox) > MAX_REPLY_BYTES:
+            self.failure = f"the verifier sent more than {MAX_REPLY_BYTES} bytes"
+        elif self._inbox.endswith(b"\n"):
+            self._read(bytes(self._inbox))
+            self._inbox.clear()
+
+    def kill(self) -> str:
+        """End the process and what it started, wait for that, and say how it ended."""
+        self.channel.close()
+        if self.process.returncode is None:  # else its number may already be another's
+            # Does not change the exit code of a process that is ending by itself.
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def _read(self, line: bytes) -> None:
+        """One line: that it is ready, or the verdict on its item."""
+        if line == READY and not self.is_ready:
+            self.is_ready = True
+            self.rest()
+            return
+        try:
+            index, outcome, reason = json.loads(line)
+            verdict = Verdict(Outcome(outcome), str(reason))
+        except (ValueError, TypeError):
+            index, verdict = None, None
+        if verdict and self.index is not None and index == self.index:
+            self.verdict = verdict
+        else:
+            self.failure = "the verifier sent something other than its verdict"
+
+
+def _python_path() -> str:
+    """So that the worker finds this package, and the verifier's, wherever the trainer runs."""
+    root = str(Path(__file__).parents[2])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+__all__ = ["Pool"]

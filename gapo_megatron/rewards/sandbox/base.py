@@ -1,0 +1,94 @@
+"""What every sandbox is: limits, two ways to fail, and lines of JSON to a process of ours."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+Kind = Literal["bubblewrap", "apptainer", "service", "unsafe"]
+
+START_TIMEOUT_S = 60.0
+"""For a sandbox to start: 0.05 s, more while the machine is busy."""
+
+
+class SandboxError(RuntimeError):
+    """The sandbox failed, not the program: nothing is known about the program."""
+
+
+class ProgramError(RuntimeError):
+    """The program failed: too slow, too large, crashed, or broke off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a program may use. Exceeding one of them is the program's failure."""
+
+    cpu_s: int = 10
+    """CPU seconds of one test, of all processes together; of function tests, see `total_s`."""
+    wall_s: int = 20
+    """Wall-clock seconds of one test or call."""
+    total_s: int = 60
+    """Wall-clock seconds of all tests of a program, and its CPU seconds in function tests."""
+    memory_mib: int = 1024
+    """Of each process, and of all processes together."""
+    num_processes: int = 32
+    """Processes and threads at a time, the one that watches the program included."""
+    disk_mib: int = 64
+    """Of the private /tmp, the only place to write to; holds a test's input and output too."""
+    output_mib: int = 8
+    """Of one test's standard output, of one returned value, and of any file."""
+
+    def line_bytes(self) -> int:
+        """The longest line a sandbox may write; JSON writes a byte as up to six."""
+        return 6 * self.output_mib * 2**20 + 2**16
+
+
+class Sandbox(ABC):
+    """One running sandbox: a process of ours (`inside`) that runs the program on request."""
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a message (see `inside`) and return the reply.
+
+        Raises:
+            ProgramError: no reply within `wall_s` or `total_s`, none at all, or none of ours.
+            SandboxError: the process of ours is gone, which the program cannot bring about.
+        """
+        self.send(message)
+        return self.receive()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message that has no reply, or one to be received later. Raises as `ask`."""
+        self.write_line(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next reply. Raises as `ask`."""
+        try:
+            reply = json.loads(self.read_line())
+        except (ValueError, RecursionError):
+            reply = None
+        if not isinstance(reply, dict):
+            raise ProgramError("answered something other than a value")
+        return reply
+
+    @abstractmethod
+    def write_line(self, line: bytes) -> None:
+        """Hand over one line; the first waits until the sandbox has started. Raises as `ask`."""
+
+    @abstractmethod
+    def read_line(self) -> bytes:
+        """Return the next line, which the program may have written. Raises as `ask`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every process of the sandbox."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+__all__ = ["START_TIMEOUT_S", "Kind", "Limits", "ProgramError", "Sandbox", "SandboxError"]

@@ -1,0 +1,138 @@
+"""Whether this machine, or the service, can isolate programs: asked before any model is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.rewards.sandbox import (
+    Kind,
+    Limits,
+    ProgramError,
+    SandboxError,
+    split_setting,
+    start_sandbox,
+)
+
+_PROBE = """
+import json, os, resource, socket, time
+
+def works(action):
+    try:
+        action()
+    except (OSError, MemoryError):
+        return False
+    return True
+
+def fork_all():
+    for _ in range(NUM_PROCESSES):
+        if os.fork() == 0:
+            time.sleep(60)
+
+def write(path):
+    with open(path, "w") as file:
+        file.write("x")
+
+def is_outside(folder):  # what lies in the memory of /tmp is counted, and emptied, with it
+    return os.path.isdir(folder) and os.stat(folder).st_dev != os.stat("/tmp").st_dev
+
+def has_capabilities():
+    with open("/proc/self/status") as file:
+        return any(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+
+def mounts():
+    with open("/proc/self/mountinfo") as file:
+        return {line.split()[4] for line in file}
+
+FOLDERS = ("/", "/usr/lib", "/etc", "/home", "/root", "/dev", "/dev/shm", "/dev/mqueue", "/var/tmp")
+disk = os.statvfs("/tmp")
+walls = {
+    "network sockets can be opened": works(socket.socket),
+    "files outside /tmp can be written": any(
+        works(lambda: write(folder + "/probe")) for folder in filter(is_outside, FOLDERS)
+    ),
+    "files of the machine can be read": FILES_CAN_BE_READ,
+    "processes of the machine can be seen": sum(map(str.isdigit, os.listdir("/proc"))) > 2,
+    "programs have capabilities": has_capabilities(),
+    "/tmp is smaller than `disk_mib`": disk.f_blocks * disk.f_frsize < DISK_MIB * 2**20,
+    "the number of processes has no limit": works(fork_all),
+    "memory has no limit": works(lambda: bytearray((MEMORY_MIB + 64) * 2**20)),
+}
+print(json.dumps([name for name, stands in walls.items() if stands]))
+"""
+
+_FILES_CAN_BE_READ: dict[Kind, str] = {
+    "bubblewrap": 'any(map(os.path.exists, ("/etc/passwd", "/home", "/root")))',
+    "service": 'any(map(os.path.exists, ("/etc/passwd", "/home", "/root")))',
+    # An image has those itself; what else is mounted is the machine's.
+    "apptainer": 'any(m not in ("/", "/proc", "/tmp", "/var/tmp") and not '
+    'm.startswith(("/dev", "/etc/")) for m in mounts())',
+}
+
+_NEEDS: dict[Kind, str] = {
+    "bubblewrap": "It needs Linux 5.14 or later, bubblewrap (the package `bubblewrap`) and user "
+    "namespaces for ordinary users",
+    "apptainer": "It needs Linux 5.14 or later, Apptainer 1.1 or later, user namespaces for "
+    "ordinary users, and an image with a Python and /usr/bin/env",
+    "service": "It needs tools/serve_sandboxes.py on that machine, and its secret here",
+    "unsafe": "It needs a Python",
+}
+
+
+def check_sandbox(*, sandbox: str, python: str, limits: Limits) -> None:
+    """Start a sandbox and try its walls from inside.
+
+    Args:
+        sandbox: `reward.sandbox` of the config; `unsafe` only warns, and loudly.
+        python: `reward.python` of the config.
+        limits: that programs will have.
+
+    Raises:
+        ConfigError: programs cannot be isolated here; says what failed and what to do.
+    """
+    kind, _ = split_setting(sandbox)
+    if kind == "unsafe":
+        warnings.warn(
+            "reward.sandbox ('unsafe'): PROGRAMS WRITTEN BY THE MODEL WILL RUN WITH YOUR RIGHTS. "
+            "They can read, change and delete every file of yours and use the network.",
+            stacklevel=2,
+        )
+    asked = limits  # of a service no more than the programs will ask for
+    if kind != "service":  # time enough on a busy machine
+        asked = dataclasses.replace(limits, cpu_s=20, wall_s=60, total_s=max(60, limits.total_s))
+    try:
+        with start_sandbox(asked, sandbox=sandbox, python=python) as box:
+            box.send({"program": _probe(kind, limits), "prelude": ""})
+            reply = box.ask({"stdin": ""})
+    except (SandboxError, ProgramError) as error:
+        raise ConfigError(_explain(sandbox, python, str(error))) from None
+    if reply["failure"]:
+        raise ConfigError(_explain(sandbox, python, f"a program {reply['failure']}"))
+    failed = json.loads(reply["stdout"])
+    if failed:
+        raise ConfigError(_explain(sandbox, python, "; ".join(failed)))
+
+
+def _probe(kind: Kind, limits: Limits) -> str:
+    if kind == "unsafe":
+        return "print([])"  # without walls, trying them would leave its marks
+    probe = _PROBE.replace("FILES_CAN_BE_READ", _FILES_CAN_BE_READ[kind])
+    for name, value in dataclasses.asdict(limits).items():
+        probe = probe.replace(name.upper(), str(value))
+    return probe
+
+
+def _explain(sandbox: str, python: str, reason: str) -> str:
+    kind, _ = split_setting(sandbox)
+    settings, place = f"reward.sandbox ({sandbox!r})", "there"
+    if kind != "service":
+        settings, place = f"{settings}, reward.python ({python!r})", "on this machine"
+    return (
+        f"{settings}: programs cannot be isolated {place}: {reason}. {_NEEDS[kind]}; "
+        "docs/sandbox.md says how to try each. Without them reward.kind='code' cannot run"
+    )
+
+
+__all__ = ["check_sandbox"]

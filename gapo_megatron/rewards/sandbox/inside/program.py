@@ -1,0 +1,119 @@
+"""The processes in which a program runs."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import os
+import resource
+import signal
+import sys
+import types
+from collections.abc import Callable
+from io import FileIO
+from typing import Any, NoReturn
+
+from gapo_megatron.rewards.sandbox.inside.channel import Channel
+from gapo_megatron.rewards.sandbox.inside.values import ListNode, TreeNode, decode, encode
+
+MAX_OPEN_FILES = 64
+SIGNALS_LEFT_TO_JUDGE = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+RECURSION_LIMIT = 50_000
+STACK_BYTES = 64 * 2**20
+PR_SET_DUMPABLE = 4  # prctl(2)
+
+COMMON_IMPORTS = """
+import bisect, collections, datetime, functools, heapq, itertools
+import math, operator, random, re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from operator import *
+from string import *
+from typing import *
+"""
+"""What judges of programming contests import for every program."""
+
+
+def confine(limits: dict[str, int], *, cpu_s: int) -> None:
+    """Set the limits of one process of the program; it cannot raise them."""
+    output, memory = limits["output_mib"] * 2**20, limits["memory_mib"] * 2**20
+    bounds = {
+        resource.RLIMIT_CPU: cpu_s + 1,  # the sum over all processes comes first
+        resource.RLIMIT_FSIZE: output,
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+        resource.RLIMIT_STACK: min(STACK_BYTES, memory),
+    }
+    if os.getppid() == 1:  # outside a user namespace all of the user's processes would count
+        bounds[resource.RLIMIT_NPROC] = limits["num_processes"]
+    for number, bound in bounds.items():
+        hard = resource.getrlimit(number)[1]
+        bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+        resource.setrlimit(number, (bound, bound))
+    os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    # A scheduler sends them to every process of a job, whatever namespace that is in.
+    signal.pthread_sigmask(signal.SIG_SETMASK, SIGNALS_LEFT_TO_JUDGE)
+
+
+def _load(program: dict[str, str], name: str) -> dict[str, Any]:
+    """Run the program as a module."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    sys.argv = ["program.py"]
+    sys.setrecursionlimit(RECURSION_LIMIT)
+    given: dict[str, Any] = {"ListNode": ListNode, "TreeNode": TreeNode}
+    exec(COMMON_IMPORTS, given)
+    for key, value in given.items():
+        # Beside the built-in names, which they do not replace: only what the program defines
+        # itself can be called as its own.
+        vars(builtins).setdefault(key, value)
+    exec(program["prelude"], module.__dict__)
+    exec(compile(program["program"], "program.py", "exec"), module.__dict__)
+    return module.__dict__
+
+
+def become_program(program: dict[str, str], files: list[FileIO], limits: dict[str, int]) -> None:
+    """Be the program for one test, with its standard input, output and error."""
+    for number, file in enumerate(files):
+        os.dup2(file.fileno(), number)
+        file.close()
+    os.closerange(3, 1024)
+    confine(limits, cpu_s=limits["cpu_s"])
+    _load(program, "__main__")
+
+
+def serve_calls(program: dict[str, str], channel: Channel, limits: dict[str, int]) -> NoReturn:
+    """Be the program for all tests of its functions."""
+    confine(limits, cpu_s=limits["total_s"])
+    namespace = None
+    while True:
+        request = channel.receive()
+        try:
+            if namespace is None:
+                namespace = _load(program, "program")
+            function = _find(request["function"], namespace)
+            args = [decode(value) for value in request["args"]]
+            kwargs = {name: decode(value) for name, value in request["kwargs"].items()}
+            channel.send({"value": encode(function(*args, **kwargs))})
+        except BaseException as error:  # the program may raise SystemExit too
+            channel.send({"error": f"{type(error).__name__}: {error}"[:500]})
+
+
+def _find(names: list[str], namespace: dict[str, Any]) -> Callable[..., Any]:
+    """A function by its name, or a method of a new object by the names of class and method."""
+    solution = namespace.get("Solution")
+    if len(names) == 1 and hasattr(solution, names[0]):
+        names = ["Solution", *names]
+    if names[0] not in namespace:
+        raise NameError(f"the program does not define {names[0]}")
+    found = namespace[names[0]]
+    for name in names[1:]:
+        found = getattr(found(), name)
+    return found

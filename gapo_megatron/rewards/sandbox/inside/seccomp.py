@@ -1,0 +1,134 @@
+"""System calls that no program of a test needs, as a filter for the kernel (seccomp).
+
+Namespaces leave some doors: memory that no limit counts (memfd, System V segments, the buffers of
+socket pairs), sockets of families that no namespace covers (vsock), user namespaces inside the
+sandbox with all of the kernel's mount code behind them, and the limits and the priority of process
+1, which is the same user's. The filter shuts those; it does not try to list what is allowed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+"""AUDIT_ARCH and the column of `_DENIED`."""
+
+_DENIED = {
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "move_mount": (429, 429),
+    "open_tree": (428, 428),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "fanotify_init": (300, 262),
+    "personality": (135, 92),
+    "syslog": (103, 116),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122),
+}
+_PRLIMIT = (302, 261)
+_CLONE = (56, 220)
+_CLONE3 = 435
+_NAMESPACES = 0x7E020000
+"""Every CLONE_NEW* flag of clone(2)."""
+
+_LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_FROM, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+_ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+_X32 = 0x40000000  # a second table of numbers on x86_64
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2  # prctl(2)
+
+
+class _Program(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
+def install_filter() -> None:
+    """Put this process, and all that it starts, under the filter for good.
+
+    Raises:
+        OSError: the kernel does not take it.
+    """
+    code = compile_filter(os.uname().machine)
+    program = _Program(len(code) // 8, code)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
+        _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0
+    ):
+        number = ctypes.get_errno()
+        raise OSError(number, f"the filter of system calls: {os.strerror(number)}")
+
+
+def compile_filter(machine: str) -> bytes:
+    """Return the filter of an architecture: an array of struct sock_filter.
+
+    Raises:
+        KeyError: an architecture whose numbers are not here.
+    """
+    audit, column = _ARCHITECTURES[machine]
+    refuse = _REFUSE | errno.EPERM
+    program = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_JUMP_EQUAL, 1, 0, audit),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        (_JUMP_FROM, 0, 1, _X32),
+        (_RETURN, 0, 0, _KILL),
+        # Its flags lie in memory that a filter cannot read; without it libc uses clone.
+        (_JUMP_EQUAL, 0, 1, _CLONE3),
+        (_RETURN, 0, 0, _REFUSE | errno.ENOSYS),
+    ]
+    for numbers in _DENIED.values():
+        program += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, refuse)]
+    program += [
+        # Its own limits a process may lower; a CPU limit on process 1 would end the sandbox.
+        (_JUMP_EQUAL, 0, 4, _PRLIMIT[column]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_JUMP_EQUAL, 0, 1, 0),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, refuse),
+        (_JUMP_EQUAL, 0, 3, _CLONE[column]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_JUMP_ANY_BIT, 0, 1, _NAMESPACES),
+        (_RETURN, 0, 0, refuse),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

@@ -1,0 +1,224 @@
+"""The first process of the sandbox: takes messages, starts the program, watches and ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from io import FileIO
+
+from gapo_megatron.rewards.sandbox.inside.asserts import check
+from gapo_megatron.rewards.sandbox.inside.channel import OUT_OF_MEMORY, Channel
+from gapo_megatron.rewards.sandbox.inside.program import (
+    COMMON_IMPORTS,
+    SIGNALS_LEFT_TO_JUDGE,
+    become_program,
+    serve_calls,
+)
+from gapo_megatron.rewards.sandbox.inside.seccomp import install_filter
+
+WATCH_INTERVAL_S = 0.05
+MAX_FILES = 10_000
+MAX_STDERR_BYTES = 4096
+FOLDER = os.getcwd()
+DEVICES = frozenset(os.listdir("/dev"))
+PAGE_BYTES = resource.getpagesize()
+PR_SET_DUMPABLE = 4  # prctl(2)
+
+
+def main() -> Callable[[], None]:
+    """Serve the judge; return in a process of the program what it is to do there."""
+    limits = json.loads(sys.argv[1])
+    os.environ["HOME"] = FOLDER
+    os.closerange(3, 1024)  # what whoever started us left open
+    if os.getpid() == 1:
+        install_filter()
+    channel = Channel(os.dup(0), os.dup(1))
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nowhere, number)
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *SIGNALS_LEFT_TO_JUDGE})
+    exec(COMMON_IMPORTS, {})  # imported here once, not in every process
+    channel.send({"ready": True})
+    program: dict[str, str] = {}
+    is_first = True
+    while True:
+        message = channel.receive()
+        if "program" in message:
+            program = message
+        elif "stdin" in message:
+            try:
+                _clean()
+                files = _open_files(message["stdin"])
+            except (OSError, RecursionError) as error:
+                if is_first:
+                    raise
+                channel.send({"stdout": "", "failure": f"left its folder unusable: {error}"})
+                continue
+            is_first = False
+            pid = os.fork()
+            if pid == 0:
+                return lambda: become_program(program, files, limits)
+            failure = _watch(pid, channel, limits, cpu_s=limits["cpu_s"])
+            channel.send({"stdout": _text(files[1]), "failure": failure and _why(failure, files)})
+        else:
+            pid = os.fork()
+            if pid == 0 and "check" in message:
+                return lambda: check(message["check"], channel, limits)
+            if pid == 0:
+                return lambda: serve_calls(program, channel, limits)
+            failure = _watch(pid, channel, limits, cpu_s=limits["total_s"])
+            if failure:
+                # The channel is the program's too, which may have stuffed it.
+                with contextlib.suppress(OSError):
+                    channel.send({"error": failure})
+            os._exit(0)
+
+
+def _open_files(text: str) -> list[FileIO]:
+    """Standard input, output and error of one test: files without a name."""
+    flags = os.O_TMPFILE | os.O_RDWR
+    files = [FileIO(os.open(FOLDER, flags, 0o600), "r+") for _ in range(3)]
+    data = memoryview(text.encode("utf-8", "surrogatepass"))
+    while data:
+        data = data[files[0].write(data) :]
+    files[0].seek(0)
+    return files
+
+
+def _watch(pid: int, channel: Channel, limits: dict[str, int], *, cpu_s: float) -> str:
+    """Wait for a process, end all that it left behind, and say how it failed, or ""."""
+    before, oom_kills = _cpu_reaped(), _num_oom_kills()
+    failure, status = "", None
+    while status is None:
+        signal.sigtimedwait({signal.SIGCHLD}, WATCH_INTERVAL_S)
+        with contextlib.suppress(ChildProcessError):
+            while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+                if reaped[0] == pid:
+                    status = reaped[1]
+        if status is None and not failure:
+            if os.getpid() == 1:
+                failure = _excess(limits, cpu_s=cpu_s + before)
+            if channel.is_closed():
+                failure = "is no longer asked for"  # the judge keeps the time
+            if failure:
+                os.kill(pid, signal.SIGKILL)
+    _end_all(pid)
+    if failure or status == 0:
+        return failure
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL and _num_oom_kills() > oom_kills:
+        os._exit(OUT_OF_MEMORY)
+    if code == -signal.SIGXCPU:
+        return f"took more than {cpu_s:g} s of CPU time"
+    return f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+
+
+def _excess(limits: dict[str, int], *, cpu_s: float) -> str:
+    """Which limit all processes together exceed, or ""."""
+    processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+    cpu = _cpu_reaped() + sum(map(_cpu, processes))
+    bound = limits["memory_mib"] * 2**20
+    if sum(map(_resident_bytes, processes)) > bound and sum(map(_own_bytes, processes)) > bound:
+        return f"used more than {limits['memory_mib']} MiB of memory"
+    if cpu > cpu_s:
+        return f"took more than {limits['cpu_s']:g} s of CPU time"
+    disk = os.statvfs(FOLDER)
+    if (disk.f_blocks - disk.f_bfree) * disk.f_frsize > limits["disk_mib"] * 2**20:
+        return f"wrote more than {limits['disk_mib']} MiB"
+    if disk.f_files - disk.f_ffree > MAX_FILES:
+        return f"made more than {MAX_FILES} files"
+    return ""
+
+
+def _cpu(process: str) -> float:
+    """Seconds, of its own and of children it has waited for; 0 if it has ended meanwhile."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:  # its name need not be text
+            times = file.read().rpartition(b")")[2].split()[11:15]
+    except OSError:
+        return 0.0
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+
+
+def _resident_bytes(process: str) -> int:
+    """Quick to ask, but counts a page once for every process that shares it."""
+    try:
+        with open(f"/proc/{process}/statm") as file:
+            return int(file.read().split()[1]) * PAGE_BYTES
+    except OSError:
+        return 0
+
+
+def _own_bytes(process: str) -> int:
+    """Counts a shared page by its share; a process that denies the answer has all it can see."""
+    try:
+        with open(f"/proc/{process}/smaps_rollup") as file:
+            share = [line.split()[1] for line in file if line.startswith("Pss:")]
+    except OSError:
+        return _resident_bytes(process)
+    return sum(map(int, share)) * 1024
+
+
+def _num_oom_kills() -> int:
+    """Processes of the whole machine that the kernel ended for want of memory."""
+    with open("/proc/vmstat") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+
+
+def _cpu_reaped() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _end_all(pid: int) -> None:
+    # Outside a process namespace -1 would be every process of the user.
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpid() == 1:
+            os.kill(-1, signal.SIGKILL)
+        else:
+            os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while os.getpid() == 1:
+            os.waitpid(-1, 0)
+
+
+def _clean() -> None:
+    """So that no test finds what another left."""
+    if os.getpid() == 1:
+        os.chmod(FOLDER, 0o700)
+        for entry in list(os.scandir(FOLDER)):
+            _remove(entry)
+        for entry in list(os.scandir("/dev")):  # can be written to under Apptainer
+            if entry.name not in DEVICES:
+                _remove(entry)
+
+
+def _remove(entry: os.DirEntry[str]) -> None:
+    if not entry.is_dir(follow_symlinks=False):
+        os.unlink(entry.path)
+        return
+    os.chmod(entry.path, 0o700)
+    for inner in list(os.scandir(entry.path)):
+        _remove(inner)
+    os.rmdir(entry.path)
+
+
+def _text(file: FileIO) -> str:
+    file.seek(0)
+    return file.read().decode("utf-8", "replace")
+
+
+def _why(failure: str, files: list[FileIO]) -> str:
+    """The failure and the last line that the program wrote about it."""
+    end = files[2].seek(0, os.SEEK_END)
+    files[2].seek(max(0, end - MAX_STDERR_BYTES))
+    lines = files[2].read().decode("utf-8", "replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"{failure}: {last}" if last else failure

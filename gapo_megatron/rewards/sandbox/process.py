@@ -1,0 +1,197 @@
+"""A sandbox of this machine: a process of ours behind walls, and pipes to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+
+from gapo_megatron.rewards.pool import SIGNALS_LEFT_TO_TRAINER
+from gapo_megatron.rewards.sandbox import apptainer, bubblewrap
+from gapo_megatron.rewards.sandbox.base import (
+    START_TIMEOUT_S,
+    Kind,
+    Limits,
+    ProgramError,
+    Sandbox,
+    SandboxError,
+)
+from gapo_megatron.rewards.sandbox.inside.channel import OUT_OF_MEMORY
+from gapo_megatron.rewards.sandbox.interpreter import (
+    ENVIRONMENT,
+    ask_interpreter,
+    drop_root,
+    host_environment,
+    start_command,
+)
+
+END_TIMEOUT_S = 5.0
+"""For a process to end after its channel has."""
+
+
+class ProcessSandbox(Sandbox):
+    """To be used in the thread that made it: the kernel ends the sandbox together with that."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        kind: Kind,
+        python: str,
+        image: str = "",
+        client: int | None = None,
+    ) -> None:
+        """Start it; the first line waits until it answers.
+
+        Args:
+            limits: of the program.
+            kind: `unsafe` is the bare interpreter.
+            python: interpreter of the programs; where there is an image, the one in it.
+            image: of `apptainer`.
+            client: number of a socket; when its other side hangs up, nobody asks any more.
+
+        Raises:
+            SandboxError: it does not start. So does the first line.
+        """
+        self._limits = limits
+        self._client = client
+        self._ends_by_itself = kind in ("apptainer", "unsafe")
+        self._received = bytearray()
+        self._left_s: float = START_TIMEOUT_S
+        """Of the time that the program may take: what we wait for it, and nothing else."""
+        walls: list[str] = []
+        if kind == "bubblewrap":
+            walls = bubblewrap.walls(limits, python=python)
+        elif kind == "apptainer":
+            walls = apptainer.walls(image)
+        inside = walls if kind == "apptainer" else []  # bubblewrap's is one of this machine
+        interpreter = ask_interpreter(*inside, python, as_nobody=bool(inside))
+        self._folder = tempfile.TemporaryDirectory() if kind == "unsafe" else None
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_LEFT_TO_TRAINER)
+        try:
+            self._process = subprocess.Popen(
+                [*walls, *start_command(limits, python=python)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=self._folder.name if self._folder else "/",
+                env=ENVIRONMENT if kind == "unsafe" else host_environment(),
+                start_new_session=True,
+                bufsize=0,
+                **({} if kind == "unsafe" else drop_root()),
+            )
+        except OSError as error:
+            raise SandboxError(f"the sandbox cannot start: {error}") from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(BrokenPipeError):  # the first line says why
+            self._process.stdin.write(interpreter.line)
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._is_ready = False
+
+    def await_start(self) -> None:
+        """Return when our process answers.
+
+        Raises:
+            SandboxError: it does not; says why.
+        """
+        self._is_ready = True
+        try:
+            self._read_line(START_TIMEOUT_S)
+        except (ProgramError, SandboxError) as error:
+            reason = self._complaint() or str(error)
+            raise SandboxError(f"the sandbox cannot start: {reason}") from None
+        self._left_s = self._limits.total_s
+
+    def write_line(self, line: bytes) -> None:
+        if not self._is_ready:
+            self.await_start()
+        data = memoryview(line)
+        assert self._process.stdin
+        writing = self._process.stdin.fileno()
+        while data:
+            self._wait(writing, select.POLLOUT, self._limits.wall_s)
+            try:
+                data = data[os.write(writing, data) :]
+            except BrokenPipeError:
+                self._ended()
+
+    def read_line(self) -> bytes:
+        return self._read_line(self._limits.wall_s)
+
+    def close(self) -> None:
+        if self._ends_by_itself:
+            # Without us our process ends, and whatever there is of the program. Only then does
+            # Apptainer end the process that shows a .sif as a folder; and without a namespace
+            # nobody else knows what there is of the program.
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                self._process.stdin.close()  # type: ignore[union-attr]
+                self._process.wait(timeout=END_TIMEOUT_S)
+        if self._process.poll() is None:
+            # Its first process dies with bubblewrap or Apptainer, its namespace with that.
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            with contextlib.suppress(OSError):
+                stream.close()  # type: ignore[union-attr]
+        if self._folder:
+            self._folder.cleanup()
+
+    def _read_line(self, timeout_s: float) -> bytes:
+        assert self._process.stdout
+        reading = self._process.stdout.fileno()
+        until = time.monotonic() + timeout_s
+        received = bytes(self._received)
+        while b"\n" not in received:
+            if len(self._received) > self._limits.line_bytes():
+                raise ProgramError(f"returned more than {self._limits.output_mib} MiB")
+            self._wait(reading, select.POLLIN, until - time.monotonic())
+            received = os.read(reading, 2**16)
+            if not received:
+                self._ended()
+            self._received += received
+        line, _, self._received = self._received.partition(b"\n")
+        return bytes(line)
+
+    def _wait(self, number: int, event: int, timeout_s: float) -> None:
+        limit = "total_s" if self._left_s <= timeout_s else "wall_s"
+        start = time.monotonic()
+        poll = select.poll()
+        poll.register(number, event)
+        if self._client is not None:
+            poll.register(self._client, select.POLLRDHUP)
+        happened = dict(poll.poll(max(0.0, 1000 * min(timeout_s, self._left_s))))
+        self._left_s -= time.monotonic() - start
+        if self._client in happened:
+            raise SandboxError("the client has gone")
+        if not happened:
+            raise ProgramError(f"took longer than {getattr(self._limits, limit)} s")
+
+    def _ended(self) -> None:
+        """Say whose end it was: our process ends with 0 after the program, and only then."""
+        try:
+            code = self._process.wait(timeout=END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise ProgramError("closed its channel") from None
+        if code == 0:
+            raise ProgramError("broke off")
+        if code == OUT_OF_MEMORY:
+            raise SandboxError("the machine ran out of memory")
+        raise SandboxError(f"the sandbox ended with code {code}: {self._complaint()}")
+
+    def _complaint(self) -> str:
+        """The last line that bubblewrap, Apptainer or our process wrote, if any."""
+        assert self._process.stderr
+        number = self._process.stderr.fileno()
+        os.set_blocking(number, False)
+        with contextlib.suppress(BlockingIOError):
+            return os.read(number, 2**16).decode(errors="replace").strip().rpartition("\n")[2]
+        return ""
+
+
+__all__ = ["ProcessSandbox"]

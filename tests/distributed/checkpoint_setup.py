@@ -1,0 +1,115 @@
+"""A tiny policy in any layout: built, trained, saved, and read from disk as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from gapo_megatron import checkpoint, cpu
+from gapo_megatron.batching import pack
+from gapo_megatron.checkpoint import OpenStep
+from gapo_megatron.config import Config, parse_config
+from gapo_megatron.policy import Policy, initialize
+from gapo_megatron.policy.step import update
+from gapo_megatron.types import Batch
+from tests.attempt_setup import make_attempt
+
+LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1), "single": (1, 1)}
+
+
+def make_model(folder: Path, *, hidden_size: int) -> str:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=40,
+        hidden_size=hidden_size,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def make_config(hf_dir: str, *, layout: str) -> Config:
+    tp, pp = LAYOUTS[layout]
+    tree = {
+        "run": {"output_dir": "unused", "num_steps": 4},
+        "model": {"hf_dir": hf_dir, "precision": "fp32"},
+        "parallel": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp},
+        "data": {"train_path": "unused", "max_prompt_tokens": 8},
+        "rollout": {"max_response_tokens": 8},
+        "reward": {"kind": "exact"},
+        # Large enough that a wrong moment, or a lost step count, moves weights visibly.
+        "optimizer": {"learning_rate": 1e-2},
+    }
+    return parse_config(tree, source="test")
+
+
+def build(config: Config) -> Policy:
+    """A policy with the initial weights; safetensors read whole, the model is tiny."""
+    groups = initialize(config.parallel)
+    policy = Policy.build(config, groups, "cpu")
+    weights = Qwen2ForCausalLM.from_pretrained(config.model.hf_dir, dtype=torch.float32)
+    policy.load_hf_weights(weights.state_dict().items())
+    return policy
+
+
+def train_one_update(policy: Policy, *, seed: int) -> None:
+    """Raise the likelihood of random responses: the same data for every layout."""
+    generator = np.random.default_rng(seed)
+    sequences = [generator.integers(0, 40, size=12, dtype=np.int32) for _ in range(4)]
+    zeros = torch.zeros(4)
+    batch = Batch(
+        prompt_ids=[ids[:5] for ids in sequences],
+        response_ids=[ids[5:] for ids in sequences],
+        rollout_log_probs=[np.zeros(7, dtype=np.float32)] * 4,
+        advantages=zeros.double(),
+        num_correct=zeros.long(),
+        group_size=zeros.long(),
+        valid=zeros.bool(),
+    )
+    groups = policy.groups
+    mine = range(groups.dp_rank, 4, groups.dp_size)
+    microbatches = [pack(batch, [i], device="cpu") for i in mine]
+    update(policy, microbatches, lambda _, log_probs, __: (-log_probs.sum() / 28, {}))
+
+
+def save(
+    run_dir: Path,
+    policy: Policy,
+    config: Config,
+    *,
+    step: int,
+    keep_last: int = 9,
+    open_step: OpenStep | None = None,
+) -> Path:
+    settings = config.checkpoint.model_copy(update={"keep_last": keep_last})
+    return checkpoint.save(
+        run_dir,
+        step=step,
+        policy=policy,
+        trainer_state={"sampler": {"epoch": 1, "position": step}, "policy_version": step},
+        config=config.model_copy(update={"checkpoint": settings}),
+        attempt=make_attempt(run_dir),
+        open_step=open_step,
+    )
+
+
+def tensors_on_disk(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, weights and optimizer state alike. Collective."""
+    with cpu.device_scope():
+        loaded = dist_checkpointing.load_plain_tensors(str(folder))
+    return {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+
+def assert_bitwise(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name

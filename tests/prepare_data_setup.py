@@ -1,0 +1,77 @@
+"""Files of made-up rows for the tests of data preparation."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+TOOL = Path(__file__).parents[1] / "tools" / "prepare_data.py"
+_spec = importlib.util.spec_from_file_location("prepare_data", TOOL)
+tool = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tool)
+
+
+def runner(tmp_path: Path, hf_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The command on rows or files, with its exit code."""
+
+    def run(source, given, *options, output="out", suffix=".jsonl"):
+        if not (given and isinstance(given[0], Path)):
+            given = [put(tmp_path / f"{source}{suffix}", given)]
+        command = [source, "--input", *map(str, given), "--output", str(tmp_path / output)]
+        command += ["--model", str(hf_dir), *map(str, options)]
+        monkeypatch.setattr(sys, "argv", ["prepare_data.py", *command])
+        return tool.main()
+
+    return run
+
+
+def written(folder: Path, name: str = "problems") -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def put_tokenizer(folder: Path) -> Path:
+    """A model's folder with a tokenizer to which every word is one token."""
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text("{}")  # of no model: another tokenizer would replace it
+    return folder
+
+
+def put(path: Path, rows: list, *, row_group_size: int | None = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=row_group_size)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def problem(text: str, answer: object = "1") -> dict:
+    return {"problem": text, "answer": answer, "solution": "left alone"}
+
+
+def put_benchmarks(folder: Path) -> Path:
+    """Two problems of AIME24 and one of HumanEval+, as published."""
+    sentence = "A train leaves the town at noon and goes on for three hours without a stop."
+    put(folder / "aime24" / "a.jsonl", [problem(sentence), problem("Find $x+y$.")])
+    signature = "def longest(words):\n    '''Return the longest of the words, the first if many.'''"
+    row = {"prompt": signature, "entry_point": "longest", "canonical_solution": " pass"}
+    row |= {"base_input": [[["a"]]], "plus_input": [], "atol": 0}
+    put(folder / "humaneval_plus" / "h.jsonl", [row])
+    return folder

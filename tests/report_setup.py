@@ -1,0 +1,133 @@
+"""Run folders with known numbers, as training leaves them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gapo_megatron.config import load_config
+from gapo_megatron.dry_run import to_toml
+from gapo_megatron.report.arms import Comparison
+from gapo_megatron.report.runs import read_run
+
+CONFIG = Path(__file__).parents[1] / "configs" / "demo.toml"
+NUM_STEPS = 40
+NUM_PROBLEMS = 5
+FLOOR_MEAN, FLOOR_MAX = 1e-7, 4e-7
+
+
+def pass_at(method: str, seed: int, step: int) -> tuple[float, float]:
+    """pass@1 and pass@8 of a run."""
+    gain = {"gapo": 0.2, "gspo": 0.1}.get(method, 0.12)
+    spread = 0.01 if method == "gapo" else 0.015
+    level = 0.3 + gain * step / NUM_STEPS + spread * seed**2
+    return level, level + 0.3
+
+
+def deviation(c: int, k: int, seed: int, step: int, method: str = "gapo") -> float:
+    """Falls with c; of even and odd steps different."""
+    level = 0.002 if method == "gspo_asym" else 0.001
+    return level * (k - c) * (1 + 0.1 * seed) * (1 + step % 2)
+
+
+def clipped(c: int, seed: int) -> float:
+    """Rises with c."""
+    return 0.02 * c + 0.01 * seed
+
+
+def num_sequences(c: int, step: int) -> float:
+    """Weights: even steps have three times the rollouts of odd ones."""
+    return float(c * (1 if step % 2 else 3))
+
+
+def solved(method: str, seed: int, step: int, problem: int) -> int:
+    """Of eight samples."""
+    return min(8, max(0, 8 - 2 * problem + (2 if method == "gapo" and step else 0) - seed % 2))
+
+
+def write_run(
+    folder: Path,
+    *overrides: str,
+    method: str = "gapo",
+    seed: int = 0,
+    num_steps: int = NUM_STEPS,
+    wanted: int = NUM_STEPS,
+) -> Path:
+    """A run of `num_steps` steps out of `wanted`, evaluated every 20."""
+    given = [f"run.output_dir={folder}", f"run.seed={seed}", f"run.num_steps={wanted}"]
+    config = load_config(CONFIG, [*given, f"objective.method={method}", *overrides])
+    k = config.batch.rollouts_per_prompt
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(to_toml(config))
+    metrics: list[dict[str, Any]] = []
+    for step in range(num_steps + 1):
+        if step % 20 == 0:
+            first, last = pass_at(method, seed, step)
+            metrics.append({"step": step, "eval/pass@1": first, "eval/pass@8": last})
+            _write_evaluation(folder / "evaluations" / f"step_{step}.json", method, seed, step)
+        if step < num_steps:
+            metrics.append(_row(step, k, seed, method))
+    timings = [
+        {"step": 0, "time/unix_s": 1e9, "startup/vllm_s": 36.0},
+        *(
+            {"step": step, "time/unix_s": 1e9, "time/rollout_s": 0.5, "time/step_s": 0.75}
+            for step in range(num_steps)
+        ),
+    ]
+    for name, rows in (("metrics", metrics), ("timings", timings)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines)
+    return folder
+
+
+def write_study(root: Path, methods: Sequence[str], seeds: Sequence[int]) -> Comparison:
+    """Runs of all methods and seeds; of the first two methods one with another k, one with another
+    clip."""
+    folders = [
+        write_run(root / f"{method}_{seed}", method=method, seed=seed)
+        for method in methods
+        for seed in seeds
+    ]
+    for method in methods[:2]:
+        for name, override in {
+            "k": "batch.rollouts_per_prompt=4",
+            "clip": "objective.eps_high_max=0.03",
+        }.items():
+            folders.append(write_run(root / f"{method}_{name}", override, method=method))
+    return Comparison.of([read_run(folder) for folder in folders])
+
+
+def _row(step: int, k: int, seed: int, method: str) -> dict[str, float | None]:
+    row: dict[str, float | None] = {
+        "step": step,
+        "reward/mean": 0.4 + step / 100 + seed / 10,
+        "loss/policy": None,  # was not finite
+        "skip/forward_token_share": 0.25,
+        "skip/backward_token_share": 0.5,
+        "ratio/advantage_correlation_window": 0.9 - 0.1 * seed,
+    }
+    if step % 20 == 0:
+        row |= {"numerics/noise_floor_mean": FLOOR_MEAN * (1 + seed)}
+        row |= {"numerics/noise_floor_max": FLOOR_MAX * (1 + seed)}
+    for c in range(k + 1):
+        row[f"per_c/groups/c{c}"] = 32 / (k + 1)
+        row[f"per_c/group_share/c{c}"] = 1 / (k + 1)
+    for c in range(1, k):
+        row[f"per_c/correct/sequences/c{c}"] = num_sequences(c, step)
+        row[f"per_c/correct/advantage/c{c}"] = 1 - c / k
+        row[f"per_c/correct/ratio_deviation/c{c}"] = deviation(c, k, seed, step, method)
+        row[f"per_c/correct/ratio_abs_deviation/c{c}"] = 3 * deviation(c, k, seed, step, method)
+        row[f"per_c/correct/clip_fraction_sequences/c{c}"] = clipped(c, seed)
+        row[f"per_c/correct/clip_gradient_mass_lost/c{c}"] = clipped(c, seed) / 2
+    return row
+
+
+def _write_evaluation(path: Path, method: str, seed: int, step: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    problems = [
+        {"id": f"p{i}", "level": "", "num_samples": 8, "num_correct": solved(method, seed, step, i)}
+        for i in range(NUM_PROBLEMS)
+    ]
+    path.write_text(json.dumps({"problems": problems}))

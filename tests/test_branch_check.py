@@ -1,0 +1,210 @@
+"""What `check_branch` lets pass: settings, the branch point, and a branch that has begun."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import Qwen2Config
+
+from gapo_megatron.checkpoint import BranchPoint, check_branch, manifest, settings
+from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.launch.run_folder import mark_finished
+from tests.branch_setup import MODEL, begin, make_checkpoint, make_config, make_old_run
+from tests.dist import single_rank
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    make_old_run(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def test_a_branch_that_has_begun_needs_its_branch_point_no_more(root: Path) -> None:
+    path = begin(root, make_config(root))
+    assert check_branch(make_config(root), MODEL) is None  # resumes
+    shutil.rmtree(root / "old")
+    assert check_branch(make_config(root), MODEL) is None
+    assert manifest.find_damage(path, manifest.read_manifest(path).files) is None
+    # What it began with is part of what it is.
+    for given in ("", str(root / "old/checkpoints/step_00000500")):
+        with pytest.raises(ConfigError, match=r"must stay what it was when .*step_600") as caught:
+            check_branch(make_config(root, checkpoint={"branch_from": given}), MODEL)
+        assert f"checkpoint.branch_from ({given!r})" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given", ["{root}/old/checkpoints/step_00000600/", "old/../old/checkpoints/step_0600", "{link}"]
+)
+def test_the_same_branch_point_may_be_written_otherwise(
+    root: Path, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(root, make_config(root))
+    (root / "link").symlink_to("old")
+    monkeypatch.chdir(root)
+    given = given.format(root=root, link=root / "link/checkpoints/step_600")
+    assert check_branch(make_config(root, checkpoint={"branch_from": given}), MODEL) is None
+
+
+def test_a_branch_may_move_together_with_the_run_it_left(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    given = {"branch_from": "old/checkpoints/step_600"}
+    begin(root, make_config(root, checkpoint=given))
+    (root / "elsewhere").mkdir()
+    for name in ("old", "new"):
+        (root / name).rename(root / "elsewhere" / name)
+    monkeypatch.chdir(root / "elsewhere")
+    assert check_branch(make_config(root / "elsewhere", checkpoint=given), MODEL) is None
+
+
+def test_a_finished_branch_needs_no_checkpoints(root: Path) -> None:
+    begin(root, make_config(root))
+    shutil.rmtree(root / "new/checkpoints")
+    (root / "new/metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"new folder .*and no checkpoint to go on from"):
+        check_branch(make_config(root), MODEL)
+    mark_finished(root / "new", num_steps=900)
+    assert check_branch(make_config(root), MODEL) is None
+    with pytest.raises(ConfigError, match="new folder"):
+        check_branch(make_config(root, run={"num_steps": 901}), MODEL)
+
+
+def test_a_damaged_manifest_of_its_own_is_named(root: Path) -> None:
+    path = begin(root, make_config(root)) / "manifest.json"
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match=f"^{path} cannot be read, nor .*remove {root}/new"):
+        check_branch(make_config(root), MODEL)
+
+
+def test_a_run_that_began_by_itself_cannot_become_a_branch(root: Path) -> None:
+    make_checkpoint(root / "new", make_config(root, checkpoint={"branch_from": ""}), step=3)
+    with pytest.raises(ConfigError, match=r"must stay what it was when .*\(''\)"):
+        check_branch(make_config(root), MODEL)
+    assert check_branch(make_config(root, checkpoint={"branch_from": ""}), MODEL) is None
+
+
+MUST_AGREE = {
+    "run.seed": 1,
+    "model.hf_dir": "elsewhere",
+    "model.precision": "fp32",
+    "data.train_path": "elsewhere.jsonl",
+    "data.max_prompt_tokens": 100,
+    "batch.rollout_prompts": 128,
+    "batch.rollouts_per_prompt": 4,
+    "rollout.max_response_tokens": 65,
+    "rollout.temperature": 0.5,
+    "reward.timeout_s": 3,
+    "optimizer.learning_rate": 1e-3,
+}
+
+
+@pytest.mark.parametrize("name", MUST_AGREE)
+def test_what_a_branch_keeps_is_named_with_both_values_and_the_rule(root: Path, name: str) -> None:
+    section, key = name.split(".")
+    here = MUST_AGREE[name]
+    config = make_config(root, **{section: {key: here}})
+    there = getattr(getattr(make_config(root), section), key)
+    with pytest.raises(ConfigError) as caught:
+        check_branch(config, MODEL)
+    head, *lines = str(caught.value).splitlines()
+    assert "a branch changes the objective" in head
+    (line,) = lines
+    assert line.startswith(f"  {name} is {there!r} there and {here!r} here: ")
+    assert len(line.split(": ", 1)[1]) > 20
+
+
+def test_every_setting_is_free_or_has_a_rule(root: Path) -> None:
+    """A new section cannot be forgotten: a branch that changes it would fail without a reason."""
+    before = make_config(root).model_dump(mode="json")
+    before = {section: dict.fromkeys(values or {}, "x") for section, values in before.items()}
+    lines = settings.broken_rules(before, make_config(root))
+    named = {line.split(" is ")[0] for line in lines}
+    assert set(MUST_AGREE) <= named
+    assert not any(name.startswith(("objective.", "evaluation.", "parallel.")) for name in named)
+
+
+def test_what_a_branch_may_change(root: Path) -> None:
+    config = make_config(
+        root,
+        run={"num_steps": 601, "stop_margin_s": 5},
+        objective={"method": "gapo", "eps_high_max": 0.006},
+        evaluation={"samples_per_prompt": 2},
+        data={"eval_path": "held_out.jsonl", "train_path": f"{root}/../{root.name}/train.jsonl"},
+        batch={"max_tokens_per_microbatch": 4096},
+        rollout={"enforce_eager": True},
+        metrics={"tensorboard": False},
+        checkpoint={"every_steps": 3},
+    )
+    point = check_branch(config, None)
+    assert isinstance(point, BranchPoint)
+    assert point.branch.changes["objective.eps_high_max"] == [None, 0.006]
+    assert "run.num_steps" not in point.branch.changes  # decides nothing that is computed
+
+
+def test_a_run_older_than_a_setting_had_its_default(root: Path) -> None:
+    config = make_config(root)
+    before = config.model_dump(mode="json")
+    del before["rollout"]["top_p"], before["rollout"]["verify_bound"], before["metrics"]
+    assert settings.changes(before, config) == {}
+    assert settings.broken_rules(before, config) == []
+    config = make_config(root, rollout={"max_response_tokens": 64, "top_p": 0.9})
+    assert settings.changes(before, config) == {"rollout.top_p": (1.0, 0.9)}
+    (line,) = settings.broken_rules(before, config)
+    assert line.startswith("rollout.top_p is 1.0 there and 0.9 here: ")
+
+
+def test_changes_are_those_of_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither another spelling of a path nor how the model was made before."""
+    monkeypatch.chdir(root)
+    supervised = {"initial_hf_dir": "initial", "train_path": "train.jsonl", "num_steps": 1}
+    config = make_config(root, data={"train_path": "./train.jsonl"}, supervised=supervised)
+    point = check_branch(config, MODEL)
+    assert point is not None
+    assert point.branch.changes == {"objective.method": ["gspo_asym", "gapo"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("old", r"\('{root}/old'\) must name a checkpoint between two steps: RUN/checkpoints"),
+        ("old/checkpoints/step_00000600_2", "must name a checkpoint between two steps"),
+        ("old/checkpoints/step_7", "does not exist; checkpoints of that run: step_00000600"),
+        ("none/checkpoints/step_7", "does not exist; checkpoints of that run: none"),
+        ("new/checkpoints/step_7", "does not exist"),
+    ],
+)
+def test_a_branch_point_that_is_none(root: Path, given: str, words: str) -> None:
+    config = make_config(root, checkpoint={"branch_from": f"{root}/{given}"})
+    with pytest.raises(ConfigError, match=words.format(root=root)):
+        check_branch(config, MODEL)
+
+
+def test_other_mistakes_are_named(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.num_steps \(600\) must be more than the 600"):
+        check_branch(make_config(root, run={"num_steps": 600}), MODEL)
+    with pytest.raises(CheckpointError, match="hidden_size is 64 there and 32 here"):
+        check_branch(make_config(root), Qwen2Config(hidden_size=32))
+    (root / "new").mkdir()
+    (root / "new/metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.output_dir .*must be a new folder"):
+        check_branch(make_config(root), MODEL)
+    (root / "new/metrics.jsonl").unlink()
+    (root / "old/checkpoints/step_00000600/manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not a whole manifest"):
+        check_branch(make_config(root), MODEL)
+
+
+def test_a_run_cannot_branch_from_itself(root: Path) -> None:
+    config = make_config(root, run={"output_dir": str(root / "old")})
+    with pytest.raises(ConfigError, match="give a new run its own"):
+        check_branch(config, MODEL)

@@ -1,0 +1,159 @@
+"""Programs that attack: none scores, none escapes, none takes longer than its limits."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import socket
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gapo_megatron.rewards import code
+from gapo_megatron.types import Outcome, Verdict
+from tests.hostile import READS_TEXT, read_programs
+from tests.sandbox_setup import apptainer, bubblewrap, needs_sandbox, open_to_everyone, service
+
+__all__ = ["apptainer", "bubblewrap", "service"]  # fixtures
+
+pytestmark = needs_sandbox
+
+LIMITS = {
+    "cpu_s": 1,
+    "wall_s": 4,  # only those that sleep take it, and a busy machine must not
+    "total_s": 16,
+    "memory_mib": 256,
+    "num_processes": 16,
+    "disk_mib": 16,
+    "output_mib": 1,
+}
+
+NUM_TESTS = 2
+"""Of every problem: a program may take `wall_s` in each."""
+
+SLACK = 5
+"""Times what the slowest honest program beside them took, which grows with the machine's load: for
+starting and ending two sandboxes, and their place in the queue of a service."""
+
+TEXT_TESTS = {"inputs": ["3 4", "10 20"], "outputs": ["7", "30"]}
+CALL_TESTS = {"fn_name": "add", "inputs": [[3, 4], [10, 20]], "outputs": [7, 30]}
+ASSERTS = {"test_list": ["assert add(3, 4) == 7", "assert add(10, 20) == 30"]}
+
+
+THROUGH_A_SERVICE = {
+    "fork bomb",
+    "memory bomb",
+    "endless output",
+    "killing everyone",
+    "closed channel (calls)",
+    "forged verdict (asserts)",
+    "noise on the channel (calls)",
+    "nested reply (calls)",
+    "huge value (calls)",
+    "sleep in the call (asserts)",
+}
+"""The walls are the same there; what a program does to the channel is what may differ."""
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """What a program might reach for, put where every user of the machine reaches it."""
+    folder = tmp_path_factory.mktemp("host")
+    open_to_everyone(folder)
+    folder.chmod(0o777)
+    secret = folder / "secret"
+    secret.write_text("the trainer's")
+    secret.chmod(0o644)
+    sleeper = subprocess.Popen(["sleep", "600"])
+    listener = socket.create_server(("127.0.0.1", 0))
+    service = socket.socket(socket.AF_UNIX)
+    service.bind(str(folder / "socket"))
+    service.listen()
+    (folder / "socket").chmod(0o777)
+    yield {
+        "@FILE": str(secret),
+        "@FOLDER": str(folder),
+        "@PORT": str(listener.getsockname()[1]),
+        "@PID": str(sleeper.pid),
+    }
+    assert sleeper.poll() is None
+    assert sorted(path.name for path in folder.iterdir()) == ["secret", "socket"]
+    assert secret.read_text() == "the trainer's"
+    for sock in (listener, service):
+        sock.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            sock.accept()
+        sock.close()
+    sleeper.kill()
+    sleeper.wait()
+
+
+def judge(source: str, tests: dict[str, object], *, sandbox: str) -> tuple[Verdict, float]:
+    start = time.monotonic()
+    response, answer = f"```python\n{source}\n```", json.dumps(tests)
+    verdict = code.verify(response, answer, limits=LIMITS, sandbox=sandbox)
+    return verdict, time.monotonic() - start
+
+
+def cases(host: dict[str, str]) -> list[tuple[str, str, str, dict[str, object]]]:
+    """(name, source, reason, tests) of every hostile program."""
+    found = []
+    for name, reason, source in read_programs("text.txt"):
+        tests: dict[str, object] = TEXT_TESTS
+        if name == "searching its memory":
+            tests = {"inputs": ["3 4"], "outputs": [f"expected-{secrets.token_hex(4)}"]}
+        found.append((name, READS_TEXT + source, reason, tests))
+    for name, reason, source in read_programs("calls.txt"):
+        found.append((f"{name} (calls)", source, reason, CALL_TESTS))
+        found.append((f"{name} (asserts)", source, reason, ASSERTS))
+    for key, value in host.items():
+        found = [(name, source.replace(key, value), *rest) for name, source, *rest in found]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "service", "apptainer"])
+def test_hostile_programs_neither_score_nor_escape_nor_delay(host, kind, request):
+    sandbox = request.getfixturevalue(kind)
+    good = f"```\n{READS_TEXT}print(a + b)\n```"
+    stop = threading.Event()
+    beside: list[tuple[Verdict, float]] = []
+
+    def judge_good_programs() -> None:
+        while not stop.is_set():
+            start = time.monotonic()
+            verdict = code.verify(good, json.dumps(TEXT_TESTS), sandbox=sandbox)
+            beside.append((verdict, time.monotonic() - start))
+
+    all_cases = cases(host)
+    assert len(all_cases) >= 40
+    if kind == "service":
+        all_cases = [case for case in all_cases if case[0] in THROUGH_A_SERVICE]
+        assert len(all_cases) == len(THROUGH_A_SERVICE)
+    with ThreadPoolExecutor(4) as pool:  # some sleep
+        honest = pool.submit(judge_good_programs)
+        try:
+            results = list(
+                pool.map(lambda case: judge(case[1], case[3], sandbox=sandbox), all_cases)
+            )
+        finally:
+            stop.set()
+        honest.result()
+    slowest = max(seconds for _, seconds in beside)
+    longest = NUM_TESTS * LIMITS["wall_s"] + SLACK * slowest
+    lines = [f"{len(beside)} honest programs, the slowest in {slowest:.2f} s"]
+    failures = []
+    for (name, _, reason, _), (verdict, seconds) in zip(all_cases, results, strict=True):
+        lines.append(f"{seconds:6.2f} s  {name}: {verdict.outcome}, {verdict.reason}")
+        if verdict.outcome is not Outcome.WRONG or not re.search(reason, verdict.reason):
+            failures.append(f"{name}: {verdict}; should fail by {reason!r}")
+        if seconds > longest:
+            failures.append(f"{name}: took {seconds:.1f} s, more than {longest:.1f}")
+    print("\n".join(lines))
+    assert not failures, "\n".join(failures)
+    # One thread judges honest programs beside four that judge hostile ones.
+    assert len(beside) >= len(all_cases) / 8
+    assert {verdict for verdict, _ in beside} == {Verdict(Outcome.CORRECT)}

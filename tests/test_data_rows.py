@@ -1,0 +1,101 @@
+"""Rows of JSONL, JSON and Parquet files."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from gapo_megatron.data import rows as rows_module
+from gapo_megatron.data.rows import read_rows
+from gapo_megatron.errors import DataError
+from tests.prepare_data_setup import put
+
+
+def read(path, **options):
+    return [(number, row) for number, row, _ in read_rows(path, **options)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("chunk", [1, 7, 2**20])
+def test_every_format_gives_the_same_rows(tmp_path, monkeypatch, suffix, chunk):
+    monkeypatch.setattr(rows_module, "CHUNK", chunk)
+    rows = [{"a": "[é]", "b": 1}, {"a": '",}{"', "b": 2}] * 20
+    numbered = list(enumerate(rows, start=1))
+    path = put(tmp_path / f"rows{suffix}", rows, row_group_size=7)
+    assert read(path, columns=("a", "b"), optional=("absent",)) == numbered
+    for after in (1, 6, 7, 8, 20, 21, 39, 40):  # of row groups, too
+        assert read(path, columns=("a", "b"), after=after) == numbered[after:]
+    shares = [share for _, _, share in read_rows(path, columns=())]
+    assert shares == sorted(shares)
+    assert 0 < shares[0] <= shares[-1] == 1
+
+
+def test_an_empty_list_and_blank_lines_have_no_rows(tmp_path):
+    assert list(read_rows(put(tmp_path / "a.json", []), columns=())) == []
+    (tmp_path / "b.jsonl").write_text('\n{"a": 1}\n\n')
+    assert read(tmp_path / "b.jsonl", columns=()) == [(2, {"a": 1})]
+    (tmp_path / "c.json").write_text('\ufeff[{"a": 1}]', encoding="utf-8")  # Windows' mark
+    assert read(tmp_path / "c.json", columns=()) == [(1, {"a": 1})]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_memory_holds_a_few_rows(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(rows_module, "CHUNK", 2**16)
+    path = put(tmp_path / f"rows{suffix}", [{"a": "x" * 10_000}] * 400)
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_rows(path, columns=())) == 400
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert path.stat().st_size > 4_000_000
+    assert peak < 1_000_000  # a chunk, the rest of the one before, and their sum
+
+
+def test_a_parquet_file_is_read_a_few_rows_at_a_time_and_only_its_columns(tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    asked = []
+    real = parquet.ParquetFile.iter_batches
+
+    def spy(self, batch_size, *, columns, **options):
+        asked.append((batch_size, columns))
+        return real(self, batch_size, columns=columns, **options)
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", spy)
+    path = put(tmp_path / "a.parquet", [{"problem": "p", "solutions": ["long"]}])
+    assert read(path, columns=("problem",)) == [(1, {"problem": "p"})]
+    assert asked == [(rows_module.PARQUET_ROWS, ["problem"])]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', r"a\.jsonl:2: not valid JSON"),
+        ("a.jsonl", b'{"a": "\xff"}\n', r"a\.jsonl:1: not valid JSON"),
+        ("a.jsonl", b"[1]\n", r"a\.jsonl:1: must be an object, not list"),
+        ("a.json", b'{"a": 1}', r"a\.json: must hold a JSON list"),
+        ("a.json", b'[{"a": 1}, {"a": ', r"a\.json:2: not valid JSON"),
+        ("a.json", b'[{"a": 1} {"a": 2}]', r"a\.json: no ',' or '\]' after row 1"),
+        ("a.json", b'[{"a": 1}', r"a\.json: no ',' or '\]' after row 1"),
+        ("a.json", b'[{"a": "\xff"}]', r"a\.json: not valid UTF-8"),
+        ("a.json", b'[{"a": 1}] [{"a": 2}]', r"a\.json: goes on behind the end of its list"),
+        ("a.json", b"[] 1", r"a\.json: goes on behind the end of its list"),
+        ("a.json", b'[{"a": 1' + b"0" * 5000 + b"}]", r"a\.json:1: not valid JSON: Exceeds"),
+        ("a.parquet", b"PAR1", r"a\.parquet: not a readable Parquet file"),
+        ("gone.jsonl", None, r"gone\.jsonl: cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_row(tmp_path, name, content, says):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        list(read_rows(tmp_path / name, columns=()))
+
+
+def test_a_parquet_file_without_a_column_says_which_it_has(tmp_path):
+    path = put(tmp_path / "a.parquet", [{"question": "q", "answer": "1"}])
+    with pytest.raises(DataError, match=r"no column prompt; it has question, answer .--prompt-key"):
+        list(read_rows(path, columns=("prompt", "answer"), optional=("id",)))

@@ -1,0 +1,384 @@
+"""Problem files from published data: each rule on made-up rows, the whole on real ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from gapo_megatron.config import RewardConfig
+from gapo_megatron.data.benchmarks import BENCHMARKS, BOXED
+from gapo_megatron.data.prepare import Lengths
+from gapo_megatron.data.prepare.duplicates import Duplicates
+from gapo_megatron.data.schema import read_prompts
+from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.rewards import code
+from gapo_megatron.rewards.code.forms import AssertTests, CallTests, TextTests, read_tests
+from tests.prepare_data_setup import (
+    TOOL,
+    problem,
+    put,
+    put_benchmarks,
+    put_tokenizer,
+    runner,
+    tool,
+    written,
+)
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory):
+    return put_tokenizer(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def run(tmp_path, hf_dir, monkeypatch):
+    return runner(tmp_path, hf_dir, monkeypatch)
+
+
+# DeepScaleR.
+
+
+def test_deepscaler_keeps_each_text_once_and_none_that_contradicts_itself(run, tmp_path, capsys):
+    rows = [
+        problem("What is  $1+1$?", "2"),
+        problem("How far?", "5"),
+        problem("What is $1+1$? ", 2.0),  # white space apart, and a number: the same
+        problem("How far?", "6"),
+        problem("How much of it?", "\\frac{1}{2}"),
+        problem("How much of it?", "0.5"),  # written otherwise, and equal
+        problem("How far?", "5"),
+        problem("How wide?", "\\frac{1"),
+        problem("", "3"),
+        problem("How high?", " "),
+    ]
+    assert run("deepscaler", rows) == 0
+    assert written(tmp_path / "out") == [
+        {"id": "deepscaler-0", "prompt": "What is  $1+1$?" + BOXED, "answer": "2"},
+        {"id": "deepscaler-4", "prompt": "How much of it?" + BOXED, "answer": "\\frac{1}{2}"},
+    ]
+    dropped = {row["row"]: row for row in written(tmp_path / "out", "dropped")}
+    assert {number: row["rule"] for number, row in dropped.items()} == {
+        2: "contradictory",
+        3: "duplicate",
+        4: "contradictory",
+        6: "duplicate",
+        7: "contradictory",
+        8: "unreadable",
+        9: "unreadable",
+        10: "unreadable",
+    }
+    assert dropped[4] == {
+        "id": "deepscaler-3",
+        "file": str(tmp_path / "deepscaler.jsonl"),
+        "row": 4,
+        "rule": "contradictory",
+        "same_as": "deepscaler-1",
+        "answers": ["5", "6"],
+        "problem": "How far?",
+    }
+    assert dropped[3]["same_as"] == "deepscaler-0"
+    assert "cannot be read" in dropped[8]["reason"]
+    assert dropped[9]["reason"] == "problem is empty"
+    assert dropped[10]["reason"] == "the answer is empty"
+    counts = json.loads((tmp_path / "out" / "manifest.json").read_text())["counts"]
+    assert (counts["dropped"]["contradictory"], counts["contradictory_texts"]) == (3, 1)
+    shown = capsys.readouterr().out
+    assert "problems with several answers: 1\n" in shown
+    assert "with the benchmarks: give --benchmarks DIR" in shown
+
+
+def test_rows_without_problem_or_answer_are_dropped_not_fatal(run, tmp_path):
+    rows = [
+        problem("a"),
+        problem(None),
+        problem("b", None),
+        problem("half a pair \ud83d"),
+        problem("c", float("inf")),
+        problem("d", 10**400),  # larger than any float
+    ]
+    assert run("deepscaler", rows) == 0
+    assert [row["answer"] for row in written(tmp_path / "out")] == ["1", "inf", str(10**400)]
+    reasons = [row["reason"] for row in written(tmp_path / "out", "dropped")]
+    assert reasons[:2] == ["problem is empty", "the answer is empty"]
+    assert "problem is not Unicode" in reasons[2]
+
+
+def test_answers_of_other_kinds_differ_by_their_letters_and_tests_do_not():
+    for kind, answers, expected in (
+        ("exact", ("0.5", "1/2", "0.5"), ["0.5", "1/2"]),
+        ("code", ("[1]", "[2]", "[3]"), []),
+    ):
+        duplicates = Duplicates(kind)
+        first = [
+            duplicates.add(id, text="same", answer=answer)
+            for id, answer in zip("abc", answers, strict=True)
+        ]
+        duplicates.compare()
+        assert first == [None, "a", "a"]
+        assert (duplicates.first("same "), duplicates.answers(" same")) == ("a", expected)
+
+
+def test_prompts_that_are_too_long_are_dropped_and_what_stays_can_be_read(run, tmp_path, hf_dir):
+    rows = [problem("one two three"), problem("one two three four")]
+    limit = 3 + len(BOXED.split())
+    assert run("deepscaler", rows, "--max-prompt-tokens", limit) == 0
+    (dropped,) = written(tmp_path / "out", "dropped")
+    assert (dropped["rule"], dropped["tokens"]) == ("too_long", limit + 1)
+    tokenizer = load_tokenizer(hf_dir)
+    (prompt,) = read_prompts(
+        tmp_path / "out" / "problems.jsonl", tokenizer=tokenizer, max_prompt_tokens=limit
+    )
+    assert (prompt.id, prompt.answer, len(prompt.token_ids)) == ("deepscaler-0", "1", limit)
+
+
+def test_the_template_counts_and_the_suffix_is_the_users(run, tmp_path, hf_dir):
+    folder = tmp_path / "instruct"
+    tokenizer = load_tokenizer(hf_dir)
+    tokenizer.chat_template = "two words {{ messages[0].content }}"
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text("{}")  # of no model: another tokenizer would replace it
+    rows = [problem("a b"), problem("a b c")]
+    options = ("--suffix", " end", "--max-prompt-tokens", 5)
+    assert run("deepscaler", rows, *options) == 0
+    assert [row["prompt"] for row in written(tmp_path / "out")] == ["a b end", "a b c end"]
+    options = (*options, "--model", folder, "--chat-template")
+    assert run("deepscaler", rows, *options, output="chat") == 0
+    assert [row["prompt"] for row in written(tmp_path / "chat")] == ["a b end"]
+
+
+def test_problems_of_benchmarks_are_dropped_and_listed_with_both(run, tmp_path, capsys):
+    benchmarks = put_benchmarks(tmp_path / "benchmarks")
+    rows = [problem("How far?"), problem("find X + Y")]
+    assert run("deepscaler", rows, "--benchmarks", benchmarks) == 0
+    (dropped,) = written(tmp_path / "out", "dropped")
+    assert dropped["id"] == "deepscaler-1"
+    assert (dropped["rule"], dropped["same_as"], dropped["share"]) == ("held_out", "aime24-1", 1.0)
+    assert (dropped["problem"], dropped["benchmark_problem"]) == ("find X + Y", "Find $x+y$.")
+    shown = capsys.readouterr().out
+    assert "1 of aime24" in shown
+    assert "with aime25, amc23" in shown  # whose folders are not there
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    file = benchmarks / "aime24" / "a.jsonl"
+    assert manifest["benchmarks"]["files"]["aime24"] == [
+        {"path": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    ]
+    assert set(manifest["benchmarks"]["absent"]) == set(BENCHMARKS) - {"aime24", "humaneval_plus"}
+    assert manifest["counts"]["benchmarks"] == {"aime24": 1}
+
+
+# DeepCoder.
+
+CASES = [{"input": "1\n", "output": "2\n"}]
+PRIME = {
+    "problem": "Add one.",
+    "solutions": ["left alone"],
+    "tests": json.dumps([{"type": "stdin_stdout", **CASES[0]}]),
+}
+TACO = {
+    "problem": "Add one to it.",
+    "tests": json.dumps({"fn_name": "add", "inputs": [[1]], "outputs": [2]}),
+}
+LCB = {
+    "problem": "Add one, and return it.",
+    "starter_code": "class Solution:\n    def add(self, n: int) -> int:",
+    "tests": json.dumps([{"input": "1", "output": "2", "testtype": "functional"}]),
+    "metadata": json.dumps({"func_name": "add"}),
+}
+LEETCODE = {
+    "problem": "Complete this.\n```python\nclass Solution:\n    def add(self, n):\n```",
+    "solutions": "left alone",
+    "tests": {
+        "functional": "def check(candidate):\n    assert candidate(1) == 2\ncheck(Solution().add)"
+    },
+}
+READS = "```python\nprint(int(input()) + 1)\n```"
+CALLED = "```python\nclass Solution:\n    def add(self, n):\n        return n + 1\n```"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_deepcoder_reads_every_sets_rows_and_puts_tests_apart(run, tmp_path, hf_dir, suffix):
+    files = [
+        put(tmp_path / name / f"train-0{suffix}", [row])
+        for name, row in {"primeintellect": PRIME, "taco": TACO, "lcbv5": LCB}.items()
+    ]
+    files.append(put(tmp_path / "leetcode" / "train.json", [LEETCODE]))
+    assert run("deepcoder", files) == 0
+    folder = tmp_path / "out"
+    prompts = read_prompts(
+        folder / "problems.jsonl", tokenizer=load_tokenizer(hf_dir), max_prompt_tokens=2048
+    )
+    assert [prompt.level for prompt in prompts] == ["primeintellect", "taco", "lcbv5", "leetcode"]
+    assert [json.loads(prompt.answer)["file"] for prompt in prompts] == [
+        str(folder / "tests.jsonl")
+    ] * 4
+    tests = [read_tests(prompt.answer) for prompt in prompts]
+    assert [type(one) for one in tests] == [TextTests, CallTests, CallTests, AssertTests]
+    assert tests[0] == TextTests(("1\n",), ("2\n",))
+    assert [tests[1].function, tests[2].function] == ["add", "add"]
+    texts = [row["prompt"] for row in written(folder)]
+    assert "standard input" in texts[0]
+    assert "function `add`" in texts[1]
+    assert LCB["starter_code"] in texts[2]
+    assert texts[3] == LEETCODE["problem"]
+    levels = json.loads((folder / "manifest.json").read_text())["counts"]["levels"]
+    assert levels == {prompt.level: {"written": 1} for prompt in prompts}
+
+
+def test_what_deepcoder_wrote_is_judged_by_the_reward(run, tmp_path, hf_dir):
+    files = [put(tmp_path / "a.json", [PRIME, LCB])]
+    assert run("deepcoder", files) == 0
+    prompts = read_prompts(
+        tmp_path / "out" / "problems.jsonl", tokenizer=load_tokenizer(hf_dir), max_prompt_tokens=99
+    )
+    # The sandbox has tests of its own.
+    options = {"sandbox": "unsafe", "python": sys.executable}
+    outcomes = [
+        code.verify(response, prompt.answer, **options).outcome
+        for prompt in prompts
+        for response in (READS, CALLED)
+    ]
+    assert outcomes == ["correct", "wrong", "wrong", "correct"]
+
+
+def test_deepcoder_drops_unreadable_tests_and_long_prompts_but_no_duplicates(run, tmp_path):
+    rows = [PRIME, PRIME, TACO | {"problem": "word " * 50}, LCB | {"tests": "[]"}]
+    rows.append(LCB | {"tests": "[{"})
+    assert run("deepcoder", rows, "--max-prompt-tokens", 45) == 0
+    assert [row["id"] for row in written(tmp_path / "out")] == ["deepcoder-0", "deepcoder-1"]
+    rules = [row["rule"] for row in written(tmp_path / "out", "dropped")]
+    assert rules == ["too_long", "unreadable", "unreadable"]
+    levels = json.loads((tmp_path / "out" / "manifest.json").read_text())["counts"]["levels"]
+    assert levels == {tmp_path.name: {"written": 2, "too_long": 1, "unreadable": 2}}
+
+
+# One's own files.
+
+
+def test_own_files_have_keys_of_ones_own_and_ids_where_they_have_none(run, tmp_path):
+    rows = [
+        {"q": "How far?", "a": 5, "subject": "roads", "name": 17},
+        {"q": "How wide?", "a": "6", "subject": None},
+    ]
+    options = ("--prompt-key=q", "--answer-key=a", "--level-key=subject", "--id-key=name")
+    assert run("own", rows, *options, suffix=".json") == 0
+    assert written(tmp_path / "out") == [
+        {"id": "17", "prompt": "How far?", "answer": "5", "level": "roads"},
+        {"id": "own-1", "prompt": "How wide?", "answer": "6"},
+    ]
+
+
+def test_a_row_that_repeats_another_with_its_id_is_a_duplicate_or_contradictory(run, tmp_path):
+    asked = {"id": "x", "prompt": "How far?", "answer": "1"}
+    assert run("own", [asked, asked, asked | {"id": "y", "prompt": "How wide?"}]) == 0
+    assert [row["id"] for row in written(tmp_path / "out")] == ["x", "y"]
+    (dropped,) = written(tmp_path / "out", "dropped")
+    assert (dropped["rule"], dropped["row"], dropped["same_as"]) == ("duplicate", 2, "x")
+    rows = [asked, asked | {"answer": "2"}, asked | {"id": "y", "prompt": "How wide?"}]
+    assert run("own", rows, output="two") == 0
+    rules = [row["rule"] for row in written(tmp_path / "two", "dropped")]
+    assert rules == ["contradictory", "contradictory"]
+    counts = json.loads((tmp_path / "two" / "manifest.json").read_text())["counts"]
+    assert counts["contradictory_texts"] == 1
+
+
+def test_own_instructions_and_programs_are_objects_or_json_text(run, tmp_path):
+    asked = {"instructions": [{"id": "punctuation:no_comma"}]}
+    rows = [{"prompt": "a", "answer": asked}, {"prompt": "b", "answer": json.dumps(asked)}]
+    rows.append({"prompt": "c", "answer": {"instructions": [{"id": "no_such:check"}]}})
+    assert run("own", rows, "--kind", "instructions") == 0
+    assert [json.loads(row["answer"]) for row in written(tmp_path / "out")] == [asked, asked]
+    (dropped,) = written(tmp_path / "out", "dropped")
+    assert "no_such:check" in dropped["reason"]
+    rows = [{"prompt": "a", "answer": CASES}]
+    assert run("own", rows, "--kind", "code", output="code") == 0
+    (row,) = written(tmp_path / "code")
+    assert row["answer"]["file"] == "tests.jsonl"
+    assert written(tmp_path / "code", "tests") == [CASES]
+
+
+# The command.
+
+
+def test_equal_inputs_give_equal_bytes_and_the_manifest_their_digests(run, tmp_path, hf_dir):
+    rows = [problem("How far?"), problem("How far?"), problem("How wide?", "2")]
+    assert run("deepscaler", rows) == run("deepscaler", rows, output="again") == 0
+    first, second = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("out", "again")
+    )
+    assert first == second
+    manifest = json.loads(first["manifest.json"])
+    data = (tmp_path / "deepscaler.jsonl").read_bytes()
+    assert manifest["inputs"][0]["sha256"] == hashlib.sha256(data).hexdigest()
+    assert manifest["outputs"] == {
+        name: hashlib.sha256(content).hexdigest()
+        for name, content in first.items()
+        if name != "manifest.json"
+    }
+    counts = manifest["counts"]
+    assert (counts["read"], counts["written"], counts["dropped"]) == (3, 2, {"duplicate": 1})
+    assert manifest["options"]["suffix"] == BOXED
+    tokenizer = (hf_dir / "tokenizer.json").read_bytes()
+    assert manifest["tokenizer"]["tokenizer.json"] == hashlib.sha256(tokenizer).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "status", "says"),
+    [
+        ([{"problem": "a"}], (), 1, "jsonl:1: not a row of deepscaler: KeyError: 'answer'"),
+        ([problem("a", True)], (), 1, "'True' must be text or a number"),
+        ([problem("a", "{")], (), 1, "deepscaler.jsonl: none of 1 rows stays: 1 unreadable"),
+        ([], (), 1, "deepscaler.jsonl: none of 0 rows stays\n"),
+        ([problem("a")], ("--chat-template",), 2, "chat template"),
+        ([problem("a")], ("--model", "/nowhere"), 2, "model.hf_dir (/nowhere) is not a folder"),
+        ([problem("a")], ("--benchmarks", "/nowhere"), 2, "has no folder of a benchmark"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_and_leave_nothing(run, tmp_path, capsys, rows, options, status, says):
+    assert run("deepscaler", rows, *options) == status
+    assert says in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["deepscaler.jsonl"]
+
+
+def test_an_interrupted_run_says_how_to_go_on(run, tmp_path, monkeypatch, capsys):
+    def interrupt(self, text):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Lengths, "count", interrupt)
+        assert run("deepscaler", [problem("a")]) == 130
+    assert "the same command goes on from here" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert run("deepscaler", [problem("a")]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"deepscaler.jsonl", "out"}
+
+
+def test_ids_used_twice_other_files_and_an_output_that_exists_are_errors(run, tmp_path, capsys):
+    rows = [{"id": "a", "prompt": text, "answer": "1"} for text in ("b", "c")]
+    assert run("own", rows) == 1
+    assert "own.jsonl:2: id 'a' was used at" in capsys.readouterr().err
+    assert run("own", [tmp_path / "own.jsonl", tmp_path / "own.jsonl"]) == 2
+    assert "own.jsonl is given twice" in capsys.readouterr().err
+    (tmp_path / "a.csv").write_text("a,b")
+    assert run("own", [tmp_path / "a.csv"]) == 2
+    assert "must be one of *.jsonl, *.json, *.parquet" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    assert run("own", rows) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_help_teaches_each_source_and_the_kinds_are_the_configs():
+    for words, expected in (((), "deepcoder"), (("deepscaler",), "--benchmarks")):
+        done = subprocess.run(
+            [sys.executable, TOOL, *words, "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert expected in done.stdout
+    assert get_args(RewardConfig.model_fields["kind"].annotation) == tool.KINDS

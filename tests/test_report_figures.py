@@ -1,0 +1,384 @@
+"""What figures show: the data behind them, names, units, notes."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+from matplotlib import image
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from scipy import stats
+
+from gapo_megatron.evaluate.heat_map import difference_limit
+from gapo_megatron.report import style
+from gapo_megatron.report.arms import Comparison
+from gapo_megatron.report.clipping import draw_correlation
+from gapo_megatron.report.picture import draw_picture, write_picture
+from gapo_megatron.report.report import MAKERS, note_missing
+from gapo_megatron.report.runs import read_run
+from gapo_megatron.report.series import NoData, windowed
+from tests.report_setup import (
+    FLOOR_MAX,
+    FLOOR_MEAN,
+    NUM_PROBLEMS,
+    clipped,
+    deviation,
+    num_sequences,
+    pass_at,
+    solved,
+    write_run,
+    write_study,
+)
+
+FIGURES = {make.__name__: make for make in MAKERS.values()}
+METHODS = ("gapo", "gspo_asym", "dr_grpo")
+SEEDS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Three methods of three seeds, two with another k, and two with another clip."""
+    return write_study(tmp_path_factory.mktemp("study"), METHODS, SEEDS)
+
+
+@pytest.fixture(scope="module")
+def exhibits(study):
+    with style.style():
+        return {name: make(study) for name, make in FIGURES.items() if name != "intervention"}
+
+
+def rows_of(exhibit, **wanted):
+    return [row for row in exhibit.rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def t_interval(values):
+    return stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
+
+
+def lines_of(axis):
+    return {line.get_label(): line for line in axis.get_lines()}
+
+
+def test_pass_at_k_is_the_mean_over_seeds_with_its_interval(exhibits):
+    exhibit = exhibits["pass_at_k"]
+    for method in METHODS:
+        for place, metric in enumerate(("pass@1", "pass@8")):
+            rows = rows_of(exhibit, arm=method, metric=metric)
+            assert [row["step"] for row in rows] == [0, 20, 40]
+            for row in rows:
+                values = [pass_at(method, seed, row["step"])[place] for seed in SEEDS]
+                found = (row["mean"], row["low"], row["high"])
+                assert found == pytest.approx((np.mean(values), *t_interval(values)))
+    axes = exhibit.figure.axes
+    assert [axis.get_ylabel() for axis in axes] == ["pass@1 (%)", "pass@8 (%)"]
+    drawn = lines_of(axes[1])["gapo"].get_ydata()
+    expected = [100 * np.mean([pass_at("gapo", s, step)[1] for s in SEEDS]) for step in (0, 20, 40)]
+    assert drawn == pytest.approx(expected)
+    (band,) = [one for one in axes[1].collections if to_hex(one.get_facecolor()[0]) == "#0072b2"]
+    low, high = t_interval([pass_at("gapo", seed, 40)[1] for seed in SEEDS])
+    last = band.get_paths()[0].vertices
+    edges = last[last[:, 0] == 40][:, 1]
+    assert (edges.min(), edges.max()) == pytest.approx((100 * low, 100 * high))
+    bottom, top = axes[1].get_ylim()
+    assert bottom < last[:, 1].min() < last[:, 1].max() < top  # the whole of it is inside
+
+
+def test_every_seed_is_a_thin_line_under_the_mean(exhibits):
+    exhibit = exhibits["pass_at_k"]
+    (row,) = rows_of(exhibit, arm="gapo", metric="pass@1", step=40)
+    by_seed = [pass_at("gapo", seed, 40)[0] for seed in SEEDS]
+    assert [row[f"seed {seed}"] for seed in SEEDS] == pytest.approx(by_seed)
+    thin = [
+        line.get_ydata()[-1]
+        for line in exhibit.figure.axes[0].get_lines()
+        if line.get_linewidth() < 0.5 and to_hex(line.get_color()) == "#0072b2"
+    ]
+    assert thin == pytest.approx([100 * value for value in by_seed])
+
+
+def test_bands_end_where_values_can_lie():
+    axis = Figure().subplots()
+    rows = [{"step": step, "mean": 0.6, "low": -0.9, "high": 2.1} for step in (0, 1)]
+    look = style.arm_style(0)
+    style.draw_band(axis, rows, label="a", limits=(0, 1), scale=100, **look)
+    style.draw_band(axis, rows, label="b", limits=(-np.inf, np.inf), **look)
+    drawn = [one.get_paths()[0].vertices[:, 1] for one in axis.collections]
+    ends = [[one.min(), one.max()] for one in drawn]
+    assert np.array(ends) == pytest.approx(np.array([[0, 100], [-0.9, 2.1]]))
+
+
+def test_reward_is_a_mean_of_a_window_and_of_seeds(exhibits):
+    rows = rows_of(exhibits["reward"], arm="gapo")
+    assert rows[-1]["mean"] == pytest.approx(0.4 + np.mean([36, 37, 38, 39]) / 100 + 0.1)
+    assert rows[0]["step"] == 3  # the first whole window
+    assert rows[0]["mean"] == pytest.approx(0.4 + np.mean([0, 1, 2, 3]) / 100 + 0.1)
+
+
+@pytest.mark.parametrize(("start", "first"), [(0, 3), (600, 603)])
+def test_a_curve_starts_where_its_window_is_full(start, first):
+    values = {step: float(step) for step in range(start, start + 8)}
+    found = windowed(values, list(values), 4)
+    assert list(found) == list(range(first, start + 8))
+    assert found[first] == start + 1.5
+
+
+def test_a_run_shorter_than_the_window_leaves_the_others_their_curves(tmp_path):
+    folders = [
+        write_run(tmp_path / "long", method="gapo"),
+        write_run(tmp_path / "k", "batch.rollouts_per_prompt=16", method="gspo", num_steps=2),
+    ]
+    comparison = Comparison.of([read_run(folder) for folder in folders])
+    for name in ("reward", "spectrum", "deviation_per_c"):
+        assert {row["arm"] for row in FIGURES[name](comparison).rows} == {"gapo"}
+
+
+def test_curves_per_c_are_weighted_means(exhibits):
+    for name, value in {
+        "deviation_per_c": partial(deviation, method="gspo_asym"),
+        "clip_fraction_per_c": lambda c, k, seed, step: clipped(c, seed),
+    }.items():
+        for c in range(1, 8):
+            row = rows_of(exhibits[name], arm="gspo_asym", c=c)[-1]
+            means = [
+                np.average(
+                    [value(c, 8, seed, step) for step in range(36, 40)],
+                    weights=[num_sequences(c, step) for step in range(36, 40)],
+                )
+                for seed in SEEDS
+            ]
+            assert (row["step"], row["mean"]) == (39, pytest.approx(np.mean(means)))
+            assert (row["low"], row["high"]) == pytest.approx(t_interval(means))
+
+
+def test_panels_per_c_show_every_c_in_order_of_lightness(exhibits):
+    exhibit = exhibits["clip_fraction_per_c"]
+    axes = exhibit.figure.axes
+    assert [axis.get_title() for axis in axes] == list(METHODS)
+    lines = lines_of(axes[0])
+    assert list(lines) == [str(c) for c in range(1, 8)]
+    for c, line in lines.items():
+        expected = 100 * np.mean([clipped(int(c), seed) for seed in SEEDS])
+        assert line.get_ydata()[-1] == pytest.approx(expected)
+    light = [np.dot(line.get_color()[:3], [0.21, 0.72, 0.07]) for line in lines.values()]
+    assert light == sorted(light)
+    assert len({line.get_linestyle() for line in lines.values()}) > 1
+    assert exhibit.figure.legends[0].get_title().get_text() == "c (correct of a group)"
+
+
+RATIOS = ("sequence", "token")
+
+
+def test_ratios_of_tokens_have_a_range_of_their_own(exhibits):
+    """dr_grpo is here the only method with token ratios."""
+    gapo, gspo, token = exhibits["deviation_per_c"].figure.axes
+    assert gapo.get_ylim() == gspo.get_ylim()
+    assert not token.get_shared_y_axes().joined(token, gapo)
+    by_c = exhibits["by_c"]
+    titles = [re.sub(r"\s+", " ", axis.get_title()) for axis in by_c.figure.axes]
+    moved = [f"{word}, {ratio} ratio" for word in ("drift", "deviation") for ratio in RATIOS]
+    assert titles == ["clip fraction", *moved]
+    drift, deviation = (
+        rows_of(by_c, quantity=f"{word}, sequence ratio", arm="gapo", c=2)[0]["mean"]
+        for word in ("drift", "deviation")
+    )
+    assert drift == pytest.approx(3 * deviation)
+    assert {row["arm"] for row in rows_of(by_c, quantity="deviation, token ratio")} == {"dr_grpo"}
+    (row,) = rows_of(by_c, quantity="clip fraction", arm="gapo", c=3)
+    assert row["mean"] == pytest.approx(np.mean([clipped(3, s) for s in SEEDS]))
+
+
+def test_bars_are_whole_with_caps_and_end_where_values_can_lie(exhibits):
+    axis = exhibits["by_c"].figure.axes[0]
+    (bars, *_) = axis.collections
+    bottom, top = axis.get_ylim()
+    for c, segment in enumerate(bars.get_segments(), start=1):
+        low, high = t_interval([100 * clipped(c, seed) for seed in SEEDS])
+        expected = (max(low, 0), high)
+        assert tuple(sorted(segment[:, 1])) == pytest.approx(expected)
+        assert bottom < expected[0] < expected[1] < top
+    caps = [line for line in axis.get_lines() if line.get_marker() == "_"]
+    assert len(caps) == 2 * len(METHODS)
+
+
+def test_correlation_is_the_recorded_one(exhibits):
+    row = rows_of(exhibits["correlation"], arm="gapo")[-1]
+    assert (row["mean"], row["low"], row["high"]) == pytest.approx(
+        (0.8, *t_interval([0.9, 0.8, 0.7]))
+    )
+    assert exhibits["correlation"].figure.axes[0].get_ylabel() == "Pearson r"
+    assert rows_of(exhibits["correlation"], arm="gapo")[0]["step"] == 0
+
+
+@pytest.mark.parametrize(("num_steps", "lines"), [(199, []), (200, [199, 199])])
+def test_the_correlation_shows_where_its_window_is_full(num_steps, lines):
+    rows = [{"arm": "a", "step": num_steps - 1, "mean": 0.2, "low": None, "high": None}]
+    axis = Figure().subplots()
+    draw_correlation(axis, rows, {})
+    found = [line for line in axis.get_lines() if line.get_label() == "W = 200 steps done"]
+    assert [x for line in found for x in line.get_xdata()] == lines
+
+
+def test_spectrum_adds_up_to_all_groups(exhibits):
+    exhibit = exhibits["spectrum"]
+    shares = [rows_of(exhibit, arm="gapo", step=20, c=c)[0]["mean"] for c in range(9)]
+    assert sum(shares) == pytest.approx(1)
+    top = exhibit.figure.axes[0].collections[-1].get_paths()[0].vertices[:, 1].max()
+    assert top == pytest.approx(100)
+
+
+def test_heat_map_is_the_difference_of_mean_solve_rates(exhibits):
+    exhibit = exhibits["solve_rates"]
+    (panel, *_) = exhibit.figure.axes
+    assert panel.get_title() == "gapo - gspo_asym"
+    drawn = panel.get_images()[0].get_array()
+    order = [row["problem"] for row in rows_of(exhibit, other="gspo_asym", step=0)]
+    assert order == [f"p{i}" for i in range(NUM_PROBLEMS)]  # the easiest first
+    for i in range(NUM_PROBLEMS):
+        for place, step in enumerate((0, 20, 40)):
+            ours, theirs = (
+                np.mean([solved(method, seed, step, i) / 8 for seed in SEEDS])
+                for method in METHODS[:2]
+            )
+            (row,) = rows_of(exhibit, other="gspo_asym", step=step, problem=f"p{i}")
+            assert row["difference"] == pytest.approx(ours - theirs)
+            assert drawn[i, place] == pytest.approx(100 * (ours - theirs))
+    assert panel.get_images()[0].cmap.name == "RdBu"
+    shown = [image for axis in exhibit.figure.axes for image in axis.get_images()]
+    (bar,) = [image.colorbar for image in shown if image.colorbar]
+    assert bar.ax.get_xlabel() == "difference of solve rates (percentage points)"
+    assert bar.extend == "both"
+    size = np.percentile([abs(row["difference"]) for row in exhibit.rows], 98)
+    assert -1e-9 < bar.vmax / 100 - size < 0.05
+    # At one half, of eight samples of three seeds each: sqrt(2 x 0.25 / 24).
+    assert "standard deviation of 14 points" in exhibit.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "limit"),
+    [
+        ([0.25] * 99 + [1.0], 0.25),  # not the worst
+        ([0.01] * 100, 0.1),
+        ([-0.33] * 100, 0.35),
+        ([math.nan], 0.1),
+    ],
+)
+def test_a_scale_of_differences_holds_most(values, limit):
+    assert difference_limit(np.array(values)) == pytest.approx(limit)
+
+
+def test_methods_that_cannot_be_subtracted_are_named(tmp_path):
+    folders = [write_run(tmp_path / method, method=method) for method in METHODS]
+    for path in (folders[2] / "evaluations").iterdir():
+        path.unlink()
+    exhibit = FIGURES["solve_rates"](Comparison.of([read_run(folder) for folder in folders]))
+    assert exhibit.notes[-1] == "No data: dr_grpo."
+
+
+def test_time_of_a_step_adds_up(exhibits):
+    exhibit = exhibits["step_time"]
+    (rollout,), (other,) = (rows_of(exhibit, arm="gapo", stage=s) for s in ("rollout", "other"))
+    assert (rollout["seconds"], other["seconds"]) == pytest.approx((0.5, 0.25))
+    assert rollout["share"] == pytest.approx(2 / 3)
+    widths = [bar.get_width() for bar in exhibit.figure.axes[0].patches]
+    assert widths == pytest.approx([0.5] * 3 + [0.25] * 3)
+
+
+def test_skipped_work_is_in_percent(exhibits):
+    exhibit = exhibits["skipped_work"]
+    assert {(row["work"], row["share"]) for row in rows_of(exhibit, arm="gapo")} == {
+        ("forward", 0.25),
+        ("backward", 0.5),
+    }
+    axis = exhibit.figure.axes[0]
+    assert [label.get_text() for label in axis.get_yticklabels()] == list(METHODS)
+    drawn = {name: list(line.get_xdata()) for name, line in lines_of(axis).items()}
+    assert drawn == {"forward": [25] * 3, "backward": [50] * 3}
+
+
+def test_noise_floor_stands_beside_the_clips(exhibits):
+    exhibit = exhibits["noise_floor"]
+    (row,) = rows_of(exhibit, arm="gapo")
+    mean, largest = 2 * FLOOR_MEAN, 3 * FLOOR_MAX
+    assert (row["mean"], row["max"]) == pytest.approx((mean, largest))
+    axis = exhibit.figure.axes[0]
+    assert [label.get_text() for label in axis.get_yticklabels()] == list(METHODS)
+    bar = axis.patches[0]
+    assert (bar.get_x(), bar.get_x() + bar.get_width()) == pytest.approx((mean, largest))
+    clips = {one.get_label(): one.get_segments()[0] for one in axis.collections}
+    assert clips["eps_low"][:, 0] == pytest.approx([0.01, 0.01])
+    assert clips["eps_high_max"][:, 0] == pytest.approx([0.0167, 0.0167])
+    # Equal ones would hide each other on one side of the line.
+    assert clips["eps_high_max"][:, 1].max() <= clips["eps_low"][:, 1].min()
+    left, right = axis.get_xlim()
+    assert axis.get_xscale() == "log"
+    assert left < mean < 0.0167 < right
+
+
+def test_a_floor_of_nothing_can_be_drawn(tmp_path):
+    folder = write_run(tmp_path / "run")
+    path = folder / "metrics.jsonl"
+    path.write_text(re.sub(r'("numerics/noise_floor_\w+"): [^,}]+', r"\1: 0.0", path.read_text()))
+    exhibit = FIGURES["noise_floor"](Comparison.of([read_run(folder)]))
+    assert exhibit.rows[0]["max"] == 0
+    with style.style():
+        exhibit.figure.draw_without_rendering()
+    assert exhibit.figure.axes[0].get_xlim()[0] == pytest.approx(0.005)
+
+
+def test_files_hold_what_is_drawn(exhibits, tmp_path):
+    exhibit = exhibits["pass_at_k"]
+    with style.style():
+        paths = exhibit.write(tmp_path / "pass_at_k")
+    assert [path.suffix for path in paths] == [".csv", ".png", ".pdf"]
+    with paths[0].open() as file:
+        read = list(csv.DictReader(file))
+    assert [float(row["mean"]) for row in read] == [row["mean"] for row in exhibit.rows]
+    assert image.imread(paths[1]).shape[1] == 990  # 3.3 inches
+    assert "\\begin{tabular}" in exhibits["summary"].write(tmp_path / "s")[1].read_text()
+
+
+def test_what_runs_have_no_data_for_says_why(tmp_path):
+    folder = write_run(tmp_path / "run", num_steps=1)
+    (folder / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
+    (folder / "timings.jsonl").unlink()
+    (folder / "evaluations" / "step_0.json").unlink()
+    comparison = Comparison.of([read_run(folder)])
+    reasons = {}
+    for name, make in FIGURES.items():
+        try:
+            make(comparison)
+        except NoData as reason:
+            reasons[name] = str(reason)
+    assert set(FIGURES) - set(reasons) == {"summary", "reward"}
+    assert "evaluat" in reasons["pass_at_k"]
+    assert "two methods" in reasons["solve_rates"]
+    assert "per_c/correct/clip_fraction_sequences" in reasons["clip_fraction_per_c"]
+    picture = draw_picture(comparison)
+    assert sum(len(axis.texts) for axis in picture.axes) == 5
+
+
+def test_a_method_without_data_is_named(tmp_path):
+    folders = [write_run(tmp_path / method, method=method) for method in ("gapo", "gspo_asym")]
+    (folders[1] / "timings.jsonl").unlink()
+    comparison = Comparison.of([read_run(folder) for folder in folders])
+    notes = {
+        name: note_missing(FIGURES[name](comparison), comparison).notes
+        for name in ("step_time", "reward", "summary", "solve_rates")
+    }
+    assert notes.pop("step_time")[-1] == "No data: gspo_asym."
+    assert not any("No data" in note for one in notes.values() for note in one)
+
+
+def test_the_picture_has_six_panels(study, tmp_path):
+    runs = [run.folder for arm in study.curves for run in arm.runs]
+    path = write_picture(runs, tmp_path / "out" / "report.png")
+    assert image.imread(path).shape[2] == 4
+    with style.style():
+        axes = draw_picture(study).axes
+    assert len(axes) == 6
+    assert all(axis.get_title() and axis.get_xlabel() and axis.get_legend() for axis in axes)

@@ -1,0 +1,159 @@
+"""That figures can be read, whether they compare few methods or many."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.text import Text
+
+from gapo_megatron.report import style
+from gapo_megatron.report.learning import OTHER
+from gapo_megatron.report.report import MAKERS
+from gapo_megatron.report.series import NoData
+from tests.report_setup import write_study
+
+FEW = ("gapo", "gspo_asym", "dr_grpo")
+MANY = (*FEW, "grpo", "gspo", "f_grpo", "f_gspo", "gapo_token", "cispo")
+
+
+def draw_all(root, methods):
+    """By name of the maker, the figures that a study of runs from models can fill."""
+    comparison = write_study(root, methods, (0, 1))
+    made = {}
+    with style.style():
+        for make in MAKERS.values():
+            try:
+                made[make.__name__] = make(comparison)
+            except NoData:
+                continue
+    return {name: exhibit for name, exhibit in made.items() if exhibit.figure is not None}
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    return draw_all(tmp_path_factory.mktemp("few"), FEW)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    return draw_all(tmp_path_factory.mktemp("many"), MANY)
+
+
+@pytest.mark.parametrize("number", ["few", "many"])
+@pytest.mark.parametrize("name", [make.__name__ for make in MAKERS.values()])
+def test_a_figure_can_be_read(request, number, name):
+    """Axes named, a legend that fits, letters of 7 points, none outside or on another."""
+    made = request.getfixturevalue(number)
+    if name not in made:
+        # Tables, and what takes a branch.
+        assert name in ("summary", "others", "clip_sweep", "intervention")
+        return
+    figure = made[name].figure
+    assert figure.get_figwidth() == pytest.approx(3.3)
+    assert figure.get_figheight() < 10  # a page
+    with style.style():
+        figure.draw_without_rendering()
+    panels = [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
+    names = [(axis.get_xlabel(), axis.get_ylabel()) for axis in panels]
+    assert any(x for x, _ in names)
+    assert all(y for _, y in names[::2])
+    assert all(
+        x or not axis.xaxis.get_tick_params()["labelbottom"]
+        for axis, (x, _) in zip(panels, names, strict=True)
+    )
+    assert figure.legends or name == "solve_rates"  # whose colours have a scale
+    assert len(made[name].aid) > 40
+    inside = figure.bbox.padded(1)
+    boxes = []
+    for text in shown_texts(figure):
+        assert text.get_fontsize() >= 7, text
+        box = text.get_window_extent()
+        assert inside.x0 <= box.x0 <= box.x1 <= inside.x1, text
+        assert inside.y0 <= box.y0 <= box.y1 <= inside.y1, text
+        boxes.append((text.get_text(), box))
+    # A pixel: boxes hold a little room around the letters.
+    for (one, box), (another, other) in combinations(boxes, 2):
+        assert not box.padded(-1).overlaps(other.padded(-1)), (one, another)
+
+
+def shown_texts(figure):
+    """All that have letters, but for those of ticks beyond the ends of an axis."""
+    beyond = set()
+    for axis in (one for panel in figure.axes for one in (panel.xaxis, panel.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        slack = 1e-9 * (high - low)
+        for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
+            if not low - slack <= tick.get_loc() <= high + slack:
+                beyond |= {tick.label1, tick.label2}
+    return [
+        text
+        for text in figure.findobj(Text)
+        if text.get_text() and text.get_visible() and text not in beyond
+    ]
+
+
+@pytest.mark.parametrize("name", ["pass_at_k", "reward", "correlation", "by_c"])
+def test_of_many_methods_each_stands_beside_the_first(many, name):
+    """So that bands can be told apart: two colours in all, the first method's the same."""
+    figure = many[name].figure
+    axes = figure.axes
+    per_row = {"pass_at_k": 2, "by_c": 3}.get(name, 1)
+    assert len(axes) == per_row * 8
+    titles = [title for a in axes if (title := a.get_title() or a.get_title(loc="left"))]
+    assert titles == list(MANY[1:])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["gapo", OTHER]
+    for place, axis in enumerate(axes):
+        handles, labels = axis.get_legend_handles_labels()
+        lines = [getattr(one, "lines", [one])[0] for one in handles]  # error bars hold theirs
+        colours = {
+            label: to_hex(line.get_color()) for label, line in zip(labels, lines, strict=True)
+        }
+        both = {"gapo": "#0072b2", OTHER: "#d55e00"}
+        if len(colours) == 1:  # ratios of tokens cannot be compared with gapo's of sequences
+            del both["gapo"]
+            assert (name, place % 3 > 0) == ("by_c", True)
+        assert colours == both
+    for column in range(per_row):
+        by_labels = {}
+        for axis in axes[column::per_row]:
+            known = len(axis.get_legend_handles_labels()[1])
+            by_labels.setdefault(known, set()).add(tuple(axis.get_ylim()))
+        assert all(len(ranges) == 1 for ranges in by_labels.values())
+
+
+def test_bars_end_where_shares_can_lie(many):
+    rows = [row for row in many["by_c"].rows if row["quantity"] == "clip fraction"]
+    assert min(row["low"] for row in rows) < 0  # of two seeds
+    (bars, *_) = many["by_c"].figure.axes[0].collections
+    assert min(bar[:, 1].min() for bar in bars.get_segments()) == pytest.approx(0)
+
+
+def test_seven_looks_differ_and_so_they_do_without_colour():
+    looks = [style.arm_style(place) for place in range(7)]
+    assert len({look["color"] for look in looks}) == 7
+    assert len({look["marker"] for look in looks}) == 7
+    assert len({str(look["linestyle"]) for look in looks[:4]}) == 4
+
+
+@pytest.mark.parametrize("length", [1, 4, 12, 28])
+def test_a_legend_fits_and_the_figure_grows_by_it(length):
+    with style.style():
+        figure, (axis,) = style.panels(1)
+        for place in range(6):
+            axis.plot([0], label="m" * length, **style.arm_style(place))
+        style.legend_below(figure, axis)
+        figure.draw_without_rendering()
+        box = figure.legends[0].get_window_extent()
+        plot = axis.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+    assert plot.height > 0.6 * figure.dpi  # of a panel 1.45 inches high with its names
+
+
+@pytest.mark.parametrize(("number", "kept"), [(300, 300), (301, 151), (1500, 301)])
+def test_a_line_has_no_more_points_than_are_seen(number, kept):
+    rows = [{"step": step} for step in range(number)]
+    found = style.thinned(rows)
+    assert len(found) == kept
+    assert (found[0], found[-1]) == (rows[0], rows[-1])

@@ -1,0 +1,195 @@
+"""Mathematical answers: which part of a response is the answer, and what equals what."""
+
+from __future__ import annotations
+
+import pytest
+
+from gapo_megatron.config import RewardConfig
+from gapo_megatron.rewards import math, start_pool
+from gapo_megatron.types import Outcome
+
+CORRECT, WRONG, UNKNOWN = Outcome.CORRECT, Outcome.WRONG, Outcome.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("response", "outcome"),
+    [
+        ("So it is $\\boxed{42}$.", CORRECT),
+        ("\\boxed{41}, no: \\boxed{42}", CORRECT),
+        ("\\boxed{42}, no: \\boxed{41}", WRONG),
+        ("\\boxed 42", CORRECT),
+        ("\\fbox{42}", CORRECT),
+        ("\\boxed{\\boxed{42}}", CORRECT),
+        ("\\[\\boxed{ \n 42 \n }\\]", CORRECT),
+        ("\\boxed{\\text{So } \\{42\\}}", WRONG),
+        # No box, no answer, whatever else is said.
+        ("The answer is 42.", WRONG),
+        ("$42$", WRONG),
+        ("", WRONG),
+        ("\\boxed{}", WRONG),
+        ("\\boxed", WRONG),
+        # A box cut off at the token limit, or never closed, is not one.
+        ("\\boxed{42", WRONG),
+        ("\\boxed{42} or rather \\boxed{43", WRONG),
+        # What is boxed in the thoughts alone is no answer.
+        ("<think>\\boxed{42}</think>It is \\boxed{42}", CORRECT),
+        ("<think>\\boxed{41}</think>It is \\boxed{42}", CORRECT),
+        ("<think>\\boxed{42}</think>It is \\boxed{41}", WRONG),
+        ("<think>\\boxed{42}</think>It is 42.", WRONG),
+        ("<think>\\boxed{42}", WRONG),
+        ("\\boxed{42}</think>", WRONG),  # a chat template may have opened the thoughts
+        ("a </think> b </think> \\boxed{42}", CORRECT),
+    ],
+)
+def test_the_last_box_of_the_final_part_is_the_answer(response, outcome):
+    assert math.verify(response, "42").outcome is outcome
+
+
+def test_several_answers_may_stand_in_one_box_or_in_several():
+    for response, outcome in {
+        "\\boxed{1, 2}": CORRECT,
+        "\\boxed{2} and \\boxed{1}": CORRECT,
+        "first \\boxed{7}, then $\\boxed{1}$ and $\\boxed{2}$": CORRECT,
+        "\\boxed{2}": WRONG,
+        "\\boxed{1} and \\boxed{3}": WRONG,
+        "\\boxed{1}, \\boxed{2} and \\boxed{3}": WRONG,
+        "\\boxed{1, 2, 3}": WRONG,
+    }.items():
+        assert math.verify(response, "1,2").outcome is outcome, response
+    # One answer expected: the last box alone, as ever.
+    assert math.verify("\\boxed{1} \\boxed{2}", "1").outcome is WRONG
+
+
+EQUAL = [  # (reference, given)
+    # numbers
+    ("1000", "1,000"), ("1000", "1 000"), ("10000", "10{,}000"),
+    ("11111111100", "11,\\! 111,\\! 111,\\! 100"),
+    ("5", "5.0"), (".4", "0.4"), ("1/3", "0.333333"), ("-\\frac{1}{2}", "\\frac{-1}{2}"),
+    ("\\frac12", "1/2"), ("\\dfrac{1}{2}", "0.5"), ("\\frac {n^2} 4", "n^2/4"), ("007", "7"),
+    ("3\\frac{1}{2}", "\\frac72"), ("3 1/2", "3.5"), ("16.\\overline{6}", "50/3"),
+    ("4.6 \\times 10^{-24}", "4.6e-24"), ("3.3e12", "3.3 \\cdot 10^{12}"), ("$42$", "42"),
+    ("2^{10}", "1024"), ("12!", "479001600"), ("\\binom{5}{2}", "10"), ("1:2", "\\frac12"),
+    ("\\frac{1}{21,000}", "1/21000"), ("5\\cdot10^3", "5000"), ("\\[\n\\boxed{42}\n\\]", "42"),
+    # percent, money, units, degrees
+    ("50\\%", "50"), ("50", "50\\%"), ("50\\%", "\\frac12"), ("0.05", "5\\%"), ("\\$5", "5"),
+    ("15\\text{ cm}^2", "15"), ("8", "8\\text{ apples}"), ("5\\text{ km}", "5 km"),
+    ("90^\\circ", "90"), ("90", "90^{\\circ}"), ("11\\,\\text{m/s}", "11"),
+    ("2000000", "2 \\text{ million}"), ("2 \\text{ million}", "2 million"),
+    ("2", "2 \\text{ million}"),
+    ("4.5\\text{ billion dollars}", "4500000000"),
+    ("320000 \\mbox{ acres}", "320000"), ("2\\pi\\text{ radians}", "2\\pi"),
+    # roots, symbols, functions
+    ("\\sqrt{8}", "2\\sqrt2"), ("\\sqrt{12}", "2 \\sqrt 3"), ("\\sqrt2", "sqrt(2)"),
+    ("2\\pi", "2*pi"), ("\\frac{\\sqrt{3}}{2}", "0.866025"), ("3+4i", "4i+3"), ("ab", "ba"),
+    ("x^2+2x+1", "(x+1)^2"), ("\\sin x", "sin(x)"), ("x^5 - 1", "-1 + x^5"),
+    # equations and inequalities
+    ("5", "x = 5"), ("x=5", "5"), ("y = \\frac{1}{3} x + 8", "y=x/3+8"), ("y=2x+1", "2x+1"),
+    ("x^2-6x-7=0", "(x-7)(x+1)=0"), ("x<3", "3>x"), ("x<3", "(-\\infty,3)"),
+    ("0 < x \\le 2", "x \\in (0, 2]"), ("x \\geq 5", "x >= 5"),
+    # tuples, intervals, sets, lists
+    ("(3, \\frac{\\pi}{2})", "\\left( 3, \\frac{\\pi}{2} \\right)"), ("[2,5)", "[2, 5)"),
+    ("(-\\infty,3)\\cup(5,\\infty)", "(5,\\infty) \\cup (-\\infty,3)"),
+    ("\\{1,2\\}", "2,1"), ("\\{1, 2\\}", "\\{2, 1\\}"), ("1,2", "2,1"), ("\\{5\\}", "5"),
+    ("7 and 8", "8, 7"), ("1 \\text{ and } 2", "2,1"), ("2, 3, or 4", "4,3,2"),
+    ("1, 8, and 49", "49,8,1"), ("x=1\\text{ or }x=2", "2, 1"), ("64,\\frac{1}{4}", "1/4; 64"),
+    ("(1,2),(3,4)", "(3,4),(1,2)"), ("45^\\circ,135^\\circ", "135^\\circ, 45^\\circ"),
+    ("1,000, 2,000", "2000, 1000"), ("100, 200", "200,100"), ("\\{100,200\\}", "\\{200,100\\}"),
+    ("153, 370, 371, 407", "370,153,371,407"), ("153370371407", "153,370,371,407"),
+    ("\\{1,000, 2,000\\}", "2000, 1000"), ("A", "a"), ("x", "x"),
+    ("f(x)=0, f(x)=x", "f(x)=x, f(x)=0"),
+    ("x=1, y=2", "1, 2"), ("x=1, y=2", "y=2, x=1"), ("\\$5, \\$7", "7, 5"),
+    # plus and minus
+    ("\\pm 5", "5, -5"), ("1 \\pm \\sqrt{2}", "1-\\sqrt{2}, 1+\\sqrt{2}"),
+    ("\\{1\\pm\\sqrt{5},-2\\}", "-2,1+\\sqrt5,1-\\sqrt5"), ("5,-5", "\\pm5"),
+    ("\\frac{-4 \\pm \\sqrt{31}}{15}", "\\frac{-4+\\sqrt{31}}{15},\\frac{-4-\\sqrt{31}}{15}"),
+    # matrices
+    ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{bmatrix}1\\\\ \\frac42\\end{bmatrix}"),
+    # numerals
+    ("1011_2", "1011_{2}"), ("1011_2", "(1011)_2"), ("2345_7", "2345"), ("2345", "2345_7"),
+    ("\\text{A5}_{11}", "A5_{11}"), ("204_5", "204_{\\text{five}}"),
+    # words, choices, times of day
+    ("\\text{Friday}", "friday"), ("Bob", "\\text{Bob}"), ("\\text{odd}", "odd"),
+    ("\\text{(B)}", "B"), ("\\text{(B)}", "(B) 5"), ("C", "\\text{(C)}"),
+    ("B", "\\textbf{(B)}\\ 5"),
+    ("3:00", "03:00"), ("10:00 \\text{ a.m.}", "10:00"), ("9:45 a.m.", "9:45"),
+    ("41.0/50.0", "41/50"), ("\\binom{4025}{2013}", "\\binom{4025}{2012}"),
+]  # fmt: skip
+
+DIFFERENT = [  # (reference, given)
+    ("\\frac{1}{3}", "0.33"), ("2", "2.0001"), ("2017036", "2017036.5"), ("1", "-1"), ("10", "1"),
+    ("4.6 \\times 10^{-24}", "1.0 \\times 10^{-24}"), ("2.0\\pi \\times 10^{-8}", "10^{-8}\\pi"),
+    ("50\\%", "5"), ("3 1/2", "31/2"), ("3\\frac{1}{2}", "\\frac{3}{2}"), ("13", "1,3"),
+    ("x+2", "x+1"), ("n", "k"), ("C", "C+1"), ("\\sqrt2", "2"), ("x<3", "x>3"), ("x<3", "x\\le3"),
+    ("(1,2)", "(2,1)"), ("(1,2)", "2,1"), ("(1,2)", "[1,2]"), ("[2,5)", "[2,5]"), ("(1,2)", "1"),
+    ("1,2", "1"), ("1", "1,2"), ("1,2", "1,3"), ("1,2", "1,1"), ("1,1,2", "1,2,2"),
+    ("x=1, y=2", "2, 1"), ("x=1, y=2", "x=2, y=1"), ("5, -5", "5"), ("\\pm 5", "5"),
+    ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix} 2 \\\\ 1 \\end{pmatrix}"),
+    ("1011_2", "1011_3"), ("1011_2", "1010_2"), ("1011_2", "11"), ("\\infty", "-\\infty"),
+    ("\\text{east}", "west"), ("\\text{east}", "5"), ("5", "\\text{east}"), ("\\text{(B)}", "C"),
+    ("\\text{(B)}", "(C) B"), ("3:00", "3:05"), ("9:45 a.m.", "9:45 p.m."),
+    ("2^{-2023}", "2^{-2017}"), ("10^{-100}", "2^{-2017}"), ("2^{1000}", "2^{1000}+1"),
+    ("3:00", "7"), ("5\\text{ or }6", "5"), ("x", "X"), ("m", "M"),
+    ("5\\text{ or less}", "5"), ("5", "5\\text{ or more}"), ("100, 200", "100,300"),
+    ("2\\text{ thousand}", "2\\text{ million}"), ("2000", "2\\text{ million}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reference", "given"), EQUAL)
+def test_equal_answers(reference, given):
+    verdict = math.verify(f"Therefore $\\boxed{{{given}}}$.", reference)
+    assert verdict.outcome is CORRECT, verdict.reason
+
+
+@pytest.mark.parametrize(("reference", "given"), DIFFERENT)
+def test_different_answers(reference, given):
+    assert math.verify(f"Therefore $\\boxed{{{given}}}$.", reference).outcome is WRONG
+
+
+@pytest.mark.parametrize("reference", ["}", "", "$$", "\\frac{1}{", "3 \\not\\mid \\mid"])
+def test_a_reference_that_cannot_be_read_judges_nobody(reference):
+    verdict = math.verify("\\boxed{1}", reference)
+    assert verdict.outcome is UNKNOWN
+    assert f"the reference answer {reference!r} cannot be read" in verdict.reason
+
+
+def test_a_reference_with_an_open_brace_judges_nobody_who_repeats_it():
+    assert math.verify("\\boxed{\\frac{1}{2}", "\\frac{1}{2").outcome is UNKNOWN
+    assert math.verify("\\boxed{\\frac{1}{2}", "\\frac{1}{2}").outcome is WRONG
+
+
+def test_an_answer_that_cannot_be_read_is_unknown():
+    verdict = math.verify("\\boxed{\\frac{1}{}}", "3")
+    assert (verdict.outcome, verdict.reason) == (
+        UNKNOWN,
+        "the answer '\\\\frac{1}{}' cannot be read",
+    )
+
+
+def test_a_wrong_answer_is_named():
+    assert math.verify("\\boxed{2}", "3").reason == "answered '2', expected '3'"
+
+
+# Towers of powers, deep and long nonsense, functions that sympy takes for ever on, code.
+HOSTILE = [
+    "\\boxed{9^{9^{9^{9}}}}", "\\boxed{9**9**9**9}", "\\boxed{(10^{10})!!!}",
+    "\\boxed{1e999999999}", 
+    "\\boxed{" + "{" * 50_000 + "}" * 50_000 + "}", "\\boxed{" * 50_000, "\\boxed{1}" * 20_000,
+    "\\boxed{" + "(" * 2_000 + "}", "\\boxed{" + "\\frac{1}{" * 300 + "x" + "}" * 301,
+    "\\boxed{" + "1+" * 5_000 + "1}", "\\boxed{" + "1," * 20_000 + "1}",
+    "\\boxed{\\int_0^1 x^{x^x} dx}", "\\boxed{\\frac{1}{0}}",
+    "\\boxed{\\lim_{x \\to 0} \\frac{\\sin x}{x^{99}}}",
+    "\\boxed{\x00}", "\\boxed{\\left(}", "\\boxed{0." + "3" * 10**5 + "}", "}{" * 500,
+    "\\boxed{\\text{" + "a " * 20_000 + "}}", "\\boxed{" + " " * 10**5 + "1x}",
+    "<think>" * 10**5, "\\boxed{__import__('os')._exit(0)}", "\\boxed{" + "\\pm" * 200 + "1}",
+]  # fmt: skip
+
+
+def test_hostile_answers_neither_hang_nor_score():
+    with start_pool(RewardConfig(kind="math", timeout_s=1), num_workers=2) as pool:
+        verdicts = pool.judge([(response, "3") for response in HOSTILE])
+        assert not [r[:60] for r, v in zip(HOSTILE, verdicts, strict=True) if v.outcome is CORRECT]
+        assert verdicts[0].reason == "took longer than 1 s"  # or this test says nothing
+        # And the reference may be hostile too.
+        verdicts = pool.judge([("\\boxed{3}", response) for response in HOSTILE[:3]])
+        assert {verdict.outcome for verdict in verdicts} <= {UNKNOWN, WRONG}
+        assert pool.judge([("\\boxed{3}", "3")])[0].outcome is CORRECT

@@ -1,0 +1,282 @@
+"""The pool of workers: whatever a verifier does to its worker, every item gets its verdict."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron.errors import RewardError
+from gapo_megatron.rewards import Pool
+from gapo_megatron.types import Outcome
+
+OBEDIENT = "tests.reward_setup"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    # Long enough that only what never ends takes longer, on a busy machine too.
+    with Pool(OBEDIENT, num_workers=2, timeout_s=5) as pool:
+        pool.wait_until_ready()
+        yield pool
+
+
+def _pids(pool: Pool) -> set[int]:
+    return {worker.process.pid for worker in pool._workers}
+
+
+def _exists(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def _wait_for_end(pids: set[int]) -> set[int]:
+    """Those that are still there after a while."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and any(map(_exists, pids)):
+        time.sleep(0.05)
+    return set(filter(_exists, pids))
+
+
+def test_verdicts_come_in_order_whoever_finishes_first(pool):
+    items = [("sleep 0.3", "")] + [(f"echo {number}", str(-number)) for number in range(200)]
+    verdicts = pool.judge(items)
+    assert verdicts[0].outcome is Outcome.CORRECT
+    assert [verdict.reason for verdict in verdicts[1:]] == [f"{n} for {-n}" for n in range(200)]
+
+
+def test_no_items_no_verdicts(pool):
+    assert pool.judge([]) == []
+
+
+def test_responses_of_any_size_and_any_text_arrive_whole(pool):
+    text = "\x00\n\r\u2028\ud7ff\U0001f600\\ \"'" * 400_000  # more than any buffer holds
+    verdicts = pool.judge([(f"echo {len(text)}", text[:40]), (text, ""), ("echo \n", "\n")])
+    assert verdicts[0].reason == f"{len(text)} for {text[:40]}"
+    assert verdicts[2].reason == "\n for \n"
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("hang", "took longer than 5 s"),
+        ("exit", "the verifier crashed (exit code 3)"),
+        ("kill", "the verifier crashed (SIGKILL)"),  # as the kernel does when memory runs out
+        ("segfault", "the verifier crashed (SIGSEGV)"),
+        ("flood", "the verifier sent more than 65536 bytes"),
+        ("babble", "the verifier sent something other than its verdict"),
+    ],
+)
+def test_a_worker_that_fails_is_replaced_and_its_item_unknown(pool, command, reason):
+    before = _pids(pool)
+    # The failure among others, on both sides of it, all of which must be judged as ever.
+    items = [(f"echo {number}", "") for number in range(20)]
+    items[7] = (command, "")
+    verdicts = pool.judge(items)
+    assert (verdicts[7].outcome, verdicts[7].reason) == (Outcome.UNKNOWN, reason)
+    others = [verdict.reason for index, verdict in enumerate(verdicts) if index != 7]
+    assert others == [f"{index} for " for index in range(20) if index != 7]
+    assert len(before - _pids(pool)) == 1
+    assert not _wait_for_end(before - _pids(pool))
+    # The one in its place works.
+    pool.wait_until_ready()
+    served = {verdict.reason for verdict in pool.judge([("sleep 0.2", ""), ("pid", "")] * 10)}
+    assert served - {""} <= {str(pid) for pid in _pids(pool)}
+
+
+def test_every_worker_may_fail_at_once_and_again(pool):
+    verdicts = pool.judge([("exit", "")] * 6 + [("echo last", "")])
+    assert {verdict.reason for verdict in verdicts[:6]} == {"the verifier crashed (exit code 3)"}
+    assert verdicts[6].reason == "last for "
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"), [("raise", "RecursionError: too deep"), ("memory", "MemoryError: ")]
+)
+def test_an_error_is_unknown_and_the_worker_stays(pool, command, reason):
+    before = _pids(pool)
+    [verdict] = pool.judge([(command, "")])
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNKNOWN, reason)
+    assert _pids(pool) == before
+
+
+def test_what_a_verifier_prints_is_neither_a_verdict_nor_seen(capfd):
+    with Pool(OBEDIENT, num_workers=1, timeout_s=60) as pool:
+        assert pool.judge([("print", ""), ("echo", "")])[1].reason == " for "
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_verdict_forged_for_another_item_does_not_count(pool):
+    # Item 0 is judged by the other worker, or was; this one answers for it in vain.
+    verdicts = pool.judge([("echo zero", ""), ("forge", "")])
+    assert verdicts[0].reason == "zero for "
+    assert verdicts[1].reason == "the verifier sent something other than its verdict"
+
+
+def test_a_long_reason_is_cut(pool):
+    assert pool.judge([("reason", "")])[0].reason == "x" * 500
+
+
+def test_options_reach_the_verifier():
+    with Pool(OBEDIENT, num_workers=1, timeout_s=60, options={"suffix": "!"}) as pool:
+        assert pool.judge([("echo a", "b")])[0].reason == "a for b!"
+
+
+def test_workers_start_without_torch(pool):
+    assert pool.judge([("torch", "")])[0].reason == "False"
+
+
+def test_waiting_for_a_worker_does_not_count_as_judging():
+    with Pool(OBEDIENT, num_workers=1, timeout_s=3) as pool:
+        # Nothing is ready yet, and the last has waited for 4 s: longer than any of them may take.
+        verdicts = pool.judge([("sleep 0.5", "")] * 9)
+    assert {verdict.outcome for verdict in verdicts} == {Outcome.CORRECT}
+
+
+def test_a_worker_killed_between_two_batches_is_replaced_and_no_item_lost():
+    with Pool(OBEDIENT, num_workers=1, timeout_s=60) as pool:
+        [before] = pool.judge([("pid", "")])
+        os.kill(int(before.reason), signal.SIGKILL)
+        assert not _wait_for_end({int(before.reason)})
+        [after] = pool.judge([("pid", "")])
+    assert after.outcome is Outcome.CORRECT
+    assert after.reason != before.reason
+
+
+def test_a_worker_killed_in_its_start_is_replaced_too():
+    with Pool(OBEDIENT, num_workers=1, timeout_s=60) as pool:
+        pool.wait_until_ready()
+        for _ in range(3):
+            os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+            pool._workers[0].process.wait()
+            pool._settle()
+        assert pool.judge([("echo", "")])[0].outcome is Outcome.WRONG
+
+
+def test_it_is_asked_whether_to_go_on_while_it_judges_and_when_it_has(monkeypatch):
+    monkeypatch.setattr("gapo_megatron.rewards.pool.QUESTION_S", 0.1)
+    answers = iter([False, False, True])  # of the end: others are still judging
+    questions = []
+
+    def may_end(is_done: bool) -> bool:
+        questions.append(is_done)
+        return is_done and next(answers)
+
+    with Pool(OBEDIENT, num_workers=2, timeout_s=60) as pool:
+        pool.wait_until_ready()
+        items = [("sleep 0.5", ""), ("1", ""), ("echo", "")]
+        outcomes = [one.outcome for one in pool.judge(items, may_end=may_end)]
+    assert outcomes == [Outcome.CORRECT, Outcome.UNKNOWN, Outcome.WRONG]
+    assert 3 <= questions.count(False) <= 5
+    assert questions[-3:] == [True] * 3 and questions.count(True) == 3
+
+
+def test_what_was_broken_off_is_no_verdict_on_what_follows(monkeypatch):
+    monkeypatch.setattr("gapo_megatron.rewards.pool.QUESTION_S", 0.1)
+
+    def stop(_: bool) -> bool:
+        raise InterruptedError
+
+    with Pool(OBEDIENT, num_workers=1, timeout_s=60) as pool:
+        pool.wait_until_ready()
+        with pytest.raises(InterruptedError):
+            pool.judge([("sleep 0.5", "")], may_end=stop)
+        assert pool.judge([("echo new", "it")])[0].reason == "new for it"
+
+
+def test_a_stopped_worker_is_given_up():
+    with Pool(OBEDIENT, num_workers=1, timeout_s=1) as pool:
+        pool.wait_until_ready()
+        os.kill(pool._workers[0].process.pid, signal.SIGSTOP)
+        assert pool.judge([("echo", "")])[0].reason == "took longer than 1 s"
+
+
+@pytest.mark.parametrize("verifier", ["no_such_module", "json"])
+def test_a_verifier_that_cannot_start_is_an_error(verifier, capfd):
+    with Pool(verifier, num_workers=2, timeout_s=1) as pool:
+        with pytest.raises(RewardError, match=rf"worker for {verifier} cannot start: .*code 1"):
+            pool.wait_until_ready()
+        with pytest.raises(RewardError, match="cannot start"):
+            pool.judge([("echo", "")])
+    assert "Error: " in capfd.readouterr().err  # the worker's own, for the user to see
+
+
+def test_a_worker_that_was_ready_in_time_is_not_late_because_nobody_listened(monkeypatch):
+    monkeypatch.setattr("gapo_megatron.rewards.pool.START_TIMEOUT_S", 1)
+    with Pool(OBEDIENT, num_workers=1, timeout_s=60) as pool:  # then the model is built ...
+        assert select.select([pool._workers[0].channel], [], [], 60)[0]
+        time.sleep(1.1)
+        pool.wait_until_ready()
+    monkeypatch.setattr("gapo_megatron.rewards.pool.START_TIMEOUT_S", 0.001)
+    with (
+        Pool(OBEDIENT, num_workers=1, timeout_s=60) as pool,
+        pytest.raises(RewardError, match=r"cannot start: took longer than 0\.001 s"),
+    ):
+        pool.wait_until_ready()
+
+
+def test_closing_leaves_no_process():
+    with Pool(OBEDIENT, num_workers=2, timeout_s=60) as pool:
+        pool.wait_until_ready()
+        pids = _pids(pool)
+        assert all(map(_exists, pids))
+    assert not any(map(_exists, pids))
+    pool.close()
+
+
+# A trainer whose workers are: idle, at their import, and in an instruction that never ends.
+TRAINER = """
+import sys
+from gapo_megatron.rewards import Pool
+idle, hanging = (Pool("tests.reward_setup", num_workers=1, timeout_s=600) for _ in range(2))
+idle.wait_until_ready(); hanging.wait_until_ready()
+starting = Pool("tests.reward_setup", num_workers=1, timeout_s=600)
+print(*(p._workers[0].process.pid for p in (idle, hanging, starting)), flush=True)
+hanging.judge([("hang", "")])
+"""
+
+
+def _start_trainer() -> tuple[subprocess.Popen, set[int]]:
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER],
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    return trainer, {int(pid) for pid in trainer.stdout.readline().split()}
+
+
+def test_workers_end_with_a_trainer_that_is_killed():
+    trainer, pids = _start_trainer()
+    assert len(pids) == 3
+    trainer.kill()
+    _, errors = trainer.communicate(timeout=60)
+    assert not _wait_for_end(pids)
+    assert errors == ""
+
+
+def test_signals_to_the_whole_job_are_the_trainers_alone():
+    trainer, pids = _start_trainer()
+    for pid in pids:  # Slurm signals every process of the job, wherever it is
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(pid, number)
+    time.sleep(1)  # the time to die in
+    assert all(map(_exists, pids))
+    os.killpg(trainer.pid, signal.SIGINT)  # Ctrl-C
+    _, errors = trainer.communicate(timeout=60)
+    assert not _wait_for_end(pids)
+    # One traceback, the trainer's own.
+    assert len(re.findall("Traceback", errors)) == 1
+    assert errors.strip().endswith("KeyboardInterrupt")

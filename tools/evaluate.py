@@ -1,0 +1,398 @@
+#!/usr/bin/env python
+"""Evaluate a model on the paper's benchmarks, or set evaluations beside each other.
+
+Samples with the engine and judges with the verifiers of the training. Several ranks share the work
+when started as the training is (torchrun, srun). What is sampled and judged is kept in --output:
+the same command continues where it was stopped. docs/evaluation.md says what the figures mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
+
+from gapo_megatron.data.benchmarks import BENCHMARKS
+from gapo_megatron.digest import code_sha256, file_sha256
+from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.evaluate.paper import Sampling, Setting, read_settings
+from gapo_megatron.evaluate.samples import keep_settings, write_whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from gapo_megatron.config import Config
+    from gapo_megatron.evaluate.benchmark import Task
+    from gapo_megatron.evaluate.table import Table
+    from gapo_megatron.launch.environment import World
+
+console = Console()
+
+Remaining = dict[tuple[str, int], list[str]]
+"""Benchmark and seed -> ids of the problems that are not kept yet."""
+
+
+def main() -> int:
+    """0 done, 1 failed, 2 usage, 130 interrupted."""
+    arguments = _parse()
+    settings = read_settings()
+    if arguments.compare:
+        try:
+            _compare(arguments, settings)
+        except GapoError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2 if isinstance(error, ConfigError) else 1
+        return 0
+    from gapo_megatron.launch import environment  # torch: seconds that --help does not need
+
+    with environment.fail_fast():
+        _evaluate(arguments, settings)
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> None:
+    import torch.distributed as dist
+
+    from gapo_megatron import rewards
+    from gapo_megatron.data.tokenizer import load_tokenizer
+    from gapo_megatron.evaluate.benchmark import Task
+    from gapo_megatron.launch import environment
+
+    sampling = _sampling(arguments, settings)
+    config = _config(arguments, sampling)
+    chosen = [BENCHMARKS[name] for name in arguments.benchmarks]
+    for benchmark in chosen:
+        rewards.check(config.reward.model_copy(update={"kind": benchmark.kind}))
+    tokenizer = load_tokenizer(arguments.model)
+    files = {benchmark.name: benchmark.find_files(arguments.data) for benchmark in chosen}
+    tasks = [
+        Task.read(
+            benchmark,
+            *files[benchmark.name],
+            tokenizer=tokenizer,
+            chat_template=arguments.chat_template,
+            max_prompt_tokens=arguments.max_prompt_tokens,
+        )
+        for benchmark in chosen
+    ]
+    world = environment.start(
+        config.parallel.timeout_s, cpu_kv_cache_gib=config.rollout.cpu_kv_cache_gib
+    )
+    shared: list[Remaining] = [{}]
+    if world.rank == 0:
+        _warn_of_template(arguments, tokenizer)
+        digests = {name: " ".join(map(file_sha256, paths)) for name, paths in files.items()}
+        _keep_settings(arguments, sampling, digests)
+        shared = [_remaining(arguments, tasks)]
+    dist.broadcast_object_list(shared)  # ranks may see the disk differently: the first decides
+    if any(shared[0].values()):
+        _sample(arguments, config, sampling, tasks, shared[0], tokenizer, world)
+    if world.rank == 0:
+        _report(arguments, sampling, tasks, digests)
+
+
+def _warn_of_template(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
+    if tokenizer.chat_template and not arguments.chat_template:
+        print(
+            "warning: the tokenizer has a chat template and --chat-template is not given: prompts "
+            "go without it; give it where data.chat_template was true in training",
+            file=sys.stderr,
+        )
+
+
+def _sample(
+    arguments: argparse.Namespace,
+    config: Config,
+    sampling: Sampling,
+    tasks: Sequence[Task],
+    remaining: Remaining,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+) -> None:
+    """Build the engine, and sample what is not kept yet."""
+    from gapo_megatron import rewards
+    from gapo_megatron.evaluate.benchmark import sample_task
+    from gapo_megatron.launch import environment
+    from gapo_megatron.policy.model import read_hf_config
+    from gapo_megatron.rollout import RolloutEngine
+
+    num_workers = min(environment.share_of_cores(), 8)
+    engine = RolloutEngine(config, read_hf_config(arguments.model), device=world.device)
+    for task in tasks:
+        if not any(remaining[task.benchmark.name, seed] for seed in arguments.seeds):
+            continue
+        judge = config.reward.model_copy(update={"kind": task.benchmark.kind})
+        with rewards.start_pool(judge, num_workers=num_workers) as pool:
+            pool.wait_until_ready()
+            for seed in arguments.seeds:
+                sample_task(
+                    engine,
+                    task,
+                    remaining=set(remaining[task.benchmark.name, seed]),
+                    seed=seed,
+                    sampling=sampling,
+                    pool=pool,
+                    tokenizer=tokenizer,
+                    output_dir=arguments.output,
+                )
+
+
+def _report(
+    arguments: argparse.Namespace,
+    sampling: Sampling,
+    tasks: Sequence[Task],
+    digests: dict[str, str],
+) -> None:
+    """Write results.json, .md, .tex and solve_rates.png of everything that is kept whole."""
+    from gapo_megatron.evaluate.heat_map import draw_solve_rates
+    from gapo_megatron.evaluate.results import collect, write_results
+    from gapo_megatron.evaluate.tables import results_tables, title
+
+    results = collect(
+        arguments.output,
+        model=arguments.model,
+        setting=arguments.setting or "",
+        sampling=sampling,
+        files=digests,
+        problem_ids={task.benchmark.name: [prompt.id for prompt in task.prompts] for task in tasks},
+        seeds=arguments.seeds,
+    )
+    write_results(results, arguments.output)
+    tables = results_tables(results)
+    _print_tables(tables)
+    _write_tables(tables, arguments.output / "results")
+    rates = {
+        title(name): {
+            f"seed {seed}": {
+                problem: correct / known if known else math.nan
+                for problem, (known, correct) in one.counts.items()
+            }
+            for seed, one in seeds.items()
+        }
+        for name, seeds in results.benchmarks.items()
+    }
+    picture = draw_solve_rates(rates, arguments.output / "solve_rates.png")
+    console.print(
+        f"results        {arguments.output / 'results.json'} (.md, .tex)",
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(f"picture        {picture}", markup=False, soft_wrap=True)
+
+
+def _compare(arguments: argparse.Namespace, settings: dict[str, Setting]) -> None:
+    """Print the tables; with --output write them too, and the picture."""
+    from gapo_megatron.evaluate.compare import Method, compare
+    from gapo_megatron.evaluate.heat_map import draw_solve_rates
+    from gapo_megatron.evaluate.tables import title
+
+    methods = [Method.read(text) for text in arguments.compare]
+    tables = compare(methods, settings)
+    _print_tables(tables)
+    if arguments.output is None:
+        return
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    _write_tables(tables, arguments.output / "comparison")
+    everyones = [name for name in BENCHMARKS if all(name in method for method in methods)]
+    rates = {
+        title(name): {method.label: method.solve_rates(name) for method in methods}
+        for name in everyones
+    }
+    if rates:
+        draw_solve_rates(rates, arguments.output / "comparison.png")
+    console.print(f"written        {arguments.output}/comparison.*", markup=False, soft_wrap=True)
+
+
+def _print_tables(tables: Sequence[Table]) -> None:
+    for table in tables:
+        console.print(table.to_text(), markup=False, highlight=False, soft_wrap=True)
+
+
+def _write_tables(tables: Sequence[Table], path: Path) -> None:
+    write_whole(path.with_suffix(".md"), "\n".join(table.to_markdown() for table in tables))
+    write_whole(path.with_suffix(".tex"), "\n".join(table.to_latex() for table in tables))
+
+
+def _sampling(arguments: argparse.Namespace, settings: dict[str, Setting]) -> Sampling:
+    """The paper's setting, if one is named, with what the command line says otherwise."""
+    given = {
+        field.name: getattr(arguments, field.name)
+        for field in dataclasses.fields(Sampling)
+        if getattr(arguments, field.name) is not None
+    }
+    if arguments.setting:
+        return dataclasses.replace(settings[arguments.setting].sampling, **given)
+    given = {"temperature": 1.0, "top_p": 1.0} | given
+    for name in ("num_samples", "max_response_tokens"):
+        if name not in given:
+            raise ConfigError(f"--{name.replace('_', '-')} is needed where no --setting gives it")
+    return Sampling(**given)
+
+
+def _config(arguments: argparse.Namespace, sampling: Sampling) -> Config:
+    """What the engine reads of a run's config; nothing is trained."""
+    from gapo_megatron.config import parse_config
+
+    longest = arguments.max_prompt_tokens + sampling.max_response_tokens
+    return parse_config(
+        {
+            "run": {"output_dir": str(arguments.output), "num_steps": 1},
+            # A rank that is done with a benchmark waits for the slowest.
+            "parallel": {"timeout_s": 24 * 3600},
+            "model": {"hf_dir": arguments.model, "precision": arguments.precision},
+            "data": {
+                "train_path": "",
+                "max_prompt_tokens": arguments.max_prompt_tokens,
+                "chat_template": arguments.chat_template,
+            },
+            "batch": {"max_tokens_per_microbatch": longest},
+            "rollout": {
+                "max_response_tokens": sampling.max_response_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "tensor_parallel_size": arguments.tensor_parallel_size,
+                "memory_fraction": 0.9,  # no trainer shares the GPU
+                "enforce_eager": arguments.enforce_eager,
+            },
+            "evaluation": {"samples_per_prompt": sampling.num_samples},
+            # The kind is every benchmark's own in turn.
+            "reward": {"kind": "math", "sandbox": arguments.sandbox},
+        },
+        source="the command line",
+    )
+
+
+def _keep_settings(
+    arguments: argparse.Namespace, sampling: Sampling, digests: dict[str, str]
+) -> None:
+    """Make sure that samples of other weights, prompts or settings do not mix with those there."""
+    from gapo_megatron.data.tokenizer import TOKENIZER_FILES
+
+    folder, model = Path(arguments.model), hashlib.sha256()
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"--model {folder}: holds no .safetensors, whose weights are evaluated")
+    # The weights, the end tokens, and the tokenizer with its template.
+    kinds = ("*.safetensors", "*.json", "*.jinja", *TOKENIZER_FILES)
+    for path in sorted({path for kind in kinds for path in folder.glob(kind)}):
+        model.update(bytes.fromhex(file_sha256(path)))
+    keep_settings(
+        arguments.output / "settings.json",
+        {
+            "model_sha256": model.hexdigest(),
+            "chat_template": arguments.chat_template,
+            "precision": arguments.precision,
+            **dataclasses.asdict(sampling),
+        },
+    )
+    for name, digest in digests.items():
+        keep_settings(arguments.output / name / "problems.json", {"sha256": digest})
+
+
+def _remaining(arguments: argparse.Namespace, tasks: Sequence[Task]) -> Remaining:
+    """What is to be sampled; verdicts of other verifiers must not mix with those there."""
+    remaining = {
+        (task.benchmark.name, seed): task.remaining(arguments.output, seed)
+        for task in tasks
+        for seed in arguments.seeds
+    }
+    for name in {name for (name, _), ids in remaining.items() if ids}:
+        judged_by = {"code": code_sha256("rewards", "data/benchmarks.py")}
+        if BENCHMARKS[name].kind == "code":
+            judged_by["sandbox"] = arguments.sandbox
+        keep_settings(arguments.output / name / "judge.json", judged_by, done="judged")
+    return remaining
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], epilog=__doc__.split("\n\n")[1]
+    )
+    parser.add_argument("--model", metavar="HF_DIR", help="Hugging Face folder")
+    parser.add_argument(
+        "--benchmarks",
+        type=_benchmarks,
+        default=[name for name, benchmark in BENCHMARKS.items() if benchmark.in_average],
+        metavar="NAME[,NAME...]",
+        help=f"{', '.join(BENCHMARKS)} (default: the paper's six of mathematics)",
+    )
+    parser.add_argument(
+        "--data",
+        default="data/benchmarks",
+        metavar="DIR",
+        help="one folder per benchmark, as published (default: %(default)s)",
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="samples, figures, tables")
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        metavar="[LABEL=]DIR[,DIR...]",
+        help="set evaluations side by side: the first against the others; DIRs of one label are "
+        "training seeds, and a label that is a method (gapo, gspo) gets the published figures",
+    )
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--setting", choices=read_settings(), help="of the paper, by its model; the rest overrides"
+    )
+    sampling.add_argument("--num-samples", type=int, metavar="N", help="per problem")
+    sampling.add_argument("--temperature", type=float, metavar="T", help="default: 1")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="default: 1")
+    sampling.add_argument("--max-response-tokens", type=int, metavar="N")
+    sampling.add_argument(
+        "--max-prompt-tokens", type=int, default=2048, metavar="N", help="default: %(default)s"
+    )
+    sampling.add_argument(
+        "--seeds", type=_seeds, default=[0], metavar="N[,N...]", help="of sampling (default: 0)"
+    )
+    sampling.add_argument(
+        "--chat-template",
+        action="store_true",
+        help="wrap prompts as the tokenizer's user messages; as data.chat_template in training",
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    engine.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
+    engine.add_argument("--enforce-eager", action="store_true", help="skip compilation")
+    engine.add_argument(
+        "--sandbox",
+        default="bubblewrap",
+        help="of programs that the model writes: bubblewrap, apptainer:/PATH/OF/IMAGE, "
+        "tcp://HOST:PORT (a service) or unsafe: they run with your rights (default: %(default)s)",
+    )
+    arguments = parser.parse_args()
+    if not arguments.compare and not (arguments.model and arguments.output):
+        parser.error("give --model and --output, or --compare")
+    if arguments.compare and arguments.model:
+        parser.error("--compare evaluates nothing: it goes without --model")
+    return arguments
+
+
+def _benchmarks(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in BENCHMARKS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(BENCHMARKS)}")
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text}: a benchmark is named twice")
+    return names
+
+
+def _seeds(text: str) -> list[int]:
+    if not all(seed.isdecimal() for seed in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r}: seeds must be whole numbers, as 0,1,2")
+    seeds = [int(seed) for seed in text.split(",")]
+    if len(set(seeds)) < len(seeds):
+        raise argparse.ArgumentTypeError(f"{text}: seeds must be different")
+    return seeds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

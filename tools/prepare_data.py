@@ -1,0 +1,227 @@
+#!/usr/bin/env python
+"""Make a problem file for training from DeepScaleR, DeepCoder, or files of your own.
+
+Reads .jsonl, .json (a list) and .parquet as published, and downloads nothing. --output is a new
+folder: problems.jsonl (what data.train_path names), dropped.jsonl (every row left out, and why),
+manifest.json (digests, options, counts) and, for code, tests.jsonl. It appears when it is whole.
+After an interruption the same command goes on where it was. docs/data.md says what the rules are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
+
+from gapo_megatron.errors import ConfigError, GapoError
+
+if TYPE_CHECKING:
+    from gapo_megatron.data.prepare import Counts, HeldOut, Source
+
+KINDS = ("math", "code", "instructions", "exact")
+"""As in the config, whose import takes seconds that --help does not need."""
+
+MOST_LEVELS = 20
+"""That the table shows."""
+
+console = Console()
+if not console.is_terminal:
+    console.width = 120
+
+
+def main() -> int:
+    """0 done, 1 an input is at fault, 2 the command is, 130 interrupted."""
+    arguments = _parse()
+    try:
+        counts, held_out = _prepare(arguments)
+    except GapoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:  # a full disk, most likely
+        print(f"error: {error}; the same command goes on from here", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    _show(counts, held_out, arguments)
+    return 0
+
+
+def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
+    # Tokenizers and verifiers: seconds that --help does not need.
+    from gapo_megatron.data.benchmarks import BOXED
+    from gapo_megatron.data.prepare import HeldOut, Lengths, prepare
+    from gapo_megatron.data.tokenizer import load_tokenizer
+
+    lengths = Lengths(
+        load_tokenizer(arguments.model), arguments.max_prompt_tokens, arguments.chat_template
+    )
+    held_out = HeldOut(arguments.benchmarks) if arguments.benchmarks else None
+    if arguments.source == "deepscaler" and arguments.suffix is None:
+        arguments.suffix = BOXED
+    recorded = {k: v for k, v in vars(arguments).items() if k not in ("input", "output", "source")}
+    tasks: dict[str, TaskID] = {}
+    told_at = time.monotonic()
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+
+        def progress(activity: str, share: float) -> None:
+            nonlocal told_at
+            if activity not in tasks:
+                tasks[activity] = bar.add_task(activity, total=1.0)
+            bar.update(tasks[activity], completed=share)
+            if not console.is_terminal and time.monotonic() > told_at + 10:  # a line for the log
+                told_at = time.monotonic()
+                print(f"{activity}: {share:.0%}", file=sys.stderr)
+
+        counts = prepare(
+            _source(arguments),
+            arguments.input,
+            arguments.output,
+            lengths=lengths,
+            held_out=held_out,
+            options={k: str(v) if isinstance(v, Path) else v for k, v in recorded.items()},
+            progress=progress,
+        )
+    return counts, held_out
+
+
+def _source(arguments: argparse.Namespace) -> Source:
+    from gapo_megatron.data import prepare as sources
+
+    if arguments.source == "deepscaler":
+        return sources.deepscaler(suffix=arguments.suffix)
+    if arguments.source == "deepcoder":
+        return sources.deepcoder()
+    return sources.own(
+        arguments.kind,
+        suffix=arguments.suffix,
+        prompt_key=arguments.prompt_key,
+        answer_key=arguments.answer_key,
+        level_key=arguments.level_key,
+        id_key=arguments.id_key,
+    )
+
+
+def _show(counts: Counts, held_out: HeldOut | None, arguments: argparse.Namespace) -> None:
+    rules = sorted(counts.dropped)
+    table = Table(title=str(arguments.output))
+    table.add_column("level" if counts.levels else "")
+    for head in ("rows", *rules, "written"):
+        table.add_column(head, justify="right")
+    levels = counts.levels if len(counts.levels) <= MOST_LEVELS else {}
+    for level, of_level in levels.items():
+        cells = [of_level[outcome] for outcome in (*rules, "written")]
+        table.add_row(level, *map("{:,}".format, (of_level.total(), *cells)))
+    cells = [counts.dropped[rule] for rule in rules]
+    table.add_row("all", *map("{:,}".format, (counts.read, *cells, counts.written)))
+    console.print(table)
+    lines = {"train on": f'data.train_path = "{arguments.output / "problems.jsonl"}"'}
+    if len(levels) < len(counts.levels):
+        lines["levels"] = f"{len(counts.levels)} of them, in manifest.json"
+    if counts.contradictory_texts:
+        lines["contradictory"] = f"problems with several answers: {counts.contradictory_texts:,}"
+    if counts.benchmarks:
+        lines["held out"] = ", ".join(f"{n} of {name}" for name, n in counts.benchmarks.items())
+    if counts.dropped:
+        lines["why"] = str(arguments.output / "dropped.jsonl")
+    if held_out is None:
+        lines["not compared"] = "with the benchmarks: give --benchmarks DIR"
+    elif held_out.absent:
+        lines["not compared"] = f"with {', '.join(held_out.absent)}: no folder of theirs there"
+    for name, text in lines.items():
+        console.print(f"{name:14} {text}", markup=False, highlight=False)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], epilog=__doc__.split("\n\n")[1]
+    )
+    sources = parser.add_subparsers(dest="source", required=True, metavar="SOURCE")
+    deepscaler = sources.add_parser(
+        "deepscaler",
+        help="mathematics: rows of problem and answer",
+        description="Each text once; a text with answers that contradict each other not at all.",
+    )
+    deepcoder = sources.add_parser(
+        "deepcoder",
+        help="programs: rows of problem and tests",
+        description="The forms of SYNTHETIC-1, TACO, LiveCodeBench and LeetCode. Give the files "
+        "of the sets to train on, each set in its own folder: its name is the level in reports.",
+    )
+    own = sources.add_parser(
+        "own",
+        help="files of your own: rows of prompt and answer",
+        description="Each text once; a text with answers that contradict each other not at all.",
+    )
+    for one in (deepscaler, deepcoder, own):
+        _add_common(one)
+    deepscaler.add_argument(
+        "--suffix",
+        metavar="TEXT",
+        help="ends every prompt (default: the sentence that evaluation asks for a box with)",
+    )
+    own.add_argument(
+        "--suffix", default="", metavar="TEXT", help="ends every prompt (default: none)"
+    )
+    own.add_argument(
+        "--kind",
+        choices=KINDS,
+        default="math",
+        help="verifier, as reward.kind (default: %(default)s)",
+    )
+    for key in ("prompt", "answer", "level", "id"):
+        own.add_argument(
+            f"--{key}-key", default=key, metavar="KEY", help="of a row (default: %(default)s)"
+        )
+    return parser.parse_args()
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input", nargs="+", type=Path, required=True, metavar="PATH", help="files, in this order"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder to make; must not exist"
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="HF_DIR",
+        help="the policy's Hugging Face folder; its tokenizer measures prompts",
+    )
+    parser.add_argument(
+        "--max-prompt-tokens",
+        type=_positive,
+        default=2048,
+        metavar="N",
+        help="drop longer prompts; as data.max_prompt_tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--chat-template",
+        action="store_true",
+        help="prompts will be user messages of the tokenizer's template; as data.chat_template",
+    )
+    parser.add_argument(
+        "--benchmarks",
+        type=Path,
+        metavar="DIR",
+        help="drop problems of these benchmarks; one folder each, as for evaluate.py --data",
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

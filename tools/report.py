@@ -1,0 +1,103 @@
+#!/usr/bin/env python
+"""Report what runs did: one page (report.html) and every figure as PNG, PDF and CSV.
+
+RUN is a run's folder, or a folder of runs such as a study's. Runs that differ in the seed alone
+become one method with a band; one method is compared with every other one. Runs still going on are
+read as far as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
+
+EXAMPLES = """\
+one run:                    tools/report.py runs/demo
+a study, gapo against all:  tools/report.py runs/studies/demo --first gapo
+two methods, elsewhere:     tools/report.py runs/a runs/b --output /tmp/a_and_b
+keep the data, redraw:      tools/report.py runs/a --archive a_data; tools/report.py a_data
+
+The page needs no network. docs/report.md says how each figure is made, and how to read it.
+Exit codes: 0; 1 when a folder holds no run or a damaged one; 2 usage.
+"""
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    """Write the report; 0 done, 1 nothing to report or damaged files, 2 usage."""
+    arguments = _parse(command_line)
+    # matplotlib and torch: seconds that --help does not need.
+    from gapo_megatron.errors import GapoError
+    from gapo_megatron.report import write_report
+    from gapo_megatron.report.report import some
+
+    errors = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    try:
+        with Progress(
+            *columns, console=errors, transient=True, disable=not errors.is_terminal
+        ) as progress:
+            task = progress.add_task("looking for runs")
+
+            def show(part: str, done: int, total: int) -> None:
+                progress.update(task, description=part, completed=done, total=total)
+
+            report = write_report(
+                arguments.runs,
+                arguments.output,
+                first=arguments.first,
+                archive_dir=arguments.archive,
+                on_part=show,
+            )
+    except GapoError as error:
+        errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    print(report.summary.to_text())
+    for title, reason in report.left_out.items():
+        print(f"left out: {title}: {reason}")
+    if report.waiting:
+        print(f"not started: {some([str(folder) for folder in report.waiting])}")
+    print(f"report: {report.page}")
+    return 0
+
+
+def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="default: `report` in the folder that holds all RUNs (of a single RUN: in itself)",
+    )
+    parser.add_argument(
+        "--first",
+        metavar="METHOD",
+        help="compare this one with every other; default: the method of the first RUN",
+    )
+    parser.add_argument(
+        "--archive",
+        type=Path,
+        metavar="DIR",
+        help="also keep there, as CSV, what figures are drawn from; a RUN may be such a DIR",
+    )
+    arguments = parser.parse_args(command_line)
+    if arguments.output is None:
+        common = Path(os.path.commonpath([run.absolute() for run in arguments.runs]))
+        if common == Path(common.anchor):
+            parser.error("these RUNs lie in no folder in common: say with --output where to write")
+        arguments.output = common / "report"
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+#!/usr/bin/env python
+"""Run the programs of judges on other machines, each behind bubblewrap on this one.
+
+For compute nodes whose kernel lets nobody make namespaces. Here: start this and leave it. There:
+reward.sandbox = "tcp://THIS_MACHINE:PORT" in the run's config. Both need the same file
+~/.config/gapo_megatron/sandbox-secret, which the first start writes; where the home folder is
+shared, nothing has to be copied. See docs/sandbox.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
+
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, Limits, SandboxError
+from gapo_megatron.rewards.sandbox.check import check_sandbox
+from gapo_megatron.rewards.sandbox.server import Server
+from gapo_megatron.rewards.sandbox.service import make_secret
+
+console = Console(stderr=True)
+
+
+def main() -> int:
+    """0 never (it serves until it is ended), 1 no address or no secret, 2 no isolation here."""
+    arguments = _parse()
+    # Ending this process ends every sandbox: there is nothing to tidy up.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    logging.basicConfig(format="%(message)s", handlers=[RichHandler(console=console)])
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # ten for every program
+    seconds, default = arguments.max_total_s, Limits()
+    largest = Limits(
+        cpu_s=max(seconds, default.cpu_s), wall_s=max(seconds, default.wall_s), total_s=seconds
+    )
+    try:
+        check_sandbox(sandbox="bubblewrap", python=arguments.python, limits=Limits())
+        make_secret()
+        server = Server(
+            host=arguments.host,
+            port=arguments.port,
+            python=arguments.python,
+            num_programs=arguments.num_programs,
+            largest=largest,
+        )
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (OSError, SandboxError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    name = socket.getfqdn() if arguments.host in ("0.0.0.0", "::") else arguments.host
+    name = f"[{name}]" if ":" in name else name
+    print(f"tcp://{name}:{server.port}", flush=True)  # for a script
+    console.print(
+        f"serving {arguments.num_programs} programs at a time; in the run's config:\n"
+        f'  reward.sandbox = "tcp://{name}:{server.port}"\nCtrl-C ends it',
+        markup=False,
+        highlight=False,
+    )
+    server.serve()
+
+
+def _parse() -> argparse.Namespace:
+    description, epilog = __doc__.split("\n\n")
+    parser = argparse.ArgumentParser(description=description, epilog=epilog)
+    parser.add_argument("--port", type=int, required=True, help="0: any that is free")
+    parser.add_argument(
+        "--host",
+        default="0.0.0.0",
+        help="address to listen on (default: all of this machine). What crosses the network can "
+        "be read on it; the secret itself does not cross",
+    )
+    parser.add_argument(
+        "--num-programs",
+        type=_positive,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="at a time; the others queue, which costs them none of their time (default: as many "
+        "as cores, %(default)s)",
+    )
+    parser.add_argument(
+        "--python",
+        default=SYSTEM_PYTHON,
+        metavar="PATH",
+        help="interpreter of the programs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-total-s",
+        type=_positive,
+        default=600,
+        metavar="S",
+        help="most that a run may ask for in reward.timeout_s (default: %(default)s)",
+    )
+    return parser.parse_args()
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,12 +18,16 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from submitit.core.utils import pickle_load
 
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.launch import local
 from gapo_megatron.launch.local import gpu_shares
+from gapo_megatron.launch.status import Status
 from gapo_megatron.launch.study import Resources
 from gapo_megatron.launch.submit import Submission
 from tests.submit_setup import ROOT, SUBMIT, environment, steps_of, submit, write_study
@@ -158,6 +162,31 @@ def test_usage_errors_leave_nothing(
     assert (exit_code, said.out) == (2, "")
     assert message in said.err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_table_that_is_slow_to_make_leaves_the_cores_to_the_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, until = [], time.monotonic() + 0.5
+
+    class Runs:
+        def __init__(self, _: object) -> None: ...
+
+        def start(self) -> None: ...
+
+        def look(self) -> bool:
+            return time.monotonic() > until
+
+        def statuses(self) -> list[Status]:
+            time.sleep(0.05)
+            made.append(time.monotonic())
+            return []
+
+    monkeypatch.setattr(local, "_LocalRuns", Runs)
+    monkeypatch.setattr(local, "_LOOK_EVERY_S", 0.01)
+    submission = SimpleNamespace(name="study")
+    local.run_locally(submission, Console(quiet=True))  # type: ignore[arg-type]
+    assert len(made) == 3  # at first; and at the end, for the screen and for the caller
 
 
 def test_gpus_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from gapo_megatron.launch.submit import Launch, Submission, outside_slurm
 _YEARS_MIN = 10 * 365 * 24 * 60
 """submitit wants a time limit; here nothing ends a run."""
 _LOOK_EVERY_S = 1.0
+_REST = 50
+"""Times as long as the table takes to make: the runs need the cores more."""
 
 
 def run_locally(submission: Submission, console: Console) -> list[Status]:
@@ -36,7 +38,7 @@ def run_locally(submission: Submission, console: Console) -> list[Status]:
     """
     local = _LocalRuns(submission)
     with live_table(console, title=submission.name) as show, _requests() as requests:
-        asked = 0
+        asked, rest_until = 0, 0.0
         while not local.look():
             if len(requests) > asked:
                 asked = len(requests)
@@ -46,7 +48,10 @@ def run_locally(submission: Submission, console: Console) -> list[Status]:
                     else "ending the runs"
                 )
             local.stop(at_once=asked > 1) if asked else local.start()
-            show(local.statuses())
+            began = time.monotonic()
+            if began >= rest_until:
+                show(local.statuses())
+                rest_until = began + _REST * (time.monotonic() - began)
             time.sleep(_LOOK_EVERY_S)
         show(local.statuses())
     return local.statuses()

@@ -62,8 +62,12 @@ class ModelConfig(_Section):
 class ParallelConfig(_Section):
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1
+    context_parallel_size: Positive = 1
+    """Ranks that share every sequence and its activations, where one cannot hold them: for that,
+    attention has to be Transformer Engine's; ours gathers all keys and values on every rank."""
     expert_model_parallel_size: Positive = 1
-    """Ranks that divide a layer's experts among themselves; tensor or data parallel neighbours."""
+    """Ranks that divide a layer's experts among themselves: tensor, context or data parallel
+    neighbours."""
     sequence_parallel: bool = False
     """Shard activations between tensor-parallel regions along the sequence."""
     timeout_s: Positive = 1800
@@ -96,7 +100,8 @@ class BatchConfig(_Section):
     rollouts_per_prompt: Annotated[int, Field(ge=2)] = 8
     """k. One rollout has no group to compare with."""
     max_tokens_per_microbatch: Positive = 32768
-    """Packed tokens (prompt + response) of one forward pass on one data-parallel rank."""
+    """Packed tokens (prompt + response) of one forward pass on one data-parallel rank. Its context
+    parallel ranks share them; every sequence must fit whole."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

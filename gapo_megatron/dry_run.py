@@ -46,6 +46,7 @@ class Arithmetic:
     world_size: int
     tp_size: int
     pp_size: int
+    cp_size: int
     dp_size: int
     ep_size: int
     """Ranks that divide a layer's experts among themselves, out of those of one stage."""
@@ -63,6 +64,12 @@ class Arithmetic:
     most_microbatches_per_rank: int
     """Of one mini-batch, when every sequence has the greatest length."""
 
+    @property
+    def cut(self) -> str:
+        """The world size as a product."""
+        context = f"x context {self.cp_size} " if self.cp_size > 1 else ""
+        return f"tensor {self.tp_size} x pipeline {self.pp_size} {context}x data {self.dp_size}"
+
 
 def arithmetic(config: Config, *, world_size: int) -> Arithmetic:
     """Work out the counts of a run on `world_size` processes.
@@ -73,18 +80,20 @@ def arithmetic(config: Config, *, world_size: int) -> Arithmetic:
     check_world_size(config.parallel, world_size)
     tp = config.parallel.tensor_model_parallel_size
     pp = config.parallel.pipeline_model_parallel_size
+    cp = config.parallel.context_parallel_size
     if world_size % config.rollout.tensor_parallel_size:
         raise ConfigError(
             f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}) must divide "
             f"the world size ({world_size})"
         )
-    batch, dp = config.batch, world_size // (tp * pp)
+    batch, dp = config.batch, world_size // (tp * pp * cp)
     minibatch_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
     longest_per_microbatch = batch.max_tokens_per_microbatch // config.max_sequence_tokens
     return Arithmetic(
         world_size=world_size,
         tp_size=tp,
         pp_size=pp,
+        cp_size=cp,
         dp_size=dp,
         ep_size=config.parallel.expert_model_parallel_size,
         rollout_replicas=world_size // config.rollout.tensor_parallel_size,
@@ -191,8 +200,7 @@ def _counts_table(config: Config, counts: Arithmetic) -> Table:
     prompts_per_replica = batch.rollout_prompts / counts.rollout_replicas
     updates = counts.num_minibatches * config.run.num_steps
     rows = {
-        "processes": f"{counts.world_size} = tensor {counts.tp_size} x pipeline {counts.pp_size} "
-        f"x data {counts.dp_size}"
+        "processes": f"{counts.world_size} = {counts.cut}"
         + (f"; experts over {counts.ep_size}" if counts.ep_size > 1 else ""),
         "vLLM replicas": f"{counts.rollout_replicas} of {config.rollout.tensor_parallel_size} "
         f"process(es), {prompts_per_replica:g} prompts each",
@@ -208,7 +216,8 @@ def _counts_table(config: Config, counts: Arithmetic) -> Table:
         "longest sequence": f"{config.data.max_prompt_tokens:,} prompt + "
         f"{config.rollout.max_response_tokens:,} response = {counts.longest_sequence:,} tokens",
         "one micro-batch": f"at most {batch.max_tokens_per_microbatch:,} tokens: "
-        f"{counts.longest_per_microbatch} of the longest sequences",
+        f"{counts.longest_per_microbatch} of the longest sequences"
+        + (f"; {counts.cp_size} ranks share them" if counts.cp_size > 1 else ""),
         "micro-batches": f"at most {counts.most_microbatches_per_rank} per update and rank, if "
         "every sequence were the longest",
         "steps per epoch": _epochs(config),
@@ -284,7 +293,7 @@ def _memory_table(rules: list[Rule], config: Config, counts: Arithmetic) -> Tabl
     # Copies of an expert that share its optimizer state.
     expert_dp_size = counts.world_size // (counts.pp_size * counts.ep_size)
     for stage, (total, expert) in enumerate(zip(totals, experts, strict=True)):
-        states = (total - expert) / counts.dp_size + expert / expert_dp_size
+        states = (total - expert) / (counts.dp_size * counts.cp_size) + expert / expert_dp_size
         parts = [total * weight / GIB, total * gradient / GIB, states * state / GIB]
         table.add_row(str(stage), f"{total:,}", *(f"{part:.3g}" for part in (*parts, sum(parts))))
     return table

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.batching import pack, sequence_lengths
+from gapo_megatron.batching import sequence_lengths
 from gapo_megatron.config import Config
 from gapo_megatron.metrics import Stopwatch
 from gapo_megatron.objective import diagnostics, kl_penalty, policy_loss
@@ -87,10 +87,7 @@ def learn(
         return None
     with stopwatch("old_log_probs"):
         packed = [
-            [
-                pack(batch, indices, align=policy.sequence_multiple, device=policy.device)
-                for indices in minibatch.microbatches[groups.dp_rank]
-            ]
+            [policy.pack(batch, indices) for indices in minibatch.microbatches[groups.dp_rank]]
             for minibatch in plan.minibatches
         ]
         if not progress.old_log_probs:
@@ -123,8 +120,7 @@ def learn(
                     _add(progress.sums, {"tokens_backward": num_tokens})
             progress.grad_norms.append(result.grad_norm)
             progress.learning_rate = result.learning_rate
-    # Tensor parallel ranks hold the same sums; those of one of them count.
-    sums = progress.sums if groups.tp_rank == 0 else {}
+    sums = progress.sums if groups.is_first_copy else {}
     totals = _add_over_ranks(
         sums, group_size=config.batch.rollouts_per_prompt, device=policy.device
     )

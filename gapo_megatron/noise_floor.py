@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.batching import pack, plan, sequence_lengths
+from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.config import Config
 from gapo_megatron.metrics import Stopwatch
 from gapo_megatron.objective import policy_loss
@@ -137,7 +137,7 @@ def measure_noise_floor(policy: Policy, batch: Batch, config: Config) -> NoiseFl
     together_scores = _score(policy, batch, packing.microbatches[groups.dp_rank])
     alone_scores = _score(policy, batch, alone)
     deviation: list[float] = []
-    if mine and groups.is_last_stage and groups.tp_rank == 0:
+    if mine and groups.is_last_stage and groups.is_first_copy:
         deviation = _deviation(batch, mine, together_scores, alone_scores, config)
     return _over_ranks(deviation, policy.device)
 
@@ -155,10 +155,7 @@ def _score(
     policy: Policy, batch: Batch, microbatches: Sequence[Sequence[int]]
 ) -> dict[int, torch.Tensor]:
     """Log-probs by position in the batch, on the CPU; none where the last stage is elsewhere."""
-    packed = [
-        pack(batch, indices, align=policy.sequence_multiple, device=policy.device)
-        for indices in microbatches
-    ]
+    packed = [policy.pack(batch, indices) for indices in microbatches]
     scored: dict[int, torch.Tensor] = {}
     for indices, values in zip(microbatches, log_probs(policy, packed), strict=True):
         if values is not None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from gapo_megatron.batching import pack, plan, sequence_lengths
+from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.config import Config, ObjectiveConfig, load_config
 from gapo_megatron.convert import write_hf
 from gapo_megatron.data.schema import encode_prompt, read_jsonl
@@ -96,8 +96,7 @@ def _supervised_step(policy: Policy, batch: Batch, config: Config, learning_rate
         data_parallel_size=groups.dp_size,
     ).minibatches
     microbatches = [
-        pack(batch, indices, align=policy.sequence_multiple, device=policy.device)
-        for indices in minibatch.microbatches[groups.dp_rank]
+        policy.pack(batch, indices) for indices in minibatch.microbatches[groups.dp_rank]
     ]
     scale = 1.0 / minibatch.num_tokens_global
 
@@ -109,7 +108,7 @@ def _supervised_step(policy: Policy, batch: Batch, config: Config, learning_rate
 
     result = update(policy, microbatches, negative_log_likelihood, learning_rate=learning_rate)
     losses = torch.zeros(1, dtype=torch.float64, device=policy.device)
-    if groups.tp_rank == 0:  # one copy per tensor parallel group; other pipeline stages add nothing
+    if groups.is_first_copy:  # pipeline stages before the last add nothing
         losses += sum(output["loss"] for output in result.outputs)
     dist.all_reduce(losses)
     return float(losses)

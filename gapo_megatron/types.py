@@ -142,7 +142,8 @@ class Microbatch:
     """
 
     tokens: torch.Tensor
-    """[1, T] int64; the padding at the end is a sequence of its own that no one attends to."""
+    """[1, T] int64; the padding at the end is a sequence of its own that no one attends to. One
+    rank's share is [1, T / context_parallel_size] (`policy.context`), and so `position_ids`."""
     position_ids: torch.Tensor
     """[1, T] int64, restarting at 0 in every sequence."""
     cu_seqlens: torch.Tensor

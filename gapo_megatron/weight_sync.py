@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.batching import pack
 from gapo_megatron.policy import Policy, log_probs
 from gapo_megatron.rollout import RolloutEngine, WeightCheck, sync_weights, verify_weights
 from gapo_megatron.types import Batch, Prompt
@@ -40,10 +39,7 @@ def sync(
     Raises:
         WeightSyncError: tensors or log-probs do not agree; on every rank.
     """
-    microbatches = [
-        pack(probe, [i], align=policy.sequence_multiple, device=policy.device)
-        for i in range(len(probe))
-    ]
+    microbatches = [policy.pack(probe, [i]) for i in range(len(probe))]
     values = log_probs(policy, microbatches, temperature=1.0) if microbatches else []
     holder = [[part.cpu().numpy() for part in values if part is not None]]
     sync_weights(engine, policy.iterate_hf_weights(), policy_version=policy_version)

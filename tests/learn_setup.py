@@ -176,7 +176,7 @@ def record(policy: Policy) -> Iterator[list[Seen]]:
         for microbatch, part in zip(microbatches, losses, strict=False):
             seen.ratios |= zip(microbatch.indices, part.ratio.tolist(), strict=True)
             seen.clipped |= zip(microbatch.indices, part.clipped.tolist(), strict=True)
-        if policy.groups.tp_rank == 0:
+        if policy.groups.is_first_copy:
             seen.loss = sum(float(part.loss.detach()) for part in losses)
         return result
 

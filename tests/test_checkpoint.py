@@ -94,6 +94,13 @@ def test_a_damaged_manifest_is_found(tmp_path, change, words):
     assert str(path) in str(caught.value)
 
 
+def test_a_manifest_from_before_context_parallelism_is_of_one_context_rank(tmp_path):
+    folder = make_checkpoint(tmp_path, 1)
+    assert "context_parallel_size" not in (folder / "manifest.json").read_text()
+    found = manifest.read_manifest(folder)
+    assert found.layout == {"data_parallel_size": 1, "context_parallel_size": 1}
+
+
 def test_a_folder_without_manifest_is_damaged(tmp_path):
     (tmp_path / "step_00000003").mkdir()
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):

@@ -90,6 +90,19 @@ def test_arithmetic_by_hand() -> None:
             ],
         ),
         (
+            {"parallel": {"tensor_model_parallel_size": 2, "context_parallel_size": 3}},
+            8,
+            [
+                "parallel.tensor_model_parallel_size (2) x parallel.context_parallel_size (3) = 6",
+                "world size (8)",
+            ],
+        ),
+        (
+            {"parallel": {"context_parallel_size": 3, "expert_model_parallel_size": 2}},
+            6,
+            ["expert_model_parallel_size (2)", "context_parallel_size (3)", "must divide"],
+        ),
+        (
             {"rollout": {"tensor_parallel_size": 3}},
             8,
             ["rollout.tensor_parallel_size (3)", "world size (8)"],

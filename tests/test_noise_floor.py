@@ -27,6 +27,7 @@ SHIFT = 1e-3
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp": {"pipeline_model_parallel_size": 2},
+    "cp": {"context_parallel_size": 2},
     "dp": {},
 }
 original_log_probs = noise_floor.log_probs

@@ -23,7 +23,12 @@ def sequence_lengths(batch: Batch) -> torch.Tensor:
 
 
 def pack(
-    batch: Batch, indices: Sequence[int], *, align: int = 1, device: torch.device | str
+    batch: Batch,
+    indices: Sequence[int],
+    *,
+    align: int = 1,
+    sequence_align: int = 1,
+    device: torch.device | str,
 ) -> Microbatch:
     """Pack sequences `indices` of `batch`, in that order, into one micro-batch.
 
@@ -35,7 +40,9 @@ def pack(
         indices: positions in `batch`; empty for a rank that has nothing to compute, which gets
             R = 0 and max(align, 1) padding tokens, and so takes part in every collective.
         align: T becomes a multiple of it (tensor-parallel size under sequence parallelism); the
-            padding is a sequence of its own.
+            padding is a sequence of its own. A multiple of `sequence_align`.
+        sequence_align: every sequence is padded at its end to a multiple of it, for context
+            parallel ranks to share; causal attention does not see what comes after.
         device: where the tensors go.
 
     Returns:
@@ -49,11 +56,15 @@ def pack(
         "a prompt or a response is empty"
     )
     lengths = prompt_lengths + num_response_tokens - 1
-    num_real = int(lengths.sum())
-    padding = max(-num_real % align, 0 if num_real else align)
+    fillers = -lengths % sequence_align
+    lengths = lengths + fillers
+    num_packed = int(lengths.sum())
+    padding = max(-num_packed % align, 0 if num_packed else align)
 
     fed = [
-        part for pair in zip(prompts, responses, strict=True) for part in (pair[0], pair[1][:-1])
+        part
+        for prompt, response, filler in zip(prompts, responses, fillers, strict=True)
+        for part in (prompt, response[:-1], np.zeros(filler, dtype=np.int64))
     ]
     tokens = np.concatenate([*fed, np.zeros(padding, dtype=np.int64)], dtype=np.int64)
     if padding:

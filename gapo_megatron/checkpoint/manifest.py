@@ -74,7 +74,7 @@ class Manifest:
     config: Mapping[str, Any]
     """The resolved run config."""
     layout: Mapping[str, int]
-    """Parallel sizes (tensor, pipeline, data) of the run that wrote it."""
+    """Parallel sizes of the run that wrote it."""
     megatron_version: str
     files: Mapping[str, FileEntry]
     """By name relative to the folder; every file but the manifest."""
@@ -179,6 +179,8 @@ def read_manifest(folder: Path) -> Manifest:
     del document["config_sha256"]
     files = {name: FileEntry(**entry) for name, entry in document.pop("files").items()}
     branch = Branch.read(document.pop("branch"))
+    # Manifests from before there was context parallelism have no word of it.
+    document["layout"].setdefault("context_parallel_size", 1)
     return Manifest(files=files, branch=branch, **document)
 
 

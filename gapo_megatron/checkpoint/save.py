@@ -190,6 +190,7 @@ def layout(groups: ParallelGroups) -> dict[str, int]:
     return {
         "tensor_model_parallel_size": groups.tp_size,
         "pipeline_model_parallel_size": groups.pp_size,
+        "context_parallel_size": groups.cp_size,
         "expert_model_parallel_size": groups.ep_size,
         "data_parallel_size": groups.dp_size,
     }
@@ -219,9 +220,9 @@ def write_state(state: dict[str, Any], folder: Path, groups: ParallelGroups) -> 
 
     Collectives, over all ranks: those of Megatron-core's save.
     """
-    # Data-parallel replicas hold the same tensors; each writes a part of them.
+    # Replicas hold the same tensors; each writes a part of them.
     strategy = FullyParallelSaveStrategyWrapper(
-        _InProcessSave(backend="torch_dist", version=1), groups.dp_group
+        _InProcessSave(backend="torch_dist", version=1), groups.dp_cp_group
     )
     with cpu.device_scope():
         dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)

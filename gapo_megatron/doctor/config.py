@@ -67,7 +67,7 @@ def _judge_world_size(answer: dict[str, Any]) -> Finding:
         advice = "ranks: one per GPU of the job"
         return Finding("config", "world_size", "fail", answer["error"], advice)
     detail = (
-        "{world_size} = tensor {tp_size} x pipeline {pp_size} x data {dp_size}; "
+        "{world_size} = {cut}; "
         "{rollout_sequences:,} sequences a step; any multiple of {smallest} will do"
     ).format_map(answer)
     return Finding("config", "world_size", "ok", detail)

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from gapo_megatron.batching import pack
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.convert import HfFolder, hf_shapes, rules_for
 from gapo_megatron.errors import ConfigError, GapoError
@@ -73,9 +72,7 @@ def policy(precision: str, head: str) -> None:
         built = Policy.build(config, initialize(config.parallel), world.device)
     shapes = hf_shapes(rules_for(built.hf_config))
     built.load_hf_weights((name, 0.02 * torch.randn(shape)) for name, shape in shapes.items())
-    microbatch = pack(
-        _batch(num_sequences=2), (0, 1), align=built.sequence_multiple, device=world.device
-    )
+    microbatch = built.pack(_batch(num_sequences=2), (0, 1))
     result = update(built, [microbatch], lambda _, log_probs, __: (-log_probs.mean(), {}))
     assert result.grad_norm > 0, result
 
@@ -174,7 +171,7 @@ def _arithmetic(settings: Config, world_size: int) -> dict[str, Any]:
 
     smallest = next(filter(fits, range(1, _MOST_PROCESSES)), 1)
     counts = dry_run.arithmetic(settings, world_size=world_size or smallest)
-    return {"smallest": smallest, **asdict(counts)}
+    return {"smallest": smallest, "cut": counts.cut, **asdict(counts)}
 
 
 def _listen() -> list[str]:

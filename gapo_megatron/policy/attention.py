@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
+
+from gapo_megatron.policy.context import GatherTokens, held_positions
 
 
 @dataclass
@@ -27,6 +30,19 @@ class PackedSequences(PackedSeqParams):
     """[T] int64: where each token goes when the buckets lie one after another, padded."""
     buckets: tuple[tuple[int, int], ...] = ()
     """(S, L) of every bucket: sequences of similar length share one padded attention call."""
+    context: ContextShare | None = None
+    """Under context parallelism; `cos`, `sin` and `slots` are then those of this rank's tokens."""
+
+
+@dataclass
+class ContextShare:
+    """How one of cp ranks attends: its queries to the keys and values of all."""
+
+    group: dist.ProcessGroup
+    key_slots: Tensor
+    """[T] int64: slots of the gathered tokens, rank after rank."""
+    masks: tuple[Tensor, ...]
+    """Per bucket [S, 1, L / cp, L] bool: keys that a query sees."""
 
 
 def pack_sequences(
@@ -36,20 +52,26 @@ def pack_sequences(
     position_ids: Tensor,
     inverse_frequencies: Tensor,
     dtype: torch.dtype,
+    cp_group: dist.ProcessGroup,
 ) -> PackedSequences:
     """Prepare rotary tables and the padded layout of a micro-batch.
 
     Args:
         cu_seqlens: [S + 1] int32 boundaries of the sequences in the packed row.
         max_seqlen: longest sequence, tokens.
-        position_ids: [1, T] int64.
+        position_ids: [1, T / cp] int64, of this rank's tokens.
         inverse_frequencies: [D / 2] float32 rotary frequencies.
         dtype: of the activations; the angles are computed in float32.
+        cp_group: ranks that share the sequences.
     """
     angles = torch.outer(position_ids[0].float(), inverse_frequencies)[:, None, :]
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     boundaries = cu_seqlens.tolist()
-    slots, buckets = _padded_layout(boundaries)
+    cp_size = cp_group.size()
+    slots, buckets = _padded_layout(boundaries, num_shares=cp_size)
+    context = None
+    if cp_size > 1:
+        context = _context_share(cu_seqlens, position_ids[0], slots, buckets, cp_group)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -60,26 +82,64 @@ def pack_sequences(
         sin=torch.cat([-sin, sin], dim=-1),
         slots=slots.to(cu_seqlens.device),
         buckets=buckets,
+        context=context,
     )
 
 
-def _padded_layout(boundaries: list[int]) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
+def _context_share(
+    cu_seqlens: Tensor,
+    positions: Tensor,
+    query_slots: Tensor,
+    buckets: tuple[tuple[int, int], ...],
+    group: dist.ProcessGroup,
+) -> ContextShare:
+    cp_size = group.size()
+    slots, _ = _padded_layout(cu_seqlens.tolist())
+    device = cu_seqlens.device
+    held = [
+        held_positions(cu_seqlens, cp_rank=rank, cp_size=cp_size).cpu() for rank in range(cp_size)
+    ]
+    # A slot without a query sees all keys: to see none would give NaN.
+    num_queries = sum(rows * longest for rows, longest in buckets) // cp_size
+    last_key = torch.full((num_queries,), max(longest for _, longest in buckets), device=device)
+    last_key[query_slots.to(device)] = positions
+    masks = []
+    start = 0
+    for rows, longest in buckets:
+        end = start + rows * longest // cp_size
+        keys = torch.arange(longest, device=device)
+        masks.append((keys <= last_key[start:end, None]).view(rows, 1, -1, longest))
+        start = end
+    return ContextShare(group, slots[torch.cat(held)].to(device), tuple(masks))
+
+
+def _padded_layout(
+    boundaries: list[int], *, num_shares: int = 1
+) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
     """Group sequences whose lengths have the same power-of-two ceiling; pad to the group's longest.
 
     A sequence grows to less than twice its length, so attention costs less than four times its
     minimum, in a handful of calls instead of one per sequence.
+
+    Args:
+        boundaries: of the whole sequences.
+        num_shares: the slots are those of one of so many equal shares of every sequence.
+
+    Returns:
+        Slots [T / num_shares], and the buckets' (S, L), of whole sequences.
     """
     members: dict[int, list[tuple[int, int]]] = {}
     for start, end in itertools.pairwise(boundaries):
         members.setdefault((end - start - 1).bit_length(), []).append((start, end))
-    slots = torch.empty(boundaries[-1], dtype=torch.int64)
+    slots = torch.empty(boundaries[-1] // num_shares, dtype=torch.int64)
     buckets = []
     offset = 0
     for _, sequences in sorted(members.items()):
         longest = max(end - start for start, end in sequences)
         for start, end in sequences:
-            slots[start:end] = torch.arange(offset, offset + end - start)
-            offset += longest
+            first, last = start // num_shares, end // num_shares
+            slots[first:last] = torch.arange(offset, offset + last - first)
+            offset += longest // num_shares
         buckets.append((len(sequences), longest))
     return slots, tuple(buckets)
 
@@ -153,21 +213,26 @@ class PackedAttention(nn.Module):
         """Attend.
 
         Args:
-            query: [T, N, D].
-            key: [T, G, D].
-            value: [T, G, D].
+            query: [T, N, D]; of this rank's share, [T / cp, ...], under context parallelism.
+            key: [T, G, D], likewise.
+            value: [T, G, D], likewise.
             attention_mask: unused; causality and the sequence boundaries are implied.
             packed_seq_params: the micro-batch's layout.
 
         Returns:
-            [T, N * D] in the dtype of `query`.
+            [T, N * D] in the dtype of `query`, likewise.
+
+        Collectives: under context parallelism an all-gather of keys and one of values; backward
+        an all-reduce of each.
         """
         packed = packed_seq_params
-        num_slots = sum(rows * longest for rows, longest in packed.buckets)
         query, key = (
             _Rotate.apply(query, packed.cos, packed.sin),
             _Rotate.apply(key, packed.cos, packed.sin),
         )
+        if packed.context:
+            return self._attend_in_context(query, key, value, packed, packed.context)
+        num_slots = sum(rows * longest for rows, longest in packed.buckets)
         # One bucket without padding is already laid out as attention wants it.
         is_padded = num_slots > len(query) or len(packed.buckets) > 1
         if is_padded:
@@ -187,6 +252,40 @@ class PackedAttention(nn.Module):
             outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return _FromSlots.apply(joined, packed.slots) if is_padded else joined
+
+    def _attend_in_context(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed: PackedSequences,
+        context: ContextShare,
+    ) -> Tensor:
+        """This rank's queries [T / cp, N, D] to the keys and values of all ranks.
+
+        It shares the work. Of memory it saves little: every rank holds all keys and values, and
+        masks of its queries against them. Transformer Engine's ring does not.
+        """
+        num_keys = sum(rows * longest for rows, longest in packed.buckets)
+        num_queries = sum(mask.shape[0] * mask.shape[2] for mask in context.masks)
+        query = _ToSlots.apply(query, packed.slots, num_queries)
+        key, value = (
+            _ToSlots.apply(GatherTokens.apply(x, context.group), context.key_slots, num_keys)
+            for x in (key, value)
+        )
+        outputs = []
+        for q, k, v, mask in zip(
+            query.split([mask.shape[0] * mask.shape[2] for mask in context.masks]),
+            *(x.split([rows * longest for rows, longest in packed.buckets]) for x in (key, value)),
+            context.masks,
+            strict=True,
+        ):
+            q, k, v = (x.unflatten(0, (len(mask), -1)).transpose(1, 2) for x in (q, k, v))
+            output = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=self.softmax_scale, enable_gqa=True
+            )
+            outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
+        return _FromSlots.apply(torch.cat(outputs), packed.slots)
 
 
 class RMSNorm(nn.Module):

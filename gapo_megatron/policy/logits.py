@@ -21,7 +21,7 @@ def logits(stage: PolicyModel, groups: ParallelGroups, microbatch: Microbatch) -
 
     Args:
         stage: this rank's part of the model.
-        groups: this rank's place.
+        groups: this rank's place; without context parallelism.
         microbatch: this data-parallel rank's; T tokens, the padding included.
 
     Returns:
@@ -30,6 +30,7 @@ def logits(stage: PolicyModel, groups: ParallelGroups, microbatch: Microbatch) -
     Collectives: those of the forward pass; on the last stage all-gathers over the tensor parallel
     group.
     """
+    assert groups.cp_size == 1
 
     def forward(iterator: Iterator[Microbatch], model: PolicyModel) -> tuple[Tensor, object]:
         given = next(iterator)
@@ -37,7 +38,7 @@ def logits(stage: PolicyModel, groups: ParallelGroups, microbatch: Microbatch) -
             input_ids=given.tokens,
             position_ids=given.position_ids,
             attention_mask=None,
-            packed_seq_params=stage.pack(given),
+            packed_seq_params=stage.packing(given),
         )
         return hidden, lambda hidden: (hidden.sum(), hidden[:, 0])
 

@@ -174,6 +174,7 @@ def transformer_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
+        context_parallel_size=groups.cp_size,
         expert_model_parallel_size=groups.ep_size,
         expert_tensor_parallel_size=1,
         sequence_parallel=sequence_parallel,
@@ -272,7 +273,7 @@ class PolicyModel(GPTModel):
                 first_row = self.tp_group.rank() * len(parameter)
                 parameter[max(self.unpadded_vocab_size - first_row, 0) :].zero_()
 
-    def pack(self, microbatch: Microbatch) -> PackedSeqParams:
+    def packing(self, microbatch: Microbatch) -> PackedSeqParams:
         """The layout of a micro-batch, as this model's attention takes it."""
         if self.uses_transformer_engine:
             return PackedSeqParams(
@@ -288,6 +289,7 @@ class PolicyModel(GPTModel):
             position_ids=microbatch.position_ids,
             inverse_frequencies=self.inverse_frequencies,
             dtype=self.config.params_dtype,
+            cp_group=self.cp_group,
         )
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -28,7 +28,7 @@ CHECKPOINT_METADATA = {
 
 
 def wrap_model(model: PolicyModel) -> DistributedDataParallel:
-    """Give the model its gradient buffers: fp32, summed into shards over data parallel ranks."""
+    """Give the model its gradient buffers: fp32, summed into shards over ranks of equal weights."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -41,7 +41,7 @@ def wrap_model(model: PolicyModel) -> DistributedDataParallel:
 def build_optimizer(
     config: OptimizerConfig, model: list[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """AdamW; state sharded over data parallel ranks; biases and norm weights do not decay."""
+    """AdamW; state sharded over ranks of equal weights; biases and norm weights do not decay."""
     params_dtype = model[0].config.params_dtype
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(

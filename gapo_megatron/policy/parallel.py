@@ -19,7 +19,7 @@ from gapo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's place in the tensor, pipeline, data and expert parallel groups."""
+    """This rank's place in the tensor, pipeline, context, data and expert parallel groups."""
 
     tp_group: dist.ProcessGroup
     tp_rank: int
@@ -27,11 +27,18 @@ class ParallelGroups:
     pp_group: dist.ProcessGroup
     pp_rank: int
     pp_size: int
+    cp_group: dist.ProcessGroup
+    """Ranks that share every sequence (`policy.context`); weights and gradients as of data
+    parallel neighbours."""
+    cp_rank: int
+    cp_size: int
     dp_group: dist.ProcessGroup
     dp_rank: int
     dp_size: int
+    dp_cp_group: dist.ProcessGroup
+    """Ranks with the same weights: they add up gradients and divide the optimizer's state."""
     ep_group: dist.ProcessGroup
-    """Tensor or data parallel neighbours, each with a part of the experts, whole ones."""
+    """Tensor, context or data parallel neighbours, each with a part of the experts, whole ones."""
     ep_rank: int
     ep_size: int
     rank: int
@@ -46,6 +53,11 @@ class ParallelGroups:
     def is_last_stage(self) -> bool:
         """This rank holds the head: log-probs and losses exist here only."""
         return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Of the ranks that hold the same losses (tensor and context parallel), the first one."""
+        return self.tp_rank == 0 and self.cp_rank == 0
 
 
 def initialize(config: ParallelConfig) -> ParallelGroups:
@@ -63,6 +75,7 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
+            context_parallel_size=config.context_parallel_size,
             expert_model_parallel_size=config.expert_model_parallel_size,
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=math.ceil(config.timeout_s / 60),
@@ -71,6 +84,7 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
         )
     tp_group = parallel_state.get_tensor_model_parallel_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
+    cp_group = parallel_state.get_context_parallel_group()
     dp_group = parallel_state.get_data_parallel_group()
     ep_group = parallel_state.get_expert_model_parallel_group()
     return ParallelGroups(
@@ -80,9 +94,13 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
         pp_group=pp_group,
         pp_rank=pp_group.rank(),
         pp_size=pp_group.size(),
+        cp_group=cp_group,
+        cp_rank=cp_group.rank(),
+        cp_size=cp_group.size(),
         dp_group=dp_group,
         dp_rank=dp_group.rank(),
         dp_size=dp_group.size(),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ep_group=ep_group,
         ep_rank=ep_group.rank(),
         ep_size=ep_group.size(),
@@ -92,17 +110,30 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
 
 
 def check_world_size(config: ParallelConfig, world_size: int) -> None:
-    """Raise ConfigError unless the parallel sizes divide the number of processes."""
-    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    for field, size in (
-        ("tensor_model_parallel_size", tp),
-        ("expert_model_parallel_size", config.expert_model_parallel_size),
-    ):
-        if world_size % (size * pp):
+    """Raise ConfigError unless the parallel sizes divide the number of processes, and fit."""
+    sizes = {
+        "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "context_parallel_size": config.context_parallel_size,
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+    }
+    tp, cp, ep, pp = sizes
+    for names in ((tp, cp, pp), (ep, pp)):
+        product = math.prod(sizes[name] for name in names)
+        if world_size % product:
+            shown = [f"parallel.{name} ({sizes[name]})" for name in names if sizes[name] > 1]
             raise ConfigError(
-                f"the world size ({world_size}) must be a multiple of parallel.{field} ({size}) x "
-                f"parallel.pipeline_model_parallel_size ({pp}) = {size * pp}"
+                f"the world size ({world_size}) must be a multiple of {' x '.join(shown)}"
+                + (f" = {product}" if len(shown) > 1 else "")
             )
+    sequence, experts = sizes[tp] * sizes[cp], sizes[ep]
+    if sequence % experts and experts % sequence:
+        # A backward pass takes all of a rank's context and of its expert group: one of the two has
+        # to lie within the other, or some would go back whom others do not wait for.
+        raise ConfigError(
+            f"of parallel.{ep} ({experts}) and parallel.{tp} x parallel.{cp} ({sequence}) one must "
+            "divide the other"
+        )
 
 
 def destroy() -> None:

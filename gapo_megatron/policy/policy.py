@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from gapo_megatron import convert, cpu
+from gapo_megatron.batching import pack
 from gapo_megatron.config import Config
 from gapo_megatron.convert import Place, Rule
+from gapo_megatron.policy.context import num_chunks
 from gapo_megatron.policy.load import find_weights, load_weights
 from gapo_megatron.policy.model import (
     PolicyModel,
@@ -34,6 +36,7 @@ from gapo_megatron.policy.optimizer import (
 )
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import check_head
+from gapo_megatron.types import Batch, Microbatch
 
 
 class Policy:
@@ -103,11 +106,22 @@ class Policy:
     def sequence_multiple(self) -> int:
         """Packed tokens must be a multiple of it.
 
-        Under sequence parallelism ranks share them equally, and an fp8 matrix product takes
-        multiples of 16 on each rank.
+        Under sequence and context parallelism ranks share them equally, and an fp8 matrix product
+        takes multiples of 16 on each rank.
         """
         ranks = self.groups.tp_size if self.config.parallel.sequence_parallel else 1
-        return ranks * (16 if self.config.model.precision == "fp8" else 1)
+        each = 16 if self.config.model.precision == "fp8" else 1
+        return ranks * each * num_chunks(self.groups.cp_size)
+
+    def pack(self, batch: Batch, indices: Sequence[int]) -> Microbatch:
+        """Pack sequences of `batch` as this policy's layout takes them: `batching.pack`."""
+        return pack(
+            batch,
+            indices,
+            align=self.sequence_multiple,
+            sequence_align=num_chunks(self.groups.cp_size),
+            device=self.device,
+        )
 
     def load_initial_weights(self) -> None:
         """Set every weight as `model` says: from `megatron_dir` if given, else from `hf_dir`.

@@ -17,6 +17,7 @@ from gapo_megatron import cpu
 from gapo_megatron.errors import DivergenceError
 from gapo_megatron.logprob import token_log_probs
 from gapo_megatron.policy import optimizer as optim
+from gapo_megatron.policy.context import cut, join_rows
 from gapo_megatron.policy.policy import Policy
 from gapo_megatron.types import Microbatch
 
@@ -51,10 +52,11 @@ def log_probs(
         temperature: of the distribution; None for `rollout.temperature`.
 
     Returns:
-        Per micro-batch [R] float32 on the last pipeline stage (all tensor parallel ranks), None
-        elsewhere.
+        Per micro-batch [R] float32 on the last pipeline stage (all tensor and context parallel
+        ranks), None elsewhere.
 
-    Collectives: those of the forward pass over the tensor and pipeline parallel groups.
+    Collectives: those of the forward pass over the tensor, context and pipeline parallel groups;
+    under context parallelism, on the last stage, one all-reduce per micro-batch.
     """
 
     def keep(_: int, values: Tensor, __: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -90,8 +92,8 @@ def update(
         learning_rate: instead of the configured schedule.
 
     Collectives: those of forward and backward; with expert parallelism, on the last stage, one flag
-    per micro-batch over the expert parallel group; the gradient reduction over the data parallel
-    group; one flag over all ranks; the gradient norm; the parameter all-gather.
+    per micro-batch over the expert parallel group; the gradient reduction over data and context
+    parallel ranks; one flag over all ranks; the gradient norm; the parameter all-gather.
 
     Raises:
         DivergenceError: a loss or the gradient is not finite, on every rank alike; weights,
@@ -129,7 +131,10 @@ def update(
 
 
 def _num_active(loss: Tensor, log_probs: Tensor, entropy: Tensor | None) -> int:
-    """Rows whose log-prob or entropy has a gradient. The same on every tensor parallel rank."""
+    """Rows of the whole micro-batch whose log-prob or entropy has a gradient.
+
+    The same on every tensor and context parallel rank: they go back together or not at all.
+    """
     inputs = [log_probs] if entropy is None else [log_probs, entropy]
     if not loss.requires_grad:
         return 0
@@ -203,16 +208,22 @@ def _run(
     """Forward (and backward) over the micro-batches; what `head` reported, on the last stage."""
 
     def forward(iterator: Iterator[tuple[int, Microbatch]], model: Any) -> tuple[Tensor, Any]:
-        index, microbatch = next(iterator)
+        index, whole = next(iterator)
+        microbatch, rows = cut(whole, policy.groups)
         hidden = model(
             input_ids=microbatch.tokens,
             position_ids=microbatch.position_ids,
             attention_mask=None,
-            packed_seq_params=policy.stage.pack(microbatch),
+            packed_seq_params=policy.stage.packing(microbatch),
         )
 
         def score(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             values, entropy = _score(policy, hidden, microbatch, temperature)
+            if rows is not None:
+                num_rows = len(whole.labels)
+                values = join_rows(values, rows, num_rows, policy.groups)
+                if entropy is not None:
+                    entropy = join_rows(entropy, rows, num_rows, policy.groups)
             loss, report = head(index, values, entropy)
             # Three values: Megatron-core then neither averages nor divides.
             return loss, _NO_TOKENS, report

@@ -10,7 +10,6 @@ from megatron.core import dist_checkpointing
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron import checkpoint, cpu
-from gapo_megatron.batching import pack
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.policy import Policy, initialize
@@ -18,7 +17,13 @@ from gapo_megatron.policy.step import update
 from gapo_megatron.types import Batch
 from tests.attempt_setup import make_attempt
 
-LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1), "single": (1, 1)}
+LAYOUTS = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+    "dp2": {},
+    "single": {},
+}
 
 
 def make_model(folder: Path, *, hidden_size: int) -> str:
@@ -38,11 +43,10 @@ def make_model(folder: Path, *, hidden_size: int) -> str:
 
 
 def make_config(hf_dir: str, *, layout: str) -> Config:
-    tp, pp = LAYOUTS[layout]
     tree = {
         "run": {"output_dir": "unused", "num_steps": 4},
         "model": {"hf_dir": hf_dir, "precision": "fp32"},
-        "parallel": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp},
+        "parallel": LAYOUTS[layout],
         "data": {"train_path": "unused", "max_prompt_tokens": 8},
         "rollout": {"max_response_tokens": 8},
         "reward": {"kind": "exact"},
@@ -77,7 +81,7 @@ def train_one_update(policy: Policy, *, seed: int) -> None:
     )
     groups = policy.groups
     mine = range(groups.dp_rank, 4, groups.dp_size)
-    microbatches = [pack(batch, [i], device="cpu") for i in mine]
+    microbatches = [policy.pack(batch, [i]) for i in mine]
     update(policy, microbatches, lambda _, log_probs, __: (-log_probs.sum() / 28, {}))
 
 

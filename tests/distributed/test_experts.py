@@ -21,15 +21,15 @@ from tests.distributed.policy_setup import (
     WeightedLoss,
     make_batch,
     make_config,
-    pack_all,
     read_weights,
     reference_log_probs,
 )
 from tests.learn_setup import gradients
 
-TP, PP, EP, SP = (
+TP, PP, CP, EP, SP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "context_parallel_size",
     "expert_model_parallel_size",
     "sequence_parallel",
 )
@@ -42,6 +42,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], list[list[tuple[int, ...]]]]] = {
     "data": ({}, APART),
     "expert": ({EP: 2}, APART),
     "pipeline": ({PP: 2}, TOGETHER),
+    "context": ({CP: 2}, TOGETHER),
+    "context, expert": ({CP: 2, EP: 2}, TOGETHER),
     "expert, sequence": ({EP: 2, TP: 2, SP: True}, TOGETHER),
     "expert, empty rank": ({EP: 2}, [[(0, 1, 2, 3), (4, 5, 6, 7)], [(), ()]]),
 }
@@ -74,7 +76,7 @@ def train(hf_dir: Path, run_dir: Path, layout: str, *, before: Path) -> Report:
     groups = initialize(config.parallel)
     policy = Policy.build(config, groups, "cpu")
     policy.load_hf_weights(read_weights(hf_dir))
-    microbatches = pack_all(BATCH, shares[groups.dp_rank], align=policy.sequence_multiple)
+    microbatches = [policy.pack(BATCH, indices) for indices in shares[groups.dp_rank]]
     seen: list[dict[str, Tensor]] = []
     prepare = policy.optimizer.prepare_grads
 

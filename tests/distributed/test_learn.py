@@ -17,6 +17,7 @@ from tests.learn_setup import NUM_MINIBATCHES, make_config, make_groups, run_lea
 LAYOUTS: dict[str, dict[str, object]] = {
     "tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pipeline": {"pipeline_model_parallel_size": 2},
+    "context": {"context_parallel_size": 2},
     "data": {},
 }
 GROUPS = make_groups(seed=1)
@@ -24,7 +25,7 @@ GROUPS = make_groups(seed=1)
 
 def config_of(folder: Path, sizes: dict[str, object]) -> Config:
     # The penalty adds the reference's pass, which is not saved but made again.
-    objective = {"method": "gapo", "kl_coef": 0.1}
+    objective = {"method": "gapo", "kl_coef": 0.1, "entropy_coef": 0.01}
     return make_config(folder, parallel=sizes, objective=objective)
 
 

@@ -1,0 +1,122 @@
+"""Context parallelism: the ranks of a group share every sequence of a micro-batch.
+
+A sequence is cut into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r: an early one, whose
+causal attention is short, with a late one, so that all ranks compute equally much. It is the layout
+of Transformer Engine. What a rank computes of its rows, log-probs, is joined again before the loss:
+the ranks of a group then hold the same losses, as tensor parallel ranks do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gapo_megatron.policy.parallel import ParallelGroups
+from gapo_megatron.types import Microbatch
+
+
+def num_chunks(cp_size: int) -> int:
+    """Chunks of a sequence, whose length is a multiple of it; 1: sequences stay whole."""
+    return 2 * cp_size if cp_size > 1 else 1
+
+
+def held_positions(cu_seqlens: Tensor, *, cp_rank: int, cp_size: int) -> Tensor:
+    """Positions of the packed row [T / cp] int64 that a rank holds, in the order in which it does.
+
+    Args:
+        cu_seqlens: [S + 1] boundaries, multiples of `num_chunks(cp_size)`.
+        cp_rank: the rank.
+        cp_size: of its group.
+    """
+    bounds = cu_seqlens.long()
+    chunks = bounds.diff() // num_chunks(cp_size)
+    starts = [bounds[:-1] + chunk * chunks for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank)]
+    # Per sequence its two chunks: first positions, and lengths.
+    firsts = torch.stack(starts, dim=1).flatten()
+    lengths = chunks.repeat_interleave(2)
+    offsets = torch.arange(int(lengths.sum()), device=bounds.device)
+    begins = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return firsts.repeat_interleave(lengths) + offsets - begins
+
+
+def cut(whole: Microbatch, groups: ParallelGroups) -> tuple[Microbatch, Tensor | None]:
+    """This rank's share of a micro-batch.
+
+    Args:
+        whole: the same on all ranks of the context parallel group.
+        groups: this rank's place.
+
+    Returns:
+        The share: tokens, positions and labels of what this rank holds; boundaries stay those of
+        whole sequences. And which of the R rows it scores, [R_local] int64; None: all.
+    """
+    if groups.cp_size == 1:
+        return whole, None
+    held = held_positions(whole.cu_seqlens, cp_rank=groups.cp_rank, cp_size=groups.cp_size)
+    place = torch.full_like(whole.tokens[0], -1)
+    place[held] = torch.arange(len(held), device=held.device)
+    rows = (place[whole.row_index] >= 0).nonzero().flatten()
+    share = dataclasses.replace(
+        whole,
+        tokens=whole.tokens[:, held],
+        position_ids=whole.position_ids[:, held],
+        row_index=place[whole.row_index[rows]],
+        labels=whole.labels[rows],
+        sequence_ids=whole.sequence_ids[rows],
+    )
+    return share, rows
+
+
+def join_rows(values: Tensor, rows: Tensor, num_rows: int, groups: ParallelGroups) -> Tensor:
+    """Values [R] of all rows, on every rank of the context parallel group, with autograd.
+
+    Args:
+        values: [R_local] of this rank's rows.
+        rows: which ones, from `cut`.
+        num_rows: R.
+        groups: this rank's place.
+
+    Collectives: one all-reduce over the context parallel group; none backward.
+    """
+    joined: Tensor = _JoinRows.apply(values, rows, num_rows, groups.cp_group)
+    return joined
+
+
+class _JoinRows(torch.autograd.Function):
+    """Every rank computes the same loss of the joined rows: a gradient is not added up, but cut."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, rows: Tensor, num_rows: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.save_for_backward(rows)
+        # A row is one rank's alone; zeros of the others change no bit of it.
+        joined = values.new_zeros(num_rows).index_copy_(0, rows, values)
+        dist.all_reduce(joined, group=group)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (rows,) = ctx.saved_tensors
+        return grad.index_select(0, rows), None, None, None
+
+
+class GatherTokens(torch.autograd.Function):
+    """[T / cp, ...] of each rank -> [T, ...], rank after rank; gradients are added up and cut."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        shares = [torch.empty_like(share) for _ in range(group.size())]
+        dist.all_gather(shares, share.contiguous(), group=group)
+        return torch.cat(shares)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(ctx.group.size())[ctx.group.rank()].clone(), None

@@ -1,0 +1,104 @@
+"""Context parallelism: what each rank holds, and layouts of four ranks that have it with others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gapo_megatron.batching import pack
+from gapo_megatron.policy.context import cut, held_positions, num_chunks
+from tests.dist import run_distributed, single_rank
+from tests.distributed.policy_setup import make_batch, save_model
+from tests.distributed.test_policy import compare, train
+
+TOGETHER = [[(0, 1, 2, 3), (), (4, 5, 6, 7)]]
+LAYOUTS = {
+    "context, sequence": (
+        {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        TOGETHER,
+    ),
+    "context, pipeline": (
+        {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        TOGETHER,
+    ),
+    "context, data": ({"context_parallel_size": 2}, [[(0,), (1, 2, 3)], [(4, 5, 6), (7,)]]),
+    "context of four": ({"context_parallel_size": 4}, TOGETHER),
+}
+
+
+def train_every_layout(folder: Path) -> list:
+    return [train(folder, *layout) for layout in LAYOUTS.values()]
+
+
+@pytest.mark.slow
+def test_four_ranks_compute_what_one_does(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    with single_rank():
+        expected = train(tmp_path, {}, [[tuple(range(8))]])
+    ranks = run_distributed(train_every_layout, 4, tmp_path)
+    for i, layout in enumerate(LAYOUTS):
+        reports = [rank[i] for rank in ranks]
+        for other in reports[1:]:
+            compare([reports[0], other], expected, where=layout, everything=False)
+        seen = set().union(*(report.log_probs for report in reports))
+        assert seen == set(expected.log_probs), layout
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+def test_every_position_is_held_once_and_attention_costs_all_the_same(cp_size: int) -> None:
+    lengths = [2 * cp_size * n for n in (1, 5, 3, 40)]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    held = [held_positions(bounds, cp_rank=r, cp_size=cp_size) for r in range(cp_size)]
+    assert sorted(torch.cat(held).tolist()) == list(range(sum(lengths)))
+    starts = bounds[:-1].repeat_interleave(torch.tensor(lengths))
+    costs = [int((positions - starts[positions] + 1).sum()) for positions in held]
+    assert len(set(costs)) == 1  # keys that a rank's queries see
+    # As Transformer Engine has it: sequence after sequence, and in each of them in order.
+    for positions in held:
+        assert positions.tolist() == sorted(positions.tolist())
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_shares_make_up_the_whole(cp_size: int) -> None:
+    batch = make_batch()
+    chunks = num_chunks(cp_size)
+    whole = pack(batch, (5, 0, 3), align=3 * chunks, sequence_align=chunks, device="cpu")
+    assert whole.tokens.shape[1] % (3 * chunks) == 0
+    assert (whole.cu_seqlens % chunks == 0).all()
+    plain = pack(batch, (5, 0, 3), device="cpu")
+    # Nothing that is scored has moved within its sequence.
+    for packed in (whole, plain):
+        predicted_from = packed.tokens[0, packed.row_index]
+        inside = packed.position_ids[0, packed.row_index]
+        assert (predicted_from.tolist(), inside.tolist()) == (
+            plain.tokens[0, plain.row_index].tolist(),
+            plain.position_ids[0, plain.row_index].tolist(),
+        )
+    rows = []
+    for rank in range(cp_size):
+        share, mine = cut(whole, SimpleNamespace(cp_rank=rank, cp_size=cp_size))
+        assert mine is not None
+        assert (
+            share.tokens.shape == share.position_ids.shape == (1, whole.tokens.shape[1] // cp_size)
+        )
+        for name, index in (("tokens", share.row_index), ("position_ids", share.row_index)):
+            here, there = getattr(share, name)[0, index], getattr(whole, name)[0, whole.row_index]
+            assert torch.equal(here, there[mine]), name
+        assert torch.equal(share.labels, whole.labels[mine])
+        rows += mine.tolist()
+    assert sorted(rows) == list(range(len(whole.labels)))
+
+
+def test_the_layout_is_transformer_engines() -> None:
+    bounds = torch.tensor([0, 8, 12])
+    assert held_positions(bounds, cp_rank=0, cp_size=2).tolist() == [0, 1, 6, 7, 8, 11]
+    assert held_positions(bounds, cp_rank=1, cp_size=2).tolist() == [2, 3, 4, 5, 9, 10]
+
+
+def test_one_rank_keeps_the_whole() -> None:
+    whole = pack(make_batch(), (0, 1), device="cpu")
+    share, rows = cut(whole, SimpleNamespace(cp_rank=0, cp_size=1))
+    assert share is whole and rows is None

@@ -99,6 +99,9 @@ class BatchConfig(_Section):
     """Prompts of one optimizer update; divides rollout_prompts."""
     rollouts_per_prompt: Annotated[int, Field(ge=2)] = 8
     """k. One rollout has no group to compare with."""
+    dynamic_sampling_rounds: NonNegative = 0
+    """How often groups that teach nothing, all correct or all wrong, are replaced by those of
+    further prompts (DAPO's dynamic sampling); 0: they stay, at no cost but their generation."""
     max_tokens_per_microbatch: Positive = 32768
     """Packed tokens (prompt + response) of one forward pass on one data-parallel rank. Its context
     parallel ranks share them; every sequence must fit whole."""

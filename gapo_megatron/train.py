@@ -35,7 +35,8 @@ from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout import RolloutEngine, check_engine
-from gapo_megatron.types import Group, Prompt
+from gapo_megatron.sample import sample
+from gapo_megatron.types import Prompt
 from gapo_megatron.weight_sync import first_sequences, prompts_as_sequences, sync
 
 logger = logging.getLogger("gapo_megatron.train")  # also where it is __main__
@@ -150,7 +151,8 @@ def train(config: Config) -> None:
         if opened is None:
             evaluates = held_out and (step == num_steps or step % every_steps == 0)
             ahead = ["evaluate"] if evaluates else []
-            ahead += ["rollout", "reward"] if step < num_steps else []
+            num_rounds = 1 + config.batch.dynamic_sampling_rounds if step < num_steps else 0
+            ahead += ["rollout", "reward"] * num_rounds
             if attempt.must_stop(stopwatch.expect(*ahead, "checkpoint")):
                 break
             evaluated = {}
@@ -174,7 +176,7 @@ def train(config: Config) -> None:
                 finished = True
                 break
 
-            judged = _roll_out(
+            sampled = sample(
                 engine,
                 source,
                 pool,
@@ -184,13 +186,12 @@ def train(config: Config) -> None:
                 stopwatch=stopwatch,
                 step=step,
             )
-            if judged is None:
+            if sampled is None:
                 break
             source_state = source.state_dict()
             with stopwatch("sleep"):
                 engine.sleep()
-            batch = make_batch(judged, method)
-            metrics = _rollout_metrics(judged)
+            batch, metrics = make_batch(sampled.groups, method), sampled.metrics
             metrics |= count_by_correct(batch, group_size=config.batch.rollouts_per_prompt)
             metrics |= watch_noise_floor(
                 policy, batch, config, stopwatch, step=step, first_step=first_step
@@ -257,51 +258,6 @@ def train(config: Config) -> None:
     attempt.end("finished")
 
 
-def _roll_out(
-    engine: RolloutEngine,
-    source: PromptSource,
-    pool: rewards.Pool,
-    tokenizer: PreTrainedTokenizerBase,
-    config: Config,
-    *,
-    attempt: Attempt,
-    stopwatch: Stopwatch,
-    step: int,
-) -> list[Group] | None:
-    """The next prompts, rollouts of each, verdicts; the same groups on every rank.
-
-    None, on every rank, if generation or judging was broken off.
-    """
-    with stopwatch("rollout"):
-        prompts = engine.share(source.next_batch(config.batch.rollout_prompts))
-        rollouts = engine.generate(
-            prompts,
-            num_samples=config.batch.rollouts_per_prompt,
-            seed=config.run.seed,
-            step=step,
-            max_response_tokens=config.rollout.max_response_tokens,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            progress=True,
-            should_abandon=attempt.patience(stopwatch.expect("rollout")),
-        )
-    if rollouts is None:
-        return None
-    with stopwatch("reward"):
-        prompts, rollouts = engine.part(prompts), engine.part(rollouts)
-        verdicts = rewards.score(
-            pool,
-            prompts,
-            rollouts,
-            tokenizer=tokenizer,
-            gather=engine.gather,
-            should_abandon=attempt.patience(stopwatch.expect("reward")),
-        )
-        if verdicts is None:
-            return None
-        return engine.gather([Group(*one) for one in zip(prompts, rollouts, verdicts, strict=True)])
-
-
 def _read_problems(
     config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Prompt], list[Prompt]]:
@@ -312,19 +268,10 @@ def _read_problems(
         "max_prompt_tokens": data.max_prompt_tokens,
         "chat_template": data.chat_template,
     }
-    problems = read_prompts(data.train_path, min_prompts=config.batch.rollout_prompts, **limits)
+    most_drawn = config.batch.rollout_prompts * (1 + config.batch.dynamic_sampling_rounds)
+    problems = read_prompts(data.train_path, min_prompts=most_drawn, **limits)
     held_out = read_prompts(data.eval_path, **limits) if config.evaluation.every_steps else []
     return problems, held_out
-
-
-def _rollout_metrics(groups: list[Group]) -> dict[str, float]:
-    rewards_known = [r for group in groups for r in group.rewards if r == r]
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return {
-        "reward/mean": sum(rewards_known) / max(len(rewards_known), 1),
-        "rollout/response_length/mean": sum(len(r.token_ids) for r in rollouts) / len(rollouts),
-        "rollout/truncated": sum(r.truncated for r in rollouts) / len(rollouts),
-    }
 
 
 def main() -> None:

@@ -305,6 +305,42 @@ def test_a_branch_goes_on_under_another_method(whole_run: Path, branched_run: Pa
     assert len(state["window"]) == 1
 
 
+@pytest.fixture(scope="module")
+def dynamic_run(root: Path) -> Path:
+    settings = ("run.num_steps=2", "evaluation.every_steps=0", "batch.dynamic_sampling_rounds=2")
+    run_dir = root / "dynamic"
+    command = ("gapo_megatron.train", root / "config.toml", f"run.output_dir={run_dir}")
+    finish(Program(*command, *settings))
+    return run_dir
+
+
+@pytest.mark.slow
+def test_groups_that_teach_nothing_are_replaced(whole_run: Path, dynamic_run: Path) -> None:
+    plain, dynamic = (
+        [line for line in metrics_of(run_dir) if "loss/policy" in line][:2]
+        for run_dir in (whole_run, dynamic_run)
+    )
+    for line in dynamic:
+        num_replaced = line["rollout/replaced_group_share"]
+        assert 1 <= line["rollout/sampling_rounds"] <= 3
+        assert (line["rollout/sampling_rounds"] > 1) == (num_replaced > 0)
+        assert sum(line[f"per_c/groups/c{c}"] for c in range(5)) == 8
+    # The first draw is that of the run without it.
+    first, without = dynamic[0], plain[0]
+    missing = without["per_c/groups/c0"] + without["per_c/groups/c4"]
+    assert missing > 0
+    assert first["rollout/replaced_group_share"] > 0
+    assert first["per_c/groups/c0"] + first["per_c/groups/c4"] < missing
+    for c in (1, 2, 3):
+        assert first[f"per_c/groups/c{c}"] >= without[f"per_c/groups/c{c}"]
+    # How many problems were drawn, and no others are next.
+    state = json.loads((dynamic_run / "checkpoints/step_00000002/trainer_state.json").read_text())
+    num_drawn = sum(round(8 / (1 - line["rollout/replaced_group_share"])) for line in dynamic)
+    source = state["source"]
+    num_problems = len((dynamic_run.parent / "task/train.jsonl").read_text().splitlines())
+    assert len(source["remaining"]) + num_drawn == num_problems * (1 + source["epoch"])
+
+
 def documented_names() -> list[str]:
     """First column of every table of docs/metrics.md."""
     text = (Path(__file__).parents[1] / "docs/metrics.md").read_text(encoding="utf-8")
@@ -314,11 +350,11 @@ def documented_names() -> list[str]:
 
 @pytest.mark.slow
 def test_the_document_has_the_names_that_runs_log_and_no_others(
-    whole_run: Path, branched_run: Path
+    whole_run: Path, branched_run: Path, dynamic_run: Path
 ) -> None:
     logged = {
         key
-        for run_dir in (whole_run, branched_run)
+        for run_dir in (whole_run, branched_run, dynamic_run)
         for name in ("metrics.jsonl", "timings.jsonl")
         for line in (run_dir / name).read_text().splitlines()
         for key in json.loads(line)
@@ -358,7 +394,7 @@ def test_a_branch_into_other_problems_is_refused_before_any_model_is_built(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_layouts_agree(root: Path, whole_run: Path) -> None:
-    """Invariant 2 for the whole program: the first steps of TP = 2 with SP, PP = 2 and DP = 2.
+    """Invariant 2 for the whole program: the first steps of TP = 2 with SP, PP, CP and DP = 2.
 
     Rounding differs in the last float32 bits of every GEMM and reduction; AdamW divides by the root
     of tiny second moments in its first steps and amplifies it, hence 2e-3 on derived quantities.
@@ -367,6 +403,7 @@ def test_layouts_agree(root: Path, whole_run: Path) -> None:
     for name, layout in {
         "tp": ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"),
         "pp": ("parallel.pipeline_model_parallel_size=2",),
+        "cp": ("parallel.context_parallel_size=2",),
         "dp": ("rollout.tensor_parallel_size=2",),
     }.items():
         run_dir = root / name

@@ -31,28 +31,39 @@ class PromptSource:
         self._epoch = 0
         self._remaining = self._order(0)
 
-    def next_batch(self, num_prompts: int) -> list[Prompt]:
+    def next_batch(self, num_prompts: int, *, drawn: Sequence[Prompt] = ()) -> list[Prompt]:
         """Draw the next `num_prompts` different problems.
+
+        Args:
+            num_prompts: how many.
+            drawn: by earlier calls for the same batch; none of them comes again.
 
         Raises:
             ConfigError: the dataset holds fewer.
         """
-        if num_prompts > len(self._prompts):
+        wanted = num_prompts + len(drawn)
+        if wanted > len(self._prompts):
             raise ConfigError(
-                f"batch.rollout_prompts ({num_prompts}) is larger than the dataset "
+                f"batch.rollout_prompts ({wanted}) is larger than the dataset "
                 f"({len(self._prompts)} problems): a batch never repeats one"
             )
-        chosen, self._remaining = self._remaining[:num_prompts], self._remaining[num_prompts:]
+        ids = {prompt.id for prompt in drawn}
+        taken = {i for i in self._remaining if self._prompts[i].id in ids} if ids else set()
+        chosen = self._take(num_prompts, taken)
         if len(chosen) < num_prompts:
             self._epoch += 1
-            order = self._order(self._epoch)
             # Problems this batch already has wait at the front of what is left of the new epoch.
-            drawn = set(chosen)
-            fresh = [i for i in order if i not in drawn][: num_prompts - len(chosen)]
-            chosen += fresh
-            drawn = set(fresh)
-            self._remaining = [i for i in order if i not in drawn]
+            self._remaining += self._order(self._epoch)
+            taken = {i for i in self._remaining if self._prompts[i].id in ids} | set(chosen)
+            chosen += self._take(num_prompts - len(chosen), taken)
         return [self._prompts[i] for i in chosen]
+
+    def _take(self, count: int, avoided: set[int]) -> list[int]:
+        """Remove the first `count` of what remains, but for `avoided`, which stay."""
+        chosen = [i for i in self._remaining if i not in avoided][:count]
+        removed = set(chosen)
+        self._remaining = [i for i in self._remaining if i not in removed]
+        return chosen
 
     def state_dict(self) -> dict[str, Any]:
         """Position as plain numbers and text; `load_state_dict` continues from it exactly."""

@@ -1,0 +1,152 @@
+"""One batch of judged rollouts: prompts, k responses each, verdicts; dynamic sampling on top."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from gapo_megatron import rewards
+from gapo_megatron.config import Config
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.launch.attempt import Attempt
+from gapo_megatron.metrics import Stopwatch
+from gapo_megatron.rollout import RolloutEngine
+from gapo_megatron.types import Group, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step samples; the same on every rank."""
+
+    groups: list[Group]
+    """Of `batch.rollout_prompts` prompts: what is learned from."""
+    metrics: dict[str, float]
+    """Over all groups, those that dynamic sampling replaced included."""
+
+
+def sample(
+    engine: RolloutEngine,
+    source: PromptSource,
+    pool: rewards.Pool,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    *,
+    attempt: Attempt,
+    stopwatch: Stopwatch,
+    step: int,
+) -> Sampled | None:
+    """Draw prompts, generate k rollouts of each, and judge them.
+
+    A group whose valid rollouts all have the same reward has A = 0 throughout: nothing is learned
+    from it. With `batch.dynamic_sampling_rounds` (DAPO's dynamic sampling) such groups are replaced
+    by those of the next prompts, as often as that; what then is missing is filled up with the first
+    of those that were replaced.
+
+    Args:
+        engine: awake, at the weights of `step`.
+        source: drawn from; where it stands belongs to the step only if this one succeeds.
+        pool: judges.
+        tokenizer: of the policy.
+        config: of the run.
+        attempt: may ask to break off.
+        stopwatch: counts the stages `rollout` and `reward`.
+        step: seeds the samples, with the run's seed and the prompt's id.
+
+    Returns:
+        The batch; None, on every rank, if generation or judging was broken off.
+
+    Collectives: per round those of `RolloutEngine.generate`, of `rewards.score` and a gather of the
+    groups.
+    """
+    wanted, most_rounds = config.batch.rollout_prompts, config.batch.dynamic_sampling_rounds
+    groups: list[Group] = []
+    num_rounds = 0
+    while num_rounds <= most_rounds:
+        missing = wanted - sum(map(is_informative, groups))
+        if missing <= 0:
+            break
+        prompts = source.next_batch(missing, drawn=[group.prompt for group in groups])
+        judged = _judge(
+            engine,
+            prompts,
+            pool,
+            tokenizer,
+            config,
+            attempt=attempt,
+            stopwatch=stopwatch,
+            step=step,
+        )
+        if judged is None:
+            return None
+        groups += judged
+        num_rounds += 1
+    metrics = _metrics(groups)
+    if most_rounds:
+        metrics["rollout/sampling_rounds"] = float(num_rounds)
+        metrics["rollout/replaced_group_share"] = 1 - wanted / len(groups)
+    return Sampled(choose(groups, wanted), metrics)
+
+
+def is_informative(group: Group) -> bool:
+    """Whether valid rollouts differ in their reward: otherwise A = 0 for all of them."""
+    return len({reward for reward in group.rewards if reward == reward}) > 1
+
+
+def choose(groups: Sequence[Group], wanted: int) -> list[Group]:
+    """`wanted` groups in the order drawn: the first informative ones, then the first others."""
+    by_worth = sorted(range(len(groups)), key=lambda i: not is_informative(groups[i]))
+    return [groups[i] for i in sorted(by_worth[:wanted])]
+
+
+def _judge(
+    engine: RolloutEngine,
+    prompts: list[Prompt],
+    pool: rewards.Pool,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    *,
+    attempt: Attempt,
+    stopwatch: Stopwatch,
+    step: int,
+) -> list[Group] | None:
+    """Rollouts of `prompts` and their verdicts; the same groups on every rank."""
+    with stopwatch("rollout"):
+        mine = engine.share(prompts)
+        rollouts = engine.generate(
+            mine,
+            num_samples=config.batch.rollouts_per_prompt,
+            seed=config.run.seed,
+            step=step,
+            max_response_tokens=config.rollout.max_response_tokens,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            progress=True,
+            should_abandon=attempt.patience(stopwatch.expect("rollout")),
+        )
+    if rollouts is None:
+        return None
+    with stopwatch("reward"):
+        mine, rollouts = engine.part(mine), engine.part(rollouts)
+        verdicts = rewards.score(
+            pool,
+            mine,
+            rollouts,
+            tokenizer=tokenizer,
+            gather=engine.gather,
+            should_abandon=attempt.patience(stopwatch.expect("reward")),
+        )
+        if verdicts is None:
+            return None
+        return engine.gather([Group(*one) for one in zip(mine, rollouts, verdicts, strict=True)])
+
+
+def _metrics(groups: Sequence[Group]) -> dict[str, float]:
+    rewards_known = [r for group in groups for r in group.rewards if r == r]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return {
+        "reward/mean": sum(rewards_known) / max(len(rewards_known), 1),
+        "rollout/response_length/mean": sum(len(r.token_ids) for r in rollouts) / len(rollouts),
+        "rollout/truncated": sum(r.truncated for r in rollouts) / len(rollouts),
+    }

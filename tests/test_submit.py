@@ -174,6 +174,9 @@ def test_a_table_that_is_slow_to_make_leaves_the_cores_to_the_runs(
 
         def start(self) -> None: ...
 
+        def under_way(self) -> set[Path]:
+            return {Path("second" if time.monotonic() > until - 0.25 else "first")}
+
         def look(self) -> bool:
             return time.monotonic() > until
 
@@ -186,7 +189,8 @@ def test_a_table_that_is_slow_to_make_leaves_the_cores_to_the_runs(
     monkeypatch.setattr(local, "_LOOK_EVERY_S", 0.01)
     submission = SimpleNamespace(name="study")
     local.run_locally(submission, Console(quiet=True))  # type: ignore[arg-type]
-    assert len(made) == 3  # at first; and at the end, for the screen and for the caller
+    # At first, when another run began; and at the end, for the screen and for the caller.
+    assert len(made) == 4
 
 
 def test_gpus_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

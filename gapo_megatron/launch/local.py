@@ -38,7 +38,7 @@ def run_locally(submission: Submission, console: Console) -> list[Status]:
     """
     local = _LocalRuns(submission)
     with live_table(console, title=submission.name) as show, _requests() as requests:
-        asked, rest_until = 0, 0.0
+        asked, rest_until, under_way = 0, 0.0, local.under_way()
         while not local.look():
             if len(requests) > asked:
                 asked = len(requests)
@@ -49,7 +49,8 @@ def run_locally(submission: Submission, console: Console) -> list[Status]:
                 )
             local.stop(at_once=asked > 1) if asked else local.start()
             began = time.monotonic()
-            if began >= rest_until:
+            if began >= rest_until or under_way != local.under_way():
+                under_way = local.under_way()
                 show(local.statuses())
                 rest_until = began + _REST * (time.monotonic() - began)
             time.sleep(_LOOK_EVERY_S)
@@ -98,6 +99,10 @@ class _LocalRuns:
         self._jobs = {slot: one for slot, one in self._jobs.items() if not one[1].done()}
         return not self._waiting and not self._jobs
 
+    def under_way(self) -> set[Path]:
+        """The code folders of the runs under way."""
+        return {code for code, _ in self._jobs.values()}
+
     def start(self) -> None:
         """Start runs while slots are free."""
         for slot in range(self._submission.parallel):
@@ -118,8 +123,8 @@ class _LocalRuns:
 
     def statuses(self) -> list[Status]:
         """Of every run, as its folder tells; but one under way has not failed yet."""
-        running = {code for code, _ in self._jobs.values()}
-        states = dict.fromkeys(self._waiting, "queued") | dict.fromkeys(running, "running")
+        states = dict.fromkeys(self._waiting, "queued")
+        states |= dict.fromkeys(self.under_way(), "running")
         found = [(code, read_status(code.parents[1])) for code in self._submission.codes]
         return [
             replace(status, state=states[code], why="") if code in states else status

@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig
 
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.convert.tables import ARCHITECTURES
-from gapo_megatron.policy import Policy
 
 # Sizes that are no multiples of 64: parameters and buckets are padded.
 TINY: dict[str, Any] = {
@@ -72,31 +70,3 @@ def parallel_of(tp: int, pp: int, ep: int = 1, *, sp: bool = False) -> dict[str,
         "expert_model_parallel_size": ep,
         "sequence_parallel": sp,
     }
-
-
-def allocated(policy: Policy) -> tuple[int, int, int]:
-    """Bytes of the storages that hold a policy's weights, gradients and optimizer state."""
-    parameters = list(policy.stage.parameters())
-    optimizer = policy.optimizer
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    state = []
-    for part in parts:
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                state += [
-                    tensor
-                    for name, tensor in part.optimizer.state[parameter].items()
-                    if name != "step"
-                ]
-                state.append(parameter)  # a master, or a view of the weight itself
-    weights = _storages(parameters)
-    return (
-        sum(weights.values()),
-        sum(_storages([parameter.main_grad for parameter in parameters]).values()),
-        sum(size for key, size in _storages(state).items() if key not in weights),
-    )
-
-
-def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return {storage._cdata: storage.nbytes() for storage in storages}

@@ -8,13 +8,13 @@ import pytest
 from gapo_megatron.convert import rules_for
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy import Policy
+from gapo_megatron.scaling.deep_dry_run import allocated_bytes
 from gapo_megatron.scaling.fake import fake_groups
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.state import rank_bytes, stage_states, state_bytes
 from tests.scaling_setup import (
     TINY,
     TINY_EXPERTS,
-    allocated,
     make_config,
     parallel_of,
     read_model,
@@ -82,7 +82,7 @@ def test_bytes_are_those_allocated(
     rules = rules_for(read_model(tmp_path, fields))
     layout = Layout.of(config, world_size=world_size)
     with fake_groups(config.parallel, rank=rank, world_size=world_size) as groups:
-        found = allocated(Policy.build(config, groups, "cpu"))
+        found = allocated_bytes(Policy.build(config, groups, "cpu"))
     assert rank_bytes(rules, config, layout, rank=rank) == found
     stage = rank // (world_size // layout.pp_size)
     most = state_bytes(rules, config, layout)[stage]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -288,16 +290,42 @@ def main() -> None:
     )
     parser.add_argument(
         "--dry-run",
-        action="store_true",
-        help="print the resolved config and its arithmetic, build nothing, and exit",
+        metavar="deep",
+        choices=("plain", "deep"),
+        help="print the resolved config and its arithmetic, build nothing, and exit; "
+        "--dry-run=deep: also build one rank and let it take one step, without data, on a CPU",
     )
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--rank",
+        type=_rank_of,
+        metavar="RANK/WORLD_SIZE",
+        help="of --dry-run=deep, e.g. 37/128; without it rank 0 of the environment's processes",
+    )
+    # Alone it takes no value: what follows it is not one.
+    given = ["--dry-run=plain" if word == "--dry-run" else word for word in sys.argv[1:]]
+    arguments = parser.parse_args(given)
+    if arguments.rank and arguments.dry_run != "deep":
+        parser.error("--rank goes with --dry-run=deep")
     with environment.fail_fast():
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
-            print_dry_run(config, world_size=environment.world_size())
+            rank, world_size = arguments.rank or (0, environment.world_size())
+            print_dry_run(config, world_size=world_size)
+            if arguments.dry_run == "deep":
+                # Nothing else needs tensors without data, which take seconds to import.
+                from gapo_megatron.scaling.deep_dry_run import print_deep_dry_run
+
+                print_deep_dry_run(config, rank=rank, world_size=world_size)
         else:
             train(config)
+
+
+def _rank_of(text: str) -> tuple[int, int]:
+    """Read `RANK/WORLD_SIZE`."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not int(found[1]) < int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} must be RANK/WORLD_SIZE, RANK the smaller one")
+    return int(found[1]), int(found[2])
 
 
 if __name__ == "__main__":

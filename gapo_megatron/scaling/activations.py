@@ -1,0 +1,160 @@
+"""Bytes of activations: what the layers keep for their backward pass.
+
+Written down from the tensors that each module saves; checked on a CPU against torch's saved-tensor
+hooks for the layers without Transformer Engine ("local"). Those of Transformer Engine ("fused")
+follow from its modules' sources and have not been measured.
+
+Assumptions: no dropout; attention never keeps a matrix of scores (flash attention); sequences of a
+micro-batch need no padding; experts get equal shares of the tokens.
+
+Sizes of one rank: h hidden, q query width, k key (or value) width, n query heads, f MLP width
+(an expert's: g), all but h and g divided by tensor parallelism; e bytes of an element; p of the
+tokens choose an expert each. Hidden states are divided under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from gapo_megatron.config import Config
+from gapo_megatron.convert.tables import Geometry
+from gapo_megatron.scaling.layout import Layout
+
+_INDEX = 8  # int64
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """What one layer keeps of one token, by the module that keeps it."""
+
+    hidden: int
+    """One hidden state: the layer's input, of which full recomputation keeps nothing else."""
+    norms: int
+    attention: int
+    """All that the core attention keeps, its inputs and output included."""
+    attention_recomputed: int
+    """The same when the core attention is recomputed."""
+    mlp: int
+
+    @property
+    def all(self) -> int:
+        return self.norms + self.attention + self.mlp
+
+    def kept(self, recompute: str) -> int:
+        """Bytes a token between forward and backward pass."""
+        if recompute == "full":
+            return self.hidden
+        if recompute == "selective":
+            return self.norms + self.attention_recomputed + self.mlp
+        return self.all
+
+    @classmethod
+    def of(cls, hf_config: Any, config: Config, layout: Layout, *, fused: bool) -> Self:
+        """Of a model's layer on one rank of a layout."""
+        g, tp = Geometry.of(hf_config), layout.tp_size
+        sp = tp if layout.sequence_parallel else 1
+        e = element_bytes(config)
+        hidden = e * g.hidden // sp
+        q, k, n = (size // tp for size in (g.heads * g.head_dim, g.kv_heads * g.head_dim, g.heads))
+        normed_heads = hf_config.model_type in ("qwen3", "qwen3_moe")
+        mixed, rotated, out, log_sums = e * (q + 2 * k), e * (q + k), e * q, 4 * n
+        # The output is the projection's input too, and queries and keys enter the norms' memory.
+        attention = mixed + rotated + out + log_sums
+        recomputed = mixed + out + (e * q if g.heads > g.kv_heads else 0)  # several heads: a copy
+        if normed_heads:
+            attention += _norm(q, n, fused) + _norm(k, k // g.head_dim, fused)
+            attention += e * (q + k) if fused else 0
+            recomputed = mixed + rotated + out
+            recomputed += _norm(q, n, fused) + _norm(k, k // g.head_dim, fused)
+        if fused:  # rotated before it is recomputed
+            recomputed = attention - log_sums
+        norms = 2 * (_norm(g.hidden, 1, fused) // sp + hidden)
+        norms += 2 * hidden if fused else 0
+        if getattr(hf_config, "num_experts", None):
+            mlp = _experts(hf_config, e, g.hidden, fused) // sp
+        else:
+            mlp = e * (g.intermediate // tp) * (3 if fused else 5)
+        return cls(hidden, norms, attention, recomputed, mlp)
+
+
+def activation_bytes(
+    hf_config: Any, config: Config, layout: Layout, *, stage: int, fused: bool
+) -> int:
+    """Bytes kept between forward and backward pass at the worst moment of a step, on one rank.
+
+    Micro-batches in flight (as many as stages from here on) of `batch.max_tokens_per_microbatch`
+    tokens. Under full recomputation one layer's own activations come on top, while it goes back.
+
+    Args:
+        hf_config: of the model.
+        config: of the run.
+        layout: how it is cut.
+        stage: pipeline stage.
+        fused: Transformer Engine's layers.
+    """
+    layer = LayerBytes.of(hf_config, config, layout, fused=fused)
+    num_layers = hf_config.num_hidden_layers // layout.pp_size
+    tokens, in_flight = config.batch.max_tokens_per_microbatch, layout.pp_size - stage
+    sp = layout.tp_size if layout.sequence_parallel else 1
+    e, kept, head = element_bytes(config), num_layers * layer.kept(layout.recompute), 0
+    if stage == 0:
+        kept += _INDEX  # tokens
+    if not fused:  # rotary tables
+        kept += 2 * e * Geometry.of(hf_config).head_dim
+    if stage == layout.pp_size - 1:  # final norm, the head's input; label, row, two statistics
+        head = _norm(hf_config.hidden_size, 1, fused) // sp + layer.hidden * (1 + fused)
+        head += 2 * _INDEX + 8
+    if layout.recompute == "full":
+        # The head's are gone by then. The layer's input is there in any case; norms in float32
+        # keep their own copy of it.
+        shares_input = fused or e == 4
+        head = max(head, layer.all - layer.hidden * shares_input)
+    return tokens * (in_flight * kept + head)
+
+
+def neighbour_bytes(hf_config: Any, config: Config, layout: Layout, *, stage: int) -> int:
+    """Bytes of what the schedule holds for pipeline neighbours: inputs and outputs in flight."""
+    sp = layout.tp_size if layout.sequence_parallel else 1
+    hidden = element_bytes(config) * hf_config.hidden_size // sp
+    ends = (stage > 0) + (stage < layout.pp_size - 1)
+    return config.batch.max_tokens_per_microbatch * hidden * ends * (layout.pp_size - stage)
+
+
+def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool) -> int:
+    """Bytes that one layer's backward pass has at once besides what is kept: an estimate.
+
+    Gradients of the MLP's two widest tensors and of two hidden states; and the largest weight's
+    gradient before it is added to its float32 buffer.
+    """
+    g, e = Geometry.of(hf_config), element_bytes(config)
+    wide = g.intermediate // layout.tp_size
+    if getattr(hf_config, "num_experts", None):
+        sp = layout.tp_size if layout.sequence_parallel else 1
+        wide = hf_config.moe_intermediate_size * hf_config.num_experts_per_tok // sp
+    tokens = config.batch.max_tokens_per_microbatch
+    # Sequence parallelism gathers whole hidden states before a product.
+    activations = tokens * e * ((3 if fused else 4) * wide + 2 * g.hidden)
+    return activations + e * g.hidden * max(2 * wide, -(-g.vocab // layout.tp_size))
+
+
+def element_bytes(config: Config) -> int:
+    """Of an activation."""
+    return 4 if config.model.precision == "fp32" else 2
+
+
+def _norm(width: int, num_norms: int, fused: bool) -> int:
+    """Kept by RMS norms over `width` elements in all: torch's keeps two float32 copies.
+
+    Transformer Engine's keeps its input, counted by the caller, and one number.
+    """
+    return 4 * num_norms if fused else 8 * width + 4 * num_norms
+
+
+def _experts(hf_config: Any, e: int, hidden: int, fused: bool) -> int:
+    """Kept of one token by router and experts, before sequence parallelism divides the tokens."""
+    chosen, experts = hf_config.num_experts_per_tok, hf_config.num_experts
+    # Expert, share, place in the order of experts; of all experts share and choice.
+    router = chosen * (2 * _INDEX + 4) + 5 * experts
+    wide = hf_config.moe_intermediate_size * (4 if fused else 6)
+    return router + chosen * (e * (hidden + wide) + 4)

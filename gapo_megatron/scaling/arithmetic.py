@@ -1,0 +1,141 @@
+"""Floating-point operations and bytes of a forward pass, from config.json alone.
+
+A product of [m, k] and [k, n] counts 2 m k n; norms, rotary embeddings, softmax and the routing of
+experts are left out (below 1 % from a hidden size of 1,536 on), and the embedding is a look-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gapo_megatron.convert.tables import Geometry, rules_for
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What decides the work of a token. Weights are counted in elements, biases and norms not."""
+
+    num_layers: int
+    hidden: int
+    heads_width: int
+    """Query heads x head_dim."""
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    layer_weights: int
+    """Of one layer, met by every token: attention, and the MLP or the router."""
+    expert_weights: int
+    """Of one expert of one layer; 0: a dense model."""
+    num_experts: int
+    experts_per_token: int
+    num_tensors: int
+    """Tensors of the Hugging Face checkpoint."""
+    num_parameters: int
+    """All, a tied output layer once."""
+
+    @classmethod
+    def of(cls, hf_config: Any) -> Shape:
+        """Read a Hugging Face config (any object with its attributes).
+
+        Raises:
+            ConfigError: see `convert.rules_for`.
+        """
+        g, rules = Geometry.of(hf_config), rules_for(hf_config)
+        own = [rule for rule in rules if not rule.tied]
+        counts = {rule.megatron: (rule.num_layers or 1) * (rule.num_experts or 1) for rule in own}
+        width, num_experts = g.heads * g.head_dim, getattr(hf_config, "num_experts", None) or 0
+        attention = 2 * g.hidden * (width + g.kv_heads * g.head_dim)
+        expert = 3 * g.hidden * hf_config.moe_intermediate_size if num_experts else 0
+        mlp = num_experts * g.hidden if num_experts else 3 * g.hidden * g.intermediate
+        return cls(
+            num_layers=g.num_layers,
+            hidden=g.hidden,
+            heads_width=width,
+            kv_heads=g.kv_heads,
+            head_dim=g.head_dim,
+            vocab=g.vocab,
+            layer_weights=attention + mlp,
+            expert_weights=expert,
+            num_experts=num_experts,
+            experts_per_token=hf_config.num_experts_per_tok if num_experts else 0,
+            num_tensors=sum(len(rule.hf) * counts[rule.megatron] for rule in own),
+            num_parameters=sum(
+                rows * columns * counts[rule.megatron]
+                for rule in own
+                for rows, columns in [(rule.full_shape[0], _rest(rule.full_shape))]
+            ),
+        )
+
+    @property
+    def active_layer_weights(self) -> int:
+        """Weights of one layer that multiply one token."""
+        return self.layer_weights + self.experts_per_token * self.expert_weights
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocab * self.hidden
+
+    def kv_bytes_per_token(self, *, element_bytes: int, tp_size: int = 1) -> int:
+        """Keys and values of one token on one rank; a head that ranks outnumber is copied."""
+        heads = max(1, -(-self.kv_heads // tp_size))
+        return 2 * self.num_layers * heads * self.head_dim * element_bytes
+
+    def weights_per_rank(self, *, tp_size: int, pp_size: int, ep_size: int) -> tuple[float, float]:
+        """(others, experts) of the fullest pipeline stage: an even cut, a head or embedding."""
+        layers = self.num_layers / pp_size
+        others = layers * self.layer_weights / tp_size + self.head_weights / tp_size
+        return others, layers * self.num_experts * self.expert_weights / ep_size
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardFlops:
+    """Operations of one forward pass by part."""
+
+    layers: float
+    """Products with weights: active parameters x 2 x tokens."""
+    attention: float
+    """Scores and their products with values, the causal half alone."""
+    head: float
+    """Logits of the scored positions."""
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.attention + self.head
+
+
+def forward_flops(
+    hf_config: Any | Shape,
+    *,
+    num_tokens: float,
+    mean_squared_length: float,
+    num_sequences: float,
+    num_scored: float | None = None,
+) -> ForwardFlops:
+    """Operations of a forward pass over packed sequences.
+
+        layers    = 2 x num_tokens x num_layers x active_layer_weights
+        attention = 2 x num_sequences x mean_squared_length x num_layers x heads_width
+        head      = 2 x num_scored x vocab x hidden
+
+    Attention is causal: position i of a sequence meets i of its tokens, L^2 / 2 of a sequence of L,
+    twice (scores, values).
+
+    Args:
+        hf_config: the model's, or its `Shape`.
+        num_tokens: fed to the model.
+        mean_squared_length: of the sequences, in tokens squared.
+        num_sequences: that the tokens make up.
+        num_scored: positions whose log-prob is wanted; None for all.
+    """
+    shape = hf_config if isinstance(hf_config, Shape) else Shape.of(hf_config)
+    scored = num_tokens if num_scored is None else num_scored
+    return ForwardFlops(
+        layers=2.0 * num_tokens * shape.num_layers * shape.active_layer_weights,
+        attention=2.0 * num_sequences * mean_squared_length * shape.num_layers * shape.heads_width,
+        head=2.0 * scored * shape.head_weights,
+    )
+
+
+def _rest(shape: tuple[int, ...]) -> int:
+    return shape[1] if len(shape) > 1 else 1

@@ -1,0 +1,246 @@
+"""From measured steps to efficiencies: what a probe or a finished run says of this machine.
+
+The fit has no model of its own: it turns the efficiencies of `step_time` until its stages are those
+measured, by least squares on the logarithms. What the measurements do not tell (a link, where there
+was one rank) stays at its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from gapo_megatron.config import CONFIG_NAME, Config, load_config
+from gapo_megatron.convert.config_check import read_config
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.metrics import METRICS_NAME, TIMINGS_NAME
+from gapo_megatron.scaling.arithmetic import Shape
+from gapo_megatron.scaling.efficiency import SHARES, Efficiency
+from gapo_megatron.scaling.hardware import Gpu
+from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.times import StepTime, step_time
+from gapo_megatron.scaling.workload import Workload, spread_of
+
+STAGES = ("generation", "reward", "old_log_probs", "update", "sync")
+_TIMING_OF = {stage: f"time/{stage}_s" for stage in STAGES} | {"generation": "time/rollout_s"}
+_WARM_UP_STEPS = 2
+"""Left out where a run has more: compilation, first allocations."""
+_PRIOR_WEIGHT = 0.02
+"""Of one factor e between a parameter and its default, against one factor e between a stage's
+prediction and its measurement."""
+_LEAST_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Mean seconds by stage of some steps, and what they had to do."""
+
+    name: str
+    shape: Shape
+    config: Config
+    layout: Layout
+    workload: Workload
+    measured: StepTime
+
+    def predict(self, gpu: Gpu, efficiency: Efficiency) -> StepTime:
+        """The same steps by the model."""
+        return step_time(self.shape, self.config, self.layout, self.workload, gpu, efficiency)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was fitted, on what device, and how well it fits."""
+
+    gpu: Gpu
+    efficiency: Efficiency
+    worst: dict[str, float]
+    """By stage: largest |predicted / measured - 1| among the observations of the fit."""
+
+
+def seconds(times: StepTime, stage: str) -> float:
+    """Of one of `STAGES`."""
+    return float(getattr(times, f"{stage}_s"))
+
+
+def fit(
+    observations: Sequence[Observation], gpu: Gpu, *, prior: Efficiency | None = None
+) -> Calibration:
+    """Efficiencies under which the model's stages are those measured.
+
+    Minimises, over the logarithms x of all parameters,
+
+        sum (log predicted_stage(x) - log measured_stage)^2 + 0.02^2 sum (x - x_default)^2
+
+    so that every parameter is positive, a second of one stage counts by its share of that stage,
+    and the prior decides only what the stages leave open.
+
+    Args:
+        observations: at least one; stages of 0 s are left out.
+        gpu: the device they are from.
+        prior: the defaults; None for those of `Efficiency`.
+    """
+    start = prior or Efficiency()
+    names = [field.name for field in dataclasses.fields(Efficiency)]
+    default = np.log([getattr(start, name) for name in names])
+    upper = np.array([0.0 if name in SHARES else math.log(1e3) for name in names])
+    lower = np.minimum(default, upper) - math.log(1e4)
+
+    def efficiency_at(point: np.ndarray) -> Efficiency:
+        return Efficiency(**{name: math.exp(x) for name, x in zip(names, point, strict=True)})
+
+    def residuals(point: np.ndarray) -> np.ndarray:
+        efficiency = efficiency_at(np.minimum(point, upper))
+        misses = []
+        for one in observations:
+            predicted = one.predict(gpu, efficiency)
+            for stage in STAGES:
+                if (measured := seconds(one.measured, stage)) > 0:
+                    misses.append(math.log(max(seconds(predicted, stage), _LEAST_S) / measured))
+        return np.concatenate([misses, _PRIOR_WEIGHT * (point - default)])
+
+    inside = np.clip(default, lower + 1e-6, upper - 1e-6)
+    found = least_squares(residuals, inside, bounds=(lower, upper), x_scale="jac")
+    fitted = efficiency_at(np.minimum(found.x, upper))
+    return Calibration(gpu, fitted, worst_misses(observations, gpu, fitted))
+
+
+def worst_misses(
+    observations: Sequence[Observation], gpu: Gpu, efficiency: Efficiency
+) -> dict[str, float]:
+    """By stage, and `total`: the largest |predicted / measured - 1|."""
+    worst: dict[str, float] = {}
+    for one in observations:
+        predicted = one.predict(gpu, efficiency)
+        for stage in (*STAGES, "total"):
+            if (measured := seconds(one.measured, stage)) > 0:
+                miss = abs(seconds(predicted, stage) / measured - 1)
+                worst[stage] = max(worst.get(stage, 0.0), miss)
+    return worst
+
+
+def read_observation(
+    run_dir: str | Path,
+    *,
+    mean_prompt_tokens: float,
+    world_size: int | None = None,
+    name: str = "",
+) -> Observation:
+    """The steps of a run, as its folder tells them.
+
+    Args:
+        run_dir: with config.toml, metrics.jsonl and timings.jsonl.
+        mean_prompt_tokens: no metric has it.
+        world_size: ranks; None: as many as its newest attempt has logs.
+        name: in tables; empty: the folder's.
+
+    Raises:
+        ConfigError: files or the model's config.json are missing; no step has been timed.
+    """
+    folder = Path(run_dir)
+    for needed in (CONFIG_NAME, METRICS_NAME, TIMINGS_NAME):
+        if not (folder / needed).is_file():
+            raise ConfigError(f"{folder}: no {needed}: not the folder of a run that has trained")
+    config = load_config(folder / CONFIG_NAME)
+    timings = _by_step(folder / TIMINGS_NAME, needs="time/rollout_s")
+    metrics = _by_step(folder / METRICS_NAME, needs="rollout/response_length/mean")
+    steps = sorted(timings.keys() & metrics.keys())
+    if not steps:
+        raise ConfigError(f"{folder}: no step has been timed yet")
+    steps = steps[_WARM_UP_STEPS:] or steps[-1:]
+    ranks = world_size or len(list((folder / "attempts" / "latest").glob("rank_*.log"))) or 1
+    return Observation(
+        name=name or folder.name,
+        shape=Shape.of(_model_of(folder, config)),
+        config=config,
+        layout=Layout.of(config, world_size=ranks),
+        workload=_workload(config, [metrics[step] for step in steps], mean_prompt_tokens),
+        measured=_measured([timings[step] for step in steps]),
+    )
+
+
+def _by_step(path: Path, *, needs: str) -> dict[int, dict[str, float]]:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {row["step"]: row for row in rows if needs in row}
+
+
+def _measured(rows: Sequence[Mapping[str, float]]) -> StepTime:
+    """Medians: a step that something else on the machine held up does not count."""
+
+    def of(stage: str) -> float:
+        return statistics.median(row.get(_TIMING_OF[stage], 0.0) for row in rows)
+
+    return StepTime(**{f"{stage}_s": of(stage) for stage in STAGES})
+
+
+def _workload(
+    config: Config, rows: Sequence[Mapping[str, float]], mean_prompt_tokens: float
+) -> Workload:
+    def mean(key: str) -> float:
+        return statistics.fmean(row.get(key, 0.0) for row in rows)
+
+    forward_skipped = mean("skip/forward_token_share")
+    head_skipped = mean("skip/head_backward_token_share")
+    active = max(1e-3, 1 - forward_skipped)
+    response = mean("rollout/response_length/mean")
+    longest = config.rollout.max_response_tokens
+    return Workload(
+        mean_prompt_tokens=mean_prompt_tokens,
+        mean_response_tokens=response,
+        longest_response_tokens=longest,
+        active_share=active,
+        clipped_share=min(1.0, max(0.0, 1 - (1 - head_skipped) / active)),
+        spread=spread_of(mean=response, longest=longest, truncated_share=mean("rollout/truncated")),
+    )
+
+
+def _model_of(folder: Path, config: Config) -> Any:
+    """Of `model.hf_dir`, or of what the run has exported: both are the same model."""
+    for candidate in (Path(config.model.hf_dir), folder / "hf"):
+        if (candidate / "config.json").is_file():
+            return read_config(candidate)
+    raise ConfigError(
+        f"{folder}: no config.json in model.hf_dir ({config.model.hf_dir}) nor in {folder / 'hf'}"
+    )
+
+
+def write_calibration(calibration: Calibration, path: str | Path) -> None:
+    """A TOML file that `read_calibration` reads."""
+    sections = {
+        "gpu": dataclasses.asdict(calibration.gpu),
+        "efficiency": dataclasses.asdict(calibration.efficiency),
+        "worst": calibration.worst,
+    }
+    lines = ["# Written by tools/plan.py. [worst]: largest |predicted / measured - 1| by stage."]
+    for name, values in sections.items():
+        # JSON's strings and numbers are TOML's.
+        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in values.items())]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """Read what `write_calibration` wrote.
+
+    Raises:
+        ConfigError: no such file, or not one of these; names what is wrong.
+    """
+    try:
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return Calibration(
+            gpu=Gpu(**tree["gpu"]),
+            efficiency=Efficiency(**tree["efficiency"]),
+            worst=tree.get("worst", {}),
+        )
+    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a calibration of tools/plan.py: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None

@@ -1,0 +1,152 @@
+"""Data-sheet figures of the devices a run may use."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gapo_megatron.errors import ConfigError
+
+GIB = 2**30
+CPU_NAME = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device and its links. Rates are peaks; `Efficiency` says how much of them is reached."""
+
+    name: str
+    memory_bytes: int
+    """What torch reports as the device's memory, a little less than the data sheet's figure."""
+    bf16_flops: float
+    """Dense bfloat16 operations per second."""
+    fp8_flops: float
+    fp32_flops: float
+    """Of float32 outside the tensor cores: float32 runs of this package do not use TF32."""
+    bandwidth: float
+    """Memory, bytes per second."""
+    link_bandwidth: float
+    """To the other devices of a node, bytes per second in one direction."""
+    network_bandwidth: float
+    """To other nodes, bytes per second in one direction, for each device."""
+    gpus_per_node: int = 8
+
+    def flops(self, precision: str) -> float:
+        """Peak of the layers' matrix products at `model.precision`, operations per second."""
+        return {"fp32": self.fp32_flops, "bf16": self.bf16_flops, "fp8": self.fp8_flops}[precision]
+
+    def group_bandwidth(self, size: int, *, stride: int) -> float:
+        """Bytes per second in one direction that a ring over a process group moves for each member.
+
+        Args:
+            size: ranks of the group.
+            stride: distance of neighbouring members in rank order.
+
+        A group within a node runs at `link_bandwidth`. One over several nodes has as many network
+        adapters as it has members in a node, which carry its rings side by side:
+        min(link_bandwidth, members in a node x network_bandwidth).
+        """
+        if size * stride <= self.gpus_per_node:
+            return self.link_bandwidth
+        members = max(1, self.gpus_per_node // stride)
+        return min(self.link_bandwidth, members * self.network_bandwidth)
+
+
+# NVLink 4: 900 GB/s is both directions together. Network: one ConnectX-7 of 400 Gb/s for each GPU,
+# as in NVIDIA's DGX H100 and H200 reference systems; of H20 nodes the same is assumed.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        # NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 and 1,979 fp8 without sparsity, 67 fp32,
+        # 80 GB, 3.35 TB/s.
+        Gpu(
+            name="h100",
+            memory_bytes=int(79.1 * GIB),
+            bf16_flops=989e12,
+            fp8_flops=1979e12,
+            fp32_flops=67e12,
+            bandwidth=3.35e12,
+            link_bandwidth=450e9,
+            network_bandwidth=50e9,
+        ),
+        # NVIDIA H200 SXM data sheet: the H100's products, 141 GB, 4.8 TB/s.
+        Gpu(
+            name="h200",
+            memory_bytes=int(139.7 * GIB),
+            bf16_flops=989e12,
+            fp8_flops=1979e12,
+            fp32_flops=67e12,
+            bandwidth=4.8e12,
+            link_bandwidth=450e9,
+            network_bandwidth=50e9,
+        ),
+        # NVIDIA H20, as its resellers print the data sheet: 148 TFLOP/s bf16, 296 fp8, 44 fp32,
+        # 96 GB, 4.0 TB/s, NVLink 900 GB/s.
+        Gpu(
+            name="h20",
+            memory_bytes=int(95.0 * GIB),
+            bf16_flops=148e12,
+            fp8_flops=296e12,
+            fp32_flops=44e12,
+            bandwidth=4.0e12,
+            link_bandwidth=450e9,
+            network_bandwidth=50e9,
+        ),
+    )
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The device of that name; `cpu` is this machine, measured now (about a second).
+
+    Raises:
+        ConfigError: no such device is known; lists those that are.
+    """
+    if name == CPU_NAME:
+        return measure_cpu()
+    if name not in GPUS:
+        raise ConfigError(f"gpu {name!r} is not one of {', '.join([*GPUS, CPU_NAME])}")
+    return GPUS[name]
+
+
+def measure_cpu() -> Gpu:
+    """This machine as one device: best of a few matrix products and copies, at torch's threads.
+
+    One process is one device, as on a GPU node; several processes share what is measured here.
+    """
+    rates = {dtype: _product_flops(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    source = torch.ones(2**26 // 4)  # 64 MiB: beyond most caches
+    copy_s = _best_s(source.clone)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    bandwidth = 2 * source.nbytes / copy_s
+    return Gpu(
+        name=CPU_NAME,
+        memory_bytes=memory_bytes,
+        bf16_flops=rates[torch.bfloat16],
+        fp8_flops=rates[torch.bfloat16],
+        fp32_flops=rates[torch.float32],
+        bandwidth=bandwidth,
+        # gloo copies through memory on one machine.
+        link_bandwidth=bandwidth / 2,
+        network_bandwidth=bandwidth / 2,
+        gpus_per_node=1,
+    )
+
+
+def _product_flops(dtype: torch.dtype, *, size: int = 1024) -> float:
+    matrix = torch.ones(size, size, dtype=dtype)
+    return 2.0 * size**3 / _best_s(lambda: matrix @ matrix)
+
+
+def _best_s(work: Callable[[], object], *, repeats: int = 8) -> float:
+    """The quickest of a few: what else runs on the machine can only slow it down."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -1,0 +1,154 @@
+"""Memory of one GPU, by part: what a planner compares layouts by.
+
+State is exact (`state`); activations follow what layers keep (`activations`); the rest is
+estimated, each by the rule that stands beside it. Nothing here has been compared with a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gapo_megatron.config import Config
+from gapo_megatron.convert import rules_for
+from gapo_megatron.convert.rules import Rule
+from gapo_megatron.policy.policy import shard_size
+from gapo_megatron.scaling.activations import (
+    activation_bytes,
+    element_bytes,
+    neighbour_bytes,
+    working_bytes,
+)
+from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.state import state_bytes
+
+if TYPE_CHECKING:
+    from gapo_megatron.scaling.hardware import Gpu
+
+__all__ = ["Memory", "head_bytes", "memory", "state_bytes"]
+
+MIB = 2**20
+CONTEXT_BYTES = 1024 * MIB
+"""CUDA context and the kernels of the libraries: assumed."""
+COMMUNICATOR_BYTES = 256 * MIB
+"""NCCL's buffers of one process group of more than one rank: assumed."""
+FRAGMENTATION = 0.1
+"""Of activations and head, which the allocator gets in pieces of changing size: assumed."""
+# Blocks of the head on a GPU: `logprob.triton_kernels.block_shape`, `logprob.tiles`.
+_HEAD_ROWS, _HEAD_COLUMNS, _TILE_BYTES = 16384, 8192, 64 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one GPU, by part, of the rank that needs most."""
+
+    stage: int
+    """Its pipeline stage."""
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept between forward and backward pass, and what one layer works with."""
+    head: int
+    """Workspace of the log-probs."""
+    rollout_weights: int
+    kv_cache: int
+    """What is left to vLLM of `rollout.memory_fraction` after its weights; its own workspace and
+    graphs come out of it."""
+    communication: int
+    """NCCL's buffers, and the CUDA context."""
+    fragmentation: int
+
+    @property
+    def state(self) -> int:
+        """Always there."""
+        return self.weights + self.gradients + self.optimizer + self.communication
+
+    @property
+    def training(self) -> int:
+        """While the trainer works and vLLM sleeps."""
+        return self.state + self.activations + self.head + self.fragmentation
+
+    @property
+    def generating(self) -> int:
+        """While vLLM is awake: the trainer gives up nothing but activations."""
+        return self.state + self.rollout_weights + self.kv_cache
+
+    @property
+    def peak(self) -> int:
+        return max(self.training, self.generating)
+
+
+def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
+    """Predict the memory of the rank that needs most, with Transformer Engine's layers.
+
+    (Those of fp32 runs are our own: no Transformer Engine there.)
+
+    Args:
+        hf_config: of the model.
+        config: of the run: precision, micro-batches, head, `rollout.memory_fraction`.
+        layout: how it is cut; replaces what `config` says about it.
+        gpu: for its memory.
+
+    Raises:
+        ConversionError: a parameter cannot be cut.
+    """
+    rules, fused = rules_for(hf_config), config.model.precision != "fp32"
+    rollout_weights = element_bytes(config) * _num_parameters(rules) // layout.rollout_tp_size
+    for_vllm = int(config.rollout.memory_fraction * gpu.memory_bytes)
+    stages = []
+    for stage, (weights, gradients, optimizer) in enumerate(state_bytes(rules, config, layout)):
+        is_last = stage == layout.pp_size - 1
+        activations = (
+            activation_bytes(hf_config, config, layout, stage=stage, fused=fused)
+            + neighbour_bytes(hf_config, config, layout, stage=stage)
+            + working_bytes(hf_config, config, layout, fused=fused)
+        )
+        head = head_bytes(hf_config, config, layout) if is_last else 0
+        stages.append(
+            Memory(
+                stage=stage,
+                weights=weights,
+                gradients=gradients,
+                optimizer=optimizer,
+                activations=activations,
+                head=head,
+                rollout_weights=rollout_weights,
+                kv_cache=max(0, for_vllm - rollout_weights),
+                communication=_communication_bytes(layout),
+                fragmentation=int(FRAGMENTATION * (activations + head)),
+            )
+        )
+    return max(stages, key=lambda one: one.peak)
+
+
+def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:
+    """Workspace of `logprob.token_log_probs` in its backward pass, the larger of the two.
+
+    The gradient of the hidden states, all positions gathered under sequence parallelism, and one
+    block of active rows: its states, its float32 gradient twice (one is summed over ranks while the
+    next is computed), the gradient of a tile of logits, and that tile in float32.
+    """
+    tokens, h = config.batch.max_tokens_per_microbatch, hf_config.hidden_size
+    e = element_bytes(config)
+    sp = layout.tp_size if layout.sequence_parallel else 1
+    rows = min(_HEAD_ROWS, tokens)
+    columns = min(_HEAD_COLUMNS, -(-hf_config.vocab_size // layout.tp_size))
+    gathered = 2 * tokens * h * e if layout.sequence_parallel else 0  # shards, and joined
+    block = rows * (h * (e + 2 * 4) + columns * e) + min(_TILE_BYTES, 4 * rows * columns)
+    return tokens * h * e // sp + gathered + block
+
+
+def _num_parameters(rules: list[Rule]) -> int:
+    return sum(
+        math.prod(rule.shard_shape(shard_size(rule, 1))) * len(rule.places)
+        for rule in rules
+        if not rule.tied
+    )
+
+
+def _communication_bytes(layout: Layout) -> int:
+    sizes = (layout.tp_size, layout.pp_size, layout.dp_size, layout.ep_size, layout.world_size)
+    groups = sum(size > 1 for size in (*sizes, layout.rollout_tp_size))
+    return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES

@@ -1,0 +1,296 @@
+"""Which layouts of a model fit on so many GPUs, and which of them is the quickest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gapo_megatron.config import Config
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.policy.model import check_shapes, num_experts, read_hf_config
+from gapo_megatron.scaling.arithmetic import Shape
+from gapo_megatron.scaling.efficiency import Efficiency
+from gapo_megatron.scaling.generation import generation_s
+from gapo_megatron.scaling.hardware import GIB, Gpu
+from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.memory import Memory, memory
+from gapo_megatron.scaling.times import StepTime, Training, reward_s, sync_s
+from gapo_megatron.scaling.workload import Workload
+
+TRAINING_PARTS = ("weights", "gradients", "optimizer", "activations", "head")
+ROLLOUT_PARTS = ("rollout_weights", "kv_cache")
+SHARED_PARTS = ("communication", "fragmentation")
+PARTS = TRAINING_PARTS + ROLLOUT_PARTS + SHARED_PARTS
+_BUDGET_FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)
+"""Of `batch.max_tokens_per_microbatch` that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout with what it needs and takes."""
+
+    layout: Layout
+    max_tokens_per_microbatch: int
+    memory: Memory
+    times: StepTime
+
+    def refusal(self, gpu: Gpu) -> str:
+        """Why it does not fit, in a few words that are alike for alike layouts; empty: it fits."""
+        for phase, needed, parts in (
+            ("training", self.memory.training, TRAINING_PARTS),
+            ("generating", self.memory.generating, (*TRAINING_PARTS[:3], *ROLLOUT_PARTS)),
+        ):
+            if phase == "generating" and needed - self.memory.kv_cache <= gpu.memory_bytes < needed:
+                return "out of memory while generating: a smaller rollout.memory_fraction would fit"
+            if needed > gpu.memory_bytes:
+                largest = max(parts, key=lambda part: getattr(self.memory, part))
+                return f"out of memory while {phase}: {largest.replace('_', ' ')} most of all"
+        if self.times.generation_s == float("inf"):
+            return "out of memory while generating: no room for the KV cache of one sequence"
+        return ""
+
+
+@dataclass(slots=True)
+class Refusals:
+    """Layouts that were refused for the same reason."""
+
+    count: int = 0
+    example: Candidate | None = None
+    """The one that needs the least memory; None: sizes do not divide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `plan` found."""
+
+    gpu: Gpu
+    num_gpus: int
+    ranked: list[Candidate]
+    """Those that fit, quickest first; of a trainer's layout only the best settings."""
+    current: Candidate | None
+    """The config's own layout, whether or not it fits; None: see `current_refusal`."""
+    current_refusal: str
+    """Why the config's own does not run; empty: it does."""
+    refusals: dict[str, Refusals] = field(default_factory=dict)
+
+    def gpu_hours(self, candidate: Candidate, num_steps: int) -> float:
+        """Of so many steps."""
+        return candidate.times.total_s * num_steps * self.num_gpus / 3600
+
+
+def plan(
+    hf_config: Any,
+    config: Config,
+    *,
+    num_nodes: int,
+    gpu: Gpu,
+    workload: Workload,
+    efficiency: Efficiency,
+) -> Plan:
+    """Try every layout of the trainer and the engine on `num_nodes` full nodes.
+
+    Tensor parallelism stays within a node and, where it is used, sequence parallelism with it.
+    Micro-batches are tried from an eighth to four times the config's, but hold one sequence.
+
+    Args:
+        hf_config: the model's.
+        config: everything that is not planned.
+        num_nodes: nodes of `gpu.gpus_per_node` devices.
+        gpu: device.
+        workload: lengths of a step.
+        efficiency: what is reached of the device.
+
+    Raises:
+        ConfigError: num_nodes is not positive.
+    """
+    if num_nodes < 1:
+        raise ConfigError(f"nodes ({num_nodes}) must be 1 or more")
+    num_gpus = num_nodes * gpu.gpus_per_node
+    search = _Search(hf_config, Shape.of(hf_config), config, gpu, workload, efficiency)
+    rollout_sizes = search.rollout_sizes(num_gpus)
+    refusals: dict[str, Refusals] = {}
+    ranked: list[Candidate] = []
+    for sizes in _trainer_sizes(hf_config, num_gpus, gpu):
+        try:
+            check_shapes(hf_config, _layout(num_gpus, *sizes, "none").apply(config).parallel)
+        except ConfigError as error:
+            refusals.setdefault(str(error), Refusals()).count += 1
+            continue
+        for recompute in ("none", "selective", "full"):
+            best = search.best(_layout(num_gpus, *sizes, recompute), rollout_sizes)
+            if reason := best.refusal(gpu):
+                refused = refusals.setdefault(reason, Refusals())
+                refused.count += 1
+                example = refused.example
+                if example is None or best.memory.peak < example.memory.peak:
+                    refused.example = best
+            else:
+                ranked.append(best)
+    ranked.sort(key=lambda candidate: candidate.times.total_s)
+    current, refusal = search.current(num_gpus)
+    return Plan(gpu, num_gpus, ranked, current, refusal, refusals)
+
+
+def _layout(num_gpus: int, tp: int, pp: int, ep: int, recompute: str) -> Layout:
+    return Layout(
+        tp_size=tp,
+        pp_size=pp,
+        dp_size=num_gpus // (tp * pp),
+        ep_size=ep,
+        sequence_parallel=tp > 1,
+        recompute=recompute,
+        rollout_tp_size=1,
+    )
+
+
+def _trainer_sizes(hf_config: Any, num_gpus: int, gpu: Gpu) -> Iterator[tuple[int, int, int]]:
+    """(tensor, pipeline, expert) sizes that divide the number of GPUs; stages divide the layers."""
+    experts = num_experts(hf_config)
+    for tp in _divisors(gpu.gpus_per_node):
+        for pp in _divisors(hf_config.num_hidden_layers):
+            if num_gpus % (tp * pp):
+                continue
+            for ep in _divisors(experts) if experts else [1]:
+                if num_gpus // pp % ep == 0:
+                    yield tp, pp, ep
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+@dataclass(slots=True)
+class _Search:
+    """One model on one device: what does not change from layout to layout."""
+
+    hf_config: Any
+    shape: Shape
+    config: Config
+    gpu: Gpu
+    workload: Workload
+    efficiency: Efficiency
+    _generation_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
+
+    def rollout_sizes(self, num_gpus: int) -> list[int]:
+        """Tensor parallel sizes of the engine: within a node, dividing heads and GPUs."""
+        return [
+            size
+            for size in _divisors(self.gpu.gpus_per_node)
+            if self.hf_config.num_attention_heads % size == 0 and num_gpus % size == 0
+        ]
+
+    def best(self, layout: Layout, rollout_sizes: Sequence[int]) -> Candidate:
+        """The quickest micro-batch and engine that fit; of what does not fit, the leanest.
+
+        The trainer's time and memory do not depend on the engine's size, nor generation on
+        micro-batches: these are tried from the quickest on until the trainer fits, and then the
+        engine's sizes.
+        """
+        budgets = sorted(
+            (self.training_s(self.with_budget(budget), layout), budget) for budget in self.budgets()
+        )
+        tried = []
+        for _, budget in budgets:
+            tried.append(self.candidate(layout, budget))
+            if tried[-1].memory.training <= self.gpu.memory_bytes:
+                break
+        else:
+            return min(tried, key=lambda candidate: candidate.memory.training)
+        engines = [
+            self.candidate(replace(layout, rollout_tp_size=size), budget) for size in rollout_sizes
+        ]
+        fitting = [candidate for candidate in engines if not candidate.refusal(self.gpu)]
+        if fitting:
+            return min(fitting, key=lambda candidate: candidate.times.total_s)
+        return min(engines, key=lambda candidate: candidate.memory.generating)
+
+    def current(self, num_gpus: int) -> tuple[Candidate | None, str]:
+        """The config's own layout, and why it does not run (empty: it does)."""
+        try:
+            check_shapes(self.hf_config, self.config.parallel)
+            layout = Layout.of(self.config, world_size=num_gpus)
+        except ConfigError as error:
+            return None, str(error)
+        candidate = self.candidate(layout, self.config.batch.max_tokens_per_microbatch)
+        return candidate, candidate.refusal(self.gpu)
+
+    def budgets(self) -> list[int]:
+        """Tokens of a micro-batch to try: each holds one sequence."""
+        own, longest = self.config.batch.max_tokens_per_microbatch, self.config.max_sequence_tokens
+        return sorted({max(longest, int(own * factor)) for factor in _BUDGET_FACTORS})
+
+    def with_budget(self, budget: int) -> Config:
+        """The config with that micro-batch."""
+        batch = self.config.batch.model_copy(update={"max_tokens_per_microbatch": budget})
+        return self.config.model_copy(update={"batch": batch})
+
+    def candidate(self, layout: Layout, budget: int) -> Candidate:
+        """Memory and time of one layout."""
+        config = self.with_budget(budget)
+        needed = memory(self.hf_config, config, layout, self.gpu)
+        training = self._training(config, layout)
+        key = (layout.rollout_tp_size, layout.world_size, needed.kv_cache)
+        if key not in self._generation_s:
+            self._generation_s[key] = generation_s(
+                self.shape,
+                config,
+                rollout_tp_size=layout.rollout_tp_size,
+                world_size=layout.world_size,
+                workload=self.workload,
+                gpu=self.gpu,
+                efficiency=self.efficiency,
+                kv_cache_bytes=needed.kv_cache,
+            )
+        times = StepTime(
+            generation_s=self._generation_s[key],
+            reward_s=reward_s(config, layout, self.gpu, self.efficiency),
+            old_log_probs_s=training.old_log_probs_s(),
+            update_s=config.batch.num_minibatches * training.update_s(),
+            sync_s=sync_s(training),
+        )
+        return Candidate(layout, budget, needed, times)
+
+    def training_s(self, config: Config, layout: Layout) -> float:
+        """Old pass and updates."""
+        training = self._training(config, layout)
+        return training.old_log_probs_s() + config.batch.num_minibatches * training.update_s()
+
+    def _training(self, config: Config, layout: Layout) -> Training:
+        return Training(self.shape, config, layout, self.workload, self.gpu, self.efficiency)
+
+
+def overrides(candidate: Candidate) -> list[str]:
+    """What to add to the command line of a run for a candidate's settings."""
+    layout = candidate.layout
+    return [
+        f"parallel.tensor_model_parallel_size={layout.tp_size}",
+        f"parallel.pipeline_model_parallel_size={layout.pp_size}",
+        f"parallel.expert_model_parallel_size={layout.ep_size}",
+        f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}",
+        f"model.recompute={layout.recompute}",
+        f"rollout.tensor_parallel_size={layout.rollout_tp_size}",
+        f"batch.max_tokens_per_microbatch={candidate.max_tokens_per_microbatch}",
+    ]
+
+
+def gib(num_bytes: float) -> float:
+    """Bytes in GiB."""
+    return num_bytes / GIB
+
+
+def read_model(config: Config) -> Any:
+    """config.json of `model.hf_dir`: no weights, no tokenizer.
+
+    Raises:
+        ConfigError: it is not there, and how to get it alone; or it cannot be used.
+    """
+    folder = Path(config.model.hf_dir)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.hf_dir ({folder}): no config.json here. The planner needs that file alone: "
+            f"copy it from where the model is, or `hf download ORGANISATION/{folder.name} "
+            f"config.json --local-dir {folder}`"
+        )
+    return read_hf_config(str(folder))

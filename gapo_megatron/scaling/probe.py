@@ -1,0 +1,137 @@
+"""A few training steps of a config, in a scratch folder, to measure what its stages take here."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gapo_megatron.config import Config, load_config
+from gapo_megatron.data.schema import read_prompts
+from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.scaling.calibration import Observation, read_observation
+
+_QUIET = (
+    "evaluation.every_steps=0",
+    "checkpoint.every_steps=0",
+    "metrics.tensorboard=false",
+    "metrics.noise_floor_every_steps=0",
+)
+
+_LOG_LINES = 20
+
+
+def default_sizes(config: Config) -> list[list[str]]:
+    """The config's own step, and one of half the prompts: two loads tell costs from overheads."""
+    batch = config.batch
+    if batch.rollout_prompts % 2 or batch.minibatch_prompts % 2:
+        half = [f"rollout.max_response_tokens={max(1, config.rollout.max_response_tokens // 2)}"]
+    else:
+        half = [
+            f"batch.rollout_prompts={batch.rollout_prompts // 2}",
+            f"batch.minibatch_prompts={batch.minibatch_prompts // 2}",
+        ]
+    return [[], half]
+
+
+def probe_command(
+    config_path: str, overrides: Sequence[str], *, output_dir: Path, num_steps: int, world_size: int
+) -> list[str]:
+    """The command line of one probe: the training program itself, on one node."""
+    launcher = [sys.executable, "-m"]
+    if world_size > 1:
+        launcher += [
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={world_size}",
+            "-m",
+        ]
+    return [
+        *launcher,
+        "gapo_megatron.train",
+        config_path,
+        *overrides,
+        *_QUIET,
+        f"run.num_steps={num_steps}",
+        f"run.output_dir={output_dir}",
+    ]
+
+
+def probe(
+    config_path: str,
+    overrides: Sequence[str],
+    *,
+    sizes: Sequence[Sequence[str]],
+    scratch: Path,
+    num_steps: int,
+    world_size: int,
+    prompt_tokens: float | None = None,
+) -> list[Observation]:
+    """Train a few steps at every size, one after another, and read what they took.
+
+    Args:
+        config_path: of the run.
+        overrides: for every size.
+        sizes: further overrides, of one size each.
+        scratch: empty folder for the runs.
+        num_steps: of each run; the first two are not counted.
+        world_size: processes, on this node.
+        prompt_tokens: mean length of a prompt; None: read from the data.
+
+    Raises:
+        ConfigError: a run ended in an error; has the last lines of its log.
+    """
+    observations = []
+    for number, size in enumerate(sizes):
+        settings = [*overrides, *size]
+        config, name = load_config(config_path, settings), " ".join(size) or "as configured"
+        folder = scratch / f"size_{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        command = probe_command(
+            config_path, settings, output_dir=folder, num_steps=num_steps, world_size=world_size
+        )
+        log = scratch / f"size_{number}.log"
+        with open(log, "w", encoding="utf-8") as file:
+            result = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
+        if result.returncode:
+            last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+            raise ConfigError(
+                f"the probe {name} failed with exit code {result.returncode}; its last lines:\n"
+                + "\n".join(last)
+            )
+        observations.append(
+            read_observation(
+                folder,
+                mean_prompt_tokens=prompt_tokens or mean_prompt_tokens(config),
+                world_size=world_size,
+                name=name,
+            )
+        )
+    return observations
+
+
+def mean_prompt_tokens(config: Config) -> float:
+    """Of the training problems, as the run itself reads them.
+
+    Raises:
+        ConfigError: the data or the tokenizer is not here.
+    """
+    for field, path in (
+        ("data.train_path", config.data.train_path),
+        ("model.hf_dir", config.model.hf_dir),
+    ):
+        if not Path(path).exists():
+            raise ConfigError(
+                f"{field} ({path}) is not here, so the prompts cannot be counted: give their mean "
+                "length with --mean-prompt-tokens, or start this where the run was started"
+            )
+    prompts = read_prompts(
+        config.data.train_path,
+        tokenizer=load_tokenizer(config.model.hf_dir),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        chat_template=config.data.chat_template,
+    )
+    return statistics.fmean(len(prompt.token_ids) for prompt in prompts)

@@ -1,0 +1,181 @@
+"""What the planner found, as tables for people and as plain values for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from gapo_megatron.config import Config
+from gapo_megatron.scaling.anchors import Anchor
+from gapo_megatron.scaling.calibration import STAGES, Observation, seconds
+from gapo_megatron.scaling.efficiency import Efficiency
+from gapo_megatron.scaling.hardware import Gpu
+from gapo_megatron.scaling.planner import PARTS, Candidate, Plan, gib, overrides
+from gapo_megatron.scaling.times import StepTime
+from gapo_megatron.scaling.workload import Workload
+
+_REASONS_SHOWN = 12
+
+
+def layouts_table(plan: Plan, config: Config, *, top: int) -> Table:
+    """The quickest layouts, and the config's own as the last row."""
+    steps = config.run.num_steps
+    table = Table(
+        title=f"Layouts of {plan.num_gpus:,} x {plan.gpu.name}, quickest first (seconds of a step)",
+        title_justify="left",
+    )
+    for heading in (
+        *("", "TP", "PP", "DP", "EP", "SP", "recompute", "vLLM TP", "tokens"),
+        *("generate", "reward", "old", "update", "sync", "step", f"GPU-h of {steps:,}"),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for place, candidate in enumerate(plan.ranked[:top], start=1):
+        table.add_row(str(place), *_layout_cells(candidate), *_time_cells(plan, candidate, steps))
+    if plan.current is not None:
+        table.add_section()
+        name = "yours" if not plan.current_refusal else "yours *"
+        cells = _layout_cells(plan.current)
+        table.add_row(name, *cells, *_time_cells(plan, plan.current, steps))
+    return table
+
+
+def memory_table(plan: Plan, *, top: int) -> Table:
+    """The same rows by part of the memory, of the rank that needs most."""
+    table = Table(
+        title=f"Memory of one GPU by part, GiB (a {plan.gpu.name} has "
+        f"{gib(plan.gpu.memory_bytes):.1f})",
+        title_justify="left",
+    )
+    headings = [part.replace("rollout_weights", "vLLM_weights").replace("_", " ") for part in PARTS]
+    for heading in ("", *headings, "training", "generating"):
+        table.add_column(heading, justify="right")
+    rows = [(str(place), one) for place, one in enumerate(plan.ranked[:top], start=1)]
+    if plan.current is not None:
+        rows.append(("yours" if not plan.current_refusal else "yours *", plan.current))
+    for name, candidate in rows:
+        parts = [getattr(candidate.memory, part) for part in (*PARTS, "training", "generating")]
+        table.add_row(name, *(f"{gib(part):.1f}" for part in parts))
+    return table
+
+
+def refusals_table(plan: Plan) -> Table:
+    """Why the others do not run: reasons, commonest first, with the leanest layout of each."""
+    table = Table(title="Why others do not run", title_justify="left")
+    table.add_column("layouts", justify="right")
+    table.add_column("reason", overflow="fold")
+    table.add_column("the leanest of them", overflow="fold")
+    rows = sorted(plan.refusals.items(), key=lambda item: -item[1].count)
+    for reason, refused in rows[:_REASONS_SHOWN]:
+        example = refused.example
+        shown = ""
+        if example is not None:
+            layout = example.layout
+            shown = (
+                f"TP {layout.tp_size} PP {layout.pp_size} EP {layout.ep_size}, "
+                f"{layout.recompute}: {gib(example.memory.peak):,.0f} GiB"
+            )
+        table.add_row(f"{refused.count:,}", reason, shown)
+    rest = rows[_REASONS_SHOWN:]
+    if rest:
+        table.add_row(f"{sum(r.count for _, r in rest):,}", f"{len(rest)} more reasons", "")
+    return table
+
+
+def comparison_table(
+    observations: Sequence[tuple[Observation, bool]], *, gpu: Gpu, efficiency: Efficiency
+) -> Table:
+    """Predicted against measured seconds by stage; of each, whether it was part of the fit."""
+    table = Table(title="Predicted against measured", title_justify="left")
+    for heading in ("run", "fitted", "stage", "measured, s", "predicted, s", "ratio"):
+        table.add_column(heading, justify="left" if heading in ("run", "stage") else "right")
+    for one, is_fitted in observations:
+        predicted = one.predict(gpu, efficiency)
+        for stage in (*STAGES, "total"):
+            measured, value = seconds(one.measured, stage), seconds(predicted, stage)
+            table.add_row(
+                one.name if stage == STAGES[0] else "",
+                ("yes" if is_fitted else "no") if stage == STAGES[0] else "",
+                stage.replace("_", " "),
+                f"{measured:.3g}",
+                f"{value:.3g}",
+                f"{value / measured:.2f}" if measured > 0 else "-",
+            )
+        table.add_section()
+    return table
+
+
+def anchors_table(anchors: Sequence[Anchor], efficiency: Efficiency) -> Table:
+    """Published rows against the model with one set of efficiencies."""
+    table = Table(title="Predicted against published step times", title_justify="left")
+    for heading in ("run", "stage", "published, s", "predicted, s", "ratio"):
+        table.add_column(heading, justify="left" if heading in ("run", "stage") else "right")
+    for anchor in anchors:
+        predicted = anchor.predict(efficiency)
+        for stage, published in anchor.published.items():
+            value = seconds(predicted, stage)
+            low_high = anchor.published_range
+            shown = f"{low_high[0]:g}-{low_high[1]:g}" if low_high else f"{published:g}"
+            table.add_row(
+                anchor.name if stage == "total" else "",
+                stage.replace("_", " ") if stage != "total" else "step",
+                shown,
+                f"{value:.0f}",
+                f"{value / published:.2f}",
+            )
+    return table
+
+
+def to_json(
+    plan: Plan, config: Config, workload: Workload, efficiency: Efficiency, *, top: int
+) -> dict[str, Any]:
+    """Everything of the tables as plain values. Bytes and seconds."""
+    return {
+        "gpu": dataclasses.asdict(plan.gpu),
+        "num_gpus": plan.num_gpus,
+        "workload": dataclasses.asdict(workload),
+        "efficiency": dataclasses.asdict(efficiency),
+        "layouts": [_values(plan, one, config) for one in plan.ranked[:top]],
+        "current": plan.current and _values(plan, plan.current, config),
+        "current_refusal": plan.current_refusal,
+        "refusals": {reason: refused.count for reason, refused in plan.refusals.items()},
+    }
+
+
+def _values(plan: Plan, candidate: Candidate, config: Config) -> dict[str, Any]:
+    parts = (*PARTS, "training", "generating", "peak")
+    times = {f"{stage}_s": _finite(seconds(candidate.times, stage)) for stage in (*STAGES, "total")}
+    return {
+        "layout": dataclasses.asdict(candidate.layout),
+        "max_tokens_per_microbatch": candidate.max_tokens_per_microbatch,
+        "overrides": overrides(candidate),
+        "memory_bytes": {part: getattr(candidate.memory, part) for part in parts},
+        "times": times,
+        "gpu_hours": _finite(plan.gpu_hours(candidate, config.run.num_steps)),
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity: a stage that cannot run has no time."""
+    return value if value < float("inf") else None
+
+
+def _layout_cells(candidate: Candidate) -> list[str]:
+    layout = candidate.layout
+    sizes = (layout.tp_size, layout.pp_size, layout.dp_size, layout.ep_size)
+    return [
+        *map(str, sizes),
+        "yes" if layout.sequence_parallel else "no",
+        layout.recompute,
+        str(layout.rollout_tp_size),
+        f"{candidate.max_tokens_per_microbatch:,}",
+    ]
+
+
+def _time_cells(plan: Plan, candidate: Candidate, num_steps: int) -> list[str]:
+    times: StepTime = candidate.times
+    values = [(seconds(times, stage), ".1f") for stage in (*STAGES, "total")]
+    values.append((plan.gpu_hours(candidate, num_steps), ",.0f"))
+    return ["-" if _finite(value) is None else format(value, form) for value, form in values]

@@ -1,0 +1,133 @@
+"""Lengths of a step: what no config knows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import ndtr
+
+from gapo_megatron.config import Config
+from gapo_megatron.errors import ConfigError
+
+DEFAULT_SPREAD = 0.7
+"""Assumed: standard deviation of the logarithm of response lengths; std / mean is then 0.8."""
+DEFAULT_ACTIVE_SHARE = 0.67
+"""Assumed: pass rates ~ Beta(0.6, 1.4) leave a third of the groups of 8 all right or all wrong."""
+_NUM_POINTS = 256
+"""Of the length distribution: enough for the integrals below to three digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a step has to do, on average. Lengths are in tokens.
+
+    Response lengths are taken as min(X, longest), X lognormal: a body, a tail, and those that the
+    limit cuts. The mean of what comes out is `mean_response_tokens`.
+    """
+
+    mean_prompt_tokens: float
+    mean_response_tokens: float
+    longest_response_tokens: int
+    active_share: float = 1.0
+    """Share of the sequences with A != 0."""
+    clipped_share: float = 0.0
+    """Share of the active response tokens that a clip leaves without gradient."""
+    spread: float = DEFAULT_SPREAD
+    """Standard deviation of log X."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mean_response_tokens <= self.longest_response_tokens:
+            raise ConfigError(
+                f"mean response tokens ({self.mean_response_tokens:g}) must be above 0 and at most "
+                f"the longest ({self.longest_response_tokens})"
+            )
+        for name in ("active_share", "clipped_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} ({getattr(self, name):g}) must be from 0 to 1")
+        if self.spread <= 0:
+            raise ConfigError(f"spread ({self.spread:g}) must be above 0")
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of prompt and response."""
+        return self.mean_prompt_tokens + self.mean_response_tokens
+
+    @property
+    def mean_squared_tokens(self) -> float:
+        """E (prompt + L)^2 with every prompt of the mean length."""
+        prompt, mean = self.mean_prompt_tokens, self.mean_response_tokens
+        return prompt**2 + 2 * prompt * mean + self.mean_squared_response
+
+    @property
+    def mean_squared_response(self) -> float:
+        """E L^2 = integral of 2 t P(L > t)."""
+        lengths, survival = self.survival()
+        step = self.longest_response_tokens / len(lengths)
+        return float(2 * (lengths @ survival) * step)
+
+    def survival(self) -> tuple[np.ndarray, np.ndarray]:
+        """Midpoints t [n] of equal steps up to the longest, and the shares P(L > t) [n]."""
+        return _survival(self.mean_response_tokens, self.longest_response_tokens, self.spread)
+
+
+def default_workload(
+    config: Config,
+    *,
+    mean_prompt_tokens: float | None = None,
+    mean_response_tokens: float | None = None,
+    active_share: float | None = None,
+) -> Workload:
+    """What is not given is assumed.
+
+    Prompts of a tenth of `data.max_prompt_tokens`, responses of a third of
+    `rollout.max_response_tokens`; a run's own metrics are better (`--from-run`).
+    """
+    longest = config.rollout.max_response_tokens
+    return Workload(
+        mean_prompt_tokens=mean_prompt_tokens or max(1.0, config.data.max_prompt_tokens / 10),
+        mean_response_tokens=mean_response_tokens or max(1.0, longest / 3),
+        longest_response_tokens=longest,
+        active_share=DEFAULT_ACTIVE_SHARE if active_share is None else active_share,
+    )
+
+
+def spread_of(*, mean: float, longest: int, truncated_share: float) -> float:
+    """Standard deviation of log X for which a share of responses reaches the limit.
+
+    Args:
+        mean: of the response lengths, in tokens.
+        longest: the limit, in tokens.
+        truncated_share: of the responses; 0 says nothing, and the default comes back.
+    """
+    if not 0 < truncated_share < 1 or not 0 < mean < longest:
+        return DEFAULT_SPREAD
+    low, high = 0.05, 3.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        location = _location(mean, longest, middle)
+        reached = ndtr((location - math.log(longest)) / middle)
+        low, high = (middle, high) if reached < truncated_share else (low, middle)
+    return (low + high) / 2
+
+
+@functools.lru_cache(maxsize=64)  # a planner asks for every layout
+def _survival(mean: float, longest: int, spread: float) -> tuple[np.ndarray, np.ndarray]:
+    num_points = min(longest, _NUM_POINTS)
+    lengths = (np.arange(num_points) + 0.5) * longest / num_points
+    location = _location(mean, longest, spread)
+    return lengths, ndtr((location - np.log(lengths)) / spread)
+
+
+def _location(mean: float, longest: float, spread: float) -> float:
+    """Mean of log X for which E min(X, longest) = mean, by bisection."""
+    low, high = math.log(mean) - 5 * spread**2 - 5, math.log(longest) + 10 * spread
+    for _ in range(60):
+        middle = (low + high) / 2
+        reached = (math.log(longest) - middle) / spread
+        clipped = math.exp(middle + spread**2 / 2) * ndtr(reached - spread)
+        clipped += longest * ndtr(-reached)
+        low, high = (middle, high) if clipped < mean else (low, middle)
+    return (low + high) / 2

@@ -1,0 +1,165 @@
+"""tools/plan.py: what it prints, what it refuses, what it returns."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron.scaling.calibration import Calibration, write_calibration
+from gapo_megatron.scaling.efficiency import Efficiency
+from gapo_megatron.scaling.hardware import GPUS
+from tests.test_scaling_calibration import a_step, write_model, write_run
+from tools import plan as tool
+
+CONFIG = "configs/qwen_math_1_5b/gapo.toml"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "Qwen2.5-Math-1.5B"
+    write_model(folder)
+    return f"model.hf_dir={folder}"
+
+
+def test_tables(model, capsys):
+    assert tool.main([CONFIG, model, "--nodes", "2", "--top", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "Layouts of 16 x h200, quickest first" in out
+    assert "Memory of one GPU by part" in out
+    assert "yours" in out
+    assert "Efficiencies are assumed, not measured" in out
+    assert "The quickest, as overrides: parallel.tensor_model_parallel_size=" in out
+    assert "GPU-h of 1,531" in out
+
+
+def test_json_is_all_that_is_printed(model, capsys):
+    command = [CONFIG, model, "--json", "--gpu", "h100", "--mean-response-tokens", "500"]
+    assert tool.main(command) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["gpu"]["name"] == "h100"
+    assert values["workload"]["mean_response_tokens"] == 500
+    assert len(values["layouts"]) == 5
+
+
+def test_nothing_fits(tmp_path, capsys):
+    write_model(tmp_path / "big", "Qwen2.5-72B")
+    command = [CONFIG, f"model.hf_dir={tmp_path / 'big'}", "--gpu", "h100", "--gpus-per-node", "1"]
+    assert tool.main(command) == 1
+    out = capsys.readouterr().out
+    assert "Nothing fits" in out
+    assert "Why others do not run" in out
+    assert "out of memory" in out
+
+
+def test_without_the_model_it_says_how_to_get_its_config(capsys):
+    assert tool.main([CONFIG]) == 1
+    err = capsys.readouterr().err
+    assert "error: model.hf_dir (models/Qwen2.5-Math-1.5B): no config.json here" in err
+    assert "hf download" in err
+
+
+def test_anchors(capsys):
+    assert tool.main(["--anchors"]) == 0
+    out = capsys.readouterr().out
+    assert "NeMo-RL Qwen3-30B-A3B, 32 H100" in out
+    assert "226-282" in out
+    assert "mean response 1,500 tokens" in out
+
+
+def test_a_calibration_is_used_on_its_device_only(model, tmp_path, capsys):
+    slow = Calibration(GPUS["h200"], Efficiency(decode_step_s=1.0), {"total": 0.07})
+    write_calibration(slow, tmp_path / "slow.toml")
+    command = [CONFIG, model, "--calibration", str(tmp_path / "slow.toml")]
+    assert tool.main(command) == 0
+    assert "largest miss where they were fitted: total 7%" in capsys.readouterr().out
+    assert tool.main([*command, "--gpu", "h100"]) == 1
+    assert "was measured on h200, not on --gpu h100" in capsys.readouterr().err
+
+
+def test_runs_are_fitted_and_tested(tmp_path, capsys):
+    write_model(tmp_path / "model")
+    for name, scale in (("a", 1.0), ("b", 1.1), ("c", 1.05)):
+        write_run(tmp_path / name, rows=[a_step(scale)] * 4, hf_dir=tmp_path / "model", ranks=8)
+    file = tmp_path / "fitted.toml"
+    command = ["--gpu", "h200", "--mean-prompt-tokens", "100", "--calibration", str(file)]
+    for option, name in (("--from-run", "a"), ("--from-run", "b"), ("--test-run", "c")):
+        command += [option, str(tmp_path / name)]
+    assert tool.main(command) == 0
+    out = capsys.readouterr().out
+    assert "Predicted against measured" in out
+    assert "Largest miss where nothing was fitted:" in out
+    assert file.exists()
+    assert tool.main(["--from-run", str(tmp_path / "none"), "--mean-prompt-tokens", "1"]) == 1
+    assert "not the folder of a run" in capsys.readouterr().err
+
+
+def test_a_probe_trains_and_fits(tmp_path, capsys, monkeypatch):
+    """The training program is replaced by one that leaves what a run leaves."""
+    write_model(tmp_path / "model")
+    commands = []
+
+    def pretend(command, **_):
+        commands.append(command)
+        folder = Path(command[-1].removeprefix("run.output_dir="))
+        scale = 1.0 if len(commands) == 1 else 0.6
+        write_run(folder, rows=[a_step(scale)] * 8, hf_dir=tmp_path / "model")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("gapo_megatron.scaling.probe.subprocess.run", pretend)
+    command = [CONFIG, f"model.hf_dir={tmp_path / 'model'}", "--probe", "--processes", "1"]
+    command += ["--mean-prompt-tokens", "100", "--size", "", "--size", "run.seed=1"]
+    assert tool.main([*command, "--test-size", "run.seed=2"]) == 0
+    out = capsys.readouterr().out
+    assert [command[-1].rpartition("/")[2] for command in commands] == [
+        "size_0",
+        "size_1",
+        "size_2",
+    ]
+    assert "run.seed=2" in commands[2]
+    assert "as configured" in out
+    assert "Largest miss where nothing was fitted" in out
+
+
+def test_a_probe_that_fails_names_its_log(tmp_path, capsys, monkeypatch):
+    def fail(command, *, stdout, **_):
+        stdout.write("no GPU")
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr("gapo_megatron.scaling.probe.subprocess.run", fail)
+    command = [CONFIG, "--probe", "--processes", "1", "--mean-prompt-tokens", "100"]
+    assert tool.main(command) == 1
+    err = capsys.readouterr().err
+    assert "the probe as configured failed" in err
+    assert "no GPU" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ([], "CONFIG is missing"),
+        (["run.seed=1"], "CONFIG comes first"),
+        ([CONFIG, "--size", "a=1"], "--size and --test-size go with --probe"),
+        ([CONFIG, "--test-run", "x"], "--test-run goes with --from-run"),
+    ],
+)
+def test_wrong_usage(command, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tool.main(command)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_teaches_and_loads_nothing_heavy():
+    code = (
+        "import sys; sys.argv = ['plan.py', '--help']\n"
+        "from tools import plan\n"
+        "try:\n    plan.main()\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert "--probe" in result.stdout
+    assert "docs/scaling.md" in result.stdout

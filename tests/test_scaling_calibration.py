@@ -1,0 +1,327 @@
+"""The fit finds what made the timings; files and runs come back as they were written."""
+
+import dataclasses
+import json
+import math
+import random
+
+import pytest
+from transformers import AutoConfig
+
+from gapo_megatron.config import load_config
+from gapo_megatron.dry_run import to_toml
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.scaling.arithmetic import Shape
+from gapo_megatron.scaling.calibration import (
+    STAGES,
+    Calibration,
+    Observation,
+    fit,
+    read_calibration,
+    read_observation,
+    seconds,
+    worst_misses,
+    write_calibration,
+)
+from gapo_megatron.scaling.efficiency import Efficiency
+from gapo_megatron.scaling.hardware import GPUS, Gpu, measure_cpu
+from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.probe import default_sizes, mean_prompt_tokens, probe_command
+from gapo_megatron.scaling.times import StepTime
+from gapo_megatron.scaling.workload import Workload
+from tests.test_convert_models import CONFIGS
+from tests.test_scaling_times import config, hf, layout
+
+TRUE = Efficiency(
+    matmul=0.61,
+    bandwidth=0.55,
+    layer_s=3e-4,
+    update_s=0.02,
+    decode_step_s=0.011,
+    decode_sequence_s=6e-5,
+    verdict_s=0.02,
+    tensor_s=2e-3,
+)
+# What this package's one CPU device looked like, in round numbers.
+CPU = Gpu(
+    name="cpu",
+    memory_bytes=24 * 2**30,
+    bf16_flops=4e11,
+    fp8_flops=4e11,
+    fp32_flops=1.5e11,
+    bandwidth=1.2e10,
+    link_bandwidth=6e9,
+    network_bandwidth=6e9,
+    gpus_per_node=1,
+)
+
+
+def observe(efficiency, *, noise=0.0, seed=0, prompts=256, mean=700, model="Qwen2.5-7B"):
+    """An observation whose stages are the model's own, each off by a random share."""
+    rng = random.Random(seed)
+    empty = StepTime(*[0.0] * len(STAGES))
+    one = Observation(
+        name=f"{prompts} prompts",
+        shape=Shape.of(hf(model)),
+        config=config(batch={"rollout_prompts": prompts, "minibatch_prompts": prompts // 4}),
+        layout=layout(dp=8),
+        workload=Workload(100, mean, 3092, active_share=0.7),
+        measured=empty,
+    )
+    exact = one.predict(GPUS["h200"], efficiency)
+    noisy = StepTime(
+        **{f"{stage}_s": seconds(exact, stage) * math.exp(rng.gauss(0, noise)) for stage in STAGES}
+    )
+    return dataclasses.replace(one, measured=noisy)
+
+
+def test_the_fit_finds_what_made_the_timings():
+    sizes = [
+        observe(TRUE, prompts=prompts, mean=mean, model=model, noise=0.01, seed=seed)
+        for seed, (prompts, mean, model) in enumerate(
+            [
+                (256, 700, "Qwen2.5-7B"),
+                (32, 300, "Qwen2.5-7B"),
+                (256, 1400, "Qwen2.5-1.5B"),
+                (16, 200, "Qwen2.5-1.5B"),
+            ]
+        )
+    ]
+    found = fit(sizes, GPUS["h200"]).efficiency
+    for name in ("matmul", "decode_step_s", "verdict_s", "tensor_s"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.15), name
+    # Nothing was sent between devices by link alone in one node of data parallel ranks.
+    assert found.communication == pytest.approx(Efficiency().communication, rel=0.5)
+
+
+def test_two_sizes_predict_a_third():
+    """With timings 3 % off at random. The assumed efficiencies would miss by half."""
+    fitted = [observe(TRUE, prompts=256, noise=0.03), observe(TRUE, prompts=64, noise=0.03, seed=1)]
+    third = observe(TRUE, prompts=128, mean=1000, noise=0.03, seed=2)
+    found = fit(fitted, GPUS["h200"])
+    assert worst_misses([third], GPUS["h200"], found.efficiency)["total"] < 0.1
+    assert max(found.worst.values()) < 0.1
+    assert worst_misses([third], GPUS["h200"], Efficiency())["total"] > 0.2
+
+
+def test_what_nothing_measures_keeps_its_default():
+    alone = observe(TRUE)
+    only_reward = dataclasses.replace(alone.measured, generation_s=0.0, update_s=0.0)
+    only_reward = dataclasses.replace(only_reward, old_log_probs_s=0.0, sync_s=0.0)
+    found = fit([dataclasses.replace(alone, measured=only_reward)], GPUS["h200"]).efficiency
+    assert found.verdict_s == pytest.approx(TRUE.verdict_s, rel=0.01)
+    default = Efficiency()
+    for field in dataclasses.fields(default):
+        if field.name != "verdict_s":
+            name = field.name
+            assert getattr(found, name) == pytest.approx(getattr(default, name), rel=1e-3), name
+
+
+def test_shares_stay_below_one():
+    fast = dataclasses.replace(observe(TRUE), measured=StepTime(*[1e-3] * len(STAGES)))
+    found = fit([fast], GPUS["h200"]).efficiency
+    assert 0 < found.matmul <= 1
+
+
+# Medians of 198 steps each of the miniature study (docs/study.md), on two shared cores: generation,
+# reward, old log-probs, update, sync; mean response, shares skipped of forward and head's backward.
+STUDY = {
+    "f_gspo-seed_0": ((0.811, 0.057, 0.234, 1.021, 0.202), (12.171, 0.091, 0.295)),
+    "gapo-seed_0": ((0.505, 0.024, 0.153, 0.580, 0.131), (12.171, 0.092, 0.303)),
+    "gapo-seed_1": ((0.491, 0.024, 0.145, 0.547, 0.126), (12.157, 0.084, 0.304)),
+    "gapo-seed_2": ((0.562, 0.027, 0.163, 0.647, 0.147), (12.167, 0.080, 0.291)),
+    "gspo-seed_0": ((0.751, 0.047, 0.229, 0.932, 0.193), (12.169, 0.087, 0.318)),
+    "gspo-seed_1": ((0.702, 0.043, 0.221, 0.848, 0.177), (12.162, 0.089, 0.323)),
+    "gspo-seed_2": ((0.781, 0.056, 0.202, 0.883, 0.191), (12.176, 0.086, 0.304)),
+    "gspo_asym-seed_0": ((0.566, 0.028, 0.167, 0.661, 0.145), (12.150, 0.079, 0.279)),
+    "gspo_asym-seed_1": ((0.572, 0.033, 0.166, 0.679, 0.156), (12.166, 0.092, 0.296)),
+    "gspo_asym-seed_2": ((0.633, 0.034, 0.180, 0.707, 0.142), (12.158, 0.097, 0.299)),
+}
+
+
+def of_the_study(name):
+    measured, (response, forward_skipped, head_skipped) = STUDY[name]
+    tiny = AutoConfig.for_model(
+        "qwen2",
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=16,
+        tie_word_embeddings=False,
+    )
+    one = load_config("configs/miniature.toml")
+    active = 1 - forward_skipped
+    return Observation(
+        name=name,
+        shape=Shape.of(tiny),
+        config=one,
+        layout=Layout.of(one, world_size=1),
+        workload=Workload(
+            mean_prompt_tokens=10,
+            mean_response_tokens=response,
+            longest_response_tokens=24,
+            active_share=active,
+            clipped_share=1 - (1 - head_skipped) / active,
+        ),
+        measured=StepTime(*measured),
+    )
+
+
+def test_real_runs_predict_each_other():
+    """Ten runs of nearly equal work took 1.3 to 2.3 s a step, by what else the machine did."""
+    runs = {name: of_the_study(name) for name in STUDY}
+    totals = [one.measured.total_s for one in runs.values()]
+    assert max(totals) / min(totals) > 1.7
+    found = fit([one for name, one in runs.items() if name.endswith("seed_0")], CPU)
+    others = [one for name, one in runs.items() if not name.endswith("seed_0")]
+    misses = sorted(
+        abs(one.predict(CPU, found.efficiency).total_s / one.measured.total_s - 1) for one in others
+    )
+    assert misses[len(misses) // 2] < 0.15
+    # Of one and the same load the fit is the geometric mean of what was measured.
+    assert found.worst["total"] < 0.5
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_a_calibration_comes_back(tmp_path):
+    written = Calibration(GPUS["h20"], TRUE, {"update": 0.04, "total": 0.02})
+    write_calibration(written, tmp_path / "one.toml")
+    assert read_calibration(tmp_path / "one.toml") == written
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is not a calibration"),
+        ("[gpu", "is not a calibration"),
+        ("[gpu]\nname='x'\n[efficiency]\n", "is not a calibration"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, text, words):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_calibration(path)
+    with pytest.raises(ConfigError, match=r"missing\.toml"):
+        read_calibration(tmp_path / "missing.toml")
+
+
+def write_run(folder, *, rows, hf_dir, ranks=1):
+    """What a run leaves, of the steps in `rows`: (metrics, timings)."""
+    logs = folder / "attempts" / "latest"
+    logs.mkdir(parents=True)
+    for rank in range(ranks):
+        (logs / f"rank_{rank}.log").touch()
+    one = config(
+        model={"hf_dir": str(hf_dir), "precision": "fp32"},
+        parallel={"tensor_model_parallel_size": 1},
+    )
+    (folder / "config.toml").write_text(to_toml(one))
+    with open(folder / "metrics.jsonl", "w") as metrics, open(folder / "timings.jsonl", "w") as t:
+        t.write(json.dumps({"step": 0, "startup/vllm_s": 9.0}) + "\n")
+        metrics.write(json.dumps({"step": 0, "eval/pass@1": 0.5}) + "\n")
+        for step, (values, timings) in enumerate(rows):
+            metrics.write(json.dumps({"step": step, **values}) + "\n")
+            t.write(json.dumps({"step": step, **timings}) + "\n")
+
+
+def write_model(folder, name="Qwen2.5-1.5B"):
+    folder.mkdir(parents=True)
+    fields = {"architectures": ["Qwen2ForCausalLM"], **CONFIGS[name]}
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def a_step(scale=1.0):
+    return (
+        {
+            "rollout/response_length/mean": 600.0,
+            "rollout/truncated": 0.05,
+            "skip/forward_token_share": 0.25,
+            "skip/head_backward_token_share": 0.4,
+        },
+        {
+            "time/rollout_s": 8.0 * scale,
+            "time/reward_s": 0.5,
+            "time/old_log_probs_s": 1.0,
+            "time/update_s": 5.0,
+            "time/sync_s": 0.25,
+            "time/evaluate_s": 100.0,
+            "time/step_s": 15.0 * scale,
+        },
+    )
+
+
+def test_a_run_is_read_as_it_was(tmp_path):
+    """Medians without the first two steps; evaluation is no part of a step."""
+    write_model(tmp_path / "model")
+    rows = [a_step(50), a_step(5), a_step(1), a_step(1), a_step(9)]
+    write_run(tmp_path / "run", rows=rows, hf_dir=tmp_path / "model", ranks=4)
+    one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    assert one.name == "run"
+    assert one.measured == StepTime(8.0, 0.5, 1.0, 5.0, 0.25)
+    assert one.layout == Layout.of(one.config, world_size=4)
+    assert one.shape == Shape.of(hf("Qwen2.5-1.5B"))
+    workload = one.workload
+    assert (workload.mean_prompt_tokens, workload.mean_response_tokens) == (80.0, 600.0)
+    assert workload.longest_response_tokens == 3092
+    assert workload.active_share == 0.75
+    assert workload.clipped_share == pytest.approx(0.2)  # 0.6 of 0.75 went back
+    assert workload.survival()[1][-1] == pytest.approx(0.05, abs=0.003)
+
+
+def test_the_exported_model_stands_in_for_one_that_moved(tmp_path):
+    write_run(tmp_path / "run", rows=[a_step()], hf_dir=tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"no config.json in model.hf_dir .*gone"):
+        read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    write_model(tmp_path / "run" / "hf")
+    assert read_observation(tmp_path / "run", mean_prompt_tokens=80.0).measured.sync_s == 0.25
+
+
+def test_folders_without_steps_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.toml: not the folder of a run"):
+        read_observation(tmp_path, mean_prompt_tokens=1.0)
+    write_model(tmp_path / "model")
+    write_run(tmp_path / "run", rows=[], hf_dir=tmp_path / "model")
+    with pytest.raises(ConfigError, match="no step has been timed yet"):
+        read_observation(tmp_path / "run", mean_prompt_tokens=1.0)
+
+
+# --- probes --------------------------------------------------------------------------------------
+
+
+def test_the_probe_is_the_training_program(tmp_path):
+    command = probe_command(
+        "a.toml", ["run.seed=1"], output_dir=tmp_path, num_steps=5, world_size=1
+    )
+    assert command[1:5] == ["-m", "gapo_megatron.train", "a.toml", "run.seed=1"]
+    assert command[-2:] == ["run.num_steps=5", f"run.output_dir={tmp_path}"]
+    assert "evaluation.every_steps=0" in command
+    many = probe_command("a.toml", [], output_dir=tmp_path, num_steps=5, world_size=8)
+    assert many[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node=8", "-m"]
+
+
+def test_sizes_of_a_probe_are_two_loads():
+    assert default_sizes(config()) == [
+        [],
+        ["batch.rollout_prompts=128", "batch.minibatch_prompts=32"],
+    ]
+    odd = config(batch={"rollout_prompts": 9, "minibatch_prompts": 3})
+    assert default_sizes(odd) == [[], ["rollout.max_response_tokens=1546"]]
+
+
+def test_prompts_cannot_be_counted_without_data():
+    with pytest.raises(ConfigError, match=r"data.train_path \(data.jsonl\).*--mean-prompt-tokens"):
+        mean_prompt_tokens(config())
+
+
+def test_this_machine_is_a_device():
+    """Rates of a real machine: above a toy's, below a supercomputer's."""
+    cpu = measure_cpu()
+    assert cpu.name == "cpu"
+    assert 1e9 < cpu.fp32_flops < 1e14
+    assert 1e8 < cpu.bandwidth < 1e13
+    assert cpu.memory_bytes > 2**30

@@ -1,0 +1,187 @@
+"""One rank without data: the same bytes as with data, and collectives by hand."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from gapo_megatron import train
+from gapo_megatron.convert import rules_for
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.policy import Policy, step
+from gapo_megatron.scaling import deep_dry_run
+from gapo_megatron.scaling.activations import activation_bytes
+from gapo_megatron.scaling.deep_dry_run import print_deep_dry_run, step_one_rank
+from gapo_megatron.scaling.fake import fake_groups
+from gapo_megatron.scaling.kept import KeptForBackward
+from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.no_data import NoData
+from gapo_megatron.scaling.state import rank_bytes
+from tests.scaling_setup import (
+    TINY,
+    TINY_EXPERTS,
+    make_config,
+    parallel_of,
+    read_model,
+    write_model,
+)
+from tests.test_convert_models import CONFIGS
+
+
+def make(folder: Path, fields: dict[str, Any], parallel: dict[str, Any], **model: Any) -> Any:
+    # Sequences of 64 tokens fill 256 evenly.
+    return make_config(
+        write_model(folder, fields),
+        model={"precision": "bf16", **model},
+        parallel=parallel,
+        data={"max_prompt_tokens": 17},
+        rollout={"max_response_tokens": 48},
+    )
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_without_data_autograd_keeps_as_much_as_with(tmp_path: Path, recompute: str) -> None:
+    config = make(tmp_path, TINY, parallel_of(2, 1), recompute=recompute)
+    found = step_one_rank(config, rank=1, world_size=2)
+    with fake_groups(config.parallel, rank=1, world_size=2) as groups:
+        policy = Policy.build(config, groups, "cpu")
+        with torch.no_grad():
+            for parameter in policy.stage.parameters():
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+        microbatch = deep_dry_run._full_microbatch(config, policy)
+        with KeptForBackward(besides=policy.stage.parameters()) as kept:
+            step.update(policy, [microbatch], deep_dry_run._loss)
+    # Real: integers too, a few bytes of every token.
+    assert found.kept <= kept.peak_bytes <= 1.02 * found.kept
+    assert found.peak > found.kept
+
+
+@pytest.mark.parametrize(
+    ("fields", "parallel", "world_size", "rank"),
+    [
+        (TINY, parallel_of(2, 4, sp=True), 16, 0),
+        (TINY, parallel_of(2, 4, sp=True), 16, 6),
+        (TINY, parallel_of(2, 4, sp=True), 16, 15),
+        (TINY_EXPERTS, parallel_of(2, 2, 4, sp=True), 8, 3),
+        (TINY_EXPERTS, parallel_of(1, 1, 2), 2, 1),
+    ],
+)
+def test_bytes_are_the_predicted_ones(
+    tmp_path: Path, fields: dict[str, Any], parallel: dict[str, Any], world_size: int, rank: int
+) -> None:
+    config = make(tmp_path, fields, parallel)
+    hf_config, layout = read_model(tmp_path, fields), Layout.of(config, world_size=world_size)
+    found = step_one_rank(config, rank=rank, world_size=world_size)
+    state = found.weights, found.gradients, found.optimizer
+    assert state == rank_bytes(rules_for(hf_config), config, layout, rank=rank)
+    stage = rank // (world_size // layout.pp_size)
+    predicted = activation_bytes(hf_config, config, layout, stage=stage, fused=False)
+    assert predicted == pytest.approx(found.kept, rel=0.05)
+    assert found.num_microbatches == layout.pp_size
+
+
+def test_collectives_by_hand(tmp_path: Path) -> None:
+    config = make(tmp_path, TINY, parallel_of(2, 2, sp=True))
+    found = step_one_rank(config, rank=3, world_size=8)  # first stage, two of each kind
+    traffic = {key: (one.num_calls, one.num_bytes) for key, one in found.traffic.items()}
+    # Two buckets: the shared embedding has its own.
+    data = "DATA_PARALLEL_GROUP_WITH_CP"
+    assert traffic["reduce-scatter", data] == (2, found.gradients)
+    assert traffic["all-gather", data] == (2, found.weights)
+    # Of each micro-batch a shape of three integers, and hidden states, there and back.
+    hidden = 256 // 2 * 40 * 2
+    pipeline = "PIPELINE_MODEL_PARALLEL_GROUP"
+    assert traffic["send", pipeline] == (4, 2 * (24 + hidden))
+    assert traffic["receive", pipeline] == (4, 2 * (24 + hidden))
+    # Of each micro-batch: the embedding; of each of two layers, attention and MLP forward, and
+    # their inputs' gradients.
+    tensor = "TENSOR_MODEL_PARALLEL_GROUP"
+    num_scatters = 2 * (1 + 2 * 4)
+    assert traffic["reduce-scatter", tensor] == (num_scatters, num_scatters * 2 * hidden)
+
+
+BIG = [
+    ("Qwen2.5-7B", parallel_of(4, 4, sp=True), 32, 3),
+    ("Qwen2.5-32B", parallel_of(8, 8, sp=True), 64, 0),
+    ("Qwen2.5-72B", parallel_of(8, 8, sp=True), 128, 37),
+    ("Llama-3.1-70B", parallel_of(8, 8, sp=True), 128, 127),
+    ("Qwen3-8B", parallel_of(2, 6, sp=True), 48, 47),
+    ("Qwen3-30B-A3B", parallel_of(4, 12, 16, sp=True), 192, 191),
+]
+
+
+@pytest.mark.parametrize(("name", "parallel", "world_size", "rank"), BIG)
+def test_state_of_published_models(
+    tmp_path: Path, name: str, parallel: dict[str, Any], world_size: int, rank: int
+) -> None:
+    config = make(tmp_path, CONFIGS[name], parallel)
+    layout = Layout.of(config, world_size=world_size)
+    groups = fake_groups(config.parallel, rank=rank, world_size=world_size)
+    with groups as own, NoData(), deep_dry_run._without_moving():
+        found = deep_dry_run.allocated_bytes(Policy.build(config, own, "cpu"))
+    rules = rules_for(read_model(tmp_path, CONFIGS[name]))
+    assert rank_bytes(rules, config, layout, rank=rank) == found
+
+
+def test_what_is_printed(tmp_path: Path) -> None:
+    config = make(tmp_path, TINY, parallel_of(2, 2))
+    output = io.StringIO()
+    print_deep_dry_run(config, rank=5, world_size=8, console=Console(file=output))
+    text = output.getvalue()
+    assert "Rank 5 of 8: tensor 2 x pipeline 2 x data 2, stage 1." in text
+    assert "2 micro-batch(es) of 256 tokens" in text
+    for part in ("weights", "gradients", "optimizer"):
+        (line,) = [line for line in text.splitlines() if f"│ {part} " in line]
+        assert line.split("│")[4].strip() == "1.0000"
+    assert "Not shown: vLLM and weight sync; Transformer Engine's layers" in text
+
+
+def test_model_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        print_deep_dry_run(make(tmp_path, TINY, parallel_of(1, 3)), rank=0, world_size=3)
+
+
+def write_toml(folder: Path) -> Path:
+    write_model(folder / "model", TINY)
+    sections = {
+        "run": {"output_dir": str(folder / "run"), "num_steps": 1},
+        "model": {"hf_dir": str(folder / "model")},
+        "data": {"train_path": "/nowhere.jsonl", "max_prompt_tokens": 17},
+        "rollout": {"max_response_tokens": 48},
+        "reward": {"kind": "exact"},
+    }
+    lines = []
+    for section, values in sections.items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    path = folder / "config.toml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("position", [0, 2])
+def test_command_line(tmp_path: Path, monkeypatch: Any, capsys: Any, position: int) -> None:
+    words = [str(write_toml(tmp_path)), "batch.max_tokens_per_microbatch=256"]
+    plain = [*words[:position], "--dry-run", *words[position:]]
+    monkeypatch.setattr(sys, "argv", ["train", *plain])
+    train.main()
+    assert "Rank" not in capsys.readouterr().out
+    deep = [*words[:position], "--dry-run=deep", *words[position:], "--rank", "2/4"]
+    monkeypatch.setattr(sys, "argv", ["train", *deep])
+    train.main()
+    text = capsys.readouterr().out
+    assert "World-size arithmetic" in text and "Rank 2 of 4: tensor 1 x pipeline 1 x data 4" in text
+
+
+@pytest.mark.parametrize("words", [["--dry-run=deep", "--rank=4/4"], ["--dry-run", "--rank=0/4"]])
+def test_rank_that_is_none(monkeypatch: Any, capsys: Any, words: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", "config.toml", *words])
+    with pytest.raises(SystemExit) as caught:
+        train.main()
+    assert caught.value.code == 2
+    assert "--rank" in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""A layout is read off a config and put into one; bytes of state are those that are allocated."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gapo_megatron.convert import rules_for
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.policy import Policy
+from gapo_megatron.scaling.deep_dry_run import allocated_bytes
+from gapo_megatron.scaling.fake import fake_groups
+from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.state import rank_bytes, stage_states, state_bytes
+from tests.scaling_setup import (
+    TINY,
+    TINY_EXPERTS,
+    make_config,
+    parallel_of,
+    read_model,
+    write_model,
+)
+
+
+def test_layout_of_a_config_and_back() -> None:
+    given = make_config("/nowhere")
+    layout = Layout(
+        tp_size=4,
+        pp_size=2,
+        dp_size=3,
+        ep_size=2,
+        sequence_parallel=True,
+        recompute="full",
+        rollout_tp_size=8,
+    )
+    config = layout.apply(given)
+    assert Layout.of(config, world_size=24) == layout
+    assert layout.world_size == 24
+    assert config.batch == given.batch and config.data == given.data
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    config = make_config("/nowhere", parallel=parallel_of(2, 3))
+    with pytest.raises(ConfigError, match=r"world size \(8\)"):
+        Layout.of(config, world_size=8)
+    config = make_config("/nowhere", rollout={"tensor_parallel_size": 3})
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel_size \(3\)"):
+        Layout.of(config, world_size=8)
+
+
+UNTIED = TINY | {"tie_word_embeddings": False}
+QWEN3 = UNTIED | {"model_type": "qwen3", "head_dim": 12}
+# Model, precision, layout, world size, rank.
+LAYOUTS: list[tuple[dict[str, Any], str, dict[str, Any], int, int]] = [
+    (TINY, "fp32", parallel_of(1, 1), 1, 0),
+    (TINY, "bf16", parallel_of(1, 1), 3, 2),
+    (TINY, "bf16", parallel_of(2, 1, sp=True), 6, 5),
+    (TINY, "bf16", parallel_of(1, 2), 4, 1),
+    (TINY, "fp32", parallel_of(2, 2), 12, 11),
+    (UNTIED, "bf16", parallel_of(2, 4), 40, 20),
+    (QWEN3, "fp32", parallel_of(4, 2, sp=True), 24, 3),
+    (QWEN3, "bf16", parallel_of(1, 4), 20, 19),
+    (TINY_EXPERTS, "fp32", parallel_of(1, 1, 2), 6, 5),
+    (TINY_EXPERTS, "bf16", parallel_of(2, 1, 4, sp=True), 12, 7),
+    (TINY_EXPERTS, "bf16", parallel_of(2, 2, 2, sp=True), 20, 19),
+    (TINY_EXPERTS, "bf16", parallel_of(1, 2), 10, 3),
+]
+
+
+@pytest.mark.parametrize(("fields", "precision", "parallel", "world_size", "rank"), LAYOUTS)
+def test_bytes_are_those_allocated(
+    tmp_path: Path,
+    fields: dict[str, Any],
+    precision: str,
+    parallel: dict[str, Any],
+    world_size: int,
+    rank: int,
+) -> None:
+    config = make_config(
+        write_model(tmp_path, fields), model={"precision": precision}, parallel=parallel
+    )
+    rules = rules_for(read_model(tmp_path, fields))
+    layout = Layout.of(config, world_size=world_size)
+    with fake_groups(config.parallel, rank=rank, world_size=world_size) as groups:
+        found = allocated_bytes(Policy.build(config, groups, "cpu"))
+    assert rank_bytes(rules, config, layout, rank=rank) == found
+    stage = rank // (world_size // layout.pp_size)
+    most = state_bytes(rules, config, layout)[stage]
+    assert most[:2] == found[:2]
+    assert most[2] >= found[2]
+
+
+def test_every_parameter_has_its_state_once(tmp_path: Path) -> None:
+    rules = rules_for(read_model(tmp_path, TINY_EXPERTS))
+    config = make_config("/nowhere", parallel=parallel_of(2, 1, 4, sp=True))
+    layer = 2 * 40 + 40 * 24 + 2 * 12 + 72 * 40 + 4 * 40
+    embeddings = 2 * 49 * 40  # padded: 97 tokens on two ranks
+    experts = 4 * 4 * (2 * 24 * 40 + 40 * 24)
+    for world_size in (24, 1024):
+        (stage,) = stage_states(rules, Layout.of(config, world_size=world_size))
+        assert sum(stage.owned_elements) == 2 * (4 * layer + embeddings + 40) + experts

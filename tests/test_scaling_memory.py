@@ -1,0 +1,144 @@
+"""Activations against what autograd saves on a CPU; the parts of memory by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gapo_megatron.batching import pack
+from gapo_megatron.convert import rules_for
+from gapo_megatron.policy import Policy, step
+from gapo_megatron.scaling.activations import activation_bytes
+from gapo_megatron.scaling.fake import fake_groups
+from gapo_megatron.scaling.hardware import GPUS
+from gapo_megatron.scaling.kept import KeptForBackward
+from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.memory import Memory, memory, state_bytes
+from gapo_megatron.types import Batch
+from tests.scaling_setup import (
+    TINY,
+    TINY_EXPERTS,
+    make_config,
+    parallel_of,
+    read_model,
+    write_model,
+)
+
+WIDE = TINY | {"hidden_size": 64, "num_key_value_heads": 2, "intermediate_size": 96}
+QWEN3 = WIDE | {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": False}
+ALONE, TWO = parallel_of(1, 1), parallel_of(2, 1, sp=True)
+
+
+def full_batch(num_tokens: int) -> Batch:
+    """Two sequences of one length that fill a micro-batch, nearly all of it responses."""
+    length, one = num_tokens // 2, torch.ones(2, dtype=torch.int64)
+    return Batch(
+        prompt_ids=[np.zeros(2, dtype=np.int32)] * 2,
+        response_ids=[np.zeros(length - 1, dtype=np.int32)] * 2,
+        rollout_log_probs=[np.zeros(length - 1, dtype=np.float32)] * 2,
+        advantages=one.double(),
+        num_correct=one,
+        group_size=one,
+        valid=one.bool(),
+    )
+
+
+def measured(policy: Policy, num_tokens: int) -> int:
+    """Most bytes that autograd keeps during an update of one full micro-batch."""
+    with torch.no_grad():
+        for parameter in policy.stage.parameters():
+            parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+    microbatch = pack(full_batch(num_tokens), [0, 1], align=policy.sequence_multiple, device="cpu")
+    assert microbatch.tokens.shape == (1, num_tokens)
+    with KeptForBackward(besides=policy.stage.parameters()) as kept:
+        step.update(policy, [microbatch], lambda _, values, __: (-values.sum(), {}))
+    return kept.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("fields", "precision", "recompute", "parallel", "world_size"),
+    [
+        (WIDE, "fp32", "none", ALONE, 1),
+        (WIDE, "fp32", "selective", ALONE, 1),
+        (WIDE, "fp32", "full", ALONE, 1),
+        (WIDE, "bf16", "none", ALONE, 1),
+        (WIDE, "bf16", "selective", ALONE, 1),
+        (WIDE, "bf16", "full", ALONE, 1),
+        (TINY, "bf16", "selective", ALONE, 1),
+        (WIDE, "bf16", "none", parallel_of(2, 1), 2),
+        (QWEN3, "bf16", "none", TWO, 4),
+        (QWEN3, "bf16", "selective", TWO, 2),
+        (QWEN3, "bf16", "full", TWO, 2),
+        (TINY_EXPERTS, "bf16", "none", ALONE, 1),
+        (TINY_EXPERTS, "bf16", "full", ALONE, 1),
+    ],
+)
+def test_activations_are_what_autograd_keeps(
+    tmp_path: Path,
+    fields: dict[str, Any],
+    precision: str,
+    recompute: str,
+    parallel: dict[str, Any],
+    world_size: int,
+) -> None:
+    config = make_config(
+        write_model(tmp_path, fields),
+        model={"precision": precision, "recompute": recompute},
+        parallel=parallel,
+    )
+    hf_config = read_model(tmp_path, fields)
+    layout = Layout.of(config, world_size=world_size)
+    predicted = activation_bytes(hf_config, config, layout, stage=0, fused=False)
+    with fake_groups(config.parallel, rank=0, world_size=world_size) as groups:
+        found = measured(Policy.build(config, groups, "cpu"), 256)
+    assert predicted == pytest.approx(found, rel=0.05), predicted / found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parts_of_memory(tmp_path: Path, precision: str) -> None:
+    fields = WIDE | {"num_hidden_layers": 8}
+    hf_config, gpu = read_model(tmp_path, fields), GPUS["h100"]
+
+    def predict(memory_fraction: float) -> Memory:
+        rollout = {"memory_fraction": memory_fraction}
+        config = make_config(str(tmp_path), model={"precision": precision}, rollout=rollout)
+        return memory(hf_config, config, layout, gpu)
+
+    layout = Layout(
+        tp_size=2,
+        pp_size=4,
+        dp_size=2,
+        ep_size=1,
+        sequence_parallel=True,
+        recompute="none",
+        rollout_tp_size=2,
+    )
+    config = make_config(str(tmp_path), model={"precision": precision})
+    states = state_bytes(rules_for(hf_config), config, layout)
+    # The first of four stages has four micro-batches in flight, and most of the memory.
+    training = predict(1e-6)
+    assert training.stage == 0 and training.head == training.kv_cache == 0
+    assert (training.weights, training.gradients, training.optimizer) == states[0]
+    assert training.training == (
+        sum(states[0]) + training.activations + training.communication + training.fragmentation
+    )
+    assert training.peak == training.training
+    generating = predict(0.4)
+    assert generating.rollout_weights + generating.kv_cache == int(0.4 * gpu.memory_bytes)
+    assert generating.peak == generating.generating > training.training
+    parameters = 97 * 64 + 8 * (64 * 128 + 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64
+    assert generating.rollout_weights == parameters * (4 if precision == "fp32" else 2) // 2
+
+
+def test_more_recomputation_takes_less(tmp_path: Path) -> None:
+    fields = WIDE | {"num_hidden_layers": 8}
+    hf_config = read_model(tmp_path, fields)
+    taken = []
+    for recompute in ("none", "selective", "full"):
+        config = make_config(str(tmp_path), model={"recompute": recompute})
+        layout = Layout.of(config, world_size=1)
+        taken.append(memory(hf_config, config, layout, GPUS["h100"]).activations)
+    assert taken == sorted(taken, reverse=True)
+    assert len(set(taken)) == 3

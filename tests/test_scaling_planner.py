@@ -1,0 +1,272 @@
+"""Layouts that fit, in the order of their time; reasons for the others; simulated scale."""
+
+import dataclasses
+import resource
+import time
+import tracemalloc
+
+import pytest
+import torch
+
+from gapo_megatron.batching import plan as plan_batch
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.policy.model import check_shapes
+from gapo_megatron.scaling.anchors import ANCHORS, MODELS
+from gapo_megatron.scaling.arithmetic import Shape
+from gapo_megatron.scaling.efficiency import Efficiency
+from gapo_megatron.scaling.hardware import GPUS
+from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.memory import memory
+from gapo_megatron.scaling.planner import Plan, overrides, plan, read_model
+from gapo_megatron.scaling.tables import to_json
+from gapo_megatron.scaling.times import step_time
+from gapo_megatron.scaling.workload import Workload
+from tests.test_convert_models import NUM_PARAMETERS
+from tests.test_scaling_times import WORKLOAD, config, hf
+
+H200 = GPUS["h200"]
+
+
+def planned(model="Qwen2.5-7B", *, nodes=1, gpu=H200, **sections) -> Plan:
+    return plan(
+        hf(model),
+        config(**sections),
+        num_nodes=nodes,
+        gpu=gpu,
+        workload=WORKLOAD,
+        efficiency=Efficiency(),
+    )
+
+
+@pytest.fixture(scope="module")
+def on_one_node() -> Plan:
+    return planned()
+
+
+def test_what_is_ranked_fits_and_runs(on_one_node):
+    model = hf("Qwen2.5-7B")
+    assert on_one_node.ranked
+    for candidate in on_one_node.ranked:
+        assert candidate.memory.training <= H200.memory_bytes
+        assert candidate.memory.generating <= H200.memory_bytes
+        assert candidate.layout.world_size == 8
+        run = candidate.layout.apply(config())
+        check_shapes(model, run.parallel)
+        assert Layout.of(run, world_size=8) == candidate.layout
+        assert candidate.max_tokens_per_microbatch >= run.max_sequence_tokens
+
+
+def test_the_quickest_comes_first(on_one_node):
+    times = [candidate.times.total_s for candidate in on_one_node.ranked]
+    assert times == sorted(times)
+    # A model of 15 GB: nothing is gained by cutting it.
+    best = on_one_node.ranked[0].layout
+    assert (best.tp_size, best.pp_size, best.dp_size) == (1, 1, 8)
+
+
+def test_times_and_memory_are_those_of_the_layout_alone(on_one_node):
+    """The search takes shortcuts; a candidate's figures are what one call gives."""
+    model = hf("Qwen2.5-7B")
+    for candidate in on_one_node.ranked[:: max(1, len(on_one_node.ranked) // 4)]:
+        batch = {"max_tokens_per_microbatch": candidate.max_tokens_per_microbatch}
+        run = candidate.layout.apply(config(batch=batch))
+        needed = memory(model, run, candidate.layout, H200)
+        assert candidate.memory == needed
+        assert candidate.times == step_time(
+            model,
+            run,
+            candidate.layout,
+            WORKLOAD,
+            H200,
+            Efficiency(),
+            kv_cache_bytes=needed.kv_cache,
+        )
+
+
+def test_overrides_are_the_candidates_settings(on_one_node):
+    candidate = on_one_node.ranked[-1]
+    sections: dict = {}
+    for override in overrides(candidate):
+        key, value = override.split("=")
+        section, name = key.split(".")
+        value = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
+        sections.setdefault(section, {})[name] = value
+    run = config(**sections)
+    assert Layout.of(run, world_size=8) == candidate.layout
+    assert run.batch.max_tokens_per_microbatch == candidate.max_tokens_per_microbatch
+
+
+def test_the_configs_own_layout_is_always_there(on_one_node):
+    assert on_one_node.current.layout == Layout.of(config(), world_size=8)
+    assert on_one_node.current.max_tokens_per_microbatch == 32768
+    wrong = planned(parallel={"tensor_model_parallel_size": 8, "sequence_parallel": True})
+    assert wrong.current is None
+    assert "must divide the model's num_attention_heads (28)" in wrong.current_refusal
+    assert any("num_attention_heads (28)" in reason for reason in wrong.refusals)
+
+
+def test_what_does_not_fit_says_which_part():
+    plan_72b = planned("Qwen2.5-72B")
+    reasons = [reason for reason in plan_72b.refusals if "out of memory" in reason]
+    assert reasons
+    assert "out of memory" in plan_72b.current_refusal  # 72 billion on every GPU
+    for reason in reasons:
+        example = plan_72b.refusals[reason].example
+        assert example.memory.peak > H200.memory_bytes
+        assert example.refusal(H200) == reason
+    # Weights and gradients alone, 6 bytes a parameter, need at least a cut into four.
+    for candidate in plan_72b.ranked:
+        assert candidate.layout.tp_size * candidate.layout.pp_size >= 4
+
+
+def test_a_smaller_device_takes_fewer_layouts():
+    small = dataclasses.replace(H200, memory_bytes=H200.memory_bytes // 4)
+    few, many = planned(gpu=small), planned()
+    assert len(few.ranked) < len(many.ranked)
+
+
+def test_experts_go_within_what_they_divide():
+    roomy = dataclasses.replace(H200, gpus_per_node=2, memory_bytes=4 * H200.memory_bytes)
+    found = planned("Qwen3-30B-A3B", gpu=roomy, nodes=2)
+    assert found.ranked
+    for candidate in found.ranked:
+        layout = candidate.layout
+        assert 128 % layout.ep_size == 0
+        assert (layout.tp_size * layout.dp_size) % layout.ep_size == 0
+    assert any(candidate.layout.ep_size == 4 for candidate in found.ranked)
+
+
+def test_pipelines_divide_the_layers():
+    found = planned("Qwen2.5-32B", nodes=8)
+    assert {candidate.layout.pp_size for candidate in found.ranked} <= {1, 2, 4, 8, 16, 32, 64}
+    assert any(candidate.layout.pp_size > 1 for candidate in found.ranked)
+
+
+def test_gpu_hours(on_one_node):
+    best = on_one_node.ranked[0]
+    expected = best.times.total_s * 1531 * 8 / 3600
+    assert on_one_node.gpu_hours(best, 1531) == pytest.approx(expected)
+
+
+def test_json_is_plain(on_one_node):
+    values = to_json(on_one_node, config(), WORKLOAD, Efficiency(), top=2)
+    assert len(values["layouts"]) == 2
+    first = values["layouts"][0]
+    assert first["times"]["total_s"] == on_one_node.ranked[0].times.total_s
+    assert first["memory_bytes"]["training"] == on_one_node.ranked[0].memory.training
+    assert values["current"]["layout"]["dp_size"] == 8
+
+
+def test_nodes_must_be_positive():
+    with pytest.raises(ConfigError, match=r"nodes \(0\) must be 1 or more"):
+        planned(nodes=0)
+
+
+def test_a_model_that_is_not_here():
+    with pytest.raises(ConfigError, match=r"no config.json here.*hf download \S+/x config.json"):
+        read_model(config())
+
+
+# --- scale ---------------------------------------------------------------------------------------
+
+
+def test_a_thousand_gpus_are_planned_in_seconds():
+    """Processor seconds, so that other work on the machine does not count."""
+    start = time.process_time()
+    batch = {"rollout_prompts": 8192, "minibatch_prompts": 2048}
+    found = planned("Qwen2.5-72B", nodes=128, batch=batch)
+    assert time.process_time() - start < 10
+    assert found.num_gpus == 1024
+    assert found.ranked
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20  # KiB, torch included
+
+
+def test_the_planner_keeps_little_memory():
+    tracemalloc.start()
+    try:
+        planned("Qwen2.5-7B", nodes=128)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 200 * 2**20
+
+
+def test_65_536_sequences_are_dealt_evenly_to_1_024_ranks():
+    torch.manual_seed(0)
+    lengths = torch.empty(65_536).log_normal_(mean=6.5, std=0.7).clamp(max=8000).long() + 100
+    start = time.process_time()
+    dealt = plan_batch(
+        lengths,
+        torch.ones(65_536),
+        num_minibatches=4,
+        max_tokens_per_microbatch=32_768,
+        data_parallel_size=1024,
+    )
+    assert time.process_time() - start < 10
+    for minibatch in dealt.minibatches:
+        loads = [
+            sum(int(lengths[list(indices)].sum()) for indices in rank)
+            for rank in minibatch.microbatches
+        ]
+        assert sum(loads) / len(loads) / max(loads) >= 0.95
+
+
+# --- published figures ---------------------------------------------------------------------------
+
+
+def test_models_of_the_anchors_are_the_published_ones():
+    for name, parameters in {
+        "Qwen2.5-Math-1.5B": NUM_PARAMETERS["Qwen2.5-1.5B"],
+        "Qwen2.5-Math-7B": NUM_PARAMETERS["Qwen2.5-7B"],
+        "DeepSeek-R1-Distill-Qwen-1.5B": NUM_PARAMETERS["DeepSeek-R1-Distill-Qwen-1.5B"],
+        "Llama-3.2-3B": NUM_PARAMETERS["Llama-3.2-3B"],
+        "Qwen3-30B-A3B": NUM_PARAMETERS["Qwen3-30B-A3B"],
+        "Llama-3.1-8B": 8_030_261_248,
+        "Qwen3-32B": 32_762_123_264,
+    }.items():
+        assert Shape.of(MODELS[name]).num_parameters == pytest.approx(parameters, rel=1e-4), name
+
+
+def test_lengths_of_the_anchors_are_the_published_rates():
+    """NeMo-RL prints tokens per second and GPU: sequences x mean length / step / GPUs."""
+    nemo = ANCHORS[0]
+    sequences = nemo.rollout_prompts * nemo.rollouts_per_prompt
+    rate = sequences * nemo.workload.mean_tokens / nemo.published["total"]
+    assert rate / nemo.layout.world_size == pytest.approx(1102, rel=0.01)
+
+
+@pytest.mark.parametrize("anchor", ANCHORS, ids=lambda anchor: anchor.name)
+def test_published_step_times(anchor):
+    """Within a factor of two, without tuning: docs/scaling.md prints how far."""
+    predicted = anchor.predict(Efficiency()).total_s
+    assert 0.5 < predicted / anchor.published["total"] < 2.0
+
+
+def test_peers_compute_what_this_package_leaves_out():
+    verl = next(anchor for anchor in ANCHORS if "verl" in anchor.name)
+    assert verl.workload.active_share == 1.0
+    ours = step_time(
+        MODELS[verl.model],
+        verl.config(),
+        verl.layout,
+        verl.workload,
+        GPUS["h20"],
+        Efficiency(),
+    )
+    theirs = verl.predict(Efficiency())
+    # Sixteen old passes instead of fifteen.
+    assert theirs.old_log_probs_s == pytest.approx(ours.old_log_probs_s * 16 / 15)
+    assert theirs.update_s == ours.update_s
+
+
+def test_workloads_are_told_apart():
+    short = Workload(100, 100, 3092)
+    quick = plan(
+        hf("Qwen2.5-7B"),
+        config(),
+        num_nodes=1,
+        gpu=H200,
+        workload=short,
+        efficiency=Efficiency(),
+    )
+    assert quick.ranked[0].times.total_s < planned().ranked[0].times.total_s

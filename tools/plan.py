@@ -1,0 +1,324 @@
+#!/usr/bin/env python
+"""Plan a run: which layouts fit on N nodes, what a step takes, and how sure that is.
+
+CONFIG is the file a run is started with, section.key=value replaces its settings. Of the model only
+config.json has to be there. Without a GPU, in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
+
+if TYPE_CHECKING:
+    from gapo_megatron.scaling.calibration import Calibration, Observation
+
+EXAMPLES = """\
+layouts, memory and time of a config, here on one node of H200:
+  python tools/plan.py configs/qwen_math_1_5b/gapo.toml --nodes 1 --gpu h200
+the same with lengths you know, and another model:
+  python tools/plan.py CONFIG model.hf_dir=models/Qwen2.5-32B --nodes 4 \\
+    --mean-prompt-tokens 150 --mean-response-tokens 900 --active-share 0.6
+measure this machine at two sizes, and test what was learned at a third:
+  python tools/plan.py configs/demo.toml --gpu cpu --probe --calibration cpu.toml \\
+    --size "" --size "batch.rollout_prompts=16 batch.minibatch_prompts=4" \\
+    --test-size "batch.rollout_prompts=64 batch.minibatch_prompts=16"
+from runs that are there, tested on one that was not fitted:
+  python tools/plan.py --gpu h200 --from-run runs/a --from-run runs/b --test-run runs/c \\
+    --calibration h200.toml
+plan with what was measured:
+  python tools/plan.py CONFIG --nodes 4 --gpu h200 --calibration h200.toml
+the model against published step times:
+  python tools/plan.py --anchors
+
+Times without --calibration rest on assumed efficiencies (gapo_megatron/scaling/efficiency.py);
+docs/scaling.md says how times are made. --calibration is written by --probe and --from-run, and
+read otherwise. Exit codes: 0; 1 when nothing fits or an input is wrong; 2 usage.
+"""
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    """Plan, calibrate or compare; 0 done, 1 nothing fits or wrong input, 2 usage."""
+    arguments = _parse(command_line)
+    # torch and Megatron-core: seconds that --help does not need.
+    from gapo_megatron.errors import GapoError
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 180
+    try:
+        if arguments.anchors:
+            return _show_anchors(console)
+        if arguments.probe or arguments.from_run:
+            return _calibrate(arguments, console)
+        return _plan(arguments, console)
+    except GapoError as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 1
+
+
+def _plan(arguments: argparse.Namespace, console: Console) -> int:
+    from gapo_megatron.config import load_config
+    from gapo_megatron.scaling import tables
+    from gapo_megatron.scaling.planner import overrides, plan, read_model
+    from gapo_megatron.scaling.workload import default_workload
+
+    config = load_config(arguments.config, arguments.overrides)
+    hf_config = read_model(config)
+    found = _calibration(arguments)
+    workload = default_workload(
+        config,
+        mean_prompt_tokens=arguments.mean_prompt_tokens,
+        mean_response_tokens=arguments.mean_response_tokens,
+        active_share=arguments.active_share,
+    )
+    result = plan(
+        hf_config,
+        config,
+        num_nodes=arguments.nodes,
+        gpu=found.gpu,
+        workload=workload,
+        efficiency=found.efficiency,
+    )
+    if arguments.json:
+        values = tables.to_json(result, config, workload, found.efficiency, top=arguments.top)
+        print(json.dumps(values, indent=2, allow_nan=False))
+        return 0 if result.ranked else 1
+    console.print(
+        f"A step: {config.batch.rollout_prompts} prompts of {workload.mean_prompt_tokens:g} tokens "
+        f"x {config.batch.rollouts_per_prompt} responses of {workload.mean_response_tokens:g} "
+        f"(longest {workload.longest_response_tokens:,}), {workload.active_share:.0%} with A != 0. "
+        + _basis(found),
+        markup=False,
+        highlight=False,
+    )
+    console.print(tables.layouts_table(result, config, top=arguments.top))
+    console.print(tables.memory_table(result, top=arguments.top))
+    if result.current_refusal:
+        console.print(f"* The config's own does not run: {result.current_refusal}", markup=False)
+    if result.refusals:
+        console.print(tables.refusals_table(result))
+    if not result.ranked:
+        console.print("Nothing fits: more nodes, or a smaller batch.max_tokens_per_microbatch.")
+        return 1
+    best = " ".join(overrides(result.ranked[0]))
+    console.print(f"The quickest, as overrides: {best}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _basis(found: Calibration) -> str:
+    """What the times rest on."""
+    if not found.worst:
+        return "Efficiencies are assumed, not measured: see --probe."
+    worst = ", ".join(f"{stage} {miss:.0%}" for stage, miss in found.worst.items())
+    return f"Efficiencies are measured; largest miss where they were fitted: {worst}."
+
+
+def _calibration(arguments: argparse.Namespace) -> Calibration:
+    """Of the file given, else the defaults on the device named."""
+    import dataclasses
+
+    from gapo_megatron.errors import ConfigError
+    from gapo_megatron.scaling.calibration import Calibration, read_calibration
+    from gapo_megatron.scaling.efficiency import Efficiency
+    from gapo_megatron.scaling.hardware import find_gpu
+
+    if arguments.calibration:
+        found = read_calibration(arguments.calibration)
+        if found.gpu.name != arguments.gpu:
+            raise ConfigError(
+                f"--calibration {arguments.calibration} was measured on {found.gpu.name}, not on "
+                f"--gpu {arguments.gpu}"
+            )
+    else:
+        found = Calibration(find_gpu(arguments.gpu), Efficiency(), {})
+    if arguments.gpus_per_node:
+        gpu = dataclasses.replace(found.gpu, gpus_per_node=arguments.gpus_per_node)
+        found = dataclasses.replace(found, gpu=gpu)
+    return found
+
+
+def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
+    from gapo_megatron.scaling.calibration import fit, worst_misses, write_calibration
+    from gapo_megatron.scaling.hardware import find_gpu
+    from gapo_megatron.scaling.tables import comparison_table
+
+    gpu = find_gpu(arguments.gpu)
+    with tempfile.TemporaryDirectory(prefix="gapo_probe_") as scratch:
+        observed = _probed(arguments, Path(scratch)) if arguments.probe else _finished(arguments)
+    found = fit([one for one, is_fitted in observed if is_fitted], gpu)
+    console.print(comparison_table(observed, gpu=gpu, efficiency=found.efficiency))
+    tested = [one for one, is_fitted in observed if not is_fitted]
+    if tested:
+        worst = worst_misses(tested, gpu, found.efficiency)
+        console.print(f"Largest miss where nothing was fitted: {worst['total']:.0%} of the step")
+    if arguments.calibration:
+        write_calibration(found, arguments.calibration)
+        console.print(f"calibration: {arguments.calibration}", markup=False)
+    return 0
+
+
+def _probed(arguments: argparse.Namespace, scratch: Path) -> list[tuple[Observation, bool]]:
+    from gapo_megatron.config import load_config
+    from gapo_megatron.scaling.hardware import CPU_NAME, find_gpu
+    from gapo_megatron.scaling.probe import default_sizes, probe
+
+    config = load_config(arguments.config, arguments.overrides)
+    sizes = [size.split() for size in arguments.size] or default_sizes(config)
+    tests = [size.split() for size in arguments.test_size]
+    processes = arguments.processes
+    if processes is None:
+        name = arguments.gpu
+        processes = 1 if name == CPU_NAME else find_gpu(name).gpus_per_node
+    observations = probe(
+        arguments.config,
+        arguments.overrides,
+        sizes=[*sizes, *tests],
+        scratch=scratch,
+        num_steps=arguments.probe_steps,
+        world_size=processes,
+        prompt_tokens=arguments.mean_prompt_tokens,
+    )
+    return [(one, place < len(sizes)) for place, one in enumerate(observations)]
+
+
+def _finished(arguments: argparse.Namespace) -> list[tuple[Observation, bool]]:
+    from gapo_megatron.config import CONFIG_NAME, load_config
+    from gapo_megatron.scaling.calibration import read_observation
+    from gapo_megatron.scaling.probe import mean_prompt_tokens
+
+    observed = []
+    for folders, is_fitted in ((arguments.from_run, True), (arguments.test_run, False)):
+        for folder in folders:
+            prompt = arguments.mean_prompt_tokens
+            if prompt is None and (Path(folder) / CONFIG_NAME).is_file():
+                prompt = mean_prompt_tokens(load_config(Path(folder) / CONFIG_NAME))
+            one = read_observation(
+                folder, mean_prompt_tokens=prompt or 0.0, world_size=arguments.processes
+            )
+            observed.append((one, is_fitted))
+    return observed
+
+
+def _show_anchors(console: Console) -> int:
+    from gapo_megatron.scaling.anchors import ANCHORS
+    from gapo_megatron.scaling.efficiency import Efficiency
+    from gapo_megatron.scaling.tables import anchors_table
+
+    console.print(anchors_table(ANCHORS, Efficiency()))
+    console.print("Assumed where the source does not say; the default efficiencies for all:")
+    for anchor in ANCHORS:
+        console.print(f"- {anchor.name}: {anchor.assumed}. Source: {anchor.source}", markup=False)
+    return 0
+
+
+def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("config", nargs="?", help="TOML file; see configs/")
+    add(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
+    )
+    add("--nodes", type=int, default=1, help="full nodes to plan for (default: 1)")
+    add("--gpu", default="h200", help="h100, h200 (default), h20, or cpu: this machine")
+    add("--gpus-per-node", type=int, help="default: 8; of cpu: 1, a process is a device")
+    add("--top", type=int, default=5, help="layouts to show (default: 5)")
+    add("--json", action="store_true", help="print plain values instead of tables")
+    lengths = parser.add_argument_group("lengths of a step (assumed where not given)")
+    lengths.add_argument(
+        "--mean-prompt-tokens",
+        type=float,
+        metavar="N",
+        help="default: a tenth of data.max_prompt_tokens; of a calibration: counted in the data",
+    )
+    lengths.add_argument(
+        "--mean-response-tokens",
+        type=float,
+        metavar="N",
+        help="default: a third of rollout.max_response_tokens",
+    )
+    lengths.add_argument(
+        "--active-share",
+        type=float,
+        metavar="SHARE",
+        help="of the sequences with A != 0 (default: 0.67)",
+    )
+    measured = parser.add_argument_group("calibration")
+    measured.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="written by --probe and --from-run, read otherwise",
+    )
+    measured.add_argument(
+        "--probe",
+        action="store_true",
+        help="train a few steps of CONFIG at several sizes and fit them",
+    )
+    measured.add_argument(
+        "--size",
+        action="append",
+        default=[],
+        metavar="OVERRIDES",
+        help="a size of the probe; may be repeated (default: CONFIG's own, and half its prompts)",
+    )
+    measured.add_argument(
+        "--test-size",
+        action="append",
+        default=[],
+        metavar="OVERRIDES",
+        help="a size that is measured and predicted, but not fitted",
+    )
+    measured.add_argument(
+        "--probe-steps",
+        type=int,
+        default=8,
+        metavar="N",
+        help="steps of each size, the first two not counted (default: 8)",
+    )
+    measured.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="of a probe: default 1 on cpu, else those of a node; of runs: default as they logged",
+    )
+    measured.add_argument(
+        "--from-run",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="a finished run's folder to fit; may be repeated",
+    )
+    measured.add_argument(
+        "--test-run",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="a finished run to predict, but not to fit",
+    )
+    add("--anchors", action="store_true", help="predict published step times, and stop")
+    arguments = parser.parse_args(command_line)
+    if not (arguments.config or arguments.anchors or arguments.from_run):
+        parser.error("CONFIG is missing (only --anchors and --from-run go without)")
+    if arguments.config and "=" in arguments.config:
+        parser.error(f"CONFIG comes first, before {arguments.config}")
+    if (arguments.size or arguments.test_size) and not arguments.probe:
+        parser.error("--size and --test-size go with --probe")
+    if arguments.test_run and not arguments.from_run:
+        parser.error("--test-run goes with --from-run")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

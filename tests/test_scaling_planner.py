@@ -1,7 +1,6 @@
 """Layouts that fit, in the order of their time; reasons for the others; simulated scale."""
 
 import dataclasses
-import resource
 import time
 import tracemalloc
 
@@ -178,7 +177,6 @@ def test_a_thousand_gpus_are_planned_in_seconds():
     assert time.process_time() - start < 10
     assert found.num_gpus == 1024
     assert found.ranked
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20  # KiB, torch included
 
 
 def test_the_planner_keeps_little_memory():

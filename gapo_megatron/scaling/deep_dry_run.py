@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from gapo_megatron.batching import pack
 from gapo_megatron.config import Config
 from gapo_megatron.convert import rules_for
 from gapo_megatron.logprob import tiles
@@ -142,7 +141,7 @@ def _full_microbatch(config: Config, policy: Policy) -> Microbatch:
         group_size=zeros,
         valid=zeros == 0,
     )
-    return pack(batch, range(len(lengths)), align=policy.sequence_multiple, device="cpu")
+    return policy.pack(batch, range(len(lengths)))
 
 
 def allocated_bytes(policy: Policy) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ from typing import Self
 
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.dry_run import arithmetic
+from gapo_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,14 @@ class Layout:
         """The layout that a config has on `world_size` processes.
 
         Raises:
-            ConfigError: a parallel size does not divide the world size.
+            ConfigError: a parallel size does not divide the world size; context parallelism, whose
+                times and memory nothing here knows yet.
         """
+        if config.parallel.context_parallel_size > 1:
+            raise ConfigError(
+                f"parallel.context_parallel_size ({config.parallel.context_parallel_size}) must be "
+                "1 here: the planner does not know it yet"
+            )
         counts = arithmetic(config, world_size=world_size)
         return cls(
             tp_size=counts.tp_size,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from gapo_megatron.config import Config
 from gapo_megatron.convert import rules_for
 from gapo_megatron.convert.rules import Rule
-from gapo_megatron.policy.policy import shard_size
 from gapo_megatron.scaling.activations import (
     activation_bytes,
     element_bytes,
@@ -142,7 +141,7 @@ def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:
 
 def _num_parameters(rules: list[Rule]) -> int:
     return sum(
-        math.prod(rule.shard_shape(shard_size(rule, 1))) * len(rule.places)
+        math.prod(rule.full_shape) * (rule.num_layers or 1) * (rule.num_experts or 1)
         for rule in rules
         if not rule.tied
     )

@@ -25,10 +25,11 @@ demo: ## Train a small model with GAPO on this CPU (WORLD_SIZE=1 TP=1 PP=1 SEED=
 	@tools/setup_env.sh run
 	$(PY) tools/demo.py --config configs/demo.toml --world-size $(WORLD_SIZE) --tp $(TP) --pp $(PP) --seed $(SEED) $(ARGS)
 
+# After a worker's death pytest-xdist waits for ever with --dist loadfile, unless it may start no other.
 test: ## Run the tests (JOBS=2 ARGS="-m 'not slow' tests/test_config.py")
 	@tools/setup_env.sh test
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GAPO_MEGATRON_CORE_ALT="$$(test -e .mcore-alt/.stamp && echo $(CURDIR)/.mcore-alt)" \
-		$(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+		$(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(ARGS)
 
 lint: ## Check style (ruff) and types (mypy)
 	@tools/setup_env.sh dev

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def pytest_collection_finish() -> None:
     """Take what is imported by now out of every later search for garbage."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_teardown() -> None:
+    """Let no attempt's watch outlive its test: it would end this process minutes later."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_unconfigure() -> None:

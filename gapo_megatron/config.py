@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective.methods import METHODS, Method
 from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, split_setting
+from gapo_megatron.toml_tree import apply_override, read_tree
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -182,6 +182,10 @@ class ObjectiveConfig(_Section):
     """Weight of KL(policy || initial policy); above 0 every sequence is computed."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus; above 0 every sequence is computed."""
+    importance_weight_max: Annotated[float, Field(ge=1)] | None = None
+    """Correct for a rollout engine that samples from another policy than the trainer's (its
+    kernels, its precision): every response counts times its importance weight, cut off here
+    (docs/objective.md). Not given: no correction."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -267,6 +271,9 @@ class MetricsConfig(_Section):
     """Weights & Biases project; empty: off."""
     noise_floor_every_steps: NonNegative = 50
     """Measure the noise floor (docs/numerics.md) at step 0 and every so many steps (0: never)."""
+    noise_floor_limit: Annotated[float, Field(gt=0)] = 1.0
+    """A new run whose mean noise floor is more than so many times eps_low does not start: its
+    clip would decide on rounding."""
 
 
 class Config(_Section):
@@ -305,6 +312,12 @@ class Config(_Section):
                 f"model.megatron_dir ({self.model.megatron_dir}) would replace the weights that "
                 "supervised training makes in model.hf_dir"
             )
+        if self.objective.importance_weight_max is not None and self.rollout.top_p < 1:
+            raise ValueError(
+                f"rollout.top_p ({self.rollout.top_p}) must be 1 with "
+                "objective.importance_weight_max: the log-probs of a cut-off distribution are no "
+                "measure of the engine's error"
+            )
         if self.evaluation.every_steps and not self.data.eval_path:
             raise ValueError("evaluation.every_steps needs data.eval_path")
         return self
@@ -320,9 +333,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     Raises:
         ConfigError: names the file or override, the field, the value and the rule.
     """
-    tree = _read(Path(path), seen=())
+    tree = read_tree(Path(path))
     for override in overrides or []:
-        _apply(tree, override)
+        apply_override(tree, override)
     return parse_config(tree, source=str(path))
 
 
@@ -333,46 +346,6 @@ def parse_config(tree: dict[str, Any], *, source: str) -> Config:
     except ValidationError as error:
         lines = [_explain(item) for item in error.errors(include_url=False)]
         raise ConfigError(f"{source}: " + "\n  ".join(lines)) from None
-
-
-def _read(path: Path, *, seen: tuple[Path, ...]) -> dict[str, Any]:
-    if path.resolve() in seen:
-        raise ConfigError(f"{path}: `base` goes round in a circle")
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the config file: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    base = tree.pop("base", None)
-    if base is None:
-        return tree
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: base ({base!r}) must be the path of another TOML file")
-    return _merge(_read(path.parent / base, seen=(*seen, path.resolve())), tree)
-
-
-def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    dotted, equals, text = override.partition("=")
-    section, dot, key = dotted.partition(".")
-    if not (equals and dot and section and key) or "." in key:
-        raise ConfigError(f"override {override!r} must have the form section.key=value")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string: objective.method=gapo
-    node = tree.setdefault(section, {})
-    if not isinstance(node, dict):
-        raise ConfigError(f"override {override!r}: {section} is not a section")
-    node[key] = value
 
 
 def _explain(item: Any) -> str:

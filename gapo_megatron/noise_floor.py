@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.config import Config
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.metrics import Stopwatch
 from gapo_megatron.objective import policy_loss
 from gapo_megatron.policy import Policy, log_probs
@@ -52,7 +53,9 @@ def watch_noise_floor(
     step: int,
     first_step: int,
 ) -> dict[str, float]:
-    """Measure when it is due, log the result on rank 0, and warn there when the clip is too narrow.
+    """Measure when it is due, log the result on rank 0, and warn when the clip is too narrow.
+
+    Where a run begins, a clip that would decide on rounding alone ends it.
 
     Due at every `metrics.noise_floor_every_steps`-th step from step 0 (0: never), and at the first
     step of a resumed run, whose machine or layout may be another. The latter is in the log only:
@@ -75,6 +78,10 @@ def watch_noise_floor(
         Nothing when the step records none.
 
     Collectives: those of `measure_noise_floor`, when due.
+
+    Raises:
+        ConfigError: at step 0 the mean is above `metrics.noise_floor_limit` times eps_low. On every
+            rank alike; no weight has moved. Later a warning has to do: work is at stake.
     """
     every = config.metrics.noise_floor_every_steps
     if not every or (step % every and step != first_step):
@@ -83,9 +90,17 @@ def watch_noise_floor(
         found = measure_noise_floor(policy, batch, config)
     if policy.groups.rank == 0:
         _log(found, config)
-    if found is None or step % every:
+    if found is None:
         return {}
-    method = config.objective.resolve()
+    method, limit = config.objective.resolve(), config.metrics.noise_floor_limit
+    if step == 0 and found.mean > limit * method.eps_low:
+        raise ConfigError(
+            f"metrics.noise_floor_limit ({limit:g}): at the same weights another packing moves the "
+            f"ratio by {found.mean:.1e} (mean), more than {limit:g} times eps_low "
+            f"({method.eps_low:g}): {_remedy(config)}, or raise the limit"
+        )
+    if step % every:
+        return {}
     return {
         "numerics/noise_floor_mean": found.mean,
         "numerics/noise_floor_max": found.max,
@@ -219,11 +234,14 @@ def _log(found: NoiseFloor | None, config: Config) -> None:
         logger.warning(
             "noise floor: at the same weights another packing moves the ratio by %.1e (mean; max "
             "%.1e), more than a tenth of eps_low (%g): the clip decides partly on rounding. What "
-            "to change: %s objective.eps_low and objective.eps_high_max. The rounding is that of "
-            "the layers: in every configuration the head keeps float32 logits, and old log-probs "
-            "are the trainer's own.",
+            "to change: %s. The rounding is that of the layers: in every configuration the head "
+            "keeps float32 logits, and old log-probs are the trainer's own.",
             found.mean,
             found.max,
             method.eps_low,
-            _REMEDIES[config.model.precision],
+            _remedy(config),
         )
+
+
+def _remedy(config: Config) -> str:
+    return f"{_REMEDIES[config.model.precision]} objective.eps_low and objective.eps_high_max"

@@ -15,6 +15,7 @@ import torch
 
 from gapo_megatron import noise_floor
 from gapo_megatron.config import Config
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.metrics import Stopwatch
 from gapo_megatron.noise_floor import NoiseFloor, measure_noise_floor, watch_noise_floor
 from gapo_megatron.policy import Policy, destroy, initialize
@@ -222,7 +223,7 @@ def warnings_at(
 ) -> list[str]:
     monkeypatch.setattr(noise_floor, "measure_noise_floor", lambda *_: found)
     caplog.clear()
-    watch(policy, BATCH, config)
+    watch(policy, BATCH, config, step=50)
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
@@ -265,6 +266,33 @@ def test_the_warning_names_what_this_run_can_change(
     config = make_config(folder, model={"precision": precision})
     (message,) = warnings_at(policy, config, monkeypatch, caplog, NoiseFloor(1e-2, 1e-2))
     assert advice in message
+
+
+@pytest.mark.parametrize("limit", [1.0, 4.0])
+def test_a_run_does_not_start_where_the_clip_is_noise(
+    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch, limit: float
+) -> None:
+    metrics = {} if limit == 1 else {"noise_floor_limit": limit}
+    config = make_config(folder, metrics=metrics, objective={"eps_low": 1e-3})
+
+    def start(mean: float, **at: int) -> dict[str, float]:
+        monkeypatch.setattr(noise_floor, "measure_noise_floor", lambda *_: NoiseFloor(mean, 1.0))
+        return watch(policy, BATCH, config, **at)
+
+    bound = limit * 1e-3
+    assert start(bound)
+    with pytest.raises(ConfigError) as caught:
+        start(1.01 * bound)
+    for part in (
+        f"metrics.noise_floor_limit ({limit:g})",
+        f"{1.01 * bound:.1e}",
+        "eps_low (0.001)",
+        "widen objective.eps_low",
+    ):
+        assert part in str(caught.value)
+    # Not later, nor where a run resumes: one unlucky sample must not cost hours of work.
+    assert start(1.01 * bound, step=50)
+    assert start(1.01 * bound, step=50, first_step=50)
 
 
 # --- over ranks -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gapo_megatron.batching import sequence_lengths
 from gapo_megatron.config import Config
 from gapo_megatron.metrics import Stopwatch
-from gapo_megatron.objective import diagnostics, kl_penalty, policy_loss
+from gapo_megatron.objective import diagnostics, importance_weights, kl_penalty, policy_loss
 from gapo_megatron.policy import Policy, log_probs, update
 from gapo_megatron.types import Batch, Microbatch, Minibatch, Plan
 
@@ -70,11 +70,13 @@ def learn(
         Metrics of the step, the same bits on every rank; None if it had to stop (`progress` says
         where). Means over mini-batches: `loss/policy`, the clipped surrogate alone, and
         `optim/grad_norm`, of the whole loss, before clipping. Means over computed response tokens:
-        `mismatch/*` (trainer to rollout engine at equal weights), `loss/kl` and `loss/entropy`
-        (without their coefficients; where these are not 0). `skip/*`: what was not computed because
-        it could not change the weights, as shares of all prompt and response tokens (`forward`,
-        `old_pass`, `backward`) or of the valid response tokens (`head_backward`), and as a number
-        of optimizer steps (`updates`). The rest: `diagnostics.summarize`.
+        `mismatch/*_log_prob_diff` (trainer to rollout engine at equal weights), `loss/kl` and
+        `loss/entropy` (without their coefficients; where these are not 0). Means over computed
+        sequences: `mismatch/importance_weight*`, where there are such weights. `skip/*`: what was
+        not computed because it could not change the weights, as shares of all prompt and response
+        tokens (`forward`, `old_pass`, `backward`) or of the valid response tokens
+        (`head_backward`), and as a number of optimizer steps (`updates`). The rest:
+        `diagnostics.summarize`.
 
     Collectives: per mini-batch those of `policy.step.log_probs` (all mini-batches first), then
     those of `policy.step.update`; at the end one all-gather of metrics over all ranks.
@@ -151,11 +153,26 @@ class _MinibatchLoss:
         device = log_probs.device
         advantages = self.batch.advantages[index].to(device)
         num_correct = self.batch.num_correct[index].to(device)
+        rollout = self._rollout_log_probs(microbatch).to(device)
+        sums = _mismatch(old, rollout)
+        weighted = advantages
+        if (largest := objective.importance_weight_max) is not None:
+            weights = importance_weights(
+                old,
+                rollout,
+                sequence_ids=microbatch.sequence_ids,
+                num_sequences=len(index),
+                largest=largest,
+            )
+            weighted = advantages * weights
+            sums["importance_weights"] = weights.sum()
+            sums["importance_weights_cut"] = (weights == largest).sum()
+            sums["importance_weights_count"] = torch.tensor(float(len(index)))
         result = policy_loss(
             log_probs,
             old,
             sequence_ids=microbatch.sequence_ids,
-            advantages=advantages,
+            advantages=weighted,
             num_correct=num_correct,
             group_size=self.batch.group_size[index].to(device),
             num_tokens_global=self.minibatch.num_tokens_global,
@@ -163,7 +180,7 @@ class _MinibatchLoss:
             max_response_tokens=self.config.rollout.max_response_tokens,
             method=objective.resolve(),
         )
-        sums = diagnostics.per_correct_sums(
+        sums |= diagnostics.per_correct_sums(
             result,
             sequence_ids=microbatch.sequence_ids,
             advantages=advantages,
@@ -173,7 +190,6 @@ class _MinibatchLoss:
         )
         sums["loss"] = result.loss.detach()
         sums["tokens"] = torch.tensor(float(len(log_probs)), dtype=torch.float64)
-        sums |= self._mismatch(old, microbatch)
 
         loss = result.loss
         denominator = max(self.minibatch.num_tokens_global, 1)
@@ -189,13 +205,18 @@ class _MinibatchLoss:
             sums["entropy"] = total.detach()
         return loss, sums
 
-    def _mismatch(self, old: torch.Tensor, microbatch: Microbatch) -> Sums:
-        """How far the rollout engine's log-probs are from the trainer's at the same weights."""
-        if not microbatch.indices:
-            return {}
-        rollout = np.concatenate([self.batch.rollout_log_probs[i] for i in microbatch.indices])
-        mismatch = (old - torch.from_numpy(rollout).to(old.device)).abs().double()
-        return {"mismatch": mismatch.sum(), "mismatch_max": mismatch.max()}
+    def _rollout_log_probs(self, microbatch: Microbatch) -> torch.Tensor:
+        """[R] float32: the rollout engine's own."""
+        parts = [self.batch.rollout_log_probs[i] for i in microbatch.indices]
+        return torch.from_numpy(np.concatenate(parts or [np.empty(0, np.float32)]))
+
+
+def _mismatch(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> Sums:
+    """How far the rollout engine's log-probs are from the trainer's at the same weights."""
+    if not len(old_log_probs):
+        return {}
+    mismatch = (old_log_probs - rollout_log_probs).abs().double()
+    return {"mismatch": mismatch.sum(), "mismatch_max": mismatch.max()}
 
 
 def _add(totals: Sums, sums: Mapping[str, torch.Tensor]) -> None:
@@ -212,6 +233,7 @@ def _add(totals: Sums, sums: Mapping[str, torch.Tensor]) -> None:
 _SCALARS = (
     *("loss", "tokens", "active_rows", "tokens_backward", "kl", "entropy"),
     *("mismatch", "mismatch_max"),
+    *("importance_weights", "importance_weights_cut", "importance_weights_count"),
 )
 
 
@@ -250,6 +272,10 @@ def _summarize(
         metrics["loss/kl"] = float(totals["kl"]) / num_tokens
     if config.objective.entropy_coef > 0:
         metrics["loss/entropy"] = float(totals["entropy"]) / num_tokens
+    if config.objective.importance_weight_max is not None:
+        count = max(float(totals["importance_weights_count"]), 1.0)
+        metrics["mismatch/importance_weight"] = float(totals["importance_weights"]) / count
+        metrics["mismatch/importance_weight_cut"] = float(totals["importance_weights_cut"]) / count
     return metrics | diagnostics.summarize(totals)
 
 

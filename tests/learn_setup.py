@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -223,6 +224,8 @@ class Expected:
     clipped: dict[int, bool]
     log_probs: dict[int, Tensor]
     """Of every valid sequence."""
+    importance_weights: dict[int, float] = field(default_factory=dict)
+    """Of the sequences with A != 0, where the method has them."""
 
     @property
     def grad_norm(self) -> float:
@@ -262,6 +265,13 @@ def expected_update(
         responses = [group.rollouts[i].token_ids.tolist() for i in rows]
         with torch.no_grad():
             old_log_probs = response_log_probs(old, prompts, responses, temperature)
+        weights = None
+        if (largest := config.objective.importance_weight_max) is not None:
+            engines = [group.rollouts[i].log_probs for i in rows]
+            weights = [
+                min(math.exp(float((ours - torch.from_numpy(theirs)).mean())), largest)
+                for ours, theirs in zip(old_log_probs, engines, strict=True)
+            ]
         update = gapo_update(
             model,
             prompts=prompts,
@@ -272,6 +282,7 @@ def expected_update(
             eps_low=method.eps_low,
             eps_high_max=method.eps_high_max,
             temperature=temperature,
+            importance_weights=weights,
         )
         share = sum(map(len, responses)) / num_tokens
         result.loss += share * update.loss
@@ -281,6 +292,8 @@ def expected_update(
             position = number * GROUP_SIZE + i
             result.log_probs[position] = update.log_probs[row]
             if update.advantages[row] != 0:
+                if weights is not None:
+                    result.importance_weights[position] = weights[row]
                 result.ratios[position] = update.ratios[row]
                 result.clipped[position] = update.clipped[row]
     return result

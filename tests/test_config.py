@@ -221,6 +221,10 @@ def test_wrong_value_names_field_value_and_rule(
         ),
         (["evaluation.every_steps=10"], ["evaluation.every_steps", "data.eval_path"]),
         (
+            ["objective.importance_weight_max=2", "rollout.top_p=0.9"],
+            ["rollout.top_p (0.9)", "must be 1", "objective.importance_weight_max"],
+        ),
+        (
             [
                 "model.megatron_dir=models/m",
                 "supervised.initial_hf_dir=models/i",

@@ -284,6 +284,49 @@ def test_kl_and_entropy_count_for_every_sequence(
             assert f"loss/{name}" not in report.metrics
 
 
+def test_importance_weights_count_in_the_loss_alone(folder: Path) -> None:
+    largest = 1.25
+    # An engine whose log-probs are on both sides of the trainer's.
+    sampled = [
+        replace(
+            group,
+            rollouts=tuple(replace(r, log_probs=r.log_probs - 2.5) for r in group.rollouts),
+        )
+        for group in GROUPS
+    ]
+    minibatches = [sampled[:5], sampled[5:]]
+    report = step(folder, sampled, num_steps=2, objective={"importance_weight_max": largest})
+    config = make_config(folder, objective={"importance_weight_max": largest})
+    updates = report.updates[NUM_MINIBATCHES:]
+    old = load_model(folder, updates[0].weights)
+    weights: list[float] = []
+    for number, (update, groups) in enumerate(zip(updates, minibatches, strict=True)):
+        model = load_model(folder, update.weights)
+        expected = expected_update(model, groups, old=old, config=config)
+        weights += expected.importance_weights.values()
+        assert update.loss == pytest.approx(expected.loss, abs=2e-7)
+        start = number * len(groups) * GROUP_SIZE
+        for position, ratio in expected.ratios.items():
+            assert update.ratios[start + position] == pytest.approx(ratio, rel=1e-5)
+            assert update.clipped[start + position] == expected.clipped[position]
+        for name, whole in expected.gradients.items():
+            error = (update.gradients[name].double() - whole).norm()
+            assert error <= 1e-5 * whole.norm(), (number, name)
+    # Some are cut off, and some are small.
+    assert max(weights) == largest and min(weights) < 0.9
+    found = report.metrics["mismatch/importance_weight"]
+    assert found == pytest.approx(np.mean(weights), rel=1e-5)
+    cut = np.mean([weight == largest for weight in weights])
+    assert report.metrics["mismatch/importance_weight_cut"] == pytest.approx(cut)
+    unweighted = step(folder)
+    assert "mismatch/importance_weight" not in unweighted.metrics
+    weighted = step(folder, sampled, objective={"importance_weight_max": largest})
+    advantages = [name for name in unweighted.metrics if "/advantage/" in name]
+    assert advantages and all(
+        weighted.metrics[name] == unweighted.metrics[name] for name in advantages
+    )
+
+
 def test_a_batch_without_advantage_moves_nothing(folder: Path) -> None:
     groups = make_groups(("wwww", "cccc", "wwwu", "uuuu"))
     report = step(folder, groups, optimizer={"weight_decay": 0.1})

@@ -281,7 +281,12 @@ def test_a_branch_with_the_same_settings_continues_the_run_bitwise(
 def branched_run(root: Path, whole_run: Path) -> Path:
     """One step under another method, with every term that has a metric of its own."""
     assert whole_run == root / "whole"
-    method = ("objective.method=dr_grpo", "objective.kl_coef=0.01", "objective.entropy_coef=0.001")
+    method = (
+        "objective.method=dr_grpo",
+        "objective.kl_coef=0.01",
+        "objective.entropy_coef=0.001",
+        "objective.importance_weight_max=2",
+    )
     finish(Program(*branch(root, "other", *method, "run.num_steps=5", "evaluation.every_steps=0")))
     return root / "other"
 
@@ -300,6 +305,7 @@ def test_a_branch_goes_on_under_another_method(whole_run: Path, branched_run: Pa
         "objective.method": ["gapo", "dr_grpo"],
         "objective.kl_coef": [0.0, 0.01],
         "objective.entropy_coef": [0.0, 0.001],
+        "objective.importance_weight_max": [None, 2.0],
     }
     # The correlation of its own steps alone: those before were under the other method.
     state = json.loads((branched_run / "checkpoints/step_00000005/trainer_state.json").read_text())

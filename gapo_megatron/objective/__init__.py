@@ -5,7 +5,12 @@ The mathematics of docs/objective.md; imports neither megatron nor vllm.
 
 from gapo_megatron.objective.clipping import upper_clip
 from gapo_megatron.objective.groups import group_advantages, group_counts, make_batch
-from gapo_megatron.objective.losses import PolicyLoss, kl_penalty, policy_loss
+from gapo_megatron.objective.losses import (
+    PolicyLoss,
+    importance_weights,
+    kl_penalty,
+    policy_loss,
+)
 from gapo_megatron.objective.methods import METHODS, Method
 
 __all__ = [
@@ -14,6 +19,7 @@ __all__ = [
     "PolicyLoss",
     "group_advantages",
     "group_counts",
+    "importance_weights",
     "kl_penalty",
     "make_batch",
     "policy_loss",

@@ -150,6 +150,38 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Te
     return torch.expm1(difference) - difference
 
 
+def importance_weights(
+    old_log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    *,
+    sequence_ids: torch.Tensor,
+    num_sequences: int,
+    largest: float,
+) -> torch.Tensor:
+    """Truncated importance weights of sequences that the rollout engine sampled.
+
+        w_i = min(exp(mean_t(old_log_probs - rollout_log_probs)), largest)
+
+    Trainer and engine hold the same weights, and differ in kernels and precision. The mean over a
+    sequence's tokens, as in its ratio: their sum would make
+    a weight out of thousands of roundings.
+
+    Args:
+        old_log_probs: [T] the trainer's, at the weights that sampled; T = response tokens.
+        rollout_log_probs: [T] the engine's own while it sampled.
+        sequence_ids: [T] int64 in 0..num_sequences-1.
+        num_sequences: B.
+        largest: what a weight is cut off at, 1 or more.
+
+    Returns:
+        [B] float64 in (0, largest], detached.
+    """
+    difference = old_log_probs.detach().double() - rollout_log_probs.double()
+    counts = segment_counts(sequence_ids, num_sequences=num_sequences)
+    sums = segment_sum(difference, sequence_ids, num_sequences=num_sequences)
+    return bounded_exp(sums / counts.clamp(min=1)).clamp(max=largest)
+
+
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
     """exp, with its argument held within +-MAX_LOG_RATIO and its gradient kept alive beyond it."""
     return torch.exp(_bound(log_ratio))

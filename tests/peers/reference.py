@@ -46,6 +46,7 @@ def gapo_update(
     eps_low: float = 3e-3,
     eps_high_max: float = 5e-3,
     temperature: float = 1.0,
+    importance_weights: Sequence[float] | None = None,
 ) -> Update:
     """Loss of a mini-batch, with token-level aggregation, and its gradient for every weight.
 
@@ -60,6 +61,7 @@ def gapo_update(
         eps_low: lower clip width.
         eps_high_max: upper clip width at c = 1.
         temperature: of sampling.
+        importance_weights: a factor for every sequence's loss; None: 1.
     """
     assert len(prompts) == len(responses) == len(rewards) and len(rewards) % group_size == 0
     assert set(rewards) <= {0.0, 1.0}
@@ -83,7 +85,8 @@ def gapo_update(
         free = -advantage * ratio
         bounded = -advantage * ratio.clamp(1 - eps_low, 1 + eps_high)
         # Every response token carries its sequence's loss.
-        total = total + len(new) * torch.maximum(free, bounded)
+        weight = 1.0 if importance_weights is None else importance_weights[i]
+        total = total + len(new) * weight * torch.maximum(free, bounded)
         advantages.append(advantage)
         ratios.append(float(ratio.detach()))
         clipped.append(bool(bounded > free))

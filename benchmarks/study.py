@@ -2,10 +2,11 @@
 
     python benchmarks/study.py runs/studies/report/data
 
-Each claim is a difference that the paper says is positive. Its 95 % Student-t interval over seeds
-(paired by the seeds that two methods share) decides, by one rule for all (docs/study.md says what
-had been seen when it was chosen): all above zero, "reproduced"; all below, "not reproduced"; else
-"not resolvable" at this size.
+Most claims are differences that the paper says are positive. The 95 % Student-t interval over seeds
+(paired by the seeds that two arms share) decides, by one rule for all: all above zero,
+"reproduced"; all below, "not reproduced"; else "not resolvable" at this size. A claim that two
+things are alike is "reproduced" where the interval lies within a margin, "not reproduced" where it
+lies outside. docs/study.md says what had been seen when these rules were chosen.
 """
 
 from __future__ import annotations
@@ -15,48 +16,92 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gapo_megatron.evaluate.statistics import mean_interval, stars, welch_p_value
+from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
+from gapo_megatron.evaluate.statistics import has_spread, mean_interval, stars, welch_p_value
 from gapo_megatron.report.arms import Arm, Comparison
-from gapo_megatron.report.clipping import CLIPPED, CORRELATION, DRIFT
+from gapo_megatron.report.clipping import CLIPPED, DEVIATION, DRIFT
 from gapo_megatron.report.intervention import correlation_since
 from gapo_megatron.report.runs import Run
-from gapo_megatron.report.series import final, last_half, pass_keys
+from gapo_megatron.report.series import last_half
 
+LOST = "clip_gradient_mass_lost"
 SEQUENCE = ("gspo", "gspo_asym", "f_gspo")
 TOKEN = ("grpo", "f_grpo", "dr_grpo")
 SCARCE, ABUNDANT = (1, 2), (6, 7)
 """Values of c, of k = 8."""
+PASSES = (1, 4, 16)
+"""k of pass@k, out of 16 samples; the last is near its ceiling from the first step on."""
+ALIKE_SHARE = 0.2
+"""Two clip fractions are alike if they differ by less than this share of their mean."""
+ALIKE_POINTS = 1.0
+"""Two pass@1 are, if they differ by fewer percentage points."""
+HIGH_CORRELATION = 0.8
+"""What the paper's GAPO keeps to in late training."""
 BySeed = dict[int, float]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference, positive if the claim holds."""
+    """One difference, positive if the claim holds; or one that the claim says is small."""
 
     claim: str
     what: str
     values: BySeed
     """In percentage points (r: as it is)."""
     p_value: float | None = None
-    """Welch's, where two methods are compared."""
+    """Welch's, where two arms are compared: of the seeds that both have."""
+    margin: float | None = None
+    """Of a claim that two things are alike, the largest difference that counts as none."""
+
+    @property
+    def verdict(self) -> str:
+        """What the interval says; nothing where the seeds show no spread, whose size is unknown."""
+        values = list(self.values.values())
+        if not has_spread(values):
+            return "not resolvable"
+        found = mean_interval(values)
+        if self.margin is not None:
+            if max(abs(found.low), abs(found.high)) < self.margin:
+                return "reproduced"
+            outside = found.low > self.margin or found.high < -self.margin
+            return "not reproduced" if outside else "not resolvable"
+        if not found.excludes_zero:
+            return "not resolvable"
+        return "reproduced" if found.mean > 0 else "not reproduced"
 
     def row(self) -> str:
         """A line of the table."""
-        found = mean_interval(list(self.values.values()))
-        half = found.mean - found.low
-        verdict = "not resolvable"
-        if found.excludes_zero:
-            verdict = "reproduced" if found.mean > 0 else "not reproduced"
-        star = "" if self.p_value is None else stars(self.p_value)
-        shown = f"{found.mean:+.2f} ± {half:.2f}{star}"
-        return f"| {self.claim} | {self.what} | {shown} | {verdict} |"
+        values = list(self.values.values())
+        shown = f"{sum(values) / len(values):+.2f}"
+        if has_spread(values):
+            found = mean_interval(values)
+            shown += f" ± {found.mean - found.low:.2f}"
+        if self.p_value is not None:
+            shown += stars(self.p_value)
+        expected = "> 0" if self.margin is None else f"within ± {self.margin:.2f}"
+        return (
+            f"| {self.claim} | {self.what} | {expected} | {shown} | {len(values)} | "
+            f"{self.verdict} |"
+        )
 
 
 class Study:
-    """The arms of an archive, by what sets them apart."""
+    """The arms of an archive, by what sets them apart; all runs have the same number of steps."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self._arms = {self._key(arm): arm for arm in Comparison.of(runs).arms}
+        self.num_steps = max(run.num_steps for run in runs)
+        for run in runs:
+            if run.num_steps != self.num_steps:
+                raise SystemExit(
+                    f"{run.folder.name} has {run.num_steps} steps, others {self.num_steps}: "
+                    "finish it first"
+                )
+        self._arms: dict[tuple[str, int, float, bool], Arm] = {}
+        for arm in Comparison.of(runs).arms:
+            key = self._key(arm)
+            if key in self._arms:
+                raise SystemExit(f"{arm.label} and {self._arms[key].label} are the same to a claim")
+            self._arms[key] = arm
 
     @staticmethod
     def _key(arm: Arm) -> tuple[str, int, float, bool]:
@@ -66,98 +111,166 @@ class Study:
         self, method: str, *, k: int = 8, eps_high_max: float | None = None, branch: bool = False
     ) -> Arm:
         """The one arm of that kind; the method's smallest `eps_high_max` where none is given."""
-        clips = [key[2] for key in self._arms if key[0] == method and key[1] == k]
-        width = min(clips) if eps_high_max is None else eps_high_max
-        return self._arms[method, k, width, branch]
+        found = [
+            arm
+            for (name, size, width, is_branch), arm in sorted(self._arms.items())
+            if (name, size, is_branch) == (method, k, branch) and eps_high_max in (None, width)
+        ]
+        if not found:
+            wide = "" if eps_high_max is None else f" and eps_high_max = {eps_high_max:g}"
+            left = ", branched" if branch else ""
+            raise SystemExit(f"no run of {method}{left} with k = {k}{wide}: a claim is about it")
+        return found[0]
 
 
 def findings(study: Study) -> Iterator[Finding]:
-    """Every claim of the paper that the study can speak of."""
+    """The paper's claims that these runs can speak of, in its order."""
     gapo, asym = study.arm("gapo"), study.arm("gspo_asym")
-    for method in (*SEQUENCE, "gapo", *TOKEN, "gapo_token"):
+    steps = study.num_steps
+    everyone = (*SEQUENCE, "gapo", *TOKEN, "gapo_token")
+
+    def scarce_minus_abundant(method: str, name: str, num_steps: int = steps) -> BySeed:
         arm = study.arm(method)
-        drift = _minus(_by_c(arm, DRIFT, SCARCE), _by_c(arm, DRIFT, ABUNDANT))
-        yield Finding("scarce rollouts drift more", f"{method}: drift, c 1-2 minus 6-7", drift)
+        return _minus(_by_c(arm, name, SCARCE, num_steps), _by_c(arm, name, ABUNDANT, num_steps))
+
+    for name, shown in ((DEVIATION, "s - 1"), (DRIFT, "|s - 1|")):
+        for method in everyone:
+            values = scarce_minus_abundant(method, name)
+            yield Finding(
+                "scarce rollouts move more", f"{method}: {shown}, c 1-2 minus 6-7", values
+            )
+    for method in everyone:
+        early = scarce_minus_abundant(method, DEVIATION, steps // 2)
+        grown = _minus(scarce_minus_abundant(method, DEVIATION), early)
+        what = f"{method}: s - 1, c 1-2 minus 6-7, last half minus 2nd quarter"
+        yield Finding("and go on growing at least as fast", what, grown)
     for method in (*SEQUENCE, *TOKEN):
-        arm = study.arm(method)
-        hit = _minus(_by_c(arm, CLIPPED, SCARCE), _by_c(arm, CLIPPED, ABUNDANT))
-        yield Finding("a fixed clip hits them as often", f"{method}: clipped, c 1-2 minus 6-7", hit)
-    more = _minus(_by_c(gapo, CLIPPED, ABUNDANT), _by_c(asym, CLIPPED, ABUNDANT))
-    yield Finding("GAPO clips high c more", "gapo minus gspo_asym: clipped, c 6-7", more)
-    less = _minus(_by_c(asym, CLIPPED, SCARCE), _by_c(gapo, CLIPPED, SCARCE))
-    yield Finding("GAPO clips low c less", "gspo_asym minus gapo: clipped, c 1-2", less)
+        rates = [_by_c(study.arm(method), CLIPPED, c, steps) for c in (SCARCE, ABUNDANT)]
+        usual = sum(sum(one.values()) / len(one) for one in rates) / 2
+        yield Finding(
+            "a fixed clip hits both alike",
+            f"{method}: clipped, c 1-2 minus 6-7",
+            _minus(*rates),
+            margin=ALIKE_SHARE * usual,
+        )
+    for claim, name, chosen, ours, theirs in (
+        ("GAPO clips high c more", CLIPPED, ABUNDANT, gapo, asym),
+        ("GAPO clips low c less", CLIPPED, SCARCE, asym, gapo),
+        ("GAPO keeps more gradient of low c", LOST, SCARCE, asym, gapo),
+    ):
+        sides = [_by_c(arm, name, chosen, steps) for arm in (ours, theirs)]
+        word = "clipped" if name == CLIPPED else "gradient lost"
+        what = f"{ours.label} minus {theirs.label}: {word}, c {chosen[0]}-{chosen[1]}"
+        yield _compared(claim, what, *sides)
+    late = {m: _correlation(study.arm(m), steps // 2) for m in (*SEQUENCE, "gapo")}
+    above = {seed: r - HIGH_CORRELATION for seed, r in late["gapo"].items()}
+    yield Finding("r stays above 0.8", "gapo: r of the last half minus 0.8", above)
     for method in SEQUENCE:
-        yield _final("correlation stays higher", gapo, study.arm(method), CORRELATION, scale=1)
-    keys = pass_keys([gapo, asym])
+        what = f"gapo minus {method}: r of the last half"
+        yield _compared("r stays higher than others'", what, late["gapo"], late[method])
     for ours, others in ((gapo, SEQUENCE), (study.arm("gapo_token"), TOKEN)):
-        for key in keys:
+        for k in PASSES:
             for method in others:
-                yield _final("better at equal budget", ours, study.arm(method), key)
-    gains = {}
-    for k in (4, 8, 16):
-        gains[k] = _final("better for every k", study.arm("gapo", k=k), study.arm("gspo_asym", k=k))
-        yield gains[k]
+                yield _passes("better at equal budget", ours, study.arm(method), steps, k)
+    yield _passes("sequence ratios beat token ratios", gapo, study.arm("gapo_token"), steps)
+    for method in (*SEQUENCE, "gapo"):
+        ends = [_pass_at(study.arm(method), step, 4) for step in (steps // 2, steps)]
+        if method == "gapo":
+            yield Finding(
+                "GAPO's pass@k lasts", "gapo: pass@4, end minus half", _minus(*ends[::-1])
+            )
+        else:
+            what = f"{method}: pass@4, half minus end"
+            yield Finding("pass@k of fixed clips falls late", what, _minus(*ends))
+    gains = {
+        k: _passes("better for every k", study.arm("gapo", k=k), study.arm("gspo_asym", k=k), steps)
+        for k in (4, 8, 16)
+    }
+    yield from (gains[4], gains[16])  # that of 8 stands above
     wider = _minus(gains[8].values, gains[4].values)
     yield Finding("k = 8 widens the gap", "pass@1, the gap at k = 8 minus that at 4", wider)
-    for clip in (5e-3, 7e-3, 1e-2):
-        adaptive, uniform = (study.arm(m, eps_high_max=clip) for m in ("gapo", "gspo_asym"))
-        yield _final(f"better at eps_high_max = {clip:g}", adaptive, uniform)
+    ends = [_pass_at(arm, steps, 1) for arm in (study.arm("gapo", k=16), gapo)]
+    yield Finding(
+        "beyond k = 8 nothing is gained",
+        "gapo k=16 minus k=8: pass@1",
+        _minus(*ends),
+        margin=ALIKE_POINTS,
+    )
+    for clip in (7e-3, 1e-2):  # that of 5e-3 stands above
+        arms = [study.arm(method, eps_high_max=clip) for method in ("gapo", "gspo_asym")]
+        yield _passes("better at every eps_high_max", *arms, steps)
     branch = study.arm("gapo", branch=True)
     kept = "the branch keeps what uniform clipping loses"
-    since = [_correlation_after_branch(arm, branch) for arm in (branch, asym)]
-    yield Finding(kept, f"{branch.label} minus gspo_asym: r since then", _minus(*since))
-    for key in keys:
-        yield _final(kept, branch, asym, key)
-
-
-def _by_c(arm: Arm, name: str, chosen: Sequence[int]) -> BySeed:
-    """Percent: mean over `chosen` c of the last half of training."""
-    steps = min(run.num_steps for run in arm.runs)
-    found = [last_half(run, name, num_steps=steps) for run in arm.runs]
-    values = [100 * sum(one[c] for c in chosen) / len(chosen) for one in found]
-    return dict(zip(arm.seeds, values, strict=True))
-
-
-def _correlation_after_branch(arm: Arm, branch: Arm) -> BySeed:
-    """Pearson r over the steps since the branch point alone."""
     assert branch.runs[0].branch is not None
-    begin = int(branch.runs[0].branch["step"])
+    since = int(branch.runs[0].branch["step"])
+    sides = [_correlation(arm, since) for arm in (branch, asym)]
+    yield _compared(kept, f"{branch.label} minus gspo_asym: r since then", *sides)
+    for k in PASSES:
+        yield _passes(kept, branch, asym, steps, k)
+
+
+def _by_c(arm: Arm, name: str, chosen: Sequence[int], num_steps: int) -> BySeed:
+    """Percent: mean over `chosen` c of the last half of so many steps."""
+    found = {run.seed: last_half(run, name, num_steps=num_steps) for run in arm.runs}
+    return {seed: 100 * sum(one[c] for c in chosen) / len(chosen) for seed, one in found.items()}
+
+
+def _correlation(arm: Arm, begin: int) -> BySeed:
+    """Pearson r over the steps from `begin` to the end."""
     found = {run.seed: correlation_since(run, begin) for run in arm.runs}
     return {seed: values[max(values)] for seed, values in found.items()}
 
 
+def _pass_at(arm: Arm, step: int, k: int) -> BySeed:
+    """Percent: pass@k of the evaluation at `step`."""
+    found = {}
+    for run in arm.runs:
+        if step not in run.solve_rates:
+            raise SystemExit(f"{run.folder.name} has no evaluation at step {step}")
+        n = run.config.evaluation.samples_per_prompt
+        counts = [(n, round(rate * n)) for rate in run.solve_rates[step].values()]
+        found[run.seed] = 100 * mean_pass_at_k(counts, k)
+    return found
+
+
 def _minus(ours: BySeed, theirs: BySeed) -> BySeed:
-    return {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
+    shared = {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
+    if len(shared) < 2:
+        raise SystemExit(f"seeds {sorted(ours)} and {sorted(theirs)}: two at least must be shared")
+    return shared
 
 
-def _final(
-    claim: str, ours: Arm, theirs: Arm, key: str = "eval/pass@1", *, scale: float = 100
-) -> Finding:
-    """Difference of the values at the last step."""
-    ends = [final(arm, key) for arm in (ours, theirs)]
-    if ends[0] is None or ends[1] is None or ends[0][0] != ends[1][0]:
-        raise SystemExit(f"{ours.label} and {theirs.label} have no {key} at the same last step")
-    values = [[scale * value for value in end[1]] for end in ends if end]
-    by_seed = [
-        dict(zip(arm.seeds, found, strict=True))
-        for arm, found in zip((ours, theirs), values, strict=True)
-    ]
-    name = "r" if key == CORRELATION else key.removeprefix("eval/")
-    what = f"{ours.label} minus {theirs.label}: {name}"
-    return Finding(claim, what, _minus(*by_seed), welch_p_value(*values))
+def _compared(claim: str, what: str, ours: BySeed, theirs: BySeed) -> Finding:
+    """Ours minus theirs, with Welch's test of the seeds that both have."""
+    difference = _minus(ours, theirs)
+    p_value = welch_p_value(*([side[seed] for seed in difference] for side in (ours, theirs)))
+    return Finding(claim, what, difference, p_value)
+
+
+def _passes(claim: str, ours: Arm, theirs: Arm, step: int, k: int = 1) -> Finding:
+    what = f"{ours.label} minus {theirs.label}: pass@{k}"
+    return _compared(claim, what, _pass_at(ours, step, k), _pass_at(theirs, step, k))
 
 
 def table(runs: Sequence[Run]) -> str:
     """The table as Markdown."""
-    head = "| claim | difference, positive if so | over seeds | verdict |\n|---|---|---|---|\n"
-    return head + "\n".join(finding.row() for finding in findings(Study(runs))) + "\n"
+    lines = [
+        "| claim | what is measured | expected | found | seeds | verdict |",
+        "|---|---|---|---|---|---|",
+        *(finding.row() for finding in findings(Study(runs))),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
+    from gapo_megatron.errors import DataError
     from gapo_megatron.report.archive import read_archive
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("archive", type=Path)
-    print(table(read_archive(parser.parse_args().archive)), end="")
+    try:
+        print(table(read_archive(parser.parse_args().archive)), end="")
+    except DataError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -11,7 +11,7 @@ import pytest
 
 from gapo_megatron.report.archive import read_archive, write_archive
 from gapo_megatron.report.runs import read_run
-from tests.report_setup import NUM_STEPS, deviation, pass_at, write_run
+from tests.report_setup import NUM_STEPS, write_run
 
 _PATH = Path(__file__).parents[1] / "benchmarks" / "study.py"
 
@@ -25,64 +25,185 @@ def study():
     return module
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """All arms of the study with two seeds, of gapo three, as an archive gives them back."""
-    root = tmp_path_factory.mktemp("study")
-    arms = [(method, {}) for method in ("gapo", "gspo_asym", "f_gspo", "gapo_token", "dr_grpo")]
-    arms += [(method, {"eps_high_max": 0.003}) for method in ("gspo", "grpo", "f_grpo")]
-    for method in ("gapo", "gspo_asym"):
-        arms += [(method, {"eps_high_max": clip}) for clip in (0.007, 0.01)]
-        arms += [(method, {"k": k}) for k in (4, 16)]
-    folders = []
-    for method, more in arms:
-        for seed in range(3 if (method, more) == ("gapo", {}) else 2):
-            settings = {
-                "batch.rollouts_per_prompt": more.get("k", 8),
-                "objective.eps_low": 0.003,
-                "objective.eps_high_max": more.get("eps_high_max", 0.005),
+ARMS: list[tuple[str, int, float]] = [
+    *((method, 8, 5e-3) for method in ("gapo", "gspo_asym", "f_gspo", "gapo_token", "dr_grpo")),
+    *((method, 8, 3e-3) for method in ("gspo", "grpo", "f_grpo")),
+    *((method, k, 5e-3) for method in ("gapo", "gspo_asym") for k in (4, 16)),
+    *((method, 8, clip) for method in ("gapo", "gspo_asym") for clip in (7e-3, 1e-2)),
+]
+
+
+def gain(method: str, k: int, *, holds: bool, branch: bool = False) -> int:
+    """Of 16 samples of a problem, how many more are correct at the end."""
+    if branch:
+        return 3 if holds else 0
+    if method == "gapo_token":
+        return 3 if holds else 1
+    if (method == "gapo") == holds and method in ("gapo", "gspo_asym"):
+        return 2 if k == 4 else 4
+    if method == "gapo":
+        return 2 if k == 16 else 0
+    return 0 if holds else 4
+
+
+def reshape(folder: Path, method: str, k: int, seed: int, *, holds: bool, **more: bool) -> None:
+    """Give a run the numbers of a world in which every claim holds, or none does."""
+    lines = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        growth = 1 + row["step"] / NUM_STEPS + seed / 10
+        for c in range(1, k):
+            deviation = 1e-3 * (k - c) * growth * (1 if holds else -1)
+            if method != "gapo":  # no straight line in the advantage
+                deviation += 2e-3 * (c % 3)
+            clipped = 0.2 if holds else 0.04 * (8 - c)
+            if method.startswith("gapo"):
+                clipped = 0.04 * c if holds else 0.5 - 0.07 * c
+            values = {
+                "ratio_deviation": deviation,
+                "ratio_abs_deviation": 3 * deviation,
+                "clip_fraction_sequences": clipped * (1 + seed / 100),
+                "clip_gradient_mass_lost": clipped / 2,
             }
-            folder = root / f"{method}-{'-'.join(map(str, more.values()))}-{seed}"
-            overrides = [f"{key}={value}" for key, value in settings.items()]
-            folders.append(write_run(folder, *overrides, method=method, seed=seed))
-    for seed in range(2):
-        folder = root / f"branch-{seed}"
-        clips = ("objective.eps_low=0.003", "objective.eps_high_max=0.005")
-        folders.append(write_run(folder, *clips, method="gapo", seed=seed))
-        left = {"run": str(root / f"gspo_asym--{seed}"), "checkpoint": "step_20", "step": 20}
-        changes = {"objective.method": ["gspo_asym", "gapo"]}
-        (folder / "branch.json").write_text(json.dumps({**left, "changes": changes}))
-    write_archive([read_run(folder) for folder in folders], root / "archive")
-    return read_archive(root / "archive")
+            if f"per_c/correct/ratio_deviation/c{c}" in row:
+                row |= {f"per_c/correct/{name}/c{c}": value for name, value in values.items()}
+        lines.append(json.dumps(row) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    more_correct = gain(method, k, holds=holds, **more)
+    for step in (0, 20, 40):
+        counts = [0, 0, 3, 5, 8]
+        for i in range(len(counts)):
+            if more_correct and not (i == 1 and seed == 1):
+                counts[i] += more_correct * step // NUM_STEPS
+            elif not more_correct and 0 < step < NUM_STEPS:
+                counts[i] += 1
+        problems = [
+            {"id": f"p{i}", "level": "", "num_samples": 16, "num_correct": count}
+            for i, count in enumerate(counts)
+        ]
+        path = folder / "evaluations" / f"step_{step}.json"
+        path.write_text(json.dumps({"problems": problems}))
 
 
-def test_every_claim_has_its_number(study, runs):
-    found = {(one.claim, one.what): one for one in study.findings(study.Study(runs))}
-    lines = study.table(runs).splitlines()
-    assert len(lines) == 2 + len(found) == 2 + 8 + 6 + 2 + 3 + 12 + 4 + 3 + 3
-    gain = found["better at equal budget", "gapo minus gspo: pass@1"]
-    expected = [pass_at("gapo", s, NUM_STEPS)[0] - pass_at("gspo", s, NUM_STEPS)[0] for s in (0, 1)]
-    assert gain.values == pytest.approx({s: 100 * one for s, one in enumerate(expected)})
-    # Three times the deviation; even steps have three times the rollouts of odd ones.
-    drift = found["scarce rollouts drift more", "gapo: drift, c 1-2 minus 6-7"]
-    means = {c: (3 * deviation(c, 8, 0, 0) + deviation(c, 8, 0, 1)) / 4 for c in (1, 2, 6, 7)}
-    expected = 100 * 3 * (means[1] + means[2] - means[6] - means[7]) / 2
-    assert drift.values == pytest.approx({s: (1 + s / 10) * expected for s in range(3)}, rel=1e-3)
+def write_world(root: Path, *, holds: bool) -> list[Path]:
+    """All arms of the study with two seeds, of gapo three; and a branch with two."""
+    folders = []
+    arms = [(*arm, False) for arm in ARMS] + [("gapo", 8, 5e-3, True)]
+    for method, k, clip, branch in arms:
+        usual = (method, k, clip, branch) == ("gapo", 8, 5e-3, False)
+        for seed in range(3 if usual else 2):
+            folder = root / f"{method}-{k}-{clip}{'-branch' if branch else ''}-{seed}"
+            write_run(
+                folder,
+                f"batch.rollouts_per_prompt={k}",
+                "objective.eps_low=0.003",
+                f"objective.eps_high_max={clip}",
+                "evaluation.samples_per_prompt=16",
+                method=method,
+                seed=seed,
+            )
+            reshape(folder, method, k, seed, holds=holds, branch=branch)
+            if branch:
+                left = {"run": str(root / f"gspo_asym-8-0.005-{seed}"), "step": 20}
+                changes = {"objective.method": ["gspo_asym", "gapo"]}
+                record = {**left, "checkpoint": "step_20", "changes": changes}
+                (folder / "branch.json").write_text(json.dumps(record))
+            folders.append(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """Runs by whether the claims hold, as an archive gives them back."""
+    found = {}
+    for holds in (True, False):
+        root = tmp_path_factory.mktemp("study")
+        folders = write_world(root, holds=holds)
+        write_archive([read_run(folder) for folder in folders], root / "archive")
+        found[holds] = read_archive(root / "archive")
+    return found
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_every_claim_looks_where_it_says_and_in_the_right_direction(study, worlds, holds):
+    found = list(study.findings(study.Study(worlds[holds])))
+    assert len({(one.claim, one.what) for one in found}) == len(found)
+    numbers = [8 + 8, 8, 6, 3, 1 + 3, 9 + 9, 1, 3 + 1, 2, 1, 1, 2, 1 + 3]
+    assert len(study.table(worlds[holds]).splitlines()) == 2 + len(found) == 2 + sum(numbers)
+    for one in found:
+        mean = sum(one.values.values()) / len(one.values)
+        wanted = mean > 0.01 if one.margin is None else abs(mean) < one.margin
+        assert wanted == holds, (one.claim, one.what, one.values)
+        shared = 3 if "minus gapo" not in one.what and one.what.startswith("gapo: ") else 2
+        assert len(one.values) == shared, one.what
+
+
+def test_values_are_those_of_the_runs(study, worlds):
+    found = {one.what: one for one in study.findings(study.Study(worlds[True]))}
+    # Points of five problems: four of 16 samples more on each, on one of them not for seed 1.
+    gained = found["gapo minus gspo: pass@1"]
+    assert gained.values == pytest.approx({0: 100 * 4 / 16, 1: 100 * 4 / 16 * 4 / 5})
+    assert found["gapo minus gspo: pass@16"].values == pytest.approx({0: 40.0, 1: 20.0})
+    # Steps 20 to 39, of which even ones have three times the rollouts of odd ones.
+    weights = [3, 1] * 10
+    growth = sum(w * (1 + s / 40) for s, w in zip(range(20, 40), weights, strict=True)) / 40
+    moved = found["gapo: s - 1, c 1-2 minus 6-7"].values
+    assert moved == pytest.approx({s: 0.1 * 5 * (growth + s / 10) for s in range(3)}, rel=1e-3)
+    clipped = found["gapo minus gspo_asym: clipped, c 6-7"].values
+    assert clipped == pytest.approx({s: (26 - 20) * (1 + s / 100) for s in range(2)}, rel=1e-3)
+    assert found["gspo: clipped, c 1-2 minus 6-7"].margin == pytest.approx(0.2 * 20.1)
 
 
 @pytest.mark.parametrize(
-    ("values", "verdict"),
+    ("values", "margin", "verdict"),
     [
-        ((1.0, 1.1, 1.2), "reproduced"),
-        ((-1.0, -1.1, -1.2), "not reproduced"),
-        ((1.0, -1.1, 1.2), "not resolvable"),
-        ((0.0, 0.0, 0.0), "not resolvable"),
+        ((1.0, 1.1, 1.2), None, "reproduced"),
+        ((-1.0, -1.1, -1.2), None, "not reproduced"),
+        ((1.0, -1.1, 1.2), None, "not resolvable"),
+        ((0.0, 0.0, 0.0), None, "not resolvable"),
+        # Three times the same says nothing of a fourth.
+        ((0.4, 0.4, 0.4), None, "not resolvable"),
+        ((0.1, -0.1, 0.0), 1.0, "reproduced"),
+        ((1.5, 1.6, 1.4), 1.0, "not reproduced"),
+        ((-1.5, -1.6, -1.4), 1.0, "not reproduced"),
+        ((0.9, 1.1, 1.0), 1.0, "not resolvable"),
     ],
 )
-def test_the_interval_decides(study, values, verdict):
-    row = study.Finding("claim", "what", dict(enumerate(values)), p_value=0.02).row()
-    assert row.endswith(f"| {verdict} |")
-    assert "*" in row
+def test_the_interval_decides(study, values, margin, verdict):
+    found = study.Finding("claim", "what", dict(enumerate(values)), p_value=0.02, margin=margin)
+    assert found.verdict == verdict
+    assert found.row().endswith(f"| 3 | {verdict} |")
+    assert "*" in found.row()
+    assert ("±" in found.row().split("|")[4]) == (len(set(values)) > 1)
+
+
+def without(runs, *words):
+    return [run for run in runs if not all(word in run.folder.name for word in words)]
+
+
+def test_what_cannot_be_judged_is_named(study, worlds):
+    runs = worlds[True]
+    with pytest.raises(SystemExit, match="no run of grpo with k = 8: a claim is about it"):
+        study.table(without(runs, "grpo-8"))
+    with pytest.raises(SystemExit, match=r"gapo with k = 8 and eps_high_max = 0\.01"):
+        study.table(without(runs, "gapo-8-0.01"))
+    with pytest.raises(SystemExit, match="gapo, branched"):
+        study.table(without(runs, "branch"))
+    with pytest.raises(SystemExit, match=r"seeds \[0\] and \[0\]: two at least"):
+        study.table(without(runs, "gspo_asym-8-0.005", "-1"))
+
+
+def test_a_run_that_is_not_finished_is_named(study, tmp_path):
+    whole = write_run(tmp_path / "whole", seed=0)
+    cut = write_run(tmp_path / "cut", seed=1, num_steps=30)
+    with pytest.raises(SystemExit, match="cut has 30 steps, others 40: finish it first"):
+        study.Study([read_run(whole), read_run(cut)])
+
+
+def test_two_arms_that_no_claim_tells_apart_are_named(study, tmp_path):
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "optimizer.learning_rate=1e-3")]
+    with pytest.raises(SystemExit, match="the same to a claim"):
+        study.Study([read_run(folder) for folder in folders])
 
 
 def test_the_repository_has_these_arms(study):

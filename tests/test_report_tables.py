@@ -191,17 +191,23 @@ def test_runs_under_way_have_no_ablation_before_all_seeds_are_evaluated(tmp_path
             make(compare(*folders))
 
 
-def test_families_of_one_method_do_not_replace_each_other(tmp_path):
-    """Two learning rates, each swept: two rows."""
+@pytest.mark.parametrize(
+    ("setting", "values", "other"),
+    [
+        ("optimizer.learning_rate", ("1e-5", "1e-4"), "gapo learning_rate=0.0001"),
+        ("objective.kl_coef", ("0.0", "0.01"), "gapo kl_coef=0.01"),
+    ],
+)
+def test_families_of_one_method_do_not_replace_each_other(tmp_path, setting, values, other):
+    """Two values of what is no part of the method, each swept: two rows."""
     folders = []
-    for rate in ("1e-5", "1e-4"):
+    for value in values:
         for clip in ("0.0167", "0.03"):
-            name = tmp_path / f"{rate}_{clip}"
-            more = (f"optimizer.learning_rate={rate}", f"objective.eps_high_max={clip}")
+            name = tmp_path / f"{value}_{clip}"
+            more = (f"{setting}={value}", f"objective.eps_high_max={clip}")
             folders.append(write_run(name, *more))
     table = clip_sweep(compare(*folders)).table
     names = [row[0] for row in table.rows]
-    other = "gapo learning_rate=0.0001"
     assert names == ["gapo", other, f"gapo over {other} (points)"]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, fields, replace
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from gapo_megatron.evaluate.table import NONE, Table, with_interval
+from gapo_megatron.objective.methods import Method
 from gapo_megatron.report.arms import CLIP, SIZES, Arm, Comparison, K
 from gapo_megatron.report.exhibit import Exhibit
 from gapo_megatron.report.series import NoData, Row, final, interval, pass_keys
@@ -138,5 +139,7 @@ def _name(family: Sequence[Arm]) -> str:
 def _family(arm: Arm) -> Hashable:
     """Methods that differ in the upper clip alone: gspo and gspo_asym are one at two widths."""
     method = astuple(replace(arm.method, name="", eps_high_max=0.0))
-    rest = [pair for pair in arm.settings.items() if not pair[0].startswith("objective.")]
+    # Not all of the objective is the method's: kl_coef, say, is not.
+    compared = {"objective.method", *(f"objective.{field.name}" for field in fields(Method))}
+    rest = [pair for pair in arm.settings.items() if pair[0] not in compared]
     return (method, tuple(rest))

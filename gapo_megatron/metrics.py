@@ -266,7 +266,8 @@ def _open_tensorboard(run_dir: Path, config: MetricsConfig, resume_step: int) ->
         return None
     from torch.utils.tensorboard import SummaryWriter  # 3 s of import, only where it is used
 
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step or None)
+    # Also at step 0: a run killed before its first checkpoint begins anew.
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step)
 
 
 def _add_scalars(writer: Any, values: Mapping[str, Value], step: int) -> None:
@@ -281,7 +282,8 @@ def _add_scalars(writer: Any, values: Mapping[str, Value], step: int) -> None:
 def _open_wandb(run_dir: Path, config: Config) -> Any:
     """One W&B run per output folder: a resumed run continues its curves.
 
-    W&B ignores the steps it has seen already, which carry the same values again.
+    W&B ignores the steps it has seen already: it keeps what the attempt before wrote, which equals
+    metrics.jsonl only where a repeated step is exact to the bit.
     """
     if not config.metrics.wandb_project:
         return None

@@ -125,17 +125,20 @@ def test_terminal_gets_a_header_and_a_row_per_step(tmp_path, monkeypatch, capsys
     assert "3/10" in text and "0.667" in text
 
 
-def test_tensorboard_hides_what_the_resumed_run_writes_again(tmp_path, capsys):
+@pytest.mark.parametrize("resume_step", [0, 2])
+def test_tensorboard_hides_what_the_resumed_run_writes_again(tmp_path, capsys, resume_step):
+    """Also where the first attempt was killed before its first checkpoint."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for value, first in ((1.0, 0), (2.0, 2)):
+    for value, first in ((1.0, 0), (2.0, resume_step)):
         config = make_config(tensorboard=True)
         with MetricsWriter(tmp_path, config=config, resume_step=first) as writer:
             for step in range(first, 4):
                 writer.log(step, {"loss": value, "per_c/groups/c1": 4.0}, {"time/step_s": 0.5})
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     events = found.Scalars("loss")
-    assert [(event.step, event.value) for event in events] == [(0, 1), (1, 1), (2, 2), (3, 2)]
+    shown = [(event.step, event.value) for event in events]
+    assert shown == [(step, 1 + (step >= resume_step)) for step in range(4)]
     # The names of the files, metrics and timings alike.
     assert set(found.Tags()["scalars"]) == {"loss", "per_c/groups/c1", "time/step_s"}
     assert [event.value for event in found.Scalars("per_c/groups/c1")] == [4, 4, 4, 4]

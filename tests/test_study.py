@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.config import load_config
-from gapo_megatron.dry_run import arithmetic
+from gapo_megatron.dry_run import arithmetic, to_toml
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.study import Resources, read_study
+from gapo_megatron.launch.run_folder import mark_finished
+from gapo_megatron.launch.study import Resources, Run, read_study, unfinished
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DEMO = CONFIGS / "demo.toml"
@@ -94,6 +95,70 @@ def test_a_branch_is_called_by_its_other_settings(tmp_path: Path) -> None:
     assert [run.name for run in read_study(study_file(tmp_path, text)).runs] == ["seed_1"]
 
 
+def test_branches_are_told_apart_by_what_they_left(tmp_path: Path) -> None:
+    """But not the first of a name, which may have been run before there was another one."""
+    branch = "[[runs]]\nrun.seed = 1\ncheckpoint.branch_from = 'runs/a/checkpoints/step_{}'\n"
+    alone = "[[runs]]\ncheckpoint.branch_from = 'runs/b/checkpoints/step_5'\n"
+    text = HEAD + branch.format(100) + branch.format(150) + alone
+    runs = read_study(study_file(tmp_path, text)).runs
+    assert [run.name for run in runs] == ["seed_1", "seed_1-a-step_150", "b-step_5"]
+    assert runs[1].config.checkpoint.branch_from == "runs/a/checkpoints/step_150"
+    assert len({run.run_dir for run in runs} | {tmp_path / "runs" / "s"}) == 4
+    path = study_file(tmp_path, HEAD + 3 * branch.format(100))
+    with pytest.raises(ConfigError, match="two runs are called 'seed_1-a-step_100'"):
+        read_study(path)
+
+
+BRANCH = "[[runs]]\nrun.seed = 1\ncheckpoint.branch_from = '{}'\n"
+
+
+def begun(folder: Path, text: str, *, finished: bool) -> Run:
+    """The only run of a study, as it stands after its start, or its end."""
+    (run,) = read_study(study_file(folder, text)).runs
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    (run.run_dir / "config.toml").write_text(to_toml(run.config))
+    if finished:
+        mark_finished(run.run_dir, num_steps=run.config.run.num_steps)
+    return run
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_that_has_begun_keeps_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = HEAD + BRANCH.format("runs/a/checkpoints/step_100")
+    run = begun(tmp_path, text, finished=finished)
+    left = [] if finished else ["seed_1"]
+    other = study_file(tmp_path, text)
+    assert [one.name for one in unfinished(read_study(other))] == left
+    free = ["metrics.tensorboard=false"]
+    assert [one.name for one in unfinished(read_study(other, free))] == left
+    how = "is finished" if finished else "has begun"
+    message = f"run seed_1 {how} in {run.run_dir}, but with other settings: "
+    with pytest.raises(ConfigError) as caught:
+        unfinished(read_study(other, ["optimizer.learning_rate=0.5"]))
+    assert f"{message}optimizer.learning_rate (5e-05 there, 0.5 here)" in str(caught.value)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_branch_stays_one_of_its_branch_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    """How that is written is free."""
+    monkeypatch.chdir(tmp_path)
+    begun(tmp_path, HEAD + BRANCH.format("runs/a/checkpoints/step_100"), finished=finished)
+    for given in (f"{tmp_path}/runs/a/checkpoints/step_100", "runs/a/checkpoints/step_00000100"):
+        path = study_file(tmp_path, HEAD + BRANCH.format(given))
+        assert len(unfinished(read_study(path))) == 1 - finished
+    for given in ("runs/a/checkpoints/step_150", "runs/b/checkpoints/step_100", ""):
+        path = study_file(tmp_path, HEAD + BRANCH.format(given))
+        with pytest.raises(ConfigError) as caught:
+            unfinished(read_study(path))
+        shown = f"checkpoint.branch_from ('runs/a/checkpoints/step_100' there, {given!r} here)"
+        assert shown in str(caught.value)
+
+
 def test_a_plain_config_is_a_study_of_one(tmp_path: Path) -> None:
     study = read_study(DEMO, [f"run.output_dir={tmp_path}/here"])
     assert (study.name, study.folder, study.resources) == ("demo", tmp_path / "here", Resources())
@@ -132,6 +197,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (HEAD + "[[runs]]\nrun.output_dir = 'a'\n", "run.output_dir must not be set"),
         (HEAD + "[grid]\nrun.seed = [1, 1]\n", "two runs are called 'seed_1'"),
         (HEAD + "[grid]\nrun.seed = [1]\n[[runs]]\nrun.seed = 1\n", "two runs are called 'seed_1'"),
+        (HEAD + "[[runs]]\n", "a run of {} has no name, and would write to output_dir itself"),
         ("config = 'x.toml'\n", "output_dir: required, but not given"),
         ("config = 1\noutput_dir = 'a'\n", "config (1): Input should be a valid string"),
         ("config = 'no.toml'\noutput_dir = 'a'\n[grid]\nrun.seed=[1, 2]\n", "no.toml: cannot read"),

@@ -179,6 +179,16 @@ def record_branch(run_dir: str | Path, branch: Branch | None) -> None:
         write_atomically(path, json.dumps(asdict(branch), indent=1))
 
 
+def same_branch_point(one: str, other: str) -> bool:
+    """Whether two `checkpoint.branch_from` name one checkpoint; how they are written is free.
+
+    Raises:
+        ConfigError: one that differs from the other, and neither is empty, names no checkpoint.
+    """
+    both = bool(one and other)
+    return one == other or (both and _place(one).resolve() == _place(other).resolve())
+
+
 def _require_same_origin(run_dir: Path, own: Manifest, given: str) -> None:
     """Refuse another `checkpoint.branch_from` than the run began with; how it is written is free.
 
@@ -187,9 +197,9 @@ def _require_same_origin(run_dir: Path, own: Manifest, given: str) -> None:
     began, branch = own.config["checkpoint"]["branch_from"], own.branch
     if given == began:
         return
-    if given and branch is not None:
+    if branch is not None:
         origin = Path(branch.run) / "checkpoints" / branch.checkpoint
-        if _place(given).resolve() == origin.resolve():
+        if same_branch_point(given, str(origin)):
             return
     raise ConfigError(
         f"checkpoint.branch_from ({given!r}) must stay what it was when {run_dir} began "

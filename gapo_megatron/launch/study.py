@@ -20,12 +20,13 @@ import json
 import re
 import tomllib
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gapo_megatron.checkpoint.settings import changes
+from gapo_megatron.checkpoint.branch import same_branch_point
+from gapo_megatron.checkpoint.settings import Changes, changes
 from gapo_megatron.config import CONFIG_NAME, Config, load_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.run_folder import is_finished
@@ -138,23 +139,34 @@ def unfinished(study: Study) -> list[Run]:
     """The runs that are still to be done.
 
     Raises:
-        ConfigError: one is finished, but under other settings: names run, setting and both values.
+        ConfigError: one has begun, but under other settings: names run, setting and both values.
     """
     left = []
     for run in study.runs:
-        if not is_finished(run.run_dir, num_steps=run.config.run.num_steps):
+        finished = is_finished(run.run_dir, num_steps=run.config.run.num_steps)
+        if not finished:
             left.append(run)
-            continue
-        before = load_config(run.run_dir / CONFIG_NAME).model_dump(mode="json")
-        if changed := changes(before, run.config):
+        has_begun = finished or (run.run_dir / CONFIG_NAME).exists()
+        if has_begun and (changed := _changes(run)):
             shown = ", ".join(
                 f"{key} ({there!r} there, {here!r} here)" for key, (there, here) in changed.items()
             )
             raise ConfigError(
-                f"run {run.name} is finished in {run.run_dir}, but with other settings: {shown}; "
-                "move that folder away, or choose another output_dir"
+                f"run {run.name} {'is finished' if finished else 'has begun'} in {run.run_dir}, "
+                f"but with other settings: {shown}; move that folder away, or choose another "
+                "output_dir"
             )
     return left
+
+
+def _changes(run: Run) -> Changes:
+    """What a run that has begun computes with, where the study now says otherwise."""
+    before = load_config(run.run_dir / CONFIG_NAME)
+    changed = changes(before.model_dump(mode="json"), run.config)
+    began, given = before.checkpoint.branch_from, run.config.checkpoint.branch_from
+    if not same_branch_point(began, given):
+        changed["checkpoint.branch_from"] = (began, given)
+    return changed
 
 
 def _runs(path: Path, file: _StudyFile, overrides: list[str]) -> list[Run]:
@@ -173,6 +185,13 @@ def _runs(path: Path, file: _StudyFile, overrides: list[str]) -> list[Run]:
     runs: dict[str, Run] = {}
     for settings in chosen:
         name = _name(settings)
+        if not name or name in runs:
+            name = _name(settings, with_branch_point=True)
+        if not name:
+            raise ConfigError(
+                f"{path}: a run of {settings} has no name, and would write to output_dir itself: "
+                "give it a setting that names it"
+            )
         if name in runs:
             raise ConfigError(f"{path}: two runs are called {name!r}: their settings must differ")
         own = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
@@ -206,16 +225,21 @@ def _settings(table: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _name(settings: dict[str, Any]) -> str:
+def _name(settings: dict[str, Any], *, with_branch_point: bool = False) -> str:
     """`gapo-seed_1`: values that are words alone, others with their key.
 
-    Of a run's own settings: those of others, added later, must not give it another folder.
+    Of a run's own settings: those of others, added later, must not give it another folder. A branch
+    is called by what it left (`seed_1-gspo_asym-step_600`) only where it has no name otherwise, or
+    that of a run before it.
     """
     parts = [
         value if isinstance(value, str) else f"{key.rpartition('.')[2]}_{value}"
         for key, value in settings.items()
         if key != "checkpoint.branch_from"  # a path
     ]
+    if with_branch_point:
+        place = PurePath(str(settings.get("checkpoint.branch_from", "")))
+        parts += place.parts[-3::2]  # RUN/checkpoints/step_N, without the middle
     return re.sub(r"[^\w.+-]", "_", "-".join(parts))
 
 

@@ -50,9 +50,12 @@ study: ## Run the miniature study (docs/study.md) on this CPU, two runs at a tim
 	$(PY) tools/report.py runs/studies/miniature runs/studies/miniature_branch --first gapo \
 		--output runs/studies/report --archive runs/studies/report/data
 
+# All but those that need arguments, whose commands RESULTS.md and docs/study.md have.
+BENCHMARKS = $(filter-out benchmarks/code_verdicts.py benchmarks/study.py, $(shell grep -l __main__ benchmarks/*.py))
+
 bench: ## Measure what benchmarks/RESULTS.md reports (hours; needs the demo)
 	@tools/setup_env.sh dev
-	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(PY) $$script $(ARGS); done
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(PY) $$script $(ARGS); done
 
 env: ## Only make .venv
 	@tools/setup_env.sh dev

@@ -1,6 +1,8 @@
 """Documents that tell the truth: links resolve, and what they tell a reader to run exists."""
 
+import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,27 @@ def test_overrides_in_commands_are_valid(path: Path) -> None:
         if configs:
             read = read_study if "studies/" in configs[0] else load_config
             read(ROOT / configs[0], overrides)
+
+
+def _needs_arguments(script: Path) -> bool:
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            first = ast.literal_eval(node.args[0])
+            given = {key.arg: ast.unparse(key.value) for key in node.keywords}
+            may_lack = first.startswith("-") or given.get("nargs") in ("'*'", "'?'")
+            if not may_lack or given.get("required") == "True":
+                return True
+    return False
+
+
+def test_make_bench_runs_every_script_that_needs_no_arguments() -> None:
+    """One that does would end it with a usage error, before those after it."""
+    command = ["make", "--dry-run", "--no-print-directory", "bench"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    scripts = [path for path in ROOT.glob("benchmarks/*.py") if "__main__" in path.read_text()]
+    expected = {name_of(path) for path in scripts if not _needs_arguments(path)}
+    assert set(re.findall(r"benchmarks/\w+\.py", done.stdout)) == expected
+    assert len(expected) > 1
 
 
 def test_readme_starts_with_the_two_commands() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.launch.freeze import ROOMS, freeze, repository
+from gapo_megatron.launch.freeze import ROOMS, freeze, frozen_code, repository
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -132,3 +134,20 @@ def test_imports_in_a_blink() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=repository()
     )
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_frozen_code_is_told_apart(checkout: Path, tmp_path: Path) -> None:
+    """By its commit; beyond that by the package's files, wherever the copy lies."""
+    commit = git(checkout, "rev-parse", "HEAD")[:12]
+    freeze(checkout, tmp_path / "clean", config="")
+    assert frozen_code(tmp_path / "clean") == commit
+    found = []
+    for number, text in enumerate(("a", "b", "a")):
+        (checkout / "gapo_megatron" / "__init__.py").write_text(text)
+        freeze(checkout, tmp_path / f"{number}", config="")
+        found.append(frozen_code(tmp_path / f"{number}"))
+    assert found[0] == found[2] != found[1]
+    assert all(re.fullmatch(rf"{commit}\+[0-9a-f]{{8}}", one) for one in found)
+    shutil.rmtree(checkout / ".git")
+    freeze(checkout, tmp_path / "unknown", config="")
+    assert frozen_code(tmp_path / "unknown") == found[0].removeprefix(commit)

@@ -305,6 +305,44 @@ def test_a_branch_stands_beside_the_runs_it_left_and_not_in_curves(tmp_path):
     assert len(without.curves) == 2
 
 
+def _two_studies(tmp_path):
+    """Folders of two studies whose runs have the same names, and of a branch of the first."""
+    first, second = (
+        write_run(tmp_path / study / "seed_0", *more, method="gspo_asym")
+        for study, more in (("a", ()), ("b", ("optimizer.learning_rate=1e-3",)))
+    )
+    branch = write_run(tmp_path / "a_branch" / "seed_0")
+    write_branch(branch, first, step=6)
+    return first, second, branch
+
+
+def test_a_branch_left_the_run_of_the_recorded_folder(tmp_path):
+    for left in _two_studies(tmp_path)[:2]:
+        write_branch(tmp_path / "a_branch" / "seed_0", left, step=6)
+        comparison = compare(*(tmp_path / study / "seed_0" for study in ("a", "a_branch", "b")))
+        (branch,) = (arm for arm in comparison.arms if arm.runs[0].branch is not None)
+        assert comparison.parent(branch).runs[0].folder == left
+
+
+def test_a_branch_left_the_run_of_that_name_where_one_alone_has_it(tmp_path):
+    """Studies move. A branch of the same run is not the one that it left."""
+    first, _, branch = _two_studies(tmp_path)
+    other = write_run(tmp_path / "c_branch" / "seed_0", "objective.eps_high_max=0.03")
+    for folder in (branch, other):
+        write_branch(folder, "/gone/seed_0", step=6)
+    comparison = compare(branch, other, first)
+    parents = [comparison.parent(arm) for arm in comparison.arms]
+    assert [one and one.runs[0].folder for one in parents] == [first, first, None]
+
+
+def test_a_run_that_a_branch_may_have_left_is_not_guessed(tmp_path):
+    first, second, branch = _two_studies(tmp_path)
+    write_branch(branch, "/gone/seed_0", step=6)
+    match = f"{branch} left /gone/seed_0, which is not here, .* {first} or {second}: leave out all"
+    with pytest.raises(DataError, match=match):
+        compare(first, second, branch)
+
+
 def test_branches_are_arms_of_their_own(tmp_path):
     folders = [write_run(tmp_path / "whole")]
     for seed in (0, 1):

@@ -5,6 +5,7 @@ Imports nothing but the standard library.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -45,6 +46,30 @@ def freeze(repository: Path, folder: Path, *, config: str) -> None:
     origin = json.dumps(_origin(repository), indent=1)
     (draft / "code.json").write_text(origin + "\n", encoding="utf-8")
     draft.rename(folder)
+
+
+def frozen_code(folder: Path) -> str:
+    """What tells frozen code apart: its commit, and what that does not say.
+
+    Args:
+        folder: as `freeze` left it.
+
+    Returns:
+        `1a2b3c4d5e6f`; where files differ from the commit, or it is not known, with a digest of the
+        package: `1a2b3c4d5e6f+01234567`, `+01234567`.
+
+    Raises:
+        OSError: code.json cannot be read.
+        ValueError: code.json is damaged.
+    """
+    origin = json.loads((folder / "code.json").read_text(encoding="utf-8"))
+    commit = (origin["commit"] or "")[:12]
+    if commit and not origin["has_local_changes"]:
+        return commit
+    digest = hashlib.sha256()
+    for path in sorted((folder / "gapo_megatron").rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return f"{commit}+{digest.hexdigest()[:8]}"
 
 
 def _origin(repository: Path) -> dict[str, Any]:

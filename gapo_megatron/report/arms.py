@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from gapo_megatron.errors import DataError
 from gapo_megatron.objective.methods import Method
@@ -67,7 +67,8 @@ class Comparison:
             first: label of the arm that is compared with every other; None: the first run's.
 
         Raises:
-            DataError: two runs of an arm have the same seed, or no curve is called `first`.
+            DataError: two runs of an arm have the same seed, several may be the one that a branch
+                left, or no curve is called `first`.
         """
         sorted_in: dict[tuple[tuple[str, Hashable], ...], list[Run]] = {}
         for run in runs:
@@ -82,6 +83,8 @@ class Comparison:
         ]
         for arm in arms:
             _check_seeds(arm)
+        for run in runs:
+            _left(run, runs)  # refused now, not in the midst of the figures
         origins = list(dict.fromkeys(_origin(one) for one in of_runs))
         arms.sort(
             key=lambda a: (origins.index(_origin(a.settings)), len(_unusual(a.settings, of_runs)))
@@ -114,11 +117,9 @@ class Comparison:
 
     def parent(self, arm: Arm) -> Arm | None:
         """The arm with the runs that those of a branch left, seed by seed; None: no such arm."""
-        for other in self.arms:
-            by_seed = {run.seed: run for run in other.runs}
-            if all(run.seed in by_seed and run.left(by_seed[run.seed]) for run in arm.runs):
-                return other
-        return None
+        runs = [run for one in self.arms for run in one.runs]
+        left = [_left(run, runs) for run in arm.runs]
+        return next((other for other in self.arms if all(one in other.runs for one in left)), None)
 
     def _led_by(self, label: str) -> Comparison:
         known = [arm.label for arm in self.curves]
@@ -146,6 +147,31 @@ def settings_of(run: Run) -> dict[str, Hashable]:
     if run.branch is not None:
         settings["branch"] = json.dumps([run.branch["step"], _changes(run)], sort_keys=True)
     return dict(sorted(settings.items()))
+
+
+def _left(run: Run, runs: Sequence[Run]) -> Run | None:
+    """The one of `runs` that a branch left; None: it is none, or that one is not here.
+
+    By its folder, or by the name of that, for studies move and archives hold names alone.
+    """
+    if run.branch is None:
+        return None
+    path = Path(run.branch["run"])
+    whole = path.resolve()
+    # Branches of one run may be called as it is.
+    others = [
+        one
+        for one in runs
+        if one.seed == run.seed and (one.branch is None or one.branch["run"] != run.branch["run"])
+    ]
+    exact = [one for one in others if one.folder == whole]
+    found = exact or [one for one in others if one.folder.name == path.name]
+    if len(found) > 1:
+        raise DataError(
+            f"{run.folder} left {path}, which is not here, and by its name that may be "
+            f"{' or '.join(str(one.folder) for one in found)}: leave out all but the right one"
+        )
+    return found[0] if found else None
 
 
 def _changes(run: Run) -> dict[str, list[Hashable]]:

@@ -92,15 +92,21 @@ def _evaluated(run: Run, begin: int, *, key: str) -> Values:
 
 
 def _reward(run: Run, begin: int) -> Values:
-    values = _evaluated(run, begin, key="reward/mean")
-    return windowed(values, list(values), window_of([run]))
+    values = {step: run.series("reward/mean")[step] for step in _trained(run, begin)}
+    return windowed(values, list(values), window_of([run]), bin_steps=run.bin_steps)
+
+
+def _trained(run: Run, begin: int) -> list[int]:
+    """The steps from `begin` on, without a bin that holds earlier ones too."""
+    return [step for step in run.series("reward/mean") if step - run.bin_steps + 1 >= begin]
 
 
 def _rows(branch: Arm, parent: Arm, quantity: str, values: Since) -> list[Row]:
     """Both lines, and at the same steps the difference; none where seeds share no step."""
     assert branch.runs[0].branch is not None
     begin = int(branch.runs[0].branch["step"])
-    left = [next(run for run in parent.runs if one.left(run)) for one in branch.runs]
+    by_seed = {run.seed: run for run in parent.runs}
+    left = [by_seed[run.seed] for run in branch.runs]
     by_arm = [[values(run, begin) for run in runs] for runs in (left, branch.runs)]
     common = set.intersection(*(set(one) for runs in by_arm for one in runs))
     rows: list[Row] = []
@@ -161,7 +167,7 @@ def _sums(run: Run, name: str, begin: int) -> tuple[list[int], dict[int, np.ndar
         Steps, without the first ones (`window_of`), which rest on few rollouts; by c, [2, steps]:
         number of correct rollouts, sum of `per_c/correct/{name}` over them.
     """
-    steps = np.array([step for step in run.series("reward/mean") if step >= begin], dtype=np.int64)
+    steps = np.array(_trained(run, begin), dtype=np.int64)
     first = np.searchsorted(steps, steps - MAX_WINDOW, side="right")
     shown = steps >= begin + window_of([run]) - 1
     found = {}

@@ -7,12 +7,13 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from gapo_megatron.config import CONFIG_NAME, Config, load_config
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.counts import read_counts
+from gapo_megatron.launch.freeze import frozen_code
 from gapo_megatron.launch.run_folder import BRANCH_NAME
 from gapo_megatron.metrics import METRICS_NAME, TIMINGS_NAME
 from gapo_megatron.objective.methods import Method
@@ -38,6 +39,10 @@ class Run:
     """As written: a row per step, and one per start (`startup/<part>_s`)."""
     solve_rates: dict[int, Rates]
     """By step of an evaluation, in step order."""
+    code: tuple[str, ...] = ()
+    """What was frozen for it (`frozen_code`), each once; empty where nothing was."""
+    bin_steps: int = 1
+    """Steps that a value of a step stands for: it and those before. An archive has bins."""
 
     @property
     def method(self) -> Method:
@@ -66,10 +71,6 @@ class Run:
             if key == "time/step_s" or key.startswith("startup/")
         )
         return sum(seconds) / 3600
-
-    def left(self, other: Run) -> bool:
-        """Whether it is a branch of `other`: by the name of its folder, for studies move."""
-        return self.branch is not None and PurePath(self.branch["run"]).name == other.folder.name
 
     def series(self, key: str) -> Values:
         """The steps that have `key`; none at all where no row has it."""
@@ -119,7 +120,7 @@ def read_run(folder: Path) -> Run:
 
     Raises:
         DataError: names the file: no config, a line that is not a JSON object of numbers with a
-            step, metrics of another k than the config's, a damaged branch or evaluation.
+            step, metrics of another k than the config's, a damaged branch, evaluation or code.json.
         ConfigError: its config is not valid.
     """
     path = folder / CONFIG_NAME
@@ -138,6 +139,7 @@ def read_run(folder: Path) -> Run:
         metrics=_by_name(_read_rows(folder / METRICS_NAME)),
         timings=_read_rows(folder / TIMINGS_NAME),
         solve_rates=_solve_rates(folder / "evaluations"),
+        code=_code(folder / "code"),
     )
     _check_k(run)
     return run
@@ -208,6 +210,16 @@ def _rates(path: Path) -> Rates:
         else math.nan
         for entry in read_counts(path)
     }
+
+
+def _code(folder: Path) -> tuple[str, ...]:
+    found = {}
+    for path in sorted(folder.glob("*/code.json")):
+        try:
+            found[frozen_code(path.parent)] = None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: does not tell where code came from: {error!r}") from None
+    return tuple(found)
 
 
 def _check_k(run: Run) -> None:

@@ -1,9 +1,11 @@
 """Runs as a few CSV files, small enough to lie beside a text; reports are drawn from them again.
 
-runs.csv          a row per run: name, config and branch (JSON)
+runs.csv          a row per run: name, code, config and branch (JSON)
 metrics.csv       a row per run and bin of steps, called by its last one: what figures show
-timings.csv       a row per start, and per bin of steps
-solve_rates.csv   a row per run and evaluation, a column per problem
+timings.csv       a row per start, and of each run the mean over its steps
+solve_rates.csv   a row per run and evaluation, a column per problem: solve rate times `per`
+
+Older ones lack `commit` and `per`, and have settings that are not the default's alone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -70,11 +73,7 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
         RUNS_NAME: [{"run": run.folder.name, **_settings(run)} for run in runs],
         METRICS_NAME: [row for run in runs for row in _metrics(run)],
         TIMINGS_NAME: [row for run in runs for row in _timings(run)],
-        SOLVE_RATES_NAME: [
-            {"run": run.folder.name, "step": step, **rates}
-            for run in runs
-            for step, rates in run.solve_rates.items()
-        ],
+        SOLVE_RATES_NAME: [row for run in runs for row in _solve_rates(run)],
     }
     folder.mkdir(parents=True, exist_ok=True)
     for table, rows in tables.items():
@@ -95,7 +94,10 @@ def read_archive(folder: Path) -> list[Run]:
             branch = json.loads(row["branch"]) if row["branch"] else None
         except (KeyError, ValueError, ValidationError) as error:
             raise DataError(f"{folder / RUNS_NAME}:{number}: not a run's row: {error}") from None
-        runs[row["run"]] = Run(folder / row["run"], config, branch, {}, [], {})
+        code = tuple((row.get("commit") or "").split())
+        runs[row["run"]] = Run(
+            folder / row["run"], config, branch, {}, [], {}, code, bin_steps=BIN_STEPS
+        )
     for number, name, values in _numbers(folder / METRICS_NAME, runs):
         step = _step(folder / METRICS_NAME, number, values)
         for key, value in values.items():
@@ -105,13 +107,19 @@ def read_archive(folder: Path) -> list[Run]:
         runs[name].timings.extend([values] * num_steps)
     for number, name, values in _numbers(folder / SOLVE_RATES_NAME, runs):
         step = _step(folder / SOLVE_RATES_NAME, number, values)
-        runs[name].solve_rates[step] = values
+        per = values.pop("per", 1.0)
+        runs[name].solve_rates[step] = {key: value / per for key, value in values.items()}
     return list(runs.values())
 
 
 def _settings(run: Run) -> Row:
+    """With all that defaults and the method's preset are today: later they may be others."""
+    objective, method = run.config.objective, asdict(run.method)
+    own = {key: method[key] for key in type(objective).model_fields if key in method}
+    whole = run.config.model_copy(update={"objective": objective.model_copy(update=own)})
     return {
-        "config": run.config.model_dump_json(exclude_defaults=True),
+        "commit": " ".join(run.code),
+        "config": whole.model_dump_json(),
         "branch": None if run.branch is None else json.dumps(run.branch),
     }
 
@@ -153,14 +161,21 @@ def _bin_ends(num_steps: int) -> dict[int, int]:
 
 
 def _timings(run: Run) -> Iterator[Row]:
-    """Starts as they are, means of `num_steps` steps otherwise; without the clock."""
+    """Starts as they are, and the mean of `num_steps` steps; without the clock."""
     steps = [row for row in run.timings if "time/step_s" in row]
-    kept = [[row] for row in run.timings if "time/step_s" not in row]
-    kept += [steps[start : start + BIN_STEPS] for start in range(0, len(steps), BIN_STEPS)]
-    for rows in kept:
+    starts = [[row] for row in run.timings if "time/step_s" not in row]
+    for rows in filter(None, [*starts, steps]):
         keys = dict.fromkeys(k for row in rows for k in row if k not in ("step", "time/unix_s"))
         means = {key: sum(row.get(key, 0.0) for row in rows) / len(rows) for key in keys}
         yield {"run": run.folder.name, "num_steps": len(rows), **means}
+
+
+def _solve_rates(run: Run) -> Iterator[Row]:
+    """As numbers of right samples, which take fewer letters; where verdicts lack, not whole."""
+    per = run.config.evaluation.samples_per_prompt
+    for step, rates in run.solve_rates.items():
+        counts = {problem: per * rate for problem, rate in rates.items()}
+        yield {"run": run.folder.name, "step": step, "per": per, **counts}
 
 
 def _write(path: Path, rows: Sequence[Row]) -> None:

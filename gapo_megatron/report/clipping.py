@@ -208,7 +208,8 @@ def per_c_rows(arms: Sequence[Arm], name: str) -> tuple[list[Row], int]:
 
         def smooth(run: Run, c: int = c) -> Values:
             values, weights = per_c(run, name).get(c, ({}, {}))
-            return windowed(values, list(run.series("reward/mean")), window, weights=weights)
+            steps = list(run.series("reward/mean"))
+            return windowed(values, steps, window, weights=weights, bin_steps=run.bin_steps)
 
         with_c = [arm for arm in arms if all(c in per_c(run, name) for run in arm.runs)]
         rows += curve_rows(with_c, smooth, c=c)

@@ -57,7 +57,7 @@ def reward_rows(arms: Sequence[Arm]) -> tuple[list[Row], int]:
 
     def smooth(run: Run) -> Values:
         values = run.series("reward/mean")
-        return windowed(values, list(values), window)
+        return windowed(values, list(values), window, bin_steps=run.bin_steps)
 
     return curves(arms, smooth, what="reward/mean"), window
 

@@ -35,7 +35,8 @@ def spectrum(comparison: Comparison) -> Exhibit:
         key = f"per_c/group_share/c{c}"
 
         def smooth(run: Run, key: str = key) -> Values:
-            return windowed(run.series(key), list(run.series("reward/mean")), window)
+            steps = list(run.series("reward/mean"))
+            return windowed(run.series(key), steps, window, bin_steps=run.bin_steps)
 
         rows += curve_rows([arm for arm in arms if c <= arm.k], smooth, c=c)
     if not rows:

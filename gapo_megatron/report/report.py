@@ -11,7 +11,7 @@ from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.table import Table
 from gapo_megatron.report.ablations import clip_sweep, over_k
 from gapo_megatron.report.archive import is_archive, read_archive, write_archive
-from gapo_megatron.report.arms import Comparison
+from gapo_megatron.report.arms import Arm, Comparison
 from gapo_megatron.report.clipping import by_c, clip_fraction_per_c, correlation, deviation_per_c
 from gapo_megatron.report.costs import noise_floor, skipped_work, step_time
 from gapo_megatron.report.exhibit import Exhibit, Maker
@@ -156,6 +156,14 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names) if more <= 1 else f"{', '.join(names[:MOST_NAMES])} and {more} more"
 
 
+def _codes(arm: Arm) -> str:
+    """The code of each run, where there is more than one; empty otherwise."""
+    if len({one for run in arm.runs for one in run.code}) < 2:
+        return ""
+    shown = (f"{run.folder.name}: {' and '.join(run.code) or 'unknown'}" for run in arm.runs)
+    return f"{arm.label} ({'; '.join(shown)})"
+
+
 def _lead(comparison: Comparison, waiting: Sequence[Path]) -> list[str]:
     """What the page is of."""
     runs = [run for arm in comparison.arms for run in arm.runs]
@@ -171,6 +179,9 @@ def _lead(comparison: Comparison, waiting: Sequence[Path]) -> list[str]:
             [f"{r.folder.name} ({r.num_steps} of {r.config.run.num_steps})" for r in going]
         )
         lead.append(f"Not finished, shown as far as all seeds of a method are: {shown}.")
+    mixed = [text for arm in comparison.arms if (text := _codes(arm))]
+    if mixed:
+        lead.append(f"Trained by more than one version of the code: {some(mixed)}.")
     if waiting:
         lead.append(f"Not started: {some([folder.name for folder in waiting])}.")
     if len(comparison.curves) < len(comparison.arms):

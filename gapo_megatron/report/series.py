@@ -26,12 +26,22 @@ class NoData(Exception):
 
 
 def window_of(runs: Sequence[Run]) -> int:
-    """Steps that one point of a smoothed curve is the mean of; the same for all runs."""
-    return max(1, min(MAX_WINDOW, round(max(run.num_steps for run in runs) * WINDOW_SHARE)))
+    """Steps that one point of a smoothed curve is the mean of; the same for all runs.
+
+    Whole bins, where one of them comes from an archive.
+    """
+    window = max(1, min(MAX_WINDOW, round(max(run.num_steps for run in runs) * WINDOW_SHARE)))
+    bin_steps = max(run.bin_steps for run in runs)
+    return -(-window // bin_steps) * bin_steps
 
 
 def windowed(
-    values: Values, steps: Sequence[int], window: int, *, weights: Values | None = None
+    values: Values,
+    steps: Sequence[int],
+    window: int,
+    *,
+    weights: Values | None = None,
+    bin_steps: int = 1,
 ) -> Values:
     """Mean over the last `window` steps, up to each of `steps` that has as many behind it.
 
@@ -40,7 +50,10 @@ def windowed(
         steps: ascending; the first is the run's. Means of fewer would spread far at the beginning.
         window: steps, not values.
         weights: of the values; equal without. A window of no weight has no mean.
+        bin_steps: that a value stands for (`Run.bin_steps`). A last bin that is not full, of a run
+            that was cut off, gets no point: windows end where bins do.
     """
+    begin = steps[0] - bin_steps + 1 if steps else 0
     known = np.array(list(values), dtype=np.int64)
     weight = np.array([1.0 if weights is None else weights[step] for step in values])
     sums = np.concatenate([[0.0], np.cumsum(weight * np.array(list(values.values())))])
@@ -50,7 +63,9 @@ def windowed(
     return {
         step: float((sums[end] - sums[start]) / (totals[end] - totals[start]))
         for step, start, end in zip(steps, first, last, strict=True)
-        if step - steps[0] >= window - 1 and totals[end] > totals[start]
+        if step - begin >= window - 1
+        and (step + 1) % bin_steps == 0
+        and totals[end] > totals[start]
     }
 
 

@@ -15,7 +15,7 @@ from gapo_megatron.convert import rules_for
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy import Policy, step
 from gapo_megatron.scaling import deep_dry_run
-from gapo_megatron.scaling.activations import activation_bytes
+from gapo_megatron.scaling.activations import kept_activations
 from gapo_megatron.scaling.deep_dry_run import print_deep_dry_run, step_one_rank
 from gapo_megatron.scaling.fake import fake_groups
 from gapo_megatron.scaling.kept import KeptForBackward
@@ -80,7 +80,7 @@ def test_bytes_are_the_predicted_ones(
     state = found.weights, found.gradients, found.optimizer
     assert state == rank_bytes(rules_for(hf_config), config, layout, rank=rank)
     stage = rank // (world_size // layout.pp_size)
-    predicted = activation_bytes(hf_config, config, layout, stage=stage, fused=False)
+    predicted = kept_activations(hf_config, config, layout, stage=stage, fused=False).most
     assert predicted == pytest.approx(found.kept, rel=0.05)
     assert found.num_microbatches == layout.pp_size
 

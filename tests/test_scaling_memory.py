@@ -10,12 +10,13 @@ import torch
 from gapo_megatron.batching import pack
 from gapo_megatron.convert import rules_for
 from gapo_megatron.policy import Policy, step
-from gapo_megatron.scaling.activations import activation_bytes
+from gapo_megatron.scaling.activations import kept_activations
 from gapo_megatron.scaling.fake import fake_groups
 from gapo_megatron.scaling.hardware import GPUS
 from gapo_megatron.scaling.kept import KeptForBackward
 from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.memory import Memory, memory, state_bytes
+from gapo_megatron.scaling.memory import Memory, memory
+from gapo_megatron.scaling.state import state_bytes
 from gapo_megatron.types import Batch
 from tests.scaling_setup import (
     TINY,
@@ -90,7 +91,7 @@ def test_activations_are_what_autograd_keeps(
     )
     hf_config = read_model(tmp_path, fields)
     layout = Layout.of(config, world_size=world_size)
-    predicted = activation_bytes(hf_config, config, layout, stage=0, fused=False)
+    predicted = kept_activations(hf_config, config, layout, stage=0, fused=False).most
     with fake_groups(config.parallel, rank=0, world_size=world_size) as groups:
         found = measured(Policy.build(config, groups, "cpu"), 256)
     assert predicted == pytest.approx(found, rel=0.05), predicted / found
@@ -118,16 +119,14 @@ def test_parts_of_memory(tmp_path: Path, precision: str) -> None:
     config = make_config(str(tmp_path), model={"precision": precision})
     states = state_bytes(rules_for(hf_config), config, layout)
     # The first of four stages has four micro-batches in flight, and most of the memory.
-    training = predict(1e-6)
-    assert training.stage == 0 and training.head == training.kv_cache == 0
-    assert (training.weights, training.gradients, training.optimizer) == states[0]
-    assert training.training == (
-        sum(states[0]) + training.activations + training.communication + training.fragmentation
+    stage = predict(1e-6).trainer
+    assert stage.stage == 0 and stage.head == stage.kv_cache == 0
+    assert (stage.weights, stage.gradients, stage.optimizer) == states[0]
+    assert stage.training == (
+        sum(states[0]) + stage.activations + stage.layer + stage.communication + stage.fragmentation
     )
-    assert training.peak == training.training
-    generating = predict(0.4)
+    generating = predict(0.4).engine
     assert generating.rollout_weights + generating.kv_cache == int(0.4 * gpu.memory_bytes)
-    assert generating.peak == generating.generating > training.training
     parameters = 97 * 64 + 8 * (64 * 128 + 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64
     assert generating.rollout_weights == parameters * (4 if precision == "fp32" else 2) // 2
 
@@ -139,6 +138,25 @@ def test_more_recomputation_takes_less(tmp_path: Path) -> None:
     for recompute in ("none", "selective", "full"):
         config = make_config(str(tmp_path), model={"recompute": recompute})
         layout = Layout.of(config, world_size=1)
-        taken.append(memory(hf_config, config, layout, GPUS["h100"]).activations)
+        taken.append(memory(hf_config, config, layout, GPUS["h100"]).trainer.activations)
     assert taken == sorted(taken, reverse=True)
     assert len(set(taken)) == 3
+
+
+def test_each_phase_has_its_own_stage(tmp_path: Path) -> None:
+    """Untied, the last stage has as much state as the first, and a norm more; it trains on less."""
+    hf_config = read_model(tmp_path, QWEN3)
+    config = make_config(str(tmp_path), parallel=parallel_of(1, 4))
+    found = memory(hf_config, config, Layout.of(config, world_size=8), GPUS["h100"])
+    assert (found.trainer.stage, found.engine.stage) == (0, 3)
+    assert found.training > found.engine.training
+
+
+def test_the_head_and_a_layer_never_work_at_once(tmp_path: Path) -> None:
+    hf_config = read_model(tmp_path, WIDE)
+    config = make_config(str(tmp_path), model={"recompute": "full"})
+    stage = memory(hf_config, config, Layout.of(config, world_size=1), GPUS["h100"]).trainer
+    assert min(stage.layer, stage.head) > 0
+    assert stage.training - stage.fragmentation == (
+        stage.state + stage.activations + max(stage.layer, stage.head)
+    )

@@ -16,12 +16,12 @@ from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import GPUS
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import memory
-from gapo_megatron.scaling.planner import Plan, overrides, plan, read_model
+from gapo_megatron.scaling.planner import Plan, _Search, overrides, plan, read_model
 from gapo_megatron.scaling.tables import to_json
 from gapo_megatron.scaling.times import step_time
 from gapo_megatron.scaling.workload import Workload
 from tests.test_convert_models import NUM_PARAMETERS
-from tests.test_scaling_times import WORKLOAD, config, hf
+from tests.test_scaling_times import WORKLOAD, config, hf, layout
 
 H200 = GPUS["h200"]
 
@@ -78,7 +78,7 @@ def test_times_and_memory_are_those_of_the_layout_alone(on_one_node):
             WORKLOAD,
             H200,
             Efficiency(),
-            kv_cache_bytes=needed.kv_cache,
+            kv_cache_bytes=needed.engine.kv_cache,
         )
 
 
@@ -110,9 +110,11 @@ def test_what_does_not_fit_says_which_part():
     assert reasons
     assert "out of memory" in plan_72b.current_refusal  # 72 billion on every GPU
     for reason in reasons:
-        example = plan_72b.refusals[reason].example
-        assert example.memory.peak > H200.memory_bytes
-        assert example.refusal(H200) == reason
+        refused = plan_72b.refusals[reason]
+        assert refused.example.refusal(H200) == (reason, refused.num_bytes)
+        memory_of = refused.example.memory
+        phase = memory_of.training if "training" in reason else memory_of.generating
+        assert refused.num_bytes == phase > H200.memory_bytes
     # Weights and gradients alone, 6 bytes a parameter, need at least a cut into four.
     for candidate in plan_72b.ranked:
         assert candidate.layout.tp_size * candidate.layout.pp_size >= 4
@@ -133,6 +135,43 @@ def test_experts_go_within_what_they_divide():
         assert 128 % layout.ep_size == 0
         assert (layout.tp_size * layout.dp_size) % layout.ep_size == 0
     assert any(candidate.layout.ep_size == 4 for candidate in found.ranked)
+
+
+def test_what_some_micro_batch_and_engine_fit_is_not_refused():
+    """72B in four stages: stage 0 trains on most, stage 3 has most beside vLLM."""
+    model = hf("Qwen2.5-72B")
+    run = config(batch={"max_tokens_per_microbatch": 32768})
+    search = _Search(model, Shape.of(model), run, H200, WORKLOAD, Efficiency())
+    engines = search.rollout_sizes(64)
+    for tp, pp, recompute in ((4, 4, "none"), (8, 2, "none"), (2, 8, "full"), (1, 8, "none")):
+        cut = layout(tp=tp, pp=pp, dp=64 // (tp * pp), recompute=recompute)
+        every = [
+            search.candidate(dataclasses.replace(cut, rollout_tp_size=size), budget)
+            for size in engines
+            for budget in search.budgets()
+        ]
+        fitting = [one for one in every if not one.refusal(H200)]
+        best = search.best(cut, engines)
+        assert bool(fitting) == (best.refusal(H200) is None)
+        if fitting:
+            assert best.times.total_s == min(one.times.total_s for one in fitting)
+    fits = search.best(layout(tp=4, pp=4, dp=4), engines)
+    assert fits.refusal(H200) is None and fits.max_tokens_per_microbatch < 32768
+
+
+def test_an_engines_buffers_are_there_while_training():
+    """A device with just enough for training beside engines of one GPU: those are taken."""
+    found = planned("Qwen2.5-7B")
+    best = found.ranked[0]
+    assert best.layout.rollout_tp_size == 1
+    exact = dataclasses.replace(H200, memory_bytes=best.memory.training)
+    model, fraction = hf("Qwen2.5-7B"), {"memory_fraction": 0.2}
+    run = config(rollout=fraction)
+    search = _Search(model, Shape.of(model), run, exact, WORKLOAD, Efficiency())
+    again = search.best(best.layout, [4, 2, 1])
+    assert again.refusal(exact) is None
+    assert again.layout == best.layout
+    assert again.max_tokens_per_microbatch == best.max_tokens_per_microbatch
 
 
 def test_pipelines_divide_the_layers():

@@ -78,13 +78,26 @@ class LayerBytes:
         return cls(hidden, norms, attention, recomputed, mlp)
 
 
-def activation_bytes(
-    hf_config: Any, config: Config, layout: Layout, *, stage: int, fused: bool
-) -> int:
-    """Bytes kept between forward and backward pass at the worst moment of a step, on one rank.
+@dataclass(frozen=True, slots=True)
+class KeptActivations:
+    """What autograd keeps on one rank at the worst moment of a step, bytes."""
 
-    Micro-batches in flight (as many as stages from here on) of `batch.max_tokens_per_microbatch`
-    tokens. Under full recomputation one layer's own activations come on top, while it goes back.
+    layers: int
+    """Of the micro-batches in flight: as many as stages from here on."""
+    recomputed: int
+    """Under full recomputation, of one layer while it goes back."""
+    head: int
+    """Of the final norm and the log-probs: gone when the layers go back."""
+
+    @property
+    def most(self) -> int:
+        return self.layers + max(self.recomputed, self.head)
+
+
+def kept_activations(
+    hf_config: Any, config: Config, layout: Layout, *, stage: int, fused: bool
+) -> KeptActivations:
+    """Predict what is kept of micro-batches of `batch.max_tokens_per_microbatch` tokens.
 
     Args:
         hf_config: of the model.
@@ -105,12 +118,11 @@ def activation_bytes(
     if stage == layout.pp_size - 1:  # final norm, the head's input; label, row, two statistics
         head = _norm(hf_config.hidden_size, 1, fused) // sp + layer.hidden * (1 + fused)
         head += 2 * _INDEX + 8
+    recomputed = 0
     if layout.recompute == "full":
-        # The head's are gone by then. The layer's input is there in any case; norms in float32
-        # keep their own copy of it.
-        shares_input = fused or e == 4
-        head = max(head, layer.all - layer.hidden * shares_input)
-    return tokens * (in_flight * kept + head)
+        # The layer's input is there in any case; norms in float32 keep their own copy of it.
+        recomputed = layer.all - layer.hidden * (fused or e == 4)
+    return KeptActivations(tokens * in_flight * kept, tokens * recomputed, tokens * head)
 
 
 def neighbour_bytes(hf_config: Any, config: Config, layout: Layout, *, stage: int) -> int:
@@ -121,11 +133,13 @@ def neighbour_bytes(hf_config: Any, config: Config, layout: Layout, *, stage: in
     return config.batch.max_tokens_per_microbatch * hidden * ends * (layout.pp_size - stage)
 
 
-def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool) -> int:
+def working_bytes(
+    hf_config: Any, config: Config, layout: Layout, *, stage: int, fused: bool
+) -> int:
     """Bytes that one layer's backward pass has at once besides what is kept: an estimate.
 
     Gradients of the MLP's two widest tensors and of two hidden states; and the largest weight's
-    gradient before it is added to its float32 buffer.
+    gradient before it is added to its float32 buffer, on the first stage that of the embedding.
     """
     g, e = Geometry.of(hf_config), element_bytes(config)
     wide = g.intermediate // layout.tp_size
@@ -135,7 +149,8 @@ def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool
     tokens = config.batch.max_tokens_per_microbatch
     # Sequence parallelism gathers whole hidden states before a product.
     activations = tokens * e * ((3 if fused else 4) * wide + 2 * g.hidden)
-    return activations + e * g.hidden * max(2 * wide, -(-g.vocab // layout.tp_size))
+    vocab = -(-g.vocab // layout.tp_size) if stage == 0 else 0
+    return activations + e * g.hidden * max(2 * wide, vocab)
 
 
 def element_bytes(config: Config) -> int:

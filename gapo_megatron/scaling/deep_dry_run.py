@@ -24,11 +24,11 @@ from gapo_megatron.convert import rules_for
 from gapo_megatron.logprob import tiles
 from gapo_megatron.policy import Policy, step
 from gapo_megatron.policy.model import PolicyModel, check_shapes, read_hf_config
-from gapo_megatron.scaling.activations import activation_bytes, neighbour_bytes, working_bytes
+from gapo_megatron.scaling.activations import kept_activations
 from gapo_megatron.scaling.fake import fake_groups
 from gapo_megatron.scaling.kept import KeptForBackward
 from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.memory import head_bytes
+from gapo_megatron.scaling.memory import step_bytes
 from gapo_megatron.scaling.no_data import NoData, Traffic
 from gapo_megatron.scaling.state import rank_bytes
 from gapo_megatron.types import Batch, Microbatch
@@ -235,17 +235,14 @@ def _memory_table(
     found: Found, hf_config: Any, config: Config, layout: Layout, *, rank: int, stage: int
 ) -> Table:
     predicted = rank_bytes(rules_for(hf_config), config, layout, rank=rank)
-    activations = activation_bytes(hf_config, config, layout, stage=stage, fused=False)
-    peak = activations + neighbour_bytes(hf_config, config, layout, stage=stage)
-    peak += working_bytes(hf_config, config, layout, fused=False)
-    if stage == layout.pp_size - 1:
-        peak += head_bytes(hf_config, config, layout)
+    kept = kept_activations(hf_config, config, layout, stage=stage, fused=False)
+    step = step_bytes(hf_config, config, layout, stage=stage, fused=False)
     rows = [
         ("weights", found.weights, predicted[0]),
         ("gradients", found.gradients, predicted[1]),
         ("optimizer", found.optimizer, predicted[2]),
-        ("activations kept for backward", found.kept, activations),
-        ("peak beyond weights, gradients, optimizer", found.peak, peak),
+        ("activations kept for backward", found.kept, kept.most),
+        ("peak beyond weights, gradients, optimizer", found.peak, step.peak),
     ]
     table = Table(title="Memory of this rank, GiB")
     for heading in ("part", "allocated", "predicted", "ratio"):

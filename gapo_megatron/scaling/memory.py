@@ -14,8 +14,8 @@ from gapo_megatron.config import Config
 from gapo_megatron.convert import rules_for
 from gapo_megatron.convert.rules import Rule
 from gapo_megatron.scaling.activations import (
-    activation_bytes,
     element_bytes,
+    kept_activations,
     neighbour_bytes,
     working_bytes,
 )
@@ -24,8 +24,6 @@ from gapo_megatron.scaling.state import state_bytes
 
 if TYPE_CHECKING:
     from gapo_megatron.scaling.hardware import Gpu
-
-__all__ = ["Memory", "head_bytes", "memory", "state_bytes"]
 
 MIB = 2**20
 CONTEXT_BYTES = 1024 * MIB
@@ -39,18 +37,19 @@ _HEAD_ROWS, _HEAD_COLUMNS, _TILE_BYTES = 16384, 8192, 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes on one GPU, by part, of the rank that needs most."""
+class StageMemory:
+    """Bytes on one GPU of a pipeline stage, by part."""
 
     stage: int
-    """Its pipeline stage."""
     weights: int
     gradients: int
     optimizer: int
     activations: int
-    """Kept between forward and backward pass, and what one layer works with."""
+    """Kept between forward and backward pass, and what the schedule holds for neighbours."""
+    layer: int
+    """What the backward pass of one layer works with, its recomputed activations included."""
     head: int
-    """Workspace of the log-probs."""
+    """What the log-probs keep and work with. Never at the same time as `layer`."""
     rollout_weights: int
     kv_cache: int
     """What is left to vLLM of `rollout.memory_fraction` after its weights; its own workspace and
@@ -66,21 +65,35 @@ class Memory:
 
     @property
     def training(self) -> int:
-        """While the trainer works and vLLM sleeps."""
-        return self.state + self.activations + self.head + self.fragmentation
+        """While the trainer works and vLLM sleeps: the worse of two phases."""
+        return self.state + self.activations + max(self.layer, self.head) + self.fragmentation
 
     @property
     def generating(self) -> int:
         """While vLLM is awake: the trainer gives up nothing but activations."""
         return self.state + self.rollout_weights + self.kv_cache
 
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of a layout, the stages that need most: of an untied model often not the same one."""
+
+    trainer: StageMemory
+    """The stage that needs most while training."""
+    engine: StageMemory
+    """The stage that needs most while generating."""
+
     @property
-    def peak(self) -> int:
-        return max(self.training, self.generating)
+    def training(self) -> int:
+        return self.trainer.training
+
+    @property
+    def generating(self) -> int:
+        return self.engine.generating
 
 
 def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
-    """Predict the memory of the rank that needs most, with Transformer Engine's layers.
+    """Predict the memory of the stages that need most, with Transformer Engine's layers.
 
     (Those of fp32 runs are our own: no Transformer Engine there.)
 
@@ -98,28 +111,61 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     for_vllm = int(config.rollout.memory_fraction * gpu.memory_bytes)
     stages = []
     for stage, (weights, gradients, optimizer) in enumerate(state_bytes(rules, config, layout)):
-        is_last = stage == layout.pp_size - 1
-        activations = (
-            activation_bytes(hf_config, config, layout, stage=stage, fused=fused)
-            + neighbour_bytes(hf_config, config, layout, stage=stage)
-            + working_bytes(hf_config, config, layout, fused=fused)
-        )
-        head = head_bytes(hf_config, config, layout) if is_last else 0
+        step = step_bytes(hf_config, config, layout, stage=stage, fused=fused)
         stages.append(
-            Memory(
+            StageMemory(
                 stage=stage,
                 weights=weights,
                 gradients=gradients,
                 optimizer=optimizer,
-                activations=activations,
-                head=head,
+                activations=step.activations,
+                layer=step.layer,
+                head=step.head,
                 rollout_weights=rollout_weights,
                 kv_cache=max(0, for_vllm - rollout_weights),
                 communication=_communication_bytes(layout),
-                fragmentation=int(FRAGMENTATION * (activations + head)),
+                fragmentation=int(FRAGMENTATION * step.peak),
             )
         )
-    return max(stages, key=lambda one: one.peak)
+    return Memory(
+        trainer=max(stages, key=lambda one: one.training),
+        engine=max(stages, key=lambda one: one.generating),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """What a step needs on one rank beside its state; see `StageMemory`."""
+
+    activations: int
+    layer: int
+    head: int
+
+    @property
+    def peak(self) -> int:
+        """The head's backward pass is over when that of the layers begins."""
+        return self.activations + max(self.layer, self.head)
+
+
+def step_bytes(
+    hf_config: Any, config: Config, layout: Layout, *, stage: int, fused: bool
+) -> StepBytes:
+    """What a step needs on one rank beside its state.
+
+    Args:
+        hf_config: of the model.
+        config: of the run.
+        layout: how it is cut.
+        stage: pipeline stage.
+        fused: Transformer Engine's layers.
+    """
+    kept = kept_activations(hf_config, config, layout, stage=stage, fused=fused)
+    is_last = stage == layout.pp_size - 1
+    return StepBytes(
+        activations=kept.layers + neighbour_bytes(hf_config, config, layout, stage=stage),
+        layer=kept.recomputed + working_bytes(hf_config, config, layout, stage=stage, fused=fused),
+        head=kept.head + head_bytes(hf_config, config, layout) if is_last else 0,
+    )
 
 
 def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:

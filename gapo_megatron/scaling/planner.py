@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
@@ -15,16 +15,28 @@ from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.generation import generation_s
 from gapo_megatron.scaling.hardware import GIB, Gpu
 from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.memory import Memory, memory
-from gapo_megatron.scaling.times import StepTime, Training, reward_s, sync_s
+from gapo_megatron.scaling.memory import Memory, StageMemory, memory
+from gapo_megatron.scaling.times import StepTime, Training
 from gapo_megatron.scaling.workload import Workload
 
-TRAINING_PARTS = ("weights", "gradients", "optimizer", "activations", "head")
-ROLLOUT_PARTS = ("rollout_weights", "kv_cache")
-SHARED_PARTS = ("communication", "fragmentation")
-PARTS = TRAINING_PARTS + ROLLOUT_PARTS + SHARED_PARTS
+_STATE_PARTS = ("weights", "gradients", "optimizer")
+_STEP_PARTS = ("activations", "layer", "head")
+_ROLLOUT_PARTS = ("rollout_weights", "kv_cache")
+PARTS = (*_STATE_PARTS, *_STEP_PARTS, *_ROLLOUT_PARTS, "communication", "fragmentation")
 _BUDGET_FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)
 """Of `batch.max_tokens_per_microbatch` that are tried."""
+
+
+_GENERATING = "out of memory while generating"
+
+
+class Refusal(NamedTuple):
+    """Why a layout does not fit."""
+
+    reason: str
+    """A few words, alike for alike layouts."""
+    num_bytes: int
+    """Needed on one GPU in that phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +48,24 @@ class Candidate:
     memory: Memory
     times: StepTime
 
-    def refusal(self, gpu: Gpu) -> str:
-        """Why it does not fit, in a few words that are alike for alike layouts; empty: it fits."""
-        for phase, needed, parts in (
-            ("training", self.memory.training, TRAINING_PARTS),
-            ("generating", self.memory.generating, (*TRAINING_PARTS[:3], *ROLLOUT_PARTS)),
-        ):
-            if phase == "generating" and needed - self.memory.kv_cache <= gpu.memory_bytes < needed:
-                return "out of memory while generating: a smaller rollout.memory_fraction would fit"
-            if needed > gpu.memory_bytes:
-                largest = max(parts, key=lambda part: getattr(self.memory, part))
-                return f"out of memory while {phase}: {largest.replace('_', ' ')} most of all"
+    def refusal(self, gpu: Gpu) -> Refusal | None:
+        """Why it does not fit; None: it fits."""
+        needed = self.memory.training
+        if needed > gpu.memory_bytes:
+            return Refusal(_most_of_all("training", self.memory.trainer, _STEP_PARTS), needed)
+        needed, engine = self.memory.generating, self.memory.engine
+        if needed - engine.kv_cache > gpu.memory_bytes:
+            return Refusal(_most_of_all("generating", engine, _ROLLOUT_PARTS), needed)
+        if needed > gpu.memory_bytes:
+            return Refusal(f"{_GENERATING}: a smaller rollout.memory_fraction would fit", needed)
         if self.times.generation_s == float("inf"):
-            return "out of memory while generating: no room for the KV cache of one sequence"
-        return ""
+            return Refusal(f"{_GENERATING}: no room for the KV cache of one sequence", needed)
+        return None
+
+
+def _most_of_all(phase: str, stage: StageMemory, parts: Sequence[str]) -> str:
+    largest = max((*_STATE_PARTS, *parts), key=lambda part: getattr(stage, part))
+    return f"out of memory while {phase}: {largest.replace('_', ' ')} most of all"
 
 
 @dataclass(slots=True)
@@ -59,6 +75,8 @@ class Refusals:
     count: int = 0
     example: Candidate | None = None
     """The one that needs the least memory; None: sizes do not divide."""
+    num_bytes: int = 0
+    """What it needs in the phase that is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +138,17 @@ def plan(
             continue
         for recompute in ("none", "selective", "full"):
             best = search.best(_layout(num_gpus, *sizes, recompute), rollout_sizes)
-            if reason := best.refusal(gpu):
-                refused = refusals.setdefault(reason, Refusals())
-                refused.count += 1
-                example = refused.example
-                if example is None or best.memory.peak < example.memory.peak:
-                    refused.example = best
-            else:
+            refusal = best.refusal(gpu)
+            if refusal is None:
                 ranked.append(best)
+                continue
+            refused = refusals.setdefault(refusal.reason, Refusals())
+            refused.count += 1
+            if refused.example is None or refusal.num_bytes < refused.num_bytes:
+                refused.example, refused.num_bytes = best, refusal.num_bytes
     ranked.sort(key=lambda candidate: candidate.times.total_s)
-    current, refusal = search.current(num_gpus)
-    return Plan(gpu, num_gpus, ranked, current, refusal, refusals)
+    current, reason = search.current(num_gpus)
+    return Plan(gpu, num_gpus, ranked, current, reason, refusals)
 
 
 def _layout(num_gpus: int, tp: int, pp: int, ep: int, recompute: str) -> Layout:
@@ -184,27 +202,22 @@ class _Search:
     def best(self, layout: Layout, rollout_sizes: Sequence[int]) -> Candidate:
         """The quickest micro-batch and engine that fit; of what does not fit, the leanest.
 
-        The trainer's time and memory do not depend on the engine's size, nor generation on
-        micro-batches: these are tried from the quickest on until the trainer fits, and then the
-        engine's sizes.
+        Times add up: of the micro-batches the quickest that fits with any engine, and with it the
+        quickest engine. What an engine needs to communicate is there while the trainer works, too.
         """
-        budgets = sorted(
-            (self.training_s(self.with_budget(budget), layout), budget) for budget in self.budgets()
-        )
-        tried = []
-        for _, budget in budgets:
-            tried.append(self.candidate(layout, budget))
-            if tried[-1].memory.training <= self.gpu.memory_bytes:
-                break
-        else:
-            return min(tried, key=lambda candidate: candidate.memory.training)
-        engines = [
-            self.candidate(replace(layout, rollout_tp_size=size), budget) for size in rollout_sizes
-        ]
-        fitting = [candidate for candidate in engines if not candidate.refusal(self.gpu)]
-        if fitting:
-            return min(fitting, key=lambda candidate: candidate.times.total_s)
-        return min(engines, key=lambda candidate: candidate.memory.generating)
+        layouts = [replace(layout, rollout_tp_size=size) for size in rollout_sizes]
+        tried: list[tuple[int, Candidate]] = []
+        for budget in sorted(self.budgets(), key=lambda one: self.training_s(one, layout)):
+            fitting = []
+            for engine in layouts:
+                candidate = self.candidate(engine, budget)
+                if refusal := candidate.refusal(self.gpu):
+                    tried.append((refusal.num_bytes, candidate))
+                else:
+                    fitting.append(candidate)
+            if fitting:
+                return min(fitting, key=lambda candidate: candidate.times.total_s)
+        return min(tried, key=lambda one: one[0])[1]
 
     def current(self, num_gpus: int) -> tuple[Candidate | None, str]:
         """The config's own layout, and why it does not run (empty: it does)."""
@@ -214,7 +227,8 @@ class _Search:
         except ConfigError as error:
             return None, str(error)
         candidate = self.candidate(layout, self.config.batch.max_tokens_per_microbatch)
-        return candidate, candidate.refusal(self.gpu)
+        refusal = candidate.refusal(self.gpu)
+        return candidate, refusal.reason if refusal else ""
 
     def budgets(self) -> list[int]:
         """Tokens of a micro-batch to try: each holds one sequence."""
@@ -231,7 +245,8 @@ class _Search:
         config = self.with_budget(budget)
         needed = memory(self.hf_config, config, layout, self.gpu)
         training = self._training(config, layout)
-        key = (layout.rollout_tp_size, layout.world_size, needed.kv_cache)
+        kv_cache = needed.engine.kv_cache
+        key = (layout.rollout_tp_size, layout.world_size, kv_cache)
         if key not in self._generation_s:
             self._generation_s[key] = generation_s(
                 self.shape,
@@ -241,19 +256,14 @@ class _Search:
                 workload=self.workload,
                 gpu=self.gpu,
                 efficiency=self.efficiency,
-                kv_cache_bytes=needed.kv_cache,
+                kv_cache_bytes=kv_cache,
             )
-        times = StepTime(
-            generation_s=self._generation_s[key],
-            reward_s=reward_s(config, layout, self.gpu, self.efficiency),
-            old_log_probs_s=training.old_log_probs_s(),
-            update_s=config.batch.num_minibatches * training.update_s(),
-            sync_s=sync_s(training),
-        )
+        times = StepTime.of(training, generation_s=self._generation_s[key])
         return Candidate(layout, budget, needed, times)
 
-    def training_s(self, config: Config, layout: Layout) -> float:
+    def training_s(self, budget: int, layout: Layout) -> float:
         """Old pass and updates."""
+        config = self.with_budget(budget)
         training = self._training(config, layout)
         return training.old_log_probs_s() + config.batch.num_minibatches * training.update_s()
 

@@ -43,10 +43,13 @@ def layouts_table(plan: Plan, config: Config, *, top: int) -> Table:
 
 
 def memory_table(plan: Plan, *, top: int) -> Table:
-    """The same rows by part of the memory, of the rank that needs most."""
+    """The same rows by part of the memory, of the stage that needs most while training.
+
+    The last column is of the stage that needs most while generating.
+    """
     table = Table(
         title=f"Memory of one GPU by part, GiB (a {plan.gpu.name} has "
-        f"{gib(plan.gpu.memory_bytes):.1f})",
+        f"{gib(plan.gpu.memory_bytes):.1f}); of layer and head the larger counts",
         title_justify="left",
     )
     headings = [part.replace("rollout_weights", "vLLM_weights").replace("_", " ") for part in PARTS]
@@ -56,8 +59,7 @@ def memory_table(plan: Plan, *, top: int) -> Table:
     if plan.current is not None:
         rows.append(("yours" if not plan.current_refusal else "yours *", plan.current))
     for name, candidate in rows:
-        parts = [getattr(candidate.memory, part) for part in (*PARTS, "training", "generating")]
-        table.add_row(name, *(f"{gib(part):.1f}" for part in parts))
+        table.add_row(name, *(f"{gib(size):.1f}" for size in _memory_values(candidate).values()))
     return table
 
 
@@ -75,7 +77,7 @@ def refusals_table(plan: Plan) -> Table:
             layout = example.layout
             shown = (
                 f"TP {layout.tp_size} PP {layout.pp_size} EP {layout.ep_size}, "
-                f"{layout.recompute}: {gib(example.memory.peak):,.0f} GiB"
+                f"{layout.recompute}: {gib(refused.num_bytes):,.0f} GiB"
             )
         table.add_row(f"{refused.count:,}", reason, shown)
     rest = rows[_REASONS_SHOWN:]
@@ -145,16 +147,22 @@ def to_json(
 
 
 def _values(plan: Plan, candidate: Candidate, config: Config) -> dict[str, Any]:
-    parts = (*PARTS, "training", "generating", "peak")
     times = {f"{stage}_s": _finite(seconds(candidate.times, stage)) for stage in (*STAGES, "total")}
     return {
         "layout": dataclasses.asdict(candidate.layout),
         "max_tokens_per_microbatch": candidate.max_tokens_per_microbatch,
         "overrides": overrides(candidate),
-        "memory_bytes": {part: getattr(candidate.memory, part) for part in parts},
+        "memory_bytes": _memory_values(candidate),
         "times": times,
         "gpu_hours": _finite(plan.gpu_hours(candidate, config.run.num_steps)),
     }
+
+
+def _memory_values(candidate: Candidate) -> dict[str, int]:
+    """Bytes of the stage that needs most while training, by part; and the most of both phases."""
+    found = candidate.memory
+    parts = {part: getattr(found.trainer, part) for part in PARTS}
+    return parts | {"training": found.training, "generating": found.generating}
 
 
 def _finite(value: float) -> float | None:

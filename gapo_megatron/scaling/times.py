@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from gapo_megatron.config import Config
 from gapo_megatron.scaling.arithmetic import Shape, forward_flops
@@ -48,6 +48,18 @@ class StepTime:
             self.generation_s + self.reward_s + self.old_log_probs_s + self.update_s + self.sync_s
         )
 
+    @classmethod
+    def of(cls, training: Training, *, generation_s: float) -> Self:
+        """A step of `batch.num_minibatches` updates, whose generation takes so long."""
+        config = training.config
+        return cls(
+            generation_s=generation_s,
+            reward_s=reward_s(config, training.layout, training.gpu, training.efficiency),
+            old_log_probs_s=training.old_log_probs_s(),
+            update_s=config.batch.num_minibatches * training.update_s(),
+            sync_s=sync_s(training),
+        )
+
 
 def step_time(
     hf_config: Any | Shape,
@@ -73,9 +85,8 @@ def step_time(
     shape = hf_config if isinstance(hf_config, Shape) else Shape.of(hf_config)
     if kv_cache_bytes is None:
         kv_cache_bytes = default_kv_cache_bytes(shape, config, layout, gpu)
-    training = Training(shape, config, layout, workload, gpu, efficiency)
-    num_minibatches = config.batch.num_minibatches
-    return StepTime(
+    return StepTime.of(
+        Training(shape, config, layout, workload, gpu, efficiency),
         generation_s=generation_s(
             shape,
             config,
@@ -86,10 +97,6 @@ def step_time(
             efficiency=efficiency,
             kv_cache_bytes=kv_cache_bytes,
         ),
-        reward_s=reward_s(config, layout, gpu, efficiency),
-        old_log_probs_s=training.old_log_probs_s(),
-        update_s=num_minibatches * training.update_s(),
-        sync_s=sync_s(training),
     )
 
 

@@ -1,6 +1,8 @@
 """Layouts that fit, in the order of their time; reasons for the others; simulated scale."""
 
+import copy
 import dataclasses
+import re
 import time
 import tracemalloc
 
@@ -10,6 +12,7 @@ import torch
 from gapo_megatron.batching import plan as plan_batch
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy.model import check_shapes
+from gapo_megatron.policy.parallel import check_world_size
 from gapo_megatron.scaling.anchors import ANCHORS, MODELS
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import Efficiency
@@ -102,6 +105,31 @@ def test_the_configs_own_layout_is_always_there(on_one_node):
     assert wrong.current is None
     assert "must divide the model's num_attention_heads (28)" in wrong.current_refusal
     assert any("num_attention_heads (28)" in reason for reason in wrong.refusals)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(8, "must divide the model's num_attention_heads"), (4, r"at most the GPUs of a node \(2\)")],
+)
+def test_an_engine_that_vllm_refuses_does_not_run(size, words):
+    small = dataclasses.replace(H200, gpus_per_node=2)
+    found = planned(nodes=8, gpu=small, rollout={"tensor_parallel_size": size})
+    assert found.current is None
+    assert re.search(words, found.current_refusal)
+
+
+def test_layouts_that_the_trainer_refuses_are_not_ranked():
+    """160 experts on 320 GPUs: five ranks of experts and two of tensors do not nest."""
+    model = copy.copy(hf("Qwen3-30B-A3B"))
+    model.num_experts = 160
+    gpu = dataclasses.replace(H200, gpus_per_node=2)
+    found = plan(
+        model, config(), num_nodes=160, gpu=gpu, workload=WORKLOAD, efficiency=Efficiency()
+    )
+    assert found.ranked
+    for candidate in found.ranked:
+        check_world_size(candidate.layout.apply(config()).parallel, 320)
+    assert any("one must divide the other" in reason for reason in found.refusals)
 
 
 def test_what_does_not_fit_says_which_part():

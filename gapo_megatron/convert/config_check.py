@@ -68,6 +68,15 @@ def read_config(root: Path) -> PretrainedConfig:
     return hf_config
 
 
+def check_engine_heads(hf_config: PretrainedConfig, size: int) -> None:
+    """Raise ConfigError unless `rollout.tensor_parallel_size` divides the model's heads."""
+    if hf_config.num_attention_heads % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({size}) must divide the model's num_attention_heads "
+            f"({hf_config.num_attention_heads})"
+        )
+
+
 def check_config(root: Path, entries: Mapping[str, Entry]) -> PretrainedConfig:
     """Read config.json, provided it says what the weights say.
 

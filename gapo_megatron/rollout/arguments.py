@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from gapo_megatron.config import Config
 from gapo_megatron.convert import check_hf_dir
+from gapo_megatron.convert.config_check import check_engine_heads
 from gapo_megatron.convert.tables import Geometry
 from gapo_megatron.errors import ConfigError
 
@@ -39,11 +40,7 @@ def check_engine(
         raise ConfigError(
             f"rollout.tensor_parallel_size ({size}) must divide the world size ({world_size})"
         )
-    if hf_config.num_attention_heads % size:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size ({size}) must divide the model's num_attention_heads "
-            f"({hf_config.num_attention_heads})"
-        )
+    check_engine_heads(hf_config, size)
     if device.type == "cpu":
         head_dim = Geometry.of(hf_config).head_dim
         supported = CPUAttentionBackend.get_supported_head_sizes()

@@ -23,6 +23,8 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int
+    tied: bool
+    """The output layer is the embedding."""
     layer_weights: int
     """Of one layer, met by every token: attention, and the MLP or the router."""
     expert_weights: int
@@ -55,6 +57,7 @@ class Shape:
             kv_heads=g.kv_heads,
             head_dim=g.head_dim,
             vocab=g.vocab,
+            tied=g.tied,
             layer_weights=attention + mlp,
             expert_weights=expert,
             num_experts=num_experts,
@@ -82,9 +85,13 @@ class Shape:
         return 2 * self.num_layers * heads * self.head_dim * element_bytes
 
     def weights_per_rank(self, *, tp_size: int, pp_size: int, ep_size: int) -> tuple[float, float]:
-        """(others, experts) of the fullest pipeline stage: an even cut, a head or embedding."""
+        """(others, experts) of the fullest pipeline stage.
+
+        An even cut of the layers, with embedding or head; on a single stage with both.
+        """
         layers = self.num_layers / pp_size
-        others = layers * self.layer_weights / tp_size + self.head_weights / tp_size
+        tables = 1 if self.tied or pp_size > 1 else 2
+        others = (layers * self.layer_weights + tables * self.head_weights) / tp_size
         return others, layers * self.num_experts * self.expert_weights / ep_size
 
 

@@ -103,7 +103,7 @@ def generation_s(
         kv_cache_bytes: of one rank.
 
     Returns:
-        Infinity where the cache does not hold one sequence.
+        Infinity where the cache does not hold one sequence of the greatest length.
     """
     batch, element_bytes = config.batch, 4 if config.model.precision == "fp32" else 2
     replicas = max(1, world_size // rollout_tp_size)
@@ -126,7 +126,8 @@ def generation_s(
     most = _MAX_SEQUENCES if gpu.memory_bytes >= 70 * GIB else _MAX_SEQUENCES_SMALL
     if gpu.name == CPU_NAME:
         most = _MAX_SEQUENCES_SMALL * rollout_tp_size
-    if kv_tokens < prompt + workload.longest_response_tokens:
+    # vLLM starts if the cache holds `max_model_len` tokens (`rollout.arguments.engine_args`).
+    if kv_tokens < config.max_sequence_tokens + 1:
         return float("inf")
 
     full_s, running = 0.0, float(waiting)

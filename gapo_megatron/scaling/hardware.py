@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -47,13 +48,21 @@ class Gpu:
             stride: distance of neighbouring members in rank order.
 
         A group within a node runs at `link_bandwidth`. One over several nodes has as many network
-        adapters as it has members in a node, which carry its rings side by side:
-        min(link_bandwidth, members in a node x network_bandwidth).
+        adapters as it has members in the node with the fewest, which carry its rings side by side:
+        min(link_bandwidth, members x network_bandwidth).
         """
-        if size * stride <= self.gpus_per_node:
+        members = self.members_in_node(size, stride=stride)
+        if members == size:
             return self.link_bandwidth
-        members = max(1, self.gpus_per_node // stride)
         return min(self.link_bandwidth, members * self.network_bandwidth)
+
+    def members_in_node(self, size: int, *, stride: int) -> int:
+        """The fewest members of a process group that share a node; `size`: all, of every group.
+
+        Groups begin at multiples of size x stride, nodes at multiples of gpus_per_node: a group's
+        part in a node is a multiple of the greatest common divisor of the two.
+        """
+        return max(1, math.gcd(size * stride, self.gpus_per_node) // stride)
 
 
 # NVLink 4: 900 GB/s is both directions together. Network: one ConnectX-7 of 400 Gb/s for each GPU,

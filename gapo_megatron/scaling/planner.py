@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gapo_megatron.config import Config
+from gapo_megatron.convert.config_check import check_engine_heads
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy.model import check_shapes, num_experts, read_hf_config
+from gapo_megatron.policy.parallel import check_world_size
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.generation import generation_s
@@ -132,7 +134,9 @@ def plan(
     ranked: list[Candidate] = []
     for sizes in _trainer_sizes(hf_config, num_gpus, gpu):
         try:
-            check_shapes(hf_config, _layout(num_gpus, *sizes, "none").apply(config).parallel)
+            parallel = _layout(num_gpus, *sizes, "none").apply(config).parallel
+            check_shapes(hf_config, parallel)
+            check_world_size(parallel, num_gpus)
         except ConfigError as error:
             refusals.setdefault(str(error), Refusals()).count += 1
             continue
@@ -224,6 +228,12 @@ class _Search:
         try:
             check_shapes(self.hf_config, self.config.parallel)
             layout = Layout.of(self.config, world_size=num_gpus)
+            check_engine_heads(self.hf_config, layout.rollout_tp_size)
+            if layout.rollout_tp_size > self.gpu.gpus_per_node:
+                raise ConfigError(
+                    f"rollout.tensor_parallel_size ({layout.rollout_tp_size}) must be at most the "
+                    f"GPUs of a node ({self.gpu.gpus_per_node})"
+                )
         except ConfigError as error:
             return None, str(error)
         candidate = self.candidate(layout, self.config.batch.max_tokens_per_microbatch)

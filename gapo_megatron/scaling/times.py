@@ -285,19 +285,21 @@ class Training:
     def _experts_s(self, backward: bool) -> float:
         """All-to-all to the experts and back, of one layer and micro-batch.
 
-            experts = 2 x factor' x (tokens of the rank x k x hidden x (e - 1) / e / link
-                      + collective_s), factor' = 1 forward, 2 with backward, 3 with recomputation
+            experts = 2 x factor' x (tokens of the rank x k x hidden
+                      x max((n - 1) / e / link, (e - n) / e / network) + collective_s)
 
-        Beyond a node each rank's network adapter carries its tokens.
+        factor' = 1 forward, 2 with backward, 3 with recomputation. Of e ranks n share a node; what
+        leaves it goes through each rank's own network adapter.
         """
-        layout = self.layout
+        layout, gpu = self.layout, self.gpu
         if layout.ep_size == 1:
             return 0.0
-        sent = self._hidden_bytes / layout.tp_size * self.shape.experts_per_token
-        sent *= (layout.ep_size - 1) / layout.ep_size
-        in_node = layout.ep_size <= self.gpu.gpus_per_node
-        rate = self.gpu.link_bandwidth if in_node else self.gpu.network_bandwidth
-        each = sent / (rate * self.efficiency.communication) + self.efficiency.collective_s
+        sent = self._hidden_bytes / layout.tp_size * self.shape.experts_per_token / layout.ep_size
+        members = gpu.members_in_node(layout.ep_size, stride=1)
+        inside_s = (members - 1) * sent / gpu.link_bandwidth
+        outside_s = (layout.ep_size - members) * sent / gpu.network_bandwidth
+        each = max(inside_s, outside_s) / self.efficiency.communication
+        each += self.efficiency.collective_s
         times = 1 if not backward else 3 if layout.recompute == "full" else 2
         return 2 * times * each
 

@@ -63,10 +63,11 @@ def make_config(hf_dir: str, **sections: dict[str, Any]) -> Config:
     return parse_config(tree, source="test")
 
 
-def parallel_of(tp: int, pp: int, ep: int = 1, *, sp: bool = False) -> dict[str, Any]:
+def parallel_of(tp: int, pp: int, ep: int = 1, *, cp: int = 1, sp: bool = False) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
+        "context_parallel_size": cp,
         "expert_model_parallel_size": ep,
         "sequence_parallel": sp,
     }

@@ -27,6 +27,7 @@ def test_layout_of_a_config_and_back() -> None:
     layout = Layout(
         tp_size=4,
         pp_size=2,
+        cp_size=2,
         dp_size=3,
         ep_size=2,
         sequence_parallel=True,
@@ -34,8 +35,8 @@ def test_layout_of_a_config_and_back() -> None:
         rollout_tp_size=8,
     )
     config = layout.apply(given)
-    assert Layout.of(config, world_size=24) == layout
-    assert layout.world_size == 24
+    assert Layout.of(config, world_size=48) == layout
+    assert (layout.world_size, layout.ranks_per_stage, layout.copies) == (48, 24, 6)
     assert config.batch == given.batch and config.data == given.data
 
 
@@ -64,6 +65,8 @@ LAYOUTS: list[tuple[dict[str, Any], str, dict[str, Any], int, int]] = [
     (TINY_EXPERTS, "bf16", parallel_of(2, 1, 4, sp=True), 12, 7),
     (TINY_EXPERTS, "bf16", parallel_of(2, 2, 2, sp=True), 20, 19),
     (TINY_EXPERTS, "bf16", parallel_of(1, 2), 10, 3),
+    (UNTIED, "bf16", parallel_of(2, 2, cp=3, sp=True), 24, 17),
+    (TINY_EXPERTS, "bf16", parallel_of(2, 1, 4, cp=2, sp=True), 24, 21),
 ]
 
 

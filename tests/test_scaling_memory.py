@@ -110,6 +110,7 @@ def test_parts_of_memory(tmp_path: Path, precision: str) -> None:
     layout = Layout(
         tp_size=2,
         pp_size=4,
+        cp_size=1,
         dp_size=2,
         ep_size=1,
         sequence_parallel=True,

@@ -202,6 +202,27 @@ def test_an_engines_buffers_are_there_while_training():
     assert again.max_tokens_per_microbatch == best.max_tokens_per_microbatch
 
 
+def test_sequences_are_shared_where_they_do_not_fit_otherwise():
+    """131,072 tokens of 72B: two ranks at least share a sequence, and no more than need be."""
+    long = {"data": {"max_prompt_tokens": 4096}, "rollout": {"max_response_tokens": 126976}}
+    found = planned("Qwen2.5-72B", nodes=8, batch={"max_tokens_per_microbatch": 131072}, **long)
+    assert found.ranked
+    sizes = {}
+    for candidate in found.ranked:
+        cut = candidate.layout
+        sizes.setdefault((cut.tp_size, cut.pp_size), set()).add(cut.cp_size)
+        assert f"parallel.context_parallel_size={cut.cp_size}" in overrides(candidate)
+    assert all(len(one) == 1 for one in sizes.values())
+    assert max(max(one) for one in sizes.values()) > 1
+    assert not any(one.layout.cp_size > 1 for one in planned().ranked)
+
+
+def test_the_configs_own_context_parallelism_is_tried():
+    found = planned(parallel={"context_parallel_size": 2})
+    assert {candidate.layout.cp_size for candidate in found.ranked} == {1, 2}
+    assert found.current.layout.cp_size == 2
+
+
 def test_pipelines_divide_the_layers():
     found = planned("Qwen2.5-32B", nodes=8)
     assert {candidate.layout.pp_size for candidate in found.ranked} <= {1, 2, 4, 8, 16, 32, 64}

@@ -78,10 +78,11 @@ def config(**sections):
     return parse_config(tree, source="test")
 
 
-def layout(*, tp=1, pp=1, dp=8, ep=1, sp=None, recompute="none", rollout_tp=1):
+def layout(*, tp=1, pp=1, cp=1, dp=8, ep=1, sp=None, recompute="none", rollout_tp=1):
     return Layout(
         tp_size=tp,
         pp_size=pp,
+        cp_size=cp,
         dp_size=dp,
         ep_size=ep,
         sequence_parallel=tp > 1 if sp is None else sp,
@@ -400,6 +401,25 @@ def test_experts_talk_within_the_node_or_across():
     assert across._experts_s(backward=True) == pytest.approx(4 * sent * 8 / 16 / 50e9)
     # A rank's share of the experts is added up over those that hold the same.
     assert across.optimizer_s() < inside.optimizer_s()
+
+
+def test_context_parallel_ranks_share_the_work_and_pass_keys_on():
+    one, two = training(dp=4), training(cp=4, dp=4)
+    tokens = one.num_tokens / one.num_microbatches
+    assert (two.num_tokens, two.num_microbatches) == (one.num_tokens, one.num_microbatches)
+    assert two.head_s(backward=True) == one.head_s(backward=True) / 4
+    # Keys and values of 4 heads x 128, bf16, to three neighbours; twice as much on the way back.
+    ring = 3 * tokens / 4 * 2 * 512 * 2 / 450e9
+    assert two._context_s(backward=False) == pytest.approx(ring)
+    assert two._context_s(backward=True) == pytest.approx(3 * ring)
+    assert training(cp=4, dp=4, recompute="full")._context_s(backward=True) == pytest.approx(
+        4 * ring
+    )
+    assert one._context_s(backward=True) == 0
+    forward = two.stage_s(backward=False) - 28 * two._context_s(backward=False)
+    assert forward == pytest.approx(one.stage_s(backward=False) / 4)
+    # Sixteen ranks share gradients and optimizer, as if all were data parallel.
+    assert two.optimizer_s() == pytest.approx(training(dp=16).optimizer_s())
 
 
 def test_sync_moves_the_whole_model_through_every_rank():

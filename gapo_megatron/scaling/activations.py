@@ -9,7 +9,9 @@ micro-batch need no padding; experts get equal shares of the tokens.
 
 Sizes of one rank: h hidden, q query width, k key (or value) width, n query heads, f MLP width
 (an expert's: g), all but h and g divided by tensor parallelism; e bytes of an element; p of the
-tokens choose an expert each. Hidden states are divided under sequence parallelism.
+tokens choose an expert each. Hidden states are divided under sequence parallelism, and everything
+under context parallelism: a rank has its part of the tokens, and under Transformer Engine's ring of
+keys and values at most a neighbour's besides.
 """
 
 from __future__ import annotations
@@ -67,6 +69,12 @@ class LayerBytes:
             attention += e * (q + k) if fused else 0
             recomputed = mixed + rotated + out
             recomputed += _norm(q, n, fused) + _norm(k, k // g.head_dim, fused)
+        if layout.cp_size > 1 and not fused:
+            # All keys and values, a mask of the queries against them, the output as it was attended
+            # and as it is projected; all of it once more where it is recomputed.
+            longest = config.max_sequence_tokens
+            gathered = e * layout.cp_size * 2 * k
+            attention += gathered + e * longest + e * q - mixed
         if fused:  # rotated before it is recomputed
             recomputed = attention - log_sums
         norms = 2 * (_norm(g.hidden, 1, fused) // sp + hidden)
@@ -108,7 +116,7 @@ def kept_activations(
     """
     layer = LayerBytes.of(hf_config, config, layout, fused=fused)
     num_layers = hf_config.num_hidden_layers // layout.pp_size
-    tokens, in_flight = config.batch.max_tokens_per_microbatch, layout.pp_size - stage
+    tokens, in_flight = tokens_per_rank(config, layout), layout.pp_size - stage
     sp = layout.tp_size if layout.sequence_parallel else 1
     e, kept, head = element_bytes(config), num_layers * layer.kept(layout.recompute), 0
     if stage == 0:
@@ -130,7 +138,7 @@ def neighbour_bytes(hf_config: Any, config: Config, layout: Layout, *, stage: in
     sp = layout.tp_size if layout.sequence_parallel else 1
     hidden = element_bytes(config) * hf_config.hidden_size // sp
     ends = (stage > 0) + (stage < layout.pp_size - 1)
-    return config.batch.max_tokens_per_microbatch * hidden * ends * (layout.pp_size - stage)
+    return tokens_per_rank(config, layout) * hidden * ends * (layout.pp_size - stage)
 
 
 def working_bytes(
@@ -146,11 +154,18 @@ def working_bytes(
     if getattr(hf_config, "num_experts", None):
         sp = layout.tp_size if layout.sequence_parallel else 1
         wide = hf_config.moe_intermediate_size * hf_config.num_experts_per_tok // sp
-    tokens = config.batch.max_tokens_per_microbatch
     # Sequence parallelism gathers whole hidden states before a product.
-    activations = tokens * e * ((3 if fused else 4) * wide + 2 * g.hidden)
+    elements = (3 if fused else 4) * wide + 2 * g.hidden
+    if layout.cp_size > 1:  # keys and values of a neighbour, and the gradients of both on their way
+        elements += 4 * g.kv_heads * g.head_dim // layout.tp_size
+    activations = tokens_per_rank(config, layout) * e * elements
     vocab = -(-g.vocab // layout.tp_size) if stage == 0 else 0
     return activations + e * g.hidden * max(2 * wide, vocab)
+
+
+def tokens_per_rank(config: Config, layout: Layout) -> int:
+    """Of a full micro-batch, on one of the ranks that share its sequences."""
+    return config.batch.max_tokens_per_microbatch // layout.cp_size
 
 
 def element_bytes(config: Config) -> int:

@@ -158,6 +158,7 @@ def _layout(
     return Layout(
         tp_size=tp,
         pp_size=pp,
+        cp_size=1,
         dp_size=dp,
         ep_size=ep,
         sequence_parallel=tp > 1,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gapo_megatron.config import Config
 from gapo_megatron.convert import rules_for
+from gapo_megatron.dry_run import arithmetic
 from gapo_megatron.logprob import tiles
 from gapo_megatron.policy import Policy, step
 from gapo_megatron.policy.model import PolicyModel, check_shapes, read_hf_config
@@ -57,7 +58,7 @@ class Found:
     layers and head work with, and what the schedule holds for the neighbours."""
     num_microbatches: int
     num_tokens: int
-    """Of one micro-batch."""
+    """Of one micro-batch, which context parallel ranks share."""
     traffic: dict[tuple[str, str], Traffic]
     """By (collective, process group); see `no_data.Traffic`."""
 
@@ -88,7 +89,8 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
         microbatch = _full_microbatch(config, policy)
         ranks = groups.tp_size if config.parallel.sequence_parallel else 1
         num_tokens = microbatch.tokens.shape[1]
-        no_data.received_shape = (num_tokens // ranks, 1, policy.hf_config.hidden_size)
+        received_tokens = num_tokens // (ranks * groups.cp_size)
+        no_data.received_shape = (received_tokens, 1, policy.hf_config.hidden_size)
         no_data.reset_peak()
         before = no_data.live_bytes
         with KeptForBackward(besides=parameters.values()) as kept:
@@ -195,10 +197,10 @@ def print_deep_dry_run(
     check_shapes(hf_config, config.parallel)
     layout = Layout.of(config, world_size=world_size)
     found = step_one_rank(config, rank=rank, world_size=world_size)
-    stage = rank // (layout.tp_size * layout.dp_size)
+    stage = rank // layout.ranks_per_stage
     console.print(
-        f"Rank {rank} of {world_size}: tensor {layout.tp_size} x pipeline {layout.pp_size} x data "
-        f"{layout.dp_size}, stage {stage}. Built, and one step of {found.num_microbatches} "
+        f"Rank {rank} of {world_size}: {arithmetic(config, world_size=world_size).cut}, "
+        f"stage {stage}. Built, and one step of {found.num_microbatches} "
         f"micro-batch(es) of {found.num_tokens:,} tokens taken, with the trainer's own code and "
         "without data.",
         markup=False,

@@ -7,7 +7,6 @@ from typing import Self
 
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.dry_run import arithmetic
-from gapo_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +15,11 @@ class Layout:
 
     tp_size: int
     pp_size: int
+    cp_size: int
+    """Ranks that share every sequence."""
     dp_size: int
     ep_size: int
-    """Ranks that divide a layer's experts, out of the tp_size x dp_size of one stage."""
+    """Ranks that divide a layer's experts, out of those of one stage."""
     sequence_parallel: bool
     recompute: str
     """none, selective or full: `model.recompute`."""
@@ -26,25 +27,29 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.tp_size * self.pp_size * self.dp_size
+        return self.ranks_per_stage * self.pp_size
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.tp_size * self.copies
+
+    @property
+    def copies(self) -> int:
+        """Ranks with the same weights (experts apart), which divide the optimizer's state."""
+        return self.cp_size * self.dp_size
 
     @classmethod
     def of(cls, config: Config, *, world_size: int) -> Self:
         """The layout that a config has on `world_size` processes.
 
         Raises:
-            ConfigError: a parallel size does not divide the world size; context parallelism, whose
-                times and memory nothing here knows yet.
+            ConfigError: a parallel size does not divide the world size.
         """
-        if config.parallel.context_parallel_size > 1:
-            raise ConfigError(
-                f"parallel.context_parallel_size ({config.parallel.context_parallel_size}) must be "
-                "1 here: the planner does not know it yet"
-            )
         counts = arithmetic(config, world_size=world_size)
         return cls(
             tp_size=counts.tp_size,
             pp_size=counts.pp_size,
+            cp_size=counts.cp_size,
             dp_size=counts.dp_size,
             ep_size=counts.ep_size,
             sequence_parallel=config.parallel.sequence_parallel,
@@ -62,6 +67,7 @@ class Layout:
         tree["parallel"] |= {
             "tensor_model_parallel_size": self.tp_size,
             "pipeline_model_parallel_size": self.pp_size,
+            "context_parallel_size": self.cp_size,
             "expert_model_parallel_size": self.ep_size,
             "sequence_parallel": self.sequence_parallel,
         }

@@ -17,6 +17,7 @@ from gapo_megatron.scaling.activations import (
     element_bytes,
     kept_activations,
     neighbour_bytes,
+    tokens_per_rank,
     working_bytes,
 )
 from gapo_megatron.scaling.layout import Layout
@@ -175,7 +176,7 @@ def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:
     block of active rows: its states, its float32 gradient twice (one is summed over ranks while the
     next is computed), the gradient of a tile of logits, and that tile in float32.
     """
-    tokens, h = config.batch.max_tokens_per_microbatch, hf_config.hidden_size
+    tokens, h = tokens_per_rank(config, layout), hf_config.hidden_size
     e = element_bytes(config)
     sp = layout.tp_size if layout.sequence_parallel else 1
     rows = min(_HEAD_ROWS, tokens)
@@ -194,6 +195,7 @@ def _num_parameters(rules: list[Rule]) -> int:
 
 
 def _communication_bytes(layout: Layout) -> int:
-    sizes = (layout.tp_size, layout.pp_size, layout.dp_size, layout.ep_size, layout.world_size)
-    groups = sum(size > 1 for size in (*sizes, layout.rollout_tp_size))
+    sizes = [layout.tp_size, layout.pp_size, layout.cp_size, layout.copies, layout.ep_size]
+    sizes += [layout.dp_size] * (layout.cp_size > 1)  # else it is the group of the copies
+    groups = sum(size > 1 for size in (*sizes, layout.world_size, layout.rollout_tp_size))
     return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES

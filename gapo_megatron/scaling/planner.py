@@ -80,6 +80,12 @@ class Refusals:
     num_bytes: int = 0
     """What it needs in the phase that is refused."""
 
+    def add(self, candidate: Candidate, refusal: Refusal) -> None:
+        """Count one more."""
+        self.count += 1
+        if self.example is None or refusal.num_bytes < self.num_bytes:
+            self.example, self.num_bytes = candidate, refusal.num_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -111,7 +117,8 @@ def plan(
 ) -> Plan:
     """Try every layout of the trainer and the engine on `num_nodes` full nodes.
 
-    Tensor parallelism stays within a node and, where it is used, sequence parallelism with it.
+    Tensor parallelism stays within a node and, where it is used, sequence parallelism with it. More
+    ranks share a sequence than the config asks for only where it does not fit otherwise.
     Micro-batches are tried from an eighth to four times the config's, but hold one sequence.
 
     Args:
@@ -132,37 +139,44 @@ def plan(
     rollout_sizes = search.rollout_sizes(num_gpus)
     refusals: dict[str, Refusals] = {}
     ranked: list[Candidate] = []
-    for sizes in _trainer_sizes(hf_config, num_gpus, gpu):
-        try:
-            parallel = _layout(num_gpus, *sizes, "none").apply(config).parallel
-            check_shapes(hf_config, parallel)
-            check_world_size(parallel, num_gpus)
-        except ConfigError as error:
-            refusals.setdefault(str(error), Refusals()).count += 1
-            continue
-        for recompute in ("none", "selective", "full"):
-            best = search.best(_layout(num_gpus, *sizes, recompute), rollout_sizes)
-            refusal = best.refusal(gpu)
-            if refusal is None:
-                ranked.append(best)
-                continue
-            refused = refusals.setdefault(refusal.reason, Refusals())
-            refused.count += 1
-            if refused.example is None or refusal.num_bytes < refused.num_bytes:
-                refused.example, refused.num_bytes = best, refusal.num_bytes
+    for tp, pp, ep in _trainer_sizes(hf_config, num_gpus, gpu):
+        for cp in _divisors(num_gpus // (tp * pp)):
+            layout = _layout(num_gpus, tp=tp, pp=pp, cp=cp, ep=ep)
+            candidates: list[Candidate] = []
+            try:
+                search.check(layout)
+                candidates = search.candidates(layout, rollout_sizes)
+            except ConfigError as error:
+                refusals.setdefault(str(error), Refusals()).count += 1
+            for candidate in candidates:
+                if refusal := candidate.refusal(gpu):
+                    refusals.setdefault(refusal.reason, Refusals()).add(candidate, refusal)
+                else:
+                    ranked.append(candidate)
+            is_own = cp >= config.parallel.context_parallel_size
+            if is_own and not _is_too_long(candidates, gpu):
+                break
     ranked.sort(key=lambda candidate: candidate.times.total_s)
     current, reason = search.current(num_gpus)
     return Plan(gpu, num_gpus, ranked, current, reason, refusals)
 
 
-def _layout(num_gpus: int, tp: int, pp: int, ep: int, recompute: str) -> Layout:
+def _is_too_long(candidates: Sequence[Candidate], gpu: Gpu) -> bool:
+    """None fits, and one fails by what it keeps of a micro-batch, not by its state."""
+    return all(one.refusal(gpu) for one in candidates) and any(
+        one.memory.trainer.state < gpu.memory_bytes < one.memory.training for one in candidates
+    )
+
+
+def _layout(num_gpus: int, *, tp: int, pp: int, cp: int, ep: int) -> Layout:
     return Layout(
         tp_size=tp,
         pp_size=pp,
-        dp_size=num_gpus // (tp * pp),
+        cp_size=cp,
+        dp_size=num_gpus // (tp * pp * cp),
         ep_size=ep,
         sequence_parallel=tp > 1,
-        recompute=recompute,
+        recompute="none",
         rollout_tp_size=1,
     )
 
@@ -201,6 +215,19 @@ class _Search:
             size
             for size in _divisors(self.gpu.gpus_per_node)
             if self.hf_config.num_attention_heads % size == 0 and num_gpus % size == 0
+        ]
+
+    def check(self, layout: Layout) -> None:
+        """Raise ConfigError unless the trainer runs this layout of this model."""
+        parallel = layout.apply(self.config).parallel
+        check_shapes(self.hf_config, parallel)
+        check_world_size(parallel, layout.world_size)
+
+    def candidates(self, layout: Layout, rollout_sizes: Sequence[int]) -> list[Candidate]:
+        """The best of every kind of recomputation."""
+        return [
+            self.best(replace(layout, recompute=recompute), rollout_sizes)
+            for recompute in ("none", "selective", "full")
         ]
 
     def best(self, layout: Layout, rollout_sizes: Sequence[int]) -> Candidate:
@@ -287,6 +314,7 @@ def overrides(candidate: Candidate) -> list[str]:
     return [
         f"parallel.tensor_model_parallel_size={layout.tp_size}",
         f"parallel.pipeline_model_parallel_size={layout.pp_size}",
+        f"parallel.context_parallel_size={layout.cp_size}",
         f"parallel.expert_model_parallel_size={layout.ep_size}",
         f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}",
         f"model.recompute={layout.recompute}",

@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimizer, exactly as Megatron-core allocates them.
 
-Its distributed optimizer puts parameters into buffers, one for what all data-parallel ranks share
-and one for experts, and their float32 gradients into another of each: every parameter starts at a
+Its distributed optimizer puts parameters into buffers, one for what all data and context parallel
+ranks share and one for experts, and their float32 gradients into another of each: every parameter starts at a
 multiple of 64 elements, and a bucket ends at a multiple of 128 and of the number of ranks that cut
 it. A shared embedding (tied, on several stages) has a bucket of its own. Every rank keeps moments,
 and masters of bfloat16 weights, of the parameters in its part of each bucket, padding left out.
@@ -48,7 +48,7 @@ class StageState:
     buffer_elements: int
     """Of the weights' buffers, and of the gradients'; the same on every rank of the stage."""
     owned_elements: tuple[int, ...]
-    """By rank within the stage (tensor parallel fastest): parameters whose state it keeps."""
+    """By rank within the stage (tensor parallel fastest, data parallel slowest): parameters whose state it keeps."""
 
 
 def state_bytes(rules: list[Rule], config: Config, layout: Layout) -> list[tuple[int, int, int]]:
@@ -83,12 +83,12 @@ def rank_bytes(
     rules: list[Rule], config: Config, layout: Layout, *, rank: int
 ) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state of one rank; see `state_bytes`."""
-    precision, ranks_per_stage = config.model.precision, layout.tp_size * layout.dp_size
-    stage = stage_states(rules, layout)[rank // ranks_per_stage]
+    precision = config.model.precision
+    stage = stage_states(rules, layout)[rank // layout.ranks_per_stage]
     return (
         stage.buffer_elements * _WEIGHT_BYTES[precision],
         stage.buffer_elements * _GRADIENT_BYTES,
-        stage.owned_elements[rank % ranks_per_stage] * _STATE_BYTES[precision],
+        stage.owned_elements[rank % layout.ranks_per_stage] * _STATE_BYTES[precision],
     )
 
 
@@ -122,10 +122,10 @@ def _stage(rules: list[Rule], layout: Layout, stage: int) -> StageState:
         elif not rule.tied:  # on one stage the embedding itself serves as the output layer
             bucket = [sizes[rule], *bucket] if is_embedding else [*bucket, sizes[rule]]
 
-    ranks = np.arange(layout.tp_size * layout.dp_size)
+    ranks = np.arange(layout.ranks_per_stage)
     owned, num_elements = np.zeros_like(ranks), 0
     # Experts have no tensor parallelism: neighbours hold others, the rest copies of these.
-    cuts = [(given, layout.dp_size, layout.tp_size) for given in (bucket, *own_buckets)]
+    cuts = [(given, layout.copies, layout.tp_size) for given in (bucket, *own_buckets)]
     if experts:
         cuts.append((experts * num_layers, len(ranks) // layout.ep_size, layout.ep_size))
     for given, num_parts, ranks_per_part in cuts:

@@ -28,7 +28,7 @@ def layouts_table(plan: Plan, config: Config, *, top: int) -> Table:
         title_justify="left",
     )
     for heading in (
-        *("", "TP", "PP", "DP", "EP", "SP", "recompute", "vLLM TP", "tokens"),
+        *("", "TP", "PP", "CP", "DP", "EP", "SP", "recompute", "vLLM TP", "tokens"),
         *("generate", "reward", "old", "update", "sync", "step", f"GPU-h of {steps:,}"),
     ):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -76,7 +76,8 @@ def refusals_table(plan: Plan) -> Table:
         if example is not None:
             layout = example.layout
             shown = (
-                f"TP {layout.tp_size} PP {layout.pp_size} EP {layout.ep_size}, "
+                f"TP {layout.tp_size} PP {layout.pp_size} CP {layout.cp_size} EP "
+                f"{layout.ep_size}, "
                 f"{layout.recompute}: {gib(refused.num_bytes):,.0f} GiB"
             )
         table.add_row(f"{refused.count:,}", reason, shown)
@@ -172,7 +173,7 @@ def _finite(value: float) -> float | None:
 
 def _layout_cells(candidate: Candidate) -> list[str]:
     layout = candidate.layout
-    sizes = (layout.tp_size, layout.pp_size, layout.dp_size, layout.ep_size)
+    sizes = (layout.tp_size, layout.pp_size, layout.cp_size, layout.dp_size, layout.ep_size)
     return [
         *map(str, sizes),
         "yes" if layout.sequence_parallel else "no",

@@ -178,7 +178,7 @@ class Training:
                    attention's once more)
         launches = factor x layers / p x layer_s
         adding   = backward: 10 bytes of every weight / bandwidth
-        and the collectives of `_tensor_s`, `_experts_s`, `_pipeline_s`
+        and the collectives of `_tensor_s`, `_context_s`, `_experts_s`, `_pipeline_s`
         """
         layout, flops, efficiency = self.layout, self._flops(), self.efficiency
         factor = self._factor(backward)
@@ -191,7 +191,8 @@ class Training:
         if backward:
             streamed = _ACCUMULATE_BYTES * sum(self._weights())
             seconds += streamed / (self.gpu.bandwidth * efficiency.bandwidth)
-        seconds += layers * (self._tensor_s(backward) + self._experts_s(backward))
+        collectives = (self._tensor_s, self._context_s, self._experts_s)
+        seconds += layers * sum(collective(backward) for collective in collectives)
         return seconds + self._pipeline_s(backward)
 
     def head_s(self, *, backward: bool) -> float:
@@ -213,8 +214,8 @@ class Training:
         """
         layout, efficiency = self.layout, self.efficiency
         ways = [
-            (layout.dp_size, layout.tp_size),
-            (layout.tp_size * layout.dp_size // layout.ep_size, layout.ep_size),
+            (layout.copies, layout.tp_size),
+            (layout.ranks_per_stage // layout.ep_size, layout.ep_size),
         ]
         seconds = 0.0
         for weights, (size, stride) in zip(self._weights(), ways, strict=True):
@@ -237,8 +238,8 @@ class Training:
         return peak * self.efficiency.matmul
 
     def _flops(self) -> Any:
-        """Of one micro-batch."""
-        share = 1 / self.num_microbatches
+        """Of one micro-batch, on one of the ranks that share its sequences."""
+        share = 1 / (self.num_microbatches * self.layout.cp_size)
         sequences = max(self.num_sequences, 1.0) * share
         return forward_flops(
             self.shape,
@@ -256,9 +257,12 @@ class Training:
 
     @property
     def _hidden_bytes(self) -> float:
-        """Hidden states of one micro-batch."""
-        tokens = self.num_tokens / self.num_microbatches
-        return tokens * self.shape.hidden * _element_bytes(self.config)
+        """Hidden states of one micro-batch, on one of the ranks that share its sequences."""
+        return self._tokens_per_rank * self.shape.hidden * _element_bytes(self.config)
+
+    @property
+    def _tokens_per_rank(self) -> float:
+        return self.num_tokens / self.num_microbatches / self.layout.cp_size
 
     def _tensor_s(self, backward: bool) -> float:
         """Tensor parallel collectives of one layer and micro-batch.
@@ -281,6 +285,25 @@ class Training:
         sent = self._hidden_bytes * (layout.tp_size - 1) / layout.tp_size
         rate = self.gpu.group_bandwidth(layout.tp_size, stride=1) * self.efficiency.communication
         return units * (sent / rate + self.efficiency.collective_s)
+
+    def _context_s(self, backward: bool) -> float:
+        """The ring of keys and values of one layer and micro-batch.
+
+            ring = passes x (c - 1) x (a rank's keys and values / link + collective_s)
+
+        Passes: 1 forward, 2 backward (their gradients go round too), 1 where it is recomputed.
+        """
+        layout, shape = self.layout, self.shape
+        if layout.cp_size == 1:
+            return 0.0
+        passes = 1
+        if backward:
+            passes = 3 if layout.recompute == "none" else 4
+        width = 2 * shape.kv_heads * shape.head_dim / layout.tp_size
+        sent = self._tokens_per_rank * width * _element_bytes(self.config)
+        rate = self.gpu.group_bandwidth(layout.cp_size, stride=layout.tp_size)
+        each = sent / (rate * self.efficiency.communication) + self.efficiency.collective_s
+        return passes * (layout.cp_size - 1) * each
 
     def _experts_s(self, backward: bool) -> float:
         """All-to-all to the experts and back, of one layer and micro-batch.
@@ -335,7 +358,7 @@ def sync_s(training: Training) -> float:
     ]
     if layout.pp_size > 1:
         shard = others / layout.tp_size + experts / layout.ep_size
-        ways.append((shard, layout.pp_size, layout.tp_size * layout.dp_size))
+        ways.append((shard, layout.pp_size, layout.ranks_per_stage))
     for sent, group, stride in ways:
         rate = gpu.group_bandwidth(group, stride=stride) * efficiency.communication
         seconds += sent / rate

@@ -6,10 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.optimize import brentq
 from transformers import AutoConfig
 
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.convert.tables import ARCHITECTURES
+from gapo_megatron.scaling.arithmetic import Shape
+from gapo_megatron.scaling.efficiency import Efficiency
+from gapo_megatron.scaling.hardware import GPUS, Gpu
+from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.training import Training
+from gapo_megatron.scaling.workload import Workload
+from tests.test_convert_models import CONFIGS
 
 # Sizes that are no multiples of 64: parameters and buckets are padded.
 TINY: dict[str, Any] = {
@@ -37,6 +46,44 @@ TINY_EXPERTS: dict[str, Any] = TINY | {
 }
 
 
+UNTIED: dict[str, Any] = TINY | {"tie_word_embeddings": False}
+QWEN3: dict[str, Any] = UNTIED | {"model_type": "qwen3", "head_dim": 12}
+# Queries share keys and values; widths are multiples of 32.
+WIDE: dict[str, Any] = TINY | {
+    "hidden_size": 64,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+}
+WIDE_QWEN3: dict[str, Any] = WIDE | {
+    "model_type": "qwen3",
+    "head_dim": 24,
+    "tie_word_embeddings": False,
+}
+H200 = GPUS["h200"]
+WORKLOAD = Workload(
+    mean_prompt_tokens=100, mean_response_tokens=700, longest_response_tokens=3092, active_share=0.7
+)
+# Everything as the data sheet says, and no call costs anything.
+IDEAL = Efficiency(
+    matmul=1,
+    bandwidth=1,
+    communication=1,
+    **dict.fromkeys(
+        (
+            *("layer_s", "collective_s", "update_s", "decode_step_s"),
+            *("decode_sequence_s", "verdict_s", "tensor_s"),
+        ),
+        1e-15,
+    ),
+)
+
+
+def hf(name: str) -> Any:
+    """The config of a published model."""
+    fields = dict(CONFIGS[name])
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
 def write_model(folder: Path, fields: dict[str, Any]) -> str:
     """A folder with config.json alone."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,17 +97,75 @@ def read_model(folder: Path, fields: dict[str, Any]) -> Any:
 
 
 def make_config(hf_dir: str, **sections: dict[str, Any]) -> Config:
-    tree: dict[str, Any] = {
-        "run": {"output_dir": "unused", "num_steps": 1},
+    """Of a tiny model, with sequences of at most 128 tokens, two to a micro-batch."""
+    short = {
         "model": {"hf_dir": hf_dir},
-        "data": {"train_path": "/nowhere.jsonl", "max_prompt_tokens": 32},
+        "data": {"max_prompt_tokens": 32},
         "batch": {"max_tokens_per_microbatch": 256},
         "rollout": {"max_response_tokens": 96},
+    }
+    for section, values in sections.items():
+        short[section] = short.get(section, {}) | values
+    return config(**short)
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    """Of a model whose lengths are those of the paper's first one."""
+    tree: dict[str, Any] = {
+        "run": {"output_dir": "unused", "num_steps": 10},
+        "model": {"hf_dir": "/nowhere/x"},
+        "data": {"train_path": "/nowhere.jsonl", "max_prompt_tokens": 1000},
+        "rollout": {"max_response_tokens": 3092},
         "reward": {"kind": "exact"},
     }
     for section, values in sections.items():
         tree[section] = tree.get(section, {}) | values
     return parse_config(tree, source="test")
+
+
+def layout(
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    dp: int = 8,
+    ep: int = 1,
+    sp: bool | None = None,
+    recompute: str = "none",
+    rollout_tp: int = 1,
+) -> Layout:
+    """Sequence parallel, if `sp` does not say otherwise, where it is tensor parallel."""
+    return Layout(
+        tp_size=tp,
+        pp_size=pp,
+        cp_size=cp,
+        dp_size=dp,
+        ep_size=ep,
+        sequence_parallel=tp > 1 if sp is None else sp,
+        recompute=recompute,
+        rollout_tp_size=rollout_tp,
+    )
+
+
+def training(
+    model: str = "Qwen2.5-7B",
+    *,
+    gpu: Gpu = H200,
+    workload: Workload = WORKLOAD,
+    efficiency: Efficiency = IDEAL,
+    sections: dict[str, dict[str, Any]] | None = None,
+    **cut: Any,
+) -> Training:
+    """One mini-batch in a layout of so many `tp`, `pp`, ... ranks."""
+    shape = Shape.of(hf(model))
+    return Training(shape, config(**sections or {}), layout(**cut), workload, gpu, efficiency)
+
+
+def draw_lengths(rng: np.random.Generator, size: Any, *, mean: float, spread: float) -> Any:
+    """min(X, 3,092), X lognormal, of that mean: drawn by another way than the planner's."""
+    body = np.exp(rng.normal(size=200_000) * spread)
+    scale = brentq(lambda one: np.minimum(one * body, 3092).mean() - mean, 1.0, 1e5)
+    return np.minimum(scale * np.exp(rng.normal(size=size) * spread), 3092)
 
 
 def parallel_of(tp: int, pp: int, ep: int = 1, *, cp: int = 1, sp: bool = False) -> dict[str, Any]:

@@ -10,7 +10,9 @@ import pytest
 from gapo_megatron.scaling.calibration import Calibration, write_calibration
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import GPUS
-from tests.test_scaling_calibration import a_step, write_model, write_run
+from tests.scaling_setup import write_model
+from tests.test_convert_models import CONFIGS
+from tests.test_scaling_calibration import SMALL, a_step, write_run
 from tools import plan as tool
 
 CONFIG = "configs/qwen_math_1_5b/gapo.toml"
@@ -19,7 +21,7 @@ CONFIG = "configs/qwen_math_1_5b/gapo.toml"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("models") / "Qwen2.5-Math-1.5B"
-    write_model(folder)
+    write_model(folder, SMALL)
     return f"model.hf_dir={folder}"
 
 
@@ -44,7 +46,7 @@ def test_json_is_all_that_is_printed(model, capsys):
 
 
 def test_nothing_fits(tmp_path, capsys):
-    write_model(tmp_path / "big", "Qwen2.5-72B")
+    write_model(tmp_path / "big", CONFIGS["Qwen2.5-72B"])
     command = [CONFIG, f"model.hf_dir={tmp_path / 'big'}", "--gpu", "h100", "--gpus-per-node", "1"]
     assert tool.main(command) == 1
     out = capsys.readouterr().out
@@ -79,7 +81,7 @@ def test_a_calibration_is_used_on_its_device_only(model, tmp_path, capsys):
 
 
 def test_runs_are_fitted_and_tested(tmp_path, capsys):
-    write_model(tmp_path / "model")
+    write_model(tmp_path / "model", SMALL)
     for name, scale in (("a", 1.0), ("b", 1.1), ("c", 1.05)):
         write_run(tmp_path / name, rows=[a_step(scale)] * 4, hf_dir=tmp_path / "model", ranks=8)
     file = tmp_path / "fitted.toml"
@@ -97,7 +99,7 @@ def test_runs_are_fitted_and_tested(tmp_path, capsys):
 
 def test_a_probe_trains_and_fits(tmp_path, capsys, monkeypatch):
     """The training program is replaced by one that leaves what a run leaves."""
-    write_model(tmp_path / "model")
+    write_model(tmp_path / "model", SMALL)
     commands = []
 
     def pretend(command, **_):

@@ -13,8 +13,10 @@ from gapo_megatron.scaling.fake import fake_groups
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.state import rank_bytes, stage_states, state_bytes
 from tests.scaling_setup import (
+    QWEN3,
     TINY,
     TINY_EXPERTS,
+    UNTIED,
     make_config,
     parallel_of,
     read_model,
@@ -49,8 +51,6 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         Layout.of(config, world_size=8)
 
 
-UNTIED = TINY | {"tie_word_embeddings": False}
-QWEN3 = UNTIED | {"model_type": "qwen3", "head_dim": 12}
 # Model, precision, layout, world size, rank.
 LAYOUTS: list[tuple[dict[str, Any], str, dict[str, Any], int, int]] = [
     (TINY, "fp32", parallel_of(1, 1), 1, 0),

@@ -21,14 +21,14 @@ from gapo_megatron.types import Batch
 from tests.scaling_setup import (
     TINY,
     TINY_EXPERTS,
+    WIDE,
+    WIDE_QWEN3,
     make_config,
     parallel_of,
     read_model,
     write_model,
 )
 
-WIDE = TINY | {"hidden_size": 64, "num_key_value_heads": 2, "intermediate_size": 96}
-QWEN3 = WIDE | {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": False}
 ALONE, TWO = parallel_of(1, 1), parallel_of(2, 1, sp=True)
 
 
@@ -69,9 +69,9 @@ def measured(policy: Policy, num_tokens: int) -> int:
         (WIDE, "bf16", "full", ALONE, 1),
         (TINY, "bf16", "selective", ALONE, 1),
         (WIDE, "bf16", "none", parallel_of(2, 1), 2),
-        (QWEN3, "bf16", "none", TWO, 4),
-        (QWEN3, "bf16", "selective", TWO, 2),
-        (QWEN3, "bf16", "full", TWO, 2),
+        (WIDE_QWEN3, "bf16", "none", TWO, 4),
+        (WIDE_QWEN3, "bf16", "selective", TWO, 2),
+        (WIDE_QWEN3, "bf16", "full", TWO, 2),
         (TINY_EXPERTS, "bf16", "none", ALONE, 1),
         (TINY_EXPERTS, "bf16", "full", ALONE, 1),
     ],
@@ -146,7 +146,7 @@ def test_more_recomputation_takes_less(tmp_path: Path) -> None:
 
 def test_each_phase_has_its_own_stage(tmp_path: Path) -> None:
     """Untied, the last stage has as much state as the first, and a norm more; it trains on less."""
-    hf_config = read_model(tmp_path, QWEN3)
+    hf_config = read_model(tmp_path, WIDE_QWEN3)
     config = make_config(str(tmp_path), parallel=parallel_of(1, 4))
     found = memory(hf_config, config, Layout.of(config, world_size=8), GPUS["h100"])
     assert (found.trainer.stage, found.engine.stage) == (0, 3)

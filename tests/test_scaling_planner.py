@@ -13,20 +13,15 @@ from gapo_megatron.batching import plan as plan_batch
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy.model import check_shapes
 from gapo_megatron.policy.parallel import check_world_size
-from gapo_megatron.scaling.anchors import ANCHORS, MODELS
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import Efficiency
-from gapo_megatron.scaling.hardware import GPUS
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import memory
 from gapo_megatron.scaling.planner import Plan, _Search, overrides, plan, read_model
 from gapo_megatron.scaling.tables import to_json
 from gapo_megatron.scaling.times import step_time
 from gapo_megatron.scaling.workload import Workload
-from tests.test_convert_models import NUM_PARAMETERS
-from tests.test_scaling_times import WORKLOAD, config, hf, layout
-
-H200 = GPUS["h200"]
+from tests.scaling_setup import H200, WORKLOAD, config, hf, layout
 
 
 def planned(model="Qwen2.5-7B", *, nodes=1, gpu=H200, **sections) -> Plan:
@@ -81,7 +76,6 @@ def test_times_and_memory_are_those_of_the_layout_alone(on_one_node):
             WORKLOAD,
             H200,
             Efficiency(),
-            kv_cache_bytes=needed.engine.kv_cache,
         )
 
 
@@ -254,6 +248,19 @@ def test_a_model_that_is_not_here():
         read_model(config())
 
 
+def test_workloads_are_told_apart():
+    short = Workload(100, 100, 3092)
+    quick = plan(
+        hf("Qwen2.5-7B"),
+        config(),
+        num_nodes=1,
+        gpu=H200,
+        workload=short,
+        efficiency=Efficiency(),
+    )
+    assert quick.ranked[0].times.total_s < planned().ranked[0].times.total_s
+
+
 # --- scale ---------------------------------------------------------------------------------------
 
 
@@ -295,64 +302,3 @@ def test_65_536_sequences_are_dealt_evenly_to_1_024_ranks():
             for rank in minibatch.microbatches
         ]
         assert sum(loads) / len(loads) / max(loads) >= 0.95
-
-
-# --- published figures ---------------------------------------------------------------------------
-
-
-def test_models_of_the_anchors_are_the_published_ones():
-    for name, parameters in {
-        "Qwen2.5-Math-1.5B": NUM_PARAMETERS["Qwen2.5-1.5B"],
-        "Qwen2.5-Math-7B": NUM_PARAMETERS["Qwen2.5-7B"],
-        "DeepSeek-R1-Distill-Qwen-1.5B": NUM_PARAMETERS["DeepSeek-R1-Distill-Qwen-1.5B"],
-        "Llama-3.2-3B": NUM_PARAMETERS["Llama-3.2-3B"],
-        "Qwen3-30B-A3B": NUM_PARAMETERS["Qwen3-30B-A3B"],
-        "Llama-3.1-8B": 8_030_261_248,
-        "Qwen3-32B": 32_762_123_264,
-    }.items():
-        assert Shape.of(MODELS[name]).num_parameters == pytest.approx(parameters, rel=1e-4), name
-
-
-def test_lengths_of_the_anchors_are_the_published_rates():
-    """NeMo-RL prints tokens per second and GPU: sequences x mean length / step / GPUs."""
-    nemo = ANCHORS[0]
-    sequences = nemo.rollout_prompts * nemo.rollouts_per_prompt
-    rate = sequences * nemo.workload.mean_tokens / nemo.published["total"]
-    assert rate / nemo.layout.world_size == pytest.approx(1102, rel=0.01)
-
-
-@pytest.mark.parametrize("anchor", ANCHORS, ids=lambda anchor: anchor.name)
-def test_published_step_times(anchor):
-    """Within a factor of two, without tuning: docs/scaling.md prints how far."""
-    predicted = anchor.predict(Efficiency()).total_s
-    assert 0.5 < predicted / anchor.published["total"] < 2.0
-
-
-def test_peers_compute_what_this_package_leaves_out():
-    verl = next(anchor for anchor in ANCHORS if "verl" in anchor.name)
-    assert verl.workload.active_share == 1.0
-    ours = step_time(
-        MODELS[verl.model],
-        verl.config(),
-        verl.layout,
-        verl.workload,
-        GPUS["h20"],
-        Efficiency(),
-    )
-    theirs = verl.predict(Efficiency())
-    # Sixteen old passes instead of fifteen.
-    assert theirs.old_log_probs_s == pytest.approx(ours.old_log_probs_s * 16 / 15)
-    assert theirs.update_s == ours.update_s
-
-
-def test_workloads_are_told_apart():
-    short = Workload(100, 100, 3092)
-    quick = plan(
-        hf("Qwen2.5-7B"),
-        config(),
-        num_nodes=1,
-        gpu=H200,
-        workload=short,
-        efficiency=Efficiency(),
-    )
-    assert quick.ranked[0].times.total_s < planned().ranked[0].times.total_s

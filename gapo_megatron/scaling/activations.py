@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from gapo_megatron.config import Config
 from gapo_megatron.convert.tables import Geometry
+from gapo_megatron.scaling.arithmetic import element_bytes
 from gapo_megatron.scaling.layout import Layout
 
 _INDEX = 8  # int64
@@ -166,11 +167,6 @@ def working_bytes(
 def tokens_per_rank(config: Config, layout: Layout) -> int:
     """Of a full micro-batch, on one of the ranks that share its sequences."""
     return config.batch.max_tokens_per_microbatch // layout.cp_size
-
-
-def element_bytes(config: Config) -> int:
-    """Of an activation."""
-    return 4 if config.model.precision == "fp32" else 2
 
 
 def _norm(width: int, num_norms: int, fused: bool) -> int:

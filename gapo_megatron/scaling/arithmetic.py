@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from gapo_megatron.config import Config
 from gapo_megatron.convert.tables import Geometry, rules_for
+
+
+def element_bytes(config: Config) -> int:
+    """Of a weight, of an activation: fp8 is made of bfloat16 for each product."""
+    return 4 if config.model.precision == "fp32" else 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,10 @@ def _workload(
 
     forward_skipped = mean("skip/forward_token_share")
     head_skipped = mean("skip/head_backward_token_share")
-    active = max(1e-3, 1 - forward_skipped)
+    trained = max(1e-3, 1 - forward_skipped)
+    # Rounds of dynamic sampling draw (1 - (1 - a)^rounds) / a times as many groups as are trained
+    # on, of which 1 - (1 - a)^rounds have A != 0.
+    active = trained * (1 - mean("rollout/replaced_group_share"))
     response = mean("rollout/response_length/mean")
     longest = config.rollout.max_response_tokens
     return Workload(
@@ -198,7 +201,7 @@ def _workload(
         mean_response_tokens=response,
         longest_response_tokens=longest,
         active_share=active,
-        clipped_share=min(1.0, max(0.0, 1 - (1 - head_skipped) / active)),
+        clipped_share=min(1.0, max(0.0, 1 - (1 - head_skipped) / trained)),
         spread=spread_of(mean=response, longest=longest, truncated_share=mean("rollout/truncated")),
     )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from gapo_megatron.config import Config
-from gapo_megatron.scaling.arithmetic import Shape, forward_flops
+from gapo_megatron.scaling.arithmetic import Shape, element_bytes, forward_flops
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import CPU_NAME, GIB, Gpu
 from gapo_megatron.scaling.workload import Workload
@@ -67,6 +68,17 @@ class Decoding:
         return 2 * self.shape.num_layers * each
 
 
+def kv_cache_bytes(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: int) -> float:
+    """What vLLM has on one rank for keys and values, its own work space included.
+
+    Its share of the memory less the weights; on a CPU `rollout.cpu_kv_cache_gib`.
+    """
+    if gpu.name == CPU_NAME:
+        return float(config.rollout.cpu_kv_cache_gib * GIB)
+    weights = shape.num_parameters * element_bytes(config) / rollout_tp_size
+    return max(0.0, config.rollout.memory_fraction * gpu.memory_bytes - weights)
+
+
 def generation_s(
     shape: Shape,
     config: Config,
@@ -76,12 +88,16 @@ def generation_s(
     workload: Workload,
     gpu: Gpu,
     efficiency: Efficiency,
-    kv_cache_bytes: float,
 ) -> float:
-    """Seconds from the first prompt to the last response of a rollout batch.
+    """Seconds from the first prompt to the last response of a step's rollouts.
 
-    A replica has n sequences, of which n P(L > t) still run at step t. The batch ends with the
-    longest of all N sequences of the run, so step t takes place with probability
+    Rounds of dynamic sampling follow one another, each with its own longest response; of one that
+    is not always needed, the share of the steps that need it:
+
+        generation = sum over rounds of min(1, prompts) x batch(max(1, prompts))
+
+    In one batch a replica has n sequences, of which n P(L > t) still run at step t. The batch ends
+    with the longest of all N sequences of the run, so step t takes place with probability
     1 - (1 - P(L > t))^N, in a replica that then has max(1, n P(L > t)) of them:
 
         decode = sum over t of (1 - (1 - P(L > t))^N) x step(max(1, n P(L > t)), prompt + t)
@@ -100,36 +116,60 @@ def generation_s(
         workload: lengths.
         gpu: device.
         efficiency: what is reached of it.
-        kv_cache_bytes: of one rank.
 
     Returns:
         Infinity where the cache does not hold one sequence of the greatest length.
     """
-    batch, element_bytes = config.batch, 4 if config.model.precision == "fp32" else 2
-    replicas = max(1, world_size // rollout_tp_size)
-    prompts = -(-batch.rollout_prompts // replicas)
-    waiting = prompts * batch.rollouts_per_prompt
     decoding = Decoding(
         shape=shape,
         tp_size=rollout_tp_size,
-        element_bytes=element_bytes,
+        element_bytes=element_bytes(config),
         # The engine computes in bfloat16 where the trainer has fp8.
         flops=gpu.flops("fp32" if config.model.precision == "fp32" else "bf16"),
         gpu=gpu,
         efficiency=efficiency,
     )
-    lengths, survival = workload.survival()
-    prompt, mean = workload.mean_prompt_tokens, workload.mean_response_tokens
-    kv_bytes = shape.kv_bytes_per_token(element_bytes=element_bytes, tp_size=rollout_tp_size)
-    kv_tokens = kv_cache_bytes / kv_bytes
-    aged = workload.mean_squared_response / (2 * mean)
-    most = _MAX_SEQUENCES if gpu.memory_bytes >= 70 * GIB else _MAX_SEQUENCES_SMALL
-    if gpu.name == CPU_NAME:
-        most = _MAX_SEQUENCES_SMALL * rollout_tp_size
+    token_bytes = shape.kv_bytes_per_token(
+        element_bytes=decoding.element_bytes, tp_size=rollout_tp_size
+    )
+    kv_cache = kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size)
+    kv_tokens = kv_cache / token_bytes
     # vLLM starts if the cache holds `max_model_len` tokens (`rollout.arguments.engine_args`).
     if kv_tokens < config.max_sequence_tokens + 1:
         return float("inf")
+    return sum(
+        min(1.0, prompts)
+        * _batch_s(
+            decoding,
+            workload,
+            num_prompts=max(1.0, prompts),
+            rollouts_per_prompt=config.batch.rollouts_per_prompt,
+            replicas=max(1, world_size // rollout_tp_size),
+            kv_tokens=kv_tokens,
+        )
+        for prompts in workload.prompts_by_round(config.batch)
+    )
 
+
+def _batch_s(
+    decoding: Decoding,
+    workload: Workload,
+    *,
+    num_prompts: float,
+    rollouts_per_prompt: int,
+    replicas: int,
+    kv_tokens: float,
+) -> float:
+    """One batch; see `generation_s`. `kv_tokens`: that the cache of a replica holds."""
+    gpu = decoding.gpu
+    prompts = math.ceil(num_prompts / replicas)
+    waiting = prompts * rollouts_per_prompt
+    lengths, survival = workload.survival()
+    prompt, mean = workload.mean_prompt_tokens, workload.mean_response_tokens
+    aged = workload.mean_squared_response / (2 * mean)
+    most = _MAX_SEQUENCES if gpu.memory_bytes >= 70 * GIB else _MAX_SEQUENCES_SMALL
+    if gpu.name == CPU_NAME:
+        most = _MAX_SEQUENCES_SMALL * decoding.tp_size
     full_s, running = 0.0, float(waiting)
     peak_tokens = float((waiting * survival * (prompt + lengths)).max())
     if waiting > most or peak_tokens > kv_tokens:
@@ -141,16 +181,18 @@ def generation_s(
             rest = survival[::-1].cumsum()[::-1]
             survival = rest / rest[0]
     width = workload.longest_response_tokens / len(lengths)
-    takes_place = 1 - (1 - survival) ** (running * replicas)
+    num_running = min(running * replicas, num_prompts * rollouts_per_prompt)
+    takes_place = 1 - (1 - survival) ** num_running
     steps_s = decoding.step_s(np.maximum(running * survival, 1.0), prompt + lengths)
     decode_s = float((takes_place * steps_s).sum() * width)
 
     prefill = forward_flops(
-        shape,
+        decoding.shape,
         num_tokens=prompts * prompt,
         mean_squared_length=prompt**2,
         num_sequences=prompts,
         num_scored=prompts,
     )
-    prefill_s = prefill.total / rollout_tp_size / (decoding.flops * efficiency.matmul)
+    prefill_s = prefill.total / decoding.tp_size
+    prefill_s /= decoding.flops * decoding.efficiency.matmul
     return prefill_s + full_s + decode_s

@@ -6,20 +6,19 @@ estimated, each by the rule that stands beside it. Nothing here has been compare
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.config import Config
 from gapo_megatron.convert import rules_for
-from gapo_megatron.convert.rules import Rule
 from gapo_megatron.scaling.activations import (
-    element_bytes,
     kept_activations,
     neighbour_bytes,
     tokens_per_rank,
     working_bytes,
 )
+from gapo_megatron.scaling.arithmetic import Shape, element_bytes
+from gapo_megatron.scaling.generation import kv_cache_bytes
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.state import state_bytes
 
@@ -108,8 +107,9 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
         ConversionError: a parameter cannot be cut.
     """
     rules, fused = rules_for(hf_config), config.model.precision != "fp32"
-    rollout_weights = element_bytes(config) * _num_parameters(rules) // layout.rollout_tp_size
-    for_vllm = int(config.rollout.memory_fraction * gpu.memory_bytes)
+    shape, rollout_tp_size = Shape.of(hf_config), layout.rollout_tp_size
+    rollout_weights = element_bytes(config) * shape.num_parameters // rollout_tp_size
+    kv_cache = kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size)
     stages = []
     for stage, (weights, gradients, optimizer) in enumerate(state_bytes(rules, config, layout)):
         step = step_bytes(hf_config, config, layout, stage=stage, fused=fused)
@@ -123,7 +123,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
                 layer=step.layer,
                 head=step.head,
                 rollout_weights=rollout_weights,
-                kv_cache=max(0, for_vllm - rollout_weights),
+                kv_cache=int(kv_cache),
                 communication=_communication_bytes(layout),
                 fragmentation=int(FRAGMENTATION * step.peak),
             )
@@ -184,14 +184,6 @@ def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:
     gathered = 2 * tokens * h * e if layout.sequence_parallel else 0  # shards, and joined
     block = rows * (h * (e + 2 * 4) + columns * e) + min(_TILE_BYTES, 4 * rows * columns)
     return tokens * h * e // sp + gathered + block
-
-
-def _num_parameters(rules: list[Rule]) -> int:
-    return sum(
-        math.prod(rule.full_shape) * (rule.num_layers or 1) * (rule.num_experts or 1)
-        for rule in rules
-        if not rule.tied
-    )
 
 
 def _communication_bytes(layout: Layout) -> int:

@@ -18,7 +18,8 @@ from gapo_megatron.scaling.generation import generation_s
 from gapo_megatron.scaling.hardware import GIB, Gpu
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import Memory, StageMemory, memory
-from gapo_megatron.scaling.times import StepTime, Training
+from gapo_megatron.scaling.times import StepTime
+from gapo_megatron.scaling.training import Training
 from gapo_megatron.scaling.workload import Workload
 
 _STATE_PARTS = ("weights", "gradients", "optimizer")
@@ -207,7 +208,8 @@ class _Search:
     gpu: Gpu
     workload: Workload
     efficiency: Efficiency
-    _generation_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _generation_s: dict[int, float] = field(default_factory=dict)
+    """By the engine's size: the number of GPUs is always the same."""
 
     def rollout_sizes(self, num_gpus: int) -> list[int]:
         """Tensor parallel sizes of the engine: within a node, dividing heads and GPUs."""
@@ -282,20 +284,18 @@ class _Search:
         config = self.with_budget(budget)
         needed = memory(self.hf_config, config, layout, self.gpu)
         training = self._training(config, layout)
-        kv_cache = needed.engine.kv_cache
-        key = (layout.rollout_tp_size, layout.world_size, kv_cache)
-        if key not in self._generation_s:
-            self._generation_s[key] = generation_s(
+        size = layout.rollout_tp_size
+        if size not in self._generation_s:
+            self._generation_s[size] = generation_s(
                 self.shape,
                 config,
-                rollout_tp_size=layout.rollout_tp_size,
+                rollout_tp_size=size,
                 world_size=layout.world_size,
                 workload=self.workload,
                 gpu=self.gpu,
                 efficiency=self.efficiency,
-                kv_cache_bytes=kv_cache,
             )
-        times = StepTime.of(training, generation_s=self._generation_s[key])
+        times = StepTime.of(training, generation_s=self._generation_s[size])
         return Candidate(layout, budget, needed, times)
 
     def training_s(self, budget: int, layout: Layout) -> float:

@@ -1,10 +1,11 @@
 """Bytes of weights, gradients and optimizer, exactly as Megatron-core allocates them.
 
 Its distributed optimizer puts parameters into buffers, one for what all data and context parallel
-ranks share and one for experts, and their float32 gradients into another of each: every parameter starts at a
-multiple of 64 elements, and a bucket ends at a multiple of 128 and of the number of ranks that cut
-it. A shared embedding (tied, on several stages) has a bucket of its own. Every rank keeps moments,
-and masters of bfloat16 weights, of the parameters in its part of each bucket, padding left out.
+ranks share and one for experts, and their float32 gradients into another of each: every parameter
+starts at a multiple of 64 elements, and a bucket ends at a multiple of 128 and of the number of
+ranks that cut it. A shared embedding (tied, on several stages) has a bucket of its own. Every rank
+keeps moments, and masters of bfloat16 weights, of the parameters in its part of each bucket,
+padding left out.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import numpy as np
 from gapo_megatron.config import Config
 from gapo_megatron.convert.rules import Rule
 from gapo_megatron.policy.policy import shard_size
+from gapo_megatron.scaling.arithmetic import element_bytes
 from gapo_megatron.scaling.layout import Layout
 
-_WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 _GRADIENT_BYTES = 4
 # Two moments; and the master weight where the weight itself is not float32.
 _STATE_BYTES = {"fp32": 8, "bf16": 12, "fp8": 12}
@@ -48,7 +49,8 @@ class StageState:
     buffer_elements: int
     """Of the weights' buffers, and of the gradients'; the same on every rank of the stage."""
     owned_elements: tuple[int, ...]
-    """By rank within the stage (tensor parallel fastest, data parallel slowest): parameters whose state it keeps."""
+    """By rank within the stage (tensor parallel fastest, data parallel slowest): parameters whose
+    state it keeps."""
 
 
 def state_bytes(rules: list[Rule], config: Config, layout: Layout) -> list[tuple[int, int, int]]:
@@ -71,7 +73,7 @@ def state_bytes(rules: list[Rule], config: Config, layout: Layout) -> list[tuple
     precision = config.model.precision
     return [
         (
-            stage.buffer_elements * _WEIGHT_BYTES[precision],
+            stage.buffer_elements * element_bytes(config),
             stage.buffer_elements * _GRADIENT_BYTES,
             max(stage.owned_elements) * _STATE_BYTES[precision],
         )
@@ -86,7 +88,7 @@ def rank_bytes(
     precision = config.model.precision
     stage = stage_states(rules, layout)[rank // layout.ranks_per_stage]
     return (
-        stage.buffer_elements * _WEIGHT_BYTES[precision],
+        stage.buffer_elements * element_bytes(config),
         stage.buffer_elements * _GRADIENT_BYTES,
         stage.owned_elements[rank % layout.ranks_per_stage] * _STATE_BYTES[precision],
     )

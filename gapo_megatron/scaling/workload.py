@@ -7,15 +7,17 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import brentq
 from scipy.special import ndtr
 
-from gapo_megatron.config import Config
+from gapo_megatron.config import BatchConfig, Config
 from gapo_megatron.errors import ConfigError
 
 DEFAULT_SPREAD = 0.7
 """Assumed: standard deviation of the logarithm of response lengths; std / mean is then 0.8."""
 DEFAULT_ACTIVE_SHARE = 0.67
 """Assumed: pass rates ~ Beta(0.6, 1.4) leave a third of the groups of 8 all right or all wrong."""
+_SPREADS = (0.05, 3.0)
 _NUM_POINTS = 256
 """Of the length distribution: enough for the integrals below to three digits."""
 
@@ -32,7 +34,7 @@ class Workload:
     mean_response_tokens: float
     longest_response_tokens: int
     active_share: float = 1.0
-    """Share of the sequences with A != 0."""
+    """Share of the sampled sequences with A != 0, before dynamic sampling replaces others."""
     clipped_share: float = 0.0
     """Share of the active response tokens that a clip leaves without gradient."""
     spread: float = DEFAULT_SPREAD
@@ -67,6 +69,28 @@ class Workload:
         lengths, survival = self.survival()
         step = self.longest_response_tokens / len(lengths)
         return float(2 * (lengths @ survival) * step)
+
+    def longest_of(self, num_sequences: float) -> tuple[float, float]:
+        """E M and E M^2 of the longest response M of so many.
+
+        E M = integral of P(M > t), E M^2 = integral of 2 t P(M > t), P(M > t) = 1 - P(L <= t)^N.
+        """
+        return _longest_of(self, num_sequences)
+
+    def prompts_by_round(self, batch: BatchConfig) -> list[float]:
+        """Prompts of each round of a step's sampling, on average.
+
+        Dynamic sampling replaces the groups with A = 0 of all n prompts: n (1 - a)^r in round r.
+        """
+        missing = 1 - self.active_share
+        return [
+            batch.rollout_prompts * missing**number
+            for number in range(batch.dynamic_sampling_rounds + 1)
+        ]
+
+    def trained_share(self, batch: BatchConfig) -> float:
+        """Of the sequences that are trained on, those with A != 0: 1 - (1 - a)^(rounds + 1)."""
+        return 1 - (1 - self.active_share) ** (batch.dynamic_sampling_rounds + 1)
 
     def survival(self) -> tuple[np.ndarray, np.ndarray]:
         """Midpoints t [n] of equal steps up to the longest, and the shares P(L > t) [n]."""
@@ -104,16 +128,27 @@ def spread_of(*, mean: float, longest: int, truncated_share: float) -> float:
     """
     if not 0 < truncated_share < 1 or not 0 < mean < longest:
         return DEFAULT_SPREAD
-    low, high = 0.05, 3.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        location = _location(mean, longest, middle)
-        reached = ndtr((location - math.log(longest)) / middle)
-        low, high = (middle, high) if reached < truncated_share else (low, middle)
-    return (low + high) / 2
+
+    def miss(spread: float) -> float:
+        reached = (_location(mean, longest, spread) - math.log(longest)) / spread
+        return float(ndtr(reached)) - truncated_share
+
+    low, high = _SPREADS
+    if miss(low) * miss(high) > 0:  # few or many reach the limit, whatever the spread
+        return low if miss(low) > 0 else high
+    return float(brentq(miss, low, high))
 
 
-@functools.lru_cache(maxsize=64)  # a planner asks for every layout
+# A planner asks for every layout.
+@functools.lru_cache(maxsize=4096)
+def _longest_of(workload: Workload, num_sequences: float) -> tuple[float, float]:
+    lengths, survival = workload.survival()
+    step = workload.longest_response_tokens / len(lengths)
+    any_longer = 1 - (1 - survival) ** num_sequences
+    return float(any_longer.sum() * step), float(2 * (lengths @ any_longer) * step)
+
+
+@functools.lru_cache(maxsize=64)
 def _survival(mean: float, longest: int, spread: float) -> tuple[np.ndarray, np.ndarray]:
     num_points = min(longest, _NUM_POINTS)
     lengths = (np.arange(num_points) + 0.5) * longest / num_points
@@ -122,12 +157,12 @@ def _survival(mean: float, longest: int, spread: float) -> tuple[np.ndarray, np.
 
 
 def _location(mean: float, longest: float, spread: float) -> float:
-    """Mean of log X for which E min(X, longest) = mean, by bisection."""
+    """Mean of log X for which E min(X, longest) = mean."""
+
+    def miss(location: float) -> float:
+        reached = (math.log(longest) - location) / spread
+        clipped = math.exp(location + spread**2 / 2) * ndtr(reached - spread)
+        return float(clipped + longest * ndtr(-reached)) - mean
+
     low, high = math.log(mean) - 5 * spread**2 - 5, math.log(longest) + 10 * spread
-    for _ in range(60):
-        middle = (low + high) / 2
-        reached = (math.log(longest) - middle) / spread
-        clipped = math.exp(middle + spread**2 / 2) * ndtr(reached - spread)
-        clipped += longest * ndtr(-reached)
-        low, high = (middle, high) if clipped < mean else (low, middle)
-    return (low + high) / 2
+    return high if miss(high) < 0 else float(brentq(miss, low, high))

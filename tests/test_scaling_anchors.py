@@ -1,0 +1,55 @@
+"""Published step times against the model, without tuning."""
+
+import pytest
+
+from gapo_megatron.scaling.anchors import ANCHORS, MODELS
+from gapo_megatron.scaling.arithmetic import Shape
+from gapo_megatron.scaling.efficiency import Efficiency
+from gapo_megatron.scaling.hardware import GPUS
+from gapo_megatron.scaling.times import step_time
+from tests.test_convert_models import NUM_PARAMETERS
+
+
+def test_models_of_the_anchors_are_the_published_ones():
+    for name, parameters in {
+        "Qwen2.5-Math-1.5B": NUM_PARAMETERS["Qwen2.5-1.5B"],
+        "Qwen2.5-Math-7B": NUM_PARAMETERS["Qwen2.5-7B"],
+        "DeepSeek-R1-Distill-Qwen-1.5B": NUM_PARAMETERS["DeepSeek-R1-Distill-Qwen-1.5B"],
+        "Llama-3.2-3B": NUM_PARAMETERS["Llama-3.2-3B"],
+        "Qwen3-30B-A3B": NUM_PARAMETERS["Qwen3-30B-A3B"],
+        "Llama-3.1-8B": 8_030_261_248,
+        "Qwen3-32B": 32_762_123_264,
+    }.items():
+        assert Shape.of(MODELS[name]).num_parameters == pytest.approx(parameters, rel=1e-4), name
+
+
+def test_lengths_of_the_anchors_are_the_published_rates():
+    """NeMo-RL prints tokens per second and GPU: sequences x mean length / step / GPUs."""
+    nemo = ANCHORS[0]
+    sequences = nemo.rollout_prompts * nemo.rollouts_per_prompt
+    rate = sequences * nemo.workload.mean_tokens / nemo.published["total"]
+    assert rate / nemo.layout.world_size == pytest.approx(1102, rel=0.01)
+
+
+@pytest.mark.parametrize("anchor", ANCHORS, ids=lambda anchor: anchor.name)
+def test_published_step_times(anchor):
+    """Within a factor of two, without tuning: docs/scaling.md prints how far."""
+    predicted = anchor.predict(Efficiency()).total_s
+    assert 0.5 < predicted / anchor.published["total"] < 2.0
+
+
+def test_peers_compute_what_this_package_leaves_out():
+    verl = next(anchor for anchor in ANCHORS if "verl" in anchor.name)
+    assert verl.workload.active_share == 1.0
+    ours = step_time(
+        MODELS[verl.model],
+        verl.config(),
+        verl.layout,
+        verl.workload,
+        GPUS["h20"],
+        Efficiency(),
+    )
+    theirs = verl.predict(Efficiency())
+    # Sixteen old passes instead of fifteen.
+    assert theirs.old_log_probs_s == pytest.approx(ours.old_log_probs_s * 16 / 15)
+    assert theirs.update_s == ours.update_s

@@ -1,0 +1,93 @@
+"""Operations and weights of the model."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gapo_megatron.scaling.arithmetic import Shape, forward_flops
+from tests.scaling_setup import hf
+from tests.test_convert_models import CONFIGS, NUM_PARAMETERS
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MODELS = {
+    "qwen2": {},
+    "llama": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_flops_are_those_torch_counts(model_type):
+    """Torch counts both halves of causal attention: of its attention we have a half."""
+    hf_config = AutoConfig.for_model(model_type, **TINY, **MODELS[model_type])
+    # As single products: torch counts no grouped ones.
+    hf_config._attn_implementation = hf_config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(hf_config).eval()
+    length, count = 16, 2
+    tokens = torch.zeros(count, length, dtype=torch.int64)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(tokens)
+    flops = forward_flops(
+        hf_config, num_tokens=count * length, mean_squared_length=length**2, num_sequences=count
+    )
+    assert flops.layers + flops.head + 2 * flops.attention == counter.get_total_flops()
+    assert flops.head == 2 * count * length * 97 * 32
+
+
+def test_only_scored_positions_reach_the_head():
+    both = {"num_tokens": 100, "mean_squared_length": 0, "num_sequences": 1}
+    some = forward_flops(hf("Qwen2.5-7B"), **both, num_scored=60)
+    assert some.head == 0.6 * forward_flops(hf("Qwen2.5-7B"), **both).head
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_of_published_models(name):
+    shape = Shape.of(hf(name))
+    assert shape.num_parameters == NUM_PARAMETERS[name]
+    # What is left out: biases, norms, and the embedding or the tied head.
+    products = shape.num_layers * (shape.layer_weights + shape.num_experts * shape.expert_weights)
+    tables = (1 if CONFIGS[name]["tie_word_embeddings"] else 2) * shape.head_weights
+    assert products + tables == pytest.approx(shape.num_parameters, rel=1e-3)
+
+
+def test_active_parameters_of_experts():
+    """Qwen3-30B-A3B: 3.3 billion active, embedding included, by its model card."""
+    shape = Shape.of(hf("Qwen3-30B-A3B"))
+    active = shape.num_layers * shape.active_layer_weights + 2 * shape.head_weights
+    assert active == pytest.approx(3.3e9, rel=0.02)
+    # Four projections, two norms of heads, two of the layer, the router, three of every expert.
+    assert shape.num_tensors == 48 * (9 + 3 * 128) + 3
+
+
+def test_weights_per_rank_make_up_the_model():
+    shape = Shape.of(hf("Qwen3-30B-A3B"))
+    others, experts = shape.weights_per_rank(tp_size=4, pp_size=1, ep_size=8)
+    assert 8 * experts == 48 * 128 * 3 * 2048 * 768
+    assert 4 * others + 8 * experts == pytest.approx(shape.num_parameters, rel=1e-3)
+
+
+def test_an_untied_model_on_one_stage_has_two_tables():
+    """R1-Distill-Qwen-1.5B: 1.777e9 parameters, of which 0.233e9 are the second table."""
+    name = "DeepSeek-R1-Distill-Qwen-1.5B"
+    shape, table = Shape.of(hf(name)), 151936 * 1536
+    one, _ = shape.weights_per_rank(tp_size=1, pp_size=1, ep_size=1)
+    two, _ = shape.weights_per_rank(tp_size=1, pp_size=2, ep_size=1)
+    assert one == pytest.approx(NUM_PARAMETERS[name], rel=1e-3)
+    assert two == pytest.approx((one - 2 * table) / 2 + table)

@@ -1,0 +1,35 @@
+"""Devices and links, and what is reached of them."""
+
+import pytest
+
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.scaling.efficiency import Efficiency
+from gapo_megatron.scaling.hardware import find_gpu, measure_cpu
+from tests.scaling_setup import H200
+
+
+def test_groups_over_several_nodes_use_the_adapters_of_their_members():
+    assert H200.group_bandwidth(8, stride=8) == 50e9
+    assert H200.group_bandwidth(8, stride=1) == 450e9
+    assert H200.group_bandwidth(16, stride=4) == 100e9
+    # Three nodes, TP 2, PP 4, DP 3: ranks 6, 8 and 10 are in two nodes, 6 alone in its own.
+    assert H200.group_bandwidth(3, stride=2) == 50e9
+    assert H200.group_bandwidth(4, stride=2) == 450e9
+
+
+def test_wrong_efficiencies_and_devices_are_refused():
+    with pytest.raises(ConfigError, match=r"matmul \(1.5\) must be above 0 and at most 1"):
+        Efficiency(matmul=1.5)
+    with pytest.raises(ConfigError, match=r"layer_s \(0\) must be above 0"):
+        Efficiency(layer_s=0)
+    with pytest.raises(ConfigError, match="'h300' is not one of h100, h200, h20, cpu"):
+        find_gpu("h300")
+
+
+def test_this_machine_is_a_device():
+    """Rates of a real machine: above a toy's, below a supercomputer's."""
+    cpu = measure_cpu()
+    assert cpu.name == "cpu"
+    assert 1e9 < cpu.fp32_flops < 1e14
+    assert 1e8 < cpu.bandwidth < 1e13
+    assert cpu.memory_bytes > 2**30

@@ -50,7 +50,7 @@ def test_nothing_fits(tmp_path, capsys):
     command = [CONFIG, f"model.hf_dir={tmp_path / 'big'}", "--gpu", "h100", "--gpus-per-node", "1"]
     assert tool.main(command) == 1
     out = capsys.readouterr().out
-    assert "Nothing fits" in out
+    assert "Nothing fits: more nodes" in out
     assert "Why others do not run" in out
     assert "out of memory" in out
 
@@ -75,7 +75,9 @@ def test_a_calibration_is_used_on_its_device_only(model, tmp_path, capsys):
     write_calibration(slow, tmp_path / "slow.toml")
     command = [CONFIG, model, "--calibration", str(tmp_path / "slow.toml")]
     assert tool.main(command) == 0
-    assert "largest miss where they were fitted: total 7%" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Measured: decode_step_s; assumed: matmul, " in out
+    assert "Largest miss where they were fitted: total 7%" in out
     assert tool.main([*command, "--gpu", "h100"]) == 1
     assert "was measured on h200, not on --gpu h100" in capsys.readouterr().err
 
@@ -93,8 +95,43 @@ def test_runs_are_fitted_and_tested(tmp_path, capsys):
     assert "Predicted against measured" in out
     assert "Largest miss where nothing was fitted:" in out
     assert file.exists()
-    assert tool.main(["--from-run", str(tmp_path / "none"), "--mean-prompt-tokens", "1"]) == 1
+    # Efficiencies are printed with and without a file, and which of them the runs tell.
+    row = next(line for line in out.splitlines() if line.startswith("│ decode_step_s "))
+    assert row.endswith("measured │")
+    command = ["--gpu", "h200", "--from-run", str(tmp_path / "none"), "--mean-prompt-tokens", "1"]
+    assert tool.main(command) == 1
     assert "not the folder of a run" in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gapo_megatron.scaling.probe.subprocess.run", None)
+    command = [CONFIG, "--probe", "--gpu", "h200", "--mean-prompt-tokens", "100"]
+    assert tool.main([*command, "--calibration", str(tmp_path / "none" / "x.toml")]) == 1
+    assert "no folder" in capsys.readouterr().err
+    assert tool.main([*command, "--size", "", "--test-size", "batch.rolout_prompts=4"]) == 1
+    assert "rolout_prompts" in capsys.readouterr().err
+
+
+def test_a_plan_takes_the_lengths_of_its_calibration(model, tmp_path, capsys):
+    found = Calibration(GPUS["h200"], Efficiency(), {"total": 0.1}, spread=1.1, clipped_share=0.4)
+    write_calibration(found, tmp_path / "one.toml")
+    command = [CONFIG, model, "--json", "--calibration", str(tmp_path / "one.toml")]
+    assert tool.main(command) == 0
+    workload = json.loads(capsys.readouterr().out)["workload"]
+    assert (workload["spread"], workload["clipped_share"]) == (1.1, 0.4)
+
+
+def test_a_model_that_nothing_computes_is_not_a_question_of_nodes(tmp_path, capsys):
+    write_model(tmp_path / "model", SMALL | {"hidden_act": "gelu"})
+    assert tool.main([CONFIG, f"model.hf_dir={tmp_path / 'model'}"]) == 1
+    captured = capsys.readouterr()
+    assert "hidden_act" in captured.err
+    assert "more nodes" not in captured.out
+
+
+def test_overrides_may_follow_options(model, capsys):
+    assert tool.main([CONFIG, "--nodes", "2", model, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_gpus"] == 16
 
 
 def test_a_probe_trains_and_fits(tmp_path, capsys, monkeypatch):
@@ -110,7 +147,8 @@ def test_a_probe_trains_and_fits(tmp_path, capsys, monkeypatch):
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr("gapo_megatron.scaling.probe.subprocess.run", pretend)
-    command = [CONFIG, f"model.hf_dir={tmp_path / 'model'}", "--probe", "--processes", "1"]
+    command = [CONFIG, f"model.hf_dir={tmp_path / 'model'}", "--probe", "--gpu", "h200"]
+    command += ["--processes", "1"]
     command += ["--mean-prompt-tokens", "100", "--size", "", "--size", "run.seed=1"]
     assert tool.main([*command, "--test-size", "run.seed=2"]) == 0
     out = capsys.readouterr().out
@@ -130,7 +168,7 @@ def test_a_probe_that_fails_names_its_log(tmp_path, capsys, monkeypatch):
         return subprocess.CompletedProcess(command, 1)
 
     monkeypatch.setattr("gapo_megatron.scaling.probe.subprocess.run", fail)
-    command = [CONFIG, "--probe", "--processes", "1", "--mean-prompt-tokens", "100"]
+    command = [CONFIG, "--probe", "--gpu", "cpu", "--processes", "1", "--mean-prompt-tokens", "100"]
     assert tool.main(command) == 1
     err = capsys.readouterr().err
     assert "the probe as configured failed" in err
@@ -144,6 +182,14 @@ def test_a_probe_that_fails_names_its_log(tmp_path, capsys, monkeypatch):
         (["run.seed=1"], "CONFIG comes first"),
         ([CONFIG, "--size", "a=1"], "--size and --test-size go with --probe"),
         ([CONFIG, "--test-run", "x"], "--test-run goes with --from-run"),
+        ([CONFIG, "--probe"], "--probe needs --gpu"),
+        (["--from-run", "x"], "--from-run needs --gpu"),
+        ([CONFIG, "--from-run", "x", "--gpu", "h20"], f"--from-run takes no CONFIG ({CONFIG})"),
+        ([CONFIG, "--probe", "--from-run", "x"], "--probe and --from-run are one at a time"),
+        (["--anchors", "--json"], "--json is for plans, not for --anchors"),
+        ([CONFIG, "--gpus-per-node", "0"], "0 must be a whole number of 1 or more"),
+        ([CONFIG, "--nodes", "-4"], "-4 must be a whole number of 1 or more"),
+        ([CONFIG, "--top", "-1"], "-1 must be a whole number of 1 or more"),
     ],
 )
 def test_wrong_usage(command, words, capsys):

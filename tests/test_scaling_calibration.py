@@ -69,12 +69,13 @@ def observe(efficiency, *, noise=0.0, seed=0, prompts=256, mean=700, model="Qwen
         layout=layout(dp=8),
         workload=Workload(100, mean, 3092, active_share=0.7),
         measured=empty,
+        step_s=0.0,
     )
     exact = one.predict(GPUS["h200"], efficiency)
     noisy = StepTime(
         **{f"{stage}_s": seconds(exact, stage) * math.exp(rng.gauss(0, noise)) for stage in STAGES}
     )
-    return dataclasses.replace(one, measured=noisy)
+    return dataclasses.replace(one, measured=noisy, step_s=noisy.total_s)
 
 
 def test_the_fit_finds_what_made_the_timings():
@@ -110,7 +111,9 @@ def test_what_nothing_measures_keeps_its_default():
     alone = observe(TRUE)
     only_reward = dataclasses.replace(alone.measured, generation_s=0.0, update_s=0.0)
     only_reward = dataclasses.replace(only_reward, old_log_probs_s=0.0, sync_s=0.0)
-    found = fit([dataclasses.replace(alone, measured=only_reward)], GPUS["h200"]).efficiency
+    calibration = fit([dataclasses.replace(alone, measured=only_reward)], GPUS["h200"])
+    found = calibration.efficiency
+    assert calibration.measured == ["verdict_s"]
     assert found.verdict_s == pytest.approx(TRUE.verdict_s, rel=0.01)
     default = Efficiency()
     for field in dataclasses.fields(default):
@@ -168,6 +171,7 @@ def of_the_study(name):
             clipped_share=1 - (1 - head_skipped) / active,
         ),
         measured=StepTime(*measured),
+        step_s=sum(measured),
     )
 
 
@@ -190,7 +194,9 @@ def test_real_runs_predict_each_other():
 
 
 def test_a_calibration_comes_back(tmp_path):
-    written = Calibration(GPUS["h20"], TRUE, {"update": 0.04, "total": 0.02})
+    written = Calibration(
+        GPUS["h20"], TRUE, {"update": 0.04, "total": 0.02}, spread=1.2, clipped_share=0.3
+    )
     write_calibration(written, tmp_path / "one.toml")
     assert read_calibration(tmp_path / "one.toml") == written
 
@@ -245,8 +251,12 @@ def a_step(scale=1.0):
             "time/old_log_probs_s": 1.0,
             "time/update_s": 5.0,
             "time/sync_s": 0.25,
+            "time/sleep_s": 0.125,
             "time/evaluate_s": 100.0,
-            "time/step_s": 15.0 * scale,
+            "time/checkpoint_s": 20.0,
+            "time/noise_floor_s": 4.0,
+            # A quarter of a second that no stage counts.
+            "time/step_s": 8.0 * scale + 131.125,
         },
     )
 
@@ -259,6 +269,7 @@ def test_a_run_is_read_as_it_was(tmp_path):
     one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
     assert one.name == "run"
     assert one.measured == StepTime(8.0, 0.5, 1.0, 5.0, 0.25)
+    assert one.step_s == one.seconds("total") == one.measured.total_s + 0.125 + 0.25
     assert one.layout == Layout.of(one.config, world_size=4)
     assert one.shape == Shape.of(hf("Qwen2.5-1.5B"))
     workload = one.workload
@@ -267,6 +278,32 @@ def test_a_run_is_read_as_it_was(tmp_path):
     assert workload.active_share == 0.75
     assert workload.clipped_share == pytest.approx(0.2)  # 0.6 of 0.75 went back
     assert workload.survival()[1][-1] == pytest.approx(0.05, abs=0.003)
+
+
+def test_a_run_with_dynamic_sampling_is_read_as_its_rounds(tmp_path):
+    """Half of the groups are informative; one further round: 1.5 times as many, 3/4 of them."""
+    write_model(tmp_path / "model", SMALL)
+    metrics, timings = a_step()
+    metrics |= {"rollout/replaced_group_share": 1 - 1 / 1.5}
+    write_run(tmp_path / "run", rows=[(metrics, timings)] * 3, hf_dir=tmp_path / "model")
+    one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    assert one.workload.active_share == pytest.approx(0.5)
+    batch = one.config.batch.model_copy(update={"dynamic_sampling_rounds": 1})
+    assert one.workload.trained_share(batch) == pytest.approx(0.75)
+    assert one.workload.clipped_share == pytest.approx(0.2)
+
+
+def test_a_run_that_the_device_cannot_hold_is_not_fitted():
+    small = dataclasses.replace(GPUS["h200"], memory_bytes=2**30)
+    with pytest.raises(ConfigError, match="256 prompts: no generation is possible on h200"):
+        fit([observe(TRUE)], small)
+
+
+def test_lengths_of_the_runs_are_kept():
+    one = observe(TRUE)
+    lengths = dataclasses.replace(one.workload, spread=1.1, clipped_share=0.4)
+    found = fit([dataclasses.replace(one, workload=lengths)], GPUS["h200"])
+    assert (found.spread, found.clipped_share) == (1.1, 0.4)
 
 
 def test_the_exported_model_stands_in_for_one_that_moved(tmp_path):
@@ -296,6 +333,13 @@ def test_the_probe_is_the_training_program(tmp_path):
     assert command[1:5] == ["-m", "gapo_megatron.train", "a.toml", "run.seed=1"]
     assert command[-2:] == ["run.num_steps=5", f"run.output_dir={tmp_path}"]
     assert "evaluation.every_steps=0" in command
+    # Nothing is sent or kept, whatever the config says.
+    loud = {"wandb_project": "x"}
+    path = tmp_path / "loud.toml"
+    path.write_text(to_toml(config(metrics=loud, checkpoint={"keep_steps": [3]})))
+    quiet = load_config(path, [word for word in command[4:] if "=" in word])
+    assert quiet.metrics.wandb_project == quiet.checkpoint.branch_from == ""
+    assert quiet.checkpoint.keep_steps == ()
     many = probe_command("a.toml", [], output_dir=tmp_path, num_steps=5, world_size=8)
     assert many[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node=8", "-m"]
 

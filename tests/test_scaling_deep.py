@@ -86,9 +86,9 @@ def test_bytes_are_the_predicted_ones(
     predicted = kept_activations(hf_config, config, layout, stage=stage, fused=False).most
     assert predicted == pytest.approx(found.kept, rel=0.05)
     # What works besides is an estimate, here never too low, and high by a block of the head that is
-    # not all at once: a fifth where the whole model is a tenth of a MiB.
+    # not all at once: a quarter where the whole model is a tenth of a MiB.
     peak = step_bytes(hf_config, config, layout, stage=stage, fused=False).peak
-    assert 0.98 <= peak / found.peak <= 1.25
+    assert 0.98 <= peak / found.peak <= 1.3
     assert found.num_microbatches == layout.pp_size
 
 

@@ -35,6 +35,10 @@ def test_spread_comes_back_from_the_truncated_share():
         ({"mean_response_tokens": 4000}, r"mean response tokens \(4000\)"),
         ({"active_share": 1.2}, r"active_share \(1.2\) must be from 0 to 1"),
         ({"spread": 0.0}, "spread"),
+        ({"spread": float("nan")}, "spread"),
+        ({"mean_prompt_tokens": 0.0}, r"mean prompt tokens \(0\) must be above 0"),
+        ({"mean_prompt_tokens": float("nan")}, "mean prompt tokens"),
+        ({"mean_response_tokens": float("nan")}, "mean response tokens"),
     ],
 )
 def test_wrong_workloads_are_refused(changes, words):

@@ -77,6 +77,8 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     found = _calibration(arguments)
     workload = default_workload(
         config,
+        spread=found.spread,
+        clipped_share=found.clipped_share,
         mean_prompt_tokens=arguments.mean_prompt_tokens,
         mean_response_tokens=arguments.mean_response_tokens,
         active_share=arguments.active_share,
@@ -108,7 +110,9 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     if result.refusals:
         console.print(tables.refusals_table(result))
     if not result.ranked:
-        console.print("Nothing fits: more nodes, or a smaller batch.max_tokens_per_microbatch.")
+        is_memory = any("out of memory" in reason for reason in result.refusals)
+        hint = ": more nodes, or shorter sequences" if is_memory else ""
+        console.print(f"Nothing fits{hint}.")
         return 1
     best = " ".join(overrides(result.ranked[0]))
     console.print(f"The quickest, as overrides: {best}", markup=False, soft_wrap=True)
@@ -117,10 +121,19 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
 
 def _basis(found: Calibration) -> str:
     """What the times rest on."""
+    from dataclasses import fields
+
+    from gapo_megatron.scaling.efficiency import Efficiency
+
     if not found.worst:
         return "Efficiencies are assumed, not measured: see --probe."
     worst = ", ".join(f"{stage} {miss:.0%}" for stage, miss in found.worst.items())
-    return f"Efficiencies are measured; largest miss where they were fitted: {worst}."
+    measured = found.measured
+    assumed = [field.name for field in fields(Efficiency) if field.name not in measured]
+    return (
+        f"Measured: {', '.join(measured) or 'nothing'}; assumed: {', '.join(assumed) or 'nothing'}."
+        f" Largest miss where they were fitted: {worst}."
+    )
 
 
 def _calibration(arguments: argparse.Namespace) -> Calibration:
@@ -141,22 +154,28 @@ def _calibration(arguments: argparse.Namespace) -> Calibration:
             )
     else:
         found = Calibration(find_gpu(arguments.gpu), Efficiency(), {})
-    if arguments.gpus_per_node:
+    if arguments.gpus_per_node is not None:
         gpu = dataclasses.replace(found.gpu, gpus_per_node=arguments.gpus_per_node)
         found = dataclasses.replace(found, gpu=gpu)
     return found
 
 
 def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
+    from gapo_megatron.errors import ConfigError
     from gapo_megatron.scaling.calibration import fit, worst_misses, write_calibration
     from gapo_megatron.scaling.hardware import find_gpu
-    from gapo_megatron.scaling.tables import comparison_table
+    from gapo_megatron.scaling.tables import comparison_table, efficiencies_table
 
+    if arguments.calibration and not arguments.calibration.parent.is_dir():
+        raise ConfigError(
+            f"--calibration ({arguments.calibration}): no folder {arguments.calibration.parent}"
+        )
     gpu = find_gpu(arguments.gpu)
     with tempfile.TemporaryDirectory(prefix="gapo_probe_") as scratch:
         observed = _probed(arguments, Path(scratch)) if arguments.probe else _finished(arguments)
     found = fit([one for one, is_fitted in observed if is_fitted], gpu)
     console.print(comparison_table(observed, gpu=gpu, efficiency=found.efficiency))
+    console.print(efficiencies_table(found))
     tested = [one for one, is_fitted in observed if not is_fitted]
     if tested:
         worst = worst_misses(tested, gpu, found.efficiency)
@@ -200,10 +219,10 @@ def _finished(arguments: argparse.Namespace) -> list[tuple[Observation, bool]]:
     for folders, is_fitted in ((arguments.from_run, True), (arguments.test_run, False)):
         for folder in folders:
             prompt = arguments.mean_prompt_tokens
-            if prompt is None and (Path(folder) / CONFIG_NAME).is_file():
+            if prompt is None:
                 prompt = mean_prompt_tokens(load_config(Path(folder) / CONFIG_NAME))
             one = read_observation(
-                folder, mean_prompt_tokens=prompt or 0.0, world_size=arguments.processes
+                folder, mean_prompt_tokens=prompt, world_size=arguments.processes
             )
             observed.append((one, is_fitted))
     return observed
@@ -221,6 +240,12 @@ def _show_anchors(console: Console) -> int:
     return 0
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number of 1 or more")
+    return int(text)
+
+
 def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -230,10 +255,15 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     add(
         "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
     )
-    add("--nodes", type=int, default=1, help="full nodes to plan for (default: 1)")
-    add("--gpu", default="h200", help="h100, h200 (default), h20, or cpu: this machine")
-    add("--gpus-per-node", type=int, help="default: 8; of cpu: 1, a process is a device")
-    add("--top", type=int, default=5, help="layouts to show (default: 5)")
+    add("--nodes", type=_positive, default=1, help="full nodes to plan for (default: 1)")
+    add("--gpu", help="h100, h200 (default of a plan), h20, or cpu: this machine")
+    add(
+        "--gpus-per-node",
+        type=_positive,
+        metavar="N",
+        help="default: 8; of cpu: 1, a process is a device",
+    )
+    add("--top", type=_positive, default=5, help="layouts to show (default: 5)")
     add("--json", action="store_true", help="print plain values instead of tables")
     lengths = parser.add_argument_group("lengths of a step (assumed where not given)")
     lengths.add_argument(
@@ -282,14 +312,14 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     )
     measured.add_argument(
         "--probe-steps",
-        type=int,
+        type=_positive,
         default=8,
         metavar="N",
         help="steps of each size, the first two not counted (default: 8)",
     )
     measured.add_argument(
         "--processes",
-        type=int,
+        type=_positive,
         metavar="N",
         help="of a probe: default 1 on cpu, else those of a node; of runs: default as they logged",
     )
@@ -308,11 +338,23 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
         help="a finished run to predict, but not to fit",
     )
     add("--anchors", action="store_true", help="predict published step times, and stop")
-    arguments = parser.parse_args(command_line)
-    if not (arguments.config or arguments.anchors or arguments.from_run):
+    arguments = parser.parse_intermixed_args(command_line)
+    tasks = {"--anchors": arguments.anchors, "--probe": arguments.probe}
+    tasks["--from-run"] = bool(arguments.from_run)
+    chosen = [name for name, is_chosen in tasks.items() if is_chosen]
+    if len(chosen) > 1:
+        parser.error(f"{' and '.join(chosen)} are one at a time")
+    if arguments.json and chosen:
+        parser.error(f"--json is for plans, not for {chosen[0]}")
+    if arguments.config and chosen in (["--anchors"], ["--from-run"]):
+        parser.error(f"{chosen[0]} takes no CONFIG ({arguments.config})")
+    if not arguments.config and chosen in ([], ["--probe"]):
         parser.error("CONFIG is missing (only --anchors and --from-run go without)")
     if arguments.config and "=" in arguments.config:
         parser.error(f"CONFIG comes first, before {arguments.config}")
+    if arguments.gpu is None and chosen in (["--probe"], ["--from-run"]):
+        parser.error(f"{chosen[0]} needs --gpu: the device that is measured")
+    arguments.gpu = arguments.gpu or "h200"
     if (arguments.size or arguments.test_size) and not arguments.probe:
         parser.error("--size and --test-size go with --probe")
     if arguments.test_run and not arguments.from_run:

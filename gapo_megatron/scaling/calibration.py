@@ -29,16 +29,18 @@ from gapo_megatron.scaling.efficiency import SHARES, Efficiency
 from gapo_megatron.scaling.hardware import Gpu
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.times import StepTime, step_time
-from gapo_megatron.scaling.workload import Workload, spread_of
+from gapo_megatron.scaling.workload import DEFAULT_SPREAD, Workload, spread_of
 
 STAGES = ("generation", "reward", "old_log_probs", "update", "sync")
 _TIMING_OF = {stage: f"time/{stage}_s" for stage in STAGES} | {"generation": "time/rollout_s"}
+_NOT_A_STEP = ("evaluate", "checkpoint", "noise_floor")
 _WARM_UP_STEPS = 2
 """Left out where a run has more: compilation, first allocations."""
 _PRIOR_WEIGHT = 0.02
 """Of one factor e between a parameter and its default, against one factor e between a stage's
 prediction and its measurement."""
 _LEAST_S = 1e-9
+_MOVED = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,13 @@ class Observation:
     layout: Layout
     workload: Workload
     measured: StepTime
+    step_s: float
+    """Of whole steps, less evaluation, checkpoints and the noise floor: more than the stages'
+    sum by vLLM's going to sleep, the batching plan, and what no stage counts."""
+
+    def seconds(self, stage: str) -> float:
+        """Measured, of one of `STAGES`, or `total`: of the whole step."""
+        return self.step_s if stage == "total" else seconds(self.measured, stage)
 
     def predict(self, gpu: Gpu, efficiency: Efficiency) -> StepTime:
         """The same steps by the model."""
@@ -65,16 +74,28 @@ class Calibration:
     efficiency: Efficiency
     worst: dict[str, float]
     """By stage: largest |predicted / measured - 1| among the observations of the fit."""
+    spread: float = DEFAULT_SPREAD
+    clipped_share: float = 0.0
+    """Of the observations' workloads, means: what else a plan could only assume."""
+
+    @property
+    def measured(self) -> list[str]:
+        """Efficiencies that the fit has moved, by more than a hundredth; the rest is assumed."""
+        default = Efficiency()
+        return [
+            field.name
+            for field in dataclasses.fields(Efficiency)
+            if abs(math.log(getattr(self.efficiency, field.name) / getattr(default, field.name)))
+            > _MOVED
+        ]
 
 
 def seconds(times: StepTime, stage: str) -> float:
-    """Of one of `STAGES`."""
+    """Of one of `STAGES`, or `total`."""
     return float(getattr(times, f"{stage}_s"))
 
 
-def fit(
-    observations: Sequence[Observation], gpu: Gpu, *, prior: Efficiency | None = None
-) -> Calibration:
+def fit(observations: Sequence[Observation], gpu: Gpu) -> Calibration:
     """Efficiencies under which the model's stages are those measured.
 
     Minimises, over the logarithms x of all parameters,
@@ -87,9 +108,19 @@ def fit(
     Args:
         observations: at least one; stages of 0 s are left out.
         gpu: the device they are from.
-        prior: the defaults; None for those of `Efficiency`.
+
+    Raises:
+        ConfigError: a stage of a run cannot be predicted on that device.
     """
-    start = prior or Efficiency()
+    start = Efficiency()
+    for one in observations:
+        predicted = one.predict(gpu, start)
+        for stage in STAGES:
+            if not math.isfinite(seconds(predicted, stage)):
+                raise ConfigError(
+                    f"{one.name}: no {stage.replace('_', ' ')} is possible on {gpu.name} by this "
+                    "model (the KV cache holds no sequence?): is it the device of this run?"
+                )
     names = [field.name for field in dataclasses.fields(Efficiency)]
     default = np.log([getattr(start, name) for name in names])
     upper = np.array([0.0 if name in SHARES else math.log(1e3) for name in names])
@@ -104,14 +135,21 @@ def fit(
         for one in observations:
             predicted = one.predict(gpu, efficiency)
             for stage in STAGES:
-                if (measured := seconds(one.measured, stage)) > 0:
+                if (measured := one.seconds(stage)) > 0:
                     misses.append(math.log(max(seconds(predicted, stage), _LEAST_S) / measured))
         return np.concatenate([misses, _PRIOR_WEIGHT * (point - default)])
 
     inside = np.clip(default, lower + 1e-6, upper - 1e-6)
     found = least_squares(residuals, inside, bounds=(lower, upper), x_scale="jac")
     fitted = efficiency_at(np.minimum(found.x, upper))
-    return Calibration(gpu, fitted, worst_misses(observations, gpu, fitted))
+    workloads = [one.workload for one in observations]
+    return Calibration(
+        gpu,
+        fitted,
+        worst_misses(observations, gpu, fitted),
+        spread=statistics.fmean(workload.spread for workload in workloads),
+        clipped_share=statistics.fmean(workload.clipped_share for workload in workloads),
+    )
 
 
 def worst_misses(
@@ -122,7 +160,7 @@ def worst_misses(
     for one in observations:
         predicted = one.predict(gpu, efficiency)
         for stage in (*STAGES, "total"):
-            if (measured := seconds(one.measured, stage)) > 0:
+            if (measured := one.seconds(stage)) > 0:
                 miss = abs(seconds(predicted, stage) / measured - 1)
                 worst[stage] = max(worst.get(stage, 0.0), miss)
     return worst
@@ -165,6 +203,7 @@ def read_observation(
         layout=Layout.of(config, world_size=ranks),
         workload=_workload(config, [metrics[step] for step in steps], mean_prompt_tokens),
         measured=_measured([timings[step] for step in steps]),
+        step_s=statistics.median(_whole_step_s(timings[step]) for step in steps),
     )
 
 
@@ -180,6 +219,11 @@ def _measured(rows: Sequence[Mapping[str, float]]) -> StepTime:
         return statistics.median(row.get(_TIMING_OF[stage], 0.0) for row in rows)
 
     return StepTime(**{f"{stage}_s": of(stage) for stage in STAGES})
+
+
+def _whole_step_s(row: Mapping[str, float]) -> float:
+    """Without what is no part of every step."""
+    return row["time/step_s"] - sum(row.get(f"time/{stage}_s", 0.0) for stage in _NOT_A_STEP)
 
 
 def _workload(
@@ -222,6 +266,7 @@ def write_calibration(calibration: Calibration, path: str | Path) -> None:
         "gpu": dataclasses.asdict(calibration.gpu),
         "efficiency": dataclasses.asdict(calibration.efficiency),
         "worst": calibration.worst,
+        "workload": {"spread": calibration.spread, "clipped_share": calibration.clipped_share},
     }
     lines = ["# Written by tools/plan.py. [worst]: largest |predicted / measured - 1| by stage."]
     for name, values in sections.items():
@@ -241,7 +286,8 @@ def read_calibration(path: str | Path) -> Calibration:
         return Calibration(
             gpu=Gpu(**tree["gpu"]),
             efficiency=Efficiency(**tree["efficiency"]),
-            worst=tree.get("worst", {}),
+            worst=tree["worst"],
+            **tree["workload"],
         )
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not a calibration of tools/plan.py: {error}") from None

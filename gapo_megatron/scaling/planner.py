@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gapo_megatron.config import Config
+from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.convert.config_check import check_engine_heads
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy.model import check_shapes, num_experts, read_hf_config
@@ -131,10 +131,11 @@ def plan(
         efficiency: what is reached of the device.
 
     Raises:
-        ConfigError: num_nodes is not positive.
+        ConfigError: num_nodes is not positive, or no layout at all computes this model.
     """
     if num_nodes < 1:
         raise ConfigError(f"nodes ({num_nodes}) must be 1 or more")
+    check_shapes(hf_config, ParallelConfig())
     num_gpus = num_nodes * gpu.gpus_per_node
     search = _Search(hf_config, Shape.of(hf_config), config, gpu, workload, efficiency)
     rollout_sizes = search.rollout_sizes(num_gpus)

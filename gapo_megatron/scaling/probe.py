@@ -17,7 +17,10 @@ from gapo_megatron.scaling.calibration import Observation, read_observation
 _QUIET = (
     "evaluation.every_steps=0",
     "checkpoint.every_steps=0",
+    "checkpoint.keep_steps=[]",
+    "checkpoint.branch_from=",
     "metrics.tensorboard=false",
+    "metrics.wandb_project=",
     "metrics.noise_floor_every_steps=0",
 )
 
@@ -82,12 +85,15 @@ def probe(
         prompt_tokens: mean length of a prompt; None: read from the data.
 
     Raises:
-        ConfigError: a run ended in an error; has the last lines of its log.
+        ConfigError: a size is wrong, before any is trained; a run ended in an error, with the last
+            lines of its log.
     """
+    every = [[*overrides, *size] for size in sizes]
+    configs = [load_config(config_path, settings) for settings in every]
+    prompts = [prompt_tokens or mean_prompt_tokens(config) for config in configs]
     observations = []
-    for number, size in enumerate(sizes):
-        settings = [*overrides, *size]
-        config, name = load_config(config_path, settings), " ".join(size) or "as configured"
+    for number, (size, settings) in enumerate(zip(sizes, every, strict=True)):
+        name = " ".join(size) or "as configured"
         folder = scratch / f"size_{number}"
         folder.mkdir(parents=True, exist_ok=True)
         command = probe_command(
@@ -105,7 +111,7 @@ def probe(
         observations.append(
             read_observation(
                 folder,
-                mean_prompt_tokens=prompt_tokens or mean_prompt_tokens(config),
+                mean_prompt_tokens=prompts[number],
                 world_size=world_size,
                 name=name,
             )

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from gapo_megatron.config import Config
 from gapo_megatron.scaling.anchors import Anchor
-from gapo_megatron.scaling.calibration import STAGES, Observation, seconds
+from gapo_megatron.scaling.calibration import STAGES, Calibration, Observation, seconds
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import Gpu
 from gapo_megatron.scaling.planner import PARTS, Candidate, Plan, gib, overrides
@@ -97,7 +97,7 @@ def comparison_table(
     for one, is_fitted in observations:
         predicted = one.predict(gpu, efficiency)
         for stage in (*STAGES, "total"):
-            measured, value = seconds(one.measured, stage), seconds(predicted, stage)
+            measured, value = one.seconds(stage), seconds(predicted, stage)
             table.add_row(
                 one.name if stage == STAGES[0] else "",
                 ("yes" if is_fitted else "no") if stage == STAGES[0] else "",
@@ -107,6 +107,19 @@ def comparison_table(
                 f"{value / measured:.2f}" if measured > 0 else "-",
             )
         table.add_section()
+    return table
+
+
+def efficiencies_table(calibration: Calibration) -> Table:
+    """All efficiencies; of each, whether the fit has moved it or it is assumed."""
+    table = Table(title="Efficiencies", title_justify="left")
+    for heading in ("name", "value", "default", ""):
+        table.add_column(heading, justify="right" if heading in ("value", "default") else "left")
+    measured = calibration.measured
+    for name, default in dataclasses.asdict(Efficiency()).items():
+        value = getattr(calibration.efficiency, name)
+        basis = "measured" if name in measured else "assumed"
+        table.add_row(name, f"{value:.3g}", f"{default:.3g}", basis)
     return table
 
 

@@ -41,6 +41,10 @@ class Workload:
     """Standard deviation of log X."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.mean_prompt_tokens < math.inf:
+            raise ConfigError(
+                f"mean prompt tokens ({self.mean_prompt_tokens:g}) must be above 0 and finite"
+            )
         if not 0 < self.mean_response_tokens <= self.longest_response_tokens:
             raise ConfigError(
                 f"mean response tokens ({self.mean_response_tokens:g}) must be above 0 and at most "
@@ -49,8 +53,8 @@ class Workload:
         for name in ("active_share", "clipped_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} ({getattr(self, name):g}) must be from 0 to 1")
-        if self.spread <= 0:
-            raise ConfigError(f"spread ({self.spread:g}) must be above 0")
+        if not 0 < self.spread < math.inf:
+            raise ConfigError(f"spread ({self.spread:g}) must be above 0 and finite")
 
     @property
     def mean_tokens(self) -> float:
@@ -103,18 +107,26 @@ def default_workload(
     mean_prompt_tokens: float | None = None,
     mean_response_tokens: float | None = None,
     active_share: float | None = None,
+    clipped_share: float = 0.0,
+    spread: float = DEFAULT_SPREAD,
 ) -> Workload:
-    """What is not given is assumed.
+    """What is not given (None) is assumed.
 
     Prompts of a tenth of `data.max_prompt_tokens`, responses of a third of
     `rollout.max_response_tokens`; a run's own metrics are better (`--from-run`).
     """
     longest = config.rollout.max_response_tokens
+    if mean_prompt_tokens is None:
+        mean_prompt_tokens = max(1.0, config.data.max_prompt_tokens / 10)
+    if mean_response_tokens is None:
+        mean_response_tokens = max(1.0, longest / 3)
     return Workload(
-        mean_prompt_tokens=mean_prompt_tokens or max(1.0, config.data.max_prompt_tokens / 10),
-        mean_response_tokens=mean_response_tokens or max(1.0, longest / 3),
+        mean_prompt_tokens=mean_prompt_tokens,
+        mean_response_tokens=mean_response_tokens,
         longest_response_tokens=longest,
         active_share=DEFAULT_ACTIVE_SHARE if active_share is None else active_share,
+        clipped_share=clipped_share,
+        spread=spread,
     )
 
 

@@ -213,7 +213,7 @@ def _rates(path: Path) -> Rates:
 
 
 def _code(folder: Path) -> tuple[str, ...]:
-    found = {}
+    found: dict[str, None] = {}  # a set in order
     for path in sorted(folder.glob("*/code.json")):
         try:
             found[frozen_code(path.parent)] = None

@@ -71,7 +71,7 @@ def weights(policy: Policy) -> dict[str, Tensor]:
 
 
 def gradients(policy: Policy) -> list[Tensor]:
-    return [parameter.main_grad.clone() for parameter in policy.stage.parameters()]
+    return [parameter.main_grad.clone() for parameter in policy.stages[0].parameters()]
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -330,7 +330,7 @@ def test_every_spelling_of_a_megatron_folder_is_loaded(
         writer = make_model(weights.config, norms=norms)
         fill(writer, weights)
         save(writer, tmp_path / "saved", **metadata)
-        stage = build_model(weights.config, groups, torch.device("cpu"), precision="fp32")
+        (stage,) = build_model(weights.config, groups, torch.device("cpu"), precision="fp32")
     load_weights(stage, tmp_path / "saved")
     for name, parameter in stage.named_parameters():
         expected = weights.read(*find_rule(weights.rules, name))

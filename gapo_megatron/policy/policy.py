@@ -245,6 +245,19 @@ class Policy:
             load_state(self.optimizer, state["optimizer"], config=self.config.optimizer)
         self.num_updates = state["num_updates"]
 
+    def free_gradients(self) -> None:
+        """Give the memory of the gradients back, for as long as nothing is updated."""
+        with cpu.device_scope():
+            for wrapped in self.model:
+                wrapped.offload_grad_buffers()
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to zero, in memory of their own again if it was given back."""
+        for wrapped in self.model:
+            wrapped.restore_grad_buffers()
+            wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:
         """Hold the initial weights instead of the current ones, which come back bit for bit.

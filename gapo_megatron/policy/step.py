@@ -116,9 +116,7 @@ def update(
         return value, outputs | {"active_rows": active_rows}
 
     with cpu.device_scope():
-        for chunk in policy.model:
-            chunk.zero_grad_buffer()
-        policy.optimizer.zero_grad()
+        policy.clear_gradients()
         outputs = _run(policy, microbatches, record, forward_only=False)
         policy.optimizer.prepare_grads()
         grad_norm = float(policy.optimizer.get_grad_norm())

@@ -78,6 +78,26 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_gradients_take_no_memory_where_they_are_freed(
+    folder: Path, groups: ParallelGroups
+) -> None:
+    found = []
+    for frees in (False, True):
+        policy = build(folder, groups)
+        train(policy)
+        (buffer,) = policy.model[0].buffers
+        if frees:
+            policy.free_gradients()
+            assert buffer.grad_data.untyped_storage().nbytes() == 0
+            policy.free_gradients()
+            log_probs(policy, pack_all(BATCH, TWO_MICROBATCHES))
+        train(policy)
+        assert buffer.grad_data.untyped_storage().nbytes() == 4 * buffer.numel > 0
+        found.append((weights(policy), gradients(policy)))
+    assert equal(found[0][0], found[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probs_gradients_and_updates_are_those_of_transformers(
     name: str, tmp_path: Path, groups: ParallelGroups

@@ -62,6 +62,13 @@ class ModelConfig(_Section):
 class ParallelConfig(_Section):
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1
+    virtual_pipeline_model_parallel_size: Positive = 1
+    """Stages of every pipeline rank, each with a part of its layers: a shorter bubble for more
+    messages. Micro-batches are then filled up to a multiple of the pipeline's ranks."""
+    num_layers_in_first_pipeline_stage: Positive | None = None
+    """Layers of the first pipeline rank, which has the embedding too, and (below) of the last one,
+    which has the head. Not given: as many as the others, which share the rest evenly."""
+    num_layers_in_last_pipeline_stage: Positive | None = None
     context_parallel_size: Positive = 1
     """Ranks that share every sequence and its activations, where one cannot hold them: for that,
     attention has to be Transformer Engine's; ours gathers all keys and values on every rank."""
@@ -77,6 +84,16 @@ class ParallelConfig(_Section):
     def _check(self) -> Self:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError("sequence_parallel=true needs tensor_model_parallel_size > 1")
+        given = {
+            "virtual_pipeline_model_parallel_size": self.virtual_pipeline_model_parallel_size > 1,
+            "num_layers_in_first_pipeline_stage": self.num_layers_in_first_pipeline_stage,
+            "num_layers_in_last_pipeline_stage": self.num_layers_in_last_pipeline_stage,
+        }
+        for name, value in given.items():
+            if value and self.pipeline_model_parallel_size == 1:
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) needs pipeline_model_parallel_size > 1"
+                )
         return self
 
 

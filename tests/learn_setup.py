@@ -203,7 +203,7 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
             # A data parallel rank has the sum of its own shard only.
             shards = list(bucket.grad_data.chunk(group.size()))
             dist.all_gather(shards, shards[group.rank()].clone(), group=group)
-    parameters = list(policy.stage.parameters())
+    parameters = list(policy.stages[0].parameters())
     weights = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.copy_(parameter.main_grad)

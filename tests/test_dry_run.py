@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gapo_megatron.checkpoint import manifest
-from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config import Config, ParallelConfig, parse_config
 from gapo_megatron.convert import rules_for
 from gapo_megatron.dry_run import arithmetic, per_rank_parameters, print_dry_run, to_toml
 from gapo_megatron.errors import ConfigError
@@ -220,7 +220,7 @@ def test_parameter_count_is_transformers(tmp_path: Path, tied: bool) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     expected = sum(parameter.numel() for parameter in model.parameters())
-    assert per_rank_parameters(rules_for(hf_config), tp_size=1, pp_size=1) == [expected]
+    assert per_rank_parameters(rules_for(hf_config), ParallelConfig()) == [expected]
 
 
 def test_parameters_of_two_stages_and_two_tensor_ranks_by_hand(tmp_path: Path) -> None:
@@ -228,9 +228,13 @@ def test_parameters_of_two_stages_and_two_tensor_ranks_by_hand(tmp_path: Path) -
     # Per layer, one of two tensor ranks: two norms; qkv and its bias [64 -> 32]; proj; fc1; fc2.
     layer = 2 * 32 + 32 * 32 + 32 + 32 * 16 + 48 * 32 + 32 * 24
     embedding = 25 * 32
-    totals = per_rank_parameters(rules_for(hf_config), tp_size=2, pp_size=2)
+    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    totals = per_rank_parameters(rules_for(hf_config), parallel)
     # The last stage holds its own copy of the tied embedding, and the final norm.
     assert totals == [embedding + 2 * layer, embedding + 2 * layer + 32]
+    uneven = parallel.model_copy(update={"num_layers_in_last_pipeline_stage": 1})
+    totals = per_rank_parameters(rules_for(hf_config), uneven)
+    assert totals == [embedding + 3 * layer, embedding + layer + 32]
 
 
 MOE = {
@@ -249,7 +253,13 @@ def test_experts_are_divided_and_whole_by_hand(tmp_path: Path) -> None:
     expert = 48 * 32 + 32 * 24
     # Per layer, one of two tensor ranks: norms of 32 and of a head, qkv [64 -> 32]; proj; router.
     layer = 2 * 32 + 2 * 8 + 32 * 32 + 32 * 16 + 4 * 32
-    totals = per_rank_parameters(rules_for(hf_config), tp_size=2, pp_size=2, ep_size=2)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        sequence_parallel=True,
+    )
+    totals = per_rank_parameters(rules_for(hf_config), parallel)
     embedding = 25 * 32
     assert totals == [
         embedding + 2 * (layer + 2 * expert),
@@ -258,7 +268,7 @@ def test_experts_are_divided_and_whole_by_hand(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     expected = sum(parameter.numel() for parameter in model.parameters())
-    assert per_rank_parameters(rules_for(hf_config), tp_size=1, pp_size=1) == [expected]
+    assert per_rank_parameters(rules_for(hf_config), ParallelConfig()) == [expected]
 
 
 def test_memory_of_experts_is_that_of_their_own_copies(tmp_path: Path) -> None:

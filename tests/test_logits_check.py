@@ -33,7 +33,7 @@ def save_megatron(hf_dir: Path, folder: Path) -> Path:
         groups = initialize(config.parallel)
         policy = Policy.build(config, groups, "cpu")
         policy.load_hf_weights(read_weights(hf_dir))
-        write_state(policy.stage.sharded_state_dict(), folder, groups)
+        write_state(policy.stages[0].sharded_state_dict(), folder, groups)
         destroy()
     return folder
 

@@ -55,7 +55,7 @@ def train(policy: Policy, clipped: Collection[int]) -> UpdateResult:
 
 
 def gradients(policy: Policy) -> list[Tensor]:
-    return [parameter.main_grad.clone() for parameter in policy.stage.parameters()]
+    return [parameter.main_grad.clone() for parameter in policy.stages[0].parameters()]
 
 
 def state(policy: Policy) -> list[Tensor]:
@@ -203,7 +203,7 @@ def test_the_head_adds_to_the_gradient_buffer_with_the_code_that_was_chosen(
     policy = build(folder, groups, model={"precision": "bf16", "head": "torch"})
     with patch.object(step, "token_log_probs", watched):
         train(policy, ())
-    weight = policy.stage.head_weight
+    weight = policy.stages[0].head_weight
     assert len(seen) == len(MICROBATCHES)
     for main_grad, implementation in seen:
         assert main_grad is weight.main_grad and implementation == "torch"

@@ -69,6 +69,8 @@ def sync_with_nothing(folder: Path, parallel: dict[str, int]) -> list[Any]:
         patch.setattr(weight_sync, "verify_weights", asked.compare)
         engine: Any = SimpleNamespace(gloo_group=dist.group.WORLD)
         sync(policy, engine, first_sequences(make_batch(), 3), policy_version=7)
+        (buffer,) = policy.model[0].buffers
+        assert buffer.grad_data.untyped_storage().nbytes() == 0  # while the engine generates
         sync(policy, engine, prompts_as_sequences(prompts(1, 1), 3), policy_version=8)
     destroy()
     return list(asked)

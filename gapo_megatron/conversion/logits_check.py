@@ -186,7 +186,7 @@ def _megatron_logits(
         groups = initialize(ParallelConfig())
         try:
             with cpu.device_scope():
-                stage = build_model(hf_config, groups, _device(), precision="fp32")
+                (stage,) = build_model(hf_config, groups, _device(), precision="fp32")
             load_weights(stage, folder)
             _round(stage, dtype)
             values = logits(stage, groups, microbatch)

@@ -76,7 +76,7 @@ def policy(precision: str, head: str) -> None:
     result = update(built, [microbatch], lambda _, log_probs, __: (-log_probs.mean(), {}))
     assert result.grad_norm > 0, result
 
-    layer = built.stage.decoder.layers[0]
+    layer = built.stages[0].decoder.layers[0]
     is_cuda = world.device.type == "cuda"
     try:
         check_fp8()
@@ -84,15 +84,15 @@ def policy(precision: str, head: str) -> None:
     except ConfigError as error:
         fp8 = str(error)
     optimizer = getattr(built.optimizer, "chained_optimizers", [built.optimizer])[0].optimizer
-    dtype = built.stage.config.params_dtype
+    dtype = built.stages[0].config.params_dtype
     _print(
         device=world.device.type,
         gpu=torch.cuda.get_device_name() if is_cuda else "",
-        transformer_engine=built.stage.uses_transformer_engine,
+        transformer_engine=built.stages[0].uses_transformer_engine,
         layers=_where(type(layer.self_attention.linear_qkv)),
         attention=_where(type(layer.self_attention.core_attention)),
         attention_backend=next(iter(attention_backend), ""),
-        norm=_where(type(built.stage.decoder.final_layernorm)),
+        norm=_where(type(built.stages[0].decoder.final_layernorm)),
         optimizer=_where(type(optimizer)),
         log_probs=choose_implementation(world.device, dtype, config.model.head).__name__,
         fp8=fp8,

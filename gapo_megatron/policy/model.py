@@ -29,7 +29,7 @@ from gapo_megatron.convert.rope import read_rope
 from gapo_megatron.convert.tables import Geometry, rules_for
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy.attention import PackedAttention, RMSNorm, pack_sequences
-from gapo_megatron.policy.parallel import ParallelGroups
+from gapo_megatron.policy.parallel import ParallelGroups, layers_of_stages
 from gapo_megatron.policy.precision import precision_settings
 from gapo_megatron.types import Microbatch
 
@@ -65,7 +65,6 @@ def check_shapes(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
     cuts = [
         ("num_attention_heads", tp),
         ("num_key_value_heads", tp),
-        ("num_hidden_layers", "pipeline_model_parallel_size"),
     ]
     cuts += [("num_experts", ep)] if num_experts(hf_config) else [("intermediate_size", tp)]
     for field, where in cuts:
@@ -74,6 +73,7 @@ def check_shapes(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
             raise ConfigError(
                 f"parallel.{where} ({size}) must divide the model's {field} ({value})"
             )
+    layers_of_stages(parallel, hf_config.num_hidden_layers)
     for field in ("attention_bias", "mlp_bias"):
         if getattr(hf_config, field, False):
             raise ConfigError(f"the model's {field} (true) is not supported")
@@ -119,20 +119,29 @@ def build_model(
     *,
     precision: str,
     recompute: str = "none",
-    sequence_parallel: bool = False,
-) -> PolicyModel:
-    """This rank's pipeline stage, its weights undefined. For use within `cpu.device_scope()`."""
+    parallel: ParallelConfig | None = None,
+) -> list[PolicyModel]:
+    """This rank's virtual stages, weights undefined. For use within `cpu.device_scope()`.
+
+    Args:
+        hf_config: of the model.
+        groups: this rank's place.
+        device: where the parameters go.
+        precision: `model.precision`.
+        recompute: `model.recompute`.
+        parallel: how stages and activations are cut; None: one stage.
+    """
+    parallel = parallel or ParallelConfig()
     config = transformer_config(
-        hf_config,
-        groups,
-        device,
-        precision=precision,
-        recompute=recompute,
-        sequence_parallel=sequence_parallel,
+        hf_config, groups, device, precision=precision, recompute=recompute, parallel=parallel
     )
     # Nothing is drawn from it: weights are loaded, and there is no dropout. It must be there.
     model_parallel_cuda_manual_seed(0)
-    return PolicyModel(config, hf_config, groups, device)
+    mine = layers_of_stages(parallel, hf_config.num_hidden_layers)[groups.pp_rank]
+    return [
+        PolicyModel(config, hf_config, groups, device, virtual_stage=i, num_layers=len(layers))
+        for i, layers in enumerate(mine)
+    ]
 
 
 def transformer_config(
@@ -142,7 +151,7 @@ def transformer_config(
     *,
     precision: str,
     recompute: str,
-    sequence_parallel: bool,
+    parallel: ParallelConfig,
 ) -> TransformerConfig:
     """Megatron-core's config of the model, the layout and the precision."""
     number_format = precision_settings(precision)
@@ -174,10 +183,17 @@ def transformer_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
+        virtual_pipeline_model_parallel_size=groups.vpp_size if groups.vpp_size > 1 else None,
+        # A batch of messages both ways would mix them up where two ranks are each other's both
+        # neighbours; and what goes ahead of the computation does not hold it up.
+        overlap_p2p_comm=groups.vpp_size > 1,
+        batch_p2p_comm=groups.vpp_size == 1,
+        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
         context_parallel_size=groups.cp_size,
         expert_model_parallel_size=groups.ep_size,
         expert_tensor_parallel_size=1,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=parallel.sequence_parallel,
         # Micro-batches differ in length; Megatron-core then wants this dispatcher, experts or not.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -230,7 +246,7 @@ def has_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class PolicyModel(GPTModel):
-    """One pipeline stage of the policy. The last stage returns hidden states to our own head."""
+    """One virtual stage of the policy. The last returns hidden states to our own head."""
 
     def __init__(
         self,
@@ -238,17 +254,23 @@ class PolicyModel(GPTModel):
         hf_config: PretrainedConfig,
         groups: ParallelGroups,
         device: torch.device,
+        *,
+        virtual_stage: int,
+        num_layers: int,
     ) -> None:
         self.uses_transformer_engine = has_transformer_engine(device, config.params_dtype)
         self.rules = rules_for(hf_config)
         self.unpadded_vocab_size = vocab_size = hf_config.vocab_size
         super().__init__(
             config=config,
-            transformer_layer_spec=_layer_spec(config, groups, self.uses_transformer_engine),
+            transformer_layer_spec=_layer_spec(
+                config, num_layers, transformer_engine=self.uses_transformer_engine
+            ),
             vocab_size=vocab_size + -vocab_size % groups.tp_size,
             max_sequence_length=hf_config.max_position_embeddings,
-            pre_process=groups.is_first_stage,
-            post_process=groups.is_last_stage,
+            pre_process=groups.is_first_stage and virtual_stage == 0,
+            post_process=groups.is_last_stage and virtual_stage == groups.vpp_size - 1,
+            vp_stage=virtual_stage if groups.vpp_size > 1 else None,
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
             # Ours is part of the core attention (`PackedAttention`).
             position_embedding_type="rope" if self.uses_transformer_engine else "none",
@@ -298,7 +320,7 @@ class PolicyModel(GPTModel):
 
 
 def _layer_spec(
-    config: TransformerConfig, groups: ParallelGroups, transformer_engine: bool
+    config: TransformerConfig, num_layers: int, *, transformer_engine: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(
@@ -321,9 +343,7 @@ def _layer_spec(
         # On disk the norm has the name that Transformer Engine's layer gives it: there it is part
         # of the next linear only where one linear follows.
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * (config.num_layers // groups.pp_size), layer_norm=RMSNorm
-    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
 def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:

@@ -27,6 +27,8 @@ class ParallelGroups:
     pp_group: dist.ProcessGroup
     pp_rank: int
     pp_size: int
+    vpp_size: int
+    """Virtual stages of every pipeline rank."""
     cp_group: dist.ProcessGroup
     """Ranks that share every sequence (`policy.context`); weights and gradients as of data
     parallel neighbours."""
@@ -46,12 +48,12 @@ class ParallelGroups:
 
     @property
     def is_first_stage(self) -> bool:
-        """This rank embeds tokens."""
+        """This rank embeds tokens: in its first virtual stage."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """This rank holds the head: log-probs and losses exist here only."""
+        """This rank's last virtual stage holds the head: log-probs and losses exist here only."""
         return self.pp_rank == self.pp_size - 1
 
     @property
@@ -71,10 +73,12 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
     world_size = dist.get_world_size()
     check_world_size(config, world_size)
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    vpp = config.virtual_pipeline_model_parallel_size
     with cpu.device_scope():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
             context_parallel_size=config.context_parallel_size,
             expert_model_parallel_size=config.expert_model_parallel_size,
             expert_tensor_parallel_size=1,
@@ -94,6 +98,7 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
         pp_group=pp_group,
         pp_rank=pp_group.rank(),
         pp_size=pp_group.size(),
+        vpp_size=vpp,
         cp_group=cp_group,
         cp_rank=cp_group.rank(),
         cp_size=cp_group.size(),
@@ -107,6 +112,49 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
         rank=dist.get_rank(),
         world_size=world_size,
     )
+
+
+def layers_of_stages(config: ParallelConfig, num_layers: int) -> list[list[range]]:
+    """Which of the model's layers each pipeline rank has, by virtual stage.
+
+    A model goes through the first virtual stage of every rank, then through the second, and so on.
+
+    Raises:
+        ConfigError: names the sizes that do not divide the layers.
+    """
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    ends = {
+        0: ("num_layers_in_first_pipeline_stage", config.num_layers_in_first_pipeline_stage),
+        pp - 1: ("num_layers_in_last_pipeline_stage", config.num_layers_in_last_pipeline_stage),
+    }
+    given = {rank: (name, count) for rank, (name, count) in ends.items() if count is not None}
+    rest = num_layers - sum(count for _, count in given.values())
+    num_others = pp - len(given)
+    if not given and num_layers % pp:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size ({pp}) must divide the model's "
+            f"num_hidden_layers ({num_layers})"
+        )
+    if rest < num_others or (rest % num_others if num_others else rest):
+        shown = " and ".join(f"parallel.{name} ({count})" for name, count in given.values())
+        raise ConfigError(
+            f"{shown} must leave a multiple of {num_others} of the model's num_hidden_layers "
+            f"({num_layers}) for the other pipeline ranks, not {rest}"
+        )
+    counts = [given[rank][1] if rank in given else rest // max(num_others, 1) for rank in range(pp)]
+    for rank, count in enumerate(counts):
+        if count % vpp:
+            raise ConfigError(
+                f"parallel.virtual_pipeline_model_parallel_size ({vpp}) must divide the {count} "
+                f"layers of pipeline rank {rank}"
+            )
+    stages: list[list[range]] = [[] for _ in counts]
+    start = 0
+    for _ in range(vpp):
+        for rank, count in enumerate(counts):
+            stages[rank].append(range(start, start + count // vpp))
+            start += count // vpp
+    return stages
 
 
 def check_world_size(config: ParallelConfig, world_size: int) -> None:

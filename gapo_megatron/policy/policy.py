@@ -34,9 +34,19 @@ from gapo_megatron.policy.optimizer import (
     load_state,
     wrap_model,
 )
-from gapo_megatron.policy.parallel import ParallelGroups
+from gapo_megatron.policy.parallel import ParallelGroups, layers_of_stages
 from gapo_megatron.policy.precision import check_head
 from gapo_megatron.types import Batch, Microbatch
+
+_NO_SEQUENCES = Batch(
+    prompt_ids=[],
+    response_ids=[],
+    rollout_log_probs=[],
+    advantages=torch.zeros(0, dtype=torch.float64),
+    num_correct=torch.zeros(0, dtype=torch.int64),
+    group_size=torch.zeros(0, dtype=torch.int64),
+    valid=torch.zeros(0, dtype=torch.bool),
+)
 
 
 class Policy:
@@ -47,7 +57,7 @@ class Policy:
         hf_config: the model's Hugging Face config.
         groups: this rank's place.
         device: where parameters live.
-        model: the DDP-wrapped pipeline stage, in a list as Megatron-core wants it.
+        model: the DDP-wrapped virtual stages.
         optimizer: AdamW; fp32 master weights when parameters are bf16.
         num_updates: optimizer steps taken since the initial weights were loaded.
     """
@@ -69,6 +79,7 @@ class Policy:
         self.optimizer = optimizer
         self.num_updates = 0
         self._rules = model[0].module.rules
+        self._layers = layers_of_stages(config.parallel, hf_config.num_hidden_layers)
         self._parameters = dict(self._named_parameters())
         self._reference: dict[str, Tensor] | None = None
 
@@ -85,22 +96,28 @@ class Policy:
         check_shapes(hf_config, config.parallel)
         check_head(config.model, device)
         with cpu.device_scope():
-            stage = build_model(
+            stages = build_model(
                 hf_config,
                 groups,
                 device,
                 precision=config.model.precision,
                 recompute=config.model.recompute,
-                sequence_parallel=config.parallel.sequence_parallel,
+                parallel=config.parallel,
             )
-            model = [wrap_model(stage)]
+            model = [wrap_model(stage) for stage in stages]
             optimizer = build_optimizer(config.optimizer, model)
         return cls(config, hf_config, groups, device, model, optimizer)
 
     @property
+    def stages(self) -> list[PolicyModel]:
+        """This rank's virtual stages, without their wrappers; one without virtual stages."""
+        return [wrapped.module for wrapped in self.model]
+
+    @property
     def stage(self) -> PolicyModel:
-        """This rank's pipeline stage, without its wrapper."""
-        return self.model[0].module
+        """The only one of `stages`."""
+        (stage,) = self.stages
+        return stage
 
     @property
     def sequence_multiple(self) -> int:
@@ -122,6 +139,10 @@ class Policy:
             sequence_align=num_chunks(self.groups.cp_size),
             device=self.device,
         )
+
+    def pack_nothing(self) -> Microbatch:
+        """A micro-batch without a sequence; it takes part in every collective."""
+        return self.pack(_NO_SEQUENCES, ())
 
     def load_initial_weights(self) -> None:
         """Set every weight as `model` says: from `megatron_dir` if given, else from `hf_dir`.
@@ -170,7 +191,9 @@ class Policy:
             ConfigError: there is no whole checkpoint of this format.
             ConversionError: it does not hold the model of `model.hf_dir`, or a file is damaged.
         """
-        load_weights(self.stage, find_weights(folder, self.hf_config))
+        weights = find_weights(folder, self.hf_config)
+        for stage in self.stages:
+            load_weights(stage, weights)
         self._start_from_weights()
 
     def _start_from_weights(self) -> None:
@@ -205,7 +228,10 @@ class Policy:
         Collectives: those of Megatron-core's optimizer when saving.
         """
         with cpu.device_scope():
-            model = self.stage.sharded_state_dict(metadata=dict(CHECKPOINT_METADATA))
+            model = {
+                f"stage_{i}": stage.sharded_state_dict(metadata=dict(CHECKPOINT_METADATA))
+                for i, stage in enumerate(self.stages)
+            }
             optimizer = self.optimizer.sharded_state_dict(
                 model, is_loading=is_loading, metadata=dict(CHECKPOINT_METADATA)
             )
@@ -214,9 +240,23 @@ class Policy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `dist_checkpointing.load` made of `sharded_state_dict(is_loading=True)`."""
         with cpu.device_scope():
-            self.stage.load_state_dict(state["model"])
+            for i, stage in enumerate(self.stages):
+                stage.load_state_dict(state["model"][f"stage_{i}"])
             load_state(self.optimizer, state["optimizer"], config=self.config.optimizer)
         self.num_updates = state["num_updates"]
+
+    def free_gradients(self) -> None:
+        """Give the memory of the gradients back, for as long as nothing is updated."""
+        with cpu.device_scope():
+            for wrapped in self.model:
+                wrapped.offload_grad_buffers()
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to zero, in memory of their own again if it was given back."""
+        for wrapped in self.model:
+            wrapped.restore_grad_buffers()
+            wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -234,28 +274,29 @@ class Policy:
             self._restore(current)
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """This stage's parameters under the rules' names: global numbers, our layer spec."""
-        first_layer = self.groups.pp_rank * self._layers_per_stage
+        """This rank's parameters under the rules' names: global numbers, our layer spec."""
         first_expert = self.groups.ep_rank * self._experts_per_rank
-        for name, parameter in self.stage.named_parameters():
-            rule, place = convert.find_rule(self._rules, name)
-            if place.layer is not None:
-                place = place._replace(layer=place.layer + first_layer)
-            if place.expert is not None:
-                place = place._replace(expert=place.expert + first_expert)
-            yield rule.megatron_name(place), parameter
-
-    @property
-    def _layers_per_stage(self) -> int:
-        return self.hf_config.num_hidden_layers // self.groups.pp_size
+        for stage, layers in zip(self.stages, self._layers[self.groups.pp_rank], strict=True):
+            for name, parameter in stage.named_parameters():
+                rule, place = convert.find_rule(self._rules, name)
+                if place.layer is not None:
+                    place = place._replace(layer=layers[place.layer])
+                if place.expert is not None:
+                    place = place._replace(expert=place.expert + first_expert)
+                yield rule.megatron_name(place), parameter
 
     @property
     def _experts_per_rank(self) -> int:
         return (num_experts(self.hf_config) or 0) // self.groups.ep_size
 
-    def _stage_of(self, rule: Rule, place: Place) -> int:
+    def _rank_of(self, rule: Rule, place: Place) -> int:
+        """The pipeline rank that has a parameter."""
         if place.layer is not None:
-            return place.layer // self._layers_per_stage
+            return next(
+                rank
+                for rank, stages in enumerate(self._layers)
+                if any(place.layer in layers for layers in stages)
+            )
         return 0 if rule.megatron.startswith("embedding.") else self.groups.pp_size - 1
 
     @torch.no_grad()
@@ -296,9 +337,9 @@ class Policy:
             shard = self._parameters[name].detach()
         else:
             shape = rule.shard_shape(shard_size(rule, groups.tp_size))
-            shard = torch.empty(shape, dtype=self.stage.config.params_dtype, device=self.device)
+            shard = torch.empty(shape, dtype=self.stages[0].config.params_dtype, device=self.device)
         if groups.pp_size > 1:
-            source = self._stage_of(rule, place)
+            source = self._rank_of(rule, place)
             dist.broadcast(shard, group=groups.pp_group, group_src=source)
         return shard
 

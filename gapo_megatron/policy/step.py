@@ -116,9 +116,7 @@ def update(
         return value, outputs | {"active_rows": active_rows}
 
     with cpu.device_scope():
-        for chunk in policy.model:
-            chunk.zero_grad_buffer()
-        policy.optimizer.zero_grad()
+        policy.clear_gradients()
         outputs = _run(policy, microbatches, record, forward_only=False)
         policy.optimizer.prepare_grads()
         grad_norm = float(policy.optimizer.get_grad_norm())
@@ -163,9 +161,9 @@ def _goes_back(policy: Policy, num_active: int) -> bool:
 
 def _without_backward(policy: Policy, loss: Tensor) -> Tensor:
     """`loss` cut off from the model; the stage before still gets its gradient, of zeros."""
-    if policy.groups.is_first_stage:
+    if policy.groups.pp_size == 1:
         return loss.detach()
-    return _ZeroGradient.apply(loss.detach(), policy.stage.decoder.input_tensor)
+    return _ZeroGradient.apply(loss.detach(), policy.stages[-1].decoder.input_tensor)
 
 
 class _ZeroGradient(torch.autograd.Function):
@@ -206,42 +204,49 @@ def _run(
     temperature: float | None = None,
 ) -> list[Any]:
     """Forward (and backward) over the micro-batches; what `head` reported, on the last stage."""
+    groups, num_given = policy.groups, len(microbatches)
+    if groups.vpp_size > 1:  # Megatron-core deals micro-batches to virtual stages in such groups
+        fillers = [policy.pack_nothing()] * (-num_given % groups.pp_size)
+        microbatches = [*microbatches, *fillers]
 
     def forward(iterator: Iterator[tuple[int, Microbatch]], model: Any) -> tuple[Tensor, Any]:
         index, whole = next(iterator)
-        microbatch, rows = cut(whole, policy.groups)
+        microbatch, rows = cut(whole, groups)
         hidden = model(
             input_ids=microbatch.tokens,
             position_ids=microbatch.position_ids,
             attention_mask=None,
-            packed_seq_params=policy.stage.packing(microbatch),
+            packed_seq_params=policy.stages[0].packing(microbatch),
         )
 
         def score(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             values, entropy = _score(policy, hidden, microbatch, temperature)
             if rows is not None:
                 num_rows = len(whole.labels)
-                values = join_rows(values, rows, num_rows, policy.groups)
+                values = join_rows(values, rows, num_rows, groups)
                 if entropy is not None:
-                    entropy = join_rows(entropy, rows, num_rows, policy.groups)
+                    entropy = join_rows(entropy, rows, num_rows, groups)
+            if index >= num_given:
+                return _without_backward(policy, values.sum()), _NO_TOKENS, None
             loss, report = head(index, values, entropy)
             # Three values: Megatron-core then neither averages nor divides.
             return loss, _NO_TOKENS, report
 
         return hidden, score
 
-    config = policy.stage.config
+    config = policy.stages[0].config
     config.finalize_model_grads_func = _sum_gradients
     with cpu.device_scope():
-        return get_forward_backward_func()(
+        reports: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(enumerate(microbatches)),
+            data_iterator=[iter(enumerate(microbatches)) for _ in policy.model],
             model=policy.model,
             num_microbatches=len(microbatches),
             seq_length=max(m.tokens.shape[1] for m in microbatches),
             micro_batch_size=1,
             forward_only=forward_only,
         )
+    return reports[:num_given]
 
 
 _NO_TOKENS = torch.zeros([], dtype=torch.int)
@@ -257,7 +262,7 @@ def _score(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [R] and entropy [R] (if wanted) from hidden states [T (/ tp), 1, H]."""
     groups = policy.groups
-    weight: Any = policy.stage.head_weight
+    weight: Any = policy.stages[-1].head_weight
     with_entropy = policy.config.objective.entropy_coef > 0
     result: Any = token_log_probs(
         hidden[:, 0],
@@ -268,7 +273,7 @@ def _score(
         vocab_start=groups.tp_rank * weight.shape[0],
         vocab_size=policy.hf_config.vocab_size,
         tp_group=groups.tp_group if groups.tp_size > 1 else None,
-        sequence_parallel=policy.stage.config.sequence_parallel,
+        sequence_parallel=policy.stages[-1].config.sequence_parallel,
         # Megatron-core's float32 buffer: no copy of the weight's size, and no rounding between
         # micro-batches. Its hook then finds no gradient of the head to add.
         main_grad=weight.main_grad,

@@ -20,6 +20,8 @@ from tests.attempt_setup import make_attempt
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "vpp": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "uneven": {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1},
     "cp2": {"context_parallel_size": 2},
     "dp2": {},
     "single": {},
@@ -32,7 +34,7 @@ def make_model(folder: Path, *, hidden_size: int) -> str:
         vocab_size=40,
         hidden_size=hidden_size,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,

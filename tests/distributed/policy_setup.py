@@ -31,14 +31,14 @@ VOCAB_SIZE = 97
 MODELS = ("qwen2_tied", "qwen2_untied", "llama_rope_scaling", "qwen3")
 
 
-def save_model(folder: Path, name: str) -> PreTrainedModel:
-    """Write a random two-layer model of 64 hidden units; all weights differ from their defaults."""
+def save_model(folder: Path, name: str, *, num_layers: int = 2) -> PreTrainedModel:
+    """Write a random model of 64 hidden units; all weights differ from their defaults."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
@@ -187,5 +187,5 @@ def count_backward(policy: Policy) -> list[Tensor]:
         if output[0].requires_grad:
             output[0].register_hook(gradients.append)
 
-    policy.stage.decoder.layers[0].register_forward_hook(watch)
+    policy.stages[0].decoder.layers[0].register_forward_hook(watch)
     return gradients

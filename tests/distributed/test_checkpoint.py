@@ -60,7 +60,7 @@ def continue_on(hf_dir: str, run_dir: Path, layouts: list[str]) -> None:
 
 def test_every_layout_reads_what_any_other_wrote(hf_dir, tmp_path):
     run_distributed(continue_on, 1, hf_dir, tmp_path, ["single"])
-    run_distributed(continue_on, 2, hf_dir, tmp_path, ["pp2", "cp2", "dp2", "tp2"])
+    run_distributed(continue_on, 2, hf_dir, tmp_path, ["pp2", "cp2", "vpp", "dp2", "uneven", "tp2"])
     run_distributed(continue_on, 1, hf_dir, tmp_path, ["single"])
 
 

@@ -106,7 +106,7 @@ def run(
 ) -> Tensor | None:
     """What is loaded from every folder is the same; logits; `saved` is written."""
     policy = Policy.build(make_config(hf_dir, parallel=parallel), groups, "cpu")
-    parameters = [parameter.detach() for parameter in policy.stage.parameters()]
+    parameters = [parameter.detach() for parameter in policy.stages[0].parameters()]
     policy.load_hf_weights(read_weights(hf_dir))
     expected = [parameter.clone() for parameter in parameters]
     for folder in megatron_dirs:
@@ -117,12 +117,12 @@ def run(
             assert torch.equal(parameter, value), (folder, saved.name)
 
     (microbatch,) = pack_all(BATCH, [range(len(BATCH))], align=policy.sequence_multiple)
-    values = logits(policy.stage, groups, microbatch)
+    values = logits(policy.stages[0], groups, microbatch)
 
     if groups.rank == 0:
         saved.mkdir()
     torch.distributed.barrier()
-    write_state(policy.stage.sharded_state_dict(), saved, groups)
+    write_state(policy.stages[0].sharded_state_dict(), saved, groups)
     torch.distributed.barrier()
     whole = dict(policy.iterate_hf_weights())
     for key, value in read_weights(hf_dir):

@@ -71,11 +71,31 @@ def weights(policy: Policy) -> dict[str, Tensor]:
 
 
 def gradients(policy: Policy) -> list[Tensor]:
-    return [parameter.main_grad.clone() for parameter in policy.stage.parameters()]
+    return [parameter.main_grad.clone() for parameter in policy.stages[0].parameters()]
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_gradients_take_no_memory_where_they_are_freed(
+    folder: Path, groups: ParallelGroups
+) -> None:
+    found = []
+    for frees in (False, True):
+        policy = build(folder, groups)
+        train(policy)
+        (buffer,) = policy.model[0].buffers
+        if frees:
+            policy.free_gradients()
+            assert buffer.grad_data.untyped_storage().nbytes() == 0
+            policy.free_gradients()
+            log_probs(policy, pack_all(BATCH, TWO_MICROBATCHES))
+        train(policy)
+        assert buffer.grad_data.untyped_storage().nbytes() == 4 * buffer.numel > 0
+        found.append((weights(policy), gradients(policy)))
+    assert equal(found[0][0], found[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -330,7 +350,7 @@ def test_every_spelling_of_a_megatron_folder_is_loaded(
         writer = make_model(weights.config, norms=norms)
         fill(writer, weights)
         save(writer, tmp_path / "saved", **metadata)
-        stage = build_model(weights.config, groups, torch.device("cpu"), precision="fp32")
+        (stage,) = build_model(weights.config, groups, torch.device("cpu"), precision="fp32")
     load_weights(stage, tmp_path / "saved")
     for name, parameter in stage.named_parameters():
         expected = weights.read(*find_rule(weights.rules, name))

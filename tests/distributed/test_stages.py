@@ -1,0 +1,133 @@
+"""Pipeline ranks with several stages, and with unequal ones: what each has, and that all agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gapo_megatron.config import ParallelConfig
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.policy.parallel import layers_of_stages
+from tests.dist import run_distributed, single_rank
+from tests.distributed.policy_setup import save_model
+from tests.distributed.test_policy import (
+    ONE_SHARE,
+    TOGETHER,
+    compare,
+    train,
+    train_clipped,
+)
+
+PP, VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+NUM_LAYERS = 6
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "virtual": {PP: 2, VPP: 3},
+    "uneven": {PP: 2, LAST: 1},
+    "uneven, virtual": {PP: 2, FIRST: 4, VPP: 2},
+}
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "virtual of four": {PP: 4, VPP: 1, FIRST: 1, LAST: 1},
+    "virtual, sequence": {
+        PP: 2,
+        VPP: 3,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+    },
+    "virtual, context": {PP: 2, VPP: 3, "context_parallel_size": 2},
+}
+
+
+def train_on_two(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
+    reports: dict[tuple[str, str], Any] = {}
+    for layout, sizes in LAYOUTS.items():
+        for model, folder in folders.items():
+            reports[model, layout] = train(folder, sizes, TOGETHER)
+        reports["skipping", layout] = train_clipped(folders["qwen2_tied"], sizes, ONE_SHARE)
+    return reports
+
+
+def train_on_four(folder: Path) -> dict[str, Any]:
+    return {layout: train(folder, sizes, TOGETHER) for layout, sizes in FOUR_RANKS.items()}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {name: tmp_path_factory.mktemp(name) for name in ("qwen2_tied", "qwen3")}
+    for name, folder in paths.items():
+        save_model(folder, name, num_layers=NUM_LAYERS)
+    return paths
+
+
+@pytest.mark.slow
+def test_stages_compute_what_one_rank_does(folders: dict[str, Path]) -> None:
+    """Three micro-batches: Megatron-core's schedule wants four of two ranks with virtual stages."""
+    ranks = run_distributed(train_on_two, 2, folders)
+    for model, folder in folders.items():
+        with single_rank():
+            expected = train(folder, {}, [[tuple(range(8))]])
+        for layout in LAYOUTS:
+            compare([rank[model, layout] for rank in ranks], expected, where=f"{model}, {layout}")
+    with single_rank():
+        one = train_clipped(folders["qwen2_tied"], {}, ONE_SHARE)
+    for layout in LAYOUTS:
+        for rank in ranks:
+            found = rank["skipping", layout]
+            assert found.num_updates == one.num_updates == 2, layout
+            assert found.grad_norms == pytest.approx(one.grad_norms, rel=2e-5), layout
+    for layout in LAYOUTS:
+        # The first stage does not know what can be left out; the last one does.
+        assert ranks[1]["skipping", layout].num_active == [2, 0, 1], layout
+
+
+@pytest.mark.slow
+def test_stages_go_with_other_parallelism(folders: dict[str, Path]) -> None:
+    with single_rank():
+        expected = train(folders["qwen2_tied"], {}, [[tuple(range(8))]])
+    ranks = run_distributed(train_on_four, 4, folders["qwen2_tied"])
+    for layout in FOUR_RANKS:
+        reports = [rank[layout] for rank in ranks]
+        for other in reports[1:]:
+            compare([reports[0], other], expected, where=layout, everything=False)
+        seen = set().union(*(report.log_probs for report in reports))
+        assert seen == set(expected.log_probs), layout
+
+
+def layers(num_layers: int, **sizes: int) -> list[list[list[int]]]:
+    return [
+        [list(stage) for stage in rank]
+        for rank in layers_of_stages(ParallelConfig(**sizes), num_layers)
+    ]
+
+
+def test_which_layers_a_rank_has() -> None:
+    assert layers(3) == [[[0, 1, 2]]]
+    assert layers(4, **{PP: 2}) == [[[0, 1]], [[2, 3]]]
+    assert layers(8, **{PP: 2, VPP: 2}) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert layers(7, **{PP: 3, FIRST: 2, LAST: 1}) == [[[0, 1]], [[2, 3, 4, 5]], [[6]]]
+    assert layers(6, **{PP: 2, FIRST: 4, VPP: 2}) == [[[0, 1], [3, 4]], [[2], [5]]]
+    assert layers(3, **{PP: 2, FIRST: 2, LAST: 1}) == [[[0, 1]], [[2]]]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "message"),
+    [
+        (5, {PP: 2}, r"pipeline_model_parallel_size \(2\) must divide .* \(5\)"),
+        (6, {PP: 3, LAST: 1}, r"last_pipeline_stage \(1\) must leave a multiple of 2 .* not 5"),
+        (6, {PP: 3, FIRST: 2, LAST: 4}, r"first.* \(2\) and .*last.* \(4\) must leave .* not 0"),
+        (6, {PP: 2, FIRST: 2, LAST: 3}, r"must leave a multiple of 0 .* not 1"),
+        (6, {PP: 2, VPP: 2}, r"virtual.* \(2\) must divide the 3 layers of pipeline rank 0"),
+        (6, {PP: 2, LAST: 2, VPP: 4}, r"virtual.* \(4\) must divide the 4|2 layers of .* rank 1"),
+    ],
+)
+def test_layers_that_cannot_be_dealt(num_layers: int, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layers(num_layers, **sizes)
+
+
+@pytest.mark.parametrize("name", [VPP, FIRST, LAST])
+def test_stages_need_a_pipeline(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} \(2\) needs pipeline_model_parallel_size > 1"):
+        ParallelConfig(**{name: 2})

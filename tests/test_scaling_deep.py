@@ -11,9 +11,11 @@ import torch
 from rich.console import Console
 
 from gapo_megatron import train
+from gapo_megatron.config import load_config
 from gapo_megatron.convert import rules_for
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy import Policy, step
+from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.scaling import deep_dry_run
 from gapo_megatron.scaling.activations import kept_activations
 from gapo_megatron.scaling.deep_dry_run import print_deep_dry_run, step_one_rank
@@ -133,6 +135,59 @@ def test_state_of_published_models(
         found = deep_dry_run.allocated_bytes(Policy.build(config, own, "cpu"))
     rules = rules_for(read_model(tmp_path, CONFIGS[name]))
     assert rank_bytes(rules, config, layout, rank=rank) == found
+
+
+def test_a_stage_of_72b_takes_a_step(tmp_path: Path) -> None:
+    """Ten of eighty layers on an eighth of the heads, with the sequences of a real run."""
+    fields = CONFIGS["Qwen2.5-72B"]
+    sections = {
+        "parallel": parallel_of(8, 8, sp=True),
+        "data": {"max_prompt_tokens": 1024},
+        "rollout": {"max_response_tokens": 3072},
+        "batch": {"max_tokens_per_microbatch": 4096},
+    }
+    config = make_config(write_model(tmp_path, fields), **sections)
+    hf_config, layout = read_model(tmp_path, fields), Layout.of(config, world_size=128)
+    found = step_one_rank(config, rank=37, world_size=128)  # the third stage: six in flight
+    state = found.weights, found.gradients, found.optimizer
+    assert state == rank_bytes(rules_for(hf_config), config, layout, rank=37)
+    kept = kept_activations(hf_config, config, layout, stage=2, fused=False).most
+    assert kept == pytest.approx(found.kept, rel=0.01)
+    peak = step_bytes(hf_config, config, layout, stage=2, fused=False).peak
+    assert peak == pytest.approx(found.peak, rel=0.1)
+
+
+PUBLISHED = {
+    "qwen_math_1_5b": CONFIGS["Qwen2.5-1.5B"],
+    "ds_r1_1_5b": CONFIGS["DeepSeek-R1-Distill-Qwen-1.5B"],
+    "deepcoder_1_5b": CONFIGS["DeepSeek-R1-Distill-Qwen-1.5B"],
+    "llama_3_2_3b": CONFIGS["Llama-3.2-3B"],
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_our_configs_take_a_step(tmp_path: Path, name: str) -> None:
+    """One of the published layers, as all are alike, and shorter sequences: seconds, not minutes."""
+    folder = write_model(tmp_path, PUBLISHED[name] | {"num_hidden_layers": 1})
+    short = ["data.max_prompt_tokens=1024", "rollout.max_response_tokens=3072"]
+    short += ["batch.max_tokens_per_microbatch=4096"]
+    config = load_config(f"configs/{name}/base.toml", [f"model.hf_dir={folder}", *short])
+    hf_config, layout = read_hf_config(folder), Layout.of(config, world_size=8)
+    found = step_one_rank(config, rank=7, world_size=8)
+    state = found.weights, found.gradients, found.optimizer
+    assert state == rank_bytes(rules_for(hf_config), config, layout, rank=7)
+    peak = step_bytes(hf_config, config, layout, stage=0, fused=False).peak
+    assert peak == pytest.approx(found.peak, rel=0.25)
+
+
+def test_fp8_and_triton_are_run_as_what_a_cpu_has(tmp_path: Path) -> None:
+    config = make(tmp_path, TINY, parallel_of(1, 1), precision="fp8", head="triton")
+    output = io.StringIO()
+    print_deep_dry_run(config, rank=0, world_size=1, console=Console(file=output))
+    text = " ".join(output.getvalue().split())
+    assert "Run as bf16 with torch's log-probs" in text
+    (line,) = [line for line in output.getvalue().splitlines() if "│ optimizer " in line]
+    assert line.split("│")[4].strip() == "1.0000"
 
 
 def test_what_is_printed(tmp_path: Path) -> None:

@@ -217,6 +217,28 @@ def test_the_configs_own_context_parallelism_is_tried():
     assert found.current.layout.cp_size == 2
 
 
+def test_the_first_of_several_nodes_is_the_quickest_of_all():
+    """72B on 64 GPUs has to be cut; by hand over layouts, micro-batches and engines."""
+    model, sections = hf("Qwen2.5-72B"), {"rollout": {"memory_fraction": 0.6}}
+    found = planned("Qwen2.5-72B", nodes=8, **sections)
+    search = _Search(model, Shape.of(model), config(**sections), H200, WORKLOAD, Efficiency())
+    every = [
+        search.candidate(
+            layout(tp=tp, pp=pp, dp=64 // (tp * pp), recompute=recompute, rollout_tp=engine),
+            budget,
+        )
+        for tp in (2, 4, 8)
+        for pp in (2, 4, 8)
+        for recompute in ("none", "full")
+        for engine in (1, 2, 4, 8)
+        for budget in search.budgets()
+    ]
+    times = [one.times.total_s for one in every if not one.refusal(H200)]
+    best = found.ranked[0]
+    assert best.layout.pp_size >= 2
+    assert best.times.total_s == min(times)
+
+
 def test_pipelines_divide_the_layers():
     found = planned("Qwen2.5-32B", nodes=8)
     assert {candidate.layout.pp_size for candidate in found.ranked} <= {1, 2, 4, 8, 16, 32, 64}
@@ -264,12 +286,13 @@ def test_workloads_are_told_apart():
 # --- scale ---------------------------------------------------------------------------------------
 
 
-def test_a_thousand_gpus_are_planned_in_seconds():
-    """Processor seconds, so that other work on the machine does not count."""
+@pytest.mark.parametrize("model", ["Qwen2.5-72B", "Qwen3-30B-A3B"])
+def test_a_thousand_gpus_are_planned_in_seconds(model):
+    """Processor seconds, so that other work on the machine counts little."""
     start = time.process_time()
     batch = {"rollout_prompts": 8192, "minibatch_prompts": 2048}
-    found = planned("Qwen2.5-72B", nodes=128, batch=batch)
-    assert time.process_time() - start < 10
+    found = planned(model, nodes=128, batch=batch)
+    assert time.process_time() - start < 30
     assert found.num_gpus == 1024
     assert found.ranked
 

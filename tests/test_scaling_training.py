@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gapo_megatron.scaling.workload import Workload
-from tests.scaling_setup import WORKLOAD, draw_lengths, training
+from tests.scaling_setup import IDEAL, WORKLOAD, draw_lengths, training
 
 
 def test_update_is_three_forward_passes_and_a_head_of_four():
@@ -124,6 +124,13 @@ def test_gradients_travel_by_link_or_network():
     assert link > weights * 6 * 7 / 8 / 450e9
     # Eight adapters of a node side by side are not the bottleneck: 400 against 450 GB/s.
     assert network == pytest.approx(weights * 6 * 63 / 64 / 400e9, rel=0.2)
+
+
+def test_a_dense_model_has_no_collectives_of_experts():
+    slow = dataclasses.replace(IDEAL, collective_s=1.0)
+    assert training(dp=8, efficiency=slow).optimizer_s() == pytest.approx(2, rel=0.1)
+    moe = training("Qwen3-30B-A3B", dp=16, ep=8, efficiency=slow)
+    assert moe.optimizer_s() == pytest.approx(4, rel=0.2)
 
 
 def test_experts_talk_within_the_node_or_across():

@@ -142,13 +142,12 @@ def neighbour_bytes(hf_config: Any, config: Config, layout: Layout, *, stage: in
     return tokens_per_rank(config, layout) * hidden * ends * (layout.pp_size - stage)
 
 
-def working_bytes(
-    hf_config: Any, config: Config, layout: Layout, *, stage: int, fused: bool
-) -> int:
+def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool) -> int:
     """Bytes that one layer's backward pass has at once besides what is kept: an estimate.
 
     Gradients of the MLP's two widest tensors and of two hidden states; and the largest weight's
-    gradient before it is added to its float32 buffer, on the first stage that of the embedding.
+    gradient before it is added to its float32 buffer. (The embedding's comes when the layers have
+    gone back, and is less than they kept.)
     """
     g, e = Geometry.of(hf_config), element_bytes(config)
     wide = g.intermediate // layout.tp_size
@@ -160,8 +159,7 @@ def working_bytes(
     if layout.cp_size > 1:  # keys and values of a neighbour, and the gradients of both on their way
         elements += 4 * g.kv_heads * g.head_dim // layout.tp_size
     activations = tokens_per_rank(config, layout) * e * elements
-    vocab = -(-g.vocab // layout.tp_size) if stage == 0 else 0
-    return activations + e * g.hidden * max(2 * wide, vocab)
+    return activations + e * g.hidden * 2 * wide
 
 
 def tokens_per_rank(config: Config, layout: Layout) -> int:

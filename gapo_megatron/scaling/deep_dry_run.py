@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from gapo_megatron.config import Config
+from gapo_megatron.config import Config, ModelConfig
 from gapo_megatron.convert import rules_for
 from gapo_megatron.dry_run import arithmetic
 from gapo_megatron.logprob import tiles
@@ -27,6 +27,7 @@ from gapo_megatron.policy import Policy, step
 from gapo_megatron.policy.model import PolicyModel, check_shapes, read_hf_config
 from gapo_megatron.scaling.activations import kept_activations
 from gapo_megatron.scaling.fake import fake_groups
+from gapo_megatron.scaling.hardware import GIB
 from gapo_megatron.scaling.kept import KeptForBackward
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import step_bytes
@@ -34,7 +35,6 @@ from gapo_megatron.scaling.no_data import NoData, Traffic
 from gapo_megatron.scaling.state import rank_bytes
 from gapo_megatron.types import Batch, Microbatch
 
-GIB = 2**30
 LEFT_OUT = (
     "Not shown: vLLM and weight sync; Transformer Engine's layers (these are the ones that run "
     "without it, whose norms keep float32 copies); which tokens choose which experts (equal shares "
@@ -68,14 +68,17 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
 
     As many micro-batches as pipeline stages: then the first stage holds the most it ever does.
 
+    What a CPU does not have is replaced: see `runs_here`.
+
     Args:
         config: of the run; `model.hf_dir` needs no weights.
         rank: which, of `world_size`.
         world_size: ranks of the run.
 
     Raises:
-        ConfigError: model folder, architecture, precision or layout that cannot run.
+        ConfigError: model folder, architecture or layout that cannot run.
     """
+    config = config.model_copy(update={"model": runs_here(config.model)})
     with (
         fake_groups(config.parallel, rank=rank, world_size=world_size) as groups,
         NoData() as no_data,
@@ -107,6 +110,12 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
             num_tokens=num_tokens,
             traffic=dict(no_data.traffic),
         )
+
+
+def runs_here(model: ModelConfig) -> ModelConfig:
+    """The model's settings with bf16 and torch's head in place of what a CPU does not have."""
+    precision = "bf16" if model.precision == "fp8" else model.precision
+    return model.model_copy(update={"precision": precision, "head": "torch"})
 
 
 def _loss(_: int, log_probs: Tensor, __: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -205,6 +214,12 @@ def print_deep_dry_run(
         "without data.",
         markup=False,
     )
+    if config.model.precision == "fp8" or config.model.head == "triton":
+        console.print(
+            "Run as bf16 with torch's log-probs: fp8 and the Triton kernels need a GPU. Weights, "
+            "gradients and optimizer have the same bytes; fp8 keeps copies of weights besides.",
+            markup=False,
+        )
     console.print(_shapes_table(found))
     console.print(_traffic_table(found))
     console.print(_memory_table(found, hf_config, config, layout, rank=rank, stage=stage))

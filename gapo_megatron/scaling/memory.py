@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gapo_megatron.config import Config
 from gapo_megatron.convert import rules_for
+from gapo_megatron.logprob import tiles
 from gapo_megatron.scaling.activations import (
     kept_activations,
     neighbour_bytes,
@@ -26,14 +29,14 @@ if TYPE_CHECKING:
     from gapo_megatron.scaling.hardware import Gpu
 
 MIB = 2**20
+_TILES_PER_BLOCK = 8
+"""Of the head's rows: `logprob.tiles.block_shape`."""
 CONTEXT_BYTES = 1024 * MIB
 """CUDA context and the kernels of the libraries: assumed."""
 COMMUNICATOR_BYTES = 256 * MIB
 """NCCL's buffers of one process group of more than one rank: assumed."""
 FRAGMENTATION = 0.1
 """Of activations and head, which the allocator gets in pieces of changing size: assumed."""
-# Blocks of the head on a GPU: `logprob.triton_kernels.block_shape`, `logprob.tiles`.
-_HEAD_ROWS, _HEAD_COLUMNS, _TILE_BYTES = 16384, 8192, 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ def step_bytes(
     is_last = stage == layout.pp_size - 1
     return StepBytes(
         activations=kept.layers + neighbour_bytes(hf_config, config, layout, stage=stage),
-        layer=kept.recomputed + working_bytes(hf_config, config, layout, stage=stage, fused=fused),
+        layer=kept.recomputed + working_bytes(hf_config, config, layout, fused=fused),
         head=kept.head + head_bytes(hf_config, config, layout) if is_last else 0,
     )
 
@@ -179,11 +182,14 @@ def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:
     tokens, h = tokens_per_rank(config, layout), hf_config.hidden_size
     e = element_bytes(config)
     sp = layout.tp_size if layout.sequence_parallel else 1
-    rows = min(_HEAD_ROWS, tokens)
-    columns = min(_HEAD_COLUMNS, -(-hf_config.vocab_size // layout.tp_size))
+    vocab = -(-hf_config.vocab_size // layout.tp_size)
+    # Of any accelerator; the Triton kernels' are the same (`triton_kernels.block_shape`).
+    block_rows, columns = tiles.block_shape(torch.empty(vocab, h, device="meta"))
+    rows, columns = min(block_rows, tokens), min(columns, vocab)
     gathered = 2 * tokens * h * e if layout.sequence_parallel else 0  # shards, and joined
-    block = rows * (h * (e + 2 * 4) + columns * e) + min(_TILE_BYTES, 4 * rows * columns)
-    return tokens * h * e // sp + gathered + block
+    block = rows * (h * (e + 2 * 4) + columns * e)
+    tile = 4 * min(block_rows // _TILES_PER_BLOCK, rows) * columns
+    return tokens * h * e // sp + gathered + block + tile
 
 
 def _communication_bytes(layout: Layout) -> int:

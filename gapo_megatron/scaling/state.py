@@ -18,13 +18,9 @@ import numpy as np
 
 from gapo_megatron.config import Config
 from gapo_megatron.convert.rules import Rule
+from gapo_megatron.dry_run import BYTES_PER_PARAMETER
 from gapo_megatron.policy.policy import shard_size
-from gapo_megatron.scaling.arithmetic import element_bytes
 from gapo_megatron.scaling.layout import Layout
-
-_GRADIENT_BYTES = 4
-# Two moments; and the master weight where the weight itself is not float32.
-_STATE_BYTES = {"fp32": 8, "bf16": 12, "fp8": 12}
 
 # Of a layer's parameters, as our layer spec registers them. It decides which rank's part has the
 # padding: nothing at all where parameters are multiples of 64 elements, as in real models.
@@ -70,12 +66,12 @@ def state_bytes(rules: list[Rule], config: Config, layout: Layout) -> list[tuple
     Raises:
         ConversionError: a parameter cannot be cut.
     """
-    precision = config.model.precision
+    weight, gradient, state = BYTES_PER_PARAMETER[config.model.precision]
     return [
         (
-            stage.buffer_elements * element_bytes(config),
-            stage.buffer_elements * _GRADIENT_BYTES,
-            max(stage.owned_elements) * _STATE_BYTES[precision],
+            stage.buffer_elements * weight,
+            stage.buffer_elements * gradient,
+            max(stage.owned_elements) * state,
         )
         for stage in stage_states(rules, layout)
     ]
@@ -85,12 +81,12 @@ def rank_bytes(
     rules: list[Rule], config: Config, layout: Layout, *, rank: int
 ) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state of one rank; see `state_bytes`."""
-    precision = config.model.precision
+    weight, gradient, state = BYTES_PER_PARAMETER[config.model.precision]
     stage = stage_states(rules, layout)[rank // layout.ranks_per_stage]
     return (
-        stage.buffer_elements * element_bytes(config),
-        stage.buffer_elements * _GRADIENT_BYTES,
-        stage.owned_elements[rank % layout.ranks_per_stage] * _STATE_BYTES[precision],
+        stage.buffer_elements * weight,
+        stage.buffer_elements * gradient,
+        stage.owned_elements[rank % layout.ranks_per_stage] * state,
     )
 
 

@@ -176,7 +176,7 @@ class Training:
             rate = self.gpu.group_bandwidth(size, stride=stride) * efficiency.communication
             streamed = weights * (_CLEAR_BYTES + _OPTIMIZER_BYTES / size)
             seconds += sent / rate + streamed / (self.gpu.bandwidth * efficiency.bandwidth)
-            seconds += 2 * efficiency.collective_s * (size > 1)
+            seconds += 2 * efficiency.collective_s * (size > 1 and weights > 0)
         return seconds
 
     def _products(self, precision: str) -> float:

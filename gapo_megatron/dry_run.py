@@ -21,14 +21,14 @@ from gapo_megatron import rewards
 from gapo_megatron.checkpoint import check_branch
 from gapo_megatron.checkpoint.manifest import list_steps
 from gapo_megatron.checkpoint.save import checkpoints_dir
-from gapo_megatron.config import Config
+from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.convert import rules_for
 from gapo_megatron.convert.rules import Rule
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective import upper_clip
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import check_shapes, read_hf_config
-from gapo_megatron.policy.parallel import check_world_size
+from gapo_megatron.policy.parallel import check_world_size, layers_of_stages
 from gapo_megatron.policy.policy import shard_size
 from gapo_megatron.scaling.hardware import GIB
 
@@ -138,7 +138,7 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
         )
     else:
         rules = rules_for(hf_config)
-        console.print(_shapes_table(rules, counts))
+        console.print(_shapes_table(rules, config.parallel))
         console.print(_memory_table(rules, config, counts))
         if note := _positions_note(config, hf_config):
             console.print(note, markup=False)
@@ -168,27 +168,27 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def per_rank_parameters(
-    rules: list[Rule], *, tp_size: int, pp_size: int, ep_size: int = 1
-) -> list[int]:
+def per_rank_parameters(rules: list[Rule], parallel: ParallelConfig) -> list[int]:
     """Number of parameters that one rank of each pipeline stage holds.
 
     Raises:
-        ConversionError: a parameter cannot be cut into `tp_size` shards.
+        ConfigError: the stages do not divide the layers.
+        ConversionError: a parameter cannot be cut into tensor parallel shards.
     """
-    totals = [0] * pp_size
+    totals = [0] * parallel.pipeline_model_parallel_size
     for rule in rules:
-        shard = math.prod(rule.shard_shape(shard_size(rule, tp_size)))
-        for stage, count in _placement(rule, pp_size, ep_size):
-            totals[stage] += count * shard
+        size = shard_size(rule, parallel.tensor_model_parallel_size)
+        for stage, count in _placement(rule, parallel):
+            totals[stage] += count * math.prod(rule.shard_shape(size))
     return totals
 
 
-def _placement(rule: Rule, pp_size: int, ep_size: int) -> Iterator[tuple[int, int]]:
-    """(stage, how often the rule's parameter occurs on a rank there)."""
+def _placement(rule: Rule, parallel: ParallelConfig) -> Iterator[tuple[int, int]]:
+    """(pipeline stage, how often the rule's parameter occurs on a rank there)."""
+    pp_size, ep_size = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
     if rule.num_layers is not None:
-        count = rule.num_layers // pp_size * (rule.num_experts or ep_size) // ep_size
-        yield from ((stage, count) for stage in range(pp_size))
+        for stage, virtual in enumerate(layers_of_stages(parallel, rule.num_layers)):
+            yield stage, sum(map(len, virtual)) * (rule.num_experts or ep_size) // ep_size
     elif rule.tied and pp_size == 1:
         return  # the embedding itself serves as the output layer
     else:
@@ -197,10 +197,12 @@ def _placement(rule: Rule, pp_size: int, ep_size: int) -> Iterator[tuple[int, in
 
 def _counts_table(config: Config, counts: Arithmetic) -> Table:
     batch, reward = config.batch, config.reward
+    vpp = config.parallel.virtual_pipeline_model_parallel_size
     prompts_per_replica = batch.rollout_prompts / counts.rollout_replicas
     updates = counts.num_minibatches * config.run.num_steps
     rows = {
         "processes": f"{counts.world_size} = {counts.cut}"
+        + (f"; {vpp} virtual stages each" if vpp > 1 else "")
         + (f"; experts over {counts.ep_size}" if counts.ep_size > 1 else ""),
         "vLLM replicas": f"{counts.rollout_replicas} of {config.rollout.tensor_parallel_size} "
         f"process(es), {prompts_per_replica:g} prompts each",
@@ -260,20 +262,22 @@ def _method_table(config: Config) -> Table:
     return table
 
 
-def _shapes_table(rules: list[Rule], counts: Arithmetic) -> Table:
+def _shapes_table(rules: list[Rule], parallel: ParallelConfig) -> Table:
     table = Table(title="Parameters of one rank", title_justify="left")
     table.add_column("parameter", overflow="fold")
     for heading in ("whole", "one rank", "on stage"):
         table.add_column(heading, no_wrap=True)
+    tp_size = parallel.tensor_model_parallel_size
     for rule in rules:
-        places = list(_placement(rule, counts.pp_size, counts.ep_size))
+        places = list(_placement(rule, parallel))
         if not places:
             where = "tied to the embedding"
         elif rule.num_layers is not None:
-            where = f"{places[0][1]} x on each"
+            numbers = dict.fromkeys(count for _, count in places)
+            where = f"{' or '.join(map(str, numbers))} x on each"
         else:
             where = str(places[0][0])
-        shapes = (rule.full_shape, rule.shard_shape(shard_size(rule, counts.tp_size)))
+        shapes = (rule.full_shape, rule.shard_shape(shard_size(rule, tp_size)))
         cells = [" x ".join(str(size) for size in shape) for shape in shapes]
         table.add_row(rule.megatron, *cells, where)
     return table
@@ -287,9 +291,8 @@ def _memory_table(rules: list[Rule], config: Config, counts: Arithmetic) -> Tabl
     )
     for heading in ("stage", "parameters", "weights", "gradients", "optimizer", "sum"):
         table.add_column(heading, justify="right")
-    sizes = {"tp_size": counts.tp_size, "pp_size": counts.pp_size, "ep_size": counts.ep_size}
-    totals = per_rank_parameters(rules, **sizes)
-    experts = per_rank_parameters([rule for rule in rules if rule.num_experts], **sizes)
+    totals = per_rank_parameters(rules, config.parallel)
+    experts = per_rank_parameters([rule for rule in rules if rule.num_experts], config.parallel)
     # Copies of an expert that share its optimizer state.
     expert_dp_size = counts.world_size // (counts.pp_size * counts.ep_size)
     for stage, (total, expert) in enumerate(zip(totals, experts, strict=True)):

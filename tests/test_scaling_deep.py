@@ -167,7 +167,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_our_configs_take_a_step(tmp_path: Path, name: str) -> None:
-    """One of the published layers, as all are alike, and shorter sequences: seconds, not minutes."""
+    """One of the published layers, all are alike, and short sequences: seconds, not minutes."""
     folder = write_model(tmp_path, PUBLISHED[name] | {"num_hidden_layers": 1})
     short = ["data.max_prompt_tokens=1024", "rollout.max_response_tokens=3072"]
     short += ["batch.max_tokens_per_microbatch=4096"]

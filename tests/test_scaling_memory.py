@@ -128,6 +128,13 @@ def test_parts_of_memory(tmp_path: Path, precision: str) -> None:
     )
     generating = predict(0.4).engine
     assert generating.rollout_weights + generating.kv_cache == int(0.4 * gpu.memory_bytes)
+    # The engine wakes when the gradients' memory has been given back.
+    assert generating.generating == (
+        generating.weights
+        + generating.optimizer
+        + generating.communication
+        + int(0.4 * gpu.memory_bytes)
+    )
     parameters = 97 * 64 + 8 * (64 * 128 + 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64
     assert generating.rollout_weights == parameters * (4 if precision == "fp32" else 2) // 2
 

@@ -260,6 +260,15 @@ def test_json_is_plain(on_one_node):
     assert values["current"]["layout"]["dp_size"] == 8
 
 
+def test_stages_that_are_not_planned_are_refused():
+    cut = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    with pytest.raises(ConfigError, match=r"virtual_pipeline_model_parallel_size \(2\)"):
+        planned(parallel=cut)
+    cut = {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 13}
+    with pytest.raises(ConfigError, match=r"num_layers_in_last_pipeline_stage \(13\)"):
+        planned(parallel=cut)
+
+
 def test_nodes_must_be_positive():
     with pytest.raises(ConfigError, match=r"nodes \(0\) must be 1 or more"):
         planned(nodes=0)

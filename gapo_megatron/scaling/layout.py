@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config import Config, ParallelConfig, parse_config
 from gapo_megatron.dry_run import arithmetic
+from gapo_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,9 @@ class Layout:
         """The layout that a config has on `world_size` processes.
 
         Raises:
-            ConfigError: a parallel size does not divide the world size.
+            ConfigError: a parallel size does not divide the world size; see `check_even_stages`.
         """
+        check_even_stages(config.parallel)
         counts = arithmetic(config, world_size=world_size)
         return cls(
             tp_size=counts.tp_size,
@@ -74,3 +76,23 @@ class Layout:
         tree["model"]["recompute"] = self.recompute
         tree["rollout"]["tensor_parallel_size"] = self.rollout_tp_size
         return parse_config(tree, source=str(self))
+
+
+def check_even_stages(parallel: ParallelConfig) -> None:
+    """Refuse virtual and unequal stages: neither their bytes nor their bubble is planned yet.
+
+    Raises:
+        ConfigError: names the field and its value.
+    """
+    default = ParallelConfig()
+    for field in (
+        "virtual_pipeline_model_parallel_size",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+    ):
+        value = getattr(parallel, field)
+        if value != getattr(default, field):
+            raise ConfigError(
+                f"parallel.{field} ({value}) must be left out here: planner and deep dry run know "
+                "equal stages alone, one to a rank"
+            )

@@ -63,7 +63,7 @@ class StageMemory:
 
     @property
     def state(self) -> int:
-        """Always there."""
+        """There as long as the trainer works."""
         return self.weights + self.gradients + self.optimizer + self.communication
 
     @property
@@ -73,8 +73,8 @@ class StageMemory:
 
     @property
     def generating(self) -> int:
-        """While vLLM is awake: the trainer gives up nothing but activations."""
-        return self.state + self.rollout_weights + self.kv_cache
+        """While vLLM is awake: the trainer gives up gradients and activations."""
+        return self.state - self.gradients + self.rollout_weights + self.kv_cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.generation import generation_s
 from gapo_megatron.scaling.hardware import GIB, Gpu
-from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.layout import Layout, check_even_stages
 from gapo_megatron.scaling.memory import Memory, StageMemory, memory
 from gapo_megatron.scaling.times import StepTime
 from gapo_megatron.scaling.training import Training
 from gapo_megatron.scaling.workload import Workload
 
-_STATE_PARTS = ("weights", "gradients", "optimizer")
-_STEP_PARTS = ("activations", "layer", "head")
+_STATE_PARTS = ("weights", "optimizer")
+_STEP_PARTS = ("gradients", "activations", "layer", "head")
 _ROLLOUT_PARTS = ("rollout_weights", "kv_cache")
 PARTS = (*_STATE_PARTS, *_STEP_PARTS, *_ROLLOUT_PARTS, "communication", "fragmentation")
 _BUDGET_FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)
@@ -131,10 +131,12 @@ def plan(
         efficiency: what is reached of the device.
 
     Raises:
-        ConfigError: num_nodes is not positive, or no layout at all computes this model.
+        ConfigError: num_nodes is not positive, no layout at all computes this model, or the config
+            asks for stages that the planner does not know.
     """
     if num_nodes < 1:
         raise ConfigError(f"nodes ({num_nodes}) must be 1 or more")
+    check_even_stages(config.parallel)
     check_shapes(hf_config, ParallelConfig())
     num_gpus = num_nodes * gpu.gpus_per_node
     search = _Search(hf_config, Shape.of(hf_config), config, gpu, workload, efficiency)
@@ -144,12 +146,13 @@ def plan(
     for tp, pp, ep in _trainer_sizes(hf_config, num_gpus, gpu):
         for cp in _divisors(num_gpus // (tp * pp)):
             layout = _layout(num_gpus, tp=tp, pp=pp, cp=cp, ep=ep)
-            candidates: list[Candidate] = []
             try:
                 search.check(layout)
-                candidates = search.candidates(layout, rollout_sizes)
             except ConfigError as error:
                 refusals.setdefault(str(error), Refusals()).count += 1
+                candidates = []
+            else:
+                candidates = search.candidates(layout, rollout_sizes)
             for candidate in candidates:
                 if refusal := candidate.refusal(gpu):
                     refusals.setdefault(refusal.reason, Refusals()).add(candidate, refusal)

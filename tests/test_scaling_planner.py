@@ -182,18 +182,24 @@ def test_what_some_micro_batch_and_engine_fit_is_not_refused():
 
 
 def test_an_engines_buffers_are_there_while_training():
-    """A device with just enough for training beside engines of one GPU: those are taken."""
-    found = planned("Qwen2.5-7B")
-    best = found.ranked[0]
-    assert best.layout.rollout_tp_size == 1
-    exact = dataclasses.replace(H200, memory_bytes=best.memory.training)
-    model, fraction = hf("Qwen2.5-7B"), {"memory_fraction": 0.2}
-    run = config(rollout=fraction)
-    search = _Search(model, Shape.of(model), run, exact, WORKLOAD, Efficiency())
-    again = search.best(best.layout, [4, 2, 1])
-    assert again.refusal(exact) is None
-    assert again.layout == best.layout
-    assert again.max_tokens_per_microbatch == best.max_tokens_per_microbatch
+    """Where they fit beside smaller micro-batches alone, those are taken."""
+    model, run = hf("Qwen2.5-7B"), config(rollout={"memory_fraction": 0.1})
+
+    def search_on(gpu):
+        return _Search(model, Shape.of(model), run, gpu, WORKLOAD, Efficiency())
+
+    cut, budget = layout(dp=8), 16384
+    needed = search_on(H200).candidate(cut, budget).memory.training
+    tight = dataclasses.replace(H200, memory_bytes=needed + 100 * 2**20)
+    search = search_on(tight)
+    # One GPU's share is less than the weights; of two, the buffers do not fit beside this budget.
+    assert "KV cache" in search.candidate(cut, budget).refusal(tight).reason
+    two = search.candidate(dataclasses.replace(cut, rollout_tp_size=2), budget)
+    assert "while training" in two.refusal(tight).reason
+    best = search.best(cut, [1, 2, 4])
+    assert best.refusal(tight) is None
+    assert best.layout.rollout_tp_size > 1
+    assert best.max_tokens_per_microbatch < budget
 
 
 def test_sequences_are_shared_where_they_do_not_fit_otherwise():

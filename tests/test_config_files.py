@@ -1,6 +1,7 @@
 """The files in configs/: each loads and dry-runs anywhere, and says what the paper's tables say."""
 
 import io
+import re
 import tomllib
 from pathlib import Path
 
@@ -9,11 +10,19 @@ from rich.console import Console
 
 from gapo_megatron.config import load_config
 from gapo_megatron.dry_run import print_dry_run
+from gapo_megatron.policy.model import check_shapes, read_hf_config
+from gapo_megatron.scaling.efficiency import Efficiency
+from gapo_megatron.scaling.hardware import GIB, GPUS
+from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.memory import memory
+from gapo_megatron.scaling.times import step_time
+from gapo_megatron.scaling.workload import default_workload
+from tests.scaling_setup import write_model
+from tests.test_convert_models import CONFIGS as CONFIGS_OF_MODELS
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Studies (files with a `config`) are of their own form: test_study.py.
 FILES = sorted(p for p in CONFIGS.rglob("*.toml") if "config" not in tomllib.loads(p.read_text()))
-EXPERIMENTS = sorted({path.parent for path in FILES} - {CONFIGS})
 
 # Method -> clips, as in the paper's tables; the distilled model has clips of its own.
 WIDE, NARROW, DISTILLED = (0.2, 0.28), (3e-3, 5e-3), (7e-5, 3e-4)
@@ -39,6 +48,7 @@ PAPER = {
     "ds_r1_1_5b": {"gspo_asym": DISTILLED, "f_gspo": DISTILLED, "gapo": DISTILLED},
     "deepcoder_1_5b": {"dapo": WIDE, "gapo_token": WIDE},
 }
+EXPERIMENTS = [CONFIGS / name for name in PAPER]
 MAX_RESPONSE = {
     "qwen_math_1_5b": 3092,
     "llama_3_2_3b": 8192,
@@ -49,6 +59,24 @@ NUM_PROMPTS = {name: 24_269 if name == "deepcoder_1_5b" else 39_202 for name in 
 TOKEN_LEVEL = {"grpo", "f_grpo", "dr_grpo", "dapo", "gapo_token"}
 
 
+# Models beyond the paper's: folder -> the published model, and its batch script.
+LARGER = {
+    "qwen2_5_7b": ("Qwen2.5-7B", "gapo_qwen7b"),
+    "qwen2_5_32b": ("Qwen2.5-32B", "gapo_qwen32b"),
+    "qwen2_5_72b": ("Qwen2.5-72B", "gapo_qwen72b"),
+    "llama_3_1_8b": ("Llama-3.1-8B", "gapo_llama8b"),
+    "llama_3_1_70b": ("Llama-3.1-70B", "gapo_llama70b"),
+    "qwen3_30b_a3b": ("Qwen3-30B-A3B", "gapo_qwen30b_a3b"),
+}
+LAYOUTS = [f"{gpu}_{limit}" for gpu in ("h100", "h200") for limit in ("8k", "24k")]
+
+
+def nodes_of(path: Path) -> int:
+    """What the first line says; one node where it says nothing."""
+    found = re.search(r" on (one node|(\d+) nodes) of eight ", path.read_text().splitlines()[0])
+    return int(found[2] or 1) if found else 1
+
+
 def name_of(path: Path) -> str:
     return str(path.relative_to(CONFIGS))
 
@@ -56,7 +84,7 @@ def name_of(path: Path) -> str:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_file_loads_and_dry_runs(path: Path) -> None:
     output = io.StringIO()
-    print_dry_run(load_config(path), world_size=8, console=Console(file=output))
+    print_dry_run(load_config(path), world_size=8 * nodes_of(path), console=Console(file=output))
     assert "World-size arithmetic" in output.getvalue()
 
 
@@ -108,3 +136,49 @@ def test_methods_of_an_experiment_differ_in_nothing_else() -> None:
 def test_output_folders_are_distinct() -> None:
     folders = [load_config(path).run.output_dir for path in FILES]
     assert len(set(folders)) == len(folders)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("folder", LARGER)
+def test_a_larger_model_fits_where_it_is_planned(folder: str, layout: str, tmp_path: Path) -> None:
+    """And its file says what the planner says."""
+    path = CONFIGS / folder / f"{layout}.toml"
+    model, _ = LARGER[folder]
+    hf_dir = write_model(tmp_path / model, CONFIGS_OF_MODELS[model])
+    config = load_config(path, [f"model.hf_dir={hf_dir}"])
+    gpu, limit = layout.split("_")
+    assert config.rollout.max_response_tokens == {"8k": 8192, "24k": 24576}[limit]
+    assert config.run.output_dir == f"runs/{folder}/{layout}"
+    hf_config = read_hf_config(hf_dir)
+    check_shapes(hf_config, config.parallel)
+    cut = Layout.of(config, world_size=8 * nodes_of(path))
+    needed = memory(hf_config, config, cut, GPUS[gpu])
+    assert needed.training <= 0.95 * GPUS[gpu].memory_bytes
+    assert needed.generating <= 0.97 * GPUS[gpu].memory_bytes
+    workload = default_workload(config)
+    seconds = step_time(hf_config, config, cut, workload, GPUS[gpu], Efficiency()).total_s
+    said = " ".join(path.read_text().split("base =")[0].replace("#", " ").split())
+    assert (
+        f"{seconds:.0f} s a step, {needed.training / GIB:.0f} GiB of a GPU "
+        f"({GPUS[gpu].memory_bytes / GIB:.0f}) while it trains, "
+        f"{needed.generating / GIB:.0f} while it generates. NOT YET RUN."
+    ) in said
+
+
+@pytest.mark.parametrize("folder", LARGER)
+def test_a_larger_models_layouts_differ_in_nothing_else_and_have_a_job(folder: str) -> None:
+    folder_path = CONFIGS / folder
+    assert {path.stem for path in folder_path.iterdir()} == {"base", *LAYOUTS}
+    for layout in LAYOUTS:
+        tree = tomllib.loads((folder_path / f"{layout}.toml").read_text())
+        assert tree["base"] == "base.toml"
+        assert set(tree) <= {"base", "run", "model", "parallel", "batch", "rollout"}
+        assert set(tree["run"]) == {"output_dir"}
+        assert set(tree.get("model", {})) <= {"recompute"}
+        assert set(tree["batch"]) == {"max_tokens_per_microbatch"}
+        assert set(tree.get("rollout", {})) <= {"max_response_tokens", "tensor_parallel_size"}
+    script = (CONFIGS.parent / "slurm" / f"{LARGER[folder][1]}.sbatch").read_text()
+    assert f"configs/{folder}/${{LAYOUT:-h200_8k}}.toml" in script
+    assert f"#SBATCH --nodes={nodes_of(folder_path / 'h200_8k.toml')}\n" in script
+    planned = ", ".join(f"{name}: {nodes_of(folder_path / f'{name}.toml')}" for name in LAYOUTS)
+    assert planned in script

@@ -106,6 +106,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"factor": 32.0, "rope_type": "llama3", **LLAMA3_SCALING},
         "tie_word_embeddings": True,
     },
+    "Llama-3.1-8B": {
+        **LLAMA3,
+        **sizes(hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8),
+        "rope_scaling": {"factor": 8.0, "rope_type": "llama3", **LLAMA3_SCALING},
+    },
     "Llama-3.1-70B": {
         **LLAMA3,
         **sizes(hidden=8192, intermediate=28672, layers=80, heads=64, kv_heads=8),
@@ -136,6 +141,7 @@ NUM_PARAMETERS = {
     "Qwen2.5-72B": 72_706_203_648,
     "DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
     "Llama-3.2-3B": 3_212_749_824,
+    "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.1-70B": 70_553_706_496,
     "Qwen3-8B": 8_190_735_360,
     "Qwen3-30B-A3B": 30_532_122_624,
@@ -143,6 +149,7 @@ NUM_PARAMETERS = {
 ROPES = {
     "DeepSeek-R1-Distill-Qwen-1.5B": Rope(10_000.0, "default", {}),
     "Llama-3.2-3B": Rope(500_000.0, "llama3", {"factor": 32.0, **LLAMA3_SCALING}),
+    "Llama-3.1-8B": Rope(500_000.0, "llama3", {"factor": 8.0, **LLAMA3_SCALING}),
     "Llama-3.1-70B": Rope(500_000.0, "llama3", {"factor": 8.0, **LLAMA3_SCALING}),
 }
 

@@ -28,6 +28,7 @@ from gapo_megatron.scaling.state import rank_bytes
 from tests.scaling_setup import (
     TINY,
     TINY_EXPERTS,
+    UNTIED,
     make_config,
     parallel_of,
     read_model,
@@ -92,6 +93,33 @@ def test_bytes_are_the_predicted_ones(
     peak = step_bytes(hf_config, config, layout, stage=stage, fused=False).peak
     assert 0.98 <= peak / found.peak <= 1.3
     assert found.num_microbatches == layout.pp_size
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_virtual_stages_have_the_same_weights(tmp_path: Path, rank: int) -> None:
+    """Layers 0 and 2, or 1 and 3, in buffers of their own, and more sent than of two stages."""
+    virtual = parallel_of(1, 2) | {"virtual_pipeline_model_parallel_size": 2}
+    found = step_one_rank(make(tmp_path, UNTIED, virtual), rank=rank, world_size=4)
+    plain = step_one_rank(make(tmp_path, UNTIED, parallel_of(1, 2)), rank=rank, world_size=4)
+    assert found.num_microbatches == 4
+    assert list(found.shapes.values()) == list(plain.shapes.values())
+    assert {name.split(":")[0] for name in found.shapes} == {"stage 0", "stage 1"}
+    assert 0 <= found.weights - plain.weights < 2 * 2 * 128 * 2  # padding of one more buffer
+    # Megatron-core sends to and fro over different groups.
+    sent, sent_plain = (
+        sum(traffic.num_bytes for (kind, _), traffic in one.traffic.items() if kind == "send")
+        for one in (found, plain)
+    )
+    assert sent / found.num_microbatches > 2 * sent_plain / plain.num_microbatches
+
+
+def test_unequal_stages_take_a_step(tmp_path: Path) -> None:
+    cut = parallel_of(1, 2) | {"num_layers_in_last_pipeline_stage": 1}
+    output = io.StringIO()
+    config = make(tmp_path, TINY, cut)
+    print_deep_dry_run(config, rank=0, world_size=2, console=Console(file=output))
+    (line,) = [line for line in output.getvalue().splitlines() if "│ weights " in line]
+    assert [cell.strip() for cell in line.split("│")[3:5]] == ["-", "-"]
 
 
 def test_collectives_by_hand(tmp_path: Path) -> None:

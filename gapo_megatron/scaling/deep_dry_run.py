@@ -29,7 +29,7 @@ from gapo_megatron.scaling.activations import kept_activations
 from gapo_megatron.scaling.fake import fake_groups
 from gapo_megatron.scaling.hardware import GIB
 from gapo_megatron.scaling.kept import KeptForBackward
-from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.layout import Layout, uneven_stages
 from gapo_megatron.scaling.memory import step_bytes
 from gapo_megatron.scaling.no_data import NoData, Traffic
 from gapo_megatron.scaling.state import rank_bytes
@@ -66,7 +66,8 @@ class Found:
 def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
     """Build one rank and let it take one optimizer step of full micro-batches, without data.
 
-    As many micro-batches as pipeline stages: then the first stage holds the most it ever does.
+    As many micro-batches as pipeline ranks, and twice as many with virtual stages: then the first
+    rank holds the most it ever does.
 
     What a CPU does not have is replaced: see `runs_here`.
 
@@ -85,8 +86,12 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
         _without_moving(),
     ):
         policy = Policy.build(config, groups, "cpu")
-        parameters = dict(policy.stage.named_parameters())
-        for module in policy.stage.modules():
+        parameters = {
+            f"stage {number}: {name}" if groups.vpp_size > 1 else name: parameter
+            for number, stage in enumerate(policy.stages)
+            for name, parameter in stage.named_parameters()
+        }
+        for module in (module for stage in policy.stages for module in stage.modules()):
             if hasattr(module, "routing"):
                 module.register_forward_hook(_share_equally)
         microbatch = _full_microbatch(config, policy)
@@ -96,8 +101,9 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
         no_data.received_shape = (received_tokens, 1, policy.hf_config.hidden_size)
         no_data.reset_peak()
         before = no_data.live_bytes
+        num_microbatches = groups.pp_size * min(groups.vpp_size, 2)
         with KeptForBackward(besides=parameters.values()) as kept:
-            step.update(policy, [microbatch] * groups.pp_size, _loss)
+            step.update(policy, [microbatch] * num_microbatches, _loss)
         weights, gradients, optimizer = allocated_bytes(policy)
         return Found(
             {name: tuple(tensor.shape) for name, tensor in parameters.items()},
@@ -106,7 +112,7 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
             optimizer=optimizer,
             kept=kept.peak_bytes,
             peak=no_data.peak_bytes - before,
-            num_microbatches=groups.pp_size,
+            num_microbatches=num_microbatches,
             num_tokens=num_tokens,
             traffic=dict(no_data.traffic),
         )
@@ -157,7 +163,7 @@ def _full_microbatch(config: Config, policy: Policy) -> Microbatch:
 
 def allocated_bytes(policy: Policy) -> tuple[int, int, int]:
     """Bytes of the memory that holds a policy's weights, gradients and optimizer state."""
-    parameters = list(policy.stage.parameters())
+    parameters = [one for stage in policy.stages for one in stage.parameters()]
     state = []
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
         for group in part.optimizer.param_groups:
@@ -204,13 +210,13 @@ def print_deep_dry_run(
         console.width = 120
     hf_config = read_hf_config(config.model.hf_dir)
     check_shapes(hf_config, config.parallel)
-    layout = Layout.of(config, world_size=world_size)
+    counts = arithmetic(config, world_size=world_size)
     found = step_one_rank(config, rank=rank, world_size=world_size)
-    stage = rank // layout.ranks_per_stage
     console.print(
-        f"Rank {rank} of {world_size}: {arithmetic(config, world_size=world_size).cut}, "
-        f"stage {stage}. Built, and one step of {found.num_microbatches} "
-        f"micro-batch(es) of {found.num_tokens:,} tokens taken, with the trainer's own code and "
+        f"Rank {rank} of {world_size}: {counts.cut}, "
+        f"stage {rank * counts.pp_size // world_size}. "
+        f"Built, and one step of {found.num_microbatches} micro-batch(es) of "
+        f"{found.num_tokens:,} tokens taken, with the trainer's own code and "
         "without data.",
         markup=False,
     )
@@ -222,7 +228,7 @@ def print_deep_dry_run(
         )
     console.print(_shapes_table(found))
     console.print(_traffic_table(found))
-    console.print(_memory_table(found, hf_config, config, layout, rank=rank, stage=stage))
+    console.print(_memory_table(found, _predict(hf_config, config, rank, world_size)))
     console.print(LEFT_OUT, markup=False)
 
 
@@ -248,22 +254,34 @@ def _traffic_table(found: Found) -> Table:
     return table
 
 
-def _memory_table(
-    found: Found, hf_config: Any, config: Config, layout: Layout, *, rank: int, stage: int
-) -> Table:
-    predicted = rank_bytes(rules_for(hf_config), config, layout, rank=rank)
+def _predict(
+    hf_config: Any, config: Config, rank: int, world_size: int
+) -> tuple[int, int, int, int, int] | None:
+    """Bytes of one rank in the order of the table; None for stages that nothing here predicts."""
+    if uneven_stages(config.parallel):
+        return None
+    layout = Layout.of(config, world_size=world_size)
+    stage = rank // layout.ranks_per_stage
     kept = kept_activations(hf_config, config, layout, stage=stage, fused=False)
     step = step_bytes(hf_config, config, layout, stage=stage, fused=False)
-    rows = [
-        ("weights", found.weights, predicted[0]),
-        ("gradients", found.gradients, predicted[1]),
-        ("optimizer", found.optimizer, predicted[2]),
-        ("activations kept for backward", found.kept, kept.most),
-        ("peak beyond weights, gradients, optimizer", found.peak, step.peak),
-    ]
+    return (*rank_bytes(rules_for(hf_config), config, layout, rank=rank), kept.most, step.peak)
+
+
+def _memory_table(found: Found, predicted: tuple[int, ...] | None) -> Table:
+    rows = {
+        "weights": found.weights,
+        "gradients": found.gradients,
+        "optimizer": found.optimizer,
+        "activations kept for backward": found.kept,
+        "peak beyond weights, gradients, optimizer": found.peak,
+    }
     table = Table(title="Memory of this rank, GiB")
     for heading in ("part", "allocated", "predicted", "ratio"):
         table.add_column(heading, justify="left" if heading == "part" else "right")
-    for name, size, guess in rows:
-        table.add_row(name, f"{size / GIB:,.4f}", f"{guess / GIB:,.4f}", f"{guess / size:.4f}")
+    for place, (name, size) in enumerate(rows.items()):
+        cells = ["-", "-"]
+        if predicted is not None:
+            guess = predicted[place]
+            cells = [f"{guess / GIB:,.4f}", f"{guess / size:.4f}"]
+        table.add_row(name, f"{size / GIB:,.4f}", *cells)
     return table

@@ -84,15 +84,23 @@ def check_even_stages(parallel: ParallelConfig) -> None:
     Raises:
         ConfigError: names the field and its value.
     """
+    for field, value in uneven_stages(parallel).items():
+        raise ConfigError(
+            f"parallel.{field} ({value}) must be left out here: the planner knows equal stages "
+            "alone, one to a rank"
+        )
+
+
+def uneven_stages(parallel: ParallelConfig) -> dict[str, int]:
+    """What is set of the fields that make stages virtual or unequal."""
     default = ParallelConfig()
-    for field in (
+    fields = (
         "virtual_pipeline_model_parallel_size",
         "num_layers_in_first_pipeline_stage",
         "num_layers_in_last_pipeline_stage",
-    ):
-        value = getattr(parallel, field)
-        if value != getattr(default, field):
-            raise ConfigError(
-                f"parallel.{field} ({value}) must be left out here: planner and deep dry run know "
-                "equal stages alone, one to a rank"
-            )
+    )
+    return {
+        field: getattr(parallel, field)
+        for field in fields
+        if getattr(parallel, field) != getattr(default, field)
+    }

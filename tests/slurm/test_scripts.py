@@ -71,7 +71,9 @@ def launch(cluster: Cluster, tmp_path: Path) -> Launch:
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_slurm_accepts_the_script(path: Path, cluster: Cluster) -> None:
-    answer = cluster.run("sbatch", "--test-only", path).stderr
+    (num_nodes,) = re.findall(r"^#SBATCH --nodes=(\d+)$", path.read_text(), re.MULTILINE)
+    fitting = min(int(num_nodes), len(cluster.nodes))
+    answer = cluster.run("sbatch", "--test-only", f"--nodes={fitting}", path).stderr
     assert re.search(r"Job \d+ to start at", answer), answer
 
 

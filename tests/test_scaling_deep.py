@@ -55,10 +55,10 @@ def test_without_data_autograd_keeps_as_much_as_with(tmp_path: Path, recompute: 
     with fake_groups(config.parallel, rank=1, world_size=2) as groups:
         policy = Policy.build(config, groups, "cpu")
         with torch.no_grad():
-            for parameter in policy.stage.parameters():
+            for parameter in policy.stages[0].parameters():
                 parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
         microbatch = deep_dry_run._full_microbatch(config, policy)
-        with KeptForBackward(besides=policy.stage.parameters()) as kept:
+        with KeptForBackward(besides=policy.stages[0].parameters()) as kept:
             step.update(policy, [microbatch], deep_dry_run._loss)
     # Real: integers too, a few bytes of every token.
     assert found.kept <= kept.peak_bytes <= 1.02 * found.kept

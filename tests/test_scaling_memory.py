@@ -49,11 +49,11 @@ def full_batch(num_tokens: int) -> Batch:
 def measured(policy: Policy, num_tokens: int) -> int:
     """Most bytes that autograd keeps during an update of one full micro-batch."""
     with torch.no_grad():
-        for parameter in policy.stage.parameters():
+        for parameter in policy.stages[0].parameters():
             parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
     microbatch = pack(full_batch(num_tokens), [0, 1], align=policy.sequence_multiple, device="cpu")
     assert microbatch.tokens.shape == (1, num_tokens)
-    with KeptForBackward(besides=policy.stage.parameters()) as kept:
+    with KeptForBackward(besides=policy.stages[0].parameters()) as kept:
         step.update(policy, [microbatch], lambda _, values, __: (-values.sum(), {}))
     return kept.peak_bytes
 

@@ -114,12 +114,6 @@ class Policy:
         return [wrapped.module for wrapped in self.model]
 
     @property
-    def stage(self) -> PolicyModel:
-        """The only one of `stages`."""
-        (stage,) = self.stages
-        return stage
-
-    @property
     def sequence_multiple(self) -> int:
         """Packed tokens must be a multiple of it.
 

@@ -94,7 +94,7 @@ class Cluster:
         shown = self.run("scontrol", "--oneliner", "--details", "show", "job", job).stdout
         return dict(re.findall(r"(\w+)=(\S*)", shown))
 
-    def wait(self, job: str, state: str, *, timeout_s: float = 60) -> dict[str, str]:
+    def wait(self, job: str, state: str, *, timeout_s: float = 180) -> dict[str, str]:
         """Wait until the job is in `state`; returns its fields then.
 
         Raises:
@@ -126,7 +126,6 @@ class Cluster:
         until(
             lambda: set(self.node_states().values()) == {"idle"},
             "idle nodes",
-            timeout_s=60,
             seen=self.logs,
         )
 
@@ -168,7 +167,6 @@ class Cluster:
         until(
             lambda: self.node_states()[node] == "idle",
             f"{node} idle",
-            timeout_s=60,
             seen=lambda: str(self.node_states()),
         )
 
@@ -232,7 +230,7 @@ class Cluster:
                     raise ClusterError(f"{name} ended at its start:\n{self.logs()}")
             return condition()
 
-        until(ready, what, timeout_s=30, seen=self.logs)
+        until(ready, what, seen=self.logs)
 
     def logs(self) -> str:
         """Last lines of every daemon's log."""
@@ -359,7 +357,7 @@ def until(
     condition: Callable[[], bool],
     what: str,
     *,
-    timeout_s: float,
+    timeout_s: float = 180,
     every_s: float = 0.25,
     seen: Callable[[], str] = str,
 ) -> None:

@@ -20,7 +20,7 @@ folder = Path(sys.argv[1])
 with running_cluster(folder, num_nodes=2) as cluster:
     started = folder / "started"
     cluster.submit("--output=/dev/null", f"--wrap=srun setsid bash -c 'touch {started}; sleep 600'")
-    until(started.exists, "a job", timeout_s=30, seen=cluster.logs)
+    until(started.exists, "a job", seen=cluster.logs)
     print("ready", flush=True)
     time.sleep(600)
 """
@@ -50,7 +50,7 @@ def test_refuses_more_than_a_node_has(cluster: Cluster) -> None:
 def test_sacct_answers_what_submitit_asks(cluster: Cluster) -> None:
     array = cluster.submit("--array=0-1", "--output=/dev/null", "--wrap=exit $SLURM_ARRAY_TASK_ID")
     failed = cluster.submit("--output=/dev/null", "--wrap=exit 3")
-    until(lambda: cluster.run("squeue", "--noheader").stdout == "", "no job", timeout_s=30)
+    until(lambda: cluster.run("squeue", "--noheader").stdout == "", "no job")
     ask = ["sacct", "-o", "JobID,State,NodeList", "--parsable2", "-j", array, "-j", failed]
     head, *rows = cluster.run(*ask).stdout.splitlines()
     assert head == "JobID|State|NodeList"

@@ -101,7 +101,7 @@ def test_every_task_knows_its_place(launch: Launch) -> None:
     assert (launch.run_dir / "OWNER").read_text() == f"{job}.0\n"
 
     launch.cluster.run("scontrol", "requeue", job)
-    until(lambda: launch.cluster.job(job)["Restarts"] == "1", "a restart", timeout_s=30)
+    until(lambda: launch.cluster.job(job)["Restarts"] == "1", "a restart")
     launch.cluster.wait(job, "COMPLETED")
     assert launch.attempts() == [f"{job}.0"]
 
@@ -109,7 +109,7 @@ def test_every_task_knows_its_place(launch: Launch) -> None:
 def test_one_job_per_run_and_none_after_scancel(launch: Launch) -> None:
     job = launch.submit("wait")
     log = launch.run_dir / "attempts" / f"{job}.0" / "rank_1.log"
-    until(lambda: log.exists() and log.read_text() != "", "a rank at work", timeout_s=60)
+    until(lambda: log.exists() and log.read_text() != "", "a rank at work")
 
     second = launch.submit("finish", "--nodes=1")
     assert launch.cluster.wait(second, "FAILED")["ExitCode"] == "2:0"
@@ -119,7 +119,7 @@ def test_one_job_per_run_and_none_after_scancel(launch: Launch) -> None:
     launch.cluster.run("scancel", job)
     launch.cluster.wait(job, "CANCELLED")
     # A requeue would come from the batch script, which is gone with its last process.
-    until(lambda: not launch.cluster.processes(SLURM_JOB_ID=job), "the job's end", timeout_s=30)
+    until(lambda: not launch.cluster.processes(SLURM_JOB_ID=job), "the job's end")
     fields = launch.cluster.job(job)
     assert (fields["JobState"], fields["Restarts"]) == ("CANCELLED", "0")
     assert launch.attempts() == [f"{job}.0"]
@@ -182,12 +182,12 @@ def test_a_restart_reads_nothing_of_the_checkout(cluster: Cluster, tmp_path: Pat
         cwd=checkout,
     )
     log = launch.run_dir / "attempts" / f"{job}.0" / "rank_1.log"
-    until(lambda: log.exists() and log.read_text() != "", "a rank at work", timeout_s=60)
+    until(lambda: log.exists() and log.read_text() != "", "a rank at work")
     (checkout / "configs" / "demo.toml").write_text("broken")
     shutil.rmtree(checkout / "gapo_megatron")
     cluster.run("scontrol", "requeue", job)
     log = launch.run_dir / "attempts" / f"{job}.1" / "rank_1.log"
-    until(lambda: log.exists() and log.read_text() != "", "a second attempt", timeout_s=60)
+    until(lambda: log.exists() and log.read_text() != "", "a second attempt")
     cluster.run("scancel", job)
     cluster.wait(job, "CANCELLED")
 
@@ -210,11 +210,11 @@ exec {sys.executable} "$@"
     with_spare = spare.submit("finish", "--nodes=3", NUM_NODES="2", **checked)
     without = moving.submit("finish", **checked)
 
-    assert cluster.wait(with_spare, "COMPLETED", timeout_s=150)["Restarts"] == "0"
+    assert cluster.wait(with_spare, "COMPLETED")["Restarts"] == "0"
     assert [rank["SLURMD_NODENAME"] for rank in spare.ranks(f"{with_spare}.0")] == good
     assert f"bad nodes: {bad}" in spare.log(with_spare)
 
-    fields = cluster.wait(without, "COMPLETED", timeout_s=150)
+    fields = cluster.wait(without, "COMPLETED")
     assert (fields["Restarts"], fields["ExcNodeList"]) == ("1", bad)
     assert [rank["SLURMD_NODENAME"] for rank in moving.ranks(f"{without}.1")] == good
     assert not (moving.run_dir / "attempts" / f"{without}.0" / "rank_1.log").exists()

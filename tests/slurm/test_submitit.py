@@ -18,7 +18,7 @@ from submitit.core.utils import pickle_load
 
 from gapo_megatron.launch.study import Resources
 from gapo_megatron.launch.submit import Submission
-from tests.slurm.cluster import Cluster, until
+from tests.slurm.cluster import Cluster, tail, until
 from tests.submit_setup import SUBMIT, environment, steps_of, write_study
 
 Submit = Callable[..., "subprocess.Popen[str]"]
@@ -71,14 +71,21 @@ def result_of(job: str, folder: Path) -> tuple[str, object] | None:
     return pickle_load(path) if path.exists() else None
 
 
-def until_step(run_dir: Path, step: int, *, timeout_s: float = 60) -> None:
+def until_step(run_dir: Path, step: int) -> None:
     checkpoint = run_dir / "checkpoints" / f"step_{step:08d}"
-    until(checkpoint.exists, f"step {step} of {run_dir.name}", timeout_s=timeout_s)
+    until(checkpoint.exists, f"step {step} of {run_dir.name}", seen=lambda: traces(run_dir))
+
+
+def traces(run_dir: Path) -> str:
+    """What a run has left so far: its files, and the ends of its logs."""
+    files = sorted(path for path in run_dir.parent.rglob("*") if path.is_file())
+    logs = [path for path in files if path.suffix in {".log", ".out", ".err"}]
+    return "\n".join([*map(str, files), *(f"== {log}\n{tail(log)}" for log in logs)])
 
 
 def until_second_attempt(run_dir: Path) -> None:
     attempts = run_dir / "attempts"
-    until(lambda: any(attempts.glob("*.1")), f"second attempt of {run_dir.name}", timeout_s=120)
+    until(lambda: any(attempts.glob("*.1")), f"second attempt of {run_dir.name}")
 
 
 def a_rank_of(run_dir: Path) -> int:
@@ -171,9 +178,7 @@ def test_a_requeue_leaves_no_result_and_a_cancelled_job_an_error(
     assert rows(done(submit("--status", "runs")))["seed_0"][:3] == [job, "pending", "1"]
 
     cluster.wait(job, "RUNNING")
-    until(
-        (run_dir / "attempts" / f"{job}.1" / "rank_0.log").exists, "its second start", timeout_s=60
-    )
+    until((run_dir / "attempts" / f"{job}.1" / "rank_0.log").exists, "its second start")
     until_step(run_dir, len(steps_of(run_dir)) + 3)
     cluster.run("scancel", job)
     cluster.wait(job, "CANCELLED")

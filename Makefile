@@ -42,7 +42,7 @@ format: ## Rewrite the sources in the house style
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-study: ## Run the miniature study (docs/study.md) on this CPU, two runs at a time (2 hours; again: goes on)
+study: ## Run the miniature study (docs/study.md) on this CPU, two runs at a time (3 to 4 hours; again: goes on)
 	@tools/setup_env.sh run
 	$(PY) tools/demo.py --config configs/miniature.toml --prepare
 	$(PY) tools/submit.py configs/study_miniature.toml --local --parallel 2

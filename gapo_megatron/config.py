@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.objective.methods import METHODS, Method
+from gapo_megatron.methods import METHODS, Method
 from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, split_setting
 from gapo_megatron.toml_tree import apply_override, read_tree
 
@@ -84,17 +84,22 @@ class ParallelConfig(_Section):
     def _check(self) -> Self:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError("sequence_parallel=true needs tensor_model_parallel_size > 1")
-        given = {
-            "virtual_pipeline_model_parallel_size": self.virtual_pipeline_model_parallel_size > 1,
-            "num_layers_in_first_pipeline_stage": self.num_layers_in_first_pipeline_stage,
-            "num_layers_in_last_pipeline_stage": self.num_layers_in_last_pipeline_stage,
-        }
-        for name, value in given.items():
-            if value and self.pipeline_model_parallel_size == 1:
-                raise ValueError(
-                    f"{name} ({getattr(self, name)}) needs pipeline_model_parallel_size > 1"
-                )
+        if self.pipeline_model_parallel_size == 1:
+            for name, value in self.uneven_stages.items():
+                raise ValueError(f"{name} ({value}) needs pipeline_model_parallel_size > 1")
         return self
+
+    @property
+    def uneven_stages(self) -> dict[str, int]:
+        """What is set of the fields that make pipeline stages virtual or unequal."""
+        fields = (
+            "virtual_pipeline_model_parallel_size",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+        )
+        defaults = type(self).model_fields
+        given = {name: getattr(self, name) for name in fields}
+        return {name: value for name, value in given.items() if value != defaults[name].default}
 
 
 class DataConfig(_Section):

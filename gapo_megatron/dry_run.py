@@ -6,10 +6,8 @@ model, starts no process group, needs no GPU.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,86 +22,20 @@ from gapo_megatron.checkpoint.save import checkpoints_dir
 from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.convert import rules_for
 from gapo_megatron.convert.rules import Rule
+from gapo_megatron.counts import Arithmetic, arithmetic, layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective import upper_clip
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import check_shapes, read_hf_config
-from gapo_megatron.policy.parallel import check_world_size, layers_of_stages
 from gapo_megatron.policy.policy import shard_size
-from gapo_megatron.scaling.hardware import GIB
+from gapo_megatron.toml_tree import to_toml
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+GIB = 2**30
 BYTES_PER_PARAMETER = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp8": (2, 4, 12)}
 """By precision: weight, gradient (both on every rank), optimizer state (cut by data parallel)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """How many of what a run has. Counts are global unless the name says otherwise."""
-
-    world_size: int
-    tp_size: int
-    pp_size: int
-    cp_size: int
-    dp_size: int
-    ep_size: int
-    """Ranks that divide a layer's experts among themselves, out of those of one stage."""
-    rollout_replicas: int
-    """vLLM engines; each spans `rollout.tensor_parallel_size` processes."""
-    rollout_sequences: int
-    """Sequences of one rollout batch (one step)."""
-    num_minibatches: int
-    """Optimizer updates of one step."""
-    minibatch_sequences: int
-    longest_sequence: int
-    """Prompt + response tokens."""
-    longest_per_microbatch: int
-    """Sequences of the greatest length that one micro-batch holds."""
-    most_microbatches_per_rank: int
-    """Of one mini-batch, when every sequence has the greatest length."""
-
-    @property
-    def cut(self) -> str:
-        """The world size as a product."""
-        context = f"x context {self.cp_size} " if self.cp_size > 1 else ""
-        return f"tensor {self.tp_size} x pipeline {self.pp_size} {context}x data {self.dp_size}"
-
-
-def arithmetic(config: Config, *, world_size: int) -> Arithmetic:
-    """Work out the counts of a run on `world_size` processes.
-
-    Raises:
-        ConfigError: a parallel size does not divide the world size.
-    """
-    check_world_size(config.parallel, world_size)
-    tp = config.parallel.tensor_model_parallel_size
-    pp = config.parallel.pipeline_model_parallel_size
-    cp = config.parallel.context_parallel_size
-    if world_size % config.rollout.tensor_parallel_size:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}) must divide "
-            f"the world size ({world_size})"
-        )
-    batch, dp = config.batch, world_size // (tp * pp * cp)
-    minibatch_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
-    longest_per_microbatch = batch.max_tokens_per_microbatch // config.max_sequence_tokens
-    return Arithmetic(
-        world_size=world_size,
-        tp_size=tp,
-        pp_size=pp,
-        cp_size=cp,
-        dp_size=dp,
-        ep_size=config.parallel.expert_model_parallel_size,
-        rollout_replicas=world_size // config.rollout.tensor_parallel_size,
-        rollout_sequences=batch.rollout_prompts * batch.rollouts_per_prompt,
-        num_minibatches=batch.num_minibatches,
-        minibatch_sequences=minibatch_sequences,
-        longest_sequence=config.max_sequence_tokens,
-        longest_per_microbatch=longest_per_microbatch,
-        most_microbatches_per_rank=math.ceil(minibatch_sequences / dp / longest_per_microbatch),
-    )
 
 
 def print_dry_run(config: Config, *, world_size: int, console: Console | None = None) -> None:
@@ -153,19 +85,6 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
         rewards.check(config.reward)
     except ConfigError as error:  # the arithmetic is worth reading all the same
         console.print(f"The run itself would stop here: {error}", markup=False)
-
-
-def to_toml(config: Config) -> str:
-    """The resolved config as TOML that loads again to an equal config (None is left out)."""
-    lines: list[str] = []
-    for section, values in config.model_dump(mode="python", exclude_none=True).items():
-        lines.append(f"[{section}]")
-        # JSON's strings, numbers and booleans are TOML's.
-        lines += [
-            f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()
-        ]
-        lines.append("")
-    return "\n".join(lines)
 
 
 def per_rank_parameters(rules: list[Rule], parallel: ParallelConfig) -> list[int]:

@@ -25,6 +25,7 @@ from gapo_megatron.data.schema import encode_prompt, read_jsonl
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.launch import environment
+from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.policy import Policy, initialize, update
 from gapo_megatron.types import Batch
 
@@ -166,14 +167,14 @@ def _shuffled_batches(
 
 
 def main() -> None:
-    """Parse the command line and train; see `launch.environment.fail_fast` for exit codes."""
+    """Parse the command line and train; see `fail_fast` for exit codes."""
     parser = argparse.ArgumentParser(
         prog="python -m gapo_megatron.sft", description=__doc__.split("\n\n")[1]
     )
     parser.add_argument("config", help="TOML file with a [supervised] section")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()
-    with environment.fail_fast():
+    with fail_fast():
         train_supervised(load_config(arguments.config, arguments.overrides))
 
 

@@ -1,12 +1,16 @@
-"""TOML files as trees: one file over another, single values over both."""
+"""TOML files as trees: one file over another, single values over both; and back to TOML."""
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 
 def read_tree(path: Path, *, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -61,3 +65,16 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if not isinstance(node, dict):
         raise ConfigError(f"override {override!r}: {section} is not a section")
     node[key] = value
+
+
+def to_toml(config: BaseModel) -> str:
+    """A resolved config as TOML that loads again to an equal config (None is left out)."""
+    lines: list[str] = []
+    for section, values in config.model_dump(mode="python", exclude_none=True).items():
+        lines.append(f"[{section}]")
+        # JSON's strings, numbers and booleans are TOML's.
+        lines += [
+            f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()
+        ]
+        lines.append("")
+    return "\n".join(lines)

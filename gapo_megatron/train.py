@@ -22,11 +22,12 @@ from gapo_megatron.convert import write_hf
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.dry_run import print_dry_run, to_toml
+from gapo_megatron.dry_run import print_dry_run
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.evaluate import evaluate
 from gapo_megatron.launch import environment
 from gapo_megatron.launch.attempt import Attempt
+from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.launch.run_folder import is_finished, mark_finished, write_atomically
 from gapo_megatron.learn import learn
 from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_sinks
@@ -38,6 +39,7 @@ from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout import RolloutEngine, check_engine
 from gapo_megatron.sample import sample
+from gapo_megatron.toml_tree import to_toml
 from gapo_megatron.types import Prompt
 from gapo_megatron.weight_sync import first_sequences, prompts_as_sequences, sync
 
@@ -277,7 +279,7 @@ def _read_problems(
 
 
 def main() -> None:
-    """Parse the command line and train; see `environment.fail_fast` for exit codes."""
+    """Parse the command line and train; see `fail_fast` for exit codes."""
     parser = argparse.ArgumentParser(
         prog="python -m gapo_megatron.train", description=__doc__.split("\n\n")[1]
     )
@@ -306,7 +308,7 @@ def main() -> None:
     arguments = parser.parse_args(given)
     if arguments.rank and arguments.dry_run != "deep":
         parser.error("--rank goes with --dry-run=deep")
-    with environment.fail_fast():
+    with fail_fast():
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
             rank, world_size = arguments.rank or (0, environment.world_size())

@@ -120,7 +120,7 @@ PROGRAM = """
 import sys, time
 import torch.distributed as dist
 from gapo_megatron.launch.attempt import Attempt
-from gapo_megatron.launch.environment import fail_fast
+from gapo_megatron.launch.fail_fast import fail_fast
 
 def somewhere_deep():
     print("ready", flush=True)

@@ -15,8 +15,8 @@ from rich.console import Console
 from gapo_megatron.config import load_config
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.dry_run import to_toml
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.toml_tree import to_toml
 
 ROOT = Path(__file__).parents[1]
 CONFIG = str(ROOT / "configs" / "demo.toml")

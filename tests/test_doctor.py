@@ -27,8 +27,8 @@ from gapo_megatron.doctor.libraries import TORCH, judge_torch
 from gapo_megatron.doctor.machine import look_at_machine, look_at_run_dir, num_gpus
 from gapo_megatron.doctor.program import compare_with_lock
 from gapo_megatron.doctor.slurm import judge_settings, look_at_slurm
-from gapo_megatron.dry_run import to_toml
 from gapo_megatron.launch.node_checks import parse_links
+from gapo_megatron.toml_tree import to_toml
 from tests.distributed.conversion_setup import convert
 from tests.doctor_setup import install
 from tests.slurm.cluster import missing_programs, running_cluster

@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gapo_megatron.checkpoint import manifest
 from gapo_megatron.config import Config, ParallelConfig, parse_config
 from gapo_megatron.convert import rules_for
-from gapo_megatron.dry_run import arithmetic, per_rank_parameters, print_dry_run, to_toml
+from gapo_megatron.counts import arithmetic
+from gapo_megatron.dry_run import per_rank_parameters, print_dry_run
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.toml_tree import to_toml
 
 TINY = {
     "architectures": ["Qwen2ForCausalLM"],

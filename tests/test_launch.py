@@ -190,7 +190,7 @@ def test_fail_fast_exit_codes_and_messages(statement, code, shows_traceback):
         f"""
         import atexit
         from gapo_megatron.errors import CheckpointError, ConfigError
-        from gapo_megatron.launch.environment import fail_fast
+        from gapo_megatron.launch.fail_fast import fail_fast
         atexit.register(lambda: print("teardown ran"))
         with fail_fast():
             {statement}

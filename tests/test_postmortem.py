@@ -433,7 +433,7 @@ def test_a_thousand_ranks_fit_on_a_screen(attempt: Attempt) -> None:
 def test_it_reads_what_fail_fast_writes(tmp_path: Path) -> None:
     raising = (
         "from gapo_megatron.errors import ConfigError\n"
-        "from gapo_megatron.launch.environment import fail_fast\n"
+        "from gapo_megatron.launch.fail_fast import fail_fast\n"
         "with fail_fast():\n"
         "    raise ConfigError('run.seed (x)\\nmust be a number')\n"
     )

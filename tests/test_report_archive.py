@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.errors import DataError
-from gapo_megatron.objective.methods import METHODS
+from gapo_megatron.methods import METHODS
 from gapo_megatron.report import report, write_report
 from gapo_megatron.report.archive import BIN_STEPS, read_archive, write_archive
 from gapo_megatron.report.arms import Comparison

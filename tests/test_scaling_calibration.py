@@ -9,7 +9,6 @@ import pytest
 from transformers import AutoConfig
 
 from gapo_megatron.config import load_config
-from gapo_megatron.dry_run import to_toml
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.calibration import (
@@ -29,6 +28,7 @@ from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.probe import default_sizes, mean_prompt_tokens, probe_command
 from gapo_megatron.scaling.times import StepTime
 from gapo_megatron.scaling.workload import Workload
+from gapo_megatron.toml_tree import to_toml
 from tests.scaling_setup import config, hf, layout, write_model
 from tests.test_convert_models import CONFIGS
 

@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 
+from gapo_megatron.config import load_config
+from gapo_megatron.counts import arithmetic
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted([*ROOT.glob("slurm/*.sbatch"), *ROOT.glob("slurm/*.sh"), *ROOT.glob("tools/*.sh")])
 BATCH = [path for path in SCRIPTS if path.suffix == ".sbatch"]
@@ -63,20 +66,39 @@ def test_one_task_per_gpu_and_nothing_hidden(path: Path) -> None:
     assert "torchrun" not in path.read_text()
 
 
-@pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
-def test_dry_run_without_slurm_from_any_folder(path: Path, tmp_path: Path) -> None:
+def dry_run(path: Path, folder: Path, python: str) -> str:
+    """What a batch script prints from another folder, without Slurm."""
     done = subprocess.run(
         ["bash", str(path), "run.seed=7"],
-        env=without_launcher_variables(DRY_RUN="1", PYTHON=sys.executable),
-        cwd=tmp_path,
+        env=without_launcher_variables(DRY_RUN="1", PYTHON=python),
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert done.returncode == 0, done.stderr
-    assert "seed = 7" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
+def test_asks_for_the_processes_its_config_needs(path: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$PWD" "$WORLD_SIZE" "$@"\n')
+    python.chmod(0o755)
+    folder, world_size, *words = dry_run(path, tmp_path, str(python)).splitlines()
     tasks = int(directives_of(path)["nodes"]) * int(directives_of(path)["ntasks-per-node"])
-    assert f"{tasks} = tensor" in done.stdout
+    assert int(world_size) == tasks
+    assert words[:2] == ["-m", "gapo_megatron.train"]
+    assert words[-1] == "--dry-run"
+    config = load_config(Path(folder) / words[2], words[3:-1])
+    assert config.run.seed == 7
+    assert arithmetic(config, world_size=tasks).world_size == tasks
+
+
+def test_dry_run_without_slurm_from_any_folder(tmp_path: Path) -> None:
+    shown = dry_run(ROOT / "slurm" / "gapo_demo.sbatch", tmp_path, sys.executable)
+    assert "seed = 7" in shown
+    assert "2 = tensor" in shown
 
 
 def test_the_template_of_site_settings_sets_nothing_and_is_valid() -> None:

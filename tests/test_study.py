@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.config import load_config
-from gapo_megatron.dry_run import arithmetic, to_toml
+from gapo_megatron.counts import arithmetic
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.run_folder import mark_finished
 from gapo_megatron.launch.study import Resources, Run, read_study, unfinished
+from gapo_megatron.toml_tree import to_toml
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DEMO = CONFIGS / "demo.toml"

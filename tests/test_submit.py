@@ -395,10 +395,20 @@ def test_runs_survive_the_death_of_the_foreground(tmp_path: Path) -> None:
 
 
 def test_loads_in_a_blink() -> None:
-    """A job's first process unpickles it; --status and --help need no torch."""
+    """A job's first process unpickles it; --status and --help need no pydantic."""
     program = (
         "import sys, gapo_megatron.launch.submit, gapo_megatron.launch.local, tools.submit;"
         "print(sorted({'torch', 'numpy', 'pydantic', 'megatron', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_neither_submitting_nor_a_jobs_first_check_needs_torch() -> None:
+    """It takes seconds to import, and each attempt of every job begins with that check."""
+    program = (
+        "import sys, gapo_megatron.launch.study, gapo_megatron.launch.prepare;"
+        "print(sorted({'torch', 'transformers', 'megatron', 'vllm'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "[]\n", done.stderr

@@ -26,6 +26,7 @@ from gapo_megatron.digest import code_sha256, file_sha256
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.paper import Sampling, Setting, read_settings
 from gapo_megatron.evaluate.samples import keep_settings, write_whole
+from gapo_megatron.launch.fail_fast import fail_fast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,9 +53,7 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2 if isinstance(error, ConfigError) else 1
         return 0
-    from gapo_megatron.launch import environment  # torch: seconds that --help does not need
-
-    with environment.fail_fast():
+    with fail_fast():
         _evaluate(arguments, settings)
     return 0
 

@@ -35,6 +35,7 @@ from gapo_megatron.launch.status import (
     status_table,
 )
 from gapo_megatron.launch.submit import Submission, world_size
+from gapo_megatron.toml_tree import to_toml
 
 if TYPE_CHECKING:
     from gapo_megatron.launch.study import Resources
@@ -63,8 +64,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    # torch, and below Megatron-core: seconds that --help, --status and a mistake do not need.
-    from gapo_megatron.launch.study import Resources, read_study, unfinished
+    from gapo_megatron.launch.prepare import check_before_nodes
+    from gapo_megatron.launch.study import Resources, read_study, unfinished  # and so pydantic
 
     study = read_study(arguments.config, arguments.overrides)
     runs, run_dirs = unfinished(study), [run.run_dir for run in study.runs]
@@ -73,12 +74,8 @@ def _submit(arguments: argparse.Namespace) -> int:
     if arguments.local and "tasks_per_node" not in resources.model_fields_set:
         resources = resources.replaced({"tasks_per_node": 1})
     _check(arguments, resources)
-    from gapo_megatron.checkpoint import check_branch
-    from gapo_megatron.dry_run import arithmetic, to_toml
-
     for run in runs:
-        arithmetic(run.config, world_size=world_size(resources))
-        check_branch(run.config, None)
+        check_before_nodes(run.config, world_size=world_size(resources))
     name = f"submitted-{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
     submission = Submission(
         name=study.name,

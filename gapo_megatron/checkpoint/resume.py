@@ -24,10 +24,10 @@ from gapo_megatron.checkpoint.save import (
     layout,
     model_identity,
 )
-from gapo_megatron.checkpoint.settings import changes
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.policy import Policy
+from gapo_megatron.settings import changes
 
 logger = logging.getLogger(__name__)
 

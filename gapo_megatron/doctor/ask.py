@@ -53,6 +53,6 @@ def ask(code: str, env: Mapping[str, str]) -> Answer:
 def probe_code(call: str) -> str:
     """Python that calls a function of `probe`; an error is the last that is said, in one line."""
     return (
-        "from gapo_megatron.launch.environment import fail_fast\n"
+        "from gapo_megatron.launch.fail_fast import fail_fast\n"
         f"with fail_fast():\n    from gapo_megatron.doctor import probe\n    probe.{call}\n"
     )

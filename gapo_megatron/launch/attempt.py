@@ -241,30 +241,6 @@ class Attempt:
         self._asked = f"signal {signal.Signals(number).name}"
 
 
-def record_failure(error: BaseException, *, exit_code: int, traceback: str) -> None:
-    """Leave what went wrong in the attempt's folder, where the launcher looks for the first one.
-
-    Does nothing without a launcher. A disk that takes nothing more must not hide the error itself.
-    """
-    folder = os.environ.get("GAPO_ATTEMPT_DIR")
-    if not folder:
-        return
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-    record = {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "unix_s": time.time(),
-        "exit_code": exit_code,
-        "error": type(error).__name__,
-        "message": " ".join(str(error).split()),
-        "traceback": traceback,
-    }
-    try:
-        write_atomically(Path(folder) / f"failure_{rank}.json", json.dumps(record))
-    except OSError as problem:
-        logger.error("cannot write failure_%d.json: %s", rank, problem)
-
-
 def _stderr() -> TextIO:
     """The process's own, whatever `sys.stderr` is now: faulthandler needs a file descriptor."""
     assert sys.__stderr__ is not None

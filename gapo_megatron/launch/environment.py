@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import random
 import re
 import socket
-import sys
 import time
-import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,8 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.errors import ConfigError, FencedError, GapoError
-from gapo_megatron.launch.attempt import record_failure
+from gapo_megatron.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -285,46 +281,6 @@ def configure_logging(rank: int, num_ranks: int) -> None:
     )
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.getLogger("gapo_megatron").setLevel(level)
-
-
-@contextlib.contextmanager
-def fail_fast() -> Iterator[None]:
-    """Wrap a program's `main`: an error ends this process at once, without any collective.
-
-    Peers may be waiting in a collective this rank will never join; tearing the process group down
-    would hang here too. The launcher sees the exit code and ends the peers.
-
-    Exit codes: 2 for a ConfigError, 3 for a FencedError, 1 for any other error, 130 for Ctrl-C.
-    Errors a user can act on print one message; anything else prints its traceback. The launcher
-    finds the error in the attempt's folder, where the earliest of all ranks explains the others.
-    """
-    try:
-        yield
-    except SystemExit:
-        raise
-    except BaseException as error:  # the boundary of the program: nothing is above this frame
-        exit_code = _exit_code(error)
-        record_failure(error, exit_code=exit_code, traceback=traceback.format_exc())
-        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
-        where = f" (rank {rank})" if rank else ""
-        if isinstance(error, GapoError):
-            print(f"error{where}: {error}", file=sys.stderr)
-        elif isinstance(error, KeyboardInterrupt):
-            print(f"interrupted{where}", file=sys.stderr)
-        else:
-            print(f"uncaught error{where}:", file=sys.stderr)
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, FencedError):
-        return 3
-    return 2 if isinstance(error, ConfigError) else 1
 
 
 def seed_everything(seed: int) -> None:

@@ -11,9 +11,11 @@ import os
 from pathlib import Path
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.launch.environment import fail_fast
+from gapo_megatron.counts import arithmetic
+from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.launch.freeze import freeze, repository
 from gapo_megatron.launch.run_folder import is_finished
+from gapo_megatron.toml_tree import to_toml
 
 
 def prepare(
@@ -39,14 +41,23 @@ def prepare(
     code = Path(config.run.output_dir).absolute() / "code" / job
     if code.is_dir():
         return load_config(code / "config.toml"), code
-    # Imports Megatron-core: 4 s that a restart does not need.
-    from gapo_megatron.checkpoint import check_branch
-    from gapo_megatron.dry_run import arithmetic, to_toml
-
-    arithmetic(config, world_size=world_size)
-    check_branch(config, None)
+    check_before_nodes(config, world_size=world_size)
     freeze(repository(), code, config=to_toml(config))
     return config, code
+
+
+def check_before_nodes(config: Config, *, world_size: int) -> None:
+    """Check what needs neither the model nor a device.
+
+    Raises:
+        ConfigError, CheckpointError: the parallel sizes on `world_size` processes, or where the run
+            branches from.
+    """
+    arithmetic(config, world_size=world_size)
+    if config.checkpoint.branch_from or (Path(config.run.output_dir) / "checkpoints").exists():
+        from gapo_megatron.checkpoint import check_branch  # imports torch: seconds
+
+        check_branch(config, None)
 
 
 def main() -> None:

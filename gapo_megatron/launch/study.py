@@ -25,11 +25,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gapo_megatron.checkpoint.branch import same_branch_point
-from gapo_megatron.checkpoint.settings import Changes, changes
 from gapo_megatron.config import CONFIG_NAME, Config, load_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.run_folder import is_finished
+from gapo_megatron.settings import Changes, changes
 
 
 class _Table(BaseModel):
@@ -164,8 +163,11 @@ def _changes(run: Run) -> Changes:
     before = load_config(run.run_dir / CONFIG_NAME)
     changed = changes(before.model_dump(mode="json"), run.config)
     began, given = before.checkpoint.branch_from, run.config.checkpoint.branch_from
-    if not same_branch_point(began, given):
-        changed["checkpoint.branch_from"] = (began, given)
+    if began != given:
+        from gapo_megatron.checkpoint.branch import same_branch_point  # imports torch: seconds
+
+        if not same_branch_point(began, given):
+            changed["checkpoint.branch_from"] = (began, given)
     return changed
 
 

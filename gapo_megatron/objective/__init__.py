@@ -3,6 +3,7 @@
 The mathematics of docs/objective.md; imports neither megatron nor vllm.
 """
 
+from gapo_megatron.methods import METHODS, Method
 from gapo_megatron.objective.clipping import upper_clip
 from gapo_megatron.objective.groups import group_advantages, group_counts, make_batch
 from gapo_megatron.objective.losses import (
@@ -11,7 +12,6 @@ from gapo_megatron.objective.losses import (
     kl_penalty,
     policy_loss,
 )
-from gapo_megatron.objective.methods import METHODS, Method
 
 __all__ = [
     "METHODS",

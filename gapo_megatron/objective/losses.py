@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from gapo_megatron.errors import ConfigError, DivergenceError
+from gapo_megatron.methods import Method
 from gapo_megatron.objective.clipping import upper_clip
-from gapo_megatron.objective.methods import Method
 from gapo_megatron.objective.segments import segment_counts, segment_sum
 
 MAX_LOG_RATIO = 20.0

@@ -27,9 +27,10 @@ from gapo_megatron.config import ParallelConfig
 from gapo_megatron.convert.config_check import read_config
 from gapo_megatron.convert.rope import read_rope
 from gapo_megatron.convert.tables import Geometry, rules_for
+from gapo_megatron.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy.attention import PackedAttention, RMSNorm, pack_sequences
-from gapo_megatron.policy.parallel import ParallelGroups, layers_of_stages
+from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import precision_settings
 from gapo_megatron.types import Microbatch
 

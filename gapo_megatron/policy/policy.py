@@ -19,6 +19,7 @@ from gapo_megatron import convert, cpu
 from gapo_megatron.batching import pack
 from gapo_megatron.config import Config
 from gapo_megatron.convert import Place, Rule
+from gapo_megatron.counts import layers_of_stages
 from gapo_megatron.policy.context import num_chunks
 from gapo_megatron.policy.load import find_weights, load_weights
 from gapo_megatron.policy.model import (
@@ -34,7 +35,7 @@ from gapo_megatron.policy.optimizer import (
     load_state,
     wrap_model,
 )
-from gapo_megatron.policy.parallel import ParallelGroups, layers_of_stages
+from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import check_head
 from gapo_megatron.types import Batch, Microbatch
 

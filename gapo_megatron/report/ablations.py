@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from gapo_megatron.evaluate.table import NONE, Table, with_interval
-from gapo_megatron.objective.methods import Method
+from gapo_megatron.methods import Method
 from gapo_megatron.report.arms import CLIP, SIZES, Arm, Comparison, K
 from gapo_megatron.report.exhibit import Exhibit
 from gapo_megatron.report.series import NoData, Row, final, interval, pass_keys

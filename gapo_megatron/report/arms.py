@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 
 from gapo_megatron.errors import DataError
-from gapo_megatron.objective.methods import Method
+from gapo_megatron.methods import Method
 from gapo_megatron.report.runs import Run
 
 K = "batch.rollouts_per_prompt"

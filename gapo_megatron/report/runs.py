@@ -15,8 +15,8 @@ from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.counts import read_counts
 from gapo_megatron.launch.freeze import frozen_code
 from gapo_megatron.launch.run_folder import BRANCH_NAME
+from gapo_megatron.methods import Method
 from gapo_megatron.metrics import METRICS_NAME, TIMINGS_NAME
-from gapo_megatron.objective.methods import Method
 
 Values = dict[int, float]
 """Step -> value, in step order."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gapo_megatron.config import Config, ModelConfig
 from gapo_megatron.convert import rules_for
-from gapo_megatron.dry_run import arithmetic
+from gapo_megatron.counts import arithmetic
 from gapo_megatron.logprob import tiles
 from gapo_megatron.policy import Policy, step
 from gapo_megatron.policy.model import PolicyModel, check_shapes, read_hf_config
@@ -29,7 +29,7 @@ from gapo_megatron.scaling.activations import kept_activations
 from gapo_megatron.scaling.fake import fake_groups
 from gapo_megatron.scaling.hardware import GIB
 from gapo_megatron.scaling.kept import KeptForBackward
-from gapo_megatron.scaling.layout import Layout, uneven_stages
+from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import step_bytes
 from gapo_megatron.scaling.no_data import NoData, Traffic
 from gapo_megatron.scaling.state import rank_bytes
@@ -258,7 +258,7 @@ def _predict(
     hf_config: Any, config: Config, rank: int, world_size: int
 ) -> tuple[int, int, int, int, int] | None:
     """Bytes of one rank in the order of the table; None for stages that nothing here predicts."""
-    if uneven_stages(config.parallel):
+    if config.parallel.uneven_stages:
         return None
     layout = Layout.of(config, world_size=world_size)
     stage = rank // layout.ranks_per_stage

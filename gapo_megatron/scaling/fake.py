@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gapo_megatron.config import ParallelConfig
+from gapo_megatron.counts import check_world_size
 from gapo_megatron.policy import parallel
 from gapo_megatron.policy.parallel import ParallelGroups
 
@@ -25,7 +26,7 @@ def fake_groups(config: ParallelConfig, *, rank: int, world_size: int) -> Iterat
     Raises:
         ConfigError: the parallel sizes do not divide the world size.
     """
-    parallel.check_world_size(config, world_size)
+    check_world_size(config, world_size)
     new_group = dist.new_group
 
     def new_fake_group(*args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from gapo_megatron.config import Config, ParallelConfig, parse_config
-from gapo_megatron.dry_run import arithmetic
+from gapo_megatron.counts import arithmetic
 from gapo_megatron.errors import ConfigError
 
 
@@ -84,23 +84,8 @@ def check_even_stages(parallel: ParallelConfig) -> None:
     Raises:
         ConfigError: names the field and its value.
     """
-    for field, value in uneven_stages(parallel).items():
+    for field, value in parallel.uneven_stages.items():
         raise ConfigError(
             f"parallel.{field} ({value}) must be left out here: the planner knows equal stages "
             "alone, one to a rank"
         )
-
-
-def uneven_stages(parallel: ParallelConfig) -> dict[str, int]:
-    """What is set of the fields that make stages virtual or unequal."""
-    default = ParallelConfig()
-    fields = (
-        "virtual_pipeline_model_parallel_size",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-    )
-    return {
-        field: getattr(parallel, field)
-        for field in fields
-        if getattr(parallel, field) != getattr(default, field)
-    }

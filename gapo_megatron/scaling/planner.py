@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.convert.config_check import check_engine_heads
+from gapo_megatron.counts import check_world_size
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy.model import check_shapes, num_experts, read_hf_config
-from gapo_megatron.policy.parallel import check_world_size
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.generation import generation_s

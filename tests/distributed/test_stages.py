@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gapo_megatron.config import ParallelConfig
+from gapo_megatron.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.policy.parallel import layers_of_stages
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import save_model
 from tests.distributed.test_policy import (

@@ -1,0 +1,146 @@
+"""What a config means in processes, stages and sequences: arithmetic alone; no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gapo_megatron.config import Config, ParallelConfig
+from gapo_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How many of what a run has. Counts are global unless the name says otherwise."""
+
+    world_size: int
+    tp_size: int
+    pp_size: int
+    cp_size: int
+    dp_size: int
+    ep_size: int
+    """Ranks that divide a layer's experts among themselves, out of those of one stage."""
+    rollout_replicas: int
+    """vLLM engines; each spans `rollout.tensor_parallel_size` processes."""
+    rollout_sequences: int
+    """Sequences of one rollout batch (one step)."""
+    num_minibatches: int
+    """Optimizer updates of one step."""
+    minibatch_sequences: int
+    longest_sequence: int
+    """Prompt + response tokens."""
+    longest_per_microbatch: int
+    """Sequences of the greatest length that one micro-batch holds."""
+    most_microbatches_per_rank: int
+    """Of one mini-batch, when every sequence has the greatest length."""
+
+    @property
+    def cut(self) -> str:
+        """The world size as a product."""
+        context = f"x context {self.cp_size} " if self.cp_size > 1 else ""
+        return f"tensor {self.tp_size} x pipeline {self.pp_size} {context}x data {self.dp_size}"
+
+
+def arithmetic(config: Config, *, world_size: int) -> Arithmetic:
+    """Work out the counts of a run on `world_size` processes.
+
+    Raises:
+        ConfigError: a parallel size does not divide the world size.
+    """
+    check_world_size(config.parallel, world_size)
+    tp = config.parallel.tensor_model_parallel_size
+    pp = config.parallel.pipeline_model_parallel_size
+    cp = config.parallel.context_parallel_size
+    if world_size % config.rollout.tensor_parallel_size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}) must divide "
+            f"the world size ({world_size})"
+        )
+    batch, dp = config.batch, world_size // (tp * pp * cp)
+    minibatch_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
+    longest_per_microbatch = batch.max_tokens_per_microbatch // config.max_sequence_tokens
+    return Arithmetic(
+        world_size=world_size,
+        tp_size=tp,
+        pp_size=pp,
+        cp_size=cp,
+        dp_size=dp,
+        ep_size=config.parallel.expert_model_parallel_size,
+        rollout_replicas=world_size // config.rollout.tensor_parallel_size,
+        rollout_sequences=batch.rollout_prompts * batch.rollouts_per_prompt,
+        num_minibatches=batch.num_minibatches,
+        minibatch_sequences=minibatch_sequences,
+        longest_sequence=config.max_sequence_tokens,
+        longest_per_microbatch=longest_per_microbatch,
+        most_microbatches_per_rank=math.ceil(minibatch_sequences / dp / longest_per_microbatch),
+    )
+
+
+def layers_of_stages(config: ParallelConfig, num_layers: int) -> list[list[range]]:
+    """Which of the model's layers each pipeline rank has, by virtual stage.
+
+    A model goes through the first virtual stage of every rank, then through the second, and so on.
+
+    Raises:
+        ConfigError: names the sizes that do not divide the layers.
+    """
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    ends = {
+        0: ("num_layers_in_first_pipeline_stage", config.num_layers_in_first_pipeline_stage),
+        pp - 1: ("num_layers_in_last_pipeline_stage", config.num_layers_in_last_pipeline_stage),
+    }
+    given = {rank: (name, count) for rank, (name, count) in ends.items() if count is not None}
+    rest = num_layers - sum(count for _, count in given.values())
+    num_others = pp - len(given)
+    if not given and num_layers % pp:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size ({pp}) must divide the model's "
+            f"num_hidden_layers ({num_layers})"
+        )
+    if rest < num_others or (rest % num_others if num_others else rest):
+        shown = " and ".join(f"parallel.{name} ({count})" for name, count in given.values())
+        raise ConfigError(
+            f"{shown} must leave a multiple of {num_others} of the model's num_hidden_layers "
+            f"({num_layers}) for the other pipeline ranks, not {rest}"
+        )
+    counts = [given[rank][1] if rank in given else rest // max(num_others, 1) for rank in range(pp)]
+    for rank, count in enumerate(counts):
+        if count % vpp:
+            raise ConfigError(
+                f"parallel.virtual_pipeline_model_parallel_size ({vpp}) must divide the {count} "
+                f"layers of pipeline rank {rank}"
+            )
+    stages: list[list[range]] = [[] for _ in counts]
+    start = 0
+    for _ in range(vpp):
+        for rank, count in enumerate(counts):
+            stages[rank].append(range(start, start + count // vpp))
+            start += count // vpp
+    return stages
+
+
+def check_world_size(config: ParallelConfig, world_size: int) -> None:
+    """Raise ConfigError unless the parallel sizes divide the number of processes, and fit."""
+    sizes = {
+        "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "context_parallel_size": config.context_parallel_size,
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+    }
+    tp, cp, ep, pp = sizes
+    for names in ((tp, cp, pp), (ep, pp)):
+        product = math.prod(sizes[name] for name in names)
+        if world_size % product:
+            shown = [f"parallel.{name} ({sizes[name]})" for name in names if sizes[name] > 1]
+            raise ConfigError(
+                f"the world size ({world_size}) must be a multiple of {' x '.join(shown)}"
+                + (f" = {product}" if len(shown) > 1 else "")
+            )
+    sequence, experts = sizes[tp] * sizes[cp], sizes[ep]
+    if sequence % experts and experts % sequence:
+        # A backward pass takes all of a rank's context and of its expert group: one of the two has
+        # to lie within the other, or some would go back whom others do not wait for.
+        raise ConfigError(
+            f"of parallel.{ep} ({experts}) and parallel.{tp} x parallel.{cp} ({sequence}) one must "
+            "divide the other"
+        )

@@ -271,6 +271,19 @@ def test_a_scale_of_differences_holds_most(values, limit):
     assert difference_limit(np.array(values)) == pytest.approx(limit)
 
 
+def test_heat_map_is_of_the_seeds_that_both_have(tmp_path):
+    arms = (("gapo", 0), ("gapo", 1), ("gspo_asym", 1), ("gspo_asym", 2), ("dr_grpo", 2))
+    folders = [write_run(tmp_path / f"{m}_{seed}", method=m, seed=seed) for m, seed in arms]
+    exhibit = FIGURES["solve_rates"](Comparison.of([read_run(folder) for folder in folders]))
+    for i in range(NUM_PROBLEMS):
+        (row,) = rows_of(exhibit, other="gspo_asym", step=40, problem=f"p{i}")
+        ours, theirs = (solved(method, 1, 40, i) / 8 for method in METHODS[:2])
+        assert row["difference"] == pytest.approx(ours - theirs)
+        (row,) = rows_of(exhibit, other="dr_grpo", step=40, problem=f"p{i}")  # none is shared
+        ours = (solved("gapo", 0, 40, i) + solved("gapo", 1, 40, i)) / 16
+        assert row["difference"] == pytest.approx(ours - solved("dr_grpo", 2, 40, i) / 8)
+
+
 def test_methods_that_cannot_be_subtracted_are_named(tmp_path):
     folders = [write_run(tmp_path / method, method=method) for method in METHODS]
     for path in (folders[2] / "evaluations").iterdir():

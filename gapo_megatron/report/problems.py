@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -80,13 +81,15 @@ def solve_rates(comparison: Comparison) -> Exhibit:
     first, *others = comparison.curves
     if not others:
         raise NoData("a difference takes two methods")
-    rates = {arm.label: _rates(arm) for arm in comparison.curves}
     rows: list[Row] = []
     shown_arms = []
+    shown_pairs = []
     for other in others:
-        found = _differences(rates[first.label], rates[other.label])
+        pair = _of_shared_seeds(first, other)
+        found = _differences(*map(_rates, pair))
         rows += [{"first": first.label, "other": other.label, **row} for row in found]
         shown_arms += [other] if found else []
+        shown_pairs += [pair] if found else []
     if not rows:
         raise NoData("no evaluations of the same problems at the same step")
     missing = [other.label for other in others if other not in shown_arms]
@@ -107,22 +110,32 @@ def solve_rates(comparison: Comparison) -> Exhibit:
         rows=rows,
         figure=figure,
         notes=[
-            "Means over seeds. Grey: no verdict is known.",
+            "Means over the seeds that both have, or where they share none, over all. Grey: no "
+            "verdict is known.",
             f"The scale holds {MOST_PERCENT} % of the cells; those beyond it are as dark as its "
-            f"ends. {_sampling_note(first, shown_arms)}",
+            f"ends. {_sampling_note(shown_pairs)}",
             *([f"No data: {', '.join(missing)}."] if missing else []),
         ],
     )
 
 
-def _sampling_note(first: Arm, others: Sequence[Arm]) -> str:
+def _of_shared_seeds(first: Arm, other: Arm) -> tuple[Arm, Arm]:
+    """Both with the seeds they share: a seed decides the samples that both were evaluated on."""
+    shared = set(first.seeds) & set(other.seeds)
+    if not shared:
+        return first, other
+    ours, theirs = ([run for run in arm.runs if run.seed in shared] for arm in (first, other))
+    return replace(first, runs=ours), replace(other, runs=theirs)
+
+
+def _sampling_note(pairs: Sequence[tuple[Arm, Arm]]) -> str:
     """What chance alone does to a cell: the standard deviation at a solve rate of one half."""
 
     def variance(arm: Arm) -> float:
         samples = [run.config.evaluation.samples_per_prompt for run in arm.runs]
         return 0.25 * sum(1 / number for number in samples) / len(samples) ** 2
 
-    points = [100 * math.sqrt(variance(first) + variance(other)) for other in others]
+    points = [100 * math.sqrt(variance(first) + variance(other)) for first, other in pairs]
     shown = " to ".join(dict.fromkeys(f"{one:.0f}" for one in (min(points), max(points))))
     return (
         "Sampling alone gives the cell of a problem that both solve half of the time a standard "
@@ -174,7 +187,7 @@ def _draw_rates(
     ranks = column(rows, "rank").astype(int) - 1
     image[ranks, np.searchsorted(steps, column(rows, "step"))] = column(rows, "difference")
     axis.set(xlabel="step", ylabel="problem, easiest first", facecolor="0.85")
-    ticks = np.unique(np.linspace(0, len(steps) - 1, 4).round().astype(int))
+    ticks = range(0, len(steps), math.ceil(len(steps) / 5))
     axis.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
     axis.set_yticks([0, len(image) - 1], ["1", str(len(image))])
     axis.grid(False)

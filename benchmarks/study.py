@@ -79,10 +79,8 @@ class Finding:
         if self.p_value is not None:
             shown += stars(self.p_value)
         expected = "> 0" if self.margin is None else f"within ± {self.margin:.2f}"
-        return (
-            f"| {self.claim} | {self.what} | {expected} | {shown} | {len(values)} | "
-            f"{self.verdict} |"
-        )
+        what = self.what.replace("|", r"\|")  # which ends a cell
+        return f"| {self.claim} | {what} | {expected} | {shown} | {len(values)} | {self.verdict} |"
 
 
 class Study:

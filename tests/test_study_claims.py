@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -231,3 +232,14 @@ def test_the_repository_has_these_arms(study):
         left = Path(run.config.checkpoint.branch_from).absolute().parents[1]
         assert folders[left].config.objective.method == "gspo_asym"
         assert 100 in folders[left].config.checkpoint.keep_steps
+
+
+def test_the_document_says_what_the_data_say(study):
+    docs = _PATH.parents[1] / "docs"
+    text = (docs / "study.md").read_text(encoding="utf-8")
+    table = study.table(read_archive(docs / "study" / "data"))
+    assert text.endswith(table)
+    shown = re.findall(r"!\[.+\]\(study/(\w+)\.png\)", text)
+    assert sorted(shown) == sorted(path.stem for path in (docs / "study").glob("*.png"))
+    size = sum(path.stat().st_size for path in (docs / "study" / "data").iterdir())
+    assert size < 2_000_000

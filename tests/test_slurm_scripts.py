@@ -139,7 +139,7 @@ class Run:
         )
 
     def wait_for(self, what: Callable[[], bool]) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while not what():
             assert self.process.poll() is None, self.end()
             assert time.monotonic() < end, "nothing happened"
@@ -152,7 +152,7 @@ class Run:
 
     def end(self) -> tuple[int, str]:
         """Exit code and output."""
-        output, _ = self.process.communicate(timeout=30)
+        output, _ = self.process.communicate(timeout=120)
         return self.process.returncode, output
 
     @property
@@ -223,7 +223,7 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on(
     run = start(run_dir, ACTIONS=f"{action},train")
     started = time.monotonic()
     assert run.end()[0] == 0
-    assert time.monotonic() - started < 10  # rank 0 sleeps for minutes
+    assert time.monotonic() - started < 60  # rank 0 sleeps for minutes
     first, second = run.attempts
     assert (first / "launch.log").read_text() == f"{message}\ntask 0: Terminated\n"
     assert (second / "outcome").read_text() == "finished\n"
@@ -409,7 +409,7 @@ def test_a_rank_that_ignores_its_end_is_killed(start: Start, run_dir: Path) -> N
     run = start(run_dir, ACTIONS="deaf:7", MAX_FAILURES="1")
     started = time.monotonic()
     assert run.end()[0] == 7
-    assert 10 < time.monotonic() - started < 20
+    assert 10 < time.monotonic() - started < 60
     assert "rank 0" in (run.attempts[0] / "rank_0.log").read_text()
 
 

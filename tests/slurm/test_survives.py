@@ -70,7 +70,7 @@ def require_same(start: Start, shared: Path) -> Callable[[Training], None]:
     def undisturbed(folder: Path) -> None:
         run = start(folder)
         run.submit()
-        run.cluster.wait(run.job, "COMPLETED", timeout_s=300)
+        run.cluster.wait(run.job, "COMPLETED", timeout_s=600)
         assert run.steps(run.attempt) == list(range(NUM_STEPS))
 
     def compare(run: Training) -> None:
@@ -106,7 +106,7 @@ def test_saves_and_goes_on_when_asked_to_stop(
     run.until_ended(attempt)
     cluster.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=60")
 
-    fields = cluster.wait(run.job, "COMPLETED", timeout_s=300)
+    fields = cluster.wait(run.job, "COMPLETED", timeout_s=600)
     attempts = [f"{run.job}.{count}" for count in range(int(fields["Restarts"]) + 1)]
     steps = [step for attempt in attempts for step in run.steps(attempt)]
     assert steps == list(range(NUM_STEPS)), "a stop repeats no step"
@@ -148,7 +148,7 @@ def test_comes_back_from_faults(
         assert manifest.list_steps(checkpoints) == before
 
         run.submit(CHECK_NODES="0")
-        cluster.wait(run.job, "COMPLETED", timeout_s=300)
+        cluster.wait(run.job, "COMPLETED", timeout_s=600)
         require_same(run)
     if not disk_is_small:
         pytest.skip("only the full disk was left out, which root alone can set up: mount failed")

@@ -153,9 +153,9 @@ class Training:
     def until_stop_asked(self) -> None:
         """Wait until the launcher has passed a request to stop on to the ranks."""
         stop = self.attempt_dir() / "stop"
-        until(stop.exists, "a request to stop", timeout_s=90, seen=self.describe)
+        until(stop.exists, "a request to stop", timeout_s=240, seen=self.describe)
 
-    def until_ended(self, attempt: str, *, timeout_s: float = 120) -> None:
+    def until_ended(self, attempt: str, *, timeout_s: float = 240) -> None:
         """Wait until the job has left its nodes after `attempt`: requeued, or for good."""
         job, _, count = attempt.rpartition(".")
 

@@ -185,6 +185,7 @@ def findings(study: Study) -> Iterator[Finding]:
         for k in (4, 8, 16)
     }
     yield from (gains[4], gains[16])  # that of 8 stands above
+    yield _passes("k = 8 improves on k = 4", gapo, study.arm("gapo", k=4), steps)
     wider = _minus(gains[8].values, gains[4].values)
     yield Finding("k = 8 widens the gap", "pass@1, the gap at k = 8 minus that at 4", wider)
     ends = [_pass_at(arm, steps, 1) for arm in (study.arm("gapo", k=16), gapo)]

@@ -18,12 +18,12 @@ from rich.table import Table
 from gapo_megatron import rewards
 from gapo_megatron.checkpoint import check_branch
 from gapo_megatron.checkpoint.manifest import list_steps
-from gapo_megatron.checkpoint.save import checkpoints_dir
 from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.convert import rules_for
 from gapo_megatron.convert.rules import Rule
 from gapo_megatron.counts import Arithmetic, arithmetic, layers_of_stages
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.launch.run_folder import checkpoints_dir
 from gapo_megatron.objective import upper_clip
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import check_shapes, read_hf_config

@@ -16,9 +16,10 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from gapo_megatron.checkpoint import check_model, check_writable, manifest, rng
 from gapo_megatron.checkpoint.manifest import Manifest
-from gapo_megatron.checkpoint.save import checkpoints_dir, model_identity
+from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.config import CheckpointConfig
 from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.launch.run_folder import checkpoints_dir
 
 NAMES = ["__0_0.distcp", "rng_00000.pt", "sub/common.pt"]
 

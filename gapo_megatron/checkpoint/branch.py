@@ -22,12 +22,17 @@ from transformers import PretrainedConfig
 from gapo_megatron.checkpoint import manifest
 from gapo_megatron.checkpoint.manifest import Branch, Manifest
 from gapo_megatron.checkpoint.resume import require_same_model
-from gapo_megatron.checkpoint.save import TRAINER_STATE_NAME, checkpoints_dir, model_identity
+from gapo_megatron.checkpoint.save import TRAINER_STATE_NAME, model_identity
 from gapo_megatron.config import Config
 from gapo_megatron.convert.folder import fsync
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.launch.attempt import Attempt
-from gapo_megatron.launch.run_folder import BRANCH_NAME, is_finished, write_atomically
+from gapo_megatron.launch.run_folder import (
+    BRANCH_NAME,
+    checkpoints_dir,
+    is_finished,
+    write_atomically,
+)
 from gapo_megatron.metrics import METRICS_NAME
 from gapo_megatron.settings import broken_rules, changes
 

@@ -20,12 +20,12 @@ from gapo_megatron.checkpoint.manifest import Branch, Manifest
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.checkpoint.save import (
     TRAINER_STATE_NAME,
-    checkpoints_dir,
     layout,
     model_identity,
 )
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError
+from gapo_megatron.launch.run_folder import checkpoints_dir
 from gapo_megatron.policy import Policy
 from gapo_megatron.settings import changes
 

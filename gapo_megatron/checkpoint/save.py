@@ -34,6 +34,7 @@ from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.launch.attempt import Attempt
+from gapo_megatron.launch.run_folder import checkpoints_dir
 from gapo_megatron.policy import ParallelGroups, Policy
 
 logger = logging.getLogger(__name__)
@@ -78,11 +79,6 @@ def check_writable(run_dir: str | Path) -> None:
             f"run.output_dir ({str(run_dir)!r}) must be a folder this user can write to: "
             f"{error.strerror}"
         ) from None
-
-
-def checkpoints_dir(run_dir: str | Path) -> Path:
-    """Where a run keeps its checkpoints."""
-    return Path(run_dir) / "checkpoints"
 
 
 def save(

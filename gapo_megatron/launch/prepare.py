@@ -14,7 +14,7 @@ from gapo_megatron.config import Config, load_config
 from gapo_megatron.counts import arithmetic
 from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.launch.freeze import freeze, repository
-from gapo_megatron.launch.run_folder import is_finished
+from gapo_megatron.launch.run_folder import checkpoints_dir, is_finished
 from gapo_megatron.toml_tree import to_toml
 
 
@@ -54,7 +54,7 @@ def check_before_nodes(config: Config, *, world_size: int) -> None:
             branches from.
     """
     arithmetic(config, world_size=world_size)
-    if config.checkpoint.branch_from or (Path(config.run.output_dir) / "checkpoints").exists():
+    if config.checkpoint.branch_from or checkpoints_dir(config.run.output_dir).exists():
         from gapo_megatron.checkpoint import check_branch  # imports torch: seconds
 
         check_branch(config, None)

@@ -10,6 +10,11 @@ BRANCH_NAME = "branch.json"
 """Of a branched run: where it left another one (`checkpoint.manifest.Branch`)."""
 
 
+def checkpoints_dir(run_dir: str | Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(run_dir) / "checkpoints"
+
+
 def is_finished(run_dir: str | Path, *, num_steps: int) -> bool:
     """Whether a run of `num_steps` steps was completed in this folder, model exported and all."""
     try:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from gapo_megatron import checkpoint
 from gapo_megatron.checkpoint import OpenStep, manifest
-from gapo_megatron.checkpoint.save import checkpoints_dir
 from gapo_megatron.errors import CheckpointError, FencedError
+from gapo_megatron.launch.run_folder import checkpoints_dir
 from gapo_megatron.learn import Progress
 from gapo_megatron.policy import destroy
 from gapo_megatron.types import Batch

@@ -262,7 +262,7 @@ def test_workers_end_with_a_trainer_that_is_killed():
     trainer, pids = _start_trainer()
     assert len(pids) == 3
     trainer.kill()
-    _, errors = trainer.communicate(timeout=120)
+    _, errors = trainer.communicate(timeout=60)
     assert not _wait_for_end(pids)
     assert errors == ""
 
@@ -275,7 +275,7 @@ def test_signals_to_the_whole_job_are_the_trainers_alone():
     time.sleep(1)  # the time to die in
     assert all(map(_exists, pids))
     os.killpg(trainer.pid, signal.SIGINT)  # Ctrl-C
-    _, errors = trainer.communicate(timeout=120)
+    _, errors = trainer.communicate(timeout=60)
     assert not _wait_for_end(pids)
     # One traceback, the trainer's own.
     assert len(re.findall("Traceback", errors)) == 1

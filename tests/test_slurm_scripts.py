@@ -92,7 +92,7 @@ def test_asks_for_the_processes_its_config_needs(path: Path, tmp_path: Path) -> 
     assert words[-1] == "--dry-run"
     config = load_config(Path(folder) / words[2], words[3:-1])
     assert config.run.seed == 7
-    assert arithmetic(config, world_size=tasks).world_size == tasks
+    arithmetic(config, world_size=tasks)  # refuses sizes that do not divide them
 
 
 def test_dry_run_without_slurm_from_any_folder(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on(
     run = start(run_dir, ACTIONS=f"{action},train")
     started = time.monotonic()
     assert run.end()[0] == 0
-    assert time.monotonic() - started < 60  # rank 0 sleeps for minutes
+    assert time.monotonic() - started < 10  # rank 0 sleeps for minutes
     first, second = run.attempts
     assert (first / "launch.log").read_text() == f"{message}\ntask 0: Terminated\n"
     assert (second / "outcome").read_text() == "finished\n"
@@ -409,7 +409,7 @@ def test_a_rank_that_ignores_its_end_is_killed(start: Start, run_dir: Path) -> N
     run = start(run_dir, ACTIONS="deaf:7", MAX_FAILURES="1")
     started = time.monotonic()
     assert run.end()[0] == 7
-    assert 10 < time.monotonic() - started < 60
+    assert 10 < time.monotonic() - started < 20
     assert "rank 0" in (run.attempts[0] / "rank_0.log").read_text()
 
 

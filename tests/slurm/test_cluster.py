@@ -77,6 +77,6 @@ def test_nothing_outlives_a_killed_parent(tmp_path_factory: pytest.TempPathFacto
     until(
         lambda: not other.processes(),
         "the end of all processes",
-        timeout_s=60,
+        timeout_s=10,
         seen=lambda: str(other.processes()),
     )

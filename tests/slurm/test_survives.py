@@ -116,7 +116,7 @@ def test_saves_and_goes_on_when_asked_to_stop(
 def test_comes_back_from_faults(
     start: Start, require_same: Callable[[Training], None], tmp_path: Path
 ) -> None:
-    """A node lost, a hang, a full disk, an attempt that lost the run."""
+    """A node lost, a hang, a full disk, an attempt that lost the run, a scancel."""
     run = start(tmp_path, "run.hang_timeout_s=40")
     cluster, checkpoints = run.cluster, run.run_dir / "checkpoints"
     with small_disk(checkpoints) as disk_is_small:
@@ -146,6 +146,11 @@ def test_comes_back_from_faults(
             (run.run_dir / "OWNER").write_text("another.0\n")
         assert cluster.wait(run.job, "FAILED")["ExitCode"] == "3:0"
         assert manifest.list_steps(checkpoints) == before
+
+        run.submit(CHECK_NODES="0")
+        attempt = run.until_stage("update", not_in=attempt)
+        cluster.run("scancel", run.job)
+        cluster.wait(run.job, "CANCELLED")
 
         run.submit(CHECK_NODES="0")
         cluster.wait(run.job, "COMPLETED", timeout_s=600)

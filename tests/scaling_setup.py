@@ -47,6 +47,7 @@ TINY_EXPERTS: dict[str, Any] = TINY | {
 
 
 UNTIED: dict[str, Any] = TINY | {"tie_word_embeddings": False}
+SIX_LAYERS: dict[str, Any] = TINY | {"num_hidden_layers": 6}
 QWEN3: dict[str, Any] = UNTIED | {"model_type": "qwen3", "head_dim": 12}
 # Queries share keys and values; widths are multiples of 32.
 WIDE: dict[str, Any] = TINY | {
@@ -133,6 +134,9 @@ def layout(
     sp: bool | None = None,
     recompute: str = "none",
     rollout_tp: int = 1,
+    vpp: int = 1,
+    first: int | None = None,
+    last: int | None = None,
 ) -> Layout:
     """Sequence parallel, if `sp` does not say otherwise, where it is tensor parallel."""
     return Layout(
@@ -144,6 +148,9 @@ def layout(
         sequence_parallel=tp > 1 if sp is None else sp,
         recompute=recompute,
         rollout_tp_size=rollout_tp,
+        vpp_size=vpp,
+        first_layers=first,
+        last_layers=last,
     )
 
 
@@ -168,11 +175,25 @@ def draw_lengths(rng: np.random.Generator, size: Any, *, mean: float, spread: fl
     return np.minimum(scale * np.exp(rng.normal(size=size) * spread), 3092)
 
 
-def parallel_of(tp: int, pp: int, ep: int = 1, *, cp: int = 1, sp: bool = False) -> dict[str, Any]:
+def parallel_of(
+    tp: int,
+    pp: int,
+    ep: int = 1,
+    *,
+    cp: int = 1,
+    sp: bool = False,
+    vpp: int = 1,
+    first: int | None = None,
+    last: int | None = None,
+) -> dict[str, Any]:
+    """`first`, `last`: layers of those pipeline ranks."""
     return {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "context_parallel_size": cp,
         "expert_model_parallel_size": ep,
         "sequence_parallel": sp,
+        "virtual_pipeline_model_parallel_size": vpp,
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
     }

@@ -36,6 +36,17 @@ def test_tables(model, capsys):
     assert "GPU-h of 1,531" in out
 
 
+def test_a_configs_own_virtual_stages(model, capsys):
+    cut = ["pipeline_model_parallel_size=4", "virtual_pipeline_model_parallel_size=2"]
+    cut += ["num_layers_in_last_pipeline_stage=4"]
+    overrides = [f"parallel.{setting}" for setting in cut]
+    assert tool.main([CONFIG, model, *overrides, "--top", "1"]) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if "4 x 2, unequal" in line]
+    assert "yours" in line
+    assert "leave parallel.virtual_pipeline_model_parallel_size and parallel.num_layers" in out
+
+
 def test_json_is_all_that_is_printed(model, capsys):
     command = [CONFIG, model, "--json", "--gpu", "h100", "--mean-response-tokens", "500"]
     assert tool.main(command) == 0

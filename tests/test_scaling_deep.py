@@ -26,6 +26,7 @@ from gapo_megatron.scaling.memory import step_bytes
 from gapo_megatron.scaling.no_data import NoData
 from gapo_megatron.scaling.state import rank_bytes
 from tests.scaling_setup import (
+    SIX_LAYERS,
     TINY,
     TINY_EXPERTS,
     UNTIED,
@@ -75,6 +76,16 @@ def test_without_data_autograd_keeps_as_much_as_with(tmp_path: Path, recompute: 
         (TINY_EXPERTS, parallel_of(1, 1, 2), 2, 1),
         (TINY, parallel_of(1, 1, cp=2), 4, 3),
         (TINY, parallel_of(2, 2, cp=2, sp=True), 16, 6),
+        (TINY, parallel_of(1, 2, vpp=2), 4, 0),
+        (TINY, parallel_of(1, 2, vpp=2), 4, 3),
+        (SIX_LAYERS, parallel_of(2, 3, sp=True, vpp=2), 12, 0),
+        (SIX_LAYERS, parallel_of(2, 3, sp=True, vpp=2), 12, 7),
+        (SIX_LAYERS, parallel_of(2, 3, sp=True, vpp=2), 12, 8),
+        (TINY_EXPERTS, parallel_of(2, 2, 2, sp=True, vpp=2), 8, 3),
+        (TINY, parallel_of(1, 2, cp=2, last=1), 4, 0),
+        (TINY, parallel_of(1, 2, last=1), 2, 1),
+        (SIX_LAYERS, parallel_of(1, 2, first=4, vpp=2), 2, 0),
+        (SIX_LAYERS, parallel_of(1, 2, first=4, vpp=2), 2, 1),
     ],
 )
 def test_bytes_are_the_predicted_ones(
@@ -92,13 +103,13 @@ def test_bytes_are_the_predicted_ones(
     # not all at once: a quarter where the whole model is a tenth of a MiB.
     peak = step_bytes(hf_config, config, layout, stage=stage, fused=False).peak
     assert 0.98 <= peak / found.peak <= 1.3
-    assert found.num_microbatches == layout.pp_size
+    assert found.num_microbatches == layout.pp_size * layout.vpp_size
 
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_virtual_stages_have_the_same_weights(tmp_path: Path, rank: int) -> None:
     """Layers 0 and 2, or 1 and 3, in buffers of their own, and more sent than of two stages."""
-    virtual = parallel_of(1, 2) | {"virtual_pipeline_model_parallel_size": 2}
+    virtual = parallel_of(1, 2, vpp=2)
     found = step_one_rank(make(tmp_path, UNTIED, virtual), rank=rank, world_size=4)
     plain = step_one_rank(make(tmp_path, UNTIED, parallel_of(1, 2)), rank=rank, world_size=4)
     assert found.num_microbatches == 4
@@ -113,13 +124,12 @@ def test_virtual_stages_have_the_same_weights(tmp_path: Path, rank: int) -> None
     assert sent / found.num_microbatches > 2 * sent_plain / plain.num_microbatches
 
 
-def test_unequal_stages_take_a_step(tmp_path: Path) -> None:
-    cut = parallel_of(1, 2) | {"num_layers_in_last_pipeline_stage": 1}
+def test_unequal_stages_are_compared_as_others(tmp_path: Path) -> None:
     output = io.StringIO()
-    config = make(tmp_path, TINY, cut)
+    config = make(tmp_path, TINY, parallel_of(1, 2, last=1))
     print_deep_dry_run(config, rank=0, world_size=2, console=Console(file=output))
     (line,) = [line for line in output.getvalue().splitlines() if "│ weights " in line]
-    assert [cell.strip() for cell in line.split("│")[3:5]] == ["-", "-"]
+    assert line.split("│")[4].strip() == "1.0000"
 
 
 def test_collectives_by_hand(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A layout is read off a config and put into one; bytes of state are those that are allocated."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.state import rank_bytes, stage_states, state_bytes
 from tests.scaling_setup import (
     QWEN3,
+    SIX_LAYERS,
     TINY,
     TINY_EXPERTS,
     UNTIED,
@@ -35,9 +37,14 @@ def test_layout_of_a_config_and_back() -> None:
         sequence_parallel=True,
         recompute="full",
         rollout_tp_size=8,
+        vpp_size=2,
+        last_layers=6,
     )
     config = layout.apply(given)
     assert Layout.of(config, world_size=48) == layout
+    equal = dataclasses.replace(layout, vpp_size=1, last_layers=None)
+    assert Layout.of(equal.apply(config), world_size=48) == equal
+    assert layout.layers_of_ranks(14) == (8, 6) and equal.layers_of_ranks(14) == (7, 7)
     assert (layout.world_size, layout.ranks_per_stage, layout.copies) == (48, 24, 6)
     assert config.batch == given.batch and config.data == given.data
 
@@ -67,6 +74,16 @@ LAYOUTS: list[tuple[dict[str, Any], str, dict[str, Any], int, int]] = [
     (TINY_EXPERTS, "bf16", parallel_of(1, 2), 10, 3),
     (UNTIED, "bf16", parallel_of(2, 2, cp=3, sp=True), 24, 17),
     (TINY_EXPERTS, "bf16", parallel_of(2, 1, 4, cp=2, sp=True), 24, 21),
+    (TINY, "bf16", parallel_of(1, 2, vpp=2), 10, 3),
+    (TINY, "fp32", parallel_of(2, 2, sp=True, vpp=2), 12, 11),
+    (UNTIED, "bf16", parallel_of(1, 2, vpp=2, cp=3), 18, 16),
+    (SIX_LAYERS, "bf16", parallel_of(1, 3, vpp=2), 15, 7),
+    (QWEN3, "bf16", parallel_of(2, 2, sp=True, last=1), 12, 4),
+    (SIX_LAYERS, "fp32", parallel_of(1, 3, first=1, last=1), 9, 5),
+    (SIX_LAYERS, "bf16", parallel_of(1, 2, first=4, vpp=2), 10, 2),
+    (SIX_LAYERS, "bf16", parallel_of(1, 2, first=4, vpp=2), 10, 9),
+    (TINY_EXPERTS, "bf16", parallel_of(2, 2, 2, sp=True, vpp=2), 20, 19),
+    (TINY_EXPERTS, "bf16", parallel_of(1, 2, 2, last=3), 12, 6),
 ]
 
 

@@ -1,16 +1,18 @@
 """Activations against what autograd saves on a CPU; the parts of memory by hand."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.pipeline_parallel import schedules
 
 from gapo_megatron.batching import pack
 from gapo_megatron.convert import rules_for
 from gapo_megatron.policy import Policy, step
-from gapo_megatron.scaling.activations import kept_activations
+from gapo_megatron.scaling.activations import kept_activations, neighbour_bytes, num_in_flight
 from gapo_megatron.scaling.fake import fake_groups
 from gapo_megatron.scaling.hardware import GPUS
 from gapo_megatron.scaling.kept import KeptForBackward
@@ -28,6 +30,7 @@ from tests.scaling_setup import (
     read_model,
     write_model,
 )
+from tests.scaling_setup import layout as make_layout
 
 ALONE, TWO = parallel_of(1, 1), parallel_of(2, 1, sp=True)
 
@@ -95,6 +98,48 @@ def test_activations_are_what_autograd_keeps(
     with fake_groups(config.parallel, rank=0, world_size=world_size) as groups:
         found = measured(Policy.build(config, groups, "cpu"), 256)
     assert predicted == pytest.approx(found, rel=0.05), predicted / found
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (4, 3), (8, 2)])
+def test_in_flight_is_the_warm_up_and_one_more(pp: int, vpp: int) -> None:
+    """Megatron-core's own count, of more micro-batches than are ever in flight."""
+    for rank in range(pp):
+        group = SimpleNamespace(size=lambda: pp, rank=lambda rank=rank: rank)
+        _, _, warm_up, _ = schedules.get_pp_rank_microbatches(
+            4 * pp,
+            vpp,
+            pp,
+            p2p_communicator=SimpleNamespace(
+                pp_group=group,
+                virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+            ),
+        )
+        assert num_in_flight(make_layout(pp=pp, vpp=vpp), stage=rank) == warm_up + 1
+
+
+def test_activations_of_virtual_and_unequal_stages(tmp_path: Path) -> None:
+    """By hand: of four ranks with two stages each the first holds 11 of them, the last one 5."""
+    hf_config = read_model(tmp_path, WIDE | {"num_hidden_layers": 16})
+    config = make_config(str(tmp_path))
+
+    def layers(stage: int, **cut: Any) -> int:
+        kept = kept_activations(
+            hf_config, config, make_layout(pp=4, **cut), stage=stage, fused=True
+        )
+        return kept.layers
+
+    tokens, index = 256, 8
+    one = layers(3) // 4  # a layer of one micro-batch
+    assert layers(0) == 4 * (4 * one + tokens * index)
+    assert layers(0, vpp=2) == 11 * (2 * one + tokens * index)
+    assert [layers(stage, vpp=2) for stage in (1, 2, 3)] == [9 * 2 * one, 7 * 2 * one, 5 * 2 * one]
+    unequal = [layers(stage, first=6, last=2) for stage in (1, 2, 3)]
+    assert unequal == [3 * 4 * one, 2 * 4 * one, 2 * one]
+    assert layers(0, first=6, last=2) == 4 * (6 * one + tokens * index)
+    hidden = tokens * 64 * 2
+    held = [neighbour_bytes(hf_config, config, make_layout(pp=4, vpp=2), stage=s) for s in range(4)]
+    # Inputs and outputs of both virtual stages; one less at the ends of the model.
+    assert held == [11 * 3 * hidden // 2, 9 * 2 * hidden, 7 * 2 * hidden, 5 * 3 * hidden // 2]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -21,7 +21,7 @@ from gapo_megatron.scaling.planner import Plan, _Search, overrides, plan, read_m
 from gapo_megatron.scaling.tables import to_json
 from gapo_megatron.scaling.times import step_time
 from gapo_megatron.scaling.workload import Workload
-from tests.scaling_setup import H200, WORKLOAD, config, hf, layout
+from tests.scaling_setup import H200, WORKLOAD, config, hf, layout, parallel_of
 
 
 def planned(model="Qwen2.5-7B", *, nodes=1, gpu=H200, **sections) -> Plan:
@@ -266,13 +266,31 @@ def test_json_is_plain(on_one_node):
     assert values["current"]["layout"]["dp_size"] == 8
 
 
-def test_stages_that_are_not_planned_are_refused():
-    cut = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-    with pytest.raises(ConfigError, match=r"virtual_pipeline_model_parallel_size \(2\)"):
-        planned(parallel=cut)
-    cut = {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 13}
-    with pytest.raises(ConfigError, match=r"num_layers_in_last_pipeline_stage \(13\)"):
-        planned(parallel=cut)
+def test_the_configs_own_virtual_and_unequal_stages_are_shown():
+    """Beside equal ones, which are ranked as if the config had none."""
+    plain = planned(nodes=2, parallel=parallel_of(4, 4, sp=True))
+    cut = parallel_of(4, 4, sp=True, vpp=2, first=6, last=6)
+    found = planned(nodes=2, parallel=cut)
+    assert found.ranked == plain.ranked and not found.current_refusal
+    own = found.current.layout
+    assert (own.vpp_size, own.first_layers, own.last_layers) == (2, 6, 6)
+    run = config(parallel=cut)
+    assert Layout.of(run, world_size=16) == own
+    names = ["virtual_pipeline_model_parallel_size"]
+    names += [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
+    assert [f"parallel.{name}={cut[name]}" for name in names] == overrides(found.current)[4:7]
+    values = to_json(found, run, WORKLOAD, Efficiency(), top=1)
+    assert values["leave_out"] == [f"parallel.{name}" for name in names]
+    assert not any(name in override for name in names for override in overrides(found.ranked[0]))
+    with_wrong = planned(parallel=parallel_of(1, 2, last=13, vpp=2))
+    assert with_wrong.current is None and "must divide the 15 layers" in with_wrong.current_refusal
+
+
+def test_virtual_stages_trade_memory_for_time():
+    plain = planned(parallel=parallel_of(2, 4, sp=True)).current
+    virtual = planned(parallel=parallel_of(2, 4, sp=True, vpp=7)).current
+    assert virtual.times.update_s < plain.times.update_s
+    assert virtual.memory.trainer.activations > plain.memory.trainer.activations
 
 
 def test_nodes_must_be_positive():

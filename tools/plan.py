@@ -116,6 +116,9 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         return 1
     best = " ".join(overrides(result.ranked[0]))
     console.print(f"The quickest, as overrides: {best}", markup=False, soft_wrap=True)
+    if config.parallel.uneven_stages:
+        names = " and ".join(f"parallel.{name}" for name in config.parallel.uneven_stages)
+        console.print(f"Its stages are equal: leave {names} out of the config.", soft_wrap=True)
     return 0
 
 

@@ -92,7 +92,7 @@ class KeptActivations:
     """What autograd keeps on one rank at the worst moment of a step, bytes."""
 
     layers: int
-    """Of the micro-batches in flight: as many as stages from here on."""
+    """Of the micro-batches in flight: see `num_in_flight`."""
     recomputed: int
     """Under full recomputation, of one layer while it goes back."""
     head: int
@@ -112,16 +112,16 @@ def kept_activations(
         hf_config: of the model.
         config: of the run.
         layout: how it is cut.
-        stage: pipeline stage.
+        stage: pipeline rank.
         fused: Transformer Engine's layers.
     """
     layer = LayerBytes.of(hf_config, config, layout, fused=fused)
-    num_layers = hf_config.num_hidden_layers // layout.pp_size
-    tokens, in_flight = tokens_per_rank(config, layout), layout.pp_size - stage
+    num_layers = layout.layers_of_ranks(hf_config.num_hidden_layers)[stage] // layout.vpp_size
+    tokens, in_flight = tokens_per_rank(config, layout), num_in_flight(layout, stage=stage)
     sp = layout.tp_size if layout.sequence_parallel else 1
     e, kept, head = element_bytes(config), num_layers * layer.kept(layout.recompute), 0
     if stage == 0:
-        kept += _INDEX  # tokens
+        kept += _INDEX  # tokens: in truth of the first virtual stage alone
     if not fused:  # rotary tables
         kept += 2 * e * Geometry.of(hf_config).head_dim
     if stage == layout.pp_size - 1:  # final norm, the head's input; label, row, two statistics
@@ -134,12 +134,30 @@ def kept_activations(
     return KeptActivations(tokens * in_flight * kept, tokens * recomputed, tokens * head)
 
 
+def num_in_flight(layout: Layout, *, stage: int) -> int:
+    """Micro-batches whose activations a rank holds at once; of its virtual stages, all together.
+
+        in flight = p - r                             one stage on rank r of p
+                  = 2 (p - r - 1) + (v - 1) p + 1     v virtual stages, each with 1/v of the layers
+
+    Those of the warm-up (Megatron-core's `get_pp_rank_microbatches`), and the one that goes forward
+    before the first goes back. It takes p micro-batches for so many, 2 p of virtual stages: fewer
+    are not counted on.
+    """
+    later = layout.pp_size - stage - 1
+    if layout.vpp_size == 1:
+        return later + 1
+    return 2 * later + (layout.vpp_size - 1) * layout.pp_size + 1
+
+
 def neighbour_bytes(hf_config: Any, config: Config, layout: Layout, *, stage: int) -> int:
     """Bytes of what the schedule holds for pipeline neighbours: inputs and outputs in flight."""
     sp = layout.tp_size if layout.sequence_parallel else 1
     hidden = element_bytes(config) * hf_config.hidden_size // sp
-    ends = (stage > 0) + (stage < layout.pp_size - 1)
-    return tokens_per_rank(config, layout) * hidden * ends * (layout.pp_size - stage)
+    # Of all virtual stages; the model's first has no input, its last no output to hold.
+    ends = 2 * layout.vpp_size - (stage == 0) - (stage == layout.pp_size - 1)
+    in_flight = num_in_flight(layout, stage=stage)
+    return tokens_per_rank(config, layout) * hidden * ends * in_flight // layout.vpp_size
 
 
 def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool) -> int:

@@ -90,12 +90,14 @@ class Shape:
         heads = max(1, -(-self.kv_heads // tp_size))
         return 2 * self.num_layers * heads * self.head_dim * element_bytes
 
-    def weights_per_rank(self, *, tp_size: int, pp_size: int, ep_size: int) -> tuple[float, float]:
-        """(others, experts) of the fullest pipeline stage.
+    def weights_per_rank(
+        self, *, tp_size: int, pp_size: int, ep_size: int, num_layers: float | None = None
+    ) -> tuple[float, float]:
+        """(others, experts) of a pipeline stage of so many layers; None: of an even cut of all.
 
-        An even cut of the layers, with embedding or head; on a single stage with both.
+        With embedding or head, as if it were an end; on a single stage with both.
         """
-        layers = self.num_layers / pp_size
+        layers = self.num_layers / pp_size if num_layers is None else num_layers
         tables = 1 if self.tied or pp_size > 1 else 2
         others = (layers * self.layer_weights + tables * self.head_weights) / tp_size
         return others, layers * self.num_experts * self.expert_weights / ep_size

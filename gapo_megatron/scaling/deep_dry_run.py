@@ -256,10 +256,8 @@ def _traffic_table(found: Found) -> Table:
 
 def _predict(
     hf_config: Any, config: Config, rank: int, world_size: int
-) -> tuple[int, int, int, int, int] | None:
-    """Bytes of one rank in the order of the table; None for stages that nothing here predicts."""
-    if config.parallel.uneven_stages:
-        return None
+) -> tuple[int, int, int, int, int]:
+    """Bytes of one rank in the order of the table."""
     layout = Layout.of(config, world_size=world_size)
     stage = rank // layout.ranks_per_stage
     kept = kept_activations(hf_config, config, layout, stage=stage, fused=False)
@@ -267,7 +265,7 @@ def _predict(
     return (*rank_bytes(rules_for(hf_config), config, layout, rank=rank), kept.most, step.peak)
 
 
-def _memory_table(found: Found, predicted: tuple[int, ...] | None) -> Table:
+def _memory_table(found: Found, predicted: tuple[int, ...]) -> Table:
     rows = {
         "weights": found.weights,
         "gradients": found.gradients,
@@ -278,10 +276,6 @@ def _memory_table(found: Found, predicted: tuple[int, ...] | None) -> Table:
     table = Table(title="Memory of this rank, GiB")
     for heading in ("part", "allocated", "predicted", "ratio"):
         table.add_column(heading, justify="left" if heading == "part" else "right")
-    for place, (name, size) in enumerate(rows.items()):
-        cells = ["-", "-"]
-        if predicted is not None:
-            guess = predicted[place]
-            cells = [f"{guess / GIB:,.4f}", f"{guess / size:.4f}"]
-        table.add_row(name, f"{size / GIB:,.4f}", *cells)
+    for (name, size), guess in zip(rows.items(), predicted, strict=True):
+        table.add_row(name, f"{size / GIB:,.4f}", f"{guess / GIB:,.4f}", f"{guess / size:.4f}")
     return table

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Self
 
 from gapo_megatron.config import Config, ParallelConfig, parse_config
-from gapo_megatron.counts import arithmetic
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.counts import arithmetic, layers_of_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,11 @@ class Layout:
     recompute: str
     """none, selective or full: `model.recompute`."""
     rollout_tp_size: int
+    vpp_size: int = 1
+    """Virtual stages of every pipeline rank."""
+    first_layers: int | None = None
+    """Layers of the first pipeline rank, and (below) of the last one; None: as of the others."""
+    last_layers: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -39,14 +44,31 @@ class Layout:
         """Ranks with the same weights (experts apart), which divide the optimizer's state."""
         return self.cp_size * self.dp_size
 
+    @property
+    def stages(self) -> ParallelConfig:
+        """The settings that deal out a model's layers, and no others."""
+        return ParallelConfig(
+            pipeline_model_parallel_size=self.pp_size,
+            virtual_pipeline_model_parallel_size=self.vpp_size,
+            num_layers_in_first_pipeline_stage=self.first_layers,
+            num_layers_in_last_pipeline_stage=self.last_layers,
+        )
+
+    def layers_of_ranks(self, num_layers: int) -> tuple[int, ...]:
+        """How many of the model's layers each pipeline rank has, in equal virtual stages.
+
+        Raises:
+            ConfigError: see `counts.layers_of_stages`.
+        """
+        return _layers_of_ranks(self, num_layers)
+
     @classmethod
     def of(cls, config: Config, *, world_size: int) -> Self:
         """The layout that a config has on `world_size` processes.
 
         Raises:
-            ConfigError: a parallel size does not divide the world size; see `check_even_stages`.
+            ConfigError: a parallel size does not divide the world size.
         """
-        check_even_stages(config.parallel)
         counts = arithmetic(config, world_size=world_size)
         return cls(
             tp_size=counts.tp_size,
@@ -57,6 +79,9 @@ class Layout:
             sequence_parallel=config.parallel.sequence_parallel,
             recompute=config.model.recompute,
             rollout_tp_size=config.rollout.tensor_parallel_size,
+            vpp_size=config.parallel.virtual_pipeline_model_parallel_size,
+            first_layers=config.parallel.num_layers_in_first_pipeline_stage,
+            last_layers=config.parallel.num_layers_in_last_pipeline_stage,
         )
 
     def apply(self, config: Config) -> Config:
@@ -69,6 +94,9 @@ class Layout:
         tree["parallel"] |= {
             "tensor_model_parallel_size": self.tp_size,
             "pipeline_model_parallel_size": self.pp_size,
+            "virtual_pipeline_model_parallel_size": self.vpp_size,
+            "num_layers_in_first_pipeline_stage": self.first_layers,
+            "num_layers_in_last_pipeline_stage": self.last_layers,
             "context_parallel_size": self.cp_size,
             "expert_model_parallel_size": self.ep_size,
             "sequence_parallel": self.sequence_parallel,
@@ -78,14 +106,8 @@ class Layout:
         return parse_config(tree, source=str(self))
 
 
-def check_even_stages(parallel: ParallelConfig) -> None:
-    """Refuse virtual and unequal stages: neither their bytes nor their bubble is planned yet.
-
-    Raises:
-        ConfigError: names the field and its value.
-    """
-    for field, value in parallel.uneven_stages.items():
-        raise ConfigError(
-            f"parallel.{field} ({value}) must be left out here: the planner knows equal stages "
-            "alone, one to a rank"
-        )
+# A planner asks for every layout, and time after time for one.
+@functools.lru_cache(maxsize=1024)
+def _layers_of_ranks(layout: Layout, num_layers: int) -> tuple[int, ...]:
+    ranks = layers_of_stages(layout.stages, num_layers)
+    return tuple(sum(map(len, virtual)) for virtual in ranks)

@@ -16,7 +16,7 @@ from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.generation import generation_s
 from gapo_megatron.scaling.hardware import GIB, Gpu
-from gapo_megatron.scaling.layout import Layout, check_even_stages
+from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import Memory, StageMemory, memory
 from gapo_megatron.scaling.times import StepTime
 from gapo_megatron.scaling.training import Training
@@ -120,7 +120,8 @@ def plan(
 
     Tensor parallelism stays within a node and, where it is used, sequence parallelism with it. More
     ranks share a sequence than the config asks for only where it does not fit otherwise.
-    Micro-batches are tried from an eighth to four times the config's, but hold one sequence.
+    Micro-batches are tried from an eighth to four times the config's, but hold one sequence. Stages
+    are equal, one to a rank; of virtual and unequal ones the config's own are shown.
 
     Args:
         hf_config: the model's.
@@ -131,12 +132,10 @@ def plan(
         efficiency: what is reached of the device.
 
     Raises:
-        ConfigError: num_nodes is not positive, no layout at all computes this model, or the config
-            asks for stages that the planner does not know.
+        ConfigError: num_nodes is not positive, or no layout at all computes this model.
     """
     if num_nodes < 1:
         raise ConfigError(f"nodes ({num_nodes}) must be 1 or more")
-    check_even_stages(config.parallel)
     check_shapes(hf_config, ParallelConfig())
     num_gpus = num_nodes * gpu.gpus_per_node
     search = _Search(hf_config, Shape.of(hf_config), config, gpu, workload, efficiency)
@@ -313,13 +312,18 @@ class _Search:
 
 
 def overrides(candidate: Candidate) -> list[str]:
-    """What to add to the command line of a run for a candidate's settings."""
+    """What to add to the command line of a run for a candidate's settings.
+
+    To a config without virtual and unequal stages (`ParallelConfig.uneven_stages`): leaving a
+    setting out is nothing that an override can do.
+    """
     layout = candidate.layout
     return [
         f"parallel.tensor_model_parallel_size={layout.tp_size}",
         f"parallel.pipeline_model_parallel_size={layout.pp_size}",
         f"parallel.context_parallel_size={layout.cp_size}",
         f"parallel.expert_model_parallel_size={layout.ep_size}",
+        *(f"parallel.{name}={value}" for name, value in layout.stages.uneven_stages.items()),
         f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}",
         f"model.recompute={layout.recompute}",
         f"rollout.tensor_parallel_size={layout.rollout_tp_size}",

@@ -3,9 +3,9 @@
 Its distributed optimizer puts parameters into buffers, one for what all data and context parallel
 ranks share and one for experts, and their float32 gradients into another of each: every parameter
 starts at a multiple of 64 elements, and a bucket ends at a multiple of 128 and of the number of
-ranks that cut it. A shared embedding (tied, on several stages) has a bucket of its own. Every rank
-keeps moments, and masters of bfloat16 weights, of the parameters in its part of each bucket,
-padding left out.
+ranks that cut it. A shared embedding (tied, on several stages) has a bucket of its own. Virtual
+stages have buffers of their own, all of these. Every rank keeps moments, and masters of bfloat16
+weights, of the parameters in its part of each bucket, padding left out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """One pipeline stage's buffers."""
+    """The buffers of one pipeline rank, of all its virtual stages."""
 
     buffer_elements: int
     """Of the weights' buffers, and of the gradients'; the same on every rank of the stage."""
@@ -101,7 +101,7 @@ def stage_states(rules: list[Rule], layout: Layout) -> list[StageState]:
 def _stage(rules: list[Rule], layout: Layout, stage: int) -> StageState:
     sizes = {rule: math.prod(rule.shard_shape(shard_size(rule, layout.tp_size))) for rule in rules}
     layer = sorted((rule for rule in rules if rule.num_layers), key=_place_in_layer)
-    num_layers = (layer[0].num_layers or 0) // layout.pp_size
+    num_layers = layout.layers_of_ranks(layer[0].num_layers or 0)[stage] // layout.vpp_size
     one_layer = [sizes[rule] for rule in layer if not rule.num_experts]
     one_expert = [sizes[rule] for rule in layer if rule.num_experts]
     num_experts = max(rule.num_experts or 0 for rule in layer) // layout.ep_size
@@ -109,27 +109,28 @@ def _stage(rules: list[Rule], layout: Layout, stage: int) -> StageState:
     if layout.ep_size == 1:  # parameters like any other
         one_layer, experts = one_layer + experts, []
 
-    bucket, own_buckets = one_layer * num_layers, []
-    is_shared = layout.pp_size > 1 and any(rule.tied for rule in rules)
-    for rule in rules:
-        is_embedding = rule.megatron.startswith("embedding.")
-        if rule.num_layers or stage != (0 if is_embedding else layout.pp_size - 1):
-            continue
-        if is_shared and (is_embedding or rule.tied):
-            own_buckets.append([sizes[rule]])
-        elif not rule.tied:  # on one stage the embedding itself serves as the output layer
-            bucket = [sizes[rule], *bucket] if is_embedding else [*bucket, sizes[rule]]
-
     ranks = np.arange(layout.ranks_per_stage)
     owned, num_elements = np.zeros_like(ranks), 0
-    # Experts have no tensor parallelism: neighbours hold others, the rest copies of these.
-    cuts = [(given, layout.copies, layout.tp_size) for given in (bucket, *own_buckets)]
-    if experts:
-        cuts.append((experts * num_layers, len(ranks) // layout.ep_size, layout.ep_size))
-    for given, num_parts, ranks_per_part in cuts:
-        length, parts = _cut(given, num_parts)
-        owned += parts[ranks // ranks_per_part]
-        num_elements += length
+    is_shared = layout.pp_size > 1 and any(rule.tied for rule in rules)
+    for virtual in range(layout.vpp_size):
+        bucket, own_buckets = one_layer * num_layers, []
+        for rule in rules:
+            is_embedding = rule.megatron.startswith("embedding.")
+            place = (0, 0) if is_embedding else (layout.pp_size - 1, layout.vpp_size - 1)
+            if rule.num_layers or (stage, virtual) != place:
+                continue
+            if is_shared and (is_embedding or rule.tied):
+                own_buckets.append([sizes[rule]])
+            elif not rule.tied:  # on one stage the embedding itself serves as the output layer
+                bucket = [sizes[rule], *bucket] if is_embedding else [*bucket, sizes[rule]]
+        # Experts have no tensor parallelism: neighbours hold others, the rest copies of these.
+        cuts = [(given, layout.copies, layout.tp_size) for given in (bucket, *own_buckets)]
+        if experts:
+            cuts.append((experts * num_layers, len(ranks) // layout.ep_size, layout.ep_size))
+        for given, num_parts, ranks_per_part in cuts:
+            length, parts = _cut(given, num_parts)
+            owned += parts[ranks // ranks_per_part]
+            num_elements += length
     return StageState(num_elements, tuple(int(count) for count in owned))
 
 

@@ -147,7 +147,10 @@ def anchors_table(anchors: Sequence[Anchor], efficiency: Efficiency) -> Table:
 def to_json(
     plan: Plan, config: Config, workload: Workload, efficiency: Efficiency, *, top: int
 ) -> dict[str, Any]:
-    """Everything of the tables as plain values. Bytes and seconds."""
+    """Everything of the tables as plain values. Bytes and seconds.
+
+    `leave_out` names the config's settings that have to go before a layout's overrides are added.
+    """
     return {
         "gpu": dataclasses.asdict(plan.gpu),
         "num_gpus": plan.num_gpus,
@@ -156,6 +159,7 @@ def to_json(
         "layouts": [_values(plan, one, config) for one in plan.ranked[:top]],
         "current": plan.current and _values(plan, plan.current, config),
         "current_refusal": plan.current_refusal,
+        "leave_out": [f"parallel.{name}" for name in config.parallel.uneven_stages],
         "refusals": {reason: refused.count for reason, refused in plan.refusals.items()},
     }
 
@@ -186,9 +190,11 @@ def _finite(value: float) -> float | None:
 
 def _layout_cells(candidate: Candidate) -> list[str]:
     layout = candidate.layout
-    sizes = (layout.tp_size, layout.pp_size, layout.cp_size, layout.dp_size, layout.ep_size)
+    ranks = str(layout.pp_size) + (f" x {layout.vpp_size}" if layout.vpp_size > 1 else "")
+    ranks += ", unequal" if layout.first_layers or layout.last_layers else ""
     return [
-        *map(str, sizes),
+        *(str(layout.tp_size), ranks),
+        *map(str, (layout.cp_size, layout.dp_size, layout.ep_size)),
         "yes" if layout.sequence_parallel else "no",
         layout.recompute,
         str(layout.rollout_tp_size),

@@ -2,7 +2,8 @@
 
 Nothing overlaps that does not overlap in the trainer: Megatron-core's gradient reduction and
 parameter gather, tensor parallel collectives and the all-to-all of experts all wait. (Transformer
-Engine's ring of keys and values does overlap; it is charged in full.)
+Engine's ring of keys and values does overlap, and so do the messages of virtual stages; both are
+charged in full.)
 """
 
 from __future__ import annotations
@@ -87,27 +88,46 @@ class Training:
         return max(1, math.ceil(self.load.tokens / self.config.batch.max_tokens_per_microbatch))
 
     def pass_s(self, *, backward: bool) -> float:
-        """One pass over the micro-batches of a mini-batch, through p pipeline stages.
+        """One pass over the micro-batches of a mini-batch, through v stages on each of p ranks.
 
-            pass = (p - 1) x stage + last + (m - 1) x last
+            pass = sum over the other ranks of first + m' x ((v - 1) x slowest + slowest last)
+            m'   = m + fillers / 2, where v > 1
 
-        `stage` and `last` are one micro-batch's seconds in a stage, `last` with the head. The first
-        micro-batch walks through all stages, the others follow at the pace of the slowest; with
-        equal stages that is a bubble of (p - 1) / m.
+        `first` is one micro-batch's seconds in a rank's first virtual stage, `slowest` the slowest
+        rank's; `last` is the same in its last virtual stage, with the head on the last rank. (They
+        are one where v = 1.) The first micro-batch walks through all ranks, the others follow at
+        the pace of the slowest; with equal stages that is a bubble of (p - 1) / (v m).
+        With v > 1, m is filled up to a multiple of p. Fillers compute nothing, but micro-batches
+        wait for the round of all ranks before their next virtual stage: half a filler's time is
+        what Megatron-core's order of work comes to.
         """
-        stage_s = self.stage_s(backward=backward)
-        last_s = stage_s + self.head_s(backward=backward)
-        return (self.layout.pp_size - 1) * stage_s + self.num_microbatches * last_s
+        layout, num_microbatches = self.layout, self.num_microbatches
+        layers = layout.layers_of_ranks(self.shape.num_layers)
+        by_layers = {
+            count: self.stage_s(backward=backward, num_layers=count) / layout.vpp_size
+            for count in set(layers)
+        }
+        first = [by_layers[count] for count in layers]
+        last = [*first[:-1], first[-1] + self.head_s(backward=backward)]
+        if layout.vpp_size == 1:
+            *others, slowest_s = sorted(last)
+            return sum(others) + num_microbatches * slowest_s
+        num_fillers = -num_microbatches % layout.pp_size
+        *others, slowest_s = sorted(first)
+        all_s = (layout.vpp_size - 1) * slowest_s + max(last)
+        return sum(others) + (num_microbatches + num_fillers / 2) * all_s
 
-    def stage_s(self, *, backward: bool) -> float:
-        """One micro-batch in one stage without the head.
+    def stage_s(self, *, backward: bool, num_layers: float | None = None) -> float:
+        """One micro-batch on one pipeline rank without the head.
+
+        `num_layers` l are those of the rank; None: an equal share of all L.
 
         products = (factor x layers' flops / peak + factor' x attention's / bf16 peak)
-                   / (p t) / matmul
+                   x l / L / t / matmul
         factor   = 1 forward, 3 with backward, 4 with full recomputation
         factor'  = 1 forward, 3.5 with backward (flash attention's is 2.5 forward passes: it
                    computes the scores again), 4.5 with any recomputation
-        launches = factor x layers / p x layer_s
+        launches = factor x l x layer_s
         adding   = backward: 10 bytes of every weight / bandwidth
         and the collectives of `_tensor_s`, `_context_s`, `_experts_s`, `_pipeline_s`
         """
@@ -116,13 +136,13 @@ class Training:
         if backward:
             factor = 4.0 if layout.recompute == "full" else 3.0
             attention_factor = 3.5 if layout.recompute == "none" else 4.5
-        layers = self.shape.num_layers / layout.pp_size
+        layers = self.shape.num_layers / layout.pp_size if num_layers is None else num_layers
         seconds = factor * flops.layers / self._products(self.config.model.precision)
         seconds += attention_factor * flops.attention / self._products(self._without_fp8)
-        seconds /= layout.pp_size * layout.tp_size
+        seconds /= self.shape.num_layers / layers * layout.tp_size
         seconds += factor * layers * efficiency.layer_s
         if backward:
-            streamed = _ACCUMULATE_BYTES * sum(self._weights())
+            streamed = _ACCUMULATE_BYTES * sum(self._weights(layers))
             seconds += streamed / (self.gpu.bandwidth * efficiency.bandwidth)
         collectives = (self._tensor_s, self._context_s, self._experts_s)
         seconds += layers * sum(collective(backward) for collective in collectives)
@@ -164,14 +184,17 @@ class Training:
         reduce   = 4 bytes of every weight x (d - 1) / d / network, d the ranks that share it
         gather   = the weights' bytes likewise
         optimize = (8 bytes of every weight + 28 of the rank's 1/d) / bandwidth
+
+        Of the pipeline rank that has most layers; all wait for it.
         """
         layout, efficiency = self.layout, self.efficiency
+        fullest = self._weights(max(layout.layers_of_ranks(self.shape.num_layers)))
         ways = [
             (layout.copies, layout.tp_size),
             (layout.ranks_per_stage // layout.ep_size, layout.ep_size),
         ]
         seconds = 0.0
-        for weights, (size, stride) in zip(self._weights(), ways, strict=True):
+        for weights, (size, stride) in zip(fullest, ways, strict=True):
             sent = weights * (4 + element_bytes(self.config)) * (size - 1) / size
             rate = self.gpu.group_bandwidth(size, stride=stride) * efficiency.communication
             streamed = weights * (_CLEAR_BYTES + _OPTIMIZER_BYTES / size)
@@ -201,10 +224,13 @@ class Training:
             num_scored=load.scored_tokens * share,
         )
 
-    def _weights(self) -> tuple[float, float]:
+    def _weights(self, num_layers: float | None = None) -> tuple[float, float]:
         layout = self.layout
         return self.shape.weights_per_rank(
-            tp_size=layout.tp_size, pp_size=layout.pp_size, ep_size=layout.ep_size
+            tp_size=layout.tp_size,
+            pp_size=layout.pp_size,
+            ep_size=layout.ep_size,
+            num_layers=num_layers,
         )
 
     @property
@@ -279,7 +305,10 @@ class Training:
         return 2 * times * each
 
     def _pipeline_s(self, backward: bool) -> float:
-        """Hidden states to the next stage, and their gradients back: bytes / network."""
+        """Hidden states to the next rank, and their gradients back: bytes / network.
+
+        Once for each of the rank's virtual stages.
+        """
         layout = self.layout
         if layout.pp_size == 1:
             return 0.0
@@ -287,4 +316,4 @@ class Training:
         in_node = layout.world_size <= self.gpu.gpus_per_node
         rate = self.gpu.link_bandwidth if in_node else self.gpu.network_bandwidth
         each = sent / (rate * self.efficiency.communication) + self.efficiency.collective_s
-        return (2 if backward else 1) * each
+        return layout.vpp_size * (2 if backward else 1) * each

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.methods import METHODS, Method
 from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, split_setting
-from gapo_megatron.toml_tree import apply_override, read_tree
+from gapo_megatron.toml_tree import apply_override, explain, read_tree
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -53,10 +53,20 @@ class ModelConfig(_Section):
     """Megatron checkpoint that the weights are read from instead; `hf_dir` then needs none."""
     precision: Literal["fp32", "bf16", "fp8"] = "bf16"
     """bf16 and fp8 keep fp32 master weights; fp8 needs Transformer Engine."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
+    """Which values share a scale in fp8, by Megatron-core's name (docs/scaling.md)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: `selective` recomputes attention, `full` every layer."""
     head: Literal["auto", "torch", "triton"] = "auto"
     """Code of the log-probs: Triton kernels where they serve (Hopper, bf16), torch elsewhere."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.precision != "fp8" and self.fp8_recipe != "tensorwise":
+            raise ValueError(
+                f"fp8_recipe ({self.fp8_recipe!r}) needs precision 'fp8', not {self.precision!r}"
+            )
+        return self
 
 
 class ParallelConfig(_Section):
@@ -155,6 +165,9 @@ class RolloutConfig(_Section):
     """KV cache when running on CPU, in GiB per rank."""
     enforce_eager: bool = False
     """Skip compilation and graph capture: slower tokens, faster start."""
+    quantization: Literal["", "fp8"] = ""
+    """`fp8`: vLLM keeps and multiplies the layers' weights in fp8, quantised anew by every weight
+    sync (docs/scaling.md); empty: as in training, but bf16 where that is fp8."""
     verify_sequences: Positive = 4
     """Sequences whose log-probs are compared with the trainer's after every weight sync."""
     verify_bound: Annotated[float, Field(gt=0)] = 0.1
@@ -340,6 +353,11 @@ class Config(_Section):
                 "objective.importance_weight_max: the log-probs of a cut-off distribution are no "
                 "measure of the engine's error"
             )
+        if self.rollout.quantization and self.model.precision == "fp32":
+            raise ValueError(
+                f"rollout.quantization ({self.rollout.quantization!r}) needs model.precision "
+                "'bf16' or 'fp8', not 'fp32': vLLM quantises layers of 16-bit activations alone"
+            )
         if self.evaluation.every_steps and not self.data.eval_path:
             raise ValueError("evaluation.every_steps needs data.eval_path")
         return self
@@ -366,30 +384,5 @@ def parse_config(tree: dict[str, Any], *, source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors(include_url=False)]
+        lines = [explain(item, Config) for item in error.errors(include_url=False)]
         raise ConfigError(f"{source}: " + "\n  ".join(lines)) from None
-
-
-def _explain(item: Any) -> str:
-    where = ".".join(str(part) for part in item["loc"]) or "config"
-    if item["type"] == "extra_forbidden":
-        known = _fields_at(item["loc"][:-1])
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-        return f"{where}: unknown key; {hint}"
-    if item["type"] == "missing":
-        return f"{where}: required, but not given"
-    message = item["msg"].removeprefix("Value error, ")
-    value = item["input"]
-    shown = "" if isinstance(value, dict | BaseModel) else f" ({value!r})"
-    return f"{where}{shown}: {message}"
-
-
-def _fields_at(path: tuple[Any, ...]) -> list[str]:
-    model: Any = Config
-    for part in path:
-        annotation = model.model_fields[str(part)].annotation
-        model = (get_args(annotation) or (annotation,))[
-            0
-        ]  # an optional section is `Section | None`
-    return list(model.model_fields)

@@ -124,7 +124,8 @@ def _counts_table(config: Config, counts: Arithmetic) -> Table:
         + (f"; {vpp} virtual stages each" if vpp > 1 else "")
         + (f"; experts over {counts.ep_size}" if counts.ep_size > 1 else ""),
         "vLLM replicas": f"{counts.rollout_replicas} of {config.rollout.tensor_parallel_size} "
-        f"process(es), {prompts_per_replica:g} prompts each",
+        f"process(es), {prompts_per_replica:g} prompts each"
+        + (f"; layers in {config.rollout.quantization}" if config.rollout.quantization else ""),
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
         f"{counts.rollout_sequences:,} sequences",
         "verdicts": f"{reward.kind}, at most {rewards.timeout_s(reward)} s each; workers per rank: "
@@ -203,9 +204,11 @@ def _shapes_table(rules: list[Rule], parallel: ParallelConfig) -> Table:
 
 
 def _memory_table(rules: list[Rule], config: Config, counts: Arithmetic) -> Table:
-    weight, gradient, state = BYTES_PER_PARAMETER[config.model.precision]
+    precision = config.model.precision
+    weight, gradient, state = BYTES_PER_PARAMETER[precision]
+    recipe = f" ({config.model.fp8_recipe})" if precision == "fp8" else ""
     table = Table(
-        title=f"Memory of one rank, {config.model.precision}, without activations (GiB)",
+        title=f"Memory of one rank, {precision}{recipe}, without activations (GiB)",
         title_justify="left",
     )
     for heading in ("stage", "parameters", "weights", "gradients", "optimizer", "sum"):

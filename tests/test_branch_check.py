@@ -104,6 +104,7 @@ MUST_AGREE = {
     "batch.rollouts_per_prompt": 4,
     "rollout.max_response_tokens": 65,
     "rollout.temperature": 0.5,
+    "rollout.quantization": "fp8",
     "reward.timeout_s": 3,
     "optimizer.learning_rate": 1e-3,
 }

@@ -145,6 +145,12 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ('run.seed="1"', "run.seed", "'1'", "integer"),
         ("run.output_dir=3", "run.output_dir", "3", "string"),
         ("model.precision=fp16", "model.precision", "'fp16'", "'fp32', 'bf16' or 'fp8'"),
+        (
+            "model.fp8_recipe=rowwise",
+            "model.fp8_recipe",
+            "'rowwise'",
+            "'delayed', 'tensorwise', 'blockwise' or 'mxfp8'",
+        ),
         ("model.recompute=some", "model.recompute", "'some'", "'none', 'selective' or 'full'"),
         ("parallel.tensor_model_parallel_size=0", "tensor_model_parallel_size", "0", "than 0"),
         (
@@ -157,6 +163,7 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ("batch.rollouts_per_prompt=1", "batch.rollouts_per_prompt", "1", "equal to 2"),
         ("batch.rollout_prompts=true", "batch.rollout_prompts", "True", "integer"),
         ("rollout.temperature=0", "rollout.temperature", "0", "greater than 0"),
+        ("rollout.quantization=int8", "rollout.quantization", "'int8'", "'' or 'fp8'"),
         ("rollout.top_p=1.5", "rollout.top_p", "1.5", "less than or equal to 1"),
         ("rollout.memory_fraction=1.0", "rollout.memory_fraction", "1.0", "less than 1"),
         (
@@ -218,6 +225,14 @@ def test_wrong_value_names_field_value_and_rule(
         (
             ["objective.method=gspo", "objective.eps_low=4e-3"],
             ["eps_high_max (0.003)", "at least", "eps_low (0.004)"],
+        ),
+        (
+            ["model.fp8_recipe=blockwise"],
+            ["fp8_recipe ('blockwise')", "needs precision 'fp8', not 'bf16'"],
+        ),
+        (
+            ["model.precision=fp32", "rollout.quantization=fp8"],
+            ["rollout.quantization ('fp8')", "model.precision 'bf16' or 'fp8', not 'fp32'"],
         ),
         (["evaluation.every_steps=10"], ["evaluation.every_steps", "data.eval_path"]),
         (

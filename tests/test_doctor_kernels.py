@@ -48,7 +48,8 @@ ON_GPU = {
 
 
 def look(env: dict[str, str] | None = None, *, precision: str = "bf16") -> dict[str, Finding]:
-    answer = ask(policy_code(precision=precision, head="auto"), env or dict(os.environ))
+    code = policy_code(precision=precision, fp8_recipe="tensorwise", head="auto")
+    answer = ask(code, env or dict(os.environ))
     return by_name(answer, precision=precision)
 
 

@@ -161,6 +161,17 @@ def test_a_megatron_folder_is_checked_where_it_is(tmp_path: Path) -> None:
         text_of(make_config(model=model))
 
 
+def test_fp8_is_said(tmp_path: Path) -> None:
+    text = text_of(make_config(model={"hf_dir": write_model(tmp_path / "m")}))
+    assert "Memory of one rank, bf16, without" in text and "layers in fp8" not in text
+    model = {"hf_dir": str(tmp_path / "m"), "precision": "fp8", "fp8_recipe": "blockwise"}
+    text = text_of(make_config(model=model, rollout={"quantization": "fp8"}))
+    assert "Memory of one rank, fp8 (blockwise), without" in text
+    assert "1 of 1 process(es), 32 prompts each; layers in fp8" in text
+    for line in ('fp8_recipe = "blockwise"', 'quantization = "fp8"'):
+        assert line in text
+
+
 def test_how_responses_are_judged_is_said() -> None:
     assert "math, at most 10 s each; workers per rank: its share of the cores" in text_of(
         make_config(reward={"kind": "math"})

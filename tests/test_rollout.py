@@ -34,6 +34,7 @@ from gapo_megatron.errors import ConfigError, DataError, RolloutError, WeightSyn
 from gapo_megatron.launch.environment import share_of_cores
 from gapo_megatron.rollout import (
     RolloutEngine,
+    arguments,
     eos_token_ids,
     request_seed,
     sync_weights,
@@ -69,11 +70,11 @@ def make_model(tied: bool) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=64, tie_word_embeddings=False))
 
 
-def make_config(hf_dir: Path, **rollout: object) -> Config:
+def make_config(hf_dir: Path, *, precision: str = "fp32", **rollout: object) -> Config:
     return parse_config(
         {
             "run": {"output_dir": "unused", "num_steps": 1},
-            "model": {"hf_dir": str(hf_dir), "precision": "fp32"},
+            "model": {"hf_dir": str(hf_dir), "precision": precision},
             "data": {"train_path": "unused", "max_prompt_tokens": 140},
             "batch": {"max_tokens_per_microbatch": 256},
             "rollout": {
@@ -541,6 +542,34 @@ def test_gpu_memory_is_a_fraction_and_can_be_given_back(tmp_path):
     config = make_config(tmp_path, memory_fraction=0.3)
     args = engine_args(config, LlamaConfig(**SIZES), torch.device("cuda"))
     assert (args.gpu_memory_utilization, args.enable_sleep_mode) == (0.3, True)
+
+
+def test_only_a_cpu_with_a_kernel_for_it_generates_in_fp8(tmp_path, monkeypatch):
+    model = make_model(True)
+    model.save_pretrained(tmp_path)
+    plain = engine_args(make_config(tmp_path), model.config, CPU)
+    assert (plain.quantization, plain.quantization_config) == (None, None)
+    config = make_config(tmp_path, precision="bf16", quantization="fp8")
+    args = engine_args(config, model.config, CPU)
+    assert (args.quantization, args.dtype) == ("fp8_per_block", "bfloat16")
+    assert args.quantization_config.ignore == ["*.gate"]
+    check_engine(make_config(tmp_path), model.config, CPU, world_size=1)
+    check_engine(config, model.config, torch.device("cuda"), world_size=1)
+    llama = make_model(False).config
+    for of_model, answer, reason in [
+        (llama, (True, None), None),
+        (llama, (False, "requires AMX"), "requires AMX"),
+        (model.config, (True, None), "its kernel takes no biases"),
+    ]:
+        monkeypatch.setattr(
+            arguments.CPUFp8BlockScaledMMKernel, "is_supported", lambda answer=answer: answer
+        )
+        if reason is None:
+            check_engine(config, of_model, CPU, world_size=1)
+            continue
+        message = rf"rollout\.quantization \('fp8'\) does not run on this CPU: {reason}"
+        with pytest.raises(ConfigError, match=message):
+            check_engine(config, of_model, CPU, world_size=1)
 
 
 def test_seeds_are_fixed_and_apart():

@@ -11,8 +11,9 @@ from gapo_megatron.scaling.generation import Decoding, generation_s, kv_cache_by
 from tests.scaling_setup import H200, IDEAL, WORKLOAD, config, draw_lengths, hf
 
 
-def decoding(model="Qwen2.5-7B", *, tp=1, efficiency=IDEAL):
-    return Decoding(Shape.of(hf(model)), tp, 2, H200.bf16_flops, H200, efficiency)
+def decoding(model="Qwen2.5-7B", *, tp=1, efficiency=IDEAL, **changes):
+    shape = Shape.of(hf(model))
+    return Decoding(shape, tp, 2, H200.bf16_flops, H200, efficiency, **changes)
 
 
 def test_one_sequence_waits_for_the_weights():
@@ -41,12 +42,33 @@ def test_experts_are_read_as_far_as_tokens_meet_them():
     assert one == pytest.approx(others + 8 * expert, rel=1e-9)
 
 
-def seconds(workload=WORKLOAD, *, kv_gib=60.0, world=8, tp=1, model="Qwen2.5-7B", **batch):
+def test_quantised_layers_are_read_and_multiplied_in_fp8():
+    """A byte a weight, at twice the rate; the output layer, attention and the cache stay bf16."""
+    step, shape = decoding(quantized=True), Shape.of(hf("Qwen2.5-7B"))
+    layers, head = 28 * shape.layer_weights, shape.head_weights
+    one, many = step.step_s(np.array([1.0, 100_000.0]), np.zeros(2))
+    assert one == pytest.approx((layers + 2 * head) / 4.8e12, rel=1e-9)
+    assert many == pytest.approx(2e5 * (layers / 1979e12 + head / 989e12), rel=1e-9)
+    keys = decoding().step_s(np.array([64.0]), np.array([20_000.0]))[0] - layers / 4.8e12
+    assert step.step_s(np.array([64.0]), np.array([20_000.0]))[0] == pytest.approx(keys, rel=1e-9)
+    assert seconds(quantization="fp8") < seconds()
+
+
+def seconds(
+    workload=WORKLOAD,
+    *,
+    kv_gib=60.0,
+    world=8,
+    tp=1,
+    model="Qwen2.5-7B",
+    quantization="",
+    **batch,
+):
     shape = Shape.of(hf(model))
     fraction = (kv_gib * 2**30 + 2 * shape.num_parameters / tp) / H200.memory_bytes
     return generation_s(
         shape,
-        config(batch=batch, rollout={"memory_fraction": fraction}),
+        config(batch=batch, rollout={"memory_fraction": fraction, "quantization": quantization}),
         rollout_tp_size=tp,
         world_size=world,
         workload=workload,
@@ -114,3 +136,12 @@ def test_a_cpu_has_the_cache_it_is_given():
     one = config(rollout={"cpu_kv_cache_gib": 3})
     size = kv_cache_bytes(Shape.of(hf("Qwen2.5-7B")), one, cpu, rollout_tp_size=1)
     assert size == 3 * 2**30
+
+
+def test_quantised_layers_leave_more_to_the_cache():
+    shape = Shape.of(hf("Qwen2.5-7B"))
+    room = {
+        name: kv_cache_bytes(shape, config(rollout={"quantization": name}), H200, rollout_tp_size=2)
+        for name in ("", "fp8")
+    }
+    assert room["fp8"] - room[""] == 28 * shape.layer_weights / 2

@@ -33,10 +33,11 @@ def examine(config_path: str | None, env: Mapping[str, str]) -> Iterator[Finding
     of_config: list[Finding] = []
     if config_path:
         config, of_config = judge_config(asked(config_code(config_path, env)), config_path)
-    settings = config["model"] if config else {"precision": "bf16", "head": "auto"}
-    precision, head = settings["precision"], settings["head"]
+    defaults = {"precision": "bf16", "fp8_recipe": "tensorwise", "head": "auto"}
+    settings = {name: config["model"][name] for name in defaults} if config else defaults
+    precision = settings["precision"]
     with ThreadPoolExecutor() as pool:
-        policy = pool.submit(asked, kernels.policy_code(precision=precision, head=head))
+        policy = pool.submit(asked, kernels.policy_code(**settings))
         rollout = pool.submit(asked, kernels.rollout_code(precision=precision))
         yield from libraries.look_at_libraries(torch, asked, env)
         yield from kernels.judge_policy(policy.result(), precision=precision, torch=torch)

@@ -15,9 +15,9 @@ from gapo_megatron.launch.node_checks import CommandError
 _LOGIN_NODE = "torch is built for CUDA and sees no GPU: look on a compute node"
 
 
-def policy_code(*, precision: str, head: str) -> str:
-    """Python that answers for the policy in this precision, with this `model.head`."""
-    return probe_code(f"policy({precision!r}, {head!r})")
+def policy_code(*, precision: str, fp8_recipe: str, head: str) -> str:
+    """Python that answers for the policy with these settings of `model`."""
+    return probe_code(f"policy({precision!r}, {fp8_recipe!r}, {head!r})")
 
 
 def rollout_code(*, precision: str) -> str:

@@ -46,11 +46,12 @@ _NUM_TOKENS = 64
 """Of each sequence: 16 of the prompt, the others of the response."""
 
 
-def policy(precision: str, head: str) -> None:
+def policy(precision: str, fp8_recipe: str, head: str) -> None:
     """Build a tiny policy as the trainer does, update it once, and print what it is made of.
 
     Args:
         precision: `model.precision`.
+        fp8_recipe: `model.fp8_recipe`.
         head: `model.head`.
     """
     os.environ |= {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}  # read when it is imported
@@ -63,7 +64,12 @@ def policy(precision: str, head: str) -> None:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
         tree: dict[str, Any] = {
             "run": {"output_dir": folder, "num_steps": 1},
-            "model": {"hf_dir": folder, "precision": precision, "head": head},
+            "model": {
+                "hf_dir": folder,
+                "precision": precision,
+                "fp8_recipe": fp8_recipe,
+                "head": head,
+            },
             "data": {"train_path": ""},
             "rollout": {"max_response_tokens": _NUM_TOKENS},
             "reward": {"kind": "exact"},
@@ -79,7 +85,7 @@ def policy(precision: str, head: str) -> None:
     layer = built.stages[0].decoder.layers[0]
     is_cuda = world.device.type == "cuda"
     try:
-        check_fp8()
+        check_fp8(fp8_recipe)
         fp8 = ""
     except ConfigError as error:
         fp8 = str(error)

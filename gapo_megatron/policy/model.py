@@ -119,6 +119,7 @@ def build_model(
     device: torch.device,
     *,
     precision: str,
+    fp8_recipe: str = "tensorwise",
     recompute: str = "none",
     parallel: ParallelConfig | None = None,
 ) -> list[PolicyModel]:
@@ -129,12 +130,18 @@ def build_model(
         groups: this rank's place.
         device: where the parameters go.
         precision: `model.precision`.
+        fp8_recipe: `model.fp8_recipe`.
         recompute: `model.recompute`.
         parallel: how stages and activations are cut; None: one stage.
     """
     parallel = parallel or ParallelConfig()
     config = transformer_config(
-        hf_config, groups, device, precision=precision, recompute=recompute, parallel=parallel
+        hf_config,
+        groups,
+        device,
+        number_format=precision_settings(precision, fp8_recipe=fp8_recipe),
+        recompute=recompute,
+        parallel=parallel,
     )
     # Nothing is drawn from it: weights are loaded, and there is no dropout. It must be there.
     model_parallel_cuda_manual_seed(0)
@@ -150,12 +157,11 @@ def transformer_config(
     groups: ParallelGroups,
     device: torch.device,
     *,
-    precision: str,
+    number_format: dict[str, Any],
     recompute: str,
     parallel: ParallelConfig,
 ) -> TransformerConfig:
-    """Megatron-core's config of the model, the layout and the precision."""
-    number_format = precision_settings(precision)
+    """Megatron-core's config of the model, the layout and the precision's fields."""
     fused = has_transformer_engine(device, number_format["params_dtype"])
     recompute_settings: dict[str, dict[str, Any]] = {
         "none": {},

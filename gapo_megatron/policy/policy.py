@@ -36,7 +36,7 @@ from gapo_megatron.policy.optimizer import (
     wrap_model,
 )
 from gapo_megatron.policy.parallel import ParallelGroups
-from gapo_megatron.policy.precision import check_head
+from gapo_megatron.policy.precision import check_head, token_multiple
 from gapo_megatron.types import Batch, Microbatch
 
 _NO_SEQUENCES = Batch(
@@ -102,6 +102,7 @@ class Policy:
                 groups,
                 device,
                 precision=config.model.precision,
+                fp8_recipe=config.model.fp8_recipe,
                 recompute=config.model.recompute,
                 parallel=config.parallel,
             )
@@ -118,12 +119,11 @@ class Policy:
     def sequence_multiple(self) -> int:
         """Packed tokens must be a multiple of it.
 
-        Under sequence and context parallelism ranks share them equally, and an fp8 matrix product
-        takes multiples of 16 on each rank.
+        Under sequence and context parallelism ranks share them equally, and each has as many as
+        an fp8 matrix product takes.
         """
         ranks = self.groups.tp_size if self.config.parallel.sequence_parallel else 1
-        each = 16 if self.config.model.precision == "fp8" else 1
-        return ranks * each * num_chunks(self.groups.cp_size)
+        return ranks * token_multiple(self.config.model) * num_chunks(self.groups.cp_size)
 
     def pack(self, batch: Batch, indices: Sequence[int]) -> Microbatch:
         """Pack sequences of `batch` as this policy's layout takes them: `batching.pack`."""

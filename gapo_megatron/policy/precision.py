@@ -3,48 +3,96 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import get_fp8_align_size
 
 from gapo_megatron.config import ModelConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.logprob import choose_implementation
 
 
-def precision_settings(precision: str) -> dict[str, Any]:
-    """TransformerConfig fields of `model.precision`.
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What Megatron-core makes of a `model.fp8_recipe`, and what that takes."""
+
+    settings: dict[str, Any]
+    """TransformerConfig fields. `hybrid`: E4M3 forward, E5M2 gradients."""
+    question: str
+    """Method of Transformer Engine's that says whether this GPU runs it, and why not."""
+
+
+_RECIPES = {
+    "delayed": _Recipe(
+        # As is usual. Megatron-core's default is the last pass alone: a micro-batch without a
+        # sequence would set the scales of the next one.
+        {"fp8": "hybrid", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"},
+        "is_fp8_available",
+    ),
+    "tensorwise": _Recipe({"fp8": "hybrid"}, "is_fp8_available"),
+    # Blocks are small enough for gradients in E4M3, which has a bit of precision more.
+    "blockwise": _Recipe({"fp8": "e4m3"}, "is_fp8_block_scaling_available"),
+    "mxfp8": _Recipe({"fp8": "e4m3"}, "is_mxfp8_available"),
+}
+
+
+def precision_settings(precision: str, *, fp8_recipe: str) -> dict[str, Any]:
+    """TransformerConfig fields of `model.precision` and `model.fp8_recipe`.
 
     bf16 and fp8 hold bf16 parameters beside fp32 master weights in the optimizer, and sum
-    gradients in fp32; fp8 runs the layers' matrix products in Transformer Engine's hybrid format
-    (E4M3 forward, E5M2 gradients). The head is apart: it accumulates logits in fp32 always.
+    gradients in fp32; fp8 runs the layers' matrix products in Transformer Engine, which quantises
+    both factors for each. The head is apart: it accumulates logits in fp32 always.
 
     Raises:
-        ConfigError: fp8 without Transformer Engine.
+        ConfigError: fp8 that cannot run here; see `check_fp8`.
     """
     if precision == "fp32":
         return {"params_dtype": torch.float32, "pipeline_dtype": torch.float32}
     settings = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
     if precision == "bf16":
         return settings
-    check_fp8()
-    # Scales of the tensor at hand: delayed scaling carries a history from pass to pass, and the old
-    # and the new pass would differ at equal weights.
-    return settings | {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    check_fp8(fp8_recipe)
+    return settings | fp8_settings(fp8_recipe)
 
 
-def check_fp8() -> None:
-    """Raise ConfigError unless fp8 can run here."""
+def fp8_settings(fp8_recipe: str) -> dict[str, Any]:
+    """TransformerConfig fields of `model.fp8_recipe` alone."""
+    return {"fp8_recipe": fp8_recipe, **_RECIPES[fp8_recipe].settings}
+
+
+def check_fp8(fp8_recipe: str) -> None:
+    """Ask Transformer Engine whether it runs fp8 by this recipe here.
+
+    Raises:
+        ConfigError: no GPU, no Transformer Engine, or a GPU or CUDA that cannot.
+    """
     if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
         raise ConfigError(
             "model.precision ('fp8') needs a GPU and Transformer Engine; use 'bf16' or 'fp32' here"
         )
+    # Where Megatron-core, too, looks for it.
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    can_run, reason = getattr(FP8GlobalStateManager, _RECIPES[fp8_recipe].question)()
+    if not can_run:
+        raise ConfigError(
+            f"model.precision ('fp8') with model.fp8_recipe ('{fp8_recipe}') does not run on "
+            f"{torch.cuda.get_device_name()}: {reason}"
+        )
+
+
+def token_multiple(config: ModelConfig) -> int:
+    """Tokens of a rank must be a multiple of it: an fp8 product takes no others."""
+    multiple: int = get_fp8_align_size(config.fp8_recipe) if config.precision == "fp8" else 1
+    return multiple
 
 
 def check_head(config: ModelConfig, device: torch.device) -> None:
     """Raise ConfigError if `model.head` names code that does not serve this device."""
-    dtype = precision_settings(config.precision)["params_dtype"]
+    settings = precision_settings(config.precision, fp8_recipe=config.fp8_recipe)
     try:
-        choose_implementation(device, dtype, config.head)
+        choose_implementation(device, settings["params_dtype"], config.head)
     except ValueError as error:
         raise ConfigError(f"model.head ('{config.head}'): {error}") from None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 from vllm import EngineArgs
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from gapo_megatron.config import Config
@@ -23,6 +24,17 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 # Prompt tokens of one engine step on a CPU, where vLLM cannot cut a seeded prompt in two.
 _CPU_STEP_TOKENS = 8192
+_QUANTIZATION: dict[str, dict[str, Any]] = {
+    "": {},
+    "fp8": {
+        # A scale for 128 x 128 weights, and at every product for 128 activations of a token: no
+        # token's rounding depends on its company, and no rank's weights on another's.
+        "quantization": "fp8_per_block",
+        # The router stays: it chooses experts, and the trainer's is never in fp8.
+        "quantization_config": {"ignore": ["*.gate"]},
+    },
+}
+"""vLLM's arguments by `rollout.quantization`. Output layer and embedding are never quantised."""
 
 
 def check_engine(
@@ -32,8 +44,9 @@ def check_engine(
 
     Raises:
         ConfigError: the rollout's tensor parallel size does not fit the world or the model, vLLM
-            has no kernel for the model's head_dim, or the model folder is incomplete (its weights
-            count where they are read from it) or names no EOS token.
+            has no kernel for the model's head_dim or, on a CPU, for its layers in fp8, or the model
+            folder is incomplete (its weights count where they are read from it) or names no EOS
+            token.
     """
     size = config.rollout.tensor_parallel_size
     if world_size % size:
@@ -49,6 +62,16 @@ def check_engine(
                 f"model.hf_dir ({config.model.hf_dir}): head_dim ({head_dim}) must be one of "
                 f"{', '.join(map(str, supported))} for vLLM on a CPU"
             )
+        if config.rollout.quantization:
+            has_kernel, reason = CPUFp8BlockScaledMMKernel.is_supported()
+            if has_kernel and hf_config.model_type == "qwen2":
+                # It asks for float32 ones ("expected scalar type Float", vLLM 0.32).
+                has_kernel, reason = False, "its kernel takes no biases, and a qwen2 model has some"
+            if not has_kernel:
+                raise ConfigError(
+                    f"rollout.quantization ('{config.rollout.quantization}') does not run on this "
+                    f"CPU: {reason}"
+                )
     if not config.model.megatron_dir:
         check_hf_dir(config.model.hf_dir)
     eos_token_ids(config.model.hf_dir)
@@ -118,5 +141,6 @@ def engine_args(config: Config, hf_config: PretrainedConfig, device: torch.devic
         seed=0,  # of vLLM's global generators, which no request uses; equal on all ranks
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        **_QUANTIZATION[rollout.quantization],
         **device_args,
     )

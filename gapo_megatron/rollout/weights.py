@@ -23,7 +23,8 @@ def sync_weights(
 
     The tensors are streamed: vLLM takes them layer by layer as they come, and this rank's share of
     each is copied over the old one (graphs and compiled code stay valid). At most one layer is held
-    besides the two copies of the model.
+    besides the two copies of the model. With `rollout.quantization` a module's weights are
+    quantised when the last of them has come, by scales made of these weights, not of older ones.
 
     Args:
         engine: asleep or awake; generating afterwards.

@@ -18,6 +18,19 @@ def element_bytes(config: Config) -> int:
     return 4 if config.model.precision == "fp32" else 2
 
 
+def engine_bytes(shape: Shape, config: Config) -> int:
+    """All weights as vLLM holds them, on the ranks of a replica together.
+
+    Under `rollout.quantization` those of the layers are a byte each; their scales, four bytes for
+    128 x 128 of them, are left out.
+    """
+    size = shape.num_parameters * element_bytes(config)
+    if config.rollout.quantization:
+        layer = shape.layer_weights + shape.num_experts * shape.expert_weights
+        size -= shape.num_layers * layer * (element_bytes(config) - 1)
+    return size
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What decides the work of a token. Weights are counted in elements, biases and norms not."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gapo_megatron.config import Config
-from gapo_megatron.scaling.arithmetic import Shape, element_bytes, forward_flops
+from gapo_megatron.scaling.arithmetic import Shape, element_bytes, engine_bytes, forward_flops
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import CPU_NAME, GIB, Gpu
 from gapo_megatron.scaling.workload import Workload
@@ -29,12 +29,20 @@ class Decoding:
     """Peak of the products at the engine's precision."""
     gpu: Gpu
     efficiency: Efficiency
+    quantized: bool = False
+    """The layers' weights are in fp8, a byte each; head, attention and the cache are not."""
+
+    @property
+    def layer_speed(self) -> float:
+        """The peak of products with the layers' weights, as a multiple of `flops`."""
+        return self.gpu.fp8_flops / self.flops if self.quantized else 1.0
 
     def step_s(self, running: np.ndarray, context: np.ndarray) -> np.ndarray:
         """Seconds of one step [n], of `running` [n] sequences with `context` [n] tokens each.
 
             bytes = weights met + running x context x KV bytes of a token
-            flops = running x (2 x active weights + 4 x context x layers x heads_width)
+            flops = running x (2 x active weights + 4 x context x layers x heads_width),
+                    where those of quantised weights count bf16 peak / fp8 peak
             step  = max(bytes / bandwidth, flops / products) + all-reduces
                     + decode_step_s + running x decode_sequence_s
 
@@ -46,12 +54,14 @@ class Decoding:
         if shape.num_experts:
             missed = 1 - shape.experts_per_token / shape.num_experts
             experts = shape.num_experts * shape.expert_weights * (1 - missed**running)
-        weights = shape.num_layers * (shape.layer_weights + experts) + shape.head_weights
-        weight_bytes = weights * self.element_bytes / self.tp_size
+        layer_weights = shape.num_layers * (shape.layer_weights + experts)
+        weight_bytes = layer_weights * (1 if self.quantized else self.element_bytes)
+        weight_bytes = (weight_bytes + shape.head_weights * self.element_bytes) / self.tp_size
         kv_bytes = shape.kv_bytes_per_token(element_bytes=self.element_bytes, tp_size=self.tp_size)
         memory_s = weight_bytes + running * context * kv_bytes
         memory_s = memory_s / (gpu.bandwidth * efficiency.bandwidth)
-        products = 2 * (shape.num_layers * shape.active_layer_weights + shape.head_weights)
+        layers = shape.num_layers * shape.active_layer_weights / self.layer_speed
+        products = 2 * (layers + shape.head_weights)
         attention = 4 * context * shape.num_layers * shape.heads_width
         compute_s = running * (products + attention) / self.tp_size
         compute_s = compute_s / (self.flops * efficiency.matmul)
@@ -75,7 +85,7 @@ def kv_cache_bytes(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: i
     """
     if gpu.name == CPU_NAME:
         return float(config.rollout.cpu_kv_cache_gib * GIB)
-    weights = shape.num_parameters * element_bytes(config) / rollout_tp_size
+    weights = engine_bytes(shape, config) / rollout_tp_size
     return max(0.0, config.rollout.memory_fraction * gpu.memory_bytes - weights)
 
 
@@ -124,10 +134,11 @@ def generation_s(
         shape=shape,
         tp_size=rollout_tp_size,
         element_bytes=element_bytes(config),
-        # The engine computes in bfloat16 where the trainer has fp8.
+        # Where the trainer has fp8, the engine computes in bfloat16 what is not quantised.
         flops=gpu.flops("fp32" if config.model.precision == "fp32" else "bf16"),
         gpu=gpu,
         efficiency=efficiency,
+        quantized=bool(config.rollout.quantization),
     )
     token_bytes = shape.kv_bytes_per_token(
         element_bytes=decoding.element_bytes, tp_size=rollout_tp_size
@@ -193,6 +204,7 @@ def _batch_s(
         num_sequences=prompts,
         num_scored=prompts,
     )
-    prefill_s = prefill.total / decoding.tp_size
+    prefill_flops = prefill.layers / decoding.layer_speed + prefill.attention + prefill.head
+    prefill_s = prefill_flops / decoding.tp_size
     prefill_s /= decoding.flops * decoding.efficiency.matmul
     return prefill_s + full_s + decode_s

@@ -20,7 +20,7 @@ from gapo_megatron.scaling.activations import (
     tokens_per_rank,
     working_bytes,
 )
-from gapo_megatron.scaling.arithmetic import Shape, element_bytes
+from gapo_megatron.scaling.arithmetic import Shape, element_bytes, engine_bytes
 from gapo_megatron.scaling.generation import kv_cache_bytes
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.state import state_bytes
@@ -111,7 +111,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     """
     rules, fused = rules_for(hf_config), config.model.precision != "fp32"
     shape, rollout_tp_size = Shape.of(hf_config), layout.rollout_tp_size
-    rollout_weights = element_bytes(config) * shape.num_parameters // rollout_tp_size
+    rollout_weights = engine_bytes(shape, config) // rollout_tp_size
     kv_cache = kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size)
     stages = []
     for stage, (weights, gradients, optimizer) in enumerate(state_bytes(rules, config, layout)):

@@ -73,8 +73,10 @@ def environment(folder: Path, **changes: str) -> dict[str, str]:
     return kept | {"PYTHON": str(stand_in_python(folder)), "CHECK_NODES": "0"} | changes
 
 
-def write_study(folder: Path, *, num_runs: int, num_steps: int, tasks: int = 2) -> Path:
-    """A study of seeds 0, 1, ... in `folder`/runs/seed_0, ..."""
+def write_study(
+    folder: Path, *, num_runs: int, num_steps: int, tasks: int = 2, more: str = ""
+) -> Path:
+    """A study of seeds 0, 1, ... in `folder`/runs/seed_0, ..., and of what `more` lists."""
     (folder / "config.toml").write_text(
         f'base = "{ROOT}/configs/demo.toml"\n[run]\nnum_steps = {num_steps}\n'
     )
@@ -82,7 +84,7 @@ def write_study(folder: Path, *, num_runs: int, num_steps: int, tasks: int = 2) 
     path.write_text(
         'config = "config.toml"\n'
         'output_dir = "runs"\n'
-        f"[grid]\nrun.seed = {list(range(num_runs))}\n"
+        f"[grid]\nrun.seed = {list(range(num_runs))}\n{more}"
         f"[resources]\ntasks_per_node = {tasks}\ngpus_per_node = 0\ncpus_per_task = 1\n"
         "exclusive = false\n"
     )

@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,9 @@ def test_overrides_in_commands_are_valid(path: Path) -> None:
         configs = [word for word in words if re.match(r"configs/[\w/]+\.toml$", word)]
         overrides = [word for word in words if re.match(r"[a-z]+\.[a-z_]+=", word)]
         if configs:
-            read = read_study if "studies/" in configs[0] else load_config
-            read(ROOT / configs[0], overrides)
+            path = ROOT / configs[0]
+            is_study = "config" in tomllib.loads(path.read_text(encoding="utf-8"))
+            (read_study if is_study else load_config)(path, overrides)
 
 
 def _needs_arguments(script: Path) -> bool:

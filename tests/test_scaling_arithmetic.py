@@ -5,8 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gapo_megatron.scaling.arithmetic import Shape, forward_flops
-from tests.scaling_setup import hf
+from gapo_megatron.scaling.arithmetic import Shape, forward_flops, step_flops
+from gapo_megatron.scaling.workload import Workload
+from tests.scaling_setup import config, hf
 from tests.test_convert_models import CONFIGS, NUM_PARAMETERS
 
 TINY = {
@@ -91,3 +92,53 @@ def test_an_untied_model_on_one_stage_has_two_tables():
     two, _ = shape.weights_per_rank(tp_size=1, pp_size=2, ep_size=1)
     assert one == pytest.approx(NUM_PARAMETERS[name], rel=1e-3)
     assert two == pytest.approx((one - 2 * table) / 2 + table)
+
+
+# Every response reaches the limit, so lengths are what they seem: 100 + 400 tokens.
+FIXED = Workload(100, 400, 400)
+BATCH = {"rollout_prompts": 64, "minibatch_prompts": 16}
+
+
+def test_operations_of_a_step_are_those_of_its_tokens():
+    """Generation meets each once, an update thrice; two responses share their prompt's pass."""
+    shape = Shape.of(hf("Qwen2.5-7B"))
+    pairs = config(batch=BATCH | {"rollouts_per_prompt": 2})
+    found = step_flops(shape, pairs, FIXED)
+    num = {"num_tokens": 128 * 500, "mean_squared_length": 500**2, "num_sequences": 128}
+    forward = forward_flops(shape, **num, num_scored=128 * 400)
+    assert found.update == pytest.approx(3 * forward.total, rel=1e-3)
+    assert found.old_log_probs == pytest.approx(0.75 * forward.total, rel=1e-3)
+    assert found.total == found.generation + found.old_log_probs + found.update
+    # Of a prompt one position is scored.
+    shared = forward_flops(
+        shape, num_tokens=6400, mean_squared_length=100**2, num_sequences=64, num_scored=-64
+    )
+    assert found.generation == pytest.approx(forward.total - shared.total, rel=1e-3)
+
+
+def test_what_is_left_out_or_computed_again_is_no_model_operation():
+    shape = Shape.of(hf("Qwen2.5-7B"))
+    whole = step_flops(shape, config(batch=BATCH), FIXED)
+    again = config(batch=BATCH, model={"recompute": "full"})
+    assert step_flops(shape, again, FIXED) == whole
+    half = Workload(100, 400, 400, active_share=0.5)
+    found = step_flops(shape, config(batch=BATCH), half)
+    assert found.generation == whole.generation
+    assert found.update == pytest.approx(whole.update / 2)
+    assert found.old_log_probs == pytest.approx(whole.old_log_probs / 2)
+    # A KL term needs every row, and the initial model's log-probs of all of them.
+    kl = step_flops(shape, config(batch=BATCH, objective={"kl_coef": 0.01}), half)
+    assert kl.update == whole.update
+    assert kl.old_log_probs == pytest.approx(whole.old_log_probs / 0.75 * 1.75)
+    clipped = step_flops(shape, config(batch=BATCH), Workload(100, 400, 400, clipped_share=1.0))
+    head = 2 * 64 * 8 * 400 * shape.head_weights
+    assert clipped.update == pytest.approx(whole.update - 2 * head)
+
+
+def test_replaced_groups_are_generated_but_not_trained_on():
+    shape = Shape.of(hf("Qwen2.5-7B"))
+    half = Workload(100, 400, 400, active_share=0.5)
+    once = step_flops(shape, config(batch=BATCH), half)
+    twice = step_flops(shape, config(batch=BATCH | {"dynamic_sampling_rounds": 1}), half)
+    assert twice.generation == pytest.approx(1.5 * once.generation)
+    assert twice.update == pytest.approx(1.5 * once.update)  # three quarters are active, not half

@@ -218,16 +218,14 @@ def test_other_files_are_refused(tmp_path, text, words):
         read_calibration(tmp_path / "missing.toml")
 
 
-def write_run(folder, *, rows, hf_dir, ranks=1):
+def write_run(folder, *, rows, hf_dir, ranks=1, **sections):
     """What a run leaves, of the steps in `rows`: (metrics, timings)."""
     logs = folder / "attempts" / "latest"
     logs.mkdir(parents=True)
     for rank in range(ranks):
         (logs / f"rank_{rank}.log").touch()
-    one = config(
-        model={"hf_dir": str(hf_dir), "precision": "fp32"},
-        parallel={"tensor_model_parallel_size": 1},
-    )
+    model = {"hf_dir": str(hf_dir), "precision": "fp32"} | sections.pop("model", {})
+    one = config(model=model, **sections)
     (folder / "config.toml").write_text(to_toml(one))
     with open(folder / "metrics.jsonl", "w") as metrics, open(folder / "timings.jsonl", "w") as t:
         t.write(json.dumps({"step": 0, "startup/vllm_s": 9.0}) + "\n")
@@ -240,6 +238,7 @@ def write_run(folder, *, rows, hf_dir, ranks=1):
 def a_step(scale=1.0):
     return (
         {
+            "reward/mean": 0.5,
             "rollout/response_length/mean": 600.0,
             "rollout/truncated": 0.05,
             "skip/forward_token_share": 0.25,

@@ -1,15 +1,23 @@
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from gapo_megatron.config import load_config
 from gapo_megatron.counts import arithmetic
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.run_folder import mark_finished
 from gapo_megatron.launch.study import Resources, Run, read_study, unfinished
+from gapo_megatron.policy.model import check_shapes
+from gapo_megatron.scaling.hardware import GIB, GPUS
+from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.memory import memory
 from gapo_megatron.toml_tree import to_toml
+from tests.scaling_setup import write_model
+from tests.test_convert_models import CONFIGS as MODELS
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DEMO = CONFIGS / "demo.toml"
@@ -162,7 +170,8 @@ def test_a_branch_stays_one_of_its_branch_point(
 
 def test_a_plain_config_is_a_study_of_one(tmp_path: Path) -> None:
     study = read_study(DEMO, [f"run.output_dir={tmp_path}/here"])
-    assert (study.name, study.folder, study.resources) == ("demo", tmp_path / "here", Resources())
+    assert (study.name, study.folder) == ("demo", tmp_path / "here")
+    assert study.runs[0].resources == Resources()
     assert [run.run_dir for run in study.runs] == [tmp_path / "here"]
     assert study.runs[0].config == load_config(DEMO, [f"run.output_dir={tmp_path}/here"])
 
@@ -187,6 +196,18 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (HEAD + "grids = 1\n", "grids: unknown key; known keys: config, output_dir, grid, runs"),
         (HEAD + "[resources]\nnode = 2\n", "resources.node: unknown key; known keys: nodes,"),
         (HEAD + "[resources]\nnodes = 0\n", "resources.nodes (0): Input should be greater than 0"),
+        (
+            HEAD + "[grid]\nresources.nodes = [0]\n",
+            "run nodes_0: resources.nodes (0): Input should",
+        ),
+        (
+            HEAD + "[[runs]]\nrun.seed = 1\n[runs.resources]\nnode = 2\n",
+            "run seed_1: resources.node: unknown key; known keys: nodes, tasks_per_node,",
+        ),
+        (
+            HEAD + "[grid]\nresources.time = ['30']\n",
+            "a run of {'resources.time': '30'} has no name",
+        ),
         (HEAD + "[resources]\nnodes = 1.5\n", "resources.nodes (1.5): Input should be a valid int"),
         (HEAD + "[resources]\ntime = 'long'\n", "resources.time ('long'): String should match"),
         (HEAD + "[grid]\nrun.seed = []\n", "grid.run.seed ([]) must be a list of values"),
@@ -246,15 +267,65 @@ def test_resources_are_replaced_one_by_one() -> None:
         asked.replaced({"nodes": 0})
 
 
+def test_runs_may_ask_for_resources_of_their_own(tmp_path: Path) -> None:
+    """Over the study's; what makes another run is part of its name, and of no config."""
+    text = HEAD + (
+        "[grid]\nresources.nodes = [1, 4]\n"
+        "[[runs]]\nrun.seed = 1\n[runs.resources]\ntasks_per_node = 2\ntime = '30'\n"
+        "[[runs]]\nrun.seed = 2\n"
+        "[resources]\nnodes = 2\ntasks_per_node = 4\n"
+    )
+    study = read_study(study_file(tmp_path, text))
+    found = {run.name: run.resources for run in study.runs}
+    assert found == {
+        "nodes_1": Resources(nodes=1, tasks_per_node=4),
+        "nodes_4": Resources(nodes=4, tasks_per_node=4),
+        "seed_1-tasks_per_node_2": Resources(nodes=2, tasks_per_node=2, time="30"),
+        "seed_2": Resources(nodes=2, tasks_per_node=4),
+    }
+    assert study.runs[0].config == load_config(DEMO, ["run.output_dir=runs/s/nodes_1"])
+
+
+def test_a_command_line_asks_for_every_run_but_not_for_what_the_study_varies(
+    tmp_path: Path,
+) -> None:
+    text = HEAD + (
+        "[grid]\nresources.nodes = [1, 4]\n"
+        "[[runs]]\nresources.nodes = 2\nrun.seed = 1\nresources.tasks_per_node = 3\n"
+    )
+    study = read_study(study_file(tmp_path, text))
+    runs = study.asking({"time": "30"}, default={"tasks_per_node": 1, "time": "40"}).runs
+    asked = [(run.resources.nodes, run.resources.tasks_per_node) for run in runs]
+    assert asked == [(1, 1), (4, 1), (2, 3)]
+    assert {run.resources.time for run in runs} == {"30"}
+    with pytest.raises(ConfigError, match=r"nodes \(8\): the study itself varies it \(1, 2, 4\)"):
+        study.asking({"nodes": 8}, default={})
+    with pytest.raises(ConfigError, match=r"^time \('long'\): String should match"):
+        study.asking({"time": "long"}, default={})
+
+
 @pytest.mark.parametrize(
     "path",
-    [*CONFIGS.glob("study_*.toml"), *(CONFIGS / "studies").glob("*.toml")],
+    sorted(p for p in CONFIGS.rglob("*.toml") if "config" in tomllib.loads(p.read_text())),
     ids=lambda p: p.stem,
 )
 def test_every_study_of_the_repository(path: Path) -> None:
-    study = read_study(path)
-    for run in study.runs:
-        arithmetic(run.config, world_size=study.resources.nodes * study.resources.tasks_per_node)
+    for run in read_study(path).runs:
+        size = run.resources.nodes * run.resources.tasks_per_node
+        arithmetic(run.config, world_size=size)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_the_scaling_study_of_larger_models_fits(gpu: str, tmp_path: Path) -> None:
+    """Where its file says that it does, by the planner's memory."""
+    for run in read_study(CONFIGS / "scaling_qwen.toml").runs:
+        model = Path(run.config.model.hf_dir).name
+        hf_config = AutoConfig.from_pretrained(write_model(tmp_path / model, MODELS[model]))
+        check_shapes(hf_config, run.config.parallel)
+        layout = Layout.of(run.config, world_size=8 * run.resources.nodes)
+        needed = memory(hf_config, run.config, layout, GPUS[gpu])
+        most = max(needed.training, needed.generating)
+        assert most <= 0.97 * GPUS[gpu].memory_bytes, f"{run.name}: {most / GIB:.0f} GiB"
 
 
 def test_the_papers_table_is_the_files_of_its_folder() -> None:

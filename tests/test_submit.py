@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -170,7 +169,7 @@ def test_a_table_that_is_slow_to_make_leaves_the_cores_to_the_runs(
     made, until = [], time.monotonic() + 0.5
 
     class Runs:
-        def __init__(self, _: object) -> None: ...
+        def __init__(self, _: object, *, parallel: int) -> None: ...
 
         def start(self) -> None: ...
 
@@ -187,8 +186,7 @@ def test_a_table_that_is_slow_to_make_leaves_the_cores_to_the_runs(
 
     monkeypatch.setattr(local, "_LocalRuns", Runs)
     monkeypatch.setattr(local, "_LOOK_EVERY_S", 0.01)
-    submission = SimpleNamespace(name="study")
-    local.run_locally(submission, Console(quiet=True))  # type: ignore[arg-type]
+    local.run_locally([], Console(quiet=True), title="study", parallel=1)
     # At first, when another run began; and at the end, for the screen and for the caller.
     assert len(made) == 4
 

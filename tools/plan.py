@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ from runs that are there, tested on one that was not fitted:
     --calibration h200.toml
 plan with what was measured:
   python tools/plan.py CONFIG --nodes 4 --gpu h200 --calibration h200.toml
+a scaling study, run by run, with figures in runs/studies/scaling_qwen/scaling:
+  python tools/plan.py --gpu h200 --measured runs/studies/scaling_qwen
 the model against published step times:
   python tools/plan.py --anchors
 
@@ -60,6 +63,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
             return _show_anchors(console)
         if arguments.probe or arguments.from_run:
             return _calibrate(arguments, console)
+        if arguments.measured:
+            return _show_measured(arguments, console)
         return _plan(arguments, console)
     except GapoError as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
@@ -99,7 +104,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         f"A step: {config.batch.rollout_prompts} prompts of {workload.mean_prompt_tokens:g} tokens "
         f"x {config.batch.rollouts_per_prompt} responses of {workload.mean_response_tokens:g} "
         f"(longest {workload.longest_response_tokens:,}), {workload.active_share:.0%} with A != 0. "
-        + _basis(found),
+        + tables.basis(found),
         markup=False,
         highlight=False,
     )
@@ -120,23 +125,6 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         names = " and ".join(f"parallel.{name}" for name in config.parallel.uneven_stages)
         console.print(f"Its stages are equal: leave {names} out of the config.", soft_wrap=True)
     return 0
-
-
-def _basis(found: Calibration) -> str:
-    """What the times rest on."""
-    from dataclasses import fields
-
-    from gapo_megatron.scaling.efficiency import Efficiency
-
-    if not found.worst:
-        return "Efficiencies are assumed, not measured: see --probe."
-    worst = ", ".join(f"{stage} {miss:.0%}" for stage, miss in found.worst.items())
-    measured = found.measured
-    assumed = [field.name for field in fields(Efficiency) if field.name not in measured]
-    return (
-        f"Measured: {', '.join(measured) or 'nothing'}; assumed: {', '.join(assumed) or 'nothing'}."
-        f" Largest miss where they were fitted: {worst}."
-    )
 
 
 def _calibration(arguments: argparse.Namespace) -> Calibration:
@@ -214,21 +202,51 @@ def _probed(arguments: argparse.Namespace, scratch: Path) -> list[tuple[Observat
 
 
 def _finished(arguments: argparse.Namespace) -> list[tuple[Observation, bool]]:
+    return [
+        (_observe(arguments, Path(folder)), is_fitted)
+        for folders, is_fitted in ((arguments.from_run, True), (arguments.test_run, False))
+        for folder in folders
+    ]
+
+
+def _observe(arguments: argparse.Namespace, folder: Path, *, name: str = "") -> Observation:
     from gapo_megatron.config import CONFIG_NAME, load_config
     from gapo_megatron.scaling.calibration import read_observation
     from gapo_megatron.scaling.probe import mean_prompt_tokens
 
-    observed = []
-    for folders, is_fitted in ((arguments.from_run, True), (arguments.test_run, False)):
-        for folder in folders:
-            prompt = arguments.mean_prompt_tokens
-            if prompt is None:
-                prompt = mean_prompt_tokens(load_config(Path(folder) / CONFIG_NAME))
-            one = read_observation(
-                folder, mean_prompt_tokens=prompt, world_size=arguments.processes
-            )
-            observed.append((one, is_fitted))
-    return observed
+    prompt = arguments.mean_prompt_tokens
+    if prompt is None and (folder / CONFIG_NAME).is_file():  # else the next says what is missing
+        prompt = mean_prompt_tokens(load_config(folder / CONFIG_NAME))
+    return read_observation(
+        folder, mean_prompt_tokens=prompt or 0, world_size=arguments.processes, name=name
+    )
+
+
+def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
+    from gapo_megatron.errors import ConfigError
+    from gapo_megatron.report.runs import find_runs
+    from gapo_megatron.report.scaling import scaling_rows, scaling_table, write_scaling
+    from gapo_megatron.scaling.tables import basis
+
+    whole = Path(os.path.commonpath([run.absolute() for run in arguments.measured]))
+    if whole == Path(whole.anchor):
+        raise ConfigError("--measured: the RUNs lie in no folder in common, where figures would go")
+    ready, waiting = find_runs(arguments.measured)
+    names = [folder.name for folder in ready]
+    observed = [
+        _observe(arguments, folder, name=str(folder) if names.count(folder.name) > 1 else "")
+        for folder in ready
+    ]
+    found = _calibration(arguments)
+    rows = scaling_rows(observed, gpu=found.gpu, efficiency=found.efficiency)
+    console.print(scaling_table(rows, gpu=found.gpu))
+    console.print(basis(found), markup=False, highlight=False)
+    if waiting:
+        shown = ", ".join(folder.name for folder in waiting)
+        console.print(f"no step yet: {shown}", markup=False, highlight=False)
+    for path in write_scaling(observed, rows, gpu=found.gpu, folder=whole / "scaling"):
+        console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+    return 0
 
 
 def _show_anchors(console: Console) -> int:
@@ -340,22 +358,29 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
         metavar="RUN",
         help="a finished run to predict, but not to fit",
     )
+    add(
+        "--measured",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="what these runs reached, beside the prediction; a RUN may be a folder of runs",
+    )
     add("--anchors", action="store_true", help="predict published step times, and stop")
     arguments = parser.parse_intermixed_args(command_line)
     tasks = {"--anchors": arguments.anchors, "--probe": arguments.probe}
-    tasks["--from-run"] = bool(arguments.from_run)
+    tasks |= {"--from-run": bool(arguments.from_run), "--measured": bool(arguments.measured)}
     chosen = [name for name, is_chosen in tasks.items() if is_chosen]
     if len(chosen) > 1:
         parser.error(f"{' and '.join(chosen)} are one at a time")
     if arguments.json and chosen:
         parser.error(f"--json is for plans, not for {chosen[0]}")
-    if arguments.config and chosen in (["--anchors"], ["--from-run"]):
+    if arguments.config and chosen not in ([], ["--probe"]):
         parser.error(f"{chosen[0]} takes no CONFIG ({arguments.config})")
     if not arguments.config and chosen in ([], ["--probe"]):
-        parser.error("CONFIG is missing (only --anchors and --from-run go without)")
+        parser.error("CONFIG is missing (only --anchors, --from-run and --measured go without)")
     if arguments.config and "=" in arguments.config:
         parser.error(f"CONFIG comes first, before {arguments.config}")
-    if arguments.gpu is None and chosen in (["--probe"], ["--from-run"]):
+    if arguments.gpu is None and chosen not in ([], ["--anchors"]):
         parser.error(f"{chosen[0]} needs --gpu: the device that is measured")
     arguments.gpu = arguments.gpu or "h200"
     if (arguments.size or arguments.test_size) and not arguments.probe:

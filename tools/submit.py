@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Submit a run or a study to Slurm, or run it on this machine; show how runs stand.
 
-A study (configs/studies/) becomes a job array. Code and config are frozen into each run's folder:
-editing the checkout changes nothing that is queued. Resources come from these options, else from
-the study's [resources], else from SBATCH_* of the environment (source slurm/site.sh), else from
-defaults.
+A study (configs/studies/) becomes a job array, or one for each kind of resources that its runs ask
+for. Code and config are frozen into each run's folder: editing the checkout changes nothing that is
+queued. Resources come from these options, else from a run's own, else from the study's [resources],
+else from SBATCH_* of the environment (source slurm/site.sh), else from defaults.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from gapo_megatron.launch.status import (
     read_statuses,
     status_table,
 )
-from gapo_megatron.launch.submit import Submission, world_size
+from gapo_megatron.launch.submit import Submission, world_sizes
 from gapo_megatron.toml_tree import to_toml
 
 if TYPE_CHECKING:
-    from gapo_megatron.launch.study import Resources
+    from gapo_megatron.launch.study import Run, Study
 
 console = Console()
 if not console.is_terminal:
@@ -67,33 +67,30 @@ def _submit(arguments: argparse.Namespace) -> int:
     from gapo_megatron.launch.prepare import check_before_nodes
     from gapo_megatron.launch.study import Resources, read_study, unfinished  # and so pydantic
 
-    study = read_study(arguments.config, arguments.overrides)
-    runs, run_dirs = unfinished(study), [run.run_dir for run in study.runs]
     given = {name: getattr(arguments, name) for name in Resources.model_fields}
-    resources = study.resources.replaced({k: v for k, v in given.items() if v is not None})
-    if arguments.local and "tasks_per_node" not in resources.model_fields_set:
-        resources = resources.replaced({"tasks_per_node": 1})
-    _check(arguments, resources)
-    for run in runs:
-        check_before_nodes(run.config, world_size=world_size(resources))
-    name = f"submitted-{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
-    submission = Submission(
-        name=study.name,
-        folder=study.folder / "submitit",
-        codes=[run.run_dir / "code" / name for run in runs],
-        resources=resources,
-        parallel=arguments.parallel or (1 if arguments.local else len(runs)),
-        chain=arguments.chain,
+    study = read_study(arguments.config, arguments.overrides).asking(
+        {name: value for name, value in given.items() if value is not None},
+        default={"tasks_per_node": 1} if arguments.local else {},
     )
+    runs, run_dirs = unfinished(study), [run.run_dir for run in study.runs]
+    _check(arguments, runs)
+    for run, size in zip(runs, world_sizes([run.resources for run in runs]), strict=True):
+        try:
+            check_before_nodes(run.config, world_size=size)
+        except ConfigError as error:
+            raise ConfigError(f"run {run.name}: {error}") from None
+    name = f"submitted-{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
+    codes = {run.name: run.run_dir / "code" / name for run in runs}
+    submissions = _submissions(arguments, study, runs, codes)
     if arguments.dry_run:
-        print("\n".join(submission.scripts()), end="")
+        print("\n".join(script for one in submissions for script in one.scripts()), end="")
         return 0
-    for run, code in zip(runs, submission.codes, strict=True):
-        freeze(repository(), code, config=to_toml(run.config))
+    for run in runs:
+        freeze(repository(), codes[run.name], config=to_toml(run.config))
     if arguments.local and runs:
-        run_locally(submission, console)
+        run_locally(submissions, console, title=study.name, parallel=arguments.parallel or 1)
     elif runs:
-        submission.submit()
+        _to_slurm(submissions)
     num_finished = len(study.runs) - len(runs)
     if num_finished:
         console.print(
@@ -117,6 +114,40 @@ def _submit(arguments: argparse.Namespace) -> int:
             time.sleep(5)
 
 
+def _submissions(
+    arguments: argparse.Namespace, study: Study, runs: Sequence[Run], codes: dict[str, Path]
+) -> list[Submission]:
+    """One for each kind of resources, in the order of the runs."""
+    alike: dict[str, list[Run]] = {}
+    for run in runs:  # as they were said: what was not, SBATCH_* may say
+        alike.setdefault(run.resources.model_dump_json(exclude_unset=True), []).append(run)
+    return [
+        Submission(
+            name=study.name,
+            folder=study.folder / "submitit",
+            codes=[codes[run.name] for run in members],
+            resources=members[0].resources,
+            parallel=arguments.parallel or len(members),
+            chain=arguments.chain,
+        )
+        for members in alike.values()
+    ]
+
+
+def _to_slurm(submissions: Sequence[Submission]) -> None:
+    for number, submission in enumerate(submissions):
+        try:
+            submission.submit()
+        except FailedJobError:
+            if number:
+                print(
+                    f"{number} of {len(submissions)} arrays were submitted before the one that "
+                    "Slurm refused, and go on",
+                    file=sys.stderr,
+                )
+            raise
+
+
 def _show(folder: Path) -> int:
     run_dirs = find_runs(folder.absolute())
     if not run_dirs:
@@ -129,20 +160,21 @@ def _exit_code(statuses: list[Status]) -> int:
     return 0 if all(status.state == "finished" for status in statuses) else 1
 
 
-def _check(arguments: argparse.Namespace, resources: Resources) -> None:
+def _check(arguments: argparse.Namespace, runs: Sequence[Run]) -> None:
     if arguments.chain < 1:
         raise ConfigError(f"--chain ({arguments.chain}) must be at least 1")
     if arguments.parallel is not None and arguments.parallel < 1:
         raise ConfigError(f"--parallel ({arguments.parallel}) must be at least 1")
     if arguments.local:
-        for option, value in {"--chain": arguments.chain, "nodes": resources.nodes}.items():
+        asked = {"--chain": arguments.chain}
+        asked |= {f"run {run.name}: nodes": run.resources.nodes for run in runs}
+        for name, value in asked.items():
             if value != 1:
-                raise ConfigError(
-                    f"{option} ({value}) must be 1 with --local: no Slurm, one machine"
-                )
+                raise ConfigError(f"{name} ({value}) must be 1 with --local: no Slurm, one machine")
         if arguments.dry_run or arguments.wait:
             raise ConfigError("--local goes with neither --dry-run nor --wait: it waits anyway")
-        gpu_shares(resources.num_gpus_per_node, number=arguments.parallel or 1)
+        most = max((run.resources.num_gpus_per_node for run in runs), default=0)
+        gpu_shares(most, number=arguments.parallel or 1)
     elif not arguments.dry_run and shutil.which("sbatch") is None:
         raise ConfigError(
             "no sbatch here: --local runs on this machine, --dry-run prints the script"
@@ -162,7 +194,10 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--wait", action="store_true", help="show the runs until they have ended")
     parser.add_argument("--local", action="store_true", help="run here, without Slurm")
     parser.add_argument(
-        "--parallel", type=int, metavar="N", help="runs at a time (default: all; --local: 1)"
+        "--parallel",
+        type=int,
+        metavar="N",
+        help="runs of an array at a time (default: all; --local: 1)",
     )
     parser.add_argument(
         "--chain", type=int, default=1, metavar="N", help="jobs one after another for each run"

@@ -26,18 +26,26 @@ _REST = 50
 """Times as long as the table takes to make: the runs need the cores more."""
 
 
-def run_locally(submission: Submission, console: Console) -> list[Status]:
-    """Run all, `submission.parallel` at a time, with a table of how they stand.
+def run_locally(
+    submissions: Sequence[Submission], console: Console, *, title: str, parallel: int
+) -> list[Status]:
+    """Run all, one submission's after the other's, with a table of how they stand.
 
     The first Ctrl-C (or SIGTERM, or a terminal that hangs up) asks the runs to save and end and
     starts no other; the second ends them at once. Killed, this process leaves the runs under way to
     their own end.
 
+    Args:
+        submissions: some; their nodes and chains are not looked at.
+        console: for the table.
+        title: of the table.
+        parallel: runs at a time.
+
     Returns:
         How each run stands when none is under way any more.
     """
-    local = _LocalRuns(submission)
-    with live_table(console, title=submission.name) as show, _requests() as requests:
+    local = _LocalRuns(submissions, parallel=parallel)
+    with live_table(console, title=title) as show, _requests() as requests:
         asked, rest_until, under_way = 0, 0.0, local.under_way()
         while not local.look():
             if len(requests) > asked:
@@ -86,13 +94,13 @@ def gpu_shares(num_gpus: int, *, number: int) -> list[list[int]]:
 class _LocalRuns:
     """Runs waiting, and runs under way by slot: which share of the GPUs they use."""
 
-    def __init__(self, submission: Submission) -> None:
-        self._submission = submission
-        self._waiting = list(submission.codes)
+    def __init__(self, submissions: Sequence[Submission], *, parallel: int) -> None:
+        self._of = {code: one for one in submissions for code in one.codes}
+        self._waiting = list(self._of)
         self._jobs: dict[int, tuple[Path, submitit.Job[dict[str, Any]]]] = {}
         self._terminated: set[str] = set()
-        num_gpus = submission.resources.num_gpus_per_node
-        self._gpus = gpu_shares(num_gpus, number=submission.parallel)
+        most = max(one.resources.num_gpus_per_node for one in submissions)
+        self._gpus = gpu_shares(most, number=parallel)
 
     def look(self) -> bool:
         """Forget what has ended; True when nothing is left."""
@@ -105,7 +113,7 @@ class _LocalRuns:
 
     def start(self) -> None:
         """Start runs while slots are free."""
-        for slot in range(self._submission.parallel):
+        for slot in range(len(self._gpus)):
             if slot not in self._jobs and self._waiting:
                 code = self._waiting.pop(0)
                 self._jobs[slot] = code, self._submit(code, slot)
@@ -125,25 +133,27 @@ class _LocalRuns:
         """Of every run, as its folder tells; but one under way has not failed yet."""
         states = dict.fromkeys(self._waiting, "queued")
         states |= dict.fromkeys(self.under_way(), "running")
-        found = [(code, read_status(code.parents[1])) for code in self._submission.codes]
+        found = [(code, read_status(code.parents[1])) for code in self._of]
         return [
             replace(status, state=states[code], why="") if code in states else status
             for code, status in found
         ]
 
     def _submit(self, code: Path, slot: int) -> submitit.Job[dict[str, Any]]:
-        executor = submitit.LocalExecutor(self._submission.folder)
+        submission = self._of[code]
+        gpus = self._gpus[slot][: submission.resources.num_gpus_per_node]
+        executor = submitit.LocalExecutor(submission.folder)
         executor.update_parameters(
             timeout_min=_YEARS_MIN,
-            gpus_per_node=len(self._gpus[slot]),
-            visible_gpus=self._gpus[slot],
+            gpus_per_node=len(gpus),
+            visible_gpus=gpus,
             stderr_to_stdout=True,
         )
         environment = {
             "PYTHONPATH": str(code),
             "PYTHONSAFEPATH": "1",
             "PYTHON": os.environ.get("PYTHON", sys.executable),
-            "WORLD_SIZE": str(self._submission.resources.tasks_per_node),
+            "WORLD_SIZE": str(submission.resources.tasks_per_node),
         }
         with outside_slurm(environment), _deaf():
             return executor.submit(Launch(str(code)))

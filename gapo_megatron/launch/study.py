@@ -9,7 +9,8 @@ run.seed = [0, 1]
 [[runs]]                                # beside the grid's, for settings that belong together
 objective.eps_low = 0.002
 objective.eps_high_max = 0.004
-[resources]                             # of one run; see `Resources`
+resources.nodes = 2                     # this run's own; a grid may vary them too
+[resources]                             # of each run; see `Resources`
 time = "12:00:00"
 """
 
@@ -19,7 +20,7 @@ import itertools
 import json
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Annotated, Any
 
@@ -29,6 +30,10 @@ from gapo_megatron.config import CONFIG_NAME, Config, load_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.run_folder import is_finished
 from gapo_megatron.settings import Changes, changes
+
+_RESOURCES = "resources."
+_NAMING_RESOURCES = ("resources.nodes", "resources.tasks_per_node", "resources.partition")
+"""Those that make another run of the same settings; the others may change while it lasts."""
 
 
 class _Table(BaseModel):
@@ -57,16 +62,24 @@ class Resources(_Table):
     def num_gpus_per_node(self) -> int:
         return self.tasks_per_node if self.gpus_per_node is None else self.gpus_per_node
 
-    def replaced(self, given: dict[str, Any]) -> Resources:
+    def replaced(self, given: dict[str, Any], *, table: str = "") -> Resources:
         """With the fields of `given` in place of these.
+
+        Args:
+            given: by field.
+            table: what errors name before the field: `resources.`, of a file.
 
         Raises:
             ConfigError: names the field, the value and the rule.
         """
+        if unknown := given.keys() - Resources.model_fields.keys():
+            known = ", ".join(Resources.model_fields)
+            raise ConfigError(f"{table}{min(unknown)}: unknown key; known keys: {known}")
         try:
             return Resources.model_validate(self.model_dump(exclude_unset=True) | given)
         except ValidationError as error:
-            raise ConfigError("\n  ".join(map(_explain, error.errors()))) from None
+            explained = "\n  ".join(table + _explain(item) for item in error.errors())
+            raise ConfigError(explained) from None
 
 
 class _StudyFile(_Table):
@@ -83,6 +96,7 @@ class Run:
 
     name: str
     config: Config
+    resources: Resources
 
     @property
     def run_dir(self) -> Path:
@@ -97,7 +111,27 @@ class Study:
     folder: Path
     """Holds the folders of the runs, or is that of the only run. Absolute."""
     runs: list[Run]
-    resources: Resources
+
+    def asking(self, given: dict[str, Any], *, default: dict[str, Any]) -> Study:
+        """With other resources.
+
+        Args:
+            given: by field, for every run.
+            default: where neither `given` nor the study says.
+
+        Raises:
+            ConfigError: a field is wrong, or one of `given` is what the study varies.
+        """
+        for field, value in given.items():
+            found = {getattr(run.resources, field) for run in self.runs}
+            if len(found) > 1:
+                shown = ", ".join(sorted(map(str, found)))
+                raise ConfigError(f"{field} ({value}): the study itself varies it ({shown})")
+        runs = []
+        for run in self.runs:
+            said = run.resources.model_dump(exclude_unset=True)
+            runs.append(replace(run, resources=run.resources.replaced(default | said | given)))
+        return replace(self, runs=runs)
 
 
 def read_study(path: str | Path, overrides: list[str] | None = None) -> Study:
@@ -120,8 +154,8 @@ def read_study(path: str | Path, overrides: list[str] | None = None) -> Study:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     if "config" not in tree:
         config = load_config(path, overrides)
-        run = Run(Path(config.run.output_dir).name, config)
-        return Study(path.stem, run.run_dir, [run], Resources())
+        run = Run(Path(config.run.output_dir).name, config, Resources())
+        return Study(path.stem, run.run_dir, [run])
     try:
         file = _StudyFile.model_validate(tree)
     except ValidationError as error:
@@ -130,7 +164,6 @@ def read_study(path: str | Path, overrides: list[str] | None = None) -> Study:
         name=path.stem,
         folder=Path(file.output_dir).absolute(),
         runs=_runs(path, file, overrides),
-        resources=file.resources,
     )
 
 
@@ -196,13 +229,23 @@ def _runs(path: Path, file: _StudyFile, overrides: list[str]) -> list[Run]:
             )
         if name in runs:
             raise ConfigError(f"{path}: two runs are called {name!r}: their settings must differ")
-        own = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        own = [
+            f"{key}={json.dumps(value)}"
+            for key, value in settings.items()
+            if not key.startswith(_RESOURCES)
+        ]
+        asked = {
+            key.removeprefix(_RESOURCES): value
+            for key, value in settings.items()
+            if key.startswith(_RESOURCES)
+        }
         folder = f"run.output_dir={json.dumps(f'{file.output_dir}/{name}')}"
         try:
             config = load_config(path.parent / file.config, [*overrides, *own, folder])
+            resources = file.resources.replaced(asked, table=_RESOURCES)
         except ConfigError as error:
             raise ConfigError(f"{path}: run {name}: {error}") from None
-        runs[name] = Run(name, config)
+        runs[name] = Run(name, config, resources)
     return list(runs.values())
 
 
@@ -238,6 +281,7 @@ def _name(settings: dict[str, Any], *, with_branch_point: bool = False) -> str:
         value if isinstance(value, str) else f"{key.rpartition('.')[2]}_{value}"
         for key, value in settings.items()
         if key != "checkpoint.branch_from"  # a path
+        and (key in _NAMING_RESOURCES or not key.startswith(_RESOURCES))
     ]
     if with_branch_point:
         place = PurePath(str(settings.get("checkpoint.branch_from", "")))

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import submitit
 from submitit.slurm.slurm import _make_sbatch_string
 
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.status import JOBS_NAME, read_status
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Submission:
-    """Runs that go to Slurm together, each with its code frozen (or named, for a dry run)."""
+    """Runs of equal resources, each with its code frozen (or named, for a dry run): one array."""
 
     name: str
     folder: Path
@@ -185,9 +186,20 @@ def outside_slurm(changes: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def world_size(resources: Resources) -> int:
-    """Ranks of a run: NUM_NODES of the environment leaves the other nodes spare."""
-    return int(os.environ.get("NUM_NODES", resources.nodes)) * resources.tasks_per_node
+def world_sizes(asked: Sequence[Resources]) -> list[int]:
+    """Ranks of each run: NUM_NODES of the environment leaves the other nodes spare.
+
+    Raises:
+        ConfigError: NUM_NODES would be that of every run, but the runs differ in their nodes.
+    """
+    used = os.environ.get("NUM_NODES")
+    nodes = sorted({resources.nodes for resources in asked})
+    if used and len(nodes) > 1:
+        raise ConfigError(
+            f"NUM_NODES ({used}) of the environment is that of every run, so it must not be set "
+            f"where runs ask for different nodes ({', '.join(map(str, nodes))})"
+        )
+    return [int(used or resources.nodes) * resources.tasks_per_node for resources in asked]
 
 
 def _python() -> str:

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 
+from gapo_megatron.config import Config
 from gapo_megatron.errors import DataError
 from gapo_megatron.methods import Method
 from gapo_megatron.report.runs import Run
@@ -131,19 +132,24 @@ class Comparison:
         )
 
 
-def settings_of(run: Run) -> dict[str, Hashable]:
+def learned_settings(config: Config) -> dict[str, Hashable]:
     """What decides what a run learns, but for its seed: `section.key` -> value.
 
     The objective stands resolved; paths inside the run's folder count relative to it.
     """
     settings: dict[str, Hashable] = {}
-    for section, values in run.config.model_dump(mode="json", exclude_none=True).items():
+    for section, values in config.model_dump(mode="json", exclude_none=True).items():
         for key, value in values.items():
             if not f"{section}.{key}".startswith(_LEFT_OUT):
-                settings[f"{section}.{key}"] = _relative(value, run.config.run.output_dir)
-    method = asdict(run.method)
+                settings[f"{section}.{key}"] = _relative(value, config.run.output_dir)
+    method = asdict(config.objective.resolve())
     settings["objective.method"] = method.pop("name")
-    settings |= {f"objective.{key}": value for key, value in method.items()}
+    return settings | {f"objective.{key}": value for key, value in method.items()}
+
+
+def settings_of(run: Run) -> dict[str, Hashable]:
+    """`learned_settings`, sorted, and of a branch what it left."""
+    settings = learned_settings(run.config)
     if run.branch is not None:
         settings["branch"] = json.dumps([run.branch["step"], _changes(run)], sort_keys=True)
     return dict(sorted(settings.items()))

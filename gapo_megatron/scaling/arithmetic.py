@@ -11,6 +11,7 @@ from typing import Any
 
 from gapo_megatron.config import Config
 from gapo_megatron.convert.tables import Geometry, rules_for
+from gapo_megatron.scaling.workload import Workload
 
 
 def element_bytes(config: Config) -> int:
@@ -162,6 +163,68 @@ def forward_flops(
         layers=2.0 * num_tokens * shape.num_layers * shape.active_layer_weights,
         attention=2.0 * num_sequences * mean_squared_length * shape.num_layers * shape.heads_width,
         head=2.0 * scored * shape.head_weights,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """Operations that the results of one step need, over all ranks."""
+
+    generation: float
+    old_log_probs: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.generation + self.old_log_probs + self.update
+
+
+def step_flops(shape: Shape, config: Config, workload: Workload) -> StepFlops:
+    """Model operations of a step, of which MFU is made.
+
+        generation = forward of every prompt once for its k responses, and of every response token
+        old        = (m - 1) / m forward passes of the rows with A != 0; 1 more with a KL term
+        update     = 3 x (layers + attention) + (1 + 2 x (1 - clipped share)) x head, of those rows
+
+    with m mini-batches. What is computed again does not count (recomputation, flash attention's
+    scores, the head's logits), nor what is left out (A = 0, clipped).
+
+    Args:
+        shape: of the model.
+        config: of the run.
+        workload: lengths of the step.
+    """
+    batch, prompt = config.batch, workload.mean_prompt_tokens
+    num_prompts = sum(workload.prompts_by_round(batch))
+    prompts = forward_flops(
+        shape,
+        num_tokens=num_prompts * prompt,
+        mean_squared_length=prompt**2,
+        num_sequences=num_prompts,
+        num_scored=num_prompts,
+    )
+    num_responses = num_prompts * batch.rollouts_per_prompt
+    responses = forward_flops(
+        shape,
+        num_tokens=num_responses * workload.mean_response_tokens,
+        mean_squared_length=workload.mean_squared_tokens - prompt**2,
+        num_sequences=num_responses,
+    )
+    share = 1.0 if config.objective.needs_every_sequence else workload.trained_share(batch)
+    num_trained = batch.rollout_prompts * batch.rollouts_per_prompt * share
+    trained = forward_flops(
+        shape,
+        num_tokens=num_trained * workload.mean_tokens,
+        mean_squared_length=workload.mean_squared_tokens,
+        num_sequences=num_trained,
+        num_scored=num_trained * workload.mean_response_tokens,
+    )
+    num_passes = 1 - 1 / batch.num_minibatches + (config.objective.kl_coef > 0)
+    head = (1 + 2 * (1 - workload.clipped_share)) * trained.head
+    return StepFlops(
+        generation=prompts.total + responses.total,
+        old_log_probs=num_passes * trained.total,
+        update=3 * (trained.layers + trained.attention) + head,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import subprocess
 import sys
@@ -134,10 +135,20 @@ def mean_prompt_tokens(config: Config) -> float:
                 f"{field} ({path}) is not here, so the prompts cannot be counted: give their mean "
                 "length with --mean-prompt-tokens, or start this where the run was started"
             )
+    data = config.data
+    return _mean_length(
+        data.train_path, config.model.hf_dir, data.max_prompt_tokens, data.chat_template
+    )
+
+
+@functools.cache  # the runs of a study have one data set, of tens of thousands of problems
+def _mean_length(
+    train_path: str, hf_dir: str, max_prompt_tokens: int, chat_template: bool
+) -> float:
     prompts = read_prompts(
-        config.data.train_path,
-        tokenizer=load_tokenizer(config.model.hf_dir),
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        chat_template=config.data.chat_template,
+        train_path,
+        tokenizer=load_tokenizer(hf_dir),
+        max_prompt_tokens=max_prompt_tokens,
+        chat_template=chat_template,
     )
     return statistics.fmean(len(prompt.token_ids) for prompt in prompts)

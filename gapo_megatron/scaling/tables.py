@@ -110,6 +110,20 @@ def comparison_table(
     return table
 
 
+def basis(calibration: Calibration) -> str:
+    """What times rest on, as a sentence or two."""
+    if not calibration.worst:
+        return "Efficiencies are assumed, not measured: see --probe."
+    worst = ", ".join(f"{stage} {miss:.0%}" for stage, miss in calibration.worst.items())
+    names = [field.name for field in dataclasses.fields(Efficiency)]
+    measured = calibration.measured
+    assumed = [name for name in names if name not in measured]
+    return (
+        f"Measured: {', '.join(measured) or 'nothing'}; assumed: {', '.join(assumed) or 'nothing'}."
+        f" Largest miss where they were fitted: {worst}."
+    )
+
+
 def efficiencies_table(calibration: Calibration) -> Table:
     """All efficiencies; of each, whether the fit has moved it or it is assumed."""
     table = Table(title="Efficiencies", title_justify="left")

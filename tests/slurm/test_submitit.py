@@ -237,6 +237,44 @@ def test_a_cancelled_link_ends_its_chain_alone(
             cluster.wait(job, state)
 
 
+@pytest.mark.slow
+def test_runs_of_other_resources_are_arrays_of_their_own(
+    cluster: Cluster, submit: Submit, tmp_path: Path
+) -> None:
+    """Two runs on a node, two on two nodes, in chains: each array is its own chain."""
+    more = "".join(f"[[runs]]\nrun.seed = {seed}\n[runs.resources]\nnodes = 2\n" for seed in (7, 8))
+    study = write_study(tmp_path, num_runs=2, num_steps=10, tasks=1, more=more)
+    names = ["seed_0", "seed_1", "seed_7-nodes_2", "seed_8-nodes_2"]
+    runs = [tmp_path / "runs" / name for name in names]
+    table = rows(done(submit(str(study), "--chain=2", "--wait")))
+    assert {name: table[name][1] for name in names} == dict.fromkeys(names, "finished")
+    arrays = [[job.partition("_")[0] for job in jobs_of(run_dir)] for run_dir in runs]
+    assert arrays[0] == arrays[1]
+    assert arrays[2] == arrays[3]
+    assert len({*arrays[0], *arrays[2]}) == 4
+    for place, run_dir in enumerate(runs):
+        assert steps_of(run_dir) == list(range(10))
+        assert jobs_of(run_dir)[0].endswith(f"_{place % 2}")
+        num_nodes = 1 + place // 2
+        assert len(list((run_dir / "attempts" / "latest").glob("rank_*.log"))) == num_nodes
+        for job in jobs_of(run_dir):
+            assert cluster.wait(job, "COMPLETED")["NumNodes"] == str(num_nodes)
+    done(submit("--status", "runs"))
+
+
+def test_an_array_that_slurm_refuses_does_not_hide_those_before(
+    cluster: Cluster, submit: Submit, tmp_path: Path
+) -> None:
+    more = "[[runs]]\nrun.seed = 7\nresources.partition = 'nowhere'\n"
+    study = write_study(tmp_path, num_runs=1, num_steps=2, tasks=1, more=more)
+    output = done(submit(str(study)), exit_code=1)
+    assert "1 of 2 arrays were submitted before the one that Slurm refused" in output
+    assert re.search("invalid partition", output)
+    (job,) = jobs_of(tmp_path / "runs" / "seed_0")
+    cluster.wait(job, "COMPLETED")
+    assert not (tmp_path / "runs" / "seed_7-nowhere" / "jobs").exists()
+
+
 def test_what_is_asked_for_outranks_the_environment(
     cluster: Cluster, submit: Submit, tmp_path: Path
 ) -> None:

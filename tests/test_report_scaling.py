@@ -1,0 +1,271 @@
+"""A scaling study's rows are its runs' files, worked out by hand; its figures can be read."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+
+import pytest
+
+from gapo_megatron.report import scaling
+from gapo_megatron.report.scaling import scaling_rows, scaling_table, write_scaling
+from gapo_megatron.report.style import style
+from gapo_megatron.scaling.arithmetic import step_flops
+from gapo_megatron.scaling.calibration import read_observation
+from gapo_megatron.scaling.efficiency import Efficiency
+from gapo_megatron.scaling.hardware import GPUS
+from tests.scaling_setup import write_model
+from tests.test_convert_models import CONFIGS
+from tests.test_report_legible import shown_texts
+from tests.test_scaling_calibration import CPU, SMALL, a_step, write_run
+from tools import plan as tool
+
+H200 = GPUS["h200"]
+# Seconds of a step beside generation, as `a_step` has them: reward, old, update, sync, and others.
+OTHERS_S = 0.5 + 1.0 + 5.0 + 0.25 + 0.125 + 0.25
+TP2 = {"tensor_model_parallel_size": 2}
+
+
+def batch(prompts):
+    return {"rollout_prompts": prompts, "minibatch_prompts": prompts // 4}
+
+
+def runs(folder, *, model=SMALL):
+    """Ranks, seconds of generation and settings of each: strong, weak and another layout."""
+    name = "Qwen2.5-1.5B" if model is SMALL else "Qwen2.5-7B"
+    write_model(folder / name, model)
+    for run, (ranks, generation_s, sections) in {
+        "one": (8, 8.0, {}),
+        "strong": (16, 5.0, {}),
+        "strong_tp": (16, 6.0, {"parallel": TP2}),
+        "weak": (16, 9.0, {"batch": batch(512)}),
+        "longer": (8, 20.0, {"rollout": {"max_response_tokens": 6000}}),
+    }.items():
+        sections = {"model": {"precision": "bf16"}} | sections
+        rows = [a_step(generation_s / 8)] * 4
+        write_run(folder / run, rows=rows, hf_dir=folder / name, ranks=ranks, **sections)
+    return ["one", "strong", "strong_tp", "weak", "longer"]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    return [read_observation(folder / name, mean_prompt_tokens=100.0) for name in runs(folder)]
+
+
+def rows_of(study, gpu=H200):
+    return {row["run"]: row for row in scaling_rows(study, gpu=gpu, efficiency=Efficiency())}
+
+
+def test_rows_are_the_runs(study):
+    rows = rows_of(study)
+    one = rows["one"]
+    step_s = 8.0 + OTHERS_S
+    assert (one["gpus"], one["layout"], one["model"]) == (8, "DP 8", "Qwen2.5-1.5B")
+    assert rows["strong_tp"]["layout"] == "TP 2 DP 8"
+    assert one["step_s"] == step_s
+    assert one["tokens_per_gpu_s"] == pytest.approx(256 * 8 * 600 / step_s / 8)
+    assert one["mfu"] == pytest.approx(
+        step_flops(study[0].shape, study[0].config, study[0].workload).total / (step_s * 8 * 989e12)
+    )
+    # Six operations a weight and trained token; a fifth of the head's are clipped.
+    tokens = 256 * 8 * 0.75 * 700
+    assert one["update_mfu"] == pytest.approx(6 * 1.54e9 * tokens / (5.0 * 8 * 989e12), rel=0.1)
+    stages = [one[f"{stage}_s"] for stage in ("generation", "reward", "old_log_probs", "update")]
+    assert stages == [8.0, 0.5, 1.0, 5.0]
+    assert one["other_s"] == pytest.approx(0.375)
+    predicted = study[0].predict(H200, Efficiency())
+    assert one["predicted_step_s"] == predicted.total_s
+    assert one["predicted_over_measured"] == predicted.total_s / step_s
+    assert one["predicted_tokens_per_gpu_s"] == pytest.approx(256 * 8 * 600 / predicted.total_s / 8)
+
+
+def test_efficiencies_are_relative_to_the_fewest_gpus(study):
+    rows = rows_of(study)
+    strong = {name: row["strong_efficiency"] for name, row in rows.items()}
+    weak = {name: row["weak_efficiency"] for name, row in rows.items()}
+    base = 8.0 + OTHERS_S
+    assert strong == {
+        "one": 1.0,
+        "strong": pytest.approx(base / (2 * (5.0 + OTHERS_S))),
+        "strong_tp": pytest.approx(base / (2 * (6.0 + OTHERS_S))),
+        "weak": None,  # of twice the batch there is no other run
+        "longer": None,
+    }
+    assert weak == {
+        "one": 1.0,
+        "strong": None,
+        "strong_tp": None,
+        "weak": pytest.approx(base / (9.0 + OTHERS_S)),
+        "longer": None,
+    }
+
+
+def test_the_quickest_of_the_fewest_is_what_others_are_measured_by(study, tmp_path):
+    """Two layouts on eight GPUs; a seed is no difference, a method is."""
+    hf_dir = study[0].config.model.hf_dir
+    for name, generation_s, sections in (
+        ("slow", 12.0, {"parallel": TP2}),
+        ("seed", 6.0, {"run": {"output_dir": "unused", "num_steps": 10, "seed": 3}}),
+        ("method", 1.0, {"objective": {"method": "gspo"}}),
+    ):
+        sections = {"model": {"precision": "bf16"}} | sections
+        write_run(
+            tmp_path / name, rows=[a_step(generation_s / 8)] * 4, hf_dir=hf_dir, ranks=8, **sections
+        )
+    more = [
+        read_observation(tmp_path / name, mean_prompt_tokens=100.0)
+        for name in ("slow", "seed", "method")
+    ]
+    rows = rows_of([*study, *more])
+    best = 6.0 + OTHERS_S
+    assert rows["seed"]["strong_efficiency"] == 1.0
+    assert rows["slow"]["strong_efficiency"] == pytest.approx(best / (12.0 + OTHERS_S))
+    assert rows["strong"]["strong_efficiency"] == pytest.approx(best / (2 * (5.0 + OTHERS_S)))
+    assert rows["method"]["strong_efficiency"] is None
+
+
+def test_a_cpu_has_no_mfu(study, tmp_path):
+    rows = scaling_rows(study, gpu=CPU, efficiency=Efficiency())
+    assert {row["mfu"] for row in rows} == {row["update_mfu"] for row in rows} == {None}
+    table = scaling_table(rows, gpu=CPU)
+    headings = [str(column.header) for column in table.columns]
+    assert "MFU" not in headings
+    assert "tokens/s/process" in headings
+    write_scaling(study, rows, gpu=CPU, folder=tmp_path)
+
+
+def test_what_cannot_be_predicted_is_left_empty(study):
+    """No room for one sequence: the model has no time for it."""
+    small = replace(H200, memory_bytes=2**30)
+    rows = scaling_rows(study, gpu=small, efficiency=Efficiency())
+    assert {row["predicted_step_s"] for row in rows} == {None}
+    assert {row["predicted_tokens_per_gpu_s"] for row in rows} == {None}
+    assert rows[0]["tokens_per_gpu_s"] > 0
+
+
+# -- figures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["throughput", "step_split"])
+def test_a_figure_can_be_read(study, name):
+    rows = scaling_rows(study, gpu=H200, efficiency=Efficiency())
+    with style():
+        made = {
+            "throughput": scaling._throughput(study, rows, H200),
+            "step_split": scaling._step_split(rows, H200),
+        }[name]
+        made.figure.draw_without_rendering()
+    figure = made.figure
+    assert figure.get_figwidth() == pytest.approx(3.3)
+    assert all(axis.get_xlabel() and axis.get_ylabel() for axis in figure.axes)
+    assert figure.legends
+    inside = figure.bbox.padded(1)
+    for text in shown_texts(figure):
+        box = text.get_window_extent()
+        assert text.get_fontsize() >= 7
+        assert inside.x0 <= box.x0 <= box.x1 <= inside.x1, text
+        assert inside.y0 <= box.y0 <= box.y1 <= inside.y1, text
+
+
+def test_lines_are_batches_and_layouts(study):
+    rows = scaling_rows(study, gpu=H200, efficiency=Efficiency())
+    lines = [(label, [row["run"] for row in its]) for label, its in lines_of(study, rows)]
+    assert lines == [
+        ("256 prompts, uncut", ["one", "strong"]),
+        ("32 prompts a GPU, uncut", ["one", "weak"]),
+        ("256 prompts, TP 2", ["strong_tp"]),
+        ("256 prompts, uncut", ["longer"]),  # in a panel of its own
+    ]
+
+
+def lines_of(study, rows):
+    return scaling._lines(study, rows, unit="GPU")
+
+
+def test_the_same_line_of_another_method_is_called_by_its_run(study, tmp_path):
+    write_run(
+        tmp_path / "gspo",
+        rows=[a_step()] * 4,
+        hf_dir=study[0].config.model.hf_dir,
+        ranks=8,
+        model={"precision": "bf16"},
+        objective={"method": "gspo"},
+    )
+    all_of_them = [*study, read_observation(tmp_path / "gspo", mean_prompt_tokens=100.0)]
+    rows = scaling_rows(all_of_them, gpu=H200, efficiency=Efficiency())
+    labels = [label for label, _ in lines_of(all_of_them, rows)]
+    assert "256 prompts, uncut (gspo)" in labels
+
+
+# -- tools/plan.py --------------------------------------------------------------------------------
+
+
+def test_the_tool_prints_a_table_and_writes_figures_and_data(tmp_path, capsys):
+    runs(tmp_path / "study")
+    (tmp_path / "study" / "waiting" / "code").mkdir(parents=True)
+    command = ["--gpu", "h200", "--mean-prompt-tokens", "100", "--measured"]
+    assert tool.main([*command, str(tmp_path / "study")]) == 0
+    said = capsys.readouterr().out
+    assert "Measured on h200" in said
+    assert "Efficiencies are assumed, not measured" in said
+    assert "no step yet: waiting" in said
+    folder = tmp_path / "study" / "scaling"
+    assert {path.name for path in folder.iterdir()} == {
+        f"{name}.{kind}" for name in ("throughput", "step_split") for kind in ("csv", "pdf", "png")
+    }
+    with (folder / "throughput.csv").open() as file:
+        rows = {row["run"]: row for row in csv.DictReader(file)}
+    assert rows.keys() == {"one", "strong", "strong_tp", "weak", "longer"}
+    assert rows["weak"]["strong_efficiency"] == ""
+    assert float(rows["one"]["generation_s"]) == 8.0
+    with (folder / "step_split.csv").open() as file:
+        split = [row for row in csv.DictReader(file) if row["run"] == "one"]
+    assert sum(float(row["seconds"]) for row in split) == pytest.approx(8.0 + OTHERS_S)
+    assert sum(float(row["share"]) for row in split) == pytest.approx(1.0)
+    # Again: what was written is no run.
+    assert tool.main([*command, str(tmp_path / "study")]) == 0
+
+
+def test_one_run_alone_and_two_of_one_name(tmp_path, capsys):
+    runs(tmp_path / "a")
+    runs(tmp_path / "b", model=CONFIGS["Qwen2.5-7B"])
+    command = ["--gpu", "h200", "--mean-prompt-tokens", "100", "--measured"]
+    assert tool.main([*command, str(tmp_path / "a" / "one")]) == 0
+    assert (tmp_path / "a" / "one" / "scaling" / "throughput.png").exists()
+    assert tool.main([*command, str(tmp_path / "a"), str(tmp_path / "b" / "one")]) == 0
+    with (tmp_path / "scaling" / "throughput.csv").open() as file:
+        rows = [(row["run"], row["model"]) for row in csv.DictReader(file)]
+    assert (str(tmp_path / "a" / "one"), "Qwen2.5-1.5B") in rows
+    assert (str(tmp_path / "b" / "one"), "Qwen2.5-7B") in rows
+    assert ("strong", "Qwen2.5-1.5B") in rows
+
+
+def test_folders_without_runs_are_refused(tmp_path, capsys):
+    command = ["--gpu", "h200", "--mean-prompt-tokens", "100", "--measured"]
+    assert tool.main([*command, str(tmp_path)]) == 1
+    assert "no run here" in capsys.readouterr().err
+    assert tool.main([*command, "/proc", str(tmp_path)]) == 1
+    assert "no folder in common" in capsys.readouterr().err
+    write_model(tmp_path / "model", SMALL)
+    write_run(tmp_path / "early", rows=[a_step()], hf_dir=tmp_path / "model")
+    (tmp_path / "early" / "timings.jsonl").write_text(json.dumps({"step": 0}) + "\n")
+    assert tool.main([*command, str(tmp_path / "early")]) == 1
+    assert "no step has been timed yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["--measured", "x"], "--measured needs --gpu"),
+        (["configs/demo.toml", "--gpu", "cpu", "--measured", "x"], "--measured takes no CONFIG"),
+        (["--measured", "x", "--anchors"], "--anchors and --measured are one at a time"),
+        (["--measured"], "expected at least one argument"),
+    ],
+)
+def test_wrong_usage(command, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tool.main(command)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

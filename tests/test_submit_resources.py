@@ -1,0 +1,106 @@
+"""Runs of one study that ask for resources of their own: arrays, checks, ranks on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from gapo_megatron.launch.study import Resources
+from gapo_megatron.launch.submit import Submission
+from tests.submit_setup import submit, write_study
+
+# Runs beside the grid's: two that ask for more, alike, and one for yet something else.
+LARGER = (
+    "[[runs]]\nrun.seed = 7\nresources.nodes = 2\n"
+    "[[runs]]\nrun.seed = 8\n[runs.resources]\ntasks_per_node = 1\ntime = '30'\n"
+    "[[runs]]\nrun.seed = 9\nresources.nodes = 2\n"
+)
+
+
+def test_runs_of_equal_resources_are_one_array(tmp_path: Path) -> None:
+    """The scripts one after another, each with its own runs and links."""
+    study = write_study(tmp_path, num_runs=2, num_steps=5, more=LARGER)
+    done = submit(tmp_path, str(study), "--dry-run", "--chain=2", "--time=40")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "time (40): the study itself varies it (1-00:00:00, 30)" in done.stderr
+    done = submit(tmp_path, str(study), "--dry-run", "--chain=2", "--parallel=2")
+    assert (done.returncode, done.stderr) == (0, "")
+    codes = re.findall(r"^  (\S+)$", done.stdout, re.MULTILINE)
+    code = Path(codes[0]).name
+    usual = Resources(tasks_per_node=2, gpus_per_node=0, cpus_per_task=1, exclusive=False)
+    expected = [
+        Submission(
+            name="study",
+            folder=tmp_path / "runs" / "submitit",
+            codes=[tmp_path / "runs" / run / "code" / code for run in runs],
+            resources=usual.replaced(given),
+            parallel=2,
+            chain=2,
+        )
+        for runs, given in (
+            (["seed_0", "seed_1"], {}),
+            (["seed_7-nodes_2", "seed_9-nodes_2"], {"nodes": 2}),
+            (["seed_8-tasks_per_node_1"], {"tasks_per_node": 1, "time": "30"}),
+        )
+    ]
+    assert done.stdout == "\n".join(text for one in expected for text in one.scripts())
+    option = re.compile(r"^#SBATCH --(array|nodes|ntasks-per-node)=(\S+)$", re.MULTILINE)
+    of_each = [
+        {"array": "0-1%2", "nodes": "1", "ntasks-per-node": "2"},
+        {"array": "0-1%2", "nodes": "2", "ntasks-per-node": "2"},
+        {"nodes": "1", "ntasks-per-node": "1"},
+    ]
+    assert option.findall(done.stdout) == [
+        pair for one in of_each for _ in range(2) for pair in one.items()
+    ]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_was_not_said_is_left_to_the_environment(tmp_path: Path) -> None:
+    """So a run that asks for what is the default anyway is in an array of its own."""
+    more = "[[runs]]\nrun.seed = 7\nresources.time = '1-00:00:00'\n"
+    study = write_study(tmp_path, num_runs=2, num_steps=5, more=more)
+    done = submit(tmp_path, str(study), "--dry-run")
+    assert done.stdout.count("#!/bin/bash") == 2
+
+
+def test_each_run_is_checked_against_its_own_ranks(tmp_path: Path) -> None:
+    more = "[[runs]]\nparallel.pipeline_model_parallel_size = 4\nresources.nodes = {}\n"
+    study = write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(2))
+    assert submit(tmp_path, str(study), "--dry-run").returncode == 0
+    # Spare nodes are those of every run: they would train on another number of ranks than they say.
+    done = submit(tmp_path, str(study), "--dry-run", NUM_NODES="1")
+    assert done.returncode == 2
+    assert "NUM_NODES (1) of the environment is that of every run" in done.stderr
+    assert "different nodes (1, 2)" in done.stderr
+    study = write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(3))
+    done = submit(tmp_path, str(study), "--dry-run")
+    assert done.returncode == 2
+    name = "run pipeline_model_parallel_size_4-nodes_3"
+    assert f"{name}: the world size (6) must be a multiple of" in done.stderr
+
+
+def test_runs_have_ranks_and_gpus_of_their_own_here_too(tmp_path: Path) -> None:
+    more = (
+        "[[runs]]\nrun.seed = 7\nresources.tasks_per_node = 3\nresources.gpus_per_node = 3\n"
+        "[[runs]]\nrun.seed = 8\nresources.tasks_per_node = 1\nresources.gpus_per_node = 1\n"
+    )
+    write_study(tmp_path, num_runs=1, num_steps=3, more=more)
+    done = submit(tmp_path, "study.toml", "--local", CUDA_VISIBLE_DEVICES="2,3,5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = {}
+    for run_dir in (tmp_path / "runs").glob("seed_*"):
+        logs = sorted((run_dir / "attempts" / "latest").glob("rank_*.log"))
+        env = json.loads(logs[0].read_text().splitlines()[0])
+        assert env["WORLD_SIZE"] == str(len(logs))
+        seen[run_dir.name] = (len(logs), env.get("CUDA_VISIBLE_DEVICES", ""))
+    assert seen == {
+        "seed_0": (2, ""),
+        "seed_7-tasks_per_node_3": (3, "2,3,5"),
+        "seed_8-tasks_per_node_1": (1, "2"),
+    }
+    write_study(tmp_path, num_runs=1, num_steps=3, more=LARGER)
+    done = submit(tmp_path, "study.toml", "--local")
+    assert done.returncode == 2
+    assert "run seed_7-nodes_2: nodes (2) must be 1 with --local" in done.stderr

@@ -134,6 +134,9 @@ class BatchConfig(_Section):
     dynamic_sampling_rounds: NonNegative = 0
     """How often groups that teach nothing, all correct or all wrong, are replaced by those of
     further prompts (DAPO's dynamic sampling); 0: they stay, at no cost but their generation."""
+    oversampling: Annotated[float, Field(ge=1, le=4)] = 1.0
+    """Prompts begun for each that is wanted: an engine ends with its share of whole groups, and
+    what it breaks off comes again later. Prefers short responses (docs/data.md)."""
     max_tokens_per_microbatch: Positive = 32768
     """Packed tokens (prompt + response) of one forward pass on one data-parallel rank. Its context
     parallel ranks share them; every sequence must fit whole."""

@@ -80,12 +80,14 @@ class Stopwatch:
 
     Attributes:
         seconds: per stage, since the last lap.
+        notes: name -> value; what else the clock tells of the step, for its timings.
         recent: per stage, the seconds of its last blocks, newest last.
     """
 
     def __init__(self, on_enter: Callable[[str], None] = lambda stage: None) -> None:
         """`on_enter` is told the name of every stage that begins; it may be replaced."""
         self.seconds: dict[str, float] = {}
+        self.notes: dict[str, float] = {}
         self.recent: dict[str, list[float]] = {}
         self.on_enter = on_enter
         self._start = time.perf_counter()
@@ -114,14 +116,15 @@ class Stopwatch:
             num_tokens: sampled in the step, over all ranks.
 
         Returns:
-            `time/<stage>_s`, `time/step_s` (all since the last lap) and `perf/tokens_per_s`.
+            `time/<stage>_s`, `time/step_s` (all since the last lap), `perf/tokens_per_s` and notes.
         """
         now = time.perf_counter()
         elapsed = now - self._start
         timings: dict[str, Value] = {f"time/{name}_s": s for name, s in self.seconds.items()}
         timings["time/step_s"] = elapsed
         timings["perf/tokens_per_s"] = num_tokens / elapsed
-        self.seconds, self._start = {}, now
+        timings |= self.notes
+        self.seconds, self.notes, self._start = {}, {}, now
         return timings
 
 

@@ -1,14 +1,18 @@
-"""One batch of judged rollouts: prompts, k responses each, verdicts; dynamic sampling on top."""
+"""One batch of judged rollouts: prompts, k responses each, verdicts.
+
+On top: dynamic sampling, and over-sampling against the long tail of responses.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron import rewards
-from gapo_megatron.config import Config
+from gapo_megatron.config import BatchConfig, Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.launch.attempt import Attempt
 from gapo_megatron.metrics import Stopwatch
@@ -44,6 +48,9 @@ def sample(
     by those of the next prompts, as often as that; what then is missing is filled up with the first
     of those that were replaced.
 
+    With `batch.oversampling` more prompts are begun than are wanted. Each engine ends with its
+    share of groups, all k responses of them whole; the problems that it breaks off are given back.
+
     Args:
         engine: awake, at the weights of `step`.
         source: drawn from; where it stands belongs to the step only if this one succeeds.
@@ -62,15 +69,19 @@ def sample(
     """
     wanted, most_rounds = config.batch.rollout_prompts, config.batch.dynamic_sampling_rounds
     groups: list[Group] = []
+    drawn: list[Prompt] = []
     num_rounds = 0
+    taken_s = there_s = 0.0
     while num_rounds <= most_rounds:
         missing = wanted - sum(map(is_informative, groups))
         if missing <= 0:
             break
-        prompts = source.next_batch(missing, drawn=[group.prompt for group in groups])
+        prompts = source.next_batch(num_begun(config.batch, missing), drawn=drawn)
+        drawn += prompts
         judged = _judge(
             engine,
             prompts,
+            missing,
             pool,
             tokenizer,
             config,
@@ -82,11 +93,27 @@ def sample(
             return None
         groups += judged
         num_rounds += 1
+        taken_s, there_s = taken_s + engine.places[0], there_s + engine.places[1]
+    whole = {group.prompt.id for group in groups}
+    source.give_back([prompt for prompt in drawn if prompt.id not in whole])
+    stopwatch.notes["perf/rollout_idle_share"] = 1 - taken_s / there_s
     metrics = _metrics(groups)
     if most_rounds:
         metrics["rollout/sampling_rounds"] = float(num_rounds)
         metrics["rollout/replaced_group_share"] = 1 - wanted / len(groups)
+    if config.batch.oversampling > 1:
+        metrics["rollout/broken_off_group_share"] = 1 - len(groups) / len(drawn)
     return Sampled(choose(groups, wanted), metrics)
+
+
+def num_begun(batch: BatchConfig, wanted: int) -> int:
+    """Prompts to begin for `wanted` groups."""
+    return math.ceil(wanted * batch.oversampling)
+
+
+def most_drawn(batch: BatchConfig) -> int:
+    """Prompts that one step may draw; all different."""
+    return num_begun(batch, batch.rollout_prompts) * (1 + batch.dynamic_sampling_rounds)
 
 
 def is_informative(group: Group) -> bool:
@@ -103,6 +130,7 @@ def choose(groups: Sequence[Group], wanted: int) -> list[Group]:
 def _judge(
     engine: RolloutEngine,
     prompts: list[Prompt],
+    wanted: int,
     pool: rewards.Pool,
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
@@ -111,11 +139,14 @@ def _judge(
     stopwatch: Stopwatch,
     step: int,
 ) -> list[Group] | None:
-    """Rollouts of `prompts` and their verdicts; the same groups on every rank."""
+    """Rollouts of `wanted` of the prompts and their verdicts; the same groups on every rank."""
     with stopwatch("rollout"):
-        mine = engine.share(prompts)
+        mine, spare = engine.share(prompts[:wanted]), engine.share(prompts[wanted:])
+        num_groups = len(mine)
+        mine += spare
         rollouts = engine.generate(
             mine,
+            num_groups=num_groups,
             num_samples=config.batch.rollouts_per_prompt,
             seed=config.run.seed,
             step=step,
@@ -128,7 +159,8 @@ def _judge(
     if rollouts is None:
         return None
     with stopwatch("reward"):
-        mine, rollouts = engine.part(mine), engine.part(rollouts)
+        whole = engine.part([one for one in zip(mine, rollouts, strict=True) if one[1]])
+        mine, rollouts = [prompt for prompt, _ in whole], [group for _, group in whole]
         verdicts = rewards.score(
             pool,
             mine,

@@ -38,7 +38,7 @@ from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout import RolloutEngine, check_engine
-from gapo_megatron.sample import sample
+from gapo_megatron.sample import most_drawn, sample
 from gapo_megatron.toml_tree import to_toml
 from gapo_megatron.types import Prompt
 from gapo_megatron.weight_sync import first_sequences, prompts_as_sequences, sync
@@ -272,8 +272,7 @@ def _read_problems(
         "max_prompt_tokens": data.max_prompt_tokens,
         "chat_template": data.chat_template,
     }
-    most_drawn = config.batch.rollout_prompts * (1 + config.batch.dynamic_sampling_rounds)
-    problems = read_prompts(data.train_path, min_prompts=most_drawn, **limits)
+    problems = read_prompts(data.train_path, min_prompts=most_drawn(config.batch), **limits)
     held_out = read_prompts(data.eval_path, **limits) if config.evaluation.every_steps else []
     return problems, held_out
 

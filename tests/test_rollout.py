@@ -269,6 +269,36 @@ def test_samples_depend_neither_on_order_nor_on_company(fresh):
     assert fewer == [group[:2] for group in groups]
 
 
+def test_ends_with_as_many_whole_groups_as_are_wanted(fresh):
+    prompts = make_prompts(16)
+    everything = tokens_of(generate(fresh.engine, prompts))
+    groups = tokens_of(generate(fresh.engine, prompts, num_groups=5))
+    kept = [i for i, group in enumerate(groups) if group]
+    assert len(kept) == 5
+    assert [groups[i] for i in kept] == [everything[i] for i in kept]
+    # All begin at once, so the longest response of a group says when it is whole.
+    longest = [max(map(len, group)) for group in everything]
+    others = [n for i, n in enumerate(longest) if i not in kept]
+    assert max(longest[i] for i in kept) <= min(others) < max(others)
+    assert not fresh.engine.llm.has_unfinished_requests()
+    assert generate(fresh.engine, prompts, num_groups=0) == [()] * 16
+
+
+def test_counts_the_places_that_stand_empty(fresh):
+    def taken_share(max_response_tokens: int) -> float:
+        generate(
+            fresh.engine,
+            make_prompts(16),
+            max_response_tokens=max_response_tokens,
+            should_abandon=lambda seconds: False,
+        )
+        taken_s, there_s = fresh.engine.places
+        return taken_s / there_s
+
+    assert taken_share(1) == pytest.approx(1)  # all end together
+    assert 0.1 < taken_share(24) < 0.9
+
+
 def test_responses_end_at_eos_or_are_truncated(fresh):
     prompts = make_prompts(16)
     rollouts = [r for group in generate(fresh.engine, prompts, num_samples=8) for r in group]

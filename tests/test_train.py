@@ -348,6 +348,30 @@ def test_groups_that_teach_nothing_are_replaced(whole_run: Path, dynamic_run: Pa
     assert len(source["remaining"]) + num_drawn == num_problems * (1 + source["epoch"])
 
 
+@pytest.fixture(scope="module")
+def oversampled_run(root: Path) -> Path:
+    settings = ("run.num_steps=2", "evaluation.every_steps=0", "batch.oversampling=1.5")
+    run_dir = root / "oversampled"
+    command = ("gapo_megatron.train", root / "config.toml", f"run.output_dir={run_dir}")
+    finish(Program(*command, *settings))
+    return run_dir
+
+
+@pytest.mark.slow
+def test_of_more_groups_than_are_wanted_the_whole_ones_are_learned_from(
+    oversampled_run: Path,
+) -> None:
+    lines = [line for line in metrics_of(oversampled_run) if "loss/policy" in line]
+    assert len(lines) == 2
+    for line in lines:
+        assert line["rollout/broken_off_group_share"] == pytest.approx(1 / 3)
+        assert sum(line[f"per_c/groups/c{c}"] for c in range(5)) == 8
+    path = oversampled_run / "checkpoints/step_00000002/trainer_state.json"
+    source = json.loads(path.read_text())["source"]
+    num_problems = len((oversampled_run.parent / "task/train.jsonl").read_text().splitlines())
+    assert len(source["remaining"]) + 2 * 8 == num_problems * (1 + source["epoch"])
+
+
 def documented_names() -> list[str]:
     """First column of every table of docs/metrics.md."""
     text = (Path(__file__).parents[1] / "docs/metrics.md").read_text(encoding="utf-8")
@@ -357,11 +381,11 @@ def documented_names() -> list[str]:
 
 @pytest.mark.slow
 def test_the_document_has_the_names_that_runs_log_and_no_others(
-    whole_run: Path, branched_run: Path, dynamic_run: Path
+    whole_run: Path, branched_run: Path, dynamic_run: Path, oversampled_run: Path
 ) -> None:
     logged = {
         key
-        for run_dir in (whole_run, branched_run, dynamic_run)
+        for run_dir in (whole_run, branched_run, dynamic_run, oversampled_run)
         for name in ("metrics.jsonl", "timings.jsonl")
         for line in (run_dir / name).read_text().splitlines()
         for key in json.loads(line)

@@ -58,12 +58,25 @@ class PromptSource:
             chosen += self._take(num_prompts - len(chosen), taken)
         return [self._prompts[i] for i in chosen]
 
+    def give_back(self, prompts: Sequence[Prompt]) -> None:
+        """Draw these again, after what is left of the epoch; once more than those of the next."""
+        positions = {prompt.id: i for i, prompt in enumerate(self._prompts)}
+        self._remaining += [positions[prompt.id] for prompt in prompts]
+
     def _take(self, count: int, avoided: set[int]) -> list[int]:
-        """Remove the first `count` of what remains, but for `avoided`, which stay."""
-        chosen = [i for i in self._remaining if i not in avoided][:count]
-        removed = set(chosen)
-        self._remaining = [i for i in self._remaining if i not in removed]
-        return chosen
+        """Remove the first `count` different ones of what remains, but for `avoided`, which stay.
+
+        A problem that was given back may be there twice, where a new epoch has begun.
+        """
+        chosen: dict[int, None] = {}
+        left = []
+        for i in self._remaining:
+            if len(chosen) < count and i not in avoided and i not in chosen:
+                chosen[i] = None
+            else:
+                left.append(i)
+        self._remaining = left
+        return list(chosen)
 
     def state_dict(self) -> dict[str, Any]:
         """Position as plain numbers and text; `load_state_dict` continues from it exactly."""

@@ -8,13 +8,11 @@ and `gather` brings the groups together.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import random
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,7 +21,6 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 from vllm import SamplingParams
-from vllm.distributed.device_communicators import cpu_communicator
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -33,6 +30,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from gapo_megatron.config import Config
 from gapo_megatron.errors import DataError, RolloutError
 from gapo_megatron.rollout.arguments import check_engine, engine_args, eos_token_ids
+from gapo_megatron.rollout.guards import (
+    own_shared_memory,
+    trainer_num_threads,
+    trainer_random_state,
+)
 from gapo_megatron.rollout.progress import GenerationProgress
 from gapo_megatron.rollout.schedule import Phase, Schedule
 from gapo_megatron.types import Prompt, Rollout
@@ -54,6 +56,9 @@ class RolloutEngine:
             those of `model.hf_dir`, or random ones where `model.megatron_dir` has the weights.
         llm: vLLM's engine.
         schedule: whether the engine or the trainer has the memory.
+        places: of the last `generate` with `should_abandon`, over all ranks: seconds that a
+            replica's places for requests were taken, and seconds that they were there, until the
+            last replica ended. It has as many places as it had requests at most at a time.
         gloo_group: all ranks, for Python objects.
     """
 
@@ -73,12 +78,13 @@ class RolloutEngine:
         self.config = config
         self.hf_config = hf_config
         self.policy_version = -1
+        self.places = (0.0, 0.0)
         self.eos_token_ids = eos_token_ids(config.model.hf_dir)
         self._tp_size = config.rollout.tensor_parallel_size
         self.gloo_group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=config.parallel.timeout_s)
         )
-        with _trainer_random_state(), _trainer_num_threads(), self._own_shared_memory():
+        with trainer_random_state(), trainer_num_threads(), own_shared_memory(self.gloo_group):
             try:
                 self.llm = LLMEngine.from_engine_args(
                     engine_args(config, hf_config, device), usage_context=UsageContext.LLM_CLASS
@@ -127,6 +133,7 @@ class RolloutEngine:
         seed: int,
         step: int,
         max_response_tokens: int,
+        num_groups: int | None = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
         progress: bool = False,
@@ -143,6 +150,8 @@ class RolloutEngine:
             seed: of the run.
             step: of the run; another step draws other samples.
             max_response_tokens: a response that reaches it without EOS is `truncated`.
+            num_groups: prompts of this replica after whose last response it ends; by default all.
+                Which ones depends on the lengths of the responses and on the replica's company.
             temperature: > 0. Log-probs are those of the distribution sampled from: at this
                 temperature, renormalised over the nucleus when `top_p` < 1.
             top_p: nucleus of sampling, in (0, 1].
@@ -151,8 +160,8 @@ class RolloutEngine:
                 whether to break off. The first rank of each replica decides for the replica.
 
         Returns:
-            One tuple of `num_samples` rollouts per prompt, in order; None on every rank if any
-            replica broke off.
+            One tuple of `num_samples` rollouts per prompt, in order, and an empty one for a prompt
+            beyond `num_groups`; None on every rank if any replica broke off.
 
         Collectives: vLLM's own within the replica; with `should_abandon` also a broadcast now and
         then within the replica, and one gather over all ranks.
@@ -182,15 +191,29 @@ class RolloutEngine:
                         **_TOKENS_ONLY,
                     ),
                 )
+        missing = [num_samples] * len(prompts)
+        wanted = len(prompts) if num_groups is None else num_groups
+
+        def is_enough(finished: Sequence[RequestOutput]) -> bool:
+            for output in finished:
+                missing[int(output.request_id.partition("-")[0])] -= 1
+            return missing.count(0) >= wanted
+
         with GenerationProgress(len(requests), shown=progress and dist.get_rank() == 0) as bar:
-            outputs = self._run(requests, bar, should_abandon)
+            run = self._run(requests, bar, should_abandon, is_enough)
         if should_abandon is not None:
-            numbers: list[int] = [0] * dist.get_world_size()
-            dist.all_gather_object(numbers, len(requests) - len(outputs), group=self.gloo_group)
-            if any(numbers):
+            ends = [run.end] * dist.get_world_size()
+            dist.all_gather_object(ends, run.end, group=self.gloo_group)
+            broken_off, taken_s, seconds = zip(*ends, strict=True)
+            self.places = (sum(taken_s), len(ends) * max(seconds))
+            if any(broken_off):
                 return None
+        whole = {i for i, count in enumerate(missing) if count == 0}
+        kept = sorted(whole)[:num_groups]
         return [
-            tuple(_to_rollout(outputs[f"{i}-{sample}"]) for sample in range(num_samples))
+            tuple(_to_rollout(run.outputs[f"{i}-{sample}"]) for sample in range(num_samples))
+            if i in kept
+            else ()
             for i in range(len(prompts))
         ]
 
@@ -217,7 +240,7 @@ class RolloutEngine:
             np.concatenate(pair).tolist() for pair in zip(prompt_ids, response_ids, strict=True)
         ]
         requests = {str(i): (ids, params) for i, ids in enumerate(tokens)}
-        outputs = self._run(requests, None)
+        outputs = self._run(requests, None).outputs
         scored = []
         for i, ids in enumerate(tokens):
             # One entry per token, without alternatives; the very first token has none.
@@ -239,30 +262,6 @@ class RolloutEngine:
         """
         _alive.remove(self.llm)
         self.llm.engine_core.shutdown()
-
-    @contextlib.contextmanager
-    def _own_shared_memory(self) -> Iterator[None]:
-        """Let the ranks of a replica on a CPU meet in shared memory that no other run can name.
-
-        vLLM (0.32) names it by ranks alone under the external launcher: two runs on one machine
-        would collide, and what a killed run leaves behind would keep all later ones from starting.
-
-        Collectives: one broadcast over all ranks (gloo).
-        """
-        names = [f"gapo_megatron-{uuid.uuid4().hex}"]
-        dist.broadcast_object_list(names, group=self.gloo_group)
-
-        def make_group_name(communicator: cpu_communicator.CpuCommunicator) -> str:
-            ranks = "-".join(map(str, communicator.ranks))
-            return f"{names[0]}-{communicator.unique_name}-{ranks}"
-
-        shared_memory = cpu_communicator._CPUSHMDistributed
-        original = shared_memory.__dict__["make_group_name"]
-        shared_memory.make_group_name = staticmethod(make_group_name)
-        try:
-            yield
-        finally:
-            shared_memory.make_group_name = original
 
     def _create_replica_groups(self) -> dist.ProcessGroup | None:
         """This replica's ranks, for Python objects; None if it is one rank. Collective."""
@@ -303,30 +302,49 @@ class RolloutEngine:
         requests: dict[str, tuple[Sequence[int], SamplingParams]],
         bar: GenerationProgress | None,
         should_abandon: Callable[[float], bool] | None = None,
-    ) -> dict[str, RequestOutput]:
-        """Run requests to their end, or until told to break off; leave no request in the engine."""
+        is_enough: Callable[[Sequence[RequestOutput]], bool] = lambda finished: False,
+    ) -> _Run:
+        """Run requests until all are finished, or it is enough, or it is told to break off.
+
+        Leaves no request in the engine. `is_enough` is told what every decoding step finishes.
+        """
         outputs: dict[str, RequestOutput] = {}
-        start = time.monotonic()
+        places, taken, broken_off = 0, 0.0, False
+        scheduler = self.llm.engine_core.engine_core.scheduler
+        start = last = time.monotonic()
         # vLLM's sampler draws from torch's generator also where every request has a seed.
-        with _trainer_random_state():
+        with trainer_random_state():
             try:
                 for name, (tokens, params) in requests.items():
                     self.llm.add_request(name, tokens_input(list(tokens)), params)
                 num_steps = 0
-                while self.llm.has_unfinished_requests():
+                enough = is_enough(())
+                while not enough and self.llm.has_unfinished_requests():
                     if should_abandon is not None and num_steps % _STEPS_PER_QUESTION == 0:
                         answer = should_abandon(time.monotonic() - start)
-                        if self._replica_agrees(answer):
+                        if broken_off := self._replica_agrees(answer):
                             break
                     num_steps += 1
                     finished = [output for output in self.llm.step() if output.finished]
                     outputs |= {output.request_id: output for output in finished}
+                    enough = is_enough(finished)
+                    running = scheduler.get_request_counts()[0] + len(finished)
+                    now = time.monotonic()
+                    places, taken, last = max(places, running), taken + running * (now - last), now
                     if bar is not None and finished:
                         bar.advance(len(finished), sum(_num_tokens(o) for o in finished))
             finally:
                 if unfinished := [name for name in requests if name not in outputs]:
                     self.llm.abort_request(unfinished)
-        return outputs
+        return _Run(outputs, (broken_off, taken / max(places, 1), last - start))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    outputs: dict[str, RequestOutput]
+    """Of the requests that finished, by their names."""
+    end: tuple[bool, float, float]
+    """Whether it was told to break off; mean share of its places taken x seconds; seconds."""
 
 
 # Decoding steps between two questions whether to go on: a broadcast within the replica.
@@ -370,28 +388,3 @@ def _to_rollout(output: RequestOutput) -> Rollout:
 
 def _num_tokens(output: RequestOutput) -> int:
     return sum(len(completion.token_ids) for completion in output.outputs)
-
-
-@contextlib.contextmanager
-def _trainer_random_state() -> Iterator[None]:
-    """Keep the trainer's generators as they were: vLLM seeds them, and draws from them."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-@contextlib.contextmanager
-def _trainer_num_threads() -> Iterator[None]:
-    """Keep torch's threads the trainer's: on a CPU vLLM replaces `torch.set_num_threads`."""
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)

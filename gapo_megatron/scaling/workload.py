@@ -114,7 +114,15 @@ def default_workload(
 
     Prompts of a tenth of `data.max_prompt_tokens`, responses of a third of
     `rollout.max_response_tokens`; a run's own metrics are better (`--from-run`).
+
+    Raises:
+        ConfigError: over-sampling, whose shorter tail is not predicted.
     """
+    if config.batch.oversampling > 1:
+        raise ConfigError(
+            f"batch.oversampling ({config.batch.oversampling:g}) must be left out here: the "
+            "planner does not know when an engine has enough groups"
+        )
     longest = config.rollout.max_response_tokens
     if mean_prompt_tokens is None:
         mean_prompt_tokens = max(1.0, config.data.max_prompt_tokens / 10)

@@ -1,0 +1,63 @@
+"""What vLLM would change for the trainer, or for another run on the machine: kept as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import uuid
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from vllm.distributed.device_communicators import cpu_communicator
+
+
+@contextlib.contextmanager
+def trainer_random_state() -> Iterator[None]:
+    """Keep the trainer's generators as they were: vLLM seeds them, and draws from them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def trainer_num_threads() -> Iterator[None]:
+    """Keep torch's threads the trainer's: on a CPU vLLM replaces `torch.set_num_threads`."""
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+
+
+@contextlib.contextmanager
+def own_shared_memory(gloo_group: dist.ProcessGroup) -> Iterator[None]:
+    """Let the ranks of a replica on a CPU meet in shared memory that no other run can name.
+
+    vLLM (0.32) names it by ranks alone under the external launcher: two runs on one machine
+    would collide, and what a killed run leaves behind would keep all later ones from starting.
+
+    Collectives: one broadcast over all ranks (gloo).
+    """
+    names = [f"gapo_megatron-{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(names, group=gloo_group)
+
+    def make_group_name(communicator: cpu_communicator.CpuCommunicator) -> str:
+        ranks = "-".join(map(str, communicator.ranks))
+        return f"{names[0]}-{communicator.unique_name}-{ranks}"
+
+    shared_memory = cpu_communicator._CPUSHMDistributed
+    original = shared_memory.__dict__["make_group_name"]
+    shared_memory.make_group_name = staticmethod(make_group_name)
+    try:
+        yield
+    finally:
+        shared_memory.make_group_name = original

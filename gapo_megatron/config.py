@@ -137,6 +137,8 @@ class BatchConfig(_Section):
     oversampling: Annotated[float, Field(ge=1, le=4)] = 1.0
     """Prompts begun for each that is wanted: an engine ends with its share of whole groups, and
     what it breaks off comes again later. Prefers short responses (docs/data.md)."""
+    partial_rollouts: bool = False
+    """Go on with what is broken off at the next step instead: none of its tokens is lost."""
     max_tokens_per_microbatch: Positive = 32768
     """Packed tokens (prompt + response) of one forward pass on one data-parallel rank. Its context
     parallel ranks share them; every sequence must fit whole."""
@@ -148,6 +150,8 @@ class BatchConfig(_Section):
                 f"minibatch_prompts ({self.minibatch_prompts}) must divide "
                 f"rollout_prompts ({self.rollout_prompts})"
             )
+        if self.partial_rollouts and self.oversampling == 1:
+            raise ValueError("partial_rollouts=true needs oversampling > 1")
         return self
 
     @property

@@ -53,7 +53,8 @@ def learn(
 
     The old log-probs of mini-batch 1 are its own forward pass, detached: no weight has moved yet.
     The others come from one pass at the rollout weights, packed exactly as their update will be, so
-    that a ratio differs from 1 only because weights do.
+    that a ratio differs from 1 only because weights do. Tokens that earlier steps sampled keep
+    those of the weights that sampled them (`Batch.carried_log_probs`), in every mini-batch.
 
     Args:
         policy: at the weights that generated `batch`, moved by the updates of `progress`; the
@@ -149,6 +150,8 @@ class _MinibatchLoss:
         microbatch, objective = self.microbatches[i], self.config.objective
         old = log_probs.detach() if self.old_log_probs is None else self.old_log_probs[i]
         assert old is not None  # losses, like log-probs, exist on the last pipeline stage only
+        if self.batch.carried_log_probs:
+            old = self._with_carried(old, microbatch)
         index = torch.tensor(microbatch.indices, dtype=torch.int64)
         device = log_probs.device
         advantages = self.batch.advantages[index].to(device)
@@ -204,6 +207,17 @@ class _MinibatchLoss:
             loss = loss - objective.entropy_coef * total / denominator
             sums["entropy"] = total.detach()
         return loss, sums
+
+    def _with_carried(self, old: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
+        """[R] float32: `old`, but of the tokens that earlier steps sampled what they had then."""
+        stored, is_stored = np.zeros(len(old), np.float32), np.zeros(len(old), bool)
+        first = 0
+        for i in microbatch.indices:
+            carried = slice(first, first + len(self.batch.carried_log_probs[i]))
+            stored[carried], is_stored[carried] = self.batch.carried_log_probs[i], True
+            first += len(self.batch.response_ids[i])
+        where = torch.from_numpy(is_stored).to(old.device)
+        return torch.where(where, torch.from_numpy(stored).to(old.device), old)
 
     def _rollout_log_probs(self, microbatch: Microbatch) -> torch.Tensor:
         """[R] float32: the rollout engine's own."""

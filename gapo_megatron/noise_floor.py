@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.batching import plan, sequence_lengths
+from gapo_megatron.batching import plan, sequence_lengths, unpack
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.metrics import Stopwatch
@@ -171,12 +171,7 @@ def _score(
 ) -> dict[int, torch.Tensor]:
     """Log-probs by position in the batch, on the CPU; none where the last stage is elsewhere."""
     packed = [policy.pack(batch, indices) for indices in microbatches]
-    scored: dict[int, torch.Tensor] = {}
-    for indices, values in zip(microbatches, log_probs(policy, packed), strict=True):
-        if values is not None:
-            parts = values.cpu().split([len(batch.response_ids[i]) for i in indices])
-            scored |= zip(indices, parts, strict=True)
-    return scored
+    return unpack(batch, microbatches, log_probs(policy, packed))
 
 
 def _deviation(

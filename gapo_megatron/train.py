@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron import checkpoint, rewards
 from gapo_megatron.batching import plan, sequence_lengths
+from gapo_megatron.carry import carry
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.config import CONFIG_NAME, Config, load_config
 from gapo_megatron.convert import write_hf
@@ -40,7 +41,7 @@ from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout import RolloutEngine, check_engine
 from gapo_megatron.sample import most_drawn, sample
 from gapo_megatron.toml_tree import to_toml
-from gapo_megatron.types import Prompt
+from gapo_megatron.types import OpenGroup, Prompt
 from gapo_megatron.weight_sync import first_sequences, prompts_as_sequences, sync
 
 logger = logging.getLogger("gapo_megatron.train")  # also where it is __main__
@@ -129,8 +130,10 @@ def train(config: Config) -> None:
     stopwatch = Stopwatch(lambda stage: attempt.enter(f"step {step}: {stage}"))
     stopwatch.recent = attempt.stage_seconds()
     opened, saved = None, None
+    open_groups: list[OpenGroup] = []
     if resumed:
-        opened, saved = resumed.open_step, (resumed.step, resumed.num_open_updates)
+        opened, open_groups = resumed.open_step, resumed.open_groups
+        saved = (resumed.step, resumed.num_open_updates)
     if opened:  # a step that a stop has cut in two goes on where it was
         if opened.evaluated:
             writer.log(first_step, opened.evaluated)
@@ -147,6 +150,7 @@ def train(config: Config) -> None:
                 attempt=attempt,
                 branch=resumed.branch if resumed else None,
                 open_step=opened,
+                open_groups=open_groups,
             )
         attempt.keep_stage_seconds(stopwatch.recent)
 
@@ -155,8 +159,9 @@ def train(config: Config) -> None:
         if opened is None:
             evaluates = held_out and (step == num_steps or step % every_steps == 0)
             ahead = ["evaluate"] if evaluates else []
-            num_rounds = 1 + config.batch.dynamic_sampling_rounds if step < num_steps else 0
-            ahead += ["rollout", "reward"] * num_rounds
+            if step < num_steps:
+                num_rounds = 1 + config.batch.dynamic_sampling_rounds
+                ahead += [*["rollout", "reward"] * num_rounds, "carry"]
             if attempt.must_stop(stopwatch.expect(*ahead, "checkpoint")):
                 break
             evaluated = {}
@@ -186,6 +191,7 @@ def train(config: Config) -> None:
                 pool,
                 tokenizer,
                 config,
+                open_groups=open_groups,
                 attempt=attempt,
                 stopwatch=stopwatch,
                 step=step,
@@ -195,6 +201,15 @@ def train(config: Config) -> None:
             source_state = source.state_dict()
             with stopwatch("sleep"):
                 engine.sleep()
+            if open_groups := sampled.open_groups:
+                with stopwatch("carry"):
+                    open_groups = carry(
+                        policy,
+                        open_groups,
+                        config,
+                        policy_version=step,
+                        gloo_group=engine.gloo_group,
+                    )
             batch, metrics = make_batch(sampled.groups, method), sampled.metrics
             metrics |= count_by_correct(batch, group_size=config.batch.rollouts_per_prompt)
             metrics |= watch_noise_floor(

@@ -35,6 +35,29 @@ class Rollout:
     """[num_response_tokens] float32: `rollout_log_probs`, the engine's own while sampling."""
     truncated: bool
     """True when generation stopped at the token limit instead of at EOS."""
+    finished: bool = True
+    """False within an `OpenGroup` alone: the next step goes on from these tokens, if there are."""
+    carried: Carried | None = None
+    """Of its first tokens, where earlier steps sampled them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """The first n tokens of a response: who sampled them, and how likely they were then."""
+
+    versions: np.ndarray
+    """[n] int32 policy versions, non-decreasing: each token's is that of the weights it is from."""
+    old_log_probs: np.ndarray
+    """[n] float32: the trainer's log-probs of the tokens, each at the weights of its version."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenGroup:
+    """A prompt that an engine has broken off: the next step goes on with it."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    """k, finished or not; between steps all their tokens are `carried`."""
 
 
 class Outcome(enum.StrEnum):
@@ -95,6 +118,9 @@ class Batch:
     """[B] int64: k of the sequence's group, counted over valid rollouts (0 if none is valid)."""
     valid: torch.Tensor
     """[B] bool: False for unknown verdicts; those leave loss, denominators and metrics."""
+    carried_log_probs: list[np.ndarray] = field(default_factory=list)
+    """B arrays of float32, `Carried.old_log_probs` of each response's first tokens; no array at
+    all where this step sampled every token."""
 
     def __len__(self) -> int:
         return len(self.response_ids)

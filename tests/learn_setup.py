@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from gapo_megatron.metrics import Stopwatch
 from gapo_megatron.objective import PolicyLoss, make_batch
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.policy.step import UpdateResult
-from gapo_megatron.types import Group, Outcome, Plan, Prompt, Rollout, Verdict
+from gapo_megatron.types import Carried, Group, Outcome, Plan, Prompt, Rollout, Verdict
 from tests.distributed import policy_setup
 from tests.peers.reference import gapo_update, in_float64, response_log_probs
 
@@ -60,6 +60,38 @@ def make_groups(verdicts: Sequence[str] = VERDICTS, *, seed: int = 0) -> list[Gr
             verdicts=tuple(Verdict(_OUTCOMES[letter]) for letter in row),
         )
         for number, row in enumerate(verdicts)
+    ]
+
+
+def carry_some(groups: Sequence[Group], config: Config) -> list[Group]:
+    """Of every second rollout half of the tokens, of every fourth all are from earlier steps.
+
+    Their log-probs then were other than now: ratios within the clip and beyond it.
+    """
+    random = np.random.default_rng(5)
+    model = in_float64(load_model(Path(config.model.hf_dir)))
+
+    def carry(prompt: Prompt, number: int, rollout: Rollout) -> Rollout:
+        length = len(rollout.token_ids)
+        if not (count := (0, length // 2, 0, length)[number % 4]):
+            return rollout
+        with torch.no_grad():
+            (now,) = response_log_probs(
+                model,
+                [list(prompt.token_ids)],
+                [rollout.token_ids.tolist()],
+                config.rollout.temperature,
+            )
+        then = now.numpy()[:count] + random.normal(0, 0.02, count)
+        versions = np.sort(random.integers(0, 3, count)).astype(np.int32)
+        return replace(rollout, carried=Carried(versions, then.astype(np.float32)))
+
+    return [
+        replace(
+            group,
+            rollouts=tuple(carry(group.prompt, *one) for one in enumerate(group.rollouts)),
+        )
+        for group in groups
     ]
 
 
@@ -247,6 +279,8 @@ def expected_update(
 ) -> Expected:
     """The reference's update of a mini-batch at `model`'s weights, sampled at those of `old`.
 
+    Carried tokens have the old log-probs that they came with.
+
     A rollout without a verdict is left out, and its group is smaller. So the reference is asked
     group by group; a mean over tokens is the mean over groups, weighted by their tokens.
     """
@@ -265,6 +299,9 @@ def expected_update(
         responses = [group.rollouts[i].token_ids.tolist() for i in rows]
         with torch.no_grad():
             old_log_probs = response_log_probs(old, prompts, responses, temperature)
+        for values, i in zip(old_log_probs, rows, strict=True):
+            if carried := group.rollouts[i].carried:
+                values[: len(carried.versions)] = torch.from_numpy(carried.old_log_probs)
         weights = None
         if (largest := config.objective.importance_weight_max) is not None:
             engines = [group.rollouts[i].log_probs for i in rows]

@@ -10,6 +10,7 @@ gc.disable()
 
 import pytest  # noqa: F401, E402
 
+import gapo_megatron.carry  # noqa: E402
 import gapo_megatron.checkpoint  # noqa: E402
 import gapo_megatron.evaluate.evaluate  # noqa: E402
 import gapo_megatron.learn  # noqa: E402

@@ -206,6 +206,7 @@ def test_wrong_value_names_field_value_and_rule(
             ["batch.rollout_prompts=256", "batch.minibatch_prompts=60"],
             ["minibatch_prompts (60)", "must divide", "rollout_prompts (256)"],
         ),
+        (["batch.partial_rollouts=true"], ["partial_rollouts=true", "oversampling > 1"]),
         (
             ["parallel.sequence_parallel=true"],
             ["sequence_parallel=true", "tensor_model_parallel_size > 1"],

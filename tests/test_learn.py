@@ -27,6 +27,7 @@ from tests.learn_setup import (
     NUM_MINIBATCHES,
     VERDICTS,
     Report,
+    carry_some,
     expected_update,
     load_model,
     make_config,
@@ -100,6 +101,50 @@ def test_a_pass_of_its_own_gives_the_ratio_one_too(folder: Path) -> None:
     assert first.ratios == {} and first.grad_norm == 0.0
     assert len(second.ratios) == 12 and set(second.ratios.values()) == {1.0}
     assert not any(second.clipped.values())
+
+
+def test_tokens_of_earlier_steps_keep_their_old_log_probs(folder: Path) -> None:
+    """Ratio, loss and gradient of a mixed old policy, in the first mini-batch too."""
+    config = make_config(folder)
+    groups = carry_some(GROUPS, config)
+    report = step(folder, groups)
+    old = load_model(folder)
+    gaps, clipped = [], []
+    for number, (update, part) in enumerate(
+        zip(report.updates, (groups[:5], groups[5:]), strict=True)
+    ):
+        model = load_model(folder, update.weights)
+        expected = expected_update(model, part, old=old, config=config)
+        assert update.loss == pytest.approx(expected.loss, abs=2e-7)
+        start = number * len(part) * GROUP_SIZE
+        assert {i - start for i in update.ratios} == expected.ratios.keys()
+        for position, ratio in expected.ratios.items():
+            assert update.ratios[start + position] == pytest.approx(ratio, rel=1e-5)
+            assert update.clipped[start + position] == expected.clipped[position]
+        clipped += [flag for i, flag in expected.clipped.items() if expected.ratios[i] != 1]
+        for name, whole in expected.gradients.items():
+            # As in test_policy_reference: float32, 2e-6 measured there.
+            error = (update.gradients[name].double() - whole).norm()
+            assert error <= 1e-5 * whole.norm(), (number, name)
+        at_old = expected_update(old, part, old=old, config=config)
+        for i in expected.ratios:
+            rollout = part[i // GROUP_SIZE].rollouts[i % GROUP_SIZE]
+            values = at_old.log_probs[i].clone()
+            if rollout.carried:
+                values[: len(rollout.carried.versions)] = torch.from_numpy(
+                    rollout.carried.old_log_probs
+                )
+            gaps.append((values - torch.from_numpy(rollout.log_probs)).abs())
+    assert {True, False} <= set(clipped)
+    # What this step has sampled needs no pass of its own in the first mini-batch, nor has it one.
+    for i, ratio in report.updates[0].ratios.items():
+        assert (ratio == 1.0) == (groups[i // GROUP_SIZE].rollouts[i % GROUP_SIZE].carried is None)
+    skipped = "skip/old_pass_token_share"
+    assert report.metrics[skipped] == step(folder).metrics[skipped]
+    # The engine's log-probs are compared with those of the same weights.
+    mean = float(torch.cat(gaps).mean())
+    found = report.metrics["mismatch/mean_abs_log_prob_diff"]
+    assert found == pytest.approx(mean, abs=1e-6)
 
 
 def test_metrics_are_means_over_what_was_computed(folder: Path) -> None:

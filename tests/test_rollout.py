@@ -269,10 +269,14 @@ def test_samples_depend_neither_on_order_nor_on_company(fresh):
     assert fewer == [group[:2] for group in groups]
 
 
+# Two responses that nearly always end by themselves: groups are whole at different times.
+LONG = {"num_samples": 2, "max_response_tokens": 150}
+
+
 def test_ends_with_as_many_whole_groups_as_are_wanted(fresh):
     prompts = make_prompts(16)
-    everything = tokens_of(generate(fresh.engine, prompts))
-    groups = tokens_of(generate(fresh.engine, prompts, num_groups=5))
+    everything = tokens_of(generate(fresh.engine, prompts, **LONG))
+    groups = tokens_of(generate(fresh.engine, prompts, num_groups=5, **LONG))
     kept = [i for i, group in enumerate(groups) if group]
     assert len(kept) == 5
     assert [groups[i] for i in kept] == [everything[i] for i in kept]
@@ -282,6 +286,64 @@ def test_ends_with_as_many_whole_groups_as_are_wanted(fresh):
     assert max(longest[i] for i in kept) <= min(others) < max(others)
     assert not fresh.engine.llm.has_unfinished_requests()
     assert generate(fresh.engine, prompts, num_groups=0) == [()] * 16
+
+
+def test_what_is_broken_off_goes_on_from_its_tokens_at_other_weights(fresh):
+    engine, prompts = fresh.engine, make_prompts(16)
+    everything = tokens_of(generate(engine, prompts, **LONG))
+    first = generate(engine, prompts, num_groups=5, keep_open=True, **LONG)
+    opened = [i for i, group in enumerate(first) if not all(r.finished for r in group)]
+    assert 0 < len(opened) <= 11
+    for group, whole in zip(first, everything, strict=True):
+        for r, tokens in zip(group, whole, strict=True):
+            assert r.token_ids.tolist() == tokens[: len(r.token_ids)]
+            assert r.finished == (len(r.token_ids) == len(tokens))
+            assert len(r.log_probs) == len(r.token_ids) and r.carried is None
+            assert not r.truncated or r.finished
+    rollouts = [r for i in opened for r in first[i]]
+    assert {r.finished for r in rollouts} == {True, False}
+    assert not engine.llm.has_unfinished_requests()
+    prompts = [prompts[i] for i in opened]
+    before = [first[i] for i in opened]
+    assert largest_difference(fresh.model, prompts, before) < TOLERANCE
+
+    perturb(fresh.model, seed=4)
+    sync_weights(engine, weights(fresh.model).items(), policy_version=1)
+    begun = {prompt.id: group for prompt, group in zip(prompts, before, strict=True)}
+    new = [Prompt("new", (5, 6, 7), answer="")]
+    *after, fresh_group = generate(engine, [*prompts, *new], step=1, begun=begun, **LONG)
+    assert tokens_of([fresh_group]) == tokens_of(generate(engine, new, step=1, **LONG))
+    for prompt, group, earlier in zip(prompts, after, before, strict=True):
+        for r, start in zip(group, earlier, strict=True):
+            n = len(start.token_ids)
+            assert r.finished and (r is start) == start.finished
+            assert r.token_ids[:n].tolist() == start.token_ids.tolist()
+            # Of the weights of its version each: the first ones have not been scored again.
+            assert r.log_probs[:n].tolist() == start.log_probs.tolist()
+            now = expected_log_probs(fresh.model, prompt.token_ids, r.token_ids)
+            assert np.abs(now[n:] - r.log_probs[n:]).max(initial=0) < TOLERANCE
+            assert r.truncated == (int(r.token_ids[-1]) not in fresh.ends)
+            assert len(r.token_ids) <= 150 and (len(r.token_ids) == 150 or not r.truncated)
+            assert (r.token_ids.dtype, r.log_probs.dtype) == (np.int32, np.float32)
+    assert largest_difference(fresh.model, prompts, before) > 0.05
+
+
+def test_what_has_not_begun_is_open_without_a_token(fresh):
+    groups = generate(fresh.engine, make_prompts(3), num_groups=0, keep_open=True)
+    assert tokens_of(groups) == [[[]] * 4] * 3
+    assert not any(r.finished or r.truncated for group in groups for r in group)
+    begun = {f"p{i}": group for i, group in enumerate(groups)}
+    again = generate(fresh.engine, make_prompts(3), begun=begun)
+    assert tokens_of(again) == tokens_of(generate(fresh.engine, make_prompts(3)))
+    # All that is wanted is there already: nothing is generated for the others.
+    done = generate(
+        fresh.engine,
+        make_prompts(5),
+        num_groups=3,
+        begun={f"p{i}": group for i, group in enumerate(again)},
+        keep_open=True,
+    )
+    assert tokens_of(done) == [*tokens_of(again), [[]] * 4, [[]] * 4]
 
 
 def test_counts_the_places_that_stand_empty(fresh):
@@ -611,7 +673,10 @@ def test_seeds_are_fixed_and_apart():
         for prompt in ("1", "11", "p")
         for sample in range(8)
     }
-    assert len(seeds) == 3 * 5 * 3 * 8
+    # Going on, also within the step that has begun, meets other random numbers.
+    seeds |= {request_seed(0, 0, "p", 0, start) for start in range(1, 10)}
+    assert len(seeds) == 3 * 5 * 3 * 8 + 9
+    assert request_seed(0, 0, "p", 0, 0) == request_seed(0, 0, "p", 0)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 

@@ -372,6 +372,79 @@ def test_of_more_groups_than_are_wanted_the_whole_ones_are_learned_from(
     assert len(source["remaining"]) + 2 * 8 == num_problems * (1 + source["epoch"])
 
 
+@pytest.fixture(scope="module")
+def partial_run(root: Path) -> Path:
+    run_dir = root / "partial"
+    finish(Program(*partial(root, "partial")))
+    return run_dir
+
+
+def partial(root: Path, name: str) -> tuple[object, ...]:
+    """Command of four steps with partial rollouts."""
+    settings = (
+        *("run.num_steps=4", "evaluation.every_steps=0"),
+        *("batch.oversampling=1.5", "batch.partial_rollouts=true"),
+    )
+    return ("gapo_megatron.train", root / "config.toml", f"run.output_dir={root}/{name}", *settings)
+
+
+@pytest.mark.slow
+def test_what_is_broken_off_is_finished_by_the_next_steps(partial_run: Path) -> None:
+    lines = [line for line in metrics_of(partial_run) if "loss/policy" in line]
+    assert len(lines) == 4
+    for line in lines:
+        assert line["rollout/broken_off_group_share"] == pytest.approx(1 / 3)
+        assert sum(line[f"per_c/groups/c{c}"] for c in range(5)) == 8
+        # Trainer and engine agree where each token is compared at the weights that sampled it:
+        # float32. Other weights are a hundred times as far apart, as the ratios below show.
+        assert line["mismatch/max_abs_log_prob_diff"] < 2e-4
+    assert lines[0]["rollout/carried_token_share"] == lines[0]["rollout/oldest_version_gap"] == 0
+    for line in lines[1:]:
+        assert 0 < line["rollout/carried_token_share"] < 1
+        assert 1 <= line["rollout/oldest_version_gap"] <= line["step"]
+    assert max(line["ratio/abs_deviation_max"] for line in lines[1:]) > 0.02
+    path = partial_run / "checkpoints/step_00000004"
+    source = json.loads((path / "trainer_state.json").read_text())["source"]
+    opened = torch.load(path / "open_groups.pt", weights_only=True)["groups"]
+    assert len(opened) == 4
+    num_problems = len((partial_run.parent / "task/train.jsonl").read_text().splitlines())
+    learned_and_open = 4 * 8 + len(opened)
+    assert len(source["remaining"]) + learned_and_open == num_problems * (1 + source["epoch"])
+
+
+@pytest.mark.slow
+def test_partial_rollouts_are_resumed_bitwise(root: Path, partial_run: Path) -> None:
+    """Invariant 6: stopped within a step, which keeps its rollouts and what it left open."""
+    stopped = root / "partial_stopped"
+    attempts = [stopped / "attempts" / f"7.{restart}" for restart in range(2)]
+    command = partial(root, "partial_stopped")
+    process = Program(*command, env=launched(attempts[0]))
+    stage = attempts[0] / "stage"
+    while not (stage.exists() and stage.read_text() == "step 2: update\n"):
+        assert process.poll() is None, process.communicate()[0][-4000:]
+    process.send_signal(signal.SIGUSR1)
+    finish(process)
+    assert (stopped / "checkpoints/step_00000002_1/open_groups.pt").is_file()
+    assert "step_00000002_1" in finish(Program(*command, env=launched(attempts[1])))
+    assert (stopped / "metrics.jsonl").read_text() == (partial_run / "metrics.jsonl").read_text()
+    ours = (stopped / "hf/model.safetensors").read_bytes()
+    assert ours == (partial_run / "hf/model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_partial_rollouts_go_on_in_a_branch_on_more_ranks(root: Path, partial_run: Path) -> None:
+    command = partial(root, "partial_branch")
+    point = f"checkpoint.branch_from={partial_run}/checkpoints/step_2"
+    changes = ("objective.method=gapo_token", "objective.importance_weight_max=2")
+    finish(Program(*command, point, *changes, "run.num_steps=3", ranks=2))
+    (line,) = metrics_of(root / "partial_branch")
+    assert line["step"] == 2
+    assert 0 < line["rollout/carried_token_share"] < 1
+    assert line["rollout/oldest_version_gap"] >= 1
+    assert line["mismatch/max_abs_log_prob_diff"] < 2e-4
+    assert line["mismatch/importance_weight"] == pytest.approx(1, abs=1e-4)
+
+
 def documented_names() -> list[str]:
     """First column of every table of docs/metrics.md."""
     text = (Path(__file__).parents[1] / "docs/metrics.md").read_text(encoding="utf-8")
@@ -381,11 +454,15 @@ def documented_names() -> list[str]:
 
 @pytest.mark.slow
 def test_the_document_has_the_names_that_runs_log_and_no_others(
-    whole_run: Path, branched_run: Path, dynamic_run: Path, oversampled_run: Path
+    whole_run: Path,
+    branched_run: Path,
+    dynamic_run: Path,
+    oversampled_run: Path,
+    partial_run: Path,
 ) -> None:
     logged = {
         key
-        for run_dir in (whole_run, branched_run, dynamic_run, oversampled_run)
+        for run_dir in (whole_run, branched_run, dynamic_run, oversampled_run, partial_run)
         for name in ("metrics.jsonl", "timings.jsonl")
         for line in (run_dir / name).read_text().splitlines()
         for key in json.loads(line)

@@ -22,6 +22,29 @@ def sequence_lengths(batch: Batch) -> torch.Tensor:
     return torch.tensor(lengths, dtype=torch.int64)
 
 
+def unpack(
+    batch: Batch,
+    microbatches: Sequence[Sequence[int]],
+    values: Sequence[torch.Tensor | None],
+) -> dict[int, torch.Tensor]:
+    """Log-probs of packed micro-batches, sequence by sequence.
+
+    Args:
+        batch: what was packed.
+        microbatches: positions in `batch`, as they were packed.
+        values: per micro-batch [R]; None where the last pipeline stage is another rank's.
+
+    Returns:
+        Position in the batch -> its response tokens' values, on the CPU.
+    """
+    by_sequence: dict[int, torch.Tensor] = {}
+    for indices, packed in zip(microbatches, values, strict=True):
+        if packed is not None:
+            parts = packed.cpu().split([len(batch.response_ids[i]) for i in indices])
+            by_sequence |= zip(indices, parts, strict=True)
+    return by_sequence
+
+
 def pack(
     batch: Batch,
     indices: Sequence[int],

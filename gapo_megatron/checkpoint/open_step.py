@@ -19,7 +19,7 @@ from gapo_megatron.learn import Progress
 from gapo_megatron.types import Batch
 
 BATCH_NAME = "batch.pt"
-_ARRAYS = ("prompt_ids", "response_ids", "rollout_log_probs")
+_ARRAYS = ("prompt_ids", "response_ids", "rollout_log_probs", "carried_log_probs")
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class OpenStep:
 
     def save(self, folder: Path) -> None:
         """Write this rank's progress; rank 0 the rest. No collective."""
-        _write(folder / progress_name(dist.get_rank()), asdict(self.progress))
+        write(folder / progress_name(dist.get_rank()), asdict(self.progress))
         if dist.get_rank() == 0:
             fields = {name: getattr(self.batch, name) for name in Batch.__slots__}
             for name in _ARRAYS:
                 fields[name] = [torch.from_numpy(array) for array in fields[name]]
-            _write(
+            write(
                 folder / BATCH_NAME,
                 {"batch": fields, "metrics": self.metrics, "evaluated": self.evaluated},
             )
@@ -53,7 +53,8 @@ class OpenStep:
         shared: dict[str, Any] = torch.load(folder / BATCH_NAME, weights_only=True)
         fields = shared["batch"]
         for name in _ARRAYS:
-            fields[name] = [tensor.numpy() for tensor in fields[name]]
+            # One written before there were carried tokens has none.
+            fields[name] = [tensor.numpy() for tensor in fields.get(name, [])]
         progress: dict[str, Any] = torch.load(
             folder / progress_name(dist.get_rank()), weights_only=True
         )
@@ -74,7 +75,8 @@ def progress_name(rank: int) -> str:
     return f"progress_{rank:05d}.pt"
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write tensors and plain values; they are on disk when it returns."""
     with open(path, "wb") as file:
         torch.save(content, file)
         file.flush()

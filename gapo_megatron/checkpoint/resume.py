@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from gapo_megatron import cpu
 from gapo_megatron.checkpoint import manifest, rng
 from gapo_megatron.checkpoint.manifest import Branch, Manifest
+from gapo_megatron.checkpoint.open_groups import load_open_groups
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.checkpoint.save import (
     TRAINER_STATE_NAME,
@@ -28,6 +29,7 @@ from gapo_megatron.errors import CheckpointError
 from gapo_megatron.launch.run_folder import checkpoints_dir
 from gapo_megatron.policy import Policy
 from gapo_megatron.settings import changes
+from gapo_megatron.types import OpenGroup
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ class LoadedState:
     """The step that was under way; None between steps."""
     changes_objective: bool = False
     """Whether the steps before were under another objective: in a branch, or by the user's will."""
+    open_groups: list[OpenGroup] = field(default_factory=list)
+    """What the next step goes on with; the same on every rank."""
 
     @property
     def num_open_updates(self) -> int | None:
@@ -90,6 +94,7 @@ def load_latest(run_dir: str | Path, *, policy: Policy, config: Config) -> Loade
     Raises:
         CheckpointError: the checkpoint is another model's (names the fields), or there are
             checkpoints and none is whole.
+        ConfigError: see `load_open_groups`.
     """
     path, found, damaged = _newest_usable(checkpoints_dir(run_dir), layout(policy.groups), config)
     if found is None:
@@ -156,6 +161,7 @@ def _load(path: Path, found: Manifest, policy: Policy, config: Config) -> Loaded
             _shown(found.layout),
         )
     open_step = None if found.open_updates is None else OpenStep.load(path, policy.device)
+    open_groups = load_open_groups(path, config)
     trainer_state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     branch, changed = found.branch, {*changes(found.config, config)}
     if branch is not None and branch.step == found.step:
@@ -165,7 +171,15 @@ def _load(path: Path, found: Manifest, policy: Policy, config: Config) -> Loaded
     dist.barrier()
     if dist.get_rank() == 0:
         logger.info("resumed from %s", path)
-    return LoadedState(found.step, trainer_state, path, branch, open_step, changes_objective)
+    return LoadedState(
+        step=found.step,
+        trainer_state=trainer_state,
+        path=path,
+        branch=branch,
+        open_step=open_step,
+        changes_objective=changes_objective,
+        open_groups=open_groups,
+    )
 
 
 def _shown(sizes: Mapping[str, int]) -> str:

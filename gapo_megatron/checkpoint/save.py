@@ -7,7 +7,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,14 @@ from transformers import PretrainedConfig
 from gapo_megatron import cpu
 from gapo_megatron.checkpoint import manifest, rng
 from gapo_megatron.checkpoint.manifest import Branch
+from gapo_megatron.checkpoint.open_groups import save_open_groups
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.launch.attempt import Attempt
 from gapo_megatron.launch.run_folder import checkpoints_dir
 from gapo_megatron.policy import ParallelGroups, Policy
+from gapo_megatron.types import OpenGroup
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,7 @@ def save(
     attempt: Attempt,
     branch: Branch | None = None,
     open_step: OpenStep | None = None,
+    open_groups: Sequence[OpenGroup] = (),
 ) -> Path:
     """Write the state after `step` finished steps; when it returns, a kill can no longer lose it.
 
@@ -106,6 +109,7 @@ def save(
         attempt: publishes only while it owns the run.
         branch: where the run left another one; of a branched run, all checkpoints know it.
         open_step: the step under way when a stop came; None between steps.
+        open_groups: what the next step goes on with; the same on every rank.
 
     Returns:
         The checkpoint's folder, on every rank.
@@ -132,6 +136,8 @@ def save(
         _write(temporary, policy, trainer_state)
         if open_step is not None:
             open_step.save(temporary)
+        if dist.get_rank() == 0:
+            save_open_groups(temporary, open_groups)
         files = _describe_files(temporary)
         if dist.get_rank() == 0:
             document = manifest.Manifest(

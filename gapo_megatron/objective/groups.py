@@ -100,6 +100,10 @@ def make_batch(groups: Sequence[Group], method: Method) -> Batch:
     group_length = rewards.shape[1]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     prompts = [np.asarray(group.prompt.token_ids, dtype=np.int32) for group in groups]
+    carried: list[np.ndarray] = []
+    if any(rollout.carried for rollout in rollouts):
+        none = np.empty(0, dtype=np.float32)
+        carried = [one.carried.old_log_probs if one.carried else none for one in rollouts]
     return Batch(
         prompt_ids=[ids for ids in prompts for _ in range(group_length)],
         response_ids=[np.asarray(rollout.token_ids, dtype=np.int32) for rollout in rollouts],
@@ -108,6 +112,7 @@ def make_batch(groups: Sequence[Group], method: Method) -> Batch:
         num_correct=num_correct.repeat_interleave(group_length),
         group_size=group_size.repeat_interleave(group_length),
         valid=~rewards.isnan().flatten(),
+        carried_log_probs=carried,
     )
 
 
@@ -126,6 +131,7 @@ def _check_rewards(rewards: torch.Tensor) -> None:
 def _check_rollouts(group: Group) -> None:
     assert len(group.verdicts) == len(group.rollouts), f"prompt {group.prompt.id!r}: verdicts"
     for number, rollout in enumerate(group.rollouts):
+        assert rollout.finished, f"prompt {group.prompt.id!r}, rollout {number} is not finished"
         num_tokens, num_log_probs = len(rollout.token_ids), len(rollout.log_probs)
         if num_tokens == 0 or num_tokens != num_log_probs:
             raise RolloutError(

@@ -8,13 +8,11 @@ and `gather` brings the groups together.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +21,6 @@ from transformers import PretrainedConfig
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -36,6 +33,15 @@ from gapo_megatron.rollout.guards import (
     trainer_random_state,
 )
 from gapo_megatron.rollout.progress import GenerationProgress
+from gapo_megatron.rollout.requests import (
+    NOT_BEGUN,
+    TOKENS_ONLY,
+    Request,
+    make_request,
+    num_tokens,
+    to_rollout,
+    unfinished_outputs,
+)
 from gapo_megatron.rollout.schedule import Phase, Schedule
 from gapo_megatron.types import Prompt, Rollout
 
@@ -134,6 +140,8 @@ class RolloutEngine:
         step: int,
         max_response_tokens: int,
         num_groups: int | None = None,
+        begun: Mapping[str, tuple[Rollout, ...]] | None = None,
+        keep_open: bool = False,
         temperature: float = 1.0,
         top_p: float = 1.0,
         progress: bool = False,
@@ -152,6 +160,9 @@ class RolloutEngine:
             max_response_tokens: a response that reaches it without EOS is `truncated`.
             num_groups: prompts of this replica after whose last response it ends; by default all.
                 Which ones depends on the lengths of the responses and on the replica's company.
+            begun: by id of the prompts that earlier calls have begun: their rollouts so far. The
+                others are continued, from prompt + tokens so far, and seeded anew.
+            keep_open: return what there is of the prompts that it ends without.
             temperature: > 0. Log-probs are those of the distribution sampled from: at this
                 temperature, renormalised over the nucleus when `top_p` < 1.
             top_p: nucleus of sampling, in (0, 1].
@@ -160,8 +171,9 @@ class RolloutEngine:
                 whether to break off. The first rank of each replica decides for the replica.
 
         Returns:
-            One tuple of `num_samples` rollouts per prompt, in order, and an empty one for a prompt
-            beyond `num_groups`; None on every rank if any replica broke off.
+            One tuple of `num_samples` rollouts per prompt, in order; for a prompt beyond
+            `num_groups` it is empty, or with `keep_open` has what there is, `finished` or not. None
+            on every rank if any replica broke off.
 
         Collectives: vLLM's own within the replica; with `should_abandon` also a broadcast now and
         then within the replica, and one gather over all ranks.
@@ -176,22 +188,25 @@ class RolloutEngine:
         # What was generated or scored before must not decide what is cached now: a resumed run
         # starts from an empty cache, and its bits must be the same.
         self.llm.reset_prefix_cache()
-        requests: dict[str, tuple[Sequence[int], SamplingParams]] = {}
-        for i, prompt in enumerate(prompts):
-            for sample in range(num_samples):
-                requests[f"{i}-{sample}"] = (
-                    prompt.token_ids,
-                    SamplingParams(
-                        seed=request_seed(seed, step, prompt.id, sample),
-                        temperature=temperature,
-                        top_p=top_p,
-                        max_tokens=max_response_tokens,
-                        stop_token_ids=list(self.eos_token_ids),
-                        logprobs=0,
-                        **_TOKENS_ONLY,
-                    ),
-                )
-        missing = [num_samples] * len(prompts)
+        begun = begun or {}
+        so_far = [begun.get(prompt.id, (NOT_BEGUN,) * num_samples) for prompt in prompts]
+        requests = {
+            f"{i}-{sample}": make_request(
+                prompt,
+                sample,
+                rollout,
+                seed=seed,
+                step=step,
+                max_response_tokens=max_response_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                stop_token_ids=list(self.eos_token_ids),
+            )
+            for i, prompt in enumerate(prompts)
+            for sample, rollout in enumerate(so_far[i])
+            if not rollout.finished
+        }
+        missing = [sum(not rollout.finished for rollout in rollouts) for rollouts in so_far]
         wanted = len(prompts) if num_groups is None else num_groups
 
         def is_enough(finished: Sequence[RequestOutput]) -> bool:
@@ -200,7 +215,7 @@ class RolloutEngine:
             return missing.count(0) >= wanted
 
         with GenerationProgress(len(requests), shown=progress and dist.get_rank() == 0) as bar:
-            run = self._run(requests, bar, should_abandon, is_enough)
+            run = self._run(requests, bar, should_abandon, is_enough, keep_open)
         if should_abandon is not None:
             ends = [run.end] * dist.get_world_size()
             dist.all_gather_object(ends, run.end, group=self.gloo_group)
@@ -209,13 +224,14 @@ class RolloutEngine:
             if any(broken_off):
                 return None
         whole = {i for i, count in enumerate(missing) if count == 0}
-        kept = sorted(whole)[:num_groups]
-        return [
-            tuple(_to_rollout(run.outputs[f"{i}-{sample}"]) for sample in range(num_samples))
-            if i in kept
-            else ()
-            for i in range(len(prompts))
-        ]
+        groups: list[tuple[Rollout, ...]] = [()] * len(prompts)
+        for i in range(len(prompts)) if keep_open else sorted(whole)[:num_groups]:
+            outputs = [run.outputs.get(f"{i}-{sample}") for sample in range(num_samples)]
+            groups[i] = tuple(
+                before if output is None else to_rollout(output, before, may_be_open=keep_open)
+                for output, before in zip(outputs, so_far[i], strict=True)
+            )
+        return groups
 
     def log_probs(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray]
@@ -235,7 +251,7 @@ class RolloutEngine:
             RolloutError: the engine is asleep, or did not return what was asked for.
         """
         self.schedule.require(Phase.GENERATING, "log_probs")
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **_TOKENS_ONLY)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **TOKENS_ONLY)
         tokens = [
             np.concatenate(pair).tolist() for pair in zip(prompt_ids, response_ids, strict=True)
         ]
@@ -299,16 +315,18 @@ class RolloutEngine:
 
     def _run(
         self,
-        requests: dict[str, tuple[Sequence[int], SamplingParams]],
+        requests: Mapping[str, Request],
         bar: GenerationProgress | None,
         should_abandon: Callable[[float], bool] | None = None,
         is_enough: Callable[[Sequence[RequestOutput]], bool] = lambda finished: False,
+        keep_open: bool = False,
     ) -> _Run:
         """Run requests until all are finished, or it is enough, or it is told to break off.
 
         Leaves no request in the engine. `is_enough` is told what every decoding step finishes.
         """
         outputs: dict[str, RequestOutput] = {}
+        unfinished: dict[str, RequestOutput] = {}
         places, taken, broken_off = 0, 0.0, False
         scheduler = self.llm.engine_core.engine_core.scheduler
         start = last = time.monotonic()
@@ -332,17 +350,19 @@ class RolloutEngine:
                     now = time.monotonic()
                     places, taken, last = max(places, running), taken + running * (now - last), now
                     if bar is not None and finished:
-                        bar.advance(len(finished), sum(_num_tokens(o) for o in finished))
+                        bar.advance(len(finished), sum(map(num_tokens, finished)))
+                if keep_open:
+                    unfinished = unfinished_outputs(self.llm)
             finally:
-                if unfinished := [name for name in requests if name not in outputs]:
-                    self.llm.abort_request(unfinished)
-        return _Run(outputs, (broken_off, taken / max(places, 1), last - start))
+                if left := [name for name in requests if name not in outputs]:
+                    self.llm.abort_request(left)
+        return _Run(outputs | unfinished, (broken_off, taken / max(places, 1), last - start))
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
     outputs: dict[str, RequestOutput]
-    """Of the requests that finished, by their names."""
+    """Of the requests that finished, by their names, and of the others where they are kept."""
     end: tuple[bool, float, float]
     """Whether it was told to break off; mean share of its places taken x seconds; seconds."""
 
@@ -350,41 +370,6 @@ class _Run:
 # Decoding steps between two questions whether to go on: a broadcast within the replica.
 _STEPS_PER_QUESTION = 8
 
-# Sent with every request: nothing becomes text, and only the last output of a request is made.
-_TOKENS_ONLY: dict[str, Any] = {
-    "detokenize": False,
-    "flat_logprobs": True,
-    "output_kind": RequestOutputKind.FINAL_ONLY,
-    "skip_clone": True,
-}
-
-
-def request_seed(run_seed: int, step: int, prompt_id: str, sample: int) -> int:
-    """63-bit seed of one request: a hash of what identifies it in the run."""
-    identity = json.dumps([run_seed, step, prompt_id, sample]).encode()
-    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big") >> 1
-
 
 def _slice(items: Sequence[T], index: int, count: int) -> list[T]:
     return list(items[index * len(items) // count : (index + 1) * len(items) // count])
-
-
-def _to_rollout(output: RequestOutput) -> Rollout:
-    (completion,) = output.outputs
-    flat, tokens = completion.logprobs, list(completion.token_ids)
-    if completion.finish_reason not in ("stop", "length") or not tokens:
-        raise RolloutError(
-            f"vLLM ended request {output.request_id} with {completion.finish_reason!r} "
-            f"after {len(tokens)} tokens"
-        )
-    if flat is None or flat.token_ids != tokens:
-        raise RolloutError(f"vLLM's log-probs of request {output.request_id} miss its tokens")
-    return Rollout(
-        token_ids=np.asarray(tokens, dtype=np.int32),
-        log_probs=np.asarray(flat.logprobs, dtype=np.float32),
-        truncated=completion.finish_reason == "length",
-    )
-
-
-def _num_tokens(output: RequestOutput) -> int:
-    return sum(len(completion.token_ids) for completion in output.outputs)

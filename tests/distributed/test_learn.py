@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gapo_megatron.config import Config
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import save_model
-from tests.learn_setup import NUM_MINIBATCHES, make_config, make_groups, run_learn
+from tests.learn_setup import NUM_MINIBATCHES, carry_some, make_config, make_groups, run_learn
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -31,14 +31,15 @@ def config_of(folder: Path, sizes: dict[str, object]) -> Config:
 
 def stop_in_every_layout(folder: Path) -> None:
     on_one_rank = json.loads((folder / "on_one_rank.json").read_text())
+    groups = carry_some(GROUPS, config_of(folder, {}))
     for name, sizes in LAYOUTS.items():
         config = config_of(folder, sizes)
-        whole = run_learn(config, GROUPS, num_minibatches=NUM_MINIBATCHES)
+        whole = run_learn(config, groups, num_minibatches=NUM_MINIBATCHES)
         assert_same_statistics(whole.metrics, on_one_rank, name)
         kept = folder / f"kept_{name}"
         kept.mkdir(exist_ok=True)
         dist.barrier()
-        stopped = run_learn(config, GROUPS, num_minibatches=NUM_MINIBATCHES, stop_in=kept)
+        stopped = run_learn(config, groups, num_minibatches=NUM_MINIBATCHES, stop_in=kept)
         assert len(whole.updates) == len(stopped.updates) == NUM_MINIBATCHES
         assert stopped.metrics == whole.metrics, name
         for key, tensor in whole.after.items():
@@ -60,7 +61,9 @@ def assert_same_statistics(found: dict[str, float], expected: dict[str, float], 
 
 def test_neither_a_stop_nor_the_layout_changes_what_is_learned(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2_tied")
+    config = config_of(tmp_path, {})
+    groups = carry_some(GROUPS, config)
     with single_rank():
-        whole = run_learn(config_of(tmp_path, {}), GROUPS, num_minibatches=NUM_MINIBATCHES)
+        whole = run_learn(config, groups, num_minibatches=NUM_MINIBATCHES)
     (tmp_path / "on_one_rank.json").write_text(json.dumps(whole.metrics))
     run_distributed(stop_in_every_layout, 2, tmp_path)

@@ -1,0 +1,109 @@
+"""A request to vLLM for every response: what it asks for, and the rollout that comes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from gapo_megatron.errors import RolloutError
+from gapo_megatron.types import Prompt, Rollout
+
+Request = tuple[list[int], SamplingParams]
+"""Tokens given, and how to go on."""
+
+# Sent with every request: nothing becomes text, and only the last output of a request is made.
+TOKENS_ONLY: dict[str, Any] = {
+    "detokenize": False,
+    "flat_logprobs": True,
+    "output_kind": RequestOutputKind.FINAL_ONLY,
+    "skip_clone": True,
+}
+
+NOT_BEGUN = Rollout(np.empty(0, np.int32), np.empty(0, np.float32), truncated=False, finished=False)
+"""A response before its first token."""
+
+
+def request_seed(run_seed: int, step: int, prompt_id: str, sample: int, start: int = 0) -> int:
+    """63-bit seed of one request: a hash of what identifies it in the run.
+
+    `start` tokens are there already: a step that goes on with what itself has begun, in a further
+    draw of dynamic sampling, must not meet the same random numbers again.
+    """
+    identity = [run_seed, step, prompt_id, sample, *([start] if start else [])]
+    digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def make_request(
+    prompt: Prompt,
+    sample: int,
+    so_far: Rollout,
+    *,
+    seed: int,
+    step: int,
+    max_response_tokens: int,
+    **params: Any,
+) -> Request:
+    """Ask for the rest of response number `sample`; `params` as in `SamplingParams`."""
+    num_tokens = len(so_far.token_ids)
+    return [*prompt.token_ids, *so_far.token_ids.tolist()], SamplingParams(
+        seed=request_seed(seed, step, prompt.id, sample, num_tokens),
+        max_tokens=max_response_tokens - num_tokens,
+        logprobs=0,
+        **params,
+        **TOKENS_ONLY,
+    )
+
+
+def unfinished_outputs(llm: LLMEngine) -> dict[str, RequestOutput]:
+    """What there is of every request that the engine still has, by name.
+
+    vLLM makes such an output where an asynchronous caller aborts a request; the engine in this
+    process (0.32) aborts without a word. To be told the tokens of every step instead costs what
+    grows with all that is generated, not with what is broken off.
+    """
+    return {
+        state.external_req_id: state.make_request_output([], None, FinishReason.ABORT, None)
+        for state in llm.output_processor.request_states.values()
+    }
+
+
+def to_rollout(output: RequestOutput, so_far: Rollout, *, may_be_open: bool) -> Rollout:
+    """The response as far as it has come: `so_far` and what the request brought.
+
+    Raises:
+        RolloutError: neither EOS nor the limit ended the request (nor, where it `may_be_open`, that
+            it was broken off), or log-probs miss its tokens.
+    """
+    (completion,) = output.outputs
+    flat, tokens = completion.logprobs, list(completion.token_ids)
+    reason = completion.finish_reason
+    is_open = may_be_open and reason == "abort"
+    if not is_open and (reason not in ("stop", "length") or not tokens):
+        raise RolloutError(
+            f"vLLM ended request {output.request_id} with {reason!r} after {len(tokens)} tokens"
+        )
+    if flat is None or flat.token_ids != tokens:
+        raise RolloutError(f"vLLM's log-probs of request {output.request_id} miss its tokens")
+    token_ids = np.asarray(tokens, dtype=np.int32)
+    log_probs = np.asarray(flat.logprobs, dtype=np.float32)
+    return Rollout(
+        token_ids=np.concatenate([so_far.token_ids, token_ids]),
+        log_probs=np.concatenate([so_far.log_probs, log_probs]),
+        truncated=reason == "length",
+        finished=not is_open,
+        carried=so_far.carried,
+    )
+
+
+def num_tokens(output: RequestOutput) -> int:
+    """Tokens that a request brought."""
+    return sum(len(completion.token_ids) for completion in output.outputs)

@@ -1,0 +1,222 @@
+"""What stays open is scored at the weights that sampled it, once, and kept in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gapo_megatron import carry as carry_module
+from gapo_megatron.carry import carry
+from gapo_megatron.checkpoint.open_groups import load_open_groups, save_open_groups
+from gapo_megatron.config import Config
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.types import Batch, Carried, OpenGroup, Prompt, Rollout
+from tests.dist import run_distributed, single_rank
+from tests.distributed.policy_setup import (
+    VOCAB_SIZE,
+    make_config,
+    read_weights,
+    reference_log_probs,
+    save_model,
+)
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp": {"pipeline_model_parallel_size": 2},
+    "cp": {"context_parallel_size": 2},
+    "dp": {},
+}
+
+
+def make_open_groups() -> list[OpenGroup]:
+    """Each with a response that is not begun, one begun now, two of two steps, one of an earlier.
+
+    The last one is finished, and had its last token then.
+    """
+    random = np.random.default_rng(0)
+
+    def tokens(count: int) -> np.ndarray:
+        return random.integers(0, VOCAB_SIZE, count).astype(np.int32)
+
+    def rollout(num_tokens: int, num_carried: int, *, finished: bool = False) -> Rollout:
+        carried = None
+        if num_carried:
+            versions = np.full(num_carried, 1, np.int32)
+            versions[num_carried // 2 :] = 3
+            carried = Carried(versions, -random.random(num_carried, dtype=np.float32))
+        log_probs = -random.random(num_tokens, dtype=np.float32)
+        return Rollout(tokens(num_tokens), log_probs, False, finished, carried)
+
+    return [
+        OpenGroup(
+            Prompt(f"p{number}", tuple(tokens(number + 1).tolist()), answer="1", level="easy"),
+            (
+                rollout(0, 0),
+                rollout(9 + number, 0),
+                rollout(40 - number, 11),
+                rollout(13, 12, finished=True),
+                rollout(17, 17, finished=True),
+            ),
+        )
+        for number in range(4)
+    ]
+
+
+GROUPS = make_open_groups()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    save_model(path, "qwen2_tied")
+    return path
+
+
+def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
+    """Micro-batches of a few sequences."""
+    batch = {"rollouts_per_prompt": 5, "max_tokens_per_microbatch": 100} | sections.pop("batch", {})
+    return make_config(folder, batch=batch, **sections)
+
+
+def build(config: Config) -> Policy:
+    policy = Policy.build(config, initialize(config.parallel), "cpu")
+    policy.load_hf_weights(read_weights(Path(config.model.hf_dir)))
+    return policy
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> Iterator[Policy]:
+    with single_rank():
+        yield build(config_of(folder))
+        destroy()
+
+
+def carried_of(groups: list[OpenGroup]) -> list[list[tuple[list[int], list[float]] | None]]:
+    return [
+        [
+            one.carried and (one.carried.versions.tolist(), one.carried.old_log_probs.tolist())
+            for one in group.rollouts
+        ]
+        for group in groups
+    ]
+
+
+def assert_scored(groups: list[OpenGroup], model: Any) -> None:
+    """At version 5: new tokens have the model's log-probs, the others their own, to the bit."""
+    for group, before in zip(groups, GROUPS, strict=True):
+        assert group.prompt == before.prompt
+        for rollout, old in zip(group.rollouts, before.rollouts, strict=True):
+            num_tokens = len(old.token_ids)
+            assert rollout.token_ids.tolist() == old.token_ids.tolist()
+            assert rollout.log_probs.tolist() == old.log_probs.tolist()
+            assert rollout.finished == old.finished
+            if not num_tokens:
+                assert rollout.carried is None
+                continue
+            assert rollout.carried is not None
+            versions, log_probs = rollout.carried.versions, rollout.carried.old_log_probs
+            assert (versions.dtype, log_probs.dtype) == (np.int32, np.float32)
+            first = len(old.carried.versions) if old.carried else 0
+            if old.carried:
+                assert versions[:first].tolist() == old.carried.versions.tolist()
+                assert log_probs[:first].tolist() == old.carried.old_log_probs.tolist()
+            assert versions[first:].tolist() == [5] * (num_tokens - first)
+            with torch.no_grad():
+                (expected,) = reference_log_probs(
+                    model,
+                    Batch(
+                        prompt_ids=[np.array(group.prompt.token_ids, np.int32)],
+                        response_ids=[old.token_ids],
+                        rollout_log_probs=[],
+                        advantages=torch.zeros(1),
+                        num_correct=torch.zeros(1),
+                        group_size=torch.zeros(1),
+                        valid=torch.ones(1),
+                    ),
+                )
+            # float32 log-probs of order 5, to about 1e-6.
+            difference = np.abs(expected.numpy()[first:] - log_probs[first:])
+            assert difference.max(initial=0) < 1e-5
+
+
+def test_new_tokens_alone_are_scored_at_the_weights_that_sampled_them(
+    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(folder)
+    groups = carry(policy, GROUPS, config, policy_version=5, gloo_group=None)
+    assert_scored(groups, save_model(folder, "qwen2_tied"))
+    assert all(
+        group.rollouts[4] is before.rollouts[4]
+        for group, before in zip(groups, GROUPS, strict=True)
+    )
+    # Now all are carried, and nothing is left to do.
+    monkeypatch.setattr(carry_module, "log_probs", lambda *_: pytest.fail("scored again"))
+    again = carry(policy, groups, config, policy_version=6, gloo_group=None)
+    assert carried_of(again) == carried_of(groups)
+
+
+def over_layouts(folder: Path) -> dict[str, Any]:
+    result = {}
+    for name, parallel in LAYOUTS.items():
+        config = config_of(folder, parallel=parallel)
+        policy = build(config)
+        groups = carry(policy, GROUPS, config, policy_version=5, gloo_group=None)
+        # One response: a data parallel rank without any.
+        (one,) = GROUPS[:1]
+        alone = replace(one, rollouts=one.rollouts[:2])
+        result[name] = (
+            groups,
+            carried_of(groups),
+            carried_of(carry(policy, [alone], config, policy_version=5, gloo_group=None)),
+        )
+        destroy()
+    return result
+
+
+def test_every_rank_holds_the_same_bits_in_every_layout(folder: Path) -> None:
+    model = save_model(folder, "qwen2_tied")
+    first, second = run_distributed(over_layouts, 2, folder)
+    for name, (groups, carried, alone) in first.items():
+        assert_scored(groups, model)
+        assert carried == second[name][1], name
+        assert alone == second[name][2], name
+        ((nothing, (versions, log_probs)),) = alone
+        assert nothing is None and versions == carried[0][1][0], name
+        assert log_probs == pytest.approx(carried[0][1][1], abs=1e-5), name
+
+
+def test_a_checkpoint_keeps_every_bit_and_says_what_does_not_fit(
+    policy: Policy, folder: Path, tmp_path: Path
+) -> None:
+    config = config_of(folder)
+    groups = carry(policy, GROUPS, config, policy_version=5, gloo_group=None)
+    save_open_groups(tmp_path, groups)
+    read = load_open_groups(tmp_path, config)
+    assert [group.prompt for group in read] == [group.prompt for group in groups]
+    assert carried_of(read) == carried_of(groups)
+    for theirs, ours in zip(read, groups, strict=True):
+        for one, other in zip(theirs.rollouts, ours.rollouts, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            assert one.log_probs.tolist() == other.log_probs.tolist()
+            assert (one.token_ids.dtype, one.log_probs.dtype) == (np.int32, np.float32)
+            assert (one.finished, one.truncated) == (other.finished, other.truncated)
+    # The longest, of 40 tokens, is not finished.
+    load_open_groups(tmp_path, config_of(folder, rollout={"max_response_tokens": 41}))
+    with pytest.raises(ConfigError, match=r"max_response_tokens \(40\) must be at least 41"):
+        load_open_groups(tmp_path, config_of(folder, rollout={"max_response_tokens": 40}))
+    with pytest.raises(ConfigError, match=r"rollouts_per_prompt \(8\) must be 5, as it is in"):
+        load_open_groups(tmp_path, config_of(folder, batch={"rollouts_per_prompt": 8}))
+    with pytest.raises(AssertionError, match="0 of 9 tokens"):
+        save_open_groups(tmp_path, GROUPS)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    save_open_groups(empty, [])
+    assert not list(empty.iterdir())
+    assert load_open_groups(empty, config) == []

@@ -268,6 +268,8 @@ class OptimizerConfig(_Section):
     """Largest global gradient norm."""
     warmup_steps: NonNegative = 0
     """Optimizer updates over which the learning rate rises linearly from 0."""
+    offload: bool = False
+    """Keep moments and fp32 master weights in host memory while vLLM is awake."""
 
 
 class SupervisedConfig(_Section):

@@ -22,10 +22,10 @@ def sync(
     """Give the engine the policy's weights and prove it by the log-probs of `probe`.
 
     The trainer scores the probe first, a sequence at a time, while a sleeping engine leaves it the
-    memory. Then it gives back the memory of its gradients: the next update writes them anew.
+    memory. Then it gives back what only updates need.
 
     Args:
-        policy: its weights stay; its gradients go.
+        policy: its weights stay; its gradients go (`Policy.make_room`).
         engine: asleep or awake; generating afterwards, at `policy_version`.
         probe: a few sequences, the same on every rank (`first_sequences`, `prompts_as_sequences`).
         policy_version: steps the weights have been trained for.
@@ -42,7 +42,7 @@ def sync(
     microbatches = [policy.pack(probe, [i]) for i in range(len(probe))]
     values = log_probs(policy, microbatches, temperature=1.0) if microbatches else []
     holder = [[part.cpu().numpy() for part in values if part is not None]]
-    policy.free_gradients()
+    policy.make_room()
     sync_weights(engine, policy.iterate_hf_weights(), policy_version=policy_version)
     last = dist.get_world_size() - 1
     dist.broadcast_object_list(holder, src=last, group=engine.gloo_group)

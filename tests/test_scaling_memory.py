@@ -147,9 +147,13 @@ def test_parts_of_memory(tmp_path: Path, precision: str) -> None:
     fields = WIDE | {"num_hidden_layers": 8}
     hf_config, gpu = read_model(tmp_path, fields), GPUS["h100"]
 
-    def predict(memory_fraction: float) -> Memory:
-        rollout = {"memory_fraction": memory_fraction}
-        config = make_config(str(tmp_path), model={"precision": precision}, rollout=rollout)
+    def predict(memory_fraction: float, *, offload: bool = False) -> Memory:
+        config = make_config(
+            str(tmp_path),
+            model={"precision": precision},
+            rollout={"memory_fraction": memory_fraction},
+            optimizer={"offload": offload},
+        )
         return memory(hf_config, config, layout, gpu)
 
     layout = Layout(
@@ -180,6 +184,10 @@ def test_parts_of_memory(tmp_path: Path, precision: str) -> None:
         + generating.communication
         + int(0.4 * gpu.memory_bytes)
     )
+    # An offloaded optimizer is not there then; while training everything is as it was.
+    offloaded = predict(0.4, offload=True)
+    assert offloaded.generating == generating.generating - generating.optimizer
+    assert offloaded.training == predict(0.4).training
     parameters = 97 * 64 + 8 * (64 * 128 + 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64
     assert generating.rollout_weights == parameters * (4 if precision == "fp32" else 2) // 2
 

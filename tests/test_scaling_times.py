@@ -37,6 +37,12 @@ def test_step_time_is_made_of_its_stages():
     assert one.total_s == sum(parts)
     assert all(part > 0 for part in parts)
     assert one.update_s == 4 * training(dp=8, efficiency=Efficiency()).update_s()
+    # 12 bytes a weight, an eighth on each, to the host before generation and back.
+    offloading = config(optimizer={"offload": True})
+    away = step_time(model, offloading, layout(dp=8), WORKLOAD, H200, Efficiency())
+    way = 12 * NUM_PARAMETERS["Qwen2.5-7B"] / 8 / (64e9 * 0.75)
+    assert away.sync_s == pytest.approx(one.sync_s + way)
+    assert away.update_s == pytest.approx(one.update_s + way)
     # The same model on a device with a sixth of the products and a little less bandwidth.
     slow = step_time(model, config(), layout(dp=8), WORKLOAD, GPUS["h20"], Efficiency())
     assert slow.update_s > 5 * one.update_s

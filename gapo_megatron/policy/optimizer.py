@@ -137,6 +137,12 @@ def _create_state(optimizer: MegatronOptimizer) -> None:
                     }
 
 
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """AdamW of every part that has parameters on this rank."""
+    inner = [part.optimizer for part in _parts(optimizer)]
+    return [one for one in inner if one is not None]
+
+
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 

@@ -29,9 +29,11 @@ from gapo_megatron.policy.model import (
     num_experts,
     read_hf_config,
 )
+from gapo_megatron.policy.offload import Offload
 from gapo_megatron.policy.optimizer import (
     CHECKPOINT_METADATA,
     build_optimizer,
+    inner_optimizers,
     load_state,
     wrap_model,
 )
@@ -83,6 +85,7 @@ class Policy:
         self._layers = layers_of_stages(config.parallel, hf_config.num_hidden_layers)
         self._parameters = dict(self._named_parameters())
         self._reference: dict[str, Tensor] | None = None
+        self._offload = Offload(inner_optimizers(optimizer), self._parameters.values())
 
     @classmethod
     def build(cls, config: Config, groups: ParallelGroups, device: torch.device | str) -> Policy:
@@ -240,14 +243,21 @@ class Policy:
             load_state(self.optimizer, state["optimizer"], config=self.config.optimizer)
         self.num_updates = state["num_updates"]
 
-    def free_gradients(self) -> None:
-        """Give the memory of the gradients back, for as long as nothing is updated."""
+    def make_room(self) -> None:
+        """Give back the memory that nothing but an update needs, until the next one.
+
+        The gradients', and with `optimizer.offload` that of the optimizer's state, which waits in
+        host memory: a checkpoint may be written meanwhile.
+        """
+        if self.config.optimizer.offload:
+            self._offload.to_host()
         with cpu.device_scope():
             for wrapped in self.model:
-                wrapped.offload_grad_buffers()
+                wrapped.offload_grad_buffers()  # and gives what is free back to the device
 
-    def clear_gradients(self) -> None:
-        """Set all gradients to zero, in memory of their own again if it was given back."""
+    def begin_update(self) -> None:
+        """Take the room again that was made: all gradients zero, the optimizer's state back."""
+        self._offload.to_device()
         for wrapped in self.model:
             wrapped.restore_grad_buffers()
             wrapped.zero_grad_buffer()

@@ -116,7 +116,7 @@ def update(
         return value, outputs | {"active_rows": active_rows}
 
     with cpu.device_scope():
-        policy.clear_gradients()
+        policy.begin_update()
         outputs = _run(policy, microbatches, record, forward_only=False)
         policy.optimizer.prepare_grads()
         grad_norm = float(policy.optimizer.get_grad_norm())

@@ -34,6 +34,8 @@ class Gpu:
     """To the other devices of a node, bytes per second in one direction."""
     network_bandwidth: float
     """To other nodes, bytes per second in one direction, for each device."""
+    host_bandwidth: float
+    """To the node's memory, bytes per second in one direction, all devices at once."""
     gpus_per_node: int = 8
 
     def flops(self, precision: str) -> float:
@@ -66,7 +68,8 @@ class Gpu:
 
 
 # NVLink 4: 900 GB/s is both directions together. Network: one ConnectX-7 of 400 Gb/s for each GPU,
-# as in NVIDIA's DGX H100 and H200 reference systems; of H20 nodes the same is assumed.
+# as in NVIDIA's DGX H100 and H200 reference systems; of H20 nodes the same is assumed. Host
+# memory: 16 lanes of PCIe 5 for each GPU, 128 GB/s both directions together.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -81,6 +84,7 @@ GPUS = {
             bandwidth=3.35e12,
             link_bandwidth=450e9,
             network_bandwidth=50e9,
+            host_bandwidth=64e9,
         ),
         # NVIDIA H200 SXM data sheet: the H100's products, 141 GB, 4.8 TB/s.
         Gpu(
@@ -92,6 +96,7 @@ GPUS = {
             bandwidth=4.8e12,
             link_bandwidth=450e9,
             network_bandwidth=50e9,
+            host_bandwidth=64e9,
         ),
         # NVIDIA H20, as its resellers print the data sheet: 148 TFLOP/s bf16, 296 fp8, 44 fp32,
         # 96 GB, 4.0 TB/s, NVLink 900 GB/s.
@@ -104,6 +109,7 @@ GPUS = {
             bandwidth=4.0e12,
             link_bandwidth=450e9,
             network_bandwidth=50e9,
+            host_bandwidth=64e9,
         ),
     )
 }
@@ -142,6 +148,7 @@ def measure_cpu() -> Gpu:
         # gloo copies through memory on one machine.
         link_bandwidth=bandwidth / 2,
         network_bandwidth=bandwidth / 2,
+        host_bandwidth=bandwidth / 2,
         gpus_per_node=1,
     )
 

@@ -47,6 +47,8 @@ class StageMemory:
     weights: int
     gradients: int
     optimizer: int
+    offloaded: int
+    """Of the optimizer: in host memory while vLLM is awake."""
     activations: int
     """Kept between forward and backward pass, and what the schedule holds for neighbours."""
     layer: int
@@ -73,8 +75,9 @@ class StageMemory:
 
     @property
     def generating(self) -> int:
-        """While vLLM is awake: the trainer gives up gradients and activations."""
-        return self.state - self.gradients + self.rollout_weights + self.kv_cache
+        """While vLLM is awake: the trainer gives up gradients, activations and what it offloads."""
+        kept = self.state - self.gradients - self.offloaded
+        return kept + self.rollout_weights + self.kv_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
                 weights=weights,
                 gradients=gradients,
                 optimizer=optimizer,
+                offloaded=optimizer if config.optimizer.offload else 0,
                 activations=step.activations,
                 layer=step.layer,
                 head=step.head,

@@ -55,10 +55,13 @@ class Candidate:
         """Why it does not fit; None: it fits."""
         needed = self.memory.training
         if needed > gpu.memory_bytes:
-            return Refusal(_most_of_all("training", self.memory.trainer, _STEP_PARTS), needed)
+            parts = (*_STATE_PARTS, *_STEP_PARTS)
+            return Refusal(_most_of_all("training", self.memory.trainer, parts), needed)
         needed, engine = self.memory.generating, self.memory.engine
         if needed - engine.kv_cache > gpu.memory_bytes:
-            return Refusal(_most_of_all("generating", engine, _ROLLOUT_PARTS), needed)
+            state = ("weights",) if engine.offloaded else _STATE_PARTS
+            parts = (*state, *_ROLLOUT_PARTS)
+            return Refusal(_most_of_all("generating", engine, parts), needed)
         if needed > gpu.memory_bytes:
             return Refusal(f"{_GENERATING}: a smaller rollout.memory_fraction would fit", needed)
         if self.times.generation_s == float("inf"):
@@ -67,7 +70,7 @@ class Candidate:
 
 
 def _most_of_all(phase: str, stage: StageMemory, parts: Sequence[str]) -> str:
-    largest = max((*_STATE_PARTS, *parts), key=lambda part: getattr(stage, part))
+    largest = max(parts, key=lambda part: getattr(stage, part))
     return f"out of memory while {phase}: {largest.replace('_', ' ')} most of all"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from gapo_megatron.config import Config
+from gapo_megatron.dry_run import BYTES_PER_PARAMETER
 from gapo_megatron.scaling.arithmetic import Shape, element_bytes
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.generation import generation_s
@@ -45,8 +46,8 @@ class StepTime:
             generation_s=generation_s,
             reward_s=reward_s(training),
             old_log_probs_s=training.old_log_probs_s(),
-            update_s=config.batch.num_minibatches * training.update_s(),
-            sync_s=sync_s(training),
+            update_s=config.batch.num_minibatches * training.update_s() + offload_s(training),
+            sync_s=sync_s(training) + offload_s(training),
         )
 
 
@@ -91,6 +92,19 @@ def reward_s(training: Training) -> float:
     prompts = sum(training.workload.prompts_by_round(config.batch))
     sequences = prompts * config.batch.rollouts_per_prompt / training.layout.world_size
     return sequences * training.efficiency.verdict_s / workers
+
+
+def offload_s(training: Training) -> float:
+    """One way of the optimizer's state between device and host: bytes of a rank / host bandwidth.
+
+    It goes with every sync and comes back with the first update. 0 without `optimizer.offload`.
+    """
+    config, gpu = training.config, training.gpu
+    if not config.optimizer.offload:
+        return 0.0
+    _, _, state = BYTES_PER_PARAMETER[config.model.precision]
+    size = training.shape.num_parameters * state / training.layout.world_size
+    return size / (gpu.host_bandwidth * training.efficiency.communication)
 
 
 def sync_s(training: Training) -> float:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +20,7 @@ from gapo_megatron.errors import ConfigError, ConversionError, DivergenceError
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.load import load_weights
 from gapo_megatron.policy.model import build_model, check_shapes
+from gapo_megatron.policy.optimizer import inner_optimizers
 from gapo_megatron.policy.step import UpdateResult, log_probs, update
 from tests.convert_setup import make_config as make_hf_config
 from tests.dist import single_rank
@@ -78,24 +81,56 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_gradients_take_no_memory_where_they_are_freed(
-    folder: Path, groups: ParallelGroups
+def optimizer_state(policy: Policy) -> dict[str, list[Tensor]]:
+    """What an update needs besides weights and gradients, by name; not what is a weight itself."""
+    (adam,) = inner_optimizers(policy.optimizer)
+    held = {weight.untyped_storage().data_ptr() for weight in policy.stages[0].parameters()}
+    masters = [one for group in adam.param_groups for one in group["params"]]
+    return {
+        "masters": [one for one in masters if one.untyped_storage().data_ptr() not in held],
+        **{name: [adam.state[one][name] for one in masters] for name in ("exp_avg", "exp_avg_sq")},
+    }
+
+
+def saved_state(policy: Policy) -> list[Tensor]:
+    """Every tensor that a checkpoint would hold now."""
+    state = policy.sharded_state_dict()
+    return [x.data.clone() for x in nested_values(state) if isinstance(x, ShardedTensor)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_only_an_update_needs_leaves_the_device(
+    offload: bool, precision: str, folder: Path, groups: ParallelGroups
 ) -> None:
     found = []
-    for frees in (False, True):
-        policy = build(folder, groups)
+    for leaves in (False, True):
+        sections = {"optimizer": {"offload": offload}, "model": {"precision": precision}}
+        policy = build(folder, groups, **sections)
+        assert bool(optimizer_state(policy)["masters"]) == (precision == "bf16")
+        if leaves:  # nothing to give back yet
+            policy.make_room()
         train(policy)
         (buffer,) = policy.model[0].buffers
-        if frees:
-            policy.free_gradients()
+        if leaves:
+            before, saved = optimizer_state(policy), saved_state(policy)
+            places = {name: [x.data_ptr() for x in before[name]] for name in before}
+            policy.make_room()
             assert buffer.grad_data.untyped_storage().nbytes() == 0
-            policy.free_gradients()
+            policy.make_room()
             log_probs(policy, pack_all(BATCH, TWO_MICROBATCHES))
+            # The same tensors, all of them in other memory or none.
+            for name, tensors in optimizer_state(policy).items():
+                assert all(a is b for a, b in zip(tensors, before[name], strict=True))
+                moved = [x.data_ptr() != y for x, y in zip(tensors, places[name], strict=True)]
+                assert moved == [offload] * len(tensors)
+            while_away = saved_state(policy)
+            assert len(saved) > 3
+            assert all(torch.equal(a, b) for a, b in zip(saved, while_away, strict=True))
         train(policy)
         assert buffer.grad_data.untyped_storage().nbytes() == 4 * buffer.numel > 0
-        found.append((weights(policy), gradients(policy)))
-    assert equal(found[0][0], found[1][0])
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+        found.append([*weights(policy).values(), *gradients(policy), *saved_state(policy)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -228,14 +229,14 @@ def copies(policy: Policy) -> dict[str, Tensor]:
 @torch.no_grad()
 def gradients(policy: Policy) -> dict[str, Tensor]:
     """Every whole gradient by Hugging Face name, exported in the weights' place. Collective."""
-    (model,) = policy.model
-    for buffer in (*model.buffers, *model.expert_parallel_buffers):
+    buffers = [(*model.buffers, *model.expert_parallel_buffers) for model in policy.model]
+    for buffer in itertools.chain(*buffers):
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             # A data parallel rank has the sum of its own shard only.
             shards = list(bucket.grad_data.chunk(group.size()))
             dist.all_gather(shards, shards[group.rank()].clone(), group=group)
-    parameters = list(policy.stages[0].parameters())
+    parameters = [parameter for stage in policy.stages for parameter in stage.parameters()]
     weights = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.copy_(parameter.main_grad)

@@ -26,9 +26,10 @@ from tests.distributed.policy_setup import (
 )
 from tests.learn_setup import gradients
 
-TP, PP, CP, EP, SP = (
+TP, PP, VPP, CP, EP, SP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
     "sequence_parallel",
@@ -42,6 +43,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], list[list[tuple[int, ...]]]]] = {
     "data": ({}, APART),
     "expert": ({EP: 2}, APART),
     "pipeline": ({PP: 2}, TOGETHER),
+    "virtual stages": ({PP: 2, VPP: 2}, TOGETHER),
     "context": ({CP: 2}, TOGETHER),
     "context, expert": ({CP: 2, EP: 2}, TOGETHER),
     "expert, sequence": ({EP: 2, TP: 2, SP: True}, TOGETHER),

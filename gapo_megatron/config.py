@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from gapo_megatron.config_errors import explain
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.methods import METHODS, Method
 from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, split_setting
-from gapo_megatron.toml_tree import apply_override, explain, read_tree
+from gapo_megatron.toml_tree import apply_override, read_tree
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -62,7 +63,8 @@ class ModelConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.precision != "fp8" and self.fp8_recipe != "tensorwise":
+        default = type(self).model_fields["fp8_recipe"].default
+        if self.precision != "fp8" and self.fp8_recipe != default:
             raise ValueError(
                 f"fp8_recipe ({self.fp8_recipe!r}) needs precision 'fp8', not {self.precision!r}"
             )

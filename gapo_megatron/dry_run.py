@@ -28,6 +28,7 @@ from gapo_megatron.objective import upper_clip
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import check_shapes, read_hf_config
 from gapo_megatron.policy.policy import shard_size
+from gapo_megatron.policy.precision import is_quantised
 from gapo_megatron.toml_tree import to_toml
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 GIB = 2**30
 BYTES_PER_PARAMETER = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp8": (2, 4, 12)}
 """By precision: weight, gradient (both on every rank), optimizer state (cut by data parallel)."""
+FP8_COPY_BYTES = 2
+"""Of a weight that Transformer Engine multiplies by in fp8: a copy for the forward pass and one for
+the backward pass. (On Blackwell `tensorwise` and `delayed` have one for both.)"""
 
 
 def print_dry_run(config: Config, *, world_size: int, console: Console | None = None) -> None:
@@ -55,7 +59,7 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
     hf_config = None
     if Path(config.model.hf_dir).is_dir():
         hf_config = read_hf_config(config.model.hf_dir)
-        check_shapes(hf_config, config.parallel)
+        check_shapes(hf_config, config.parallel, config.model)
         if config.model.megatron_dir and Path(config.model.megatron_dir).is_dir():
             check_megatron_dir(config, hf_config)
 
@@ -211,16 +215,20 @@ def _memory_table(rules: list[Rule], config: Config, counts: Arithmetic) -> Tabl
         title=f"Memory of one rank, {precision}{recipe}, without activations (GiB)",
         title_justify="left",
     )
-    for heading in ("stage", "parameters", "weights", "gradients", "optimizer", "sum"):
+    copies = ["fp8 copies"] if precision == "fp8" else []
+    for heading in ("stage", "parameters", "weights", *copies, "gradients", "optimizer", "sum"):
         table.add_column(heading, justify="right")
     totals = per_rank_parameters(rules, config.parallel)
+    quantised = per_rank_parameters(list(filter(is_quantised, rules)), config.parallel)
     experts = per_rank_parameters([rule for rule in rules if rule.num_experts], config.parallel)
     # Copies of an expert that share its optimizer state.
     expert_dp_size = counts.world_size // (counts.pp_size * counts.ep_size)
-    for stage, (total, expert) in enumerate(zip(totals, experts, strict=True)):
+    for stage, (total, expert, copied) in enumerate(zip(totals, experts, quantised, strict=True)):
         states = (total - expert) / (counts.dp_size * counts.cp_size) + expert / expert_dp_size
-        parts = [total * weight / GIB, total * gradient / GIB, states * state / GIB]
-        table.add_row(str(stage), f"{total:,}", *(f"{part:.3g}" for part in (*parts, sum(parts))))
+        copies_here = [copied * FP8_COPY_BYTES for _ in copies]
+        sizes = [total * weight, *copies_here, total * gradient, states * state]
+        cells = (f"{size / GIB:.3g}" for size in (*sizes, sum(sizes)))
+        table.add_row(str(stage), f"{total:,}", *cells)
     return table
 
 

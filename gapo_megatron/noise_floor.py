@@ -239,4 +239,8 @@ def _log(found: NoiseFloor | None, config: Config) -> None:
 
 
 def _remedy(config: Config) -> str:
-    return f"{_REMEDIES[config.model.precision]} objective.eps_low and objective.eps_high_max"
+    model = config.model
+    remedy = f"{_REMEDIES[model.precision]} objective.eps_low and objective.eps_high_max"
+    if model.precision == "fp8" and model.fp8_recipe in ("tensorwise", "delayed"):
+        return f"set model.fp8_recipe ({model.fp8_recipe}) to blockwise or mxfp8, or {remedy}"
+    return remedy

@@ -42,7 +42,7 @@ ON_GPU = {
     "norm": "gapo_megatron.policy.attention.RMSNorm",
     "optimizer": "torch.optim.adamw.AdamW",
     "log_probs": "gapo_megatron.logprob.triton_kernels",
-    "fp8": "model.precision ('fp8') needs a GPU and Transformer Engine",
+    "fp8": {"delayed": "", "tensorwise": "", "mxfp8": "model.precision ('fp8') does not run"},
     "collectives": "nccl",
 }
 
@@ -83,6 +83,7 @@ def test_the_doctor_names_what_an_update_runs(tmp_path: Path) -> None:
     for part in ("layers", "attention", "norm", "optimizer"):
         assert found[part].detail in names, part
     assert found["collectives"].detail == collectives
+    assert found["fp8"].detail.startswith("not here: model.precision ('fp8') needs a GPU")
     assert found["log-probs"].detail == "gapo_megatron.logprob.tiles"
     assert {one.status for one in found.values()} == {"ok"}
 
@@ -129,6 +130,7 @@ def test_a_gpu_without_transformer_engine() -> None:
     found = by_name(ON_GPU, torch=GPU)
     assert {name for name, one in found.items() if one.status != "ok"} == {"layers"}
     assert found["one update"].detail == "done by a tiny model in bf16 on NVIDIA H200"
+    assert found["fp8"].detail == "delayed, tensorwise"
     # fp32 does not run on it anyway.
     assert by_name(ON_GPU, precision="fp32", torch=GPU)["layers"].status == "ok"
     fused = ON_GPU | {"transformer_engine": True, "attention_backend": "FusedAttention backend"}

@@ -166,10 +166,26 @@ def test_fp8_is_said(tmp_path: Path) -> None:
     assert "Memory of one rank, bf16, without" in text and "layers in fp8" not in text
     model = {"hf_dir": str(tmp_path / "m"), "precision": "fp8", "fp8_recipe": "blockwise"}
     text = text_of(make_config(model=model, rollout={"quantization": "fp8"}))
-    assert "Memory of one rank, fp8 (blockwise), without" in text
+    assert "Memory of one rank, fp8 (blockwise), without" in text and "fp8 copies" in text
     assert "1 of 1 process(es), 32 prompts each; layers in fp8" in text
     for line in ('fp8_recipe = "blockwise"', 'quantization = "fp8"'):
         assert line in text
+    model["fp8_recipe"] = "mxfp8"
+    with pytest.raises(ConfigError, match=r"multiples of 32: .*linear_fc2\.weight is 32 x 48"):
+        text_of(make_config(model=model))
+
+
+def test_copies_in_fp8_are_counted(tmp_path: Path) -> None:
+    """Two bytes of every weight of a layer's matrices, beside the weights."""
+    folder = write_model(tmp_path, hidden_size=4096, num_hidden_layers=1, intermediate_size=16384)
+    text = text_of(make_config(model={"hf_dir": folder, "precision": "fp8"}))
+    (row,) = [line for line in text.splitlines() if re.match(r"│ +0 │", line)]
+    weights, copies, gradients, _, total = (float(cell) for cell in row.split("│")[3:8])
+    # Four heads of 1,024 share two of keys and values.
+    matrices = 4096 * (4096 + 2 * 2048 + 4096 + 3 * 16384)
+    assert copies == pytest.approx(2 * matrices / 2**30, rel=5e-3)
+    assert total == pytest.approx(copies + weights * (2 + 4 + 12) / 2, rel=1e-2)
+    assert gradients == pytest.approx(2 * weights, rel=5e-3)
 
 
 def test_how_responses_are_judged_is_said() -> None:

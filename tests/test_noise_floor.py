@@ -248,11 +248,25 @@ def test_warns_exactly_above_a_tenth_of_eps_low(
 
 
 @pytest.mark.parametrize(
-    ("precision", "advice"),
+    ("model", "advice"),
     [
-        ("fp8", "set model.precision (fp8) to bf16 or fp32, or widen objective.eps_low"),
-        ("bf16", "set model.precision (bf16) to fp32, or widen objective.eps_low"),
-        ("fp32", "model.precision is fp32 already: widen objective.eps_low"),
+        (
+            {"precision": "fp8"},
+            "What to change: set model.fp8_recipe (tensorwise) to blockwise or mxfp8, or set "
+            "model.precision (fp8) to bf16 or fp32, or widen objective.eps_low",
+        ),
+        (
+            {"precision": "fp8", "fp8_recipe": "blockwise"},
+            "What to change: set model.precision (fp8) to bf16 or fp32, or widen objective.eps_low",
+        ),
+        (
+            {"precision": "bf16"},
+            "set model.precision (bf16) to fp32, or widen objective.eps_low",
+        ),
+        (
+            {"precision": "fp32"},
+            "model.precision is fp32 already: widen objective.eps_low",
+        ),
     ],
 )
 def test_the_warning_names_what_this_run_can_change(
@@ -260,10 +274,10 @@ def test_the_warning_names_what_this_run_can_change(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    precision: str,
+    model: dict[str, object],
     advice: str,
 ) -> None:
-    config = make_config(folder, model={"precision": precision})
+    config = make_config(folder, model=model)
     (message,) = warnings_at(policy, config, monkeypatch, caplog, NoiseFloor(1e-2, 1e-2))
     assert advice in message
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gapo_megatron.scaling.arithmetic import Shape, forward_flops, step_flops
+from gapo_megatron.scaling.arithmetic import Shape, engine_bytes, forward_flops, step_flops
 from gapo_megatron.scaling.workload import Workload
 from tests.scaling_setup import config, hf
 from tests.test_convert_models import CONFIGS, NUM_PARAMETERS
@@ -66,6 +66,19 @@ def test_parameters_of_published_models(name):
     products = shape.num_layers * (shape.layer_weights + shape.num_experts * shape.expert_weights)
     tables = (1 if CONFIGS[name]["tie_word_embeddings"] else 2) * shape.head_weights
     assert products + tables == pytest.approx(shape.num_parameters, rel=1e-3)
+
+
+@pytest.mark.parametrize(("tp", "width"), [(1, 768), (2, 384), (4, 256), (8, 128)])
+def test_an_expert_of_a_quantised_engine_is_filled_up_to_whole_blocks(tp, width):
+    """Qwen3-30B-A3B by hand: the 768 of an expert are 192 on four ranks, and vLLM makes 256."""
+    shape, quantized = Shape.of(hf("Qwen3-30B-A3B")), config(rollout={"quantization": "fp8"})
+    attention, experts = 2 * 2048 * (32 + 4) * 128, 128 * 3 * 2048 * width
+    layers = 48 * (attention / tp + experts)
+    others = shape.num_parameters - 48 * (attention + 128 * 3 * 2048 * 768)
+    assert others == pytest.approx(2 * 151936 * 2048 + 48 * 128 * 2048, rel=1e-3)  # and norms
+    found = engine_bytes(shape, quantized, rollout_tp_size=tp)
+    assert found == pytest.approx(layers + 2 * others / tp, rel=1e-12)
+    assert engine_bytes(shape, config(), rollout_tp_size=tp) == 2 * shape.num_parameters / tp
 
 
 def test_active_parameters_of_experts():

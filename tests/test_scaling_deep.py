@@ -30,6 +30,7 @@ from tests.scaling_setup import (
     TINY,
     TINY_EXPERTS,
     UNTIED,
+    WIDE,
     make_config,
     parallel_of,
     read_model,
@@ -219,7 +220,7 @@ def test_our_configs_take_a_step(tmp_path: Path, name: str) -> None:
 
 
 def test_fp8_and_triton_are_run_as_what_a_cpu_has(tmp_path: Path) -> None:
-    config = make(tmp_path, TINY, parallel_of(1, 1), precision="fp8", head="triton")
+    config = make(tmp_path, WIDE, parallel_of(1, 1), precision="fp8", head="triton")
     output = io.StringIO()
     print_deep_dry_run(config, rank=0, world_size=1, console=Console(file=output))
     text = " ".join(output.getvalue().split())

@@ -8,6 +8,7 @@ import pytest
 
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.generation import Decoding, generation_s, kv_cache_bytes
+from gapo_megatron.scaling.workload import Workload
 from tests.scaling_setup import H200, IDEAL, WORKLOAD, config, draw_lengths, hf
 
 
@@ -51,7 +52,21 @@ def test_quantised_layers_are_read_and_multiplied_in_fp8():
     assert many == pytest.approx(2e5 * (layers / 1979e12 + head / 989e12), rel=1e-9)
     keys = decoding().step_s(np.array([64.0]), np.array([20_000.0]))[0] - layers / 4.8e12
     assert step.step_s(np.array([64.0]), np.array([20_000.0]))[0] == pytest.approx(keys, rel=1e-9)
-    assert seconds(quantization="fp8") < seconds()
+
+
+def test_prompts_of_quantised_layers_are_multiplied_in_fp8():
+    """A prompt of 1,000 tokens and a response of one: its layers at twice the rate, no more."""
+    one = Workload(mean_prompt_tokens=1000, mean_response_tokens=1, longest_response_tokens=1)
+    batch = {"rollout_prompts": 1, "minibatch_prompts": 1, "rollouts_per_prompt": 2}
+    shape = Shape.of(hf("Qwen2.5-7B"))
+    for name, rate, num_bytes in (("", 989e12, 2), ("fp8", 1979e12, 1)):
+        layers = 28 * shape.layer_weights
+        products = 2 * 1000 * layers / rate
+        products += (2 * 1000**2 * 28 * 3584 + 2 * shape.head_weights) / 989e12
+        weights = (num_bytes * layers + 2 * shape.head_weights) / 4.8e12
+        keys = 2 * 1000.5 * 28 * 2 * 512 * 2 / 4.8e12  # half way through the token
+        found = seconds(one, world=1, quantization=name, **batch)
+        assert found == pytest.approx(products + weights + keys, rel=1e-6)
 
 
 def seconds(

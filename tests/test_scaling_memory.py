@@ -192,6 +192,35 @@ def test_parts_of_memory(tmp_path: Path, precision: str) -> None:
     assert generating.rollout_weights == parameters * (4 if precision == "fp32" else 2) // 2
 
 
+@pytest.mark.parametrize(
+    ("fields", "cut", "matrices"),
+    [
+        # Query, key and value; projection; gate and up; down: all but the norms, in two layers.
+        (WIDE, {"tp": 1, "pp": 2}, 2 * (64 * 128 + 64 * 64 + 3 * 64 * 96)),
+        (WIDE, {"tp": 2, "pp": 2}, 2 * (64 * 128 + 64 * 64 + 3 * 64 * 96) // 2),
+        # All experts of four layers, without the router; then two of the four of each.
+        (TINY_EXPERTS, {}, 4 * (40 * 48 * 4 + 4 * 3 * 40 * 24)),
+        (TINY_EXPERTS, {"tp": 2, "dp": 1, "ep": 2}, 4 * (40 * 48 * 4 // 2 + 2 * 3 * 40 * 24)),
+    ],
+)
+def test_fp8_takes_two_bytes_more_of_a_matrix_while_it_trains(
+    tmp_path: Path, fields: dict[str, Any], cut: dict[str, int], matrices: int
+) -> None:
+    """And nothing while the engine is awake: they go with the gradients."""
+    hf_config, layout = read_model(tmp_path, fields), make_layout(**cut)
+    fp8, bf16 = (
+        memory(
+            hf_config,
+            make_config(str(tmp_path), model={"precision": precision}),
+            layout,
+            GPUS["h200"],
+        )
+        for precision in ("fp8", "bf16")
+    )
+    assert fp8.training - bf16.training == fp8.trainer.fp8_copies == 2 * matrices
+    assert fp8.generating == bf16.generating
+
+
 def test_more_recomputation_takes_less(tmp_path: Path) -> None:
     fields = WIDE | {"num_hidden_layers": 8}
     hf_config = read_model(tmp_path, fields)

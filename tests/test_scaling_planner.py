@@ -18,7 +18,7 @@ from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import memory
 from gapo_megatron.scaling.planner import Plan, _Search, overrides, plan, read_model
-from gapo_megatron.scaling.tables import to_json
+from gapo_megatron.scaling.tables import memory_table, to_json
 from gapo_megatron.scaling.times import step_time
 from gapo_megatron.scaling.workload import Workload
 from tests.scaling_setup import H200, WORKLOAD, config, hf, layout, parallel_of
@@ -51,6 +51,23 @@ def test_what_is_ranked_fits_and_runs(on_one_node):
         check_shapes(model, run.parallel)
         assert Layout.of(run, world_size=8) == candidate.layout
         assert candidate.max_tokens_per_microbatch >= run.max_sequence_tokens
+
+
+def test_fp8_takes_no_layout_whose_matrices_it_cannot_multiply():
+    """An eighth of 18,880 is no multiple of 16, a quarter is."""
+    model = copy.deepcopy(hf("Qwen2.5-7B"))
+    model.intermediate_size, model.num_attention_heads, model.num_key_value_heads = 18880, 32, 8
+    found = {}
+    for precision in ("bf16", "fp8"):
+        run = config(model={"precision": precision})
+        plans = plan(model, run, num_nodes=1, gpu=H200, workload=WORKLOAD, efficiency=Efficiency())
+        sizes = {candidate.layout.tp_size for candidate in plans.ranked}
+        found[precision] = sizes, [reason for reason in plans.refusals if "multiples" in reason]
+        headings = [column.header for column in memory_table(plans, top=1).columns]
+        assert ("fp8 copies" in headings) == (precision == "fp8")
+    assert found["bf16"] == ({1, 2, 4, 8}, [])
+    sizes, (reason,) = found["fp8"]
+    assert sizes == {1, 2, 4} and "linear_fc2.weight is 3584 x 2360" in reason
 
 
 def test_the_quickest_comes_first(on_one_node):

@@ -33,11 +33,11 @@ def examine(config_path: str | None, env: Mapping[str, str]) -> Iterator[Finding
     of_config: list[Finding] = []
     if config_path:
         config, of_config = judge_config(asked(config_code(config_path, env)), config_path)
-    defaults = {"precision": "bf16", "fp8_recipe": "tensorwise", "head": "auto"}
-    settings = {name: config["model"][name] for name in defaults} if config else defaults
-    precision = settings["precision"]
+    asked_for = ("precision", "fp8_recipe", "head")
+    model = {name: config["model"][name] for name in asked_for} if config else {"precision": "bf16"}
+    precision = model["precision"]
     with ThreadPoolExecutor() as pool:
-        policy = pool.submit(asked, kernels.policy_code(**settings))
+        policy = pool.submit(asked, kernels.policy_code(**model))
         rollout = pool.submit(asked, kernels.rollout_code(precision=precision))
         yield from libraries.look_at_libraries(torch, asked, env)
         yield from kernels.judge_policy(policy.result(), precision=precision, torch=torch)

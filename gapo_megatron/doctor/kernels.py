@@ -15,9 +15,9 @@ from gapo_megatron.launch.node_checks import CommandError
 _LOGIN_NODE = "torch is built for CUDA and sees no GPU: look on a compute node"
 
 
-def policy_code(*, precision: str, fp8_recipe: str, head: str) -> str:
+def policy_code(**model: str) -> str:
     """Python that answers for the policy with these settings of `model`."""
-    return probe_code(f"policy({precision!r}, {fp8_recipe!r}, {head!r})")
+    return probe_code(f"policy(**{model!r})")
 
 
 def rollout_code(*, precision: str) -> str:
@@ -52,9 +52,9 @@ def judge_policy(answer: Answer, *, precision: str, torch: Answer) -> Iterator[F
     advice = "never run with this one: Transformer Engine, or uninstall apex"
     yield judge("kernels", "optimizer", not is_apex, answer["optimizer"], advice, bad="warn")
     yield Finding("kernels", "log-probs", "ok", answer["log_probs"])
-    yield Finding(
-        "kernels", "fp8", "ok", f"not here: {answer['fp8']}" if answer["fp8"] else "can be had"
-    )
+    recipes = [recipe for recipe, reason in answer["fp8"].items() if not reason]
+    detail = ", ".join(recipes) or f"not here: {next(iter(answer['fp8'].values()))}"
+    yield Finding("kernels", "fp8", "ok", detail)
     yield Finding("kernels", "collectives", "ok", answer["collectives"])
 
 

@@ -46,17 +46,22 @@ _NUM_TOKENS = 64
 """Of each sequence: 16 of the prompt, the others of the response."""
 
 
-def policy(precision: str, fp8_recipe: str, head: str) -> None:
+def policy(**model: str) -> None:
     """Build a tiny policy as the trainer does, update it once, and print what it is made of.
 
     Args:
-        precision: `model.precision`.
-        fp8_recipe: `model.fp8_recipe`.
-        head: `model.head`.
+        model: settings of `model`, `hf_dir` apart.
     """
     os.environ |= {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}  # read when it is imported
     from gapo_megatron.policy import Policy, initialize, update
-    from gapo_megatron.policy.precision import check_fp8
+    from gapo_megatron.policy.precision import RECIPES, check_fp8
+
+    def why_not(fp8_recipe: str) -> str:
+        try:
+            check_fp8(fp8_recipe)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     world = environment.start(_TIMEOUT_S)
     attention_backend = _listen()
@@ -64,12 +69,7 @@ def policy(precision: str, fp8_recipe: str, head: str) -> None:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
         tree: dict[str, Any] = {
             "run": {"output_dir": folder, "num_steps": 1},
-            "model": {
-                "hf_dir": folder,
-                "precision": precision,
-                "fp8_recipe": fp8_recipe,
-                "head": head,
-            },
+            "model": {"hf_dir": folder, **model},
             "data": {"train_path": ""},
             "rollout": {"max_response_tokens": _NUM_TOKENS},
             "reward": {"kind": "exact"},
@@ -84,11 +84,6 @@ def policy(precision: str, fp8_recipe: str, head: str) -> None:
 
     layer = built.stages[0].decoder.layers[0]
     is_cuda = world.device.type == "cuda"
-    try:
-        check_fp8(fp8_recipe)
-        fp8 = ""
-    except ConfigError as error:
-        fp8 = str(error)
     optimizer = getattr(built.optimizer, "chained_optimizers", [built.optimizer])[0].optimizer
     dtype = built.stages[0].config.params_dtype
     _print(
@@ -101,7 +96,7 @@ def policy(precision: str, fp8_recipe: str, head: str) -> None:
         norm=_where(type(built.stages[0].decoder.final_layernorm)),
         optimizer=_where(type(optimizer)),
         log_probs=choose_implementation(world.device, dtype, config.model.head).__name__,
-        fp8=fp8,
+        fp8={recipe: why_not(recipe) for recipe in RECIPES},
         collectives=world.backend,
     )
 
@@ -156,7 +151,7 @@ def _model(settings: Config) -> dict[str, Any]:
 
     hf_dir, megatron_dir = settings.model.hf_dir, settings.model.megatron_dir
     hf_config = read_hf_config(hf_dir)
-    check_shapes(hf_config, settings.parallel)
+    check_shapes(hf_config, settings.parallel, settings.model)
     load_tokenizer(hf_dir)
     if megatron_dir:
         check_megatron_dir(settings, hf_config)

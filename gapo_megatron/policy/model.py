@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from gapo_megatron.config import ParallelConfig
+from gapo_megatron.config import ModelConfig, ParallelConfig
 from gapo_megatron.convert.config_check import read_config
 from gapo_megatron.convert.rope import read_rope
 from gapo_megatron.convert.tables import Geometry, rules_for
@@ -31,7 +31,7 @@ from gapo_megatron.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy.attention import PackedAttention, RMSNorm, pack_sequences
 from gapo_megatron.policy.parallel import ParallelGroups
-from gapo_megatron.policy.precision import precision_settings
+from gapo_megatron.policy.precision import check_fp8_shapes, precision_settings
 from gapo_megatron.types import Microbatch
 
 # Megatron-core 0.16 asks for Transformer Engine's matrix product whether or not it is installed.
@@ -56,8 +56,15 @@ def num_experts(hf_config: PretrainedConfig) -> int | None:
     return getattr(hf_config, "num_experts", None)
 
 
-def check_shapes(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
+def check_shapes(
+    hf_config: PretrainedConfig, parallel: ParallelConfig, model: ModelConfig | None = None
+) -> None:
     """Refuse a model that this package does not compute, or the parallel sizes do not cut evenly.
+
+    Args:
+        hf_config: of the model.
+        parallel: how it is cut.
+        model: for its precision; None: not fp8, which takes matrices of certain sizes alone.
 
     Raises:
         ConfigError: names the field and its value; of a size, the two numbers.
@@ -91,6 +98,8 @@ def check_shapes(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
             f"parallel.{ep} ({parallel.expert_model_parallel_size}) must be 1: "
             f"the model ({hf_config.model_type}) has no experts"
         )
+    if model is not None:
+        check_fp8_shapes(rules_for(hf_config), parallel, model)
 
 
 def _check_experts(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
@@ -119,7 +128,7 @@ def build_model(
     device: torch.device,
     *,
     precision: str,
-    fp8_recipe: str = "tensorwise",
+    fp8_recipe: str = "",
     recompute: str = "none",
     parallel: ParallelConfig | None = None,
 ) -> list[PolicyModel]:
@@ -130,7 +139,7 @@ def build_model(
         groups: this rank's place.
         device: where the parameters go.
         precision: `model.precision`.
-        fp8_recipe: `model.fp8_recipe`.
+        fp8_recipe: `model.fp8_recipe`, of fp8.
         recompute: `model.recompute`.
         parallel: how stages and activations are cut; None: one stage.
     """

@@ -38,7 +38,7 @@ from gapo_megatron.policy.optimizer import (
     wrap_model,
 )
 from gapo_megatron.policy.parallel import ParallelGroups
-from gapo_megatron.policy.precision import check_head, token_multiple
+from gapo_megatron.policy.precision import check_fp8, check_head, fp8_multiple, free_fp8_copies
 from gapo_megatron.types import Batch, Microbatch
 
 _NO_SEQUENCES = Batch(
@@ -97,7 +97,9 @@ class Policy:
         """
         device = torch.device(device)
         hf_config = read_hf_config(config.model.hf_dir)
-        check_shapes(hf_config, config.parallel)
+        check_shapes(hf_config, config.parallel, config.model)
+        if config.model.precision == "fp8":
+            check_fp8(config.model.fp8_recipe)
         check_head(config.model, device)
         with cpu.device_scope():
             stages = build_model(
@@ -126,7 +128,7 @@ class Policy:
         an fp8 matrix product takes.
         """
         ranks = self.groups.tp_size if self.config.parallel.sequence_parallel else 1
-        return ranks * token_multiple(self.config.model) * num_chunks(self.groups.cp_size)
+        return ranks * fp8_multiple(self.config.model) * num_chunks(self.groups.cp_size)
 
     def pack(self, batch: Batch, indices: Sequence[int]) -> Microbatch:
         """Pack sequences of `batch` as this policy's layout takes them: `batching.pack`."""
@@ -244,15 +246,16 @@ class Policy:
         self.num_updates = state["num_updates"]
 
     def make_room(self) -> None:
-        """Give back the memory that nothing but an update needs, until the next one.
+        """Give back the memory of what comes again when it is needed.
 
-        The gradients', and with `optimizer.offload` that of the optimizer's state, which waits in
-        host memory: a checkpoint may be written meanwhile.
+        Gradients and fp8 copies are made anew; with `optimizer.offload` the optimizer's state waits
+        in host memory for the next update, and a checkpoint may be written meanwhile.
         """
         if self.config.optimizer.offload:
             self._offload.to_host()
         with cpu.device_scope():
             for wrapped in self.model:
+                free_fp8_copies(wrapped)
                 wrapped.offload_grad_buffers()  # and gives what is free back to the device
 
     def begin_update(self) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from megatron.core.fp8_utils import get_fp8_align_size
 
-from gapo_megatron.config import ModelConfig
+from gapo_megatron.config import ModelConfig, ParallelConfig
+from gapo_megatron.convert import Rule
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.logprob import choose_implementation
 
@@ -27,8 +28,14 @@ class _Recipe:
 _RECIPES = {
     "delayed": _Recipe(
         # As is usual. Megatron-core's default is the last pass alone: a micro-batch without a
-        # sequence would set the scales of the next one.
-        {"fp8": "hybrid", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"},
+        # sequence would set the scales of the next one. Largest values are exchanged in backward
+        # passes, so only among ranks that go back together: data parallel ranks do not.
+        {
+            "fp8": "hybrid",
+            "fp8_amax_history_len": 1024,
+            "fp8_amax_compute_algo": "max",
+            "tp_only_amax_red": True,
+        },
         "is_fp8_available",
     ),
     "tensorwise": _Recipe({"fp8": "hybrid"}, "is_fp8_available"),
@@ -36,6 +43,8 @@ _RECIPES = {
     "blockwise": _Recipe({"fp8": "e4m3"}, "is_fp8_block_scaling_available"),
     "mxfp8": _Recipe({"fp8": "e4m3"}, "is_mxfp8_available"),
 }
+RECIPES = tuple(_RECIPES)
+"""All values of `model.fp8_recipe`."""
 
 
 def precision_settings(precision: str, *, fp8_recipe: str) -> dict[str, Any]:
@@ -45,21 +54,14 @@ def precision_settings(precision: str, *, fp8_recipe: str) -> dict[str, Any]:
     gradients in fp32; fp8 runs the layers' matrix products in Transformer Engine, which quantises
     both factors for each. The head is apart: it accumulates logits in fp32 always.
 
-    Raises:
-        ConfigError: fp8 that cannot run here; see `check_fp8`.
+    Whether this machine runs it is not asked: see `check_fp8`.
     """
     if precision == "fp32":
         return {"params_dtype": torch.float32, "pipeline_dtype": torch.float32}
     settings = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
     if precision == "bf16":
         return settings
-    check_fp8(fp8_recipe)
-    return settings | fp8_settings(fp8_recipe)
-
-
-def fp8_settings(fp8_recipe: str) -> dict[str, Any]:
-    """TransformerConfig fields of `model.fp8_recipe` alone."""
-    return {"fp8_recipe": fp8_recipe, **_RECIPES[fp8_recipe].settings}
+    return settings | {"fp8_recipe": fp8_recipe} | _RECIPES[fp8_recipe].settings
 
 
 def check_fp8(fp8_recipe: str) -> None:
@@ -83,16 +85,46 @@ def check_fp8(fp8_recipe: str) -> None:
         )
 
 
-def token_multiple(config: ModelConfig) -> int:
-    """Tokens of a rank must be a multiple of it: an fp8 product takes no others."""
+def fp8_multiple(config: ModelConfig) -> int:
+    """Tokens of a rank and both sides of a weight must be multiples of it in an fp8 product.
+
+    1 where there is none.
+    """
     multiple: int = get_fp8_align_size(config.fp8_recipe) if config.precision == "fp8" else 1
     return multiple
 
 
+def is_quantised(rule: Rule) -> bool:
+    """A weight that fp8 multiplies by: of a layer's matrices all but the router."""
+    return bool(rule.num_layers) and len(rule.full_shape) > 1 and ".router." not in rule.megatron
+
+
+def check_fp8_shapes(rules: list[Rule], parallel: ParallelConfig, config: ModelConfig) -> None:
+    """Raise ConfigError if a matrix of a rank is not of the sizes that `fp8_multiple` asks for."""
+    multiple, tp_size = fp8_multiple(config), parallel.tensor_model_parallel_size
+    for rule in filter(is_quantised, rules):
+        shape = rule.shard_shape(1 if rule.num_experts else tp_size)
+        if any(size % multiple for size in shape):
+            raise ConfigError(
+                f"model.precision ('fp8') with model.fp8_recipe ('{config.fp8_recipe}') takes "
+                f"multiples of {multiple}: at parallel.tensor_model_parallel_size ({tp_size}) a "
+                f"rank's {rule.megatron} is {' x '.join(map(str, shape))}"
+            )
+
+
+def free_fp8_copies(model: torch.nn.Module) -> None:
+    """Give back the copies of weights that Transformer Engine keeps in fp8.
+
+    It makes them in the first micro-batch of a pass, again in every pass.
+    """
+    for module in model.modules():
+        getattr(module, "_fp8_workspaces", {}).clear()
+
+
 def check_head(config: ModelConfig, device: torch.device) -> None:
     """Raise ConfigError if `model.head` names code that does not serve this device."""
-    settings = precision_settings(config.precision, fp8_recipe=config.fp8_recipe)
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     try:
-        choose_implementation(device, settings["params_dtype"], config.head)
+        choose_implementation(device, dtype, config.head)
     except ValueError as error:
         raise ConfigError(f"model.head ('{config.head}'): {error}") from None

@@ -27,8 +27,8 @@ _CPU_STEP_TOKENS = 8192
 _QUANTIZATION: dict[str, dict[str, Any]] = {
     "": {},
     "fp8": {
-        # A scale for 128 x 128 weights, and at every product for 128 activations of a token: no
-        # token's rounding depends on its company, and no rank's weights on another's.
+        # A scale for 128 x 128 weights, and for 128 activations of a token: no rank's weights round
+        # by another's. (On Hopper vLLM takes another kernel below 32 tokens.)
         "quantization": "fp8_per_block",
         # The router stays: it chooses experts, and the trainer's is never in fp8.
         "quantization_config": {"ignore": ["*.gate"]},

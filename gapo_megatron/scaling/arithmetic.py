@@ -6,6 +6,7 @@ experts are left out (below 1 % from a hidden size of 1,536 on), and the embeddi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +20,22 @@ def element_bytes(config: Config) -> int:
     return 4 if config.model.precision == "fp32" else 2
 
 
-def engine_bytes(shape: Shape, config: Config) -> int:
-    """All weights as vLLM holds them, on the ranks of a replica together.
+def engine_bytes(shape: Shape, config: Config, *, rollout_tp_size: int) -> float:
+    """Weights as vLLM holds them on one rank of a replica.
 
-    Under `rollout.quantization` those of the layers are a byte each; their scales, four bytes for
-    128 x 128 of them, are left out.
+    Under `rollout.quantization` those of the layers but the router are a byte each, and an expert's
+    width on a rank is filled up to whole blocks of 128. Scales, four bytes for 128 x 128 weights,
+    are left out.
     """
-    size = shape.num_parameters * element_bytes(config)
-    if config.rollout.quantization:
-        layer = shape.layer_weights + shape.num_experts * shape.expert_weights
-        size -= shape.num_layers * layer * (element_bytes(config) - 1)
-    return size
+    size = shape.num_parameters * element_bytes(config) / rollout_tp_size
+    if not config.rollout.quantization:
+        return size
+    others = (shape.layer_weights - shape.num_experts * shape.hidden) / rollout_tp_size
+    experts = shape.num_experts * shape.expert_weights / rollout_tp_size
+    blocks = math.ceil(shape.expert_weights / (3 * shape.hidden) / rollout_tp_size / 128)
+    filled_up = shape.num_experts * 3 * shape.hidden * 128 * blocks
+    before, after = (others + experts) * element_bytes(config), others + filled_up
+    return size - shape.num_layers * (before - after)
 
 
 @dataclass(frozen=True, slots=True)

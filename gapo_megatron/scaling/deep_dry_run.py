@@ -209,7 +209,7 @@ def print_deep_dry_run(
     if not console.is_terminal:
         console.width = 120
     hf_config = read_hf_config(config.model.hf_dir)
-    check_shapes(hf_config, config.parallel)
+    check_shapes(hf_config, config.parallel, config.model)
     counts = arithmetic(config, world_size=world_size)
     found = step_one_rank(config, rank=rank, world_size=world_size)
     console.print(

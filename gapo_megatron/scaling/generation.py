@@ -30,7 +30,8 @@ class Decoding:
     gpu: Gpu
     efficiency: Efficiency
     quantized: bool = False
-    """The layers' weights are in fp8, a byte each; head, attention and the cache are not."""
+    """The layers' weights are in fp8, a byte each; head, attention and the cache are not. (The
+    router counts as one of them, and the padding of experts not: `engine_bytes` has both right.)"""
 
     @property
     def layer_speed(self) -> float:
@@ -85,7 +86,7 @@ def kv_cache_bytes(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: i
     """
     if gpu.name == CPU_NAME:
         return float(config.rollout.cpu_kv_cache_gib * GIB)
-    weights = engine_bytes(shape, config) / rollout_tp_size
+    weights = engine_bytes(shape, config, rollout_tp_size=rollout_tp_size)
     return max(0.0, config.rollout.memory_fraction * gpu.memory_bytes - weights)
 
 

@@ -6,14 +6,18 @@ estimated, each by the rule that stands beside it. Nothing here has been compare
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gapo_megatron.config import Config
-from gapo_megatron.convert import rules_for
+from gapo_megatron.convert import Rule, rules_for
+from gapo_megatron.dry_run import FP8_COPY_BYTES
 from gapo_megatron.logprob import tiles
+from gapo_megatron.policy.policy import shard_size
+from gapo_megatron.policy.precision import is_quantised
 from gapo_megatron.scaling.activations import (
     kept_activations,
     neighbour_bytes,
@@ -53,6 +57,8 @@ class StageMemory:
     """Kept between forward and backward pass, and what the schedule holds for neighbours."""
     layer: int
     """What the backward pass of one layer works with, its recomputed activations included."""
+    fp8_copies: int
+    """Weights as Transformer Engine multiplies by them; given up with the gradients."""
     head: int
     """What the log-probs keep and work with. Never at the same time as `layer`."""
     rollout_weights: int
@@ -71,11 +77,12 @@ class StageMemory:
     @property
     def training(self) -> int:
         """While the trainer works and vLLM sleeps: the worse of two phases."""
-        return self.state + self.activations + max(self.layer, self.head) + self.fragmentation
+        step = self.activations + max(self.layer, self.head) + self.fragmentation
+        return self.state + self.fp8_copies + step
 
     @property
     def generating(self) -> int:
-        """While vLLM is awake: the trainer gives up gradients, activations and what it offloads."""
+        """While vLLM is awake: the trainer gives up all that only training needs."""
         kept = self.state - self.gradients - self.offloaded
         return kept + self.rollout_weights + self.kv_cache
 
@@ -114,7 +121,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     """
     rules, fused = rules_for(hf_config), config.model.precision != "fp32"
     shape, rollout_tp_size = Shape.of(hf_config), layout.rollout_tp_size
-    rollout_weights = engine_bytes(shape, config) // rollout_tp_size
+    rollout_weights = int(engine_bytes(shape, config, rollout_tp_size=rollout_tp_size))
     kv_cache = kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size)
     stages = []
     for stage, (weights, gradients, optimizer) in enumerate(state_bytes(rules, config, layout)):
@@ -128,6 +135,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
                 offloaded=optimizer if config.optimizer.offload else 0,
                 activations=step.activations,
                 layer=step.layer,
+                fp8_copies=fp8_copy_bytes(rules, config, layout, stage=stage),
                 head=step.head,
                 rollout_weights=rollout_weights,
                 kv_cache=int(kv_cache),
@@ -174,6 +182,19 @@ def step_bytes(
         layer=kept.recomputed + working_bytes(hf_config, config, layout, fused=fused),
         head=kept.head + head_bytes(hf_config, config, layout) if is_last else 0,
     )
+
+
+def fp8_copy_bytes(rules: list[Rule], config: Config, layout: Layout, *, stage: int) -> int:
+    """Copies in fp8 of the weights of this rank's layers; 0 in other precisions."""
+    if config.model.precision != "fp8":
+        return 0
+    num_bytes = 0
+    for rule in filter(is_quantised, rules):
+        layers = layout.layers_of_ranks(rule.num_layers or 0)[stage]
+        shape = rule.shard_shape(shard_size(rule, layout.tp_size))
+        of_layer = (rule.num_experts or layout.ep_size) // layout.ep_size
+        num_bytes += FP8_COPY_BYTES * layers * of_layer * math.prod(shape)
+    return num_bytes
 
 
 def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:

@@ -23,7 +23,7 @@ from gapo_megatron.scaling.training import Training
 from gapo_megatron.scaling.workload import Workload
 
 _STATE_PARTS = ("weights", "optimizer")
-_STEP_PARTS = ("gradients", "activations", "layer", "head")
+_STEP_PARTS = ("gradients", "fp8_copies", "activations", "layer", "head")
 _ROLLOUT_PARTS = ("rollout_weights", "kv_cache")
 PARTS = (*_STATE_PARTS, *_STEP_PARTS, *_ROLLOUT_PARTS, "communication", "fragmentation")
 _BUDGET_FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)
@@ -139,7 +139,7 @@ def plan(
     """
     if num_nodes < 1:
         raise ConfigError(f"nodes ({num_nodes}) must be 1 or more")
-    check_shapes(hf_config, ParallelConfig())
+    check_shapes(hf_config, ParallelConfig(), config.model)
     num_gpus = num_nodes * gpu.gpus_per_node
     search = _Search(hf_config, Shape.of(hf_config), config, gpu, workload, efficiency)
     rollout_sizes = search.rollout_sizes(num_gpus)
@@ -228,7 +228,7 @@ class _Search:
     def check(self, layout: Layout) -> None:
         """Raise ConfigError unless the trainer runs this layout of this model."""
         parallel = layout.apply(self.config).parallel
-        check_shapes(self.hf_config, parallel)
+        check_shapes(self.hf_config, parallel, self.config.model)
         check_world_size(parallel, layout.world_size)
 
     def candidates(self, layout: Layout, rollout_sizes: Sequence[int]) -> list[Candidate]:
@@ -261,7 +261,7 @@ class _Search:
     def current(self, num_gpus: int) -> tuple[Candidate | None, str]:
         """The config's own layout, and why it does not run (empty: it does)."""
         try:
-            check_shapes(self.hf_config, self.config.parallel)
+            check_shapes(self.hf_config, self.config.parallel, self.config.model)
             layout = Layout.of(self.config, world_size=num_gpus)
             check_engine_heads(self.hf_config, layout.rollout_tp_size)
             if layout.rollout_tp_size > self.gpu.gpus_per_node:

@@ -52,14 +52,17 @@ def memory_table(plan: Plan, *, top: int) -> Table:
         f"{gib(plan.gpu.memory_bytes):.1f}); of layer and head the larger counts",
         title_justify="left",
     )
-    headings = [part.replace("rollout_weights", "vLLM_weights").replace("_", " ") for part in PARTS]
-    for heading in ("", *headings, "training", "generating"):
-        table.add_column(heading, justify="right")
     rows = [(str(place), one) for place, one in enumerate(plan.ranked[:top], start=1)]
     if plan.current is not None:
         rows.append(("yours" if not plan.current_refusal else "yours *", plan.current))
-    for name, candidate in rows:
-        table.add_row(name, *(f"{gib(size):.1f}" for size in _memory_values(candidate).values()))
+    values = {name: _memory_values(candidate) for name, candidate in rows}
+    is_fp8 = any(sizes["fp8_copies"] for sizes in values.values())
+    parts = [part for part in (*PARTS, "training", "generating") if is_fp8 or part != "fp8_copies"]
+    headings = [part.replace("rollout_weights", "vLLM_weights").replace("_", " ") for part in parts]
+    for heading in ("", *headings):
+        table.add_column(heading, justify="right")
+    for name, sizes in values.items():
+        table.add_row(name, *(f"{gib(sizes[part]):.1f}" for part in parts))
     return table
 
 

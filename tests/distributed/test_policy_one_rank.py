@@ -133,6 +133,14 @@ def test_what_only_an_update_needs_leaves_the_device(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_copies_in_fp8_go_with_the_gradients(folder: Path, groups: ParallelGroups) -> None:
+    policy = build(folder, groups)
+    layer = policy.stages[0].decoder.layers[-1].mlp.linear_fc2
+    layer._fp8_workspaces = {"weight": torch.zeros(1)}  # as Transformer Engine's has
+    policy.make_room()
+    assert layer._fp8_workspaces == {}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probs_gradients_and_updates_are_those_of_transformers(
     name: str, tmp_path: Path, groups: ParallelGroups
@@ -304,8 +312,12 @@ def test_a_missing_tensor_is_named(folder: Path, groups: ParallelGroups) -> None
 def test_user_mistakes_are_config_errors(
     folder: Path, tmp_path: Path, groups: ParallelGroups
 ) -> None:
-    with pytest.raises(ConfigError, match=r"model\.precision"):
+    with pytest.raises(ConfigError, match=r"model\.precision \('fp8'\) needs a GPU and"):
         build(folder, groups, model={"precision": "fp8"})
+    text = (folder / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace(": 96,", ": 72,"))
+    with pytest.raises(ConfigError, match=r"multiples of 16: .*linear_fc2\.weight is 64 x 72"):
+        build(tmp_path, groups, model={"precision": "fp8"})
     with pytest.raises(ConfigError, match=r"model\.head \('triton'\).*GPU.*bfloat16 on cpu"):
         build(folder, groups, model={"precision": "bf16", "head": "triton"})
     with pytest.raises(ConfigError, match=r"model\.hf_dir.*cannot read"):

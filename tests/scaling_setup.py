@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
+from megatron.core.pipeline_parallel import schedules
 from scipy.optimize import brentq
 from transformers import AutoConfig
 
@@ -48,6 +50,8 @@ TINY_EXPERTS: dict[str, Any] = TINY | {
 
 UNTIED: dict[str, Any] = TINY | {"tie_word_embeddings": False}
 SIX_LAYERS: dict[str, Any] = TINY | {"num_hidden_layers": 6}
+TWELVE_LAYERS: dict[str, Any] = TINY | {"num_hidden_layers": 12}
+SIX_LAYERS_EXPERTS: dict[str, Any] = TINY_EXPERTS | {"num_hidden_layers": 6}
 QWEN3: dict[str, Any] = UNTIED | {"model_type": "qwen3", "head_dim": 12}
 # Queries share keys and values; widths are multiples of 32.
 WIDE: dict[str, Any] = TINY | {
@@ -197,3 +201,49 @@ def parallel_of(
         "num_layers_in_first_pipeline_stage": first,
         "num_layers_in_last_pipeline_stage": last,
     }
+
+
+class Pass(NamedTuple):
+    """Of one micro-batch through one stage of the model (of p v, in the model's order)."""
+
+    is_backward: bool
+    microbatch: int
+    stage: int
+
+
+class Schedule(NamedTuple):
+    """What one pipeline rank does with the micro-batches of an update."""
+
+    forward: list[Pass]
+    backward: list[Pass]
+    num_ahead: int
+    """Forward passes before the first pair of a forward and a backward one."""
+
+    @property
+    def order(self) -> list[Pass]:
+        pairs = zip(self.forward[self.num_ahead :], self.backward, strict=False)
+        both = [one for pair in pairs for one in pair]
+        return [*self.forward[: self.num_ahead], *both, *self.backward[len(both) // 2 :]]
+
+
+def schedule_of(layout: Layout, num_microbatches: int, *, rank: int) -> Schedule:
+    """Megatron-core's own, of micro-batches filled up as the trainer does."""
+    p, v = layout.pp_size, layout.vpp_size
+    group = num_microbatches
+    if v > 1:
+        num_microbatches, group = num_microbatches + -num_microbatches % p, p
+    table = schedules.get_schedule_table(num_microbatches, v, group)
+    ranks = SimpleNamespace(size=lambda: p, rank=lambda: rank)
+    _, _, num_ahead, _ = schedules.get_pp_rank_microbatches(
+        num_microbatches,
+        v,
+        p,
+        p2p_communicator=SimpleNamespace(
+            pp_group=ranks, virtual_pipeline_model_parallel_size=v if v > 1 else None
+        ),
+    )
+    return Schedule(
+        [Pass(False, number, stage * p + rank) for number, stage in table],
+        [Pass(True, number, (v - 1 - stage) * p + rank) for number, stage in table],
+        num_ahead,
+    )

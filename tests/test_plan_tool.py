@@ -44,7 +44,8 @@ def test_a_configs_own_virtual_stages(model, capsys):
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if "4 x 2, unequal" in line]
     assert "yours" in line
-    assert "leave parallel.virtual_pipeline_model_parallel_size and parallel.num_layers" in out
+    assert "leave parallel.num_layers_in_last_pipeline_stage out of the config" in out
+    assert " parallel.virtual_pipeline_model_parallel_size=1 " in out
 
 
 def test_json_is_all_that_is_printed(model, capsys):

@@ -16,8 +16,10 @@ from gapo_megatron.scaling.state import rank_bytes, stage_states, state_bytes
 from tests.scaling_setup import (
     QWEN3,
     SIX_LAYERS,
+    SIX_LAYERS_EXPERTS,
     TINY,
     TINY_EXPERTS,
+    TWELVE_LAYERS,
     UNTIED,
     make_config,
     parallel_of,
@@ -84,6 +86,10 @@ LAYOUTS: list[tuple[dict[str, Any], str, dict[str, Any], int, int]] = [
     (SIX_LAYERS, "bf16", parallel_of(1, 2, first=4, vpp=2), 10, 9),
     (TINY_EXPERTS, "bf16", parallel_of(2, 2, 2, sp=True, vpp=2), 20, 19),
     (TINY_EXPERTS, "bf16", parallel_of(1, 2, 2, last=3), 12, 6),
+    (SIX_LAYERS, "bf16", parallel_of(1, 2, vpp=3), 10, 1),
+    (TWELVE_LAYERS, "bf16", parallel_of(1, 4, vpp=3), 12, 11),
+    (SIX_LAYERS_EXPERTS, "bf16", parallel_of(1, 2, 2, vpp=3), 12, 3),
+    (TWELVE_LAYERS, "bf16", parallel_of(1, 3, vpp=2, first=6, last=2), 9, 4),
 ]
 
 

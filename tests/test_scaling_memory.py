@@ -1,23 +1,29 @@
 """Activations against what autograd saves on a CPU; the parts of memory by hand."""
 
+import dataclasses
+import itertools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from megatron.core.pipeline_parallel import schedules
 
 from gapo_megatron.batching import pack
 from gapo_megatron.convert import rules_for
+from gapo_megatron.counts import arithmetic
 from gapo_megatron.policy import Policy, step
-from gapo_megatron.scaling.activations import kept_activations, neighbour_bytes, num_in_flight
+from gapo_megatron.scaling.activations import (
+    kept_activations,
+    most_microbatches,
+    neighbour_bytes,
+    num_in_flight,
+)
 from gapo_megatron.scaling.fake import fake_groups
 from gapo_megatron.scaling.hardware import GPUS
 from gapo_megatron.scaling.kept import KeptForBackward
 from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.memory import Memory, memory
+from gapo_megatron.scaling.memory import Memory, memory, step_bytes
 from gapo_megatron.scaling.state import state_bytes
 from gapo_megatron.types import Batch
 from tests.scaling_setup import (
@@ -28,6 +34,7 @@ from tests.scaling_setup import (
     make_config,
     parallel_of,
     read_model,
+    schedule_of,
     write_model,
 )
 from tests.scaling_setup import layout as make_layout
@@ -94,7 +101,9 @@ def test_activations_are_what_autograd_keeps(
     )
     hf_config = read_model(tmp_path, fields)
     layout = Layout.of(config, world_size=world_size)
-    predicted = kept_activations(hf_config, config, layout, stage=0, fused=False).most
+    predicted = kept_activations(
+        hf_config, config, layout, stage=0, num_microbatches=1, fused=False
+    ).most
     with fake_groups(config.parallel, rank=0, world_size=world_size) as groups:
         found = measured(Policy.build(config, groups, "cpu"), 256)
     assert predicted == pytest.approx(found, rel=0.05), predicted / found
@@ -102,19 +111,33 @@ def test_activations_are_what_autograd_keeps(
 
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (4, 3), (8, 2)])
 def test_in_flight_is_the_warm_up_and_one_more(pp: int, vpp: int) -> None:
-    """Megatron-core's own count, of more micro-batches than are ever in flight."""
+    """Megatron-core's own count, of more micro-batches than are ever in flight, and of fewer."""
+    layout = make_layout(pp=pp, vpp=vpp)
     for rank in range(pp):
-        group = SimpleNamespace(size=lambda: pp, rank=lambda rank=rank: rank)
-        _, _, warm_up, _ = schedules.get_pp_rank_microbatches(
-            4 * pp,
-            vpp,
-            pp,
-            p2p_communicator=SimpleNamespace(
-                pp_group=group,
-                virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-            ),
-        )
-        assert num_in_flight(make_layout(pp=pp, vpp=vpp), stage=rank) == warm_up + 1
+        ahead = schedule_of(layout, 4 * pp, rank=rank).num_ahead
+        assert num_in_flight(layout, stage=rank, num_microbatches=4 * pp) == ahead + 1
+        # Of one round all may be ahead, and none is left to come.
+        own = schedule_of(layout, pp, rank=rank)
+        most = min(own.num_ahead + 1, len(own.forward))
+        assert num_in_flight(layout, stage=rank, num_microbatches=pp) == most
+        assert num_in_flight(layout, stage=rank, num_microbatches=1) == vpp
+
+
+def test_no_more_in_flight_than_an_update_has(tmp_path: Path) -> None:
+    """Eight prompts of 8 responses, two to a micro-batch: on 16 data parallel ranks two."""
+    hf_config = read_model(tmp_path, WIDE | {"num_hidden_layers": 8})
+    config = make_config(str(tmp_path), batch={"rollout_prompts": 8, "minibatch_prompts": 8})
+    for dp in (1, 3, 16, 100):
+        layout = make_layout(pp=8, dp=dp)
+        counts = arithmetic(layout.apply(config), world_size=layout.world_size)
+        assert most_microbatches(config, layout) == counts.most_microbatches_per_rank
+    layout = make_layout(pp=8, dp=16)
+    trainer = memory(hf_config, config, layout, GPUS["h100"]).trainer
+    of_two, of_eight = (
+        step_bytes(hf_config, config, layout, stage=trainer.stage, num_microbatches=m, fused=True)
+        for m in (2, 8)
+    )
+    assert trainer.activations == of_two.activations < of_eight.activations
 
 
 def test_activations_of_virtual_and_unequal_stages(tmp_path: Path) -> None:
@@ -123,8 +146,9 @@ def test_activations_of_virtual_and_unequal_stages(tmp_path: Path) -> None:
     config = make_config(str(tmp_path))
 
     def layers(stage: int, **cut: Any) -> int:
+        layout = make_layout(pp=4, **cut)
         kept = kept_activations(
-            hf_config, config, make_layout(pp=4, **cut), stage=stage, fused=True
+            hf_config, config, layout, stage=stage, num_microbatches=8, fused=True
         )
         return kept.layers
 
@@ -136,10 +160,60 @@ def test_activations_of_virtual_and_unequal_stages(tmp_path: Path) -> None:
     unequal = [layers(stage, first=6, last=2) for stage in (1, 2, 3)]
     assert unequal == [3 * 4 * one, 2 * 4 * one, 2 * one]
     assert layers(0, first=6, last=2) == 4 * (6 * one + tokens * index)
-    hidden = tokens * 64 * 2
-    held = [neighbour_bytes(hf_config, config, make_layout(pp=4, vpp=2), stage=s) for s in range(4)]
-    # Inputs and outputs of both virtual stages; one less at the ends of the model.
-    assert held == [11 * 3 * hidden // 2, 9 * 2 * hidden, 7 * 2 * hidden, 5 * 3 * hidden // 2]
+
+
+def held_for_neighbours(layout: Layout, num_microbatches: int, rank: int) -> int:
+    """Most inputs and outputs of stages at once, in the order of Megatron-core's schedule.
+
+    Both are there until the stage has gone back. With virtual stages the next forward pass's input
+    is received before the backward pass that comes first.
+    """
+    own = schedule_of(layout, num_microbatches, rank=rank)
+    last = layout.pp_size * layout.vpp_size - 1
+    following = dict(itertools.pairwise(own.forward)) if layout.vpp_size > 1 else {}
+    inputs, outputs, most = set(), set(), 0
+    for task in own.order:
+        key = task[1:]
+        if task.is_backward:
+            inputs.discard(key)
+            outputs.discard(key)
+            continue
+        inputs |= {one[1:] for one in (task, following.get(task)) if one and one.stage > 0}
+        outputs |= {key} if task.stage < last else set()
+        most = max(most, len(inputs) + len(outputs))
+    return most
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (4, 2), (4, 3), (8, 2), (8, 4)])
+def test_what_is_held_for_neighbours(tmp_path: Path, pp: int, vpp: int) -> None:
+    hf_config, layout = read_model(tmp_path, WIDE), make_layout(pp=pp, vpp=vpp)
+    config, hidden = make_config(str(tmp_path)), 256 * 64 * 2
+    for rounds, spare in ((1, 1), (2, 0), (3, 0)):
+        for rank in range(pp):
+            held = neighbour_bytes(
+                hf_config, config, layout, stage=rank, num_microbatches=rounds * pp
+            )
+            found = held_for_neighbours(layout, rounds * pp, rank)
+            assert found * hidden <= held <= (found + spare) * hidden
+
+
+def test_what_four_ranks_of_two_stages_hold(tmp_path: Path) -> None:
+    hf_config, layout = read_model(tmp_path, WIDE), make_layout(pp=4, vpp=2)
+    config = make_config(str(tmp_path))
+    held = [
+        neighbour_bytes(hf_config, config, layout, stage=rank, num_microbatches=8)
+        for rank in range(4)
+    ]
+    # In flight 11, 9, 7, 5; the first rank's first stage has no inputs, the others' next one.
+    hidden = 256 * 64 * 2
+    assert held == [size * hidden for size in (15, 19, 15, 11)]
+    full = dataclasses.replace(layout, recompute="full")
+    held = [
+        neighbour_bytes(hf_config, config, full, stage=rank, num_microbatches=8)
+        for rank in range(4)
+    ]
+    # The layers have the inputs, but for the next one.
+    assert held == [size * hidden for size in (11, 10, 8, 6)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

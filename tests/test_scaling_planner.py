@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gapo_megatron.batching import plan as plan_batch
+from gapo_megatron.config import load_config
 from gapo_megatron.counts import check_world_size
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy.model import check_shapes
@@ -17,7 +18,7 @@ from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import memory
-from gapo_megatron.scaling.planner import Plan, _Search, overrides, plan, read_model
+from gapo_megatron.scaling.planner import Plan, _Search, leave_out, overrides, plan, read_model
 from gapo_megatron.scaling.tables import memory_table, to_json
 from gapo_megatron.scaling.times import step_time
 from gapo_megatron.scaling.workload import Workload
@@ -295,12 +296,44 @@ def test_the_configs_own_virtual_and_unequal_stages_are_shown():
     assert Layout.of(run, world_size=16) == own
     names = ["virtual_pipeline_model_parallel_size"]
     names += [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
-    assert [f"parallel.{name}={cut[name]}" for name in names] == overrides(found.current)[4:7]
+    assert {f"parallel.{name}={cut[name]}" for name in names} <= set(overrides(found.current))
     values = to_json(found, run, WORKLOAD, Efficiency(), top=1)
-    assert values["leave_out"] == [f"parallel.{name}" for name in names]
-    assert not any(name in override for name in names for override in overrides(found.ranked[0]))
+    assert values["leave_out"] == [f"parallel.{name}" for name in names[1:]]
+    given = overrides(found.ranked[0])
+    assert not any(name in override for name in names[1:] for override in given)
     with_wrong = planned(parallel=parallel_of(1, 2, last=13, vpp=2))
     assert with_wrong.current is None and "must divide the 15 layers" in with_wrong.current_refusal
+
+
+def test_overrides_take_virtual_stages_back(tmp_path):
+    """What is ranked has none, whatever the config has."""
+    file = tmp_path / "config.toml"
+    file.write_text(
+        "\n".join(
+            [
+                '[run]\noutput_dir = "unused"\nnum_steps = 1',
+                '[model]\nhf_dir = "/nowhere/x"',
+                '[data]\ntrain_path = "/nowhere.jsonl"\nmax_prompt_tokens = 1000',
+                "[rollout]\nmax_response_tokens = 3092",
+                '[reward]\nkind = "exact"',
+                "[parallel]\npipeline_model_parallel_size = 4",
+                "virtual_pipeline_model_parallel_size = 7",
+            ]
+        )
+    )
+    found = plan(
+        hf("Qwen2.5-7B"),
+        load_config(file),
+        num_nodes=1,
+        gpu=H200,
+        workload=WORKLOAD,
+        efficiency=Efficiency(),
+    )
+    assert found.current.layout.vpp_size == 7
+    assert leave_out(load_config(file)) == []
+    for candidate in found.ranked[0], found.ranked[-1]:
+        run = load_config(file, overrides(candidate))
+        assert Layout.of(run, world_size=8) == candidate.layout
 
 
 def test_virtual_stages_trade_memory_for_time():

@@ -74,7 +74,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.config import load_config
     from gapo_megatron.scaling import tables
-    from gapo_megatron.scaling.planner import overrides, plan, read_model
+    from gapo_megatron.scaling.planner import leave_out, overrides, plan, read_model
     from gapo_megatron.scaling.workload import default_workload
 
     config = load_config(arguments.config, arguments.overrides)
@@ -121,9 +121,9 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         return 1
     best = " ".join(overrides(result.ranked[0]))
     console.print(f"The quickest, as overrides: {best}", markup=False, soft_wrap=True)
-    if config.parallel.uneven_stages:
-        names = " and ".join(f"parallel.{name}" for name in config.parallel.uneven_stages)
-        console.print(f"Its stages are equal: leave {names} out of the config.", soft_wrap=True)
+    if names := leave_out(config):
+        listed = " and ".join(names)
+        console.print(f"Its stages are equal: leave {listed} out of the config.", soft_wrap=True)
     return 0
 
 

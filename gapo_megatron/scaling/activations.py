@@ -16,6 +16,7 @@ keys and values at most a neighbour's besides.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -104,7 +105,13 @@ class KeptActivations:
 
 
 def kept_activations(
-    hf_config: Any, config: Config, layout: Layout, *, stage: int, fused: bool
+    hf_config: Any,
+    config: Config,
+    layout: Layout,
+    *,
+    stage: int,
+    num_microbatches: int,
+    fused: bool,
 ) -> KeptActivations:
     """Predict what is kept of micro-batches of `batch.max_tokens_per_microbatch` tokens.
 
@@ -113,11 +120,13 @@ def kept_activations(
         config: of the run.
         layout: how it is cut.
         stage: pipeline rank.
+        num_microbatches: of an update.
         fused: Transformer Engine's layers.
     """
     layer = LayerBytes.of(hf_config, config, layout, fused=fused)
     num_layers = layout.layers_of_ranks(hf_config.num_hidden_layers)[stage] // layout.vpp_size
-    tokens, in_flight = tokens_per_rank(config, layout), num_in_flight(layout, stage=stage)
+    tokens = tokens_per_rank(config, layout)
+    in_flight = num_in_flight(layout, stage=stage, num_microbatches=num_microbatches)
     sp = layout.tp_size if layout.sequence_parallel else 1
     e, kept, head = element_bytes(config), num_layers * layer.kept(layout.recompute), 0
     if stage == 0:
@@ -134,30 +143,53 @@ def kept_activations(
     return KeptActivations(tokens * in_flight * kept, tokens * recomputed, tokens * head)
 
 
-def num_in_flight(layout: Layout, *, stage: int) -> int:
+def num_in_flight(layout: Layout, *, stage: int, num_microbatches: int) -> int:
     """Micro-batches whose activations a rank holds at once; of its virtual stages, all together.
 
         in flight = p - r                             one stage on rank r of p
                   = 2 (p - r - 1) + (v - 1) p + 1     v virtual stages, each with 1/v of the layers
 
     Those of the warm-up (Megatron-core's `get_pp_rank_microbatches`), and the one that goes forward
-    before the first goes back. It takes p micro-batches for so many, 2 p of virtual stages: fewer
-    are not counted on.
+    before the first goes back; and never more than all v m of an update.
     """
     later = layout.pp_size - stage - 1
-    if layout.vpp_size == 1:
-        return later + 1
-    return 2 * later + (layout.vpp_size - 1) * layout.pp_size + 1
+    most = later + 1
+    if layout.vpp_size > 1:
+        most += later + (layout.vpp_size - 1) * layout.pp_size
+    return min(most, layout.vpp_size * num_microbatches)
 
 
-def neighbour_bytes(hf_config: Any, config: Config, layout: Layout, *, stage: int) -> int:
-    """Bytes of what the schedule holds for pipeline neighbours: inputs and outputs in flight."""
+def most_microbatches(config: Config, layout: Layout) -> int:
+    """Of an update on a rank, where every sequence has the greatest length."""
+    batch = config.batch
+    per_microbatch = batch.max_tokens_per_microbatch // config.max_sequence_tokens
+    num_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
+    return math.ceil(num_sequences / layout.dp_size / per_microbatch)
+
+
+def neighbour_bytes(
+    hf_config: Any, config: Config, layout: Layout, *, stage: int, num_microbatches: int
+) -> int:
+    """Bytes of what the schedule holds for pipeline neighbours: inputs and outputs in flight.
+
+    The model's first stage has no input to hold: with virtual stages that is so of 2 p - 1 of the
+    first rank's, and the others have received the next one before they go back. Its last stage has
+    no output; a last rank with virtual stages has at times none in flight there. Under full
+    recomputation a stage's input is what its first layer keeps, and counted with that.
+    """
     sp = layout.tp_size if layout.sequence_parallel else 1
     hidden = element_bytes(config) * hf_config.hidden_size // sp
-    # Of all virtual stages; the model's first has no input, its last no output to hold.
-    ends = 2 * layout.vpp_size - (stage == 0) - (stage == layout.pp_size - 1)
-    in_flight = num_in_flight(layout, stage=stage)
-    return tokens_per_rank(config, layout) * hidden * ends * in_flight // layout.vpp_size
+    inputs = outputs = num_in_flight(layout, stage=stage, num_microbatches=num_microbatches)
+    is_virtual = layout.vpp_size > 1
+    if layout.recompute == "full":
+        inputs = 0
+    elif stage == 0:
+        inputs -= min(2 * layout.pp_size - 1, num_microbatches) if is_virtual else inputs
+    if stage > 0 and is_virtual:
+        inputs += 1
+    if stage == layout.pp_size - 1 and not is_virtual:
+        outputs = 0
+    return tokens_per_rank(config, layout) * hidden * (inputs + outputs)
 
 
 def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool) -> int:

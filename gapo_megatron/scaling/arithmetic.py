@@ -111,16 +111,14 @@ class Shape:
         return 2 * self.num_layers * heads * self.head_dim * element_bytes
 
     def weights_per_rank(
-        self, *, tp_size: int, pp_size: int, ep_size: int, num_layers: float | None = None
+        self, num_layers: int, num_tables: int, *, tp_size: int, ep_size: int
     ) -> tuple[float, float]:
-        """(others, experts) of a pipeline stage of so many layers; None: of an even cut of all.
+        """(others, experts) of a pipeline rank with so many layers, and embedding or output layer.
 
-        With embedding or head, as if it were an end; on a single stage with both.
+        `num_tables`: how many of these two; 1 where they are one.
         """
-        layers = self.num_layers / pp_size if num_layers is None else num_layers
-        tables = 1 if self.tied or pp_size > 1 else 2
-        others = (layers * self.layer_weights + tables * self.head_weights) / tp_size
-        return others, layers * self.num_experts * self.expert_weights / ep_size
+        others = (num_layers * self.layer_weights + num_tables * self.head_weights) / tp_size
+        return others, num_layers * self.num_experts * self.expert_weights / ep_size
 
 
 @dataclass(frozen=True, slots=True)

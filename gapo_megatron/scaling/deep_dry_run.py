@@ -228,7 +228,8 @@ def print_deep_dry_run(
         )
     console.print(_shapes_table(found))
     console.print(_traffic_table(found))
-    console.print(_memory_table(found, _predict(hf_config, config, rank, world_size)))
+    predicted = _predict(hf_config, config, rank, world_size, found.num_microbatches)
+    console.print(_memory_table(found, predicted))
     console.print(LEFT_OUT, markup=False)
 
 
@@ -255,13 +256,17 @@ def _traffic_table(found: Found) -> Table:
 
 
 def _predict(
-    hf_config: Any, config: Config, rank: int, world_size: int
+    hf_config: Any, config: Config, rank: int, world_size: int, num_microbatches: int
 ) -> tuple[int, int, int, int, int]:
     """Bytes of one rank in the order of the table."""
     layout = Layout.of(config, world_size=world_size)
-    stage = rank // layout.ranks_per_stage
-    kept = kept_activations(hf_config, config, layout, stage=stage, fused=False)
-    step = step_bytes(hf_config, config, layout, stage=stage, fused=False)
+    of_rank: dict[str, Any] = {
+        "stage": rank // layout.ranks_per_stage,
+        "num_microbatches": num_microbatches,
+        "fused": False,
+    }
+    kept = kept_activations(hf_config, config, layout, **of_rank)
+    step = step_bytes(hf_config, config, layout, **of_rank)
     return (*rank_bytes(rules_for(hf_config), config, layout, rank=rank), kept.most, step.peak)
 
 

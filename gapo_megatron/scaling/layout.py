@@ -44,23 +44,15 @@ class Layout:
         """Ranks with the same weights (experts apart), which divide the optimizer's state."""
         return self.cp_size * self.dp_size
 
-    @property
-    def stages(self) -> ParallelConfig:
-        """The settings that deal out a model's layers, and no others."""
-        return ParallelConfig(
-            pipeline_model_parallel_size=self.pp_size,
-            virtual_pipeline_model_parallel_size=self.vpp_size,
-            num_layers_in_first_pipeline_stage=self.first_layers,
-            num_layers_in_last_pipeline_stage=self.last_layers,
-        )
-
     def layers_of_ranks(self, num_layers: int) -> tuple[int, ...]:
         """How many of the model's layers each pipeline rank has, in equal virtual stages.
 
         Raises:
             ConfigError: see `counts.layers_of_stages`.
         """
-        return _layers_of_ranks(self, num_layers)
+        return _layers_of_ranks(
+            self.pp_size, self.vpp_size, self.first_layers, self.last_layers, num_layers
+        )
 
     @classmethod
     def of(cls, config: Config, *, world_size: int) -> Self:
@@ -106,8 +98,16 @@ class Layout:
         return parse_config(tree, source=str(self))
 
 
-# A planner asks for every layout, and time after time for one.
+# A planner asks time after time for the same.
 @functools.lru_cache(maxsize=1024)
-def _layers_of_ranks(layout: Layout, num_layers: int) -> tuple[int, ...]:
-    ranks = layers_of_stages(layout.stages, num_layers)
+def _layers_of_ranks(
+    pp_size: int, vpp_size: int, first_layers: int | None, last_layers: int | None, num_layers: int
+) -> tuple[int, ...]:
+    settings = ParallelConfig(
+        pipeline_model_parallel_size=pp_size,
+        virtual_pipeline_model_parallel_size=vpp_size,
+        num_layers_in_first_pipeline_stage=first_layers,
+        num_layers_in_last_pipeline_stage=last_layers,
+    )
+    ranks = layers_of_stages(settings, num_layers)
     return tuple(sum(map(len, virtual)) for virtual in ranks)

@@ -20,6 +20,7 @@ from gapo_megatron.policy.policy import shard_size
 from gapo_megatron.policy.precision import is_quantised
 from gapo_megatron.scaling.activations import (
     kept_activations,
+    most_microbatches,
     neighbour_bytes,
     tokens_per_rank,
     working_bytes,
@@ -45,7 +46,7 @@ FRAGMENTATION = 0.1
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes on one GPU of a pipeline stage, by part."""
+    """Bytes on one GPU of a pipeline rank, all its virtual stages together, by part."""
 
     stage: int
     weights: int
@@ -123,9 +124,11 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     shape, rollout_tp_size = Shape.of(hf_config), layout.rollout_tp_size
     rollout_weights = int(engine_bytes(shape, config, rollout_tp_size=rollout_tp_size))
     kv_cache = kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size)
-    stages = []
+    most, stages = most_microbatches(config, layout), []
     for stage, (weights, gradients, optimizer) in enumerate(state_bytes(rules, config, layout)):
-        step = step_bytes(hf_config, config, layout, stage=stage, fused=fused)
+        step = step_bytes(
+            hf_config, config, layout, stage=stage, num_microbatches=most, fused=fused
+        )
         stages.append(
             StageMemory(
                 stage=stage,
@@ -164,7 +167,13 @@ class StepBytes:
 
 
 def step_bytes(
-    hf_config: Any, config: Config, layout: Layout, *, stage: int, fused: bool
+    hf_config: Any,
+    config: Config,
+    layout: Layout,
+    *,
+    stage: int,
+    num_microbatches: int,
+    fused: bool,
 ) -> StepBytes:
     """What a step needs on one rank beside its state.
 
@@ -172,13 +181,19 @@ def step_bytes(
         hf_config: of the model.
         config: of the run.
         layout: how it is cut.
-        stage: pipeline stage.
+        stage: pipeline rank.
+        num_microbatches: of an update.
         fused: Transformer Engine's layers.
     """
-    kept = kept_activations(hf_config, config, layout, stage=stage, fused=fused)
+    kept = kept_activations(
+        hf_config, config, layout, stage=stage, num_microbatches=num_microbatches, fused=fused
+    )
+    held = neighbour_bytes(
+        hf_config, config, layout, stage=stage, num_microbatches=num_microbatches
+    )
     is_last = stage == layout.pp_size - 1
     return StepBytes(
-        activations=kept.layers + neighbour_bytes(hf_config, config, layout, stage=stage),
+        activations=kept.layers + held,
         layer=kept.recomputed + working_bytes(hf_config, config, layout, fused=fused),
         head=kept.head + head_bytes(hf_config, config, layout) if is_last else 0,
     )

@@ -317,21 +317,32 @@ class _Search:
 def overrides(candidate: Candidate) -> list[str]:
     """What to add to the command line of a run for a candidate's settings.
 
-    To a config without virtual and unequal stages (`ParallelConfig.uneven_stages`): leaving a
-    setting out is nothing that an override can do.
+    To a config without those that have to go: see `leave_out`.
     """
     layout = candidate.layout
+    ends = {"first": layout.first_layers, "last": layout.last_layers}
     return [
         f"parallel.tensor_model_parallel_size={layout.tp_size}",
         f"parallel.pipeline_model_parallel_size={layout.pp_size}",
         f"parallel.context_parallel_size={layout.cp_size}",
         f"parallel.expert_model_parallel_size={layout.ep_size}",
-        *(f"parallel.{name}={value}" for name, value in layout.stages.uneven_stages.items()),
+        f"parallel.virtual_pipeline_model_parallel_size={layout.vpp_size}",
+        *(
+            f"parallel.num_layers_in_{end}_pipeline_stage={count}"
+            for end, count in ends.items()
+            if count is not None
+        ),
         f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}",
         f"model.recompute={layout.recompute}",
         f"rollout.tensor_parallel_size={layout.rollout_tp_size}",
         f"batch.max_tokens_per_microbatch={candidate.max_tokens_per_microbatch}",
     ]
+
+
+def leave_out(config: Config) -> list[str]:
+    """What has to go from a config before overrides: they cannot take a number of layers back."""
+    names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    return [f"parallel.{name}" for name in names if getattr(config.parallel, name) is not None]
 
 
 def gib(num_bytes: float) -> float:

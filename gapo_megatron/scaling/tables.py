@@ -13,7 +13,7 @@ from gapo_megatron.scaling.anchors import Anchor
 from gapo_megatron.scaling.calibration import STAGES, Calibration, Observation, seconds
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import Gpu
-from gapo_megatron.scaling.planner import PARTS, Candidate, Plan, gib, overrides
+from gapo_megatron.scaling.planner import PARTS, Candidate, Plan, gib, leave_out, overrides
 from gapo_megatron.scaling.times import StepTime
 from gapo_megatron.scaling.workload import Workload
 
@@ -176,7 +176,7 @@ def to_json(
         "layouts": [_values(plan, one, config) for one in plan.ranked[:top]],
         "current": plan.current and _values(plan, plan.current, config),
         "current_refusal": plan.current_refusal,
-        "leave_out": [f"parallel.{name}" for name in config.parallel.uneven_stages],
+        "leave_out": leave_out(config),
         "refusals": {reason: refused.count for reason, refused in plan.refusals.items()},
     }
 

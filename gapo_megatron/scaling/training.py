@@ -2,7 +2,8 @@
 
 Nothing overlaps that does not overlap in the trainer: Megatron-core's gradient reduction and
 parameter gather, tensor parallel collectives and the all-to-all of experts all wait. (Transformer
-Engine's ring of keys and values does overlap, and so do the messages of virtual stages; both are
+Engine's ring of keys and values does overlap; and of virtual stages' messages the hidden states
+between warm-up and flush of an update, while shapes, warm-up, flush and the old pass wait. All is
 charged in full.)
 """
 
@@ -90,37 +91,41 @@ class Training:
     def pass_s(self, *, backward: bool) -> float:
         """One pass over the micro-batches of a mini-batch, through v stages on each of p ranks.
 
-            pass = sum over the other ranks of first + m' x ((v - 1) x slowest + slowest last)
-            m'   = m + fillers / 2, where v > 1
+            pass   = sum over the other ranks of last + m x slowest last + (v - 1) x rounds
+            rounds = sum over rounds of n of max(n x slowest first, sum over all ranks of first)
 
-        `first` is one micro-batch's seconds in a rank's first virtual stage, `slowest` the slowest
-        rank's; `last` is the same in its last virtual stage, with the head on the last rank. (They
-        are one where v = 1.) The first micro-batch walks through all ranks, the others follow at
-        the pace of the slowest; with equal stages that is a bubble of (p - 1) / (v m).
-        With v > 1, m is filled up to a multiple of p. Fillers compute nothing, but micro-batches
-        wait for the round of all ranks before their next virtual stage: half a filler's time is
-        what Megatron-core's order of work comes to.
+        `first` is one micro-batch's seconds in a rank's first virtual stage; `last` the same in its
+        last one, with the head on the last rank. (They are one where v = 1.) The first micro-batch
+        walks through all ranks, the others follow at the pace of the slowest; with equal stages
+        that is a bubble of (p - 1) / (v m).
+        Virtual stages take the m micro-batches in rounds of p, of which m mod p are left for the
+        last: a micro-batch comes back for its next virtual stage when all ranks had it, so that a
+        round takes no less. The fillers of that round compute next to nothing.
         """
         layout, num_microbatches = self.layout, self.num_microbatches
-        layers = layout.layers_of_ranks(self.shape.num_layers)
-        by_layers = {
-            count: self.stage_s(backward=backward, num_layers=count) / layout.vpp_size
-            for count in set(layers)
+        seconds = {
+            content: self.stage_s(*content, backward=backward) / layout.vpp_size
+            for content in set(self.contents)
         }
-        first = [by_layers[count] for count in layers]
+        first = [seconds[content] for content in self.contents]
         last = [*first[:-1], first[-1] + self.head_s(backward=backward)]
-        if layout.vpp_size == 1:
-            *others, slowest_s = sorted(last)
-            return sum(others) + num_microbatches * slowest_s
-        num_fillers = -num_microbatches % layout.pp_size
-        *others, slowest_s = sorted(first)
-        all_s = (layout.vpp_size - 1) * slowest_s + max(last)
-        return sum(others) + (num_microbatches + num_fillers / 2) * all_s
+        *others, slowest_last_s = sorted(last)
+        short = num_microbatches % layout.pp_size
+        rounds_s = (num_microbatches - short) * max(first)
+        rounds_s += max(short * max(first), sum(first)) if short else 0.0
+        return sum(others) + num_microbatches * slowest_last_s + (layout.vpp_size - 1) * rounds_s
 
-    def stage_s(self, *, backward: bool, num_layers: float | None = None) -> float:
-        """One micro-batch on one pipeline rank without the head.
+    @property
+    def contents(self) -> list[tuple[int, int]]:
+        """(layers, tables) of every pipeline rank. Tables: the embedding, and the output layer."""
+        *middle, last = self.layout.layers_of_ranks(self.shape.num_layers)
+        if not middle:
+            return [(last, 1 if self.shape.tied else 2)]
+        first, *middle = middle
+        return [(first, 1), *((count, 0) for count in middle), (last, 1)]
 
-        `num_layers` l are those of the rank; None: an equal share of all L.
+    def stage_s(self, num_layers: int, num_tables: int, *, backward: bool) -> float:
+        """One micro-batch on a pipeline rank, one of `contents`, without the head: l of L layers.
 
         products = (factor x layers' flops / peak + factor' x attention's / bf16 peak)
                    x l / L / t / matmul
@@ -136,16 +141,15 @@ class Training:
         if backward:
             factor = 4.0 if layout.recompute == "full" else 3.0
             attention_factor = 3.5 if layout.recompute == "none" else 4.5
-        layers = self.shape.num_layers / layout.pp_size if num_layers is None else num_layers
         seconds = factor * flops.layers / self._products(self.config.model.precision)
         seconds += attention_factor * flops.attention / self._products(self._without_fp8)
-        seconds /= self.shape.num_layers / layers * layout.tp_size
-        seconds += factor * layers * efficiency.layer_s
+        seconds *= num_layers / (self.shape.num_layers * layout.tp_size)
+        seconds += factor * num_layers * efficiency.layer_s
         if backward:
-            streamed = _ACCUMULATE_BYTES * sum(self._weights(layers))
+            streamed = _ACCUMULATE_BYTES * sum(self._weights(num_layers, num_tables))
             seconds += streamed / (self.gpu.bandwidth * efficiency.bandwidth)
         collectives = (self._tensor_s, self._context_s, self._experts_s)
-        seconds += layers * sum(collective(backward) for collective in collectives)
+        seconds += num_layers * sum(collective(backward) for collective in collectives)
         return seconds + self._pipeline_s(backward)
 
     def head_s(self, *, backward: bool) -> float:
@@ -185,16 +189,20 @@ class Training:
         gather   = the weights' bytes likewise
         optimize = (8 bytes of every weight + 28 of the rank's 1/d) / bandwidth
 
-        Of the pipeline rank that has most layers; all wait for it.
+        Of the pipeline rank that takes longest; all wait for it.
         """
+        return max(self._optimizer_s(*content) for content in set(self.contents))
+
+    def _optimizer_s(self, num_layers: int, num_tables: int) -> float:
         layout, efficiency = self.layout, self.efficiency
-        fullest = self._weights(max(layout.layers_of_ranks(self.shape.num_layers)))
         ways = [
             (layout.copies, layout.tp_size),
             (layout.ranks_per_stage // layout.ep_size, layout.ep_size),
         ]
         seconds = 0.0
-        for weights, (size, stride) in zip(fullest, ways, strict=True):
+        for weights, (size, stride) in zip(
+            self._weights(num_layers, num_tables), ways, strict=True
+        ):
             sent = weights * (4 + element_bytes(self.config)) * (size - 1) / size
             rate = self.gpu.group_bandwidth(size, stride=stride) * efficiency.communication
             streamed = weights * (_CLEAR_BYTES + _OPTIMIZER_BYTES / size)
@@ -224,13 +232,13 @@ class Training:
             num_scored=load.scored_tokens * share,
         )
 
-    def _weights(self, num_layers: float | None = None) -> tuple[float, float]:
-        layout = self.layout
+    def _weights(self, num_layers: int, num_tables: int) -> tuple[float, float]:
+        """(others, experts) on one of the ranks that share them."""
         return self.shape.weights_per_rank(
-            tp_size=layout.tp_size,
-            pp_size=layout.pp_size,
-            ep_size=layout.ep_size,
-            num_layers=num_layers,
+            num_layers,
+            num_tables,
+            tp_size=self.layout.tp_size,
+            ep_size=self.layout.ep_size,
         )
 
     @property
@@ -305,9 +313,11 @@ class Training:
         return 2 * times * each
 
     def _pipeline_s(self, backward: bool) -> float:
-        """Hidden states to the next rank, and their gradients back: bytes / network.
+        """Hidden states to the next rank, and their gradients back.
 
-        Once for each of the rank's virtual stages.
+            pipeline = v x (1 forward, 2 with backward) x (bytes / network + 2 x collective_s)
+
+        Of each message the shape goes ahead: micro-batches differ in length.
         """
         layout = self.layout
         if layout.pp_size == 1:
@@ -315,5 +325,5 @@ class Training:
         sent = self._hidden_bytes / (layout.tp_size if layout.sequence_parallel else 1)
         in_node = layout.world_size <= self.gpu.gpus_per_node
         rate = self.gpu.link_bandwidth if in_node else self.gpu.network_bandwidth
-        each = sent / (rate * self.efficiency.communication) + self.efficiency.collective_s
+        each = sent / (rate * self.efficiency.communication) + 2 * self.efficiency.collective_s
         return layout.vpp_size * (2 if backward else 1) * each

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gapo_megatron.config import Config, MetricsConfig
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -190,11 +190,15 @@ class MetricsWriter:
         if clock:
             self._console.show(step, present)
 
-    def log_startup(self, step: int, seconds: Mapping[str, Value]) -> None:
-        """One line of timings, `startup/<part>_s`, before the first step of this process."""
+    def log_startup(self, step: int, seconds: Mapping[str, Value], *, world_size: int) -> None:
+        """One line of timings, `startup/<part>_s`, before the first step of this process.
+
+        With the ranks (`perf/world_size`) of the steps that follow: another start may have others.
+        """
         if not self._enabled:
             return
         record = {f"startup/{part}_s": value for part, value in seconds.items()}
+        record["perf/world_size"] = world_size
         self._append(TIMINGS_NAME, {"step": step, "time/unix_s": time.time(), **record})
         parts = ", ".join(f"{part} {value:.1f}" for part, value in seconds.items())
         logger.info("ready after %.1f s: %s", sum(seconds.values()), parts)
@@ -232,6 +236,28 @@ class MetricsWriter:
         file.write(json.dumps(record, allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def read_rows(path: Path) -> list[dict[str, float]]:
+    """Whole lines of metrics or timings; the last one may be in the making. Nulls are left out.
+
+    Raises:
+        DataError: names file and line: not a JSON object of numbers with a step.
+    """
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = {key: value for key, value in json.loads(line).items() if value is not None}
+            int(row["step"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DataError(f"{path}:{number}: not a JSON object with a step") from None
+        for key, value in row.items():
+            if not isinstance(value, int | float):
+                raise DataError(f"{path}:{number}: {key} = {value!r} is not a number")
+        rows.append(row)
+    return rows
 
 
 def _open_truncated(path: Path, *, resume_step: int) -> Any:

@@ -125,7 +125,7 @@ def train(config: Config) -> None:
     pool.wait_until_ready()
 
     writer = MetricsWriter(run_dir, config=config, resume_step=first_step, enabled=world.rank == 0)
-    writer.log_startup(first_step, startup.seconds)
+    writer.log_startup(first_step, startup.seconds, world_size=world.world_size)
     step, finished = first_step, False
     stopwatch = Stopwatch(lambda stage: attempt.enter(f"step {step}: {stage}"))
     stopwatch.recent = attempt.stage_seconds()

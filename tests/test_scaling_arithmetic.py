@@ -117,16 +117,18 @@ def test_operations_of_a_step_are_those_of_its_tokens():
     shape = Shape.of(hf("Qwen2.5-7B"))
     pairs = config(batch=BATCH | {"rollouts_per_prompt": 2})
     found = step_flops(shape, pairs, FIXED)
-    num = {"num_tokens": 128 * 500, "mean_squared_length": 500**2, "num_sequences": 128}
-    forward = forward_flops(shape, **num, num_scored=128 * 400)
-    assert found.update == pytest.approx(3 * forward.total, rel=1e-3)
-    assert found.old_log_probs == pytest.approx(0.75 * forward.total, rel=1e-3)
+    # 28 layers; queries and outputs 3,584 wide, keys and values 512, an MLP of 18,944.
+    layers = 2 * 28 * (2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+    attention, head = 2 * 28 * 3584, 2 * 152064 * 3584
+    forward = 64_000 * layers + 128 * 500**2 * attention + 51_200 * head
+    assert forward == pytest.approx(8.97467e14, rel=1e-5)
+    assert found.update == pytest.approx(3 * forward, rel=1e-3)
+    assert found.old_log_probs == pytest.approx(0.75 * forward, rel=1e-3)
     assert found.total == found.generation + found.old_log_probs + found.update
-    # Of a prompt one position is scored.
-    shared = forward_flops(
-        shape, num_tokens=6400, mean_squared_length=100**2, num_sequences=64, num_scored=-64
-    )
-    assert found.generation == pytest.approx(forward.total - shared.total, rel=1e-3)
+    # Each prompt once less; of it one position is scored.
+    shared = 6_400 * layers + 64 * 100**2 * attention - 64 * head
+    assert found.generation == pytest.approx(forward - shared, rel=1e-3)
+    assert found.generation == pytest.approx(8.13885e14, rel=1e-3)
 
 
 def test_what_is_left_out_or_computed_again_is_no_model_operation():
@@ -155,3 +157,8 @@ def test_replaced_groups_are_generated_but_not_trained_on():
     twice = step_flops(shape, config(batch=BATCH | {"dynamic_sampling_rounds": 1}), half)
     assert twice.generation == pytest.approx(1.5 * once.generation)
     assert twice.update == pytest.approx(1.5 * once.update)  # three quarters are active, not half
+    # As many as were drawn, where that is known: 1.6 times as many, not 1.5.
+    config_twice = config(batch=BATCH | {"dynamic_sampling_rounds": 1})
+    drawn = step_flops(shape, config_twice, half, num_prompts=1.6 * 64)
+    assert drawn.generation == pytest.approx(1.6 * once.generation)
+    assert (drawn.update, drawn.old_log_probs) == (twice.update, twice.old_log_probs)

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import math
+import os
 import random
 
 import pytest
 from transformers import AutoConfig
 
 from gapo_megatron.config import load_config
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.calibration import (
     STAGES,
@@ -70,6 +71,10 @@ def observe(efficiency, *, noise=0.0, seed=0, prompts=256, mean=700, model="Qwen
         workload=Workload(100, mean, 3092, active_share=0.7),
         measured=empty,
         step_s=0.0,
+        other_s=0.0,
+        num_prompts=prompts,
+        num_tokens=8.0 * prompts * mean,
+        tokens_per_s=0.0,
     )
     exact = one.predict(GPUS["h200"], efficiency)
     noisy = StepTime(
@@ -172,6 +177,10 @@ def of_the_study(name):
         ),
         measured=StepTime(*measured),
         step_s=sum(measured),
+        other_s=0.0,
+        num_prompts=one.batch.rollout_prompts,
+        num_tokens=0.0,
+        tokens_per_s=0.0,
     )
 
 
@@ -220,22 +229,21 @@ def test_other_files_are_refused(tmp_path, text, words):
 
 def write_run(folder, *, rows, hf_dir, ranks=1, **sections):
     """What a run leaves, of the steps in `rows`: (metrics, timings)."""
-    logs = folder / "attempts" / "latest"
-    logs.mkdir(parents=True)
-    for rank in range(ranks):
-        (logs / f"rank_{rank}.log").touch()
+    folder.mkdir(parents=True, exist_ok=True)
     model = {"hf_dir": str(hf_dir), "precision": "fp32"} | sections.pop("model", {})
     one = config(model=model, **sections)
     (folder / "config.toml").write_text(to_toml(one))
     with open(folder / "metrics.jsonl", "w") as metrics, open(folder / "timings.jsonl", "w") as t:
-        t.write(json.dumps({"step": 0, "startup/vllm_s": 9.0}) + "\n")
+        t.write(json.dumps({"step": 0, "startup/vllm_s": 9.0, "perf/world_size": ranks}) + "\n")
         metrics.write(json.dumps({"step": 0, "eval/pass@1": 0.5}) + "\n")
         for step, (values, timings) in enumerate(rows):
             metrics.write(json.dumps({"step": step, **values}) + "\n")
             t.write(json.dumps({"step": step, **timings}) + "\n")
 
 
-def a_step(scale=1.0):
+def a_step(scale=1.0, *, prompts=256):
+    """Of so many prompts, eight responses to each, of 600 tokens."""
+    step_s = 8.0 * scale + 131.125
     return (
         {
             "reward/mean": 0.5,
@@ -255,7 +263,8 @@ def a_step(scale=1.0):
             "time/checkpoint_s": 20.0,
             "time/noise_floor_s": 4.0,
             # A quarter of a second that no stage counts.
-            "time/step_s": 8.0 * scale + 131.125,
+            "time/step_s": step_s,
+            "perf/tokens_per_s": prompts * 8 * 600 / step_s,
         },
     )
 
@@ -269,6 +278,10 @@ def test_a_run_is_read_as_it_was(tmp_path):
     assert one.name == "run"
     assert one.measured == StepTime(8.0, 0.5, 1.0, 5.0, 0.25)
     assert one.step_s == one.seconds("total") == one.measured.total_s + 0.125 + 0.25
+    assert one.other_s == 0.125 + 0.25
+    assert one.num_prompts == 256
+    assert one.num_tokens == pytest.approx(256 * 8 * 600)
+    assert one.tokens_per_s == pytest.approx(256 * 8 * 600 / one.step_s)
     assert one.layout == Layout.of(one.config, world_size=4)
     assert one.shape == Shape.of(hf("Qwen2.5-1.5B"))
     workload = one.workload
@@ -287,9 +300,121 @@ def test_a_run_with_dynamic_sampling_is_read_as_its_rounds(tmp_path):
     write_run(tmp_path / "run", rows=[(metrics, timings)] * 3, hf_dir=tmp_path / "model")
     one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
     assert one.workload.active_share == pytest.approx(0.5)
+    assert one.num_prompts == pytest.approx(1.5 * 256)
     batch = one.config.batch.model_copy(update={"dynamic_sampling_rounds": 1})
     assert one.workload.trained_share(batch) == pytest.approx(0.75)
     assert one.workload.clipped_share == pytest.approx(0.2)
+
+
+def test_rows_that_a_kl_term_keeps_do_not_hide_what_was_replaced(tmp_path):
+    """None is skipped; a quarter of those that are trained on has A = 0."""
+    write_model(tmp_path / "model", SMALL)
+    metrics, timings = a_step()
+    metrics |= {"rollout/replaced_group_share": 1 / 3, "groups/zero_advantage_share": 0.25}
+    metrics |= {"skip/forward_token_share": 0.0, "skip/head_backward_token_share": 0.0}
+    sections = {"objective": {"kl_coef": 0.01}, "batch": {"dynamic_sampling_rounds": 1}}
+    write_run(
+        tmp_path / "run", rows=[(metrics, timings)] * 3, hf_dir=tmp_path / "model", **sections
+    )
+    one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    assert one.workload.active_share == pytest.approx(0.5)
+    assert one.workload.clipped_share == 0.0
+    assert one.num_prompts == pytest.approx(384)
+
+
+def test_medians_are_of_the_steps_themselves(tmp_path):
+    """Tokens a second of each step, not mean tokens over a median step; `other` likewise."""
+    write_model(tmp_path / "model", SMALL)
+    steps = [a_step(), a_step()]
+    # Seconds of generation, tokens, what no stage counts: each time another one is the largest.
+    for generation_s, tokens, other_s in ((1, 1000, 0.5), (5, 12000, 0.25), (9, 2000, 3.0)):
+        metrics, _ = a_step()
+        step_s = generation_s + other_s
+        timings = {"time/rollout_s": generation_s, "time/step_s": step_s}
+        steps.append((metrics, timings | {"perf/tokens_per_s": tokens / step_s}))
+    write_run(tmp_path / "run", rows=steps, hf_dir=tmp_path / "model")
+    one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    assert (one.step_s, one.measured.generation_s, one.other_s) == (5.25, 5, 0.5)
+    assert one.tokens_per_s == pytest.approx(1000 / 1.5)  # of 667, 2286 and 167
+    assert one.num_tokens == pytest.approx(5000)
+
+
+def started(step, **values):
+    return json.dumps({"step": step, "startup/vllm_s": 9.0, **values}) + "\n"
+
+
+def test_steps_and_ranks_are_those_of_the_newest_start(tmp_path):
+    """A start begins cold; one that has not got far leaves it to that before, of as many ranks."""
+    write_model(tmp_path / "model", SMALL)
+    run = tmp_path / "run"
+    # Two on 8 ranks, then ten on 4: two to warm up, three of 2 s, and after a restart five more.
+    rows = [a_step(1)] * 2 + [a_step(30)] * 2 + [a_step(2)] * 3 + [a_step(40)] * 2 + [a_step(3)] * 3
+    write_run(run, rows=rows, hf_dir=tmp_path / "model", ranks=8)
+    first, *steps = (run / "timings.jsonl").read_text().splitlines(keepends=True)
+    moved = started(2, **{"perf/world_size": 4})
+    again = started(7, **{"perf/world_size": 4})
+
+    def generation_of(*parts):
+        (run / "timings.jsonl").write_text("".join([first, *steps[:2], *parts]))
+        one = read_observation(run, mean_prompt_tokens=80.0)
+        return one.layout.world_size, one.measured.generation_s
+
+    assert generation_of() == (8, 8)
+    assert generation_of(moved) == (8, 8)  # under way, but no step yet
+    assert generation_of(moved, *steps[2:7]) == (4, 16)
+    assert generation_of(moved, *steps[2:7], again, *steps[7:9]) == (4, 16)
+    assert generation_of(moved, *steps[2:7], again, *steps[7:]) == (4, 24)
+    # Of fewer ranks than before it is all that there is.
+    assert generation_of(*steps[2:7], again, *steps[7:8]) == (4, 320)
+    assert read_observation(run, mean_prompt_tokens=80.0, world_size=2).layout.world_size == 2
+
+
+def test_ranks_that_no_start_tells_are_counted_in_the_newest_logs(tmp_path):
+    write_model(tmp_path / "model", SMALL)
+    run = tmp_path / "run"
+    write_run(run, rows=[a_step()] * 4, hf_dir=tmp_path / "model")
+    _, *steps = (run / "timings.jsonl").read_text().splitlines(keepends=True)
+    (run / "timings.jsonl").write_text("".join([started(0), *steps]))
+    with pytest.raises(ConfigError, match=r"run: ranks unknown: no start in timings.jsonl has"):
+        read_observation(run, mean_prompt_tokens=80.0)
+    for place, (attempt, ranks, text) in enumerate(
+        (("7.0", 2, "x"), ("7.1", 4, "x"), ("8.0", 1, ""))
+    ):
+        folder = run / "attempts" / attempt
+        folder.mkdir(parents=True)
+        for rank in range(ranks):
+            log = folder / f"rank_{rank}.log"
+            log.write_text(text)
+            os.utime(log, (place, place))
+    # The last one has begun: its ranks have not been started yet.
+    assert read_observation(run, mean_prompt_tokens=80.0).layout.world_size == 4
+
+
+def test_a_layout_that_the_ranks_do_not_divide_names_its_run(tmp_path):
+    write_model(tmp_path / "model", SMALL)
+    parallel = {"tensor_model_parallel_size": 2}
+    write_run(tmp_path / "run", rows=[a_step()], hf_dir=tmp_path / "model", parallel=parallel)
+    with pytest.raises(ConfigError, match=r"/run: the world size \(1\) must be a multiple of"):
+        read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+
+
+def test_lines_in_the_making_and_values_that_were_not_finite(tmp_path):
+    write_model(tmp_path / "model", SMALL)
+    run = tmp_path / "run"
+    metrics, timings = a_step()
+    metrics |= {"rollout/truncated": None}
+    rows = [(metrics, timings)] * 4 + [(metrics, timings | {"time/step_s": None})]
+    write_run(run, rows=rows, hf_dir=tmp_path / "model")
+    whole = read_observation(run, mean_prompt_tokens=80.0)
+    assert whole.measured.generation_s == 8.0
+    for name in ("metrics.jsonl", "timings.jsonl"):
+        with (run / name).open("a") as file:
+            file.write('{"step": 5, "time/rol')
+    assert read_observation(run, mean_prompt_tokens=80.0) == whole
+    with (run / "timings.jsonl").open("a") as file:
+        file.write("\n")
+    with pytest.raises(DataError, match=r"timings\.jsonl:7: not a JSON object with a step"):
+        read_observation(run, mean_prompt_tokens=80.0)
 
 
 def test_a_run_that_the_device_cannot_hold_is_not_fitted():

@@ -12,9 +12,14 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.run_folder import mark_finished
 from gapo_megatron.launch.study import Resources, Run, read_study, unfinished
 from gapo_megatron.policy.model import check_shapes
+from gapo_megatron.scaling.arithmetic import Shape
+from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import GIB, GPUS
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import memory
+from gapo_megatron.scaling.planner import Candidate
+from gapo_megatron.scaling.times import step_time
+from gapo_megatron.scaling.workload import default_workload
 from gapo_megatron.toml_tree import to_toml
 from tests.scaling_setup import write_model
 from tests.test_convert_models import CONFIGS as MODELS
@@ -286,6 +291,25 @@ def test_runs_may_ask_for_resources_of_their_own(tmp_path: Path) -> None:
     assert study.runs[0].config == load_config(DEMO, ["run.output_dir=runs/s/nodes_1"])
 
 
+def test_runs_that_differ_in_how_they_are_placed_alone_have_names(tmp_path: Path) -> None:
+    """But the first keeps its own: it may be there already."""
+    text = HEAD + "[grid]\nrun.seed = [0]\nresources.cpus_per_task = [4, 8]\n"
+    runs = read_study(study_file(tmp_path, text)).runs
+    assert {run.name: run.resources.cpus_per_task for run in runs} == {
+        "seed_0": 4,
+        "seed_0-cpus_per_task_8": 8,
+    }
+    text = HEAD + "[grid]\nresources.exclusive = [true, false]\nresources.partition = ['a', 'b']\n"
+    names = [run.name for run in read_study(study_file(tmp_path, text)).runs]
+    assert names == ["a", "b", "exclusive_False-a", "exclusive_False-b"]
+    for field, values in (("time", "['30', '40']"), ("account", "['a', 'b']")):
+        path = study_file(
+            tmp_path, HEAD + f"[grid]\nrun.seed = [0]\nresources.{field} = {values}\n"
+        )
+        with pytest.raises(ConfigError, match="two runs are called 'seed_0'"):
+            read_study(path)
+
+
 def test_a_command_line_asks_for_every_run_but_not_for_what_the_study_varies(
     tmp_path: Path,
 ) -> None:
@@ -324,6 +348,12 @@ def test_the_scaling_study_of_larger_models_fits(gpu: str, tmp_path: Path) -> No
         check_shapes(hf_config, run.config.parallel)
         layout = Layout.of(run.config, world_size=8 * run.resources.nodes)
         needed = memory(hf_config, run.config, layout, GPUS[gpu])
+        workload = default_workload(run.config)
+        times = step_time(
+            Shape.of(hf_config), run.config, layout, workload, GPUS[gpu], Efficiency()
+        )
+        budget = run.config.batch.max_tokens_per_microbatch
+        assert Candidate(layout, budget, needed, times).refusal(GPUS[gpu]) is None, run.name
         most = max(needed.training, needed.generating)
         assert most <= 0.97 * GPUS[gpu].memory_bytes, f"{run.name}: {most / GIB:.0f} GiB"
 

@@ -6,8 +6,12 @@ import json
 import re
 from pathlib import Path
 
-from gapo_megatron.launch.study import Resources
+import pytest
+
+from gapo_megatron.launch.run_folder import mark_finished
+from gapo_megatron.launch.study import Resources, read_study
 from gapo_megatron.launch.submit import Submission
+from gapo_megatron.toml_tree import to_toml
 from tests.submit_setup import submit, write_study
 
 # Runs beside the grid's: two that ask for more, alike, and one for yet something else.
@@ -65,7 +69,10 @@ def test_what_was_not_said_is_left_to_the_environment(tmp_path: Path) -> None:
     assert done.stdout.count("#!/bin/bash") == 2
 
 
-def test_each_run_is_checked_against_its_own_ranks(tmp_path: Path) -> None:
+def test_each_run_is_checked_against_its_own_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     more = "[[runs]]\nparallel.pipeline_model_parallel_size = 4\nresources.nodes = {}\n"
     study = write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(2))
     assert submit(tmp_path, str(study), "--dry-run").returncode == 0
@@ -74,6 +81,18 @@ def test_each_run_is_checked_against_its_own_ranks(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "NUM_NODES (1) of the environment is that of every run" in done.stderr
     assert "different nodes (1, 2)" in done.stderr
+    done = submit(tmp_path, str(study), "--dry-run", NUM_NODES="two")
+    assert done.returncode == 2
+    assert "NUM_NODES (two) of the environment must be a whole number from 1 on" in done.stderr
+    # Also where those that are left ask for as many.
+    (tmp_path / "runs" / "seed_0").mkdir(parents=True)
+    finished = read_study(study).runs[0]
+    (tmp_path / "runs" / "seed_0" / "config.toml").write_text(to_toml(finished.config))
+    mark_finished(tmp_path / "runs" / "seed_0", num_steps=5)
+    done = submit(tmp_path, str(study), "--dry-run", NUM_NODES="1")
+    assert done.returncode == 2
+    assert "different nodes (1, 2)" in done.stderr
+    assert submit(tmp_path, str(study), "--dry-run").stdout.count("#!/bin/bash") == 1
     study = write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(3))
     done = submit(tmp_path, str(study), "--dry-run")
     assert done.returncode == 2
@@ -104,3 +123,14 @@ def test_runs_have_ranks_and_gpus_of_their_own_here_too(tmp_path: Path) -> None:
     done = submit(tmp_path, "study.toml", "--local")
     assert done.returncode == 2
     assert "run seed_7-nodes_2: nodes (2) must be 1 with --local" in done.stderr
+
+
+def test_what_is_wrong_with_a_runs_branch_point_names_the_run(tmp_path: Path) -> None:
+    more = "[[runs]]\nrun.seed = 7\ncheckpoint.branch_from = 'other/checkpoints/step_2'\n"
+    write_study(tmp_path, num_runs=1, num_steps=3, more=more)
+    manifest = tmp_path / "other" / "checkpoints" / "step_00000002" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{")
+    done = submit(tmp_path, "study.toml", "--dry-run")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.search(r"^error: run seed_7: .*step_00000002", done.stderr)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -40,6 +39,9 @@ plan with what was measured:
   python tools/plan.py CONFIG --nodes 4 --gpu h200 --calibration h200.toml
 a scaling study, run by run, with figures in runs/studies/scaling_qwen/scaling:
   python tools/plan.py --gpu h200 --measured runs/studies/scaling_qwen
+two of its runs alone:
+  python tools/plan.py --gpu h200 --output two_runs \\
+    --measured runs/studies/scaling_qwen/nodes_1 runs/studies/scaling_qwen/nodes_8
 the model against published step times:
   python tools/plan.py --anchors
 
@@ -47,6 +49,10 @@ Times without --calibration rest on assumed efficiencies (gapo_megatron/scaling/
 docs/scaling.md says how times are made. --calibration is written by --probe and --from-run, and
 read otherwise. Exit codes: 0; 1 when nothing fits or an input is wrong; 2 usage.
 """
+
+
+_TOP = 5
+"""Layouts to show."""
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -88,28 +94,29 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         mean_response_tokens=arguments.mean_response_tokens,
         active_share=arguments.active_share,
     )
+    top = arguments.top or _TOP
     result = plan(
         hf_config,
         config,
-        num_nodes=arguments.nodes,
+        num_nodes=arguments.nodes or 1,
         gpu=found.gpu,
         workload=workload,
         efficiency=found.efficiency,
     )
     if arguments.json:
-        values = tables.to_json(result, config, workload, found.efficiency, top=arguments.top)
+        values = tables.to_json(result, config, workload, found.efficiency, top=top)
         print(json.dumps(values, indent=2, allow_nan=False))
         return 0 if result.ranked else 1
     console.print(
         f"A step: {config.batch.rollout_prompts} prompts of {workload.mean_prompt_tokens:g} tokens "
         f"x {config.batch.rollouts_per_prompt} responses of {workload.mean_response_tokens:g} "
         f"(longest {workload.longest_response_tokens:,}), {workload.active_share:.0%} with A != 0. "
-        + tables.basis(found),
+        + tables.times_rest_on(found),
         markup=False,
         highlight=False,
     )
-    console.print(tables.layouts_table(result, config, top=arguments.top))
-    console.print(tables.memory_table(result, top=arguments.top))
+    console.print(tables.layouts_table(result, config, top=top))
+    console.print(tables.memory_table(result, top=top))
     if result.current_refusal:
         console.print(f"* The config's own does not run: {result.current_refusal}", markup=False)
     if result.refusals:
@@ -210,42 +217,37 @@ def _finished(arguments: argparse.Namespace) -> list[tuple[Observation, bool]]:
 
 
 def _observe(arguments: argparse.Namespace, folder: Path, *, name: str = "") -> Observation:
-    from gapo_megatron.config import CONFIG_NAME, load_config
     from gapo_megatron.scaling.calibration import read_observation
     from gapo_megatron.scaling.probe import mean_prompt_tokens
 
     prompt = arguments.mean_prompt_tokens
-    if prompt is None and (folder / CONFIG_NAME).is_file():  # else the next says what is missing
-        prompt = mean_prompt_tokens(load_config(folder / CONFIG_NAME))
     return read_observation(
-        folder, mean_prompt_tokens=prompt or 0, world_size=arguments.processes, name=name
+        folder,
+        mean_prompt_tokens=mean_prompt_tokens if prompt is None else prompt,
+        world_size=arguments.processes,
+        name=name,
     )
 
 
 def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
-    from gapo_megatron.errors import ConfigError
-    from gapo_megatron.report.runs import find_runs
-    from gapo_megatron.report.scaling import scaling_rows, scaling_table, write_scaling
-    from gapo_megatron.scaling.tables import basis
+    from gapo_megatron.report.scaling import observe, scaling_rows, scaling_tables
+    from gapo_megatron.report.scaling_figures import write_scaling
+    from gapo_megatron.scaling.tables import times_rest_on
 
-    whole = Path(os.path.commonpath([run.absolute() for run in arguments.measured]))
-    if whole == Path(whole.anchor):
-        raise ConfigError("--measured: the RUNs lie in no folder in common, where figures would go")
-    ready, waiting = find_runs(arguments.measured)
-    names = [folder.name for folder in ready]
-    observed = [
-        _observe(arguments, folder, name=str(folder) if names.count(folder.name) > 1 else "")
-        for folder in ready
-    ]
     found = _calibration(arguments)
+    observed, left_out = observe(
+        arguments.measured, lambda folder, name: _observe(arguments, folder, name=name)
+    )
     rows = scaling_rows(observed, gpu=found.gpu, efficiency=found.efficiency)
-    console.print(scaling_table(rows, gpu=found.gpu))
-    console.print(basis(found), markup=False, highlight=False)
-    if waiting:
-        shown = ", ".join(folder.name for folder in waiting)
-        console.print(f"no step yet: {shown}", markup=False, highlight=False)
-    for path in write_scaling(observed, rows, gpu=found.gpu, folder=whole / "scaling"):
-        console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+    for table in scaling_tables(rows, gpu=found.gpu):
+        console.print(table)
+    for line in (times_rest_on(found), *left_out):
+        console.print(line, markup=False, highlight=False)
+    folder = arguments.output or arguments.measured[0] / "scaling"
+    for exhibit, paths in write_scaling(observed, rows, gpu=found.gpu, folder=folder):
+        console.print("\n" + " ".join([exhibit.aid, *exhibit.notes]), markup=False, highlight=False)
+        for path in paths:
+            console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -276,7 +278,7 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     add(
         "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
     )
-    add("--nodes", type=_positive, default=1, help="full nodes to plan for (default: 1)")
+    add("--nodes", type=_positive, metavar="N", help="full nodes to plan for (default: 1)")
     add("--gpu", help="h100, h200 (default of a plan), h20, or cpu: this machine")
     add(
         "--gpus-per-node",
@@ -284,27 +286,19 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="default: 8; of cpu: 1, a process is a device",
     )
-    add("--top", type=_positive, default=5, help="layouts to show (default: 5)")
+    add("--top", type=_positive, metavar="N", help=f"layouts to show (default: {_TOP})")
     add("--json", action="store_true", help="print plain values instead of tables")
     lengths = parser.add_argument_group("lengths of a step (assumed where not given)")
-    lengths.add_argument(
-        "--mean-prompt-tokens",
-        type=float,
-        metavar="N",
-        help="default: a tenth of data.max_prompt_tokens; of a calibration: counted in the data",
-    )
-    lengths.add_argument(
-        "--mean-response-tokens",
-        type=float,
-        metavar="N",
-        help="default: a third of rollout.max_response_tokens",
-    )
-    lengths.add_argument(
-        "--active-share",
-        type=float,
-        metavar="SHARE",
-        help="of the sequences with A != 0 (default: 0.67)",
-    )
+    for option, metavar, shown in (
+        (
+            "--mean-prompt-tokens",
+            "N",
+            "default: a tenth of data.max_prompt_tokens; of runs: counted in the data",
+        ),
+        ("--mean-response-tokens", "N", "default: a third of rollout.max_response_tokens"),
+        ("--active-share", "SHARE", "of the sequences with A != 0 (default: 0.67)"),
+    ):
+        lengths.add_argument(option, type=float, metavar=metavar, help=shown)
     measured = parser.add_argument_group("calibration")
     measured.add_argument(
         "--calibration",
@@ -318,20 +312,6 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
         help="train a few steps of CONFIG at several sizes and fit them",
     )
     measured.add_argument(
-        "--size",
-        action="append",
-        default=[],
-        metavar="OVERRIDES",
-        help="a size of the probe; may be repeated (default: CONFIG's own, and half its prompts)",
-    )
-    measured.add_argument(
-        "--test-size",
-        action="append",
-        default=[],
-        metavar="OVERRIDES",
-        help="a size that is measured and predicted, but not fitted",
-    )
-    measured.add_argument(
         "--probe-steps",
         type=_positive,
         default=8,
@@ -342,28 +322,33 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
         "--processes",
         type=_positive,
         metavar="N",
-        help="of a probe: default 1 on cpu, else those of a node; of runs: default as they logged",
+        help="of a probe: default 1 on cpu, else those of a node; of --from-run: as they logged",
     )
-    measured.add_argument(
-        "--from-run",
-        action="append",
-        default=[],
-        metavar="RUN",
-        help="a finished run's folder to fit; may be repeated",
-    )
-    measured.add_argument(
-        "--test-run",
-        action="append",
-        default=[],
-        metavar="RUN",
-        help="a finished run to predict, but not to fit",
-    )
+    for option, metavar, shown in (
+        (
+            "--size",
+            "OVERRIDES",
+            "a size of the probe (default: CONFIG's own, and half its prompts)",
+        ),
+        ("--test-size", "OVERRIDES", "a size that is measured and predicted, but not fitted"),
+        ("--from-run", "RUN", "a run's folder to fit"),
+        ("--test-run", "RUN", "a run's folder to predict, but not to fit"),
+    ):
+        measured.add_argument(
+            option, action="append", default=[], metavar=metavar, help=f"{shown}; may be repeated"
+        )
     add(
         "--measured",
         nargs="+",
         type=Path,
         metavar="RUN",
         help="what these runs reached, beside the prediction; a RUN may be a folder of runs",
+    )
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="for the figures of --measured (default: RUN/scaling; of several RUNs: needed)",
     )
     add("--anchors", action="store_true", help="predict published step times, and stop")
     arguments = parser.parse_intermixed_args(command_line)
@@ -372,8 +357,10 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     chosen = [name for name, is_chosen in tasks.items() if is_chosen]
     if len(chosen) > 1:
         parser.error(f"{' and '.join(chosen)} are one at a time")
-    if arguments.json and chosen:
-        parser.error(f"--json is for plans, not for {chosen[0]}")
+    for name in ("nodes", "top", "json", "mean_response_tokens", "active_share"):
+        given = getattr(arguments, name)
+        if chosen and given is not None and given is not False:
+            parser.error(f"--{name.replace('_', '-')} is for plans, not for {chosen[0]}")
     if arguments.config and chosen not in ([], ["--probe"]):
         parser.error(f"{chosen[0]} takes no CONFIG ({arguments.config})")
     if not arguments.config and chosen in ([], ["--probe"]):
@@ -387,6 +374,12 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--size and --test-size go with --probe")
     if arguments.test_run and not arguments.from_run:
         parser.error("--test-run goes with --from-run")
+    if arguments.processes and chosen not in (["--probe"], ["--from-run"]):
+        parser.error("--processes goes with --probe and --from-run: other runs have logged theirs")
+    if arguments.output and not arguments.measured:
+        parser.error("--output goes with --measured")
+    if arguments.measured and len(arguments.measured) > 1 and not arguments.output:
+        parser.error("--measured of several RUNs needs --output: a folder for the figures")
     return arguments
 
 

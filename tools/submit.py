@@ -2,9 +2,10 @@
 """Submit a run or a study to Slurm, or run it on this machine; show how runs stand.
 
 A study (configs/studies/) becomes a job array, or one for each kind of resources that its runs ask
-for. Code and config are frozen into each run's folder: editing the checkout changes nothing that is
-queued. Resources come from these options, else from a run's own, else from the study's [resources],
-else from SBATCH_* of the environment (source slurm/site.sh), else from defaults.
+for; a run that is queued or running already stays as it is. Code and config are frozen into each
+run's folder: editing the checkout changes nothing that is queued. Resources come from these
+options, else from a run's own, else from the study's [resources], else from SBATCH_* of the
+environment (source slurm/site.sh), else from defaults.
 """
 
 from __future__ import annotations
@@ -73,25 +74,29 @@ def _submit(arguments: argparse.Namespace) -> int:
         default={"tasks_per_node": 1} if arguments.local else {},
     )
     runs, run_dirs = unfinished(study), [run.run_dir for run in study.runs]
-    _check(arguments, runs)
-    for run, size in zip(runs, world_sizes([run.resources for run in runs]), strict=True):
-        try:
-            check_before_nodes(run.config, world_size=size)
-        except ConfigError as error:
-            raise ConfigError(f"run {run.name}: {error}") from None
-    name = f"submitted-{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
-    codes = {run.name: run.run_dir / "code" / name for run in runs}
-    submissions = _submissions(arguments, study, runs, codes)
-    if arguments.dry_run:
-        print("\n".join(script for one in submissions for script in one.scripts()), end="")
-        return 0
-    for run in runs:
-        freeze(repository(), codes[run.name], config=to_toml(run.config))
-    if arguments.local and runs:
-        run_locally(submissions, console, title=study.name, parallel=arguments.parallel or 1)
-    elif runs:
-        _to_slurm(submissions)
     num_finished = len(study.runs) - len(runs)
+    _check(arguments, runs)
+    # Of all runs: those that are left may ask for the same nodes by chance.
+    ranks = world_sizes([run.resources for run in study.runs])
+    world_size = dict(zip([run.name for run in study.runs], ranks, strict=True))
+    for run in runs:
+        try:
+            check_before_nodes(run.config, world_size=world_size[run.name])
+        except (ConfigError, CheckpointError) as error:
+            raise type(error)(f"run {run.name}: {error}") from None
+    if not (arguments.local or arguments.dry_run):
+        runs = _idle(runs)
+    submissions = _submissions(arguments, study, runs)
+    if arguments.dry_run:
+        print("\n".join(script for _, one in submissions for script in one.scripts()), end="")
+        return 0
+    if not arguments.local:
+        _to_slurm(submissions)
+    elif submissions:
+        for members, submission in submissions:
+            _freeze(members, submission)
+        arrays = [one for _, one in submissions]
+        run_locally(arrays, console, title=study.name, parallel=arguments.parallel or 1)
     if num_finished:
         console.print(
             f"{num_finished} of {len(study.runs)} runs were finished before", markup=False
@@ -114,37 +119,56 @@ def _submit(arguments: argparse.Namespace) -> int:
             time.sleep(5)
 
 
+def _idle(runs: Sequence[Run]) -> list[Run]:
+    """Those that no job is to run yet."""
+    statuses = read_statuses([run.run_dir for run in runs])
+    idle = [run for run, status in zip(runs, statuses, strict=True) if not status.is_active]
+    if len(idle) < len(runs):
+        console.print(f"{len(runs) - len(idle)} runs are queued or running already", markup=False)
+    return idle
+
+
 def _submissions(
-    arguments: argparse.Namespace, study: Study, runs: Sequence[Run], codes: dict[str, Path]
-) -> list[Submission]:
+    arguments: argparse.Namespace, study: Study, runs: Sequence[Run]
+) -> list[tuple[list[Run], Submission]]:
     """One for each kind of resources, in the order of the runs."""
+    name = f"submitted-{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"
     alike: dict[str, list[Run]] = {}
     for run in runs:  # as they were said: what was not, SBATCH_* may say
         alike.setdefault(run.resources.model_dump_json(exclude_unset=True), []).append(run)
     return [
-        Submission(
-            name=study.name,
-            folder=study.folder / "submitit",
-            codes=[codes[run.name] for run in members],
-            resources=members[0].resources,
-            parallel=arguments.parallel or len(members),
-            chain=arguments.chain,
+        (
+            members,
+            Submission(
+                name=study.name,
+                folder=study.folder / "submitit",
+                codes=[run.run_dir / "code" / name for run in members],
+                resources=members[0].resources,
+                parallel=arguments.parallel or len(members),
+                chain=arguments.chain,
+            ),
         )
         for members in alike.values()
     ]
 
 
-def _to_slurm(submissions: Sequence[Submission]) -> None:
-    for number, submission in enumerate(submissions):
+def _freeze(runs: Sequence[Run], submission: Submission) -> None:
+    for run, code in zip(runs, submission.codes, strict=True):
+        freeze(repository(), code, config=to_toml(run.config))
+
+
+def _to_slurm(submissions: Sequence[tuple[Sequence[Run], Submission]]) -> None:
+    for number, (members, submission) in enumerate(submissions):
+        _freeze(members, submission)
         try:
             submission.submit()
         except FailedJobError:
-            if number:
-                print(
-                    f"{number} of {len(submissions)} arrays were submitted before the one that "
-                    "Slurm refused, and go on",
-                    file=sys.stderr,
-                )
+            left = [run.name for runs, _ in submissions[number:] for run in runs]
+            print(
+                f"{number} of {len(submissions)} arrays were submitted before the one that Slurm "
+                f"refused, and go on. Not submitted: {', '.join(left)}",
+                file=sys.stderr,
+            )
             raise
 
 

@@ -88,7 +88,7 @@ def _read_folder(run_dir: Path) -> Status:
     metrics = _lines(run_dir / "metrics.jsonl")
     trained, evaluated = _newest(metrics, "reward/mean"), _newest(metrics, "eval/pass@1")
     steps, num_steps = trained.get("step", -1) + 1, _num_steps(run_dir)
-    timings = map(json.loads, _lines(run_dir / "timings.jsonl"))
+    timings = map(_values, _lines(run_dir / "timings.jsonl"))
     owner = _text(run_dir / "OWNER")
     state = "queued"
     if newest.exists():
@@ -223,10 +223,17 @@ def _lines(path: Path) -> list[bytes]:
 
 def _newest(lines: list[bytes], key: str) -> dict[str, Any]:
     quoted = json.dumps(key).encode()
-    found: dict[str, Any] = json.loads(
-        next((line for line in reversed(lines) if quoted in line), b"{}")
-    )
-    return found
+    rows = (_values(line) for line in reversed(lines) if quoted in line)
+    return next((row for row in rows if key in row), {})
+
+
+def _values(line: bytes) -> dict[str, Any]:
+    """Of one line; none of one that is damaged."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _seconds(timings: dict[str, float]) -> float:

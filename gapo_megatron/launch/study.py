@@ -33,7 +33,9 @@ from gapo_megatron.settings import Changes, changes
 
 _RESOURCES = "resources."
 _NAMING_RESOURCES = ("resources.nodes", "resources.tasks_per_node", "resources.partition")
-"""Those that make another run of the same settings; the others may change while it lasts."""
+"""Those that make another run of the same settings; the others may change while it lasts, and name
+a run only where one before it has its name."""
+_NEVER_NAMING = ("resources.time", "resources.account")
 
 
 class _Table(BaseModel):
@@ -72,13 +74,10 @@ class Resources(_Table):
         Raises:
             ConfigError: names the field, the value and the rule.
         """
-        if unknown := given.keys() - Resources.model_fields.keys():
-            known = ", ".join(Resources.model_fields)
-            raise ConfigError(f"{table}{min(unknown)}: unknown key; known keys: {known}")
         try:
             return Resources.model_validate(self.model_dump(exclude_unset=True) | given)
         except ValidationError as error:
-            explained = "\n  ".join(table + _explain(item) for item in error.errors())
+            explained = "\n  ".join(_explain(item, table=table) for item in error.errors())
             raise ConfigError(explained) from None
 
 
@@ -221,7 +220,7 @@ def _runs(path: Path, file: _StudyFile, overrides: list[str]) -> list[Run]:
     for settings in chosen:
         name = _name(settings)
         if not name or name in runs:
-            name = _name(settings, with_branch_point=True)
+            name = _name(settings, in_full=True)
         if not name:
             raise ConfigError(
                 f"{path}: a run of {settings} has no name, and would write to output_dir itself: "
@@ -270,29 +269,31 @@ def _settings(table: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _name(settings: dict[str, Any], *, with_branch_point: bool = False) -> str:
+def _name(settings: dict[str, Any], *, in_full: bool = False) -> str:
     """`gapo-seed_1`: values that are words alone, others with their key.
 
     Of a run's own settings: those of others, added later, must not give it another folder. A branch
-    is called by what it left (`seed_1-gspo_asym-step_600`) only where it has no name otherwise, or
-    that of a run before it.
+    is called by what it left (`seed_1-gspo_asym-step_600`), and a run by how it is placed
+    (`seed_1-cpus_per_task_8`), only where it has no name otherwise, or that of a run before it.
     """
     parts = [
         value if isinstance(value, str) else f"{key.rpartition('.')[2]}_{value}"
         for key, value in settings.items()
-        if key != "checkpoint.branch_from"  # a path
-        and (key in _NAMING_RESOURCES or not key.startswith(_RESOURCES))
+        if key not in ("checkpoint.branch_from", *_NEVER_NAMING)  # the first is a path
+        and (in_full or key in _NAMING_RESOURCES or not key.startswith(_RESOURCES))
     ]
-    if with_branch_point:
+    if in_full:
         place = PurePath(str(settings.get("checkpoint.branch_from", "")))
         parts += place.parts[-3::2]  # RUN/checkpoints/step_N, without the middle
     return re.sub(r"[^\w.+-]", "_", "-".join(parts))
 
 
-def _explain(item: Any) -> str:
-    where = ".".join(str(part) for part in item["loc"])
+def _explain(item: Any, *, table: str = "") -> str:
+    """A mistake; `table` is what its place is in."""
+    where = table + ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        fields = Resources.model_fields if len(item["loc"]) > 1 else _StudyFile.model_fields
+        of_resources = where.startswith(_RESOURCES)
+        fields = Resources.model_fields if of_resources else _StudyFile.model_fields
         return f"{where}: unknown key; known keys: {', '.join(fields)}"
     if item["type"] == "missing":
         return f"{where}: required, but not given"

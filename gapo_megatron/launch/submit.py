@@ -11,16 +11,18 @@ import ctypes
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import submitit
+from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import _make_sbatch_string
 
 from gapo_megatron.errors import ConfigError
@@ -109,7 +111,8 @@ class Submission:
         """Submit; returns the jobs of every link, and notes them in the run folders.
 
         Raises:
-            submitit.core.utils.FailedJobError: sbatch refused; has its words.
+            FailedJobError: sbatch refused; has its words. Where no link before is queued, the
+                frozen code is gone again: nothing will run it.
         """
         links: list[list[submitit.Job[dict[str, Any]]]] = []
         for _ in range(self.chain):
@@ -119,7 +122,12 @@ class Submission:
             with outside_slurm({}):
                 for field in self.resources.model_fields_set & set(_OUTRANKED):
                     os.environ.pop(_OUTRANKED[field], None)
-                links.append(executor.submit_array([Launch(str(code)) for code in self.codes]))
+                try:
+                    links.append(executor.submit_array([Launch(str(code)) for code in self.codes]))
+                except FailedJobError:
+                    if not links:
+                        _discard(self.codes)
+                    raise
             for code, job in zip(self.codes, links[-1], strict=True):
                 with (code.parents[1] / JOBS_NAME).open("a", encoding="utf-8") as jobs:
                     jobs.write(f"{job.job_id}\n")
@@ -190,9 +198,12 @@ def world_sizes(asked: Sequence[Resources]) -> list[int]:
     """Ranks of each run: NUM_NODES of the environment leaves the other nodes spare.
 
     Raises:
-        ConfigError: NUM_NODES would be that of every run, but the runs differ in their nodes.
+        ConfigError: NUM_NODES is no number of nodes, or would be that of every run, but the runs
+            differ in their nodes.
     """
     used = os.environ.get("NUM_NODES")
+    if used and not (used.isdecimal() and int(used)):
+        raise ConfigError(f"NUM_NODES ({used}) of the environment must be a whole number from 1 on")
     nodes = sorted({resources.nodes for resources in asked})
     if used and len(nodes) > 1:
         raise ConfigError(
@@ -200,6 +211,15 @@ def world_sizes(asked: Sequence[Resources]) -> list[int]:
             f"where runs ask for different nodes ({', '.join(map(str, nodes))})"
         )
     return [int(used or resources.nodes) * resources.tasks_per_node for resources in asked]
+
+
+def _discard(codes: Sequence[Path]) -> None:
+    """Remove what was frozen, and folders in which nothing else is."""
+    for code in codes:
+        shutil.rmtree(code)
+        with suppress(OSError):  # not empty
+            code.parent.rmdir()
+            code.parents[1].rmdir()
 
 
 def _python() -> str:

@@ -16,7 +16,7 @@ from gapo_megatron.evaluate.counts import read_counts
 from gapo_megatron.launch.freeze import frozen_code
 from gapo_megatron.launch.run_folder import BRANCH_NAME
 from gapo_megatron.methods import Method
-from gapo_megatron.metrics import METRICS_NAME, TIMINGS_NAME
+from gapo_megatron.metrics import METRICS_NAME, TIMINGS_NAME, read_rows
 
 Values = dict[int, float]
 """Step -> value, in step order."""
@@ -136,8 +136,8 @@ def read_run(folder: Path) -> Run:
         branch=parse_branch(branch_path.read_text("utf-8"), where=str(branch_path))
         if branch_path.exists()
         else None,
-        metrics=_by_name(_read_rows(folder / METRICS_NAME)),
-        timings=_read_rows(folder / TIMINGS_NAME),
+        metrics=_by_name(read_rows(folder / METRICS_NAME)),
+        timings=read_rows(folder / TIMINGS_NAME),
         solve_rates=_solve_rates(folder / "evaluations"),
         code=_code(folder / "code"),
     )
@@ -169,24 +169,6 @@ def parse_branch(text: str, *, where: str) -> dict[str, Any]:
 def _has_trained(path: Path) -> bool:
     """Whether a whole line is a step's; that of step 0's evaluation is none."""
     return path.exists() and b'"reward/mean"' in path.read_bytes().rpartition(b"\n")[0]
-
-
-def _read_rows(path: Path) -> list[dict[str, float]]:
-    """Whole lines; the last one may be in the making. Nulls were not finite."""
-    if not path.exists():
-        return []
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            row = {key: value for key, value in json.loads(line).items() if value is not None}
-            int(row["step"])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f"{path}:{number}: not a JSON object with a step") from None
-        for key, value in row.items():
-            if not isinstance(value, int | float):
-                raise DataError(f"{path}:{number}: {key} = {value!r} is not a number")
-        rows.append(row)
-    return rows
 
 
 def _by_name(rows: Iterable[dict[str, float]]) -> dict[str, Values]:

@@ -1,39 +1,74 @@
-"""A scaling study: tokens a second, MFU, efficiency and the split of a step, run by run."""
+"""A scaling study: tokens a second, MFU, efficiency and the seconds of a step, run by run."""
 
 from __future__ import annotations
 
 import math
-import textwrap
+import statistics
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
 from rich.table import Table
 
+from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.launch.status import read_statuses
 from gapo_megatron.report.arms import SIZES, learned_settings
-from gapo_megatron.report.costs import draw_time
-from gapo_megatron.report.exhibit import Exhibit
+from gapo_megatron.report.runs import find_runs
 from gapo_megatron.report.series import Row
-from gapo_megatron.report.style import (
-    MARKERS,
-    arm_style,
-    column,
-    legend_below,
-    outer_names,
-    panels,
-    style,
-    wrapped,
-)
 from gapo_megatron.scaling.arithmetic import step_flops
 from gapo_megatron.scaling.calibration import STAGES, Observation, seconds
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import CPU_NAME, Gpu
 from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.tables import pipeline_ranks
 
-_LABEL_LETTERS = 24
-"""Of a bar's name, a line."""
+_NAME_LETTERS = 20
+"""Of a run, at least, in a line of a table."""
+
+
+def observe(
+    folders: Sequence[Path], read: Callable[[Path, str], Observation]
+) -> tuple[list[Observation], list[str]]:
+    """Read runs; one that cannot be read does not keep the others back.
+
+    Args:
+        folders: each a run's, or one of runs.
+        read: an observation of a run's folder, by the name given: empty where the folder's will do.
+
+    Returns:
+        By model, smaller ones first, response limit, prompts, GPUs and layout; and for each run
+        that is left out a line that tells how it stands, and why.
+
+    Raises:
+        DataError: see `find_runs`.
+        ConfigError: no run can be read; has all the reasons.
+    """
+    ready, waiting = find_runs(folders)
+    reasons = dict.fromkeys(waiting, "no step yet")
+    names = [folder.name for folder in ready]
+    observed = []
+    for folder in ready:
+        try:
+            observed.append(read(folder, str(folder) if names.count(folder.name) > 1 else ""))
+        except GapoError as error:
+            reasons[folder] = str(error)
+    statuses = read_statuses(list(reasons))
+    left_out = [
+        f"not measured: {folder.name} ({status.state}): {' '.join([reason, status.why]).strip()}"
+        for (folder, reason), status in zip(reasons.items(), statuses, strict=True)
+    ]
+    if not observed:
+        raise ConfigError("no run can be measured\n" + "\n".join(left_out))
+    observed.sort(
+        key=lambda one: (
+            one.shape.num_parameters,
+            model_name(one),
+            one.config.rollout.max_response_tokens,
+            one.config.batch.rollout_prompts,
+            num_gpus(one),
+            layout_items(one.layout),
+        )
+    )
+    return observed, left_out
 
 
 def scaling_rows(
@@ -47,49 +82,29 @@ def scaling_rows(
         weak         = t1 / t, of runs with as many sequences a GPU and as many updates
 
     t1 is the quickest step on the fewest GPUs, n1, among all layouts of runs that learn the same;
-    where all of them have as many GPUs there is no efficiency. A CPU's peak is measured, and no
-    data sheet's: there is no MFU.
+    of runs that differ in the seed alone the median. Where all have as many GPUs there is no
+    efficiency. A CPU's peak is measured, and no data sheet's: there is no MFU.
 
     Args:
         observations: of the runs.
         gpu: the device that they ran on.
         efficiency: what the prediction takes to be reached of it.
     """
-    strong = _relative(observations, _same_batch, cost=lambda one: one.step_s * _gpus(one))
-    weak = _relative(observations, _same_share, cost=lambda one: one.step_s)
+    strong = _relative(observations, same_batch, cost=lambda one: one.step_s * num_gpus(one))
+    weak = _relative(observations, same_share, cost=lambda one: one.step_s)
     return [
         _row(one, gpu, efficiency) | {"strong_efficiency": s, "weak_efficiency": w}
         for one, s, w in zip(observations, strong, weak, strict=True)
     ]
 
 
-def write_scaling(
-    observations: Sequence[Observation], rows: Sequence[Row], *, gpu: Gpu, folder: Path
-) -> list[Path]:
-    """Write `throughput` (its data: all of `rows`) and `step_split` as PNG, PDF and CSV.
+def scaling_tables(rows: Sequence[Row], *, gpu: Gpu) -> list[Table]:
+    """The rows for people: what was reached, and the seconds of a step by stage.
 
-    Args:
-        observations: as of `scaling_rows`.
-        rows: what that made of them.
-        gpu: the device.
-        folder: for the files; made when missing.
-
-    Returns:
-        The files.
+    Columns in which no run has a value are left out.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with style():
-        exhibits = {
-            "throughput": _throughput(observations, rows, gpu),
-            "step_split": _step_split(rows, gpu),
-        }
-        return [path for name, one in exhibits.items() for path in one.write(folder / name)]
-
-
-def scaling_table(rows: Sequence[Row], *, gpu: Gpu) -> Table:
-    """The rows for people; columns in which no run has a value are left out."""
-    unit, units = _units(gpu)
-    columns = {
+    unit, units = unit_names(gpu)
+    reached = {
         "gpus": (units, ","),
         "layout": ("layout", ""),
         "model": ("model", ""),
@@ -98,19 +113,30 @@ def scaling_table(rows: Sequence[Row], *, gpu: Gpu) -> Table:
         "tokens_per_gpu_s": (f"tokens/s/{unit}", ",.0f"),
         "mfu": ("MFU", ".1%"),
         "update_mfu": ("of updates", ".1%"),
-        **{f"{stage}_s": (stage.split("_")[0], ".3g") for stage in (*STAGES, "other")},
-        "step_s": ("step", ".3g"),
+        "step_s": ("step, s", ".3g"),
         "predicted_step_s": ("predicted", ".3g"),
         "predicted_over_measured": ("ratio", ".2f"),
         "strong_efficiency": ("strong", ".0%"),
         "weak_efficiency": ("weak", ".0%"),
     }
-    table = Table(title=f"Measured on {gpu.name} (seconds of a step)", title_justify="left")
-    table.add_column("run", overflow="fold")
+    split = {f"{stage}_s": (stage.replace("_", " "), ".3g") for stage in (*STAGES, "other")}
+    return [
+        _table(rows, reached, title=f"Measured on {gpu.name}"),
+        _table(rows, split | {"step_s": ("step", ".3g")}, title="Seconds of a step"),
+    ]
+
+
+def _table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], *, title: str) -> Table:
+    """`columns`: heading and format by key; numbers stay whole where a terminal is narrow."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("run", overflow="fold", min_width=_NAME_LETTERS)
     shown = [key for key in columns if any(row[key] is not None for row in rows)]
     for key in shown:
         heading, form = columns[key]
-        table.add_column(heading, justify="right" if form else "left", no_wrap=True)
+        if form:
+            table.add_column(heading, justify="right", no_wrap=True)
+        else:
+            table.add_column(heading, overflow="fold")
     for row in rows:
         cells = ["-" if row[key] is None else format(row[key], columns[key][1]) for key in shown]
         table.add_row(str(row["run"]), *cells)
@@ -119,19 +145,18 @@ def scaling_table(rows: Sequence[Row], *, gpu: Gpu) -> Table:
 
 def _row(one: Observation, gpu: Gpu, efficiency: Efficiency) -> Row:
     """All but the efficiencies, which take other runs."""
-    config, batch, num_gpus = one.config, one.config.batch, _gpus(one)
+    config, number = one.config, num_gpus(one)
     predicted = one.predict(gpu, efficiency)
-    flops = step_flops(one.shape, config, one.workload)
-    tokens = batch.rollout_prompts * batch.rollouts_per_prompt * one.workload.mean_response_tokens
-    peak = math.nan if gpu.name == CPU_NAME else num_gpus * gpu.flops(config.model.precision)
+    flops = step_flops(one.shape, config, one.workload, num_prompts=one.num_prompts)
+    peak = math.nan if gpu.name == CPU_NAME else number * gpu.flops(config.model.precision)
     update_s = one.seconds("update") or math.nan  # 0 where no group had A != 0
     values = {
-        "tokens_per_gpu_s": tokens / (one.step_s * num_gpus),
-        "predicted_tokens_per_gpu_s": tokens / (predicted.total_s * num_gpus),
+        "tokens_per_gpu_s": one.tokens_per_s / number,
+        "predicted_tokens_per_gpu_s": one.num_tokens / (predicted.total_s * number),
         "mfu": flops.total / (one.step_s * peak),
         "update_mfu": flops.update / (update_s * peak),
         **{f"{stage}_s": one.seconds(stage) for stage in STAGES},
-        "other_s": max(one.step_s - one.measured.total_s, 0.0),
+        "other_s": one.other_s,
         "step_s": one.step_s,
         **{f"predicted_{stage}_s": seconds(predicted, stage) for stage in STAGES},
         "predicted_step_s": predicted.total_s,
@@ -141,12 +166,12 @@ def _row(one: Observation, gpu: Gpu, efficiency: Efficiency) -> Row:
         values["predicted_tokens_per_gpu_s"] = math.nan
     return {
         "run": one.name,
-        "model": Path(config.model.hf_dir).name,
-        "gpus": num_gpus,
-        "layout": _cut(one.layout, with_data_parallel=True),
+        "model": model_name(one),
+        "gpus": number,
+        "layout": " ".join(layout_items(one.layout)),
         "max_response_tokens": config.rollout.max_response_tokens,
-        "rollout_prompts": batch.rollout_prompts,
-        "max_tokens_per_microbatch": batch.max_tokens_per_microbatch,
+        "rollout_prompts": config.batch.rollout_prompts,
+        "max_tokens_per_microbatch": config.batch.max_tokens_per_microbatch,
         **{key: value if math.isfinite(value) else None for key, value in values.items()},
     }
 
@@ -164,183 +189,56 @@ def _relative(
         groups.setdefault(key, []).append(one)
     found: list[float | None] = []
     for key, one in zip(keys, observations, strict=True):
-        counts = {_gpus(other) for other in groups[key]}
-        least = min(cost(other) for other in groups[key] if _gpus(other) == min(counts))
+        counts = {num_gpus(other) for other in groups[key]}
+        costs: dict[Hashable, list[float]] = {}
+        for other in groups[key]:
+            if num_gpus(other) == min(counts):
+                costs.setdefault(_all_but_seed(other), []).append(cost(other))
+        least = min(map(statistics.median, costs.values()))
         found.append(least / cost(one) if len(counts) > 1 else None)
     return found
 
 
-def _gpus(one: Observation) -> int:
+def num_gpus(one: Observation) -> int:
+    """A process on a CPU is a device too."""
     return one.layout.world_size
 
 
-def _units(gpu: Gpu) -> tuple[str, str]:
+def model_name(one: Observation) -> str:
+    """As its folder is called."""
+    return Path(one.config.model.hf_dir).name
+
+
+def unit_names(gpu: Gpu) -> tuple[str, str]:
     """What a rank has, one and many."""
     return ("process", "processes") if gpu.name == CPU_NAME else ("GPU", "GPUs")
 
 
-def _same_batch(one: Observation) -> Hashable:
+def same_batch(one: Observation) -> Hashable:
     """Equal for runs that learn the same, whatever their layouts."""
     return tuple(sorted(learned_settings(one.config).items()))
 
 
-def _same_share(one: Observation) -> Hashable:
-    """As `_same_batch`, but for a batch that grows with the GPUs."""
+def same_share(one: Observation) -> Hashable:
+    """As `same_batch`, but for a batch that grows with the GPUs."""
     settings = [pair for pair in learned_settings(one.config).items() if pair[0] not in SIZES]
     batch = one.config.batch
-    return (*sorted(settings), batch.rollout_prompts / _gpus(one), batch.num_minibatches)
+    return (*sorted(settings), batch.rollout_prompts / num_gpus(one), batch.num_minibatches)
 
 
-def _cut(layout: Layout, *, with_data_parallel: bool) -> str:
-    """Sizes above 1: `TP 2 PP 4`."""
-    sizes = {"TP": layout.tp_size, "PP": layout.pp_size, "CP": layout.cp_size}
-    sizes |= {"EP": layout.ep_size, "DP": layout.dp_size if with_data_parallel else 1}
-    sizes |= {"vLLM TP": layout.rollout_tp_size}
-    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+def _all_but_seed(one: Observation) -> Hashable:
+    """Equal for runs of as many GPUs that differ in the seed alone."""
+    settings = one.config.model_dump_json(exclude={"run"})
+    return settings.replace(one.config.run.output_dir, "")  # paths in the run's own folder
+
+
+def layout_items(layout: Layout, *, with_data_parallel: bool = True) -> list[str]:
+    """Sizes above 1, and what else a layout has: `TP 2`, `SP`, `PP 4 x 2`."""
+    tp = f"TP {layout.tp_size}" + (" SP" if layout.sequence_parallel else "")
+    items = {tp: layout.tp_size, f"PP {pipeline_ranks(layout)}": layout.pp_size}
+    items |= {f"CP {layout.cp_size}": layout.cp_size, f"EP {layout.ep_size}": layout.ep_size}
+    items |= {f"DP {layout.dp_size}": layout.dp_size if with_data_parallel else 1}
+    items |= {f"vLLM TP {layout.rollout_tp_size}": layout.rollout_tp_size}
+    parts = [item for item, size in items.items() if size > 1]
     parts += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
-    return " ".join(parts) or "uncut"
-
-
-# -- tokens a second ------------------------------------------------------------------------------
-
-
-def _throughput(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> Exhibit:
-    """A panel for each model and response limit, in it a line for each batch and layout."""
-    lines = _lines(observations, rows, unit=_units(gpu)[0])
-    titles = list(dict.fromkeys(_title(row) for row in rows))
-    labels = list(dict.fromkeys(label for label, _ in lines))
-    # Colours come again after seven, then with other markers.
-    looks = {
-        label: arm_style(n) | {"marker": MARKERS[(n + n // len(MARKERS)) % len(MARKERS)]}
-        for n, label in enumerate(labels)
-    }
-    figure, axes = panels(len(titles), row_inches=1.7, share_y=False)
-    for axis, title in zip(axes, titles, strict=True):
-        axis.set_title(wrapped(title))
-        for label, members in lines:
-            if _title(members[0]) == title:
-                _draw_line(axis, members, label, looks[label])
-        _dress(axis, rows, *_units(gpu))
-    outer_names(axes, share_y=False)
-    axes[0].plot([], [], color="0.3", linestyle="--", label="predicted")
-    axes[0].plot([], [], color="0.6", linestyle=":", label="ideal")
-    legend_below(figure, *axes)
-    return Exhibit(
-        aid="Throughput of one GPU, which an ideal system would keep however many there are: dots "
-        "are measured, dashes what the planner makes of the same lengths.",
-        rows=list(rows),
-        figure=figure,
-    )
-
-
-def _title(row: Row) -> str:
-    return f"{row['model']}, {row['max_response_tokens']:,} tokens"
-
-
-def _lines(
-    observations: Sequence[Observation], rows: Sequence[Row], *, unit: str
-) -> list[tuple[str, list[Row]]]:
-    """(label, rows by GPUs): of one batch and layout, and of one share of a GPU and layout.
-
-    A run may be on both, and is alone where it is on neither.
-    """
-    of_batch: dict[Hashable, list[tuple[str, Row]]] = {}
-    of_share: dict[Hashable, list[tuple[str, Row]]] = {}
-    for one, row in zip(observations, rows, strict=True):
-        cut = _cut(one.layout, with_data_parallel=False)
-        prompts = one.config.batch.rollout_prompts
-        label = f"{prompts:,} prompts, {cut}"
-        of_batch.setdefault((_same_batch(one), cut), []).append((label, row))
-        label = f"{prompts / _gpus(one):g} prompts a {unit}, {cut}"
-        of_share.setdefault((_same_share(one), cut), []).append((label, row))
-    groups = [*of_batch.values(), *of_share.values()]
-    lines = [group for group in groups if len({row["gpus"] for _, row in group}) > 1]
-    drawn = [id(row) for line in lines for _, row in line]
-    lines += [[one] for group in of_batch.values() for one in group if id(one[1]) not in drawn]
-    found: list[tuple[str, list[Row]]] = []
-    for line in lines:
-        label, members = line[0][0], [row for _, row in line]
-        if any(label == other and _title(members[0]) == _title(its[0]) for other, its in found):
-            label += f" ({members[0]['run']})"  # they differ in something else
-        found.append((label, sorted(members, key=lambda row: int(row["gpus"] or 0))))
-    return found
-
-
-def _draw_line(axis: Axes, rows: Sequence[Row], label: str, look: dict[str, Any]) -> None:
-    num_gpus, measured = column(rows, "gpus"), column(rows, "tokens_per_gpu_s")
-    if num_gpus[0] < num_gpus[-1]:
-        first = measured[num_gpus == num_gpus[0]].max()
-        axis.plot(num_gpus[[0, -1]], [first, first], color="0.6", linestyle=":")
-    predicted = column(rows, "predicted_tokens_per_gpu_s")
-    dashed = look | {"linestyle": "--", "markerfacecolor": "none", "linewidth": 0.8}
-    axis.plot(num_gpus, predicted, **dashed)
-    axis.plot(num_gpus, measured, label=label, **look | {"linestyle": ""})
-
-
-def _dress(axis: Axes, rows: Sequence[Row], unit: str, units: str) -> None:
-    """Names and ticks; ticks are the counts that there are."""
-    counts = sorted({int(row["gpus"] or 0) for row in rows})
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(counts, [f"{count:,}" for count in counts])
-    axis.minorticks_off()
-    axis.set_xlim(counts[0] / 1.3, counts[-1] * 1.3)
-    axis.set_ylim(bottom=0)
-    axis.set(xlabel=units, ylabel=f"tokens/s/{unit}")
-
-
-# -- seconds of a step ----------------------------------------------------------------------------
-
-
-def _step_split(rows: Sequence[Row], gpu: Gpu) -> Exhibit:
-    """A bar for each run, cut into stages; a mark where the planner has its end."""
-    names = _short_names(rows, units=_units(gpu)[1])
-    split: list[Row] = []
-    for name, row in zip(names, rows, strict=True):
-        for stage in (*STAGES, "other"):
-            measured = float(row[f"{stage}_s"] or 0)
-            split.append(
-                {
-                    "run": row["run"],
-                    "arm": name,
-                    "stage": stage,
-                    "seconds": measured,
-                    "share": measured / float(row["step_s"] or 1),
-                    "predicted_s": row.get(f"predicted_{stage}_s"),
-                }
-            )
-    heights = sum(0.06 + 0.115 * len(name.splitlines()) for name in names)
-    figure, (axis,) = panels(1, row_inches=0.6 + heights)
-    draw_time(axis, split)
-    axis.plot(
-        column(rows, "predicted_step_s"),
-        np.arange(len(rows)),
-        label="predicted step",
-        **arm_style(6) | {"linestyle": "", "marker": "D"},
-    )
-    axis.set(ylabel="run", xlim=(0, None))
-    legend_below(figure, axis, handle_length=1.4)
-    return Exhibit(
-        aid="Seconds of a step by stage, medians of what was measured, and the whole step as the "
-        "planner has it.",
-        rows=[{key: value for key, value in row.items() if key != "arm"} for row in split],
-        figure=figure,
-    )
-
-
-def _short_names(rows: Sequence[Row], *, units: str) -> list[str]:
-    """What tells the runs apart, in lines; their own names where that does not."""
-    parts = [
-        (
-            str(row["model"]),
-            f"{row['max_response_tokens']:,} tokens",
-            f"{row['rollout_prompts']:,} prompts",
-            f"{row['gpus']:,} {units}",
-            str(row["layout"]),
-        )
-        for row in rows
-    ]
-    differing = [n for n, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1]
-    names = [", ".join(part[n] for n in differing) for part in parts]
-    if len(set(names)) < len(rows) or not differing:
-        names = [str(row["run"]) for row in rows]
-    return [textwrap.fill(name, _LABEL_LETTERS) for name in names]
+    return parts or ["uncut"]

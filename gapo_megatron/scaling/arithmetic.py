@@ -183,7 +183,9 @@ class StepFlops:
         return self.generation + self.old_log_probs + self.update
 
 
-def step_flops(shape: Shape, config: Config, workload: Workload) -> StepFlops:
+def step_flops(
+    shape: Shape, config: Config, workload: Workload, *, num_prompts: float | None = None
+) -> StepFlops:
     """Model operations of a step, of which MFU is made.
 
         generation = forward of every prompt once for its k responses, and of every response token
@@ -197,9 +199,12 @@ def step_flops(shape: Shape, config: Config, workload: Workload) -> StepFlops:
         shape: of the model.
         config: of the run.
         workload: lengths of the step.
+        num_prompts: that responses were generated for; None: as many as the rounds of dynamic
+            sampling have on average.
     """
     batch, prompt = config.batch, workload.mean_prompt_tokens
-    num_prompts = sum(workload.prompts_by_round(batch))
+    if num_prompts is None:
+        num_prompts = sum(workload.prompts_by_round(batch))
     prompts = forward_flops(
         shape,
         num_tokens=num_prompts * prompt,

@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from scipy.optimize import least_squares
 from gapo_megatron.config import CONFIG_NAME, Config, load_config
 from gapo_megatron.convert.config_check import read_config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.metrics import METRICS_NAME, TIMINGS_NAME
+from gapo_megatron.metrics import METRICS_NAME, TIMINGS_NAME, read_rows
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import SHARES, Efficiency
 from gapo_megatron.scaling.hardware import Gpu
@@ -33,6 +33,9 @@ from gapo_megatron.scaling.workload import DEFAULT_SPREAD, Workload, spread_of
 
 STAGES = ("generation", "reward", "old_log_probs", "update", "sync")
 _TIMING_OF = {stage: f"time/{stage}_s" for stage in STAGES} | {"generation": "time/rollout_s"}
+_TIMED = ("time/rollout_s", "time/step_s", "perf/tokens_per_s")
+"""What every timed step has."""
+_WORLD_SIZE = "perf/world_size"
 _NOT_A_STEP = ("evaluate", "checkpoint", "noise_floor")
 _WARM_UP_STEPS = 2
 """Left out where a run has more: compilation, first allocations."""
@@ -41,11 +44,12 @@ _PRIOR_WEIGHT = 0.02
 prediction and its measurement."""
 _LEAST_S = 1e-9
 _MOVED = 0.01
+_Row = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Mean seconds by stage of some steps, and what they had to do."""
+    """Seconds by stage of some steps, medians, and what these had to do, means."""
 
     name: str
     shape: Shape
@@ -54,8 +58,16 @@ class Observation:
     workload: Workload
     measured: StepTime
     step_s: float
-    """Of whole steps, less evaluation, checkpoints and the noise floor: more than the stages'
-    sum by vLLM's going to sleep, the batching plan, and what no stage counts."""
+    """Of whole steps, less evaluation, checkpoints and the noise floor; a median."""
+    other_s: float
+    """Of these, what is in none of the stages: vLLM's going to sleep, the batching plan, and what
+    nothing counts. A median, so that it is not exactly the difference of the others'."""
+    num_prompts: float
+    """Generated in a step, those that dynamic sampling replaced included; a mean."""
+    num_tokens: float
+    """Response tokens of a step, as `perf/tokens_per_s` counts them; a mean."""
+    tokens_per_s: float
+    """Of these, in the seconds of the same step; a median."""
 
     def seconds(self, stage: str) -> float:
         """Measured, of one of `STAGES`, or `total`: of the whole step."""
@@ -169,72 +181,130 @@ def worst_misses(
 def read_observation(
     run_dir: str | Path,
     *,
-    mean_prompt_tokens: float,
+    mean_prompt_tokens: float | Callable[[Config], float],
     world_size: int | None = None,
     name: str = "",
 ) -> Observation:
-    """The steps of a run, as its folder tells them.
+    """The steps of a run since its newest start that has any, as its folder tells them.
+
+    Where that start has no more than those that are left out (`_WARM_UP_STEPS`) it is the newest
+    one of as many ranks that has.
 
     Args:
         run_dir: with config.toml, metrics.jsonl and timings.jsonl.
-        mean_prompt_tokens: no metric has it.
-        world_size: ranks; None: as many as its newest attempt has logs.
+        mean_prompt_tokens: no metric has it; or what counts it in the run's data.
+        world_size: ranks; None: as many as that start had.
         name: in tables; empty: the folder's.
 
     Raises:
-        ConfigError: files or the model's config.json are missing; no step has been timed.
+        ConfigError: files or the model's config.json are missing; no step has been timed; the ranks
+            are unknown, or the config's layout does not divide them.
+        DataError: a line of metrics or timings is damaged.
     """
     folder = Path(run_dir)
     for needed in (CONFIG_NAME, METRICS_NAME, TIMINGS_NAME):
         if not (folder / needed).is_file():
             raise ConfigError(f"{folder}: no {needed}: not the folder of a run that has trained")
     config = load_config(folder / CONFIG_NAME)
-    timings = _by_step(folder / TIMINGS_NAME, needs="time/rollout_s")
-    metrics = _by_step(folder / METRICS_NAME, needs="rollout/response_length/mean")
-    steps = sorted(timings.keys() & metrics.keys())
-    if not steps:
+    metrics = {
+        int(row["step"]): row
+        for row in read_rows(folder / METRICS_NAME)
+        if "rollout/response_length/mean" in row
+    }
+    started, timings = _newest_start(read_rows(folder / TIMINGS_NAME), metrics.keys())
+    if not timings:
         raise ConfigError(f"{folder}: no step has been timed yet")
-    steps = steps[_WARM_UP_STEPS:] or steps[-1:]
-    ranks = world_size or len(list((folder / "attempts" / "latest").glob("rank_*.log"))) or 1
+    timings = timings[_WARM_UP_STEPS:] or timings[-1:]
+    ranks = world_size or int(started.get(_WORLD_SIZE, 0)) or _ranks_by_logs(folder)
+    prompt = mean_prompt_tokens(config) if callable(mean_prompt_tokens) else mean_prompt_tokens
+    rows = [metrics[int(row["step"])] for row in timings]
+    tokens = [row["perf/tokens_per_s"] * row["time/step_s"] for row in timings]
+    steps_s = [_whole_step_s(row) for row in timings]
+    shape = Shape.of(_model_of(folder, config))
+    try:
+        layout = Layout.of(config, world_size=ranks)
+        workload = _workload(config, rows, prompt)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from None
     return Observation(
         name=name or folder.name,
-        shape=Shape.of(_model_of(folder, config)),
+        shape=shape,
         config=config,
-        layout=Layout.of(config, world_size=ranks),
-        workload=_workload(config, [metrics[step] for step in steps], mean_prompt_tokens),
-        measured=_measured([timings[step] for step in steps]),
-        step_s=statistics.median(_whole_step_s(timings[step]) for step in steps),
+        layout=layout,
+        workload=workload,
+        measured=_measured(timings),
+        step_s=statistics.median(steps_s),
+        other_s=statistics.median(
+            whole - sum(_stage_s(row, stage) for stage in STAGES)
+            for whole, row in zip(steps_s, timings, strict=True)
+        ),
+        num_prompts=statistics.fmean(
+            config.batch.rollout_prompts / (1 - row.get("rollout/replaced_group_share", 0.0))
+            for row in rows
+        ),
+        num_tokens=statistics.fmean(tokens),
+        tokens_per_s=statistics.median(
+            num / whole for num, whole in zip(tokens, steps_s, strict=True)
+        ),
     )
 
 
-def _by_step(path: Path, *, needs: str) -> dict[int, dict[str, float]]:
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {row["step"]: row for row in rows if needs in row}
+def _newest_start(rows: Sequence[_Row], trained: Container[int]) -> tuple[_Row, list[_Row]]:
+    """The row of a start (empty: before the first one) and those of its timed steps."""
+    starts: list[tuple[_Row, list[_Row]]] = [({}, [])]
+    for row in rows:
+        if any(key.startswith("startup/") for key in row):
+            starts.append((row, []))
+        elif int(row["step"]) in trained and all(key in row for key in _TIMED):
+            starts[-1][1].append(row)
+    timed = [one for one in starts if one[1]] or starts
+    ranks = timed[-1][0].get(_WORLD_SIZE)
+    long = [
+        one for one in timed if len(one[1]) > _WARM_UP_STEPS and one[0].get(_WORLD_SIZE) == ranks
+    ]
+    return (long or timed)[-1]
 
 
-def _measured(rows: Sequence[Mapping[str, float]]) -> StepTime:
+def _ranks_by_logs(folder: Path) -> int:
+    """Of a run whose timings do not tell. An attempt begins with one log, which is empty."""
+    logs = [sorted(attempt.glob("rank_*.log")) for attempt in folder.glob("attempts/*/")]
+    written = [one for one in logs if any(log.stat().st_size for log in one)]
+    if not written:
+        raise ConfigError(
+            f"{folder}: ranks unknown: no start in {TIMINGS_NAME} has {_WORLD_SIZE}, no attempt "
+            "has written to rank_*.log (--from-run takes --processes)"
+        )
+    return len(max(written, key=lambda one: one[0].stat().st_mtime))
+
+
+def _measured(rows: Sequence[_Row]) -> StepTime:
     """Medians: a step that something else on the machine held up does not count."""
+    return StepTime(
+        **{
+            f"{stage}_s": statistics.median(_stage_s(row, stage) for row in rows)
+            for stage in STAGES
+        }
+    )
 
-    def of(stage: str) -> float:
-        return statistics.median(row.get(_TIMING_OF[stage], 0.0) for row in rows)
 
-    return StepTime(**{f"{stage}_s": of(stage) for stage in STAGES})
+def _stage_s(row: _Row, stage: str) -> float:
+    return row.get(_TIMING_OF[stage], 0.0)
 
 
-def _whole_step_s(row: Mapping[str, float]) -> float:
+def _whole_step_s(row: _Row) -> float:
     """Without what is no part of every step."""
     return row["time/step_s"] - sum(row.get(f"time/{stage}_s", 0.0) for stage in _NOT_A_STEP)
 
 
-def _workload(
-    config: Config, rows: Sequence[Mapping[str, float]], mean_prompt_tokens: float
-) -> Workload:
+def _workload(config: Config, rows: Sequence[_Row], mean_prompt_tokens: float) -> Workload:
     def mean(key: str) -> float:
         return statistics.fmean(row.get(key, 0.0) for row in rows)
 
-    forward_skipped = mean("skip/forward_token_share")
+    skipped = "skip/forward_token_share"
+    if config.objective.needs_every_sequence:  # rows with A = 0 are not skipped
+        skipped = "groups/zero_advantage_share"
+    trained = max(1e-3, 1 - mean(skipped))
     head_skipped = mean("skip/head_backward_token_share")
-    trained = max(1e-3, 1 - forward_skipped)
     # Rounds of dynamic sampling draw (1 - (1 - a)^rounds) / a times as many groups as are trained
     # on, of which 1 - (1 - a)^rounds have A != 0.
     active = trained * (1 - mean("rollout/replaced_group_share"))

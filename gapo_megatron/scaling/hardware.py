@@ -129,10 +129,21 @@ def find_gpu(name: str) -> Gpu:
 
 
 def measure_cpu() -> Gpu:
-    """This machine as one device: best of a few matrix products and copies, at torch's threads.
+    """This machine as one device: best of a few matrix products and copies.
 
-    One process is one device, as on a GPU node; several processes share what is measured here.
+    One process is one device, as on a GPU node; several processes share what is measured here. A
+    process has OMP_NUM_THREADS threads, one if that is not set: so slurm/launch.sh starts it.
     """
+    threads = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:  # else they are so many already
+        torch.set_num_threads(1)
+    try:
+        return _measure_cpu()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure_cpu() -> Gpu:
     rates = {dtype: _product_flops(dtype) for dtype in (torch.float32, torch.bfloat16)}
     source = torch.ones(2**26 // 4)  # 64 MiB: beyond most caches
     copy_s = _best_s(source.clone)

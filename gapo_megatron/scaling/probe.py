@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 import subprocess
 import sys
@@ -92,6 +93,8 @@ def probe(
     every = [[*overrides, *size] for size in sizes]
     configs = [load_config(config_path, settings) for settings in every]
     prompts = [prompt_tokens or mean_prompt_tokens(config) for config in configs]
+    # As slurm/launch.sh starts it.
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
     observations = []
     for number, (size, settings) in enumerate(zip(sizes, every, strict=True)):
         name = " ".join(size) or "as configured"
@@ -102,7 +105,9 @@ def probe(
         )
         log = scratch / f"size_{number}.log"
         with open(log, "w", encoding="utf-8") as file:
-            result = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
+            result = subprocess.run(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
+            )
         if result.returncode:
             last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
             raise ConfigError(

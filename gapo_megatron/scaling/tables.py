@@ -13,6 +13,7 @@ from gapo_megatron.scaling.anchors import Anchor
 from gapo_megatron.scaling.calibration import STAGES, Calibration, Observation, seconds
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import Gpu
+from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.planner import PARTS, Candidate, Plan, gib, leave_out, overrides
 from gapo_megatron.scaling.times import StepTime
 from gapo_megatron.scaling.workload import Workload
@@ -113,7 +114,7 @@ def comparison_table(
     return table
 
 
-def basis(calibration: Calibration) -> str:
+def times_rest_on(calibration: Calibration) -> str:
     """What times rest on, as a sentence or two."""
     if not calibration.worst:
         return "Efficiencies are assumed, not measured: see --probe."
@@ -205,12 +206,16 @@ def _finite(value: float) -> float | None:
     return value if value < float("inf") else None
 
 
+def pipeline_ranks(layout: Layout) -> str:
+    """And what stages they have: `4`, `4 x 2` of two virtual ones each, `4, unequal`."""
+    ranks = str(layout.pp_size) + (f" x {layout.vpp_size}" if layout.vpp_size > 1 else "")
+    return ranks + (", unequal" if layout.first_layers or layout.last_layers else "")
+
+
 def _layout_cells(candidate: Candidate) -> list[str]:
     layout = candidate.layout
-    ranks = str(layout.pp_size) + (f" x {layout.vpp_size}" if layout.vpp_size > 1 else "")
-    ranks += ", unequal" if layout.first_layers or layout.last_layers else ""
     return [
-        *(str(layout.tp_size), ranks),
+        *(str(layout.tp_size), pipeline_ranks(layout)),
         *map(str, (layout.cp_size, layout.dp_size, layout.ep_size)),
         "yes" if layout.sequence_parallel else "no",
         layout.recompute,

@@ -269,10 +269,30 @@ def test_an_array_that_slurm_refuses_does_not_hide_those_before(
     study = write_study(tmp_path, num_runs=1, num_steps=2, tasks=1, more=more)
     output = done(submit(str(study)), exit_code=1)
     assert "1 of 2 arrays were submitted before the one that Slurm refused" in output
+    assert "Not submitted: seed_7-nowhere" in output
     assert re.search("invalid partition", output)
     (job,) = jobs_of(tmp_path / "runs" / "seed_0")
     cluster.wait(job, "COMPLETED")
-    assert not (tmp_path / "runs" / "seed_7-nowhere" / "jobs").exists()
+    assert not (tmp_path / "runs" / "seed_7-nowhere").exists()
+
+
+def test_what_is_under_way_is_not_submitted_again(
+    cluster: Cluster, submit: Submit, hold: Path, tmp_path: Path
+) -> None:
+    study = write_study(tmp_path, num_runs=1, num_steps=20, tasks=1)
+    done(submit(str(study), HOLD=str(hold)))
+    until_step(tmp_path / "runs" / "seed_0", 3)
+    write_study(tmp_path, num_runs=2, num_steps=20, tasks=1)
+    output = done(submit(str(study)))
+    assert "1 runs are queued or running already" in output
+    jobs = [jobs_of(tmp_path / "runs" / f"seed_{seed}") for seed in range(2)]
+    assert [len(one) for one in jobs] == [1, 1]
+    hold.unlink()
+    for (job,) in jobs:
+        cluster.wait(job, "COMPLETED")
+    output = done(submit(str(study)))
+    assert "2 of 2 runs were finished before" in output
+    assert [len(list((tmp_path / f"runs/seed_{i}/code").iterdir())) for i in range(2)] == [1, 1]
 
 
 def test_what_is_asked_for_outranks_the_environment(
@@ -286,8 +306,10 @@ def test_what_is_asked_for_outranks_the_environment(
         (["--partition=main", "--time=11", "run.num_steps=4"], ("main", "00:11:00")),
     ):
         done(submit(str(study), *options, **site))
-        fields = cluster.job(jobs_of(tmp_path / "runs" / "seed_0")[-1])
+        job = jobs_of(tmp_path / "runs" / "seed_0")[-1]
+        fields = cluster.job(job)
         assert (fields["Partition"], fields["TimeLimit"]) == expected
+        cluster.wait(job, "COMPLETED")  # while it is under way it is not submitted again
 
 
 def test_sbatch_has_the_last_word(submit: Submit, cluster: Cluster, tmp_path: Path) -> None:

@@ -192,7 +192,8 @@ def _prepare(batch: Batch, indices: list[int], group_size: int) -> tuple[Any, di
         method=METHODS["gapo_token"],  # token ratios: the dearer statistics
         **shared,
     )
-    return loss, shared | {"num_response_tokens": counts}
+    is_carried = torch.zeros(len(counts), dtype=torch.bool)
+    return loss, shared | {"num_response_tokens": counts, "is_carried": is_carried}
 
 
 if __name__ == "__main__":

@@ -70,18 +70,16 @@ def carry(
 
 
 def _num_carried(rollout: Rollout) -> int:
-    return len(rollout.carried.versions) if rollout.carried else 0
+    return len(rollout.carried.old_log_probs) if rollout.carried else 0
 
 
 def _extend(rollout: Rollout, log_probs: np.ndarray, policy_version: int) -> Rollout:
     """`log_probs` are those of all tokens at `policy_version`; the carried ones keep their own."""
-    first = _num_carried(rollout)
-    versions = np.full(len(log_probs), policy_version, dtype=np.int32)
-    log_probs = log_probs.copy()
-    if rollout.carried:
-        versions[:first] = rollout.carried.versions
-        log_probs[:first] = rollout.carried.old_log_probs
-    return replace(rollout, carried=Carried(versions, log_probs))
+    if (before := rollout.carried) is None:
+        return replace(rollout, carried=Carried(policy_version, log_probs))
+    new = log_probs[len(before.old_log_probs) :]
+    extended = np.concatenate([before.old_log_probs, new])
+    return replace(rollout, carried=replace(before, old_log_probs=extended))
 
 
 def _as_batch(new: Sequence[tuple[OpenGroup, Rollout]]) -> Batch:

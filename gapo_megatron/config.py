@@ -140,7 +140,7 @@ class BatchConfig(_Section):
     """Prompts begun for each that is wanted: an engine ends with its share of whole groups, and
     what it breaks off comes again later. Prefers short responses (docs/data.md)."""
     partial_rollouts: bool = False
-    """Go on with what is broken off at the next step instead: none of its tokens is lost."""
+    """Go on with what is broken off at the next step instead, from the tokens that are there."""
     max_tokens_per_microbatch: Positive = 32768
     """Packed tokens (prompt + response) of one forward pass on one data-parallel rank. Its context
     parallel ranks share them; every sequence must fit whole."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gapo_megatron.config import Config, ParallelConfig
+from gapo_megatron.config import BatchConfig, Config, ParallelConfig
 from gapo_megatron.errors import ConfigError
 
 
@@ -39,6 +39,12 @@ class Arithmetic:
         """The world size as a product."""
         context = f"x context {self.cp_size} " if self.cp_size > 1 else ""
         return f"tensor {self.tp_size} x pipeline {self.pp_size} {context}x data {self.dp_size}"
+
+
+def num_begun(batch: BatchConfig, wanted: int) -> int:
+    """Prompts to begin for `wanted` groups."""
+    # 50 x 1.1 is 55.00000000000001 in binary.
+    return math.ceil(round(wanted * batch.oversampling, 6))
 
 
 def arithmetic(config: Config, *, world_size: int) -> Arithmetic:

@@ -21,7 +21,7 @@ from gapo_megatron.checkpoint.manifest import list_steps
 from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.convert import rules_for
 from gapo_megatron.convert.rules import Rule
-from gapo_megatron.counts import Arithmetic, arithmetic, layers_of_stages
+from gapo_megatron.counts import Arithmetic, arithmetic, layers_of_stages, num_begun
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.run_folder import checkpoints_dir
 from gapo_megatron.objective import upper_clip
@@ -122,6 +122,8 @@ def _counts_table(config: Config, counts: Arithmetic) -> Table:
     batch, reward = config.batch, config.reward
     vpp = config.parallel.virtual_pipeline_model_parallel_size
     prompts_per_replica = batch.rollout_prompts / counts.rollout_replicas
+    num_prompts = num_begun(batch, batch.rollout_prompts)
+    begun = f"{num_prompts} prompts (batch.oversampling {batch.oversampling:g})"
     updates = counts.num_minibatches * config.run.num_steps
     rows = {
         "processes": f"{counts.world_size} = {counts.cut}"
@@ -132,6 +134,7 @@ def _counts_table(config: Config, counts: Arithmetic) -> Table:
         + (f"; layers in {config.rollout.quantization}" if config.rollout.quantization else ""),
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
         f"{counts.rollout_sequences:,} sequences",
+        **({"begun per step": begun} if batch.oversampling > 1 else {}),
         "verdicts": f"{reward.kind}, at most {rewards.timeout_s(reward)} s each; workers per rank: "
         f"{reward.num_workers or 'its share of the cores, at most 8'}",
         **({"sandbox of programs": reward.sandbox} if reward.kind == "code" else {}),

@@ -57,8 +57,8 @@ def learn(
     those of the weights that sampled them (`Batch.carried_log_probs`), in every mini-batch.
 
     Args:
-        policy: at the weights that generated `batch`, moved by the updates of `progress`; the
-            others follow.
+        policy: at the weights that generated the last tokens of `batch`, moved by the updates of
+            `progress`; the others follow.
         batch: the same on every rank.
         plan: the same on every rank; this rank computes its data-parallel share.
         config: of the run: method, coefficients, rollouts per prompt, response limit.
@@ -190,6 +190,7 @@ class _MinibatchLoss:
             num_correct=num_correct,
             group_size=self.config.batch.rollouts_per_prompt,
             num_response_tokens=self.batch.num_response_tokens[index].to(device),
+            is_carried=self._is_carried(microbatch).to(device),
         )
         sums["loss"] = result.loss.detach()
         sums["tokens"] = torch.tensor(float(len(log_probs)), dtype=torch.float64)
@@ -218,6 +219,12 @@ class _MinibatchLoss:
             first += len(self.batch.response_ids[i])
         where = torch.from_numpy(is_stored).to(old.device)
         return torch.where(where, torch.from_numpy(stored).to(old.device), old)
+
+    def _is_carried(self, microbatch: Microbatch) -> torch.Tensor:
+        """[B] bool: whether earlier steps sampled the sequence's first tokens."""
+        carried = self.batch.carried_log_probs
+        flags = [bool(carried) and len(carried[i]) > 0 for i in microbatch.indices]
+        return torch.tensor(flags, dtype=torch.bool)
 
     def _rollout_log_probs(self, microbatch: Microbatch) -> torch.Tensor:
         """[R] float32: the rollout engine's own."""

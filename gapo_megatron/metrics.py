@@ -113,7 +113,7 @@ class Stopwatch:
         """End a step: its timings; the next step starts at zero.
 
         Args:
-            num_tokens: sampled in the step, over all ranks.
+            num_tokens: learned from in the step, over all ranks; also what earlier steps sampled.
 
         Returns:
             `time/<stage>_s`, `time/step_s` (all since the last lap), `perf/tokens_per_s` and notes.

@@ -5,19 +5,20 @@ On top: dynamic sampling; against the long tail of responses over-sampling, and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron import rewards
-from gapo_megatron.config import BatchConfig, Config
+from gapo_megatron.config import Config
+from gapo_megatron.counts import num_begun
 from gapo_megatron.data.source import PromptSource
+from gapo_megatron.errors import DataError
 from gapo_megatron.launch.attempt import Attempt
 from gapo_megatron.metrics import Stopwatch
-from gapo_megatron.rollout import RolloutEngine
-from gapo_megatron.types import Group, OpenGroup, Prompt
+from gapo_megatron.rollout import Occupancy, RolloutEngine
+from gapo_megatron.types import Group, OpenGroup, Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,27 @@ class Sampled:
     """What the next step goes on with; what this one has sampled of them is not `carried` yet."""
     metrics: dict[str, float]
     """Over all groups, those that dynamic sampling replaced included."""
+
+
+def check_problems(problems: Sequence[Prompt], config: Config) -> None:
+    """Refuse a dataset that holds fewer problems than one step may draw: they are all different.
+
+    Raises:
+        DataError: says what the number is made of.
+    """
+    batch = config.batch
+    rounds = batch.dynamic_sampling_rounds
+    most = num_begun(batch, batch.rollout_prompts) * (1 + rounds)
+    if len(problems) < most:
+        factors = f"batch.rollout_prompts ({batch.rollout_prompts})"
+        if batch.oversampling > 1:
+            factors += f" x batch.oversampling ({batch.oversampling:g})"
+        if rounds:
+            factors += f", up to 1 + batch.dynamic_sampling_rounds ({rounds}) times"
+        raise DataError(
+            f"one step may draw {most} different problems: {factors}; {config.data.train_path} "
+            f"holds {len(problems)} problems"
+        )
 
 
 def sample(
@@ -70,15 +92,15 @@ def sample(
     Returns:
         The batch; None, on every rank, if generation or judging was broken off.
 
-    Collectives: per round those of `RolloutEngine.generate`, of `rewards.score`, a gather of the
-    groups and, with partial rollouts, one of the open ones.
+    Collectives: per round those of `RolloutEngine.generate`, of `rewards.score`, and a gather of
+    the groups.
     """
     wanted, most_rounds = config.batch.rollout_prompts, config.batch.dynamic_sampling_rounds
     groups: list[Group] = []
     opened = list(open_groups)
     drawn = [group.prompt for group in opened]
-    num_rounds = 0
-    taken_s = there_s = 0.0
+    num_rounds = num_lost_tokens = 0
+    occupancy = Occupancy()
     while num_rounds <= most_rounds:
         missing = wanted - sum(map(is_informative, groups))
         if missing <= 0:
@@ -96,37 +118,28 @@ def sample(
             config,
             attempt=attempt,
             stopwatch=stopwatch,
+            occupancy=occupancy,
             step=step,
         )
         if judged is None:
             return None
-        whole, opened = judged
-        groups += whole
+        groups += judged.groups
+        opened = judged.open_groups
+        num_lost_tokens += judged.num_lost_tokens
         num_rounds += 1
-        taken_s, there_s = taken_s + engine.places[0], there_s + engine.places[1]
     kept = {group.prompt.id for group in groups} | {group.prompt.id for group in opened}
     source.give_back([prompt for prompt in drawn if prompt.id not in kept])
-    # No place was there if all that was wanted had been finished by the step before.
-    stopwatch.notes["perf/rollout_idle_share"] = 1 - taken_s / there_s if there_s else 0.0
+    stopwatch.notes["perf/rollout_idle_share"] = occupancy.idle_share
     metrics = _metrics(groups)
     if most_rounds:
         metrics["rollout/sampling_rounds"] = float(num_rounds)
         metrics["rollout/replaced_group_share"] = 1 - wanted / len(groups)
-    if config.batch.oversampling > 1:
-        metrics["rollout/broken_off_group_share"] = 1 - len(groups) / len(drawn)
     if config.batch.partial_rollouts:
         metrics |= _carried_metrics(groups, step)
+    elif config.batch.oversampling > 1:
+        kept_tokens = sum(_num_tokens(group.rollouts) for group in groups)
+        metrics["rollout/lost_token_share"] = num_lost_tokens / (num_lost_tokens + kept_tokens)
     return Sampled(choose(groups, wanted), opened, metrics)
-
-
-def num_begun(batch: BatchConfig, wanted: int) -> int:
-    """Prompts to begin for `wanted` groups."""
-    return math.ceil(wanted * batch.oversampling)
-
-
-def most_drawn(batch: BatchConfig) -> int:
-    """Prompts that one step may draw; all different."""
-    return num_begun(batch, batch.rollout_prompts) * (1 + batch.dynamic_sampling_rounds)
 
 
 def is_informative(group: Group) -> bool:
@@ -140,6 +153,16 @@ def choose(groups: Sequence[Group], wanted: int) -> list[Group]:
     return [groups[i] for i in sorted(by_worth[:wanted])]
 
 
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What one draw brings; the same on every rank."""
+
+    groups: list[Group]
+    open_groups: list[OpenGroup]
+    num_lost_tokens: int
+    """Of groups that are broken off and do not stay open."""
+
+
 def _judge(
     engine: RolloutEngine,
     prompts: list[Prompt],
@@ -151,24 +174,20 @@ def _judge(
     *,
     attempt: Attempt,
     stopwatch: Stopwatch,
+    occupancy: Occupancy,
     step: int,
-) -> tuple[list[Group], list[OpenGroup]] | None:
-    """Rollouts of `wanted` of prompts and open groups, and their verdicts; what is open then.
-
-    The same on every rank.
-    """
-    partial = config.batch.partial_rollouts
+) -> _Judged | None:
+    """Rollouts of `wanted` of prompts and open groups, and their verdicts."""
     with stopwatch("rollout"):
-        prompts = [*prompts, *(group.prompt for group in open_groups)]
-        mine, spare = engine.share(prompts[:wanted]), engine.share(prompts[wanted:])
-        num_groups = len(mine)
         # Those that are open come last, so every engine has some of them; there they go first.
-        mine = spare + mine
+        prompts = [*prompts, *(group.prompt for group in open_groups)]
+        wanted_here, spare = engine.share(prompts[:wanted]), engine.share(prompts[wanted:])
+        begun = {group.prompt.id: group.rollouts for group in open_groups}
+        mine = sorted(wanted_here + spare, key=lambda prompt: prompt.id not in begun)
         rollouts = engine.generate(
             mine,
-            num_groups=num_groups,
-            begun={group.prompt.id: group.rollouts for group in open_groups},
-            keep_open=partial,
+            num_groups=len(wanted_here),
+            begun=begun,
             num_samples=config.batch.rollouts_per_prompt,
             seed=config.run.seed,
             step=step,
@@ -176,39 +195,53 @@ def _judge(
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
             progress=True,
+            occupancy=occupancy,
             should_abandon=attempt.patience(stopwatch.expect("rollout")),
         )
     if rollouts is None:
         return None
     with stopwatch("reward"):
-        pairs = [pair for pair in zip(mine, rollouts, strict=True) if pair[1]]
-        is_whole = [all(rollout.finished for rollout in group) for _, group in pairs]
-        # Of more than are wanted that end together the last ones stay open, finished as they are.
-        chosen = [i for i, whole in enumerate(is_whole) if whole][:num_groups]
-        left = [OpenGroup(*pair) for i, pair in enumerate(pairs) if i not in chosen]
-        whole = engine.part([pairs[i] for i in chosen])
-        mine, rollouts = [prompt for prompt, _ in whole], [group for _, group in whole]
+        whole = [i for i, group in enumerate(rollouts) if all(one.finished for one in group)]
+        # Of more than are wanted that end together the last ones are left, finished as they are.
+        chosen = whole[: len(wanted_here)]
+        left = engine.part([i for i in range(len(mine)) if i not in chosen])
+        chosen = engine.part(chosen)
+        prompts, responses = [mine[i] for i in chosen], [rollouts[i] for i in chosen]
         verdicts = rewards.score(
             pool,
-            mine,
-            rollouts,
+            prompts,
+            responses,
             tokenizer=tokenizer,
             gather=engine.gather,
             should_abandon=attempt.patience(stopwatch.expect("reward")),
         )
         if verdicts is None:
             return None
-        judged = engine.gather([Group(*one) for one in zip(mine, rollouts, verdicts, strict=True)])
-        return judged, engine.gather(engine.part(left)) if partial else []
+        groups = [Group(*one) for one in zip(prompts, responses, verdicts, strict=True)]
+        opened, num_lost_tokens = [], 0
+        if config.batch.partial_rollouts:
+            opened = [OpenGroup(mine[i], rollouts[i]) for i in left]
+        else:
+            num_lost_tokens = sum(_num_tokens(rollouts[i]) for i in left)
+        parts = engine.gather([_Judged(groups, opened, num_lost_tokens)])
+    return _Judged(
+        [group for part in parts for group in part.groups],
+        [group for part in parts for group in part.open_groups],
+        sum(part.num_lost_tokens for part in parts),
+    )
+
+
+def _num_tokens(rollouts: Sequence[Rollout]) -> int:
+    return sum(len(rollout.token_ids) for rollout in rollouts)
 
 
 def _carried_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    versions = [rollout.carried.versions for rollout in rollouts if rollout.carried]
-    oldest = min((int(one[0]) for one in versions), default=step)
-    num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    carried = [rollout.carried for rollout in rollouts if rollout.carried]
+    num_carried = sum(len(one.old_log_probs) for one in carried)
+    oldest = min((one.oldest_version for one in carried), default=step)
     return {
-        "rollout/carried_token_share": sum(map(len, versions)) / num_tokens,
+        "rollout/carried_token_share": num_carried / _num_tokens(rollouts),
         "rollout/oldest_version_gap": float(step - oldest),
     }
 
@@ -218,6 +251,6 @@ def _metrics(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     return {
         "reward/mean": sum(rewards_known) / max(len(rewards_known), 1),
-        "rollout/response_length/mean": sum(len(r.token_ids) for r in rollouts) / len(rollouts),
+        "rollout/response_length/mean": _num_tokens(rollouts) / len(rollouts),
         "rollout/truncated": sum(r.truncated for r in rollouts) / len(rollouts),
     }

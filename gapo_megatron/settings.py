@@ -13,7 +13,8 @@ from gapo_megatron.config import Config
 Changes = dict[str, tuple[Any, Any]]
 """Setting -> (its value there, here), where the two differ."""
 
-# What may change between the parts of one run without changing what it computes.
+# What may change between the parts of one run without changing what it computes. With over-sampling
+# the number of engines does change it; but that is the number of processes, which no setting tells.
 _FREE = (
     "run.output_dir",
     "run.num_steps",
@@ -41,13 +42,22 @@ _FREE_IN_A_BRANCH = (
     "rollout.verify_bound",
     "reward.num_workers",
 )
+# Not free where the groups that an engine finishes first are learned from: which ones these are is
+# decided by its company, that is by the number of engines and by what fits into their caches.
+_DECIDE_WHAT_IS_FIRST = (
+    "rollout.tensor_parallel_size",
+    "rollout.memory_fraction",
+    "rollout.cpu_kv_cache_gib",
+    "rollout.enforce_eager",
+)
 # Of everything else; by section, because a whole section must agree but for the keys above.
 _WHY_A_BRANCH_KEEPS = {
     "run": "prompts and samples are drawn by it",
     "model": "weights and optimizer state are this model's",
     "data": "the branch goes on in the same problems",
     "batch": "a step, an update and c must mean the same",
-    "rollout": "samples must come from the same distribution",
+    "rollout": "samples must come from the same distribution; of over-sampled groups the same ones "
+    "must be finished first",
     "reward": "verdicts must mean the same",
     "optimizer": "its state goes on, and the objective alone is exchanged",
 }
@@ -72,10 +82,13 @@ def changes(before: Mapping[str, Any], config: Config) -> Changes:
 
 def broken_rules(before: Mapping[str, Any], config: Config) -> list[str]:
     """What a branch may not change, and does: a line for each with field, both values and rule."""
+    free: tuple[str, ...] = _FREE_IN_A_BRANCH
+    if config.batch.oversampling > 1:
+        free = tuple(name for name in free if name not in _DECIDE_WHAT_IS_FIRST)
     return [
         f"{name} is {there!r} there and {here!r} here: {_WHY_A_BRANCH_KEEPS[name.split('.')[0]]}"
         for name, (there, here) in _differing(before, config).items()
-        if not name.startswith(_FREE_IN_A_BRANCH)
+        if not name.startswith(free)
     ]
 
 

@@ -39,7 +39,7 @@ from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout import RolloutEngine, check_engine
-from gapo_megatron.sample import most_drawn, sample
+from gapo_megatron.sample import check_problems, sample
 from gapo_megatron.toml_tree import to_toml
 from gapo_megatron.types import OpenGroup, Prompt
 from gapo_megatron.weight_sync import first_sequences, prompts_as_sequences, sync
@@ -73,7 +73,7 @@ def train(config: Config) -> None:
     hf_config = read_hf_config(config.model.hf_dir)
     if config.model.megatron_dir:
         check_megatron_dir(config, hf_config)
-    checkpoint.check_model(run_dir, hf_config)
+    checkpoint.check_resume(run_dir, hf_config, config)
     branch_point = checkpoint.check_branch(config, hf_config)
     tokenizer = load_tokenizer(config.model.hf_dir)
     problems, held_out = _read_problems(config, tokenizer)
@@ -287,7 +287,8 @@ def _read_problems(
         "max_prompt_tokens": data.max_prompt_tokens,
         "chat_template": data.chat_template,
     }
-    problems = read_prompts(data.train_path, min_prompts=most_drawn(config.batch), **limits)
+    problems = read_prompts(data.train_path, **limits)
+    check_problems(problems, config)
     held_out = read_prompts(data.eval_path, **limits) if config.evaluation.every_steps else []
     return problems, held_out
 

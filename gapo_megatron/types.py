@@ -43,12 +43,12 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
-    """The first n tokens of a response: who sampled them, and how likely they were then."""
+    """The first n tokens of a response, which earlier steps sampled."""
 
-    versions: np.ndarray
-    """[n] int32 policy versions, non-decreasing: each token's is that of the weights it is from."""
+    oldest_version: int
+    """Policy version of the weights that sampled the first of them; those of the others follow."""
     old_log_probs: np.ndarray
-    """[n] float32: the trainer's log-probs of the tokens, each at the weights of its version."""
+    """[n] float32: the trainer's log-probs of the tokens, each at the weights that sampled it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

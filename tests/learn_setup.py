@@ -84,8 +84,7 @@ def carry_some(groups: Sequence[Group], config: Config) -> list[Group]:
                 config.rollout.temperature,
             )
         then = now.numpy()[:count] + random.normal(0, 0.02, count)
-        versions = np.sort(random.integers(0, 3, count)).astype(np.int32)
-        return replace(rollout, carried=Carried(versions, then.astype(np.float32)))
+        return replace(rollout, carried=Carried(0, then.astype(np.float32)))
 
     return [
         replace(
@@ -302,7 +301,7 @@ def expected_update(
             old_log_probs = response_log_probs(old, prompts, responses, temperature)
         for values, i in zip(old_log_probs, rows, strict=True):
             if carried := group.rollouts[i].carried:
-                values[: len(carried.versions)] = torch.from_numpy(carried.old_log_probs)
+                values[: len(carried.old_log_probs)] = torch.from_numpy(carried.old_log_probs)
         weights = None
         if (largest := config.objective.importance_weight_max) is not None:
             engines = [group.rollouts[i].log_probs for i in rows]

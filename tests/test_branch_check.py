@@ -153,6 +153,27 @@ def test_what_a_branch_may_change(root: Path) -> None:
     assert "run.num_steps" not in point.branch.changes  # decides nothing that is computed
 
 
+@pytest.mark.parametrize(
+    ("key", "here"),
+    [
+        ("tensor_parallel_size", 2),
+        ("memory_fraction", 0.7),
+        ("cpu_kv_cache_gib", 2),
+        ("enforce_eager", True),
+    ],
+)
+def test_over_sampling_ties_a_branch_to_the_engines_it_left(
+    root: Path, key: str, here: object
+) -> None:
+    """Their number, and what fits into their caches, decide which groups are finished first."""
+    for oversampling in (1.0, 1.5):
+        batch = {"oversampling": oversampling}
+        before = make_config(root, batch=batch).model_dump(mode="json")
+        config = make_config(root, batch=batch, rollout={"max_response_tokens": 64, key: here})
+        named = [line.split(" is ")[0] for line in settings.broken_rules(before, config)]
+        assert named == ([f"rollout.{key}"] if oversampling > 1 else [])
+
+
 def test_a_run_older_than_a_setting_had_its_default(root: Path) -> None:
     config = make_config(root)
     before = config.model_dump(mode="json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 import torch
 
 from gapo_megatron import carry as carry_module
+from gapo_megatron import checkpoint
 from gapo_megatron.carry import carry
 from gapo_megatron.checkpoint.open_groups import load_open_groups, save_open_groups
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.types import Batch, Carried, OpenGroup, Prompt, Rollout
+from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import (
     VOCAB_SIZE,
@@ -48,9 +51,7 @@ def make_open_groups() -> list[OpenGroup]:
     def rollout(num_tokens: int, num_carried: int, *, finished: bool = False) -> Rollout:
         carried = None
         if num_carried:
-            versions = np.full(num_carried, 1, np.int32)
-            versions[num_carried // 2 :] = 3
-            carried = Carried(versions, -random.random(num_carried, dtype=np.float32))
+            carried = Carried(1, -random.random(num_carried, dtype=np.float32))
         log_probs = -random.random(num_tokens, dtype=np.float32)
         return Rollout(tokens(num_tokens), log_probs, False, finished, carried)
 
@@ -98,10 +99,10 @@ def policy(folder: Path) -> Iterator[Policy]:
         destroy()
 
 
-def carried_of(groups: list[OpenGroup]) -> list[list[tuple[list[int], list[float]] | None]]:
+def carried_of(groups: list[OpenGroup]) -> list[list[tuple[int, list[float]] | None]]:
     return [
         [
-            one.carried and (one.carried.versions.tolist(), one.carried.old_log_probs.tolist())
+            one.carried and (one.carried.oldest_version, one.carried.old_log_probs.tolist())
             for one in group.rollouts
         ]
         for group in groups
@@ -121,13 +122,12 @@ def assert_scored(groups: list[OpenGroup], model: Any) -> None:
                 assert rollout.carried is None
                 continue
             assert rollout.carried is not None
-            versions, log_probs = rollout.carried.versions, rollout.carried.old_log_probs
-            assert (versions.dtype, log_probs.dtype) == (np.int32, np.float32)
-            first = len(old.carried.versions) if old.carried else 0
+            log_probs = rollout.carried.old_log_probs
+            assert log_probs.dtype == np.float32 and len(log_probs) == num_tokens
+            first = len(old.carried.old_log_probs) if old.carried else 0
             if old.carried:
-                assert versions[:first].tolist() == old.carried.versions.tolist()
                 assert log_probs[:first].tolist() == old.carried.old_log_probs.tolist()
-            assert versions[first:].tolist() == [5] * (num_tokens - first)
+            assert rollout.carried.oldest_version == (1 if old.carried else 5)
             with torch.no_grad():
                 (expected,) = reference_log_probs(
                     model,
@@ -187,18 +187,16 @@ def test_every_rank_holds_the_same_bits_in_every_layout(folder: Path) -> None:
         assert_scored(groups, model)
         assert carried == second[name][1], name
         assert alone == second[name][2], name
-        ((nothing, (versions, log_probs)),) = alone
-        assert nothing is None and versions == carried[0][1][0], name
+        ((nothing, (version, log_probs)),) = alone
+        assert nothing is None and version == carried[0][1][0] == 5, name
         assert log_probs == pytest.approx(carried[0][1][1], abs=1e-5), name
 
 
-def test_a_checkpoint_keeps_every_bit_and_says_what_does_not_fit(
-    policy: Policy, folder: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_keeps_every_bit(policy: Policy, folder: Path, tmp_path: Path) -> None:
     config = config_of(folder)
     groups = carry(policy, GROUPS, config, policy_version=5, gloo_group=None)
     save_open_groups(tmp_path, groups)
-    read = load_open_groups(tmp_path, config)
+    read = load_open_groups(tmp_path)
     assert [group.prompt for group in read] == [group.prompt for group in groups]
     assert carried_of(read) == carried_of(groups)
     for theirs, ours in zip(read, groups, strict=True):
@@ -207,16 +205,60 @@ def test_a_checkpoint_keeps_every_bit_and_says_what_does_not_fit(
             assert one.log_probs.tolist() == other.log_probs.tolist()
             assert (one.token_ids.dtype, one.log_probs.dtype) == (np.int32, np.float32)
             assert (one.finished, one.truncated) == (other.finished, other.truncated)
-    # The longest, of 40 tokens, is not finished.
-    load_open_groups(tmp_path, config_of(folder, rollout={"max_response_tokens": 41}))
-    with pytest.raises(ConfigError, match=r"max_response_tokens \(40\) must be at least 41"):
-        load_open_groups(tmp_path, config_of(folder, rollout={"max_response_tokens": 40}))
-    with pytest.raises(ConfigError, match=r"rollouts_per_prompt \(8\) must be 5, as it is in"):
-        load_open_groups(tmp_path, config_of(folder, batch={"rollouts_per_prompt": 8}))
     with pytest.raises(AssertionError, match="0 of 9 tokens"):
         save_open_groups(tmp_path, GROUPS)
     empty = tmp_path / "empty"
     empty.mkdir()
     save_open_groups(empty, [])
     assert not list(empty.iterdir())
-    assert load_open_groups(empty, config) == []
+    assert load_open_groups(empty) == []
+
+
+CHANGES: dict[str, tuple[Any, Any]] = {
+    "batch.rollouts_per_prompt": (5, 4),
+    "rollout.max_response_tokens": (64, 65),
+    "rollout.temperature": (1.0, 0.9),
+    "rollout.top_p": (1.0, 0.9),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_open_groups_go_on_as_they_have_begun(
+    policy: Policy, folder: Path, tmp_path: Path, name: str
+) -> None:
+    """Refused before any model is built; of an older checkpoint as soon as it is the one."""
+    section, key = name.split(".")
+    before, now = CHANGES[name]
+    config = config_of(folder, rollout={"max_response_tokens": 64})
+    other = config.model_copy(
+        update={section: getattr(config, section).model_copy(update={key: now})}
+    )
+    groups = carry(policy, GROUPS, config, policy_version=5, gloo_group=None)
+
+    def save(step: int, config: Config, groups: list[OpenGroup]) -> Path:
+        return checkpoint.save(
+            tmp_path,
+            step=step,
+            policy=policy,
+            trainer_state={},
+            config=config,
+            attempt=make_attempt(tmp_path),
+            open_groups=groups,
+        )
+
+    path = save(2, config, groups)
+    words = re.escape(f"{name} ({now}) must be {before}, as in {path}, whose unfinished groups")
+    way_out = r"batch\.partial_rollouts=false to the next checkpoint"
+    checkpoint.check_resume(tmp_path, policy.hf_config, config)
+    with pytest.raises(ConfigError, match=rf"^{words} .* {way_out}"):
+        checkpoint.check_resume(tmp_path, policy.hf_config, other)
+    state = checkpoint.load_latest(tmp_path, policy=policy, config=config)
+    assert state is not None and carried_of(state.open_groups) == carried_of(groups)
+    # A checkpoint without any may be gone on from as one likes.
+    newer = save(4, config, [])
+    checkpoint.check_resume(tmp_path, policy.hf_config, other)
+    state = checkpoint.load_latest(tmp_path, policy=policy, config=other)
+    assert state is not None and (state.step, state.open_groups) == (4, [])
+    (newer / "trainer_state.json").write_text("")
+    with pytest.raises(ConfigError, match=words):
+        checkpoint.load_latest(tmp_path, policy=policy, config=other)

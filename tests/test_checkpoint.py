@@ -14,13 +14,23 @@ import torch
 from pydantic import ValidationError
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-from gapo_megatron.checkpoint import check_model, check_writable, manifest, rng
+from gapo_megatron.checkpoint import check_resume, check_writable, manifest, rng
 from gapo_megatron.checkpoint.manifest import Manifest
 from gapo_megatron.checkpoint.save import model_identity
-from gapo_megatron.config import CheckpointConfig
+from gapo_megatron.config import CheckpointConfig, parse_config
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.launch.run_folder import checkpoints_dir
 
+OURS = parse_config(
+    {
+        "run": {"output_dir": "unused", "num_steps": 9},
+        "model": {"hf_dir": "unused"},
+        "data": {"train_path": "unused"},
+        "rollout": {"max_response_tokens": 64},
+        "reward": {"kind": "exact"},
+    },
+    source="test",
+)
 NAMES = ["__0_0.distcp", "rng_00000.pt", "sub/common.pt"]
 
 
@@ -221,22 +231,24 @@ def test_check_writable(tmp_path):
         assert f"run.output_dir ({str(path)!r})" in str(caught.value)
 
 
-def test_check_model_names_the_fields_that_differ(tmp_path):
+def test_check_resume_names_the_fields_that_differ(tmp_path):
     def qwen2(**fields):
         return Qwen2Config(architectures=["Qwen2ForCausalLM"], **fields)
 
     ours = qwen2(hidden_size=64)
-    check_model(tmp_path, ours)  # no checkpoint: nothing to disagree with
+    check_resume(tmp_path, ours, OURS)  # no checkpoint: nothing to disagree with
     make_checkpoint(checkpoints_dir(tmp_path), 1, model=model_identity(ours))
-    check_model(tmp_path, ours)
+    check_resume(tmp_path, ours, OURS)
     # What only concerns generation does not make another model.
-    check_model(tmp_path, qwen2(hidden_size=64, pad_token_id=1))
+    check_resume(tmp_path, qwen2(hidden_size=64, pad_token_id=1), OURS)
     with pytest.raises(CheckpointError) as caught:
-        check_model(tmp_path, qwen2(hidden_size=32))
+        check_resume(tmp_path, qwen2(hidden_size=32), OURS)
     assert "hidden_size is 64 there and 32 here" in str(caught.value)
     assert "vocab_size" not in str(caught.value)
     with pytest.raises(CheckpointError, match="architectures is"):
-        check_model(tmp_path, LlamaConfig(hidden_size=64, architectures=["LlamaForCausalLM"]))
+        check_resume(
+            tmp_path, LlamaConfig(hidden_size=64, architectures=["LlamaForCausalLM"]), OURS
+        )
 
 
 @pytest.mark.parametrize(
@@ -258,15 +270,15 @@ def test_other_experts_make_another_model(tmp_path, field, value, shown):
     model = model_identity(Qwen3MoeConfig(**fields))
     make_checkpoint(checkpoints_dir(tmp_path), 1, model=model)
     with pytest.raises(CheckpointError, match=shown):
-        check_model(tmp_path, Qwen3MoeConfig(**fields | {field: value}))
+        check_resume(tmp_path, Qwen3MoeConfig(**fields | {field: value}), OURS)
 
 
-def test_check_model_leaves_damage_to_the_resume(tmp_path):
+def test_check_resume_leaves_damage_to_the_resume(tmp_path):
     ours = Qwen2Config(hidden_size=64)
     make_checkpoint(checkpoints_dir(tmp_path), 1, model=model_identity(ours))
     other = make_checkpoint(checkpoints_dir(tmp_path), 2, model={"hidden_size": 1})
     (other / "manifest.json").write_text("{")
-    check_model(tmp_path, ours)
+    check_resume(tmp_path, ours, OURS)
 
 
 def test_identity_is_plain_json():

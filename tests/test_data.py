@@ -127,12 +127,6 @@ def test_empty_and_missing_files_are_errors(tmp_path, tokenizer):
         _read(tmp_path / "gone.jsonl", tokenizer)
 
 
-def test_fewer_problems_than_a_batch_needs_is_an_error(tmp_path, tokenizer):
-    path = _write(tmp_path / "p.jsonl", _row())
-    with pytest.raises(DataError, match=r"holds 1 problems; .* needs 2 \(batch\.rollout_prompts\)"):
-        _read(path, tokenizer, min_prompts=2)
-
-
 def test_line_separators_inside_a_string_do_not_split_the_line(tmp_path, tokenizer):
     path = tmp_path / "p.jsonl"
     text = json.dumps(_row(source="one\u2028two\x85three"), ensure_ascii=False)
@@ -235,9 +229,7 @@ def test_resume_with_other_problems_is_an_error():
 
 
 def test_a_batch_larger_than_the_dataset_is_an_error():
-    with pytest.raises(
-        ConfigError, match=r"batch\.rollout_prompts \(4\) is larger .* \(3 problems\)"
-    ):
+    with pytest.raises(ConfigError, match=r"of 4 different problems is larger .* \(3 problems\)"):
         PromptSource(_prompts(3), seed=0).next_batch(4)
 
 

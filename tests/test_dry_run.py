@@ -188,6 +188,12 @@ def test_copies_in_fp8_are_counted(tmp_path: Path) -> None:
     assert gradients == pytest.approx(2 * weights, rel=5e-3)
 
 
+def test_over_sampling_is_said() -> None:
+    text = text_of(make_config(batch={"rollout_prompts": 256, "oversampling": 1.5}))
+    assert re.search(r"begun per step\W+384 prompts \(batch\.oversampling 1\.5\)", text)
+    assert "begun per step" not in text_of(make_config())
+
+
 def test_how_responses_are_judged_is_said() -> None:
     assert "math, at most 10 s each; workers per rank: its share of the cores" in text_of(
         make_config(reward={"kind": "math"})

@@ -131,9 +131,8 @@ def test_tokens_of_earlier_steps_keep_their_old_log_probs(folder: Path) -> None:
             rollout = part[i // GROUP_SIZE].rollouts[i % GROUP_SIZE]
             values = at_old.log_probs[i].clone()
             if rollout.carried:
-                values[: len(rollout.carried.versions)] = torch.from_numpy(
-                    rollout.carried.old_log_probs
-                )
+                then = torch.from_numpy(rollout.carried.old_log_probs)
+                values[: len(then)] = then
             gaps.append((values - torch.from_numpy(rollout.log_probs)).abs())
     assert {True, False} <= set(clipped)
     # What this step has sampled needs no pass of its own in the first mini-batch, nor has it one.
@@ -141,6 +140,18 @@ def test_tokens_of_earlier_steps_keep_their_old_log_probs(folder: Path) -> None:
         assert (ratio == 1.0) == (groups[i // GROUP_SIZE].rollouts[i % GROUP_SIZE].carried is None)
     skipped = "skip/old_pass_token_share"
     assert report.metrics[skipped] == step(folder).metrics[skipped]
+    # What is older starts an update away from 1, and meets the clip more often.
+    flags: dict[bool, list[bool]] = {True: [], False: []}
+    for update in report.updates:
+        for i, flag in update.clipped.items():
+            rollout = groups[i // GROUP_SIZE].rollouts[i % GROUP_SIZE]
+            flags[rollout.carried is not None].append(flag)
+    for name, is_carried in {"carried": True, "new": False}.items():
+        expected_share = sum(flags[is_carried]) / len(flags[is_carried])
+        key = f"clip/fraction_sequences_{name}"
+        assert report.metrics[key] == pytest.approx(expected_share), key
+        assert key not in step(folder).metrics
+    assert sum(flags[True]) > sum(flags[False])
     # The engine's log-probs are compared with those of the same weights.
     mean = float(torch.cat(gaps).mean())
     found = report.metrics["mismatch/mean_abs_log_prob_diff"]

@@ -22,6 +22,11 @@ K = 8
 ROUNDING = 1e-12  # float64 sums of a few dozen numbers of order one
 
 
+def carried(size):
+    """[size] bool: every third sequence."""
+    return torch.arange(size) % 3 == 0
+
+
 def random_sequences(size, seed, scale):
     """(log_probs, old, ids, advantages, num_correct, counts) of `size` sequences."""
     generator = torch.Generator().manual_seed(seed)
@@ -37,12 +42,13 @@ def random_sequences(size, seed, scale):
 
 def sums_of(sequences, method, members=None):
     log_probs, old, ids, advantages, num_correct, counts = sequences
+    is_carried = carried(len(counts))
     if members is not None:
         rows = torch.tensor([t for t, i in enumerate(ids.tolist()) if i in members]).long()
         ids = torch.tensor([members.index(i) for i in ids[rows].tolist()]).long()
         log_probs, old = log_probs[rows], old[rows]
         advantages, num_correct = advantages[members], num_correct[members]
-        counts = counts[members]
+        counts, is_carried = counts[members], is_carried[members]
     loss = policy_loss(
         log_probs,
         old,
@@ -62,6 +68,7 @@ def sums_of(sequences, method, members=None):
         num_correct=num_correct,
         group_size=K,
         num_response_tokens=counts,
+        is_carried=is_carried,
     )
     return loss, sums
 
@@ -84,6 +91,7 @@ def expected_cells(sequences, method):
         unclipped = dataclasses.replace(unclipped, eps_low=1.0)
     whole, kept = gradient_masses(sequences, unclipped), gradient_masses(sequences, method)
     table, largest = np.zeros((len(SUMS), 2, K + 1)), np.zeros((2, K + 1))
+    by_age = np.zeros((2, 2))
     for i in range(len(advantages)):
         advantage, c = float(advantages[i]), int(num_correct[i])
         if advantage == 0:
@@ -116,7 +124,8 @@ def expected_cells(sequences, method):
         for row, name in enumerate(SUMS):
             table[(row, *cell)] += values[name]
         largest[cell] = max(largest[cell], *(abs(s - 1) for s in ratios))
-    return {"per_c": table, "per_c_max": largest}
+        by_age[int(carried(len(counts))[i])] += [1, share]
+    return {"per_c": table, "per_c_max": largest, "by_age": by_age}
 
 
 @settings(max_examples=60, deadline=None)
@@ -188,7 +197,9 @@ def test_one_token_per_sequence_is_no_special_case():
         log_probs, old, group_size=K, num_tokens_global=2, method=METHODS["dapo"], **arguments
     )
     counts = torch.tensor([0, 2])
-    sums = per_correct_sums(loss, group_size=K, num_response_tokens=counts, **arguments)
+    sums = per_correct_sums(
+        loss, group_size=K, num_response_tokens=counts, is_carried=carried(2), **arguments
+    )
     assert float(sums["per_c"][SUMS.index("clipped_sequences")].sum()) == 0.5
     assert float(sums["per_c"][SUMS.index("clipped_tokens")].sum()) == 1.0
 
@@ -204,6 +215,7 @@ def test_group_size_must_be_the_configured_one():
             num_correct=sequences[4],
             group_size=torch.full((3,), K),
             num_response_tokens=sequences[5],
+            is_carried=carried(3),
         )
 
 
@@ -213,7 +225,8 @@ def cell_sums(cells, group_size=K):
     for (side, c), (sequences, tokens, clipped, deviation, advantage) in cells.items():
         values = (sequences, tokens, advantage, clipped, 10 * clipped, deviation, abs(deviation))
         table[:, side, c] = torch.tensor([*values, 8 * sequences, clipped])
-    return {"per_c": table, "per_c_max": table[SUMS.index("abs_deviation")]}
+    largest = table[SUMS.index("abs_deviation")]
+    return {"per_c": table, "per_c_max": largest, "by_age": torch.zeros(2, 2)}
 
 
 def test_metrics_are_means_per_c_and_side():
@@ -247,6 +260,16 @@ def test_metrics_are_means_per_c_and_side():
 
 def test_no_sequences_no_means():
     assert summarize(cell_sums({})) == {}
+
+
+def test_clip_fractions_by_age_only_where_there_are_carried_sequences():
+    def fractions(by_age):
+        metrics = summarize(cell_sums({}) | {"by_age": torch.tensor(by_age)})
+        return {key.removeprefix("clip/fraction_sequences_"): v for key, v in metrics.items()}
+
+    assert fractions([[8.0, 2.0], [4.0, 3.0]]) == {"new": 0.25, "carried": 0.75}
+    assert fractions([[0.0, 0.0], [4.0, 3.0]]) == {"carried": 0.75}
+    assert fractions([[8.0, 2.0], [0.0, 0.0]]) == {}
 
 
 def correlation(deviations):

@@ -33,6 +33,7 @@ from gapo_megatron.convert import rules_for, to_hf, to_megatron, write_hf
 from gapo_megatron.errors import ConfigError, DataError, RolloutError, WeightSyncError
 from gapo_megatron.launch.environment import share_of_cores
 from gapo_megatron.rollout import (
+    Occupancy,
     RolloutEngine,
     arguments,
     eos_token_ids,
@@ -40,6 +41,7 @@ from gapo_megatron.rollout import (
     sync_weights,
     verify_weights,
 )
+from gapo_megatron.rollout import engine as engine_module
 from gapo_megatron.rollout.arguments import check_engine, engine_args
 from gapo_megatron.rollout.schedule import Phase, Schedule
 from gapo_megatron.types import Prompt
@@ -269,6 +271,8 @@ def test_samples_depend_neither_on_order_nor_on_company(fresh):
     assert fewer == [group[:2] for group in groups]
 
 
+# Attribute of vLLM's scheduler: requests that it lets run at a time.
+LIMIT = "max_num_active_reqs"
 # Two responses that nearly always end by themselves: groups are whole at different times.
 LONG = {"num_samples": 2, "max_response_tokens": 150}
 
@@ -276,22 +280,23 @@ LONG = {"num_samples": 2, "max_response_tokens": 150}
 def test_ends_with_as_many_whole_groups_as_are_wanted(fresh):
     prompts = make_prompts(16)
     everything = tokens_of(generate(fresh.engine, prompts, **LONG))
-    groups = tokens_of(generate(fresh.engine, prompts, num_groups=5, **LONG))
-    kept = [i for i, group in enumerate(groups) if group]
-    assert len(kept) == 5
-    assert [groups[i] for i in kept] == [everything[i] for i in kept]
+    groups = generate(fresh.engine, prompts, num_groups=5, **LONG)
+    kept = [i for i, group in enumerate(groups) if all(r.finished for r in group)]
+    assert tokens_of(groups[i] for i in kept) == [everything[i] for i in kept]
     # All begin at once, so the longest response of a group says when it is whole.
     longest = [max(map(len, group)) for group in everything]
+    last = sorted(longest)[4]
+    assert kept == [i for i, n in enumerate(longest) if n <= last]
     others = [n for i, n in enumerate(longest) if i not in kept]
-    assert max(longest[i] for i in kept) <= min(others) < max(others)
+    assert last < min(others) < max(others)
     assert not fresh.engine.llm.has_unfinished_requests()
-    assert generate(fresh.engine, prompts, num_groups=0) == [()] * 16
+    assert tokens_of(generate(fresh.engine, prompts, num_groups=0)) == [[[]] * 4] * 16
 
 
 def test_what_is_broken_off_goes_on_from_its_tokens_at_other_weights(fresh):
     engine, prompts = fresh.engine, make_prompts(16)
     everything = tokens_of(generate(engine, prompts, **LONG))
-    first = generate(engine, prompts, num_groups=5, keep_open=True, **LONG)
+    first = generate(engine, prompts, num_groups=5, **LONG)
     opened = [i for i, group in enumerate(first) if not all(r.finished for r in group)]
     assert 0 < len(opened) <= 11
     for group, whole in zip(first, everything, strict=True):
@@ -329,7 +334,7 @@ def test_what_is_broken_off_goes_on_from_its_tokens_at_other_weights(fresh):
 
 
 def test_what_has_not_begun_is_open_without_a_token(fresh):
-    groups = generate(fresh.engine, make_prompts(3), num_groups=0, keep_open=True)
+    groups = generate(fresh.engine, make_prompts(3), num_groups=0)
     assert tokens_of(groups) == [[[]] * 4] * 3
     assert not any(r.finished or r.truncated for group in groups for r in group)
     begun = {f"p{i}": group for i, group in enumerate(groups)}
@@ -341,24 +346,57 @@ def test_what_has_not_begun_is_open_without_a_token(fresh):
         make_prompts(5),
         num_groups=3,
         begun={f"p{i}": group for i, group in enumerate(again)},
-        keep_open=True,
     )
     assert tokens_of(done) == [*tokens_of(again), [[]] * 4, [[]] * 4]
 
 
-def test_counts_the_places_that_stand_empty(fresh):
-    def taken_share(max_response_tokens: int) -> float:
-        generate(
+def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
+    """By a clock that a decoding step takes a second of."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    step = fresh.engine.llm.step
+
+    def step_for_a_second():
+        clock.now += 1
+        return step()
+
+    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(fresh.engine.llm, "step", step_for_a_second)
+
+    def occupy(occupancy: Occupancy, num_prompts: int) -> list[int]:
+        """Lengths of the responses, in the order of the requests."""
+        groups = generate(
             fresh.engine,
-            make_prompts(16),
-            max_response_tokens=max_response_tokens,
+            make_prompts(num_prompts),
+            occupancy=occupancy,
             should_abandon=lambda seconds: False,
         )
-        taken_s, there_s = fresh.engine.places
-        return taken_s / there_s
+        return [len(tokens) for group in tokens_of(groups) for tokens in group]
 
-    assert taken_share(1) == pytest.approx(1)  # all end together
-    assert 0.1 < taken_share(24) < 0.9
+    occupancy = Occupancy()
+    lengths = occupy(occupancy, 16)
+    # All begin at once: a response takes one of 64 places for as many seconds as it has tokens.
+    assert occupancy.there_s == max(lengths)
+    assert occupancy.taken_s == pytest.approx(sum(lengths) / 64)
+    assert occupancy.idle_share == pytest.approx(1 - sum(lengths) / 64 / max(lengths))
+    # A further call of the step has fewer requests, and as many places.
+    more = occupy(occupancy, 2)
+    assert occupancy.there_s == max(lengths) + max(more)
+    assert occupancy.taken_s == pytest.approx((sum(lengths) + sum(more)) / 64)
+
+    # Of more requests than there are places some wait: none is empty until the last has begun.
+    monkeypatch.setattr(fresh.engine.llm.engine_core.engine_core.scheduler, LIMIT, 10)
+    occupancy = Occupancy()
+    assert occupy(occupancy, 16) == lengths
+    waiting, running, taken = list(lengths), [], []
+    while waiting or running:
+        while waiting and len(running) < 10:
+            running.append(waiting.pop(0))
+        taken.append(1 if waiting else len(running) / 10)
+        running = [left - 1 for left in running if left > 1]
+    assert occupancy.there_s == len(taken)
+    assert occupancy.taken_s == pytest.approx(sum(taken))
+    assert 0 < occupancy.idle_share < 0.5
 
 
 def test_responses_end_at_eos_or_are_truncated(fresh):
@@ -699,6 +737,12 @@ def two_ranks(folder: str, tp_size: int):
         generate(engine, mine, should_abandon=lambda _, rank=rank: dist.get_rank() == rank) is None
         for rank in range(2)
     ]
+    first = generate(engine, mine, num_groups=1, **LONG)
+    begun = {prompt.id: group for prompt, group in zip(mine, first, strict=True)}
+    rest = generate(engine, mine, begun=begun, step=1, **LONG)
+    rest_ids = [r.token_ids for group in rest for r in group]
+    scored = engine.log_probs([np.array(p.token_ids) for p in mine for _ in range(2)], rest_ids)
+    again = tokens_of(generate(engine, prompts))
     model = make_model(False)
     perturb(model, seed=1)
     sync_weights(engine, weights(model).items(), policy_version=1)
@@ -722,6 +766,13 @@ def two_ranks(folder: str, tp_size: int):
         "alone": alone,
         "tokens": tokens_of([group for _, group in gathered]),
         "abandoned": abandoned,
+        "first": [[(r.token_ids.tolist(), r.finished) for r in group] for group in first],
+        "rest": [[(r.token_ids.tolist(), r.finished) for r in group] for group in rest],
+        "rest_noise": max(
+            np.abs(values - r.log_probs).max()
+            for values, r in zip(scored, (r for group in rest for r in group), strict=True)
+        ),
+        "again": again,
         "difference": largest_difference(model, mine, tuned),
         "noise": check.max_abs_diff,
         "message": message,
@@ -739,6 +790,9 @@ def test_two_ranks(tmp_path, tp_size, shares):
     make_model(False).save_pretrained(tmp_path)
     results = run_distributed(two_ranks, 2, str(tmp_path), tp_size)
     assert [result["mine"] for result in results] == shares
+    if tp_size == 2:  # ranks of one engine have broken off together, and hold the same
+        for name in ("first", "rest"):
+            assert results[0][name] == results[1][name]
     # Either way each rank has its own to judge.
     assert [result["part"] for result in results] == [["p0", "p1"], ["p2", "p3", "p4"]]
     for result in results:
@@ -748,6 +802,15 @@ def test_two_ranks(tmp_path, tp_size, shares):
         assert result["tokens"] == result["alone"]
         # All break off together; in a replica its first rank speaks for all.
         assert result["abandoned"] == [True, tp_size == 1]
+        # Broken off after a group is whole, and gone on with.
+        flags = [[finished for _, finished in group] for group in result["first"]]
+        assert sum(map(all, flags)) >= 1 and not all(map(all, flags))
+        for group, start in zip(result["rest"], result["first"], strict=True):
+            for (tokens, finished), (before, was_finished) in zip(group, start, strict=True):
+                assert finished and tokens[: len(before)] == before
+                assert len(tokens) > len(before) or was_finished
+        assert result["rest_noise"] < TOLERANCE
+        assert result["again"] == result["alone"]
         assert result["difference"] < TOLERANCE
         assert result["noise"] < TOLERANCE
         assert "on rank 1 the mean difference of log-probs in sequence 2" in result["message"]

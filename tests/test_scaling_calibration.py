@@ -28,7 +28,7 @@ from gapo_megatron.scaling.hardware import GPUS, Gpu
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.probe import default_sizes, mean_prompt_tokens, probe_command
 from gapo_megatron.scaling.times import StepTime
-from gapo_megatron.scaling.workload import Workload
+from gapo_megatron.scaling.workload import Workload, default_workload
 from gapo_megatron.toml_tree import to_toml
 from tests.scaling_setup import config, hf, layout, write_model
 from tests.test_convert_models import CONFIGS
@@ -436,6 +436,18 @@ def test_the_exported_model_stands_in_for_one_that_moved(tmp_path):
         read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
     write_model(tmp_path / "run" / "hf", SMALL)
     assert read_observation(tmp_path / "run", mean_prompt_tokens=80.0).measured.sync_s == 0.25
+
+
+def test_over_sampling_is_neither_fitted_nor_planned(tmp_path):
+    """How much shorter the tail is with it, no equation says."""
+    write_model(tmp_path / "model", SMALL)
+    batch = {"oversampling": 1.5}
+    write_run(tmp_path / "run", rows=[a_step()], hf_dir=tmp_path / "model", batch=batch)
+    words = r"batch\.oversampling \(1\.5\) must be 1 here: the planner"
+    with pytest.raises(ConfigError, match=words):
+        read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    with pytest.raises(ConfigError, match=words):
+        default_workload(config(batch=batch))
 
 
 def test_folders_without_steps_are_refused(tmp_path):

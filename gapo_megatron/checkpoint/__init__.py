@@ -2,7 +2,7 @@
 
 from gapo_megatron.checkpoint.branch import BranchPoint, begin_branch, check_branch, record_branch
 from gapo_megatron.checkpoint.open_step import OpenStep
-from gapo_megatron.checkpoint.resume import LoadedState, check_model, load_latest
+from gapo_megatron.checkpoint.resume import LoadedState, check_resume, load_latest
 from gapo_megatron.checkpoint.save import check_writable, save
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "OpenStep",
     "begin_branch",
     "check_branch",
-    "check_model",
+    "check_resume",
     "check_writable",
     "load_latest",
     "record_branch",

@@ -9,12 +9,23 @@ from typing import Any
 
 import torch
 
+from gapo_megatron.checkpoint.manifest import Manifest
 from gapo_megatron.checkpoint.open_step import write
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.settings import changes
 from gapo_megatron.types import Carried, OpenGroup, Prompt, Rollout
 
 OPEN_GROUPS_NAME = "open_groups.pt"
+
+# What a response must go on with as it has begun: else its tokens are samples of no distribution,
+# and their old log-probs those of another one than the new.
+_KEPT = (
+    "batch.rollouts_per_prompt",
+    "rollout.max_response_tokens",
+    "rollout.temperature",
+    "rollout.top_p",
+)
 
 
 def save_open_groups(folder: Path, groups: Sequence[OpenGroup]) -> None:
@@ -27,28 +38,40 @@ def save_open_groups(folder: Path, groups: Sequence[OpenGroup]) -> None:
         write(folder / OPEN_GROUPS_NAME, {"groups": content})
 
 
-def load_open_groups(folder: Path, config: Config) -> list[OpenGroup]:
-    """Read what `save_open_groups` wrote, whatever layout wrote it. No collective.
-
-    Raises:
-        ConfigError: they do not fit the run's rollouts; names field, value and rule.
-    """
+def load_open_groups(folder: Path) -> list[OpenGroup]:
+    """Read what `save_open_groups` wrote, whatever layout wrote it. No collective."""
     path = folder / OPEN_GROUPS_NAME
     if not path.exists():
         return []
     content: list[dict[str, Any]] = torch.load(path, weights_only=True)["groups"]
-    groups = [
+    return [
         OpenGroup(Prompt(**one["prompt"]), tuple(map(_from_fields, one["rollouts"])))
         for one in content
     ]
-    for group in groups:
-        _check(group, config, folder)
-    return groups
+
+
+def require_same_sampling(path: Path, found: Manifest, config: Config) -> None:
+    """Refuse to go on otherwise with the open groups of the checkpoint in `path`, if it has any.
+
+    Raises:
+        ConfigError: names field, both values and the rule.
+    """
+    if OPEN_GROUPS_NAME not in found.files:
+        return
+    changed = changes(found.config, config)
+    for name in _KEPT:
+        if name in changed:
+            before, now = changed[name]
+            raise ConfigError(
+                f"{name} ({now}) must be {before}, as in {path}, whose unfinished groups the run "
+                f"goes on with; to change it, first go on with {before} and "
+                "batch.partial_rollouts=false to the next checkpoint, which has none"
+            )
 
 
 def _to_fields(rollout: Rollout) -> dict[str, Any]:
     carried = rollout.carried
-    num_carried = len(carried.versions) if carried else 0
+    num_carried = len(carried.old_log_probs) if carried else 0
     assert num_carried == len(rollout.token_ids), (
         f"{num_carried} of {len(rollout.token_ids)} tokens"
     )
@@ -57,15 +80,15 @@ def _to_fields(rollout: Rollout) -> dict[str, Any]:
         "log_probs": torch.from_numpy(rollout.log_probs),
         "truncated": rollout.truncated,
         "finished": rollout.finished,
-        "versions": carried and torch.from_numpy(carried.versions),
+        "oldest_version": carried and carried.oldest_version,
         "old_log_probs": carried and torch.from_numpy(carried.old_log_probs),
     }
 
 
 def _from_fields(fields: dict[str, Any]) -> Rollout:
     carried = None
-    if fields["versions"] is not None:
-        carried = Carried(fields["versions"].numpy(), fields["old_log_probs"].numpy())
+    if fields["old_log_probs"] is not None:
+        carried = Carried(fields["oldest_version"], fields["old_log_probs"].numpy())
     return Rollout(
         token_ids=fields["token_ids"].numpy(),
         log_probs=fields["log_probs"].numpy(),
@@ -73,18 +96,3 @@ def _from_fields(fields: dict[str, Any]) -> Rollout:
         finished=fields["finished"],
         carried=carried,
     )
-
-
-def _check(group: OpenGroup, config: Config, folder: Path) -> None:
-    k, limit = config.batch.rollouts_per_prompt, config.rollout.max_response_tokens
-    if len(group.rollouts) != k:
-        raise ConfigError(
-            f"batch.rollouts_per_prompt ({k}) must be {len(group.rollouts)}, as it is in {folder}, "
-            "whose unfinished groups the run goes on with"
-        )
-    least = max(len(one.token_ids) + (not one.finished) for one in group.rollouts)
-    if limit < least:
-        raise ConfigError(
-            f"rollout.max_response_tokens ({limit}) must be at least {least}, for the responses to "
-            f"prompt {group.prompt.id!r} in {folder} to go on"
-        )

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from gapo_megatron import cpu
 from gapo_megatron.checkpoint import manifest, rng
 from gapo_megatron.checkpoint.manifest import Branch, Manifest
-from gapo_megatron.checkpoint.open_groups import load_open_groups
+from gapo_megatron.checkpoint.open_groups import load_open_groups, require_same_sampling
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.checkpoint.save import (
     TRAINER_STATE_NAME,
@@ -57,17 +57,19 @@ class LoadedState:
         return None if self.open_step is None else self.open_step.progress.num_updates
 
 
-def check_model(run_dir: str | Path, hf_config: PretrainedConfig) -> None:
-    """Refuse a run folder whose newest checkpoint is another model's; reads one small file.
+def check_resume(run_dir: str | Path, hf_config: PretrainedConfig, config: Config) -> None:
+    """Refuse a run folder whose newest checkpoint the run cannot go on from; reads one small file.
 
     For use before any model is built. A damaged manifest passes: `load_latest` deals with it.
 
     Raises:
-        CheckpointError: names the fields that differ.
+        CheckpointError: it is another model's; names the fields that differ.
+        ConfigError: it has open groups, and the run would go on with them otherwise.
     """
     if newest := manifest.newest_manifest(checkpoints_dir(run_dir)):
         folder, found = newest
         require_same_model(folder, found.model, model_identity(hf_config))
+        require_same_sampling(folder, found, config)
 
 
 def load_latest(run_dir: str | Path, *, policy: Policy, config: Config) -> LoadedState | None:
@@ -94,12 +96,13 @@ def load_latest(run_dir: str | Path, *, policy: Policy, config: Config) -> Loade
     Raises:
         CheckpointError: the checkpoint is another model's (names the fields), or there are
             checkpoints and none is whole.
-        ConfigError: see `load_open_groups`.
+        ConfigError: as of `check_resume`, of a checkpoint that is not the newest.
     """
     path, found, damaged = _newest_usable(checkpoints_dir(run_dir), layout(policy.groups), config)
     if found is None:
         return None
     require_same_model(path, found.model, model_identity(policy.hf_config))
+    require_same_sampling(path, found, config)
     if dist.get_rank() == 0:
         for other in damaged:
             logger.warning("set aside as %s; the next save removes it", manifest.set_aside(other))
@@ -161,7 +164,7 @@ def _load(path: Path, found: Manifest, policy: Policy, config: Config) -> Loaded
             _shown(found.layout),
         )
     open_step = None if found.open_updates is None else OpenStep.load(path, policy.device)
-    open_groups = load_open_groups(path, config)
+    open_groups = load_open_groups(path)
     trainer_state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     branch, changed = found.branch, {*changes(found.config, config)}
     if branch is not None and branch.step == found.step:

@@ -29,7 +29,6 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     chat_template: bool = False,
-    min_prompts: int = 1,
 ) -> list[Prompt]:
     """Read, check and tokenise a problem file.
 
@@ -38,7 +37,6 @@ def read_prompts(
         tokenizer: of the policy; adds its own special tokens (a BOS where it has one).
         max_prompt_tokens: longest prompt that passes, in tokens, template included.
         chat_template: wrap `prompt` as a user message in the tokenizer's chat template.
-        min_prompts: fewest problems the file must hold: a rollout batch never repeats one.
 
     Returns:
         The problems in file order, the same on every rank.
@@ -68,13 +66,8 @@ def read_prompts(
                 f"data.max_prompt_tokens allows 1 to {max_prompt_tokens}"
             )
         prompts.append(Prompt(row["id"], token_ids, answer, row.get("level", "")))
-    if len(prompts) < min_prompts:
-        raise DataError(
-            f"{path}: holds {len(prompts)} problems; a rollout batch of different problems "
-            f"needs {min_prompts} (batch.rollout_prompts)"
-            if prompts
-            else f"{path}: holds no problems"
-        )
+    if not prompts:
+        raise DataError(f"{path}: holds no problems")
     return prompts
 
 

@@ -13,7 +13,7 @@ from gapo_megatron.types import Prompt
 
 
 class PromptSource:
-    """Draws every problem once per epoch, each epoch in an order of its own.
+    """Draws every problem once per epoch, each epoch in an order of its own; again what comes back.
 
     A batch may begin in one epoch and end in the next; no problem appears in a batch twice, since
     its rollouts would be the same ones. Every rank draws the same batches; nothing is communicated.
@@ -44,8 +44,8 @@ class PromptSource:
         wanted = num_prompts + len(drawn)
         if wanted > len(self._prompts):
             raise ConfigError(
-                f"batch.rollout_prompts ({wanted}) is larger than the dataset "
-                f"({len(self._prompts)} problems): a batch never repeats one"
+                f"a batch of {wanted} different problems is larger than the dataset "
+                f"({len(self._prompts)} problems)"
             )
         ids = {prompt.id for prompt in drawn}
         taken = {i for i in self._remaining if self._prompts[i].id in ids} if ids else set()
@@ -59,7 +59,11 @@ class PromptSource:
         return [self._prompts[i] for i in chosen]
 
     def give_back(self, prompts: Sequence[Prompt]) -> None:
-        """Draw these again, after what is left of the epoch; once more than those of the next."""
+        """Append these to what remains: drawn after it, and before the next epoch.
+
+        One that is there already, since the next epoch has begun, is there twice: what is put off
+        often comes more often, which makes up for a part of it.
+        """
         positions = {prompt.id: i for i, prompt in enumerate(self._prompts)}
         self._remaining += [positions[prompt.id] for prompt in prompts]
 

@@ -39,7 +39,8 @@ _SIDES = {"correct": _CORRECT, "wrong": _WRONG}
 
 def sum_shapes(group_size: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what `per_correct_sums` returns."""
-    return {"per_c": (len(SUMS), 2, group_size + 1), "per_c_max": (2, group_size + 1)}
+    cells = (2, group_size + 1)
+    return {"per_c": (len(SUMS), *cells), "per_c_max": cells, "by_age": (2, 2)}
 
 
 def per_correct_sums(
@@ -50,6 +51,7 @@ def per_correct_sums(
     num_correct: torch.Tensor,
     group_size: int,
     num_response_tokens: torch.Tensor,
+    is_carried: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """Sums of one micro-batch over its sequences with A != 0, by side and c.
 
@@ -61,13 +63,16 @@ def per_correct_sums(
         group_size: the configured rollouts per prompt, which sizes every result alike (a group's
             own k is smaller after unknown verdicts, and may differ between micro-batches).
         num_response_tokens: [B] int64.
+        is_carried: [B] bool: whether earlier steps sampled the response's first tokens.
 
     Returns:
         `per_c`, [len(SUMS), 2, group_size + 1] float64, to be added: side 0 wrong and 1 correct,
         then c. Of token ratios a sequence's mean counts, as its `deviation` (s - 1) and as the
         part of it that is clipped. `per_c_max`, [2, group_size + 1] float64, of which the maximum
-        is to be taken: the largest |s - 1| of a single ratio; 0 where there is none. Local to this
-        micro-batch, no collectives, nothing waits for the device.
+        is to be taken: the largest |s - 1| of a single ratio; 0 where there is none. `by_age`,
+        [2, 2] float64, to be added: number of sequences and what of them is clipped, first of those
+        that are not carried, then of those that are. Local to this micro-batch, no collectives,
+        nothing waits for the device.
     """
     assert isinstance(group_size, int), "group_size must be the configured rollouts per prompt"
     num_sequences, counts = len(advantages), num_response_tokens.double()
@@ -100,9 +105,12 @@ def per_correct_sums(
     largest = torch.zeros(num_cells + 1, dtype=torch.float64, device=cells.device)
     largest = largest.scatter_reduce(0, of_ratio, deviation.abs(), "amax")[:-1]
     shapes = sum_shapes(group_size)
+    age = torch.where(advantages == 0, 2, is_carried.long())
+    counted = torch.stack([values[name] for name in ("sequences", "clipped_sequences")], dim=1)
     return {
         "per_c": sums.T.reshape(shapes["per_c"]),
         "per_c_max": largest.view(shapes["per_c_max"]),
+        "by_age": segment_sum(counted, age, num_sequences=3)[:-1],
     }
 
 
@@ -114,12 +122,18 @@ def summarize(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
     Returns:
         `clip/*` and `ratio/*` over all computed sequences, `per_c/{correct,wrong}/*/c{c}` of those
-        of one side and one c. A mean over nothing has no key.
+        of one side and one c; `clip/fraction_sequences_{carried,new}` where some are carried. A
+        mean over nothing has no key.
     """
     cells, largest = sums["per_c"].cpu(), sums["per_c_max"].cpu()
     metrics = _means(cells.sum(dim=(1, 2)), largest.max())
     if positive := _means(cells[:, _CORRECT].sum(dim=1), largest[_CORRECT].max()):
         metrics["clip/positive_gradient_mass_lost"] = positive["clip/gradient_mass_lost"]
+    (num_new, new_clipped), (num_carried, carried_clipped) = sums["by_age"].tolist()
+    if num_carried:
+        metrics["clip/fraction_sequences_carried"] = carried_clipped / num_carried
+        if num_new:
+            metrics["clip/fraction_sequences_new"] = new_clipped / num_new
     sequences, advantage = (cells[SUMS.index(name)] for name in ("sequences", "advantage"))
     for side, row in _SIDES.items():
         for c in range(cells.shape[2]):

@@ -32,7 +32,7 @@ from gapo_megatron.rollout.guards import (
     trainer_num_threads,
     trainer_random_state,
 )
-from gapo_megatron.rollout.progress import GenerationProgress
+from gapo_megatron.rollout.progress import GenerationProgress, Occupancy
 from gapo_megatron.rollout.requests import (
     NOT_BEGUN,
     TOKENS_ONLY,
@@ -62,9 +62,6 @@ class RolloutEngine:
             those of `model.hf_dir`, or random ones where `model.megatron_dir` has the weights.
         llm: vLLM's engine.
         schedule: whether the engine or the trainer has the memory.
-        places: of the last `generate` with `should_abandon`, over all ranks: seconds that a
-            replica's places for requests were taken, and seconds that they were there, until the
-            last replica ended. It has as many places as it had requests at most at a time.
         gloo_group: all ranks, for Python objects.
     """
 
@@ -84,7 +81,6 @@ class RolloutEngine:
         self.config = config
         self.hf_config = hf_config
         self.policy_version = -1
-        self.places = (0.0, 0.0)
         self.eos_token_ids = eos_token_ids(config.model.hf_dir)
         self._tp_size = config.rollout.tensor_parallel_size
         self.gloo_group = dist.new_group(
@@ -141,10 +137,10 @@ class RolloutEngine:
         max_response_tokens: int,
         num_groups: int | None = None,
         begun: Mapping[str, tuple[Rollout, ...]] | None = None,
-        keep_open: bool = False,
         temperature: float = 1.0,
         top_p: float = 1.0,
         progress: bool = False,
+        occupancy: Occupancy | None = None,
         should_abandon: Callable[[float], bool] | None = None,
     ) -> list[tuple[Rollout, ...]] | None:
         """Sample responses for this replica's prompts.
@@ -159,21 +155,22 @@ class RolloutEngine:
             step: of the run; another step draws other samples.
             max_response_tokens: a response that reaches it without EOS is `truncated`.
             num_groups: prompts of this replica after whose last response it ends; by default all.
-                Which ones depends on the lengths of the responses and on the replica's company.
+                Which ones depends on the lengths of the responses and on their company: on the
+                number of replicas, and on what fits into their KV caches.
             begun: by id of the prompts that earlier calls have begun: their rollouts so far. The
                 others are continued, from prompt + tokens so far, and seeded anew.
-            keep_open: return what there is of the prompts that it ends without.
             temperature: > 0. Log-probs are those of the distribution sampled from: at this
                 temperature, renormalised over the nucleus when `top_p` < 1.
             top_p: nucleus of sampling, in (0, 1].
             progress: show a bar with tokens/s (rank 0 only).
+            occupancy: adds how full the replicas were; needs `should_abandon`.
             should_abandon: asked now and then on every rank, with the seconds since the call:
                 whether to break off. The first rank of each replica decides for the replica.
 
         Returns:
-            One tuple of `num_samples` rollouts per prompt, in order; for a prompt beyond
-            `num_groups` it is empty, or with `keep_open` has what there is, `finished` or not. None
-            on every rank if any replica broke off.
+            One tuple of `num_samples` rollouts per prompt, in order. With `num_groups` those that
+            it ended without are as far as they have come, not `finished`. None on every rank if any
+            replica broke off.
 
         Collectives: vLLM's own within the replica; with `should_abandon` also a broadcast now and
         then within the replica, and one gather over all ranks.
@@ -208,6 +205,7 @@ class RolloutEngine:
         }
         missing = [sum(not rollout.finished for rollout in rollouts) for rollouts in so_far]
         wanted = len(prompts) if num_groups is None else num_groups
+        occupancy = occupancy or Occupancy()
 
         def is_enough(finished: Sequence[RequestOutput]) -> bool:
             for output in finished:
@@ -215,23 +213,24 @@ class RolloutEngine:
             return missing.count(0) >= wanted
 
         with GenerationProgress(len(requests), shown=progress and dist.get_rank() == 0) as bar:
-            run = self._run(requests, bar, should_abandon, is_enough, keep_open)
+            outputs, end = self._run(requests, bar, should_abandon, is_enough, occupancy)
         if should_abandon is not None:
-            ends = [run.end] * dist.get_world_size()
-            dist.all_gather_object(ends, run.end, group=self.gloo_group)
-            broken_off, taken_s, seconds = zip(*ends, strict=True)
-            self.places = (sum(taken_s), len(ends) * max(seconds))
-            if any(broken_off):
+            ends = [end] * dist.get_world_size()
+            dist.all_gather_object(ends, end, group=self.gloo_group)
+            occupancy.taken_s += sum(one.taken_s for one in ends)
+            occupancy.there_s += len(ends) * max(one.seconds for one in ends)
+            if any(one.broken_off for one in ends):
                 return None
-        whole = {i for i, count in enumerate(missing) if count == 0}
-        groups: list[tuple[Rollout, ...]] = [()] * len(prompts)
-        for i in range(len(prompts)) if keep_open else sorted(whole)[:num_groups]:
-            outputs = [run.outputs.get(f"{i}-{sample}") for sample in range(num_samples)]
-            groups[i] = tuple(
-                before if output is None else to_rollout(output, before, may_be_open=keep_open)
-                for output, before in zip(outputs, so_far[i], strict=True)
-            )
-        return groups
+
+        def rollout(i: int, sample: int, before: Rollout) -> Rollout:
+            if (output := outputs.get(f"{i}-{sample}")) is None:
+                return before
+            return to_rollout(output, before, may_be_open=num_groups is not None)
+
+        return [
+            tuple(rollout(i, sample, before) for sample, before in enumerate(rollouts))
+            for i, rollouts in enumerate(so_far)
+        ]
 
     def log_probs(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray]
@@ -256,7 +255,7 @@ class RolloutEngine:
             np.concatenate(pair).tolist() for pair in zip(prompt_ids, response_ids, strict=True)
         ]
         requests = {str(i): (ids, params) for i, ids in enumerate(tokens)}
-        outputs = self._run(requests, None).outputs
+        outputs, _ = self._run(requests, None)
         scored = []
         for i, ids in enumerate(tokens):
             # One entry per token, without alternatives; the very first token has none.
@@ -319,15 +318,19 @@ class RolloutEngine:
         bar: GenerationProgress | None,
         should_abandon: Callable[[float], bool] | None = None,
         is_enough: Callable[[Sequence[RequestOutput]], bool] = lambda finished: False,
-        keep_open: bool = False,
-    ) -> _Run:
+        occupancy: Occupancy | None = None,
+    ) -> tuple[dict[str, RequestOutput], _End]:
         """Run requests until all are finished, or it is enough, or it is told to break off.
 
         Leaves no request in the engine. `is_enough` is told what every decoding step finishes.
+
+        Returns:
+            What there is of every request, by name, finished or not; and how it ended.
         """
         outputs: dict[str, RequestOutput] = {}
         unfinished: dict[str, RequestOutput] = {}
-        places, taken, broken_off = 0, 0.0, False
+        occupancy = occupancy or Occupancy()
+        taken_s, broken_off = 0.0, False
         scheduler = self.llm.engine_core.engine_core.scheduler
         start = last = time.monotonic()
         # vLLM's sampler draws from torch's generator also where every request has a seed.
@@ -346,25 +349,28 @@ class RolloutEngine:
                     finished = [output for output in self.llm.step() if output.finished]
                     outputs |= {output.request_id: output for output in finished}
                     enough = is_enough(finished)
-                    running = scheduler.get_request_counts()[0] + len(finished)
+                    num_running, num_waiting = scheduler.get_request_counts()
+                    share = occupancy.share_taken(num_running + len(finished), num_waiting)
                     now = time.monotonic()
-                    places, taken, last = max(places, running), taken + running * (now - last), now
+                    taken_s, last = taken_s + share * (now - last), now
                     if bar is not None and finished:
                         bar.advance(len(finished), sum(map(num_tokens, finished)))
-                if keep_open:
-                    unfinished = unfinished_outputs(self.llm)
+                unfinished = unfinished_outputs(self.llm)
             finally:
                 if left := [name for name in requests if name not in outputs]:
                     self.llm.abort_request(left)
-        return _Run(outputs | unfinished, (broken_off, taken / max(places, 1), last - start))
+        return outputs | unfinished, _End(broken_off, taken_s, last - start)
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    outputs: dict[str, RequestOutput]
-    """Of the requests that finished, by their names, and of the others where they are kept."""
-    end: tuple[bool, float, float]
-    """Whether it was told to break off; mean share of its places taken x seconds; seconds."""
+class _End:
+    """What ranks tell each other of their runs."""
+
+    broken_off: bool
+    """Whether it was told to."""
+    taken_s: float
+    """As in `Occupancy`, of this run alone."""
+    seconds: float
 
 
 # Decoding steps between two questions whether to go on: a broadcast within the replica.

@@ -1,8 +1,9 @@
-"""The bar shown while responses are generated."""
+"""What is watched while responses are generated: a bar, and how full the engines are."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -10,6 +11,32 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 _REFRESH_S = 0.2
+
+
+@dataclass
+class Occupancy:
+    """How full the engines are, over the calls of `RolloutEngine.generate` that it is given to.
+
+    While a request waits, for a place or for room in the KV cache, an engine is full. Else it has
+    as many places as it ever had requests running at a time.
+    """
+
+    num_places: int = 0
+    """Of this rank's engine, as far as known."""
+    taken_s: float = 0.0
+    """Share of its places that an engine's requests took x seconds, over all ranks."""
+    there_s: float = 0.0
+    """Seconds until the last engine ended x ranks."""
+
+    def share_taken(self, num_running: int, num_waiting: int) -> float:
+        """Of the places of this rank's engine, in one decoding step."""
+        self.num_places = max(self.num_places, num_running)
+        return 1.0 if num_waiting else num_running / max(self.num_places, 1)
+
+    @property
+    def idle_share(self) -> float:
+        """Of the places; 0 where all that was wanted had been there before."""
+        return 1 - self.taken_s / self.there_s if self.there_s else 0.0
 
 
 class GenerationProgress:

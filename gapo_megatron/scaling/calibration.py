@@ -29,7 +29,12 @@ from gapo_megatron.scaling.efficiency import SHARES, Efficiency
 from gapo_megatron.scaling.hardware import Gpu
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.times import StepTime, step_time
-from gapo_megatron.scaling.workload import DEFAULT_SPREAD, Workload, spread_of
+from gapo_megatron.scaling.workload import (
+    DEFAULT_SPREAD,
+    Workload,
+    refuse_oversampling,
+    spread_of,
+)
 
 STAGES = ("generation", "reward", "old_log_probs", "update", "sync")
 _TIMING_OF = {stage: f"time/{stage}_s" for stage in STAGES} | {"generation": "time/rollout_s"}
@@ -198,7 +203,7 @@ def read_observation(
 
     Raises:
         ConfigError: files or the model's config.json are missing; no step has been timed; the ranks
-            are unknown, or the config's layout does not divide them.
+            are unknown, or the config's layout does not divide them; see `refuse_oversampling`.
         DataError: a line of metrics or timings is damaged.
     """
     folder = Path(run_dir)
@@ -206,6 +211,7 @@ def read_observation(
         if not (folder / needed).is_file():
             raise ConfigError(f"{folder}: no {needed}: not the folder of a run that has trained")
     config = load_config(folder / CONFIG_NAME)
+    refuse_oversampling(config)
     metrics = {
         int(row["step"]): row
         for row in read_rows(folder / METRICS_NAME)

@@ -116,13 +116,9 @@ def default_workload(
     `rollout.max_response_tokens`; a run's own metrics are better (`--from-run`).
 
     Raises:
-        ConfigError: over-sampling, whose shorter tail is not predicted.
+        ConfigError: see `refuse_oversampling`.
     """
-    if config.batch.oversampling > 1:
-        raise ConfigError(
-            f"batch.oversampling ({config.batch.oversampling:g}) must be left out here: the "
-            "planner does not know when an engine has enough groups"
-        )
+    refuse_oversampling(config)
     longest = config.rollout.max_response_tokens
     if mean_prompt_tokens is None:
         mean_prompt_tokens = max(1.0, config.data.max_prompt_tokens / 10)
@@ -136,6 +132,19 @@ def default_workload(
         clipped_share=clipped_share,
         spread=spread,
     )
+
+
+def refuse_oversampling(config: Config) -> None:
+    """For whoever predicts or fits a step.
+
+    Raises:
+        ConfigError: the run over-samples: its shorter tail is in no equation.
+    """
+    if config.batch.oversampling > 1:
+        raise ConfigError(
+            f"batch.oversampling ({config.batch.oversampling:g}) must be 1 here: the planner does "
+            "not know when an engine has enough groups"
+        )
 
 
 def spread_of(*, mean: float, longest: int, truncated_share: float) -> float:

@@ -337,10 +337,15 @@ def test_overrides_take_virtual_stages_back(tmp_path):
 
 
 def test_virtual_stages_trade_memory_for_time():
-    plain = planned(parallel=parallel_of(2, 4, sp=True)).current
-    virtual = planned(parallel=parallel_of(2, 4, sp=True, vpp=7)).current
+    """With as many micro-batches as fill all rounds; with one more, fillers take back the gain."""
+    even, odd = ({"max_tokens_per_microbatch": size} for size in (36_000, 32_768))
+    plain = planned(parallel=parallel_of(2, 4, sp=True), batch=even).current
+    virtual = planned(parallel=parallel_of(2, 4, sp=True, vpp=7), batch=even).current
     assert virtual.times.update_s < plain.times.update_s
     assert virtual.memory.trainer.activations > plain.memory.trainer.activations
+    plain = planned(parallel=parallel_of(2, 4, sp=True), batch=odd).current
+    virtual = planned(parallel=parallel_of(2, 4, sp=True, vpp=7), batch=odd).current
+    assert plain.times.update_s <= virtual.times.update_s <= 1.05 * plain.times.update_s
 
 
 def test_nodes_must_be_positive():

@@ -172,10 +172,10 @@ def neighbour_bytes(
 ) -> int:
     """Bytes of what the schedule holds for pipeline neighbours: inputs and outputs in flight.
 
-    The model's first stage has no input to hold: with virtual stages that is so of 2 p - 1 of the
-    first rank's, and the others have received the next one before they go back. Its last stage has
-    no output; a last rank with virtual stages has at times none in flight there. Under full
-    recomputation a stage's input is what its first layer keeps, and counted with that.
+    The model's first stage has no input: of a first rank with virtual stages that is 2 p - 1 of
+    those in flight. Its last has no output: a last rank with virtual stages has at times none in
+    flight there. With virtual stages the next input is received before a rank goes back. Under full
+    recomputation the first layer of a stage keeps its input, which is counted with the layers.
     """
     sp = layout.tp_size if layout.sequence_parallel else 1
     hidden = element_bytes(config) * hf_config.hidden_size // sp

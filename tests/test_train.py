@@ -440,6 +440,15 @@ def test_partial_rollouts_are_resumed_bitwise(root: Path, partial_run: Path) -> 
 
 
 @pytest.mark.slow
+def test_open_groups_at_another_temperature_are_refused_before_any_model_is_built(
+    root: Path, partial_run: Path
+) -> None:
+    overrides = [*map(str, partial(root, partial_run.name)[2:]), "rollout.temperature=0.5"]
+    with pytest.raises(ConfigError, match=r"temperature \(0\.5\) must be 1\.0, as in .*00000004,"):
+        train(load_config(root / "config.toml", overrides))
+
+
+@pytest.mark.slow
 def test_partial_rollouts_go_on_in_a_branch_on_more_ranks(root: Path, partial_run: Path) -> None:
     command = partial(root, "partial_branch")
     point = f"checkpoint.branch_from={partial_run}/checkpoints/step_2"

@@ -1,15 +1,16 @@
-"""TOML files as trees: one over another, single values over both; back to TOML."""
+"""TOML files as trees: one file over another, single values over both; and back to TOML."""
 
 from __future__ import annotations
 
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel
+from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 
 def read_tree(path: Path, *, seen: tuple[Path, ...] = ()) -> dict[str, Any]:

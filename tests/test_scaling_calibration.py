@@ -55,6 +55,7 @@ CPU = Gpu(
     bandwidth=1.2e10,
     link_bandwidth=6e9,
     network_bandwidth=6e9,
+    host_bandwidth=6e9,
     gpus_per_node=1,
 )
 

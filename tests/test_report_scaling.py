@@ -92,6 +92,27 @@ def test_rows_are_the_runs(study):
     assert one["predicted_tokens_per_gpu_s"] == pytest.approx(tokens_per_gpu_s, rel=0.01)
 
 
+def test_replaced_groups_count_as_they_were_drawn(study, tmp_path):
+    """A third of 384 groups; a KL term needs the rest, those with A = 0 too."""
+    metrics, timings = a_step()
+    metrics |= {"rollout/replaced_group_share": 1 / 3, "groups/zero_advantage_share": 0.2}
+    metrics |= {"skip/forward_token_share": 0.0, "skip/head_backward_token_share": 0.0}
+    write_run(
+        tmp_path / "kl",
+        rows=[(metrics, timings)] * 4,
+        hf_dir=study[0].config.model.hf_dir,
+        ranks=8,
+        model={"precision": "bf16"},
+        objective={"kl_coef": 0.01},
+        batch={"dynamic_sampling_rounds": 1},
+    )
+    rows = rows_of([read_observation(tmp_path / "kl", mean_prompt_tokens=100.0)])
+    # From test_rows_are_the_runs, where 3/4 of the sequences are trained on.
+    forward = 2.549e15 / 0.75 / 0.75
+    operations = 1.5 * 4.061e15 + 1.75 * forward + 3 * forward
+    assert rows["kl"]["mfu"] == pytest.approx(operations / (15.125 * 8 * 989e12), rel=2e-3)
+
+
 def test_efficiencies_are_relative_to_the_fewest_gpus(study):
     rows = rows_of(study)
     strong = {name: row["strong_efficiency"] for name, row in rows.items()}

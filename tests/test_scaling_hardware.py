@@ -1,8 +1,10 @@
 """Devices and links, and what is reached of them."""
 
 import pytest
+import torch
 
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.scaling import hardware
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import find_gpu, measure_cpu
 from tests.scaling_setup import H200
@@ -33,3 +35,19 @@ def test_this_machine_is_a_device():
     assert 1e9 < cpu.fp32_flops < 1e14
     assert 1e8 < cpu.bandwidth < 1e13
     assert cpu.memory_bytes > 2**30
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, 1), ("2", 2)])
+def test_a_process_is_measured_with_the_threads_it_trains_with(monkeypatch, given, threads):
+    """Those of OMP_NUM_THREADS, which torch has by then; else one, as slurm/launch.sh starts it."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(hardware, "_measure_cpu", torch.get_num_threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert measure_cpu() == threads
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

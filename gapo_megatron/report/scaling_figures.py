@@ -74,7 +74,8 @@ class Line:
 
 def throughput(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> Exhibit:
     """A panel for each model and response limit, in it a line for each batch and layout."""
-    every = lines(observations, rows, unit=unit_names(gpu)[0])
+    unit, units = unit_names(gpu)
+    every = lines(observations, rows, unit=unit)
     titles = list(dict.fromkeys(_title(row) for row in rows))
     labels = list(dict.fromkeys(line.label for line in every))
     # Colours come again after seven, then with other markers.
@@ -88,16 +89,19 @@ def throughput(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gp
         for line in every:
             if _title(line.rows[0]) == title:
                 _draw_line(axis, line, looks[line.label])
-        _dress(axis, rows, *unit_names(gpu))
+        _dress(axis, rows, unit, units)
     outer_names(axes, share_y=False)
-    axes[-1].plot([], [], color="0.3", linestyle="--", label="predicted")
+    axes[-1].plot(
+        [], [], color="0.3", linestyle="--", marker="o", markerfacecolor="none", label="predicted"
+    )
     if any(len(_counts(line.rows)) > 1 for line in every):
         axes[-1].plot([], [], color="0.6", linestyle=":", label="ideal")
     legend_below(figure, *axes)
     return Exhibit(
-        aid="Throughput of one GPU, which an ideal system would keep however many there are: dots "
-        "are measured, dashes what the planner makes of the same lengths, dotted what the fewest "
-        "GPUs reach with the same batch, or the same share of one, in their quickest layout.",
+        aid=f"Throughput of one {unit}, which an ideal system would keep however many there are: "
+        "dots are measured, dashes what the planner makes of the same lengths, dotted what the "
+        f"fewest {units} reach with the same batch, or the same share of one, in their quickest "
+        "layout.",
         rows=list(rows),
         figure=figure,
     )

@@ -85,10 +85,11 @@ class ParallelConfig(_Section):
     """Ranks that share every sequence and its activations, where one cannot hold them: for that,
     attention has to be Transformer Engine's; ours gathers all keys and values on every rank."""
     expert_model_parallel_size: Positive = 1
-    """Ranks that divide a layer's experts among themselves: tensor, context or data parallel
-    neighbours."""
+    """Neighbours (tensor, context or data parallel) that divide a layer's experts."""
     sequence_parallel: bool = False
     """Shard activations between tensor-parallel regions along the sequence."""
+    overlap_grad_reduce: bool = False
+    """Add up gradients over data-parallel ranks while the last micro-batch still goes back."""
     timeout_s: Positive = 1800
     """A collective that waits longer ends the job."""
 

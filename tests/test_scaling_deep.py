@@ -165,8 +165,10 @@ def test_unequal_stages_are_compared_as_others(tmp_path: Path) -> None:
     assert line.split("│")[4].strip() == "1.0000"
 
 
-def test_collectives_by_hand(tmp_path: Path) -> None:
-    config = make(tmp_path, TINY, parallel_of(2, 2, sp=True))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_collectives_by_hand(tmp_path: Path, overlap: bool) -> None:
+    parallel = parallel_of(2, 2, sp=True) | {"overlap_grad_reduce": overlap}
+    config = make(tmp_path, TINY, parallel)
     found = step_one_rank(config, rank=3, world_size=8)  # first stage, two of each kind
     traffic = {key: (one.num_calls, one.num_bytes) for key, one in found.traffic.items()}
     # Two buckets: the shared embedding has its own.
@@ -185,6 +187,7 @@ def test_collectives_by_hand(tmp_path: Path) -> None:
     assert traffic["reduce-scatter", tensor] == (num_scatters, num_scatters * 2 * hidden)
 
 
+OVERLAP = {"overlap_grad_reduce": True}
 BIG = [
     ("Qwen2.5-7B", parallel_of(4, 4, sp=True), 32, 3),
     ("Qwen2.5-32B", parallel_of(8, 8, sp=True), 64, 0),
@@ -192,6 +195,8 @@ BIG = [
     ("Llama-3.1-70B", parallel_of(8, 8, sp=True), 128, 127),
     ("Qwen3-8B", parallel_of(2, 6, sp=True), 48, 47),
     ("Qwen3-30B-A3B", parallel_of(4, 12, 16, sp=True), 192, 191),
+    ("Qwen2.5-7B", parallel_of(2, 2, sp=True) | OVERLAP, 24, 3),
+    ("Qwen3-30B-A3B", parallel_of(4, 4, 4, sp=True) | OVERLAP, 64, 5),
 ]
 
 

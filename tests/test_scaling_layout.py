@@ -3,12 +3,13 @@
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from gapo_megatron.convert import rules_for
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.policy import Policy
+from gapo_megatron.policy import Policy, reduction
 from gapo_megatron.scaling.deep_dry_run import allocated_bytes
 from gapo_megatron.scaling.fake import fake_groups
 from gapo_megatron.scaling.layout import Layout
@@ -116,6 +117,38 @@ def test_bytes_are_those_allocated(
     assert most[2] >= found[2]
 
 
+@pytest.mark.parametrize("size", [1, 3000, 20_000, 10**9])
+@pytest.mark.parametrize(
+    ("fields", "parallel", "world_size", "rank"),
+    [
+        (TINY, parallel_of(1, 1), 3, 2),
+        (TINY, parallel_of(1, 2), 6, 1),
+        (TINY, parallel_of(1, 2), 6, 4),
+        (QWEN3, parallel_of(2, 2, sp=True, vpp=2), 12, 1),
+        (TINY_EXPERTS, parallel_of(1, 1), 2, 1),
+        (TINY_EXPERTS, parallel_of(2, 2, 2, sp=True), 20, 3),
+    ],
+)
+def test_bytes_of_gradients_that_are_reduced_in_several_buckets(
+    tmp_path: Path,
+    fields: dict[str, Any],
+    parallel: dict[str, Any],
+    world_size: int,
+    rank: int,
+    size: int,
+) -> None:
+    parallel = parallel | {"overlap_grad_reduce": True}
+    config = make_config(write_model(tmp_path, fields), parallel=parallel)
+    rules = rules_for(read_model(tmp_path, fields))
+    layout = Layout.of(config, world_size=world_size)
+    with (
+        patch.object(reduction, "bucket_size", lambda _: size),
+        fake_groups(config.parallel, rank=rank, world_size=world_size) as groups,
+    ):
+        found = allocated_bytes(Policy.build(config, groups, "cpu"))
+        assert rank_bytes(rules, config, layout, rank=rank) == found
+
+
 def test_every_parameter_has_its_state_once(tmp_path: Path) -> None:
     rules = rules_for(read_model(tmp_path, TINY_EXPERTS))
     config = make_config("/nowhere", parallel=parallel_of(2, 1, 4, sp=True))
@@ -123,5 +156,5 @@ def test_every_parameter_has_its_state_once(tmp_path: Path) -> None:
     embeddings = 2 * 49 * 40  # padded: 97 tokens on two ranks
     experts = 4 * 4 * (2 * 24 * 40 + 40 * 24)
     for world_size in (24, 1024):
-        (stage,) = stage_states(rules, Layout.of(config, world_size=world_size))
+        (stage,) = stage_states(rules, config, Layout.of(config, world_size=world_size))
         assert sum(stage.owned_elements) == 2 * (4 * layer + embeddings + 40) + experts

@@ -275,6 +275,32 @@ def test_gradients_travel_by_link_or_network():
     assert network == pytest.approx(weights * 6 * 63 / 64 / 400e9, rel=0.2)
 
 
+def test_the_last_backward_pass_hides_the_reduction_but_for_the_embeddings():
+    on = {"parallel": {"overlap_grad_reduce": True}}
+    few_tokens = Workload(1, 1, 2)
+    # On the network: a byte of each weight, and of the embedding.
+    rate = 400e9 / (63 / 64)
+    (content,) = training(dp=64).contents
+    byte_s = sum(training(dp=64)._weights(*content)) / rate
+    embedding_s = 152064 * 3584 / rate
+    for workload in (WORKLOAD, few_tokens):
+        waits, hides = (
+            training(dp=64, workload=workload, sections=sections) for sections in ({}, on)
+        )
+        forward_s, both_s = (
+            hides.stage_s(*content, backward=backward) for backward in (False, True)
+        )
+        backward_s = both_s - forward_s
+        hidden_s = min(backward_s, 4 * (byte_s - embedding_s))
+        assert (hidden_s < backward_s) == (workload is WORKLOAD)
+        assert waits.optimizer_s() - hides.optimizer_s() == pytest.approx(hidden_s)
+        # The weights come back after the update, in the open.
+        assert hides.optimizer_s() > (2 * byte_s + 4 * embedding_s)
+        assert hides.pass_s(backward=True) == waits.pass_s(backward=True)
+    one = training(dp=1, sections=on)
+    assert one.optimizer_s() == training(dp=1).optimizer_s()
+
+
 def test_a_dense_model_has_no_collectives_of_experts():
     slow = dataclasses.replace(IDEAL, collective_s=1.0)
     assert training(dp=8, efficiency=slow).optimizer_s() == pytest.approx(2, rel=0.1)

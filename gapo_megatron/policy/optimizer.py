@@ -16,7 +16,9 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gapo_megatron.config import OptimizerConfig
+from gapo_megatron.policy import reduction
 from gapo_megatron.policy.model import PolicyModel
+from gapo_megatron.policy.parallel import ParallelGroups
 
 CHECKPOINT_METADATA = {
     # The one optimizer format that may be loaded onto another layout.
@@ -27,15 +29,32 @@ CHECKPOINT_METADATA = {
 """How Megatron-core writes model and optimizer."""
 
 
-def wrap_model(model: PolicyModel) -> DistributedDataParallel:
-    """Give the model its gradient buffers: fp32, summed into shards over ranks of equal weights."""
+def wrap_model(
+    model: PolicyModel, groups: ParallelGroups, *, overlap_grad_reduce: bool
+) -> DistributedDataParallel:
+    """Give the model its gradient buffers: fp32, summed into shards over ranks of equal weights.
+
+    With `overlap_grad_reduce` it needs a `GradientReduction`.
+    """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlap_grad_reduce,
+        # Of the first pipeline stage; Megatron-core gives the others one bucket.
+        bucket_size=reduction.bucket_size(groups.dp_cp_group.size()),
+        # The head reads its weight outside of the layer whose hooks would wait for it.
+        overlap_param_gather=False,
         check_for_nan_in_grad=False,
     )
-    return DistributedDataParallel(model.config, ddp_config, model)
+    wrapper = reduction.OverlappingModel if overlap_grad_reduce else DistributedDataParallel
+    wrapped = wrapper(model.config, ddp_config, model)
+    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+        # Megatron-core (0.16 to 0.19) saves the optimizer's state without the padding between
+        # buckets, and looks parameters up where they are with it: now padding is part of a bucket.
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+    return wrapped
 
 
 def build_optimizer(

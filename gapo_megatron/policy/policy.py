@@ -39,6 +39,7 @@ from gapo_megatron.policy.optimizer import (
 )
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import check_fp8, check_head, fp8_multiple, free_fp8_copies
+from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.types import Batch, Microbatch
 
 _NO_SEQUENCES = Batch(
@@ -63,6 +64,7 @@ class Policy:
         model: the DDP-wrapped virtual stages.
         optimizer: AdamW; fp32 master weights when parameters are bf16.
         num_updates: optimizer steps taken since the initial weights were loaded.
+        reduction: begins the reduction of gradients during the last backward pass; None: it waits.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Policy:
         self.model = model
         self.optimizer = optimizer
         self.num_updates = 0
+        self.reduction = GradientReduction(model) if config.parallel.overlap_grad_reduce else None
         self._rules = model[0].module.rules
         self._layers = layers_of_stages(config.parallel, hf_config.num_hidden_layers)
         self._parameters = dict(self._named_parameters())
@@ -111,7 +114,8 @@ class Policy:
                 recompute=config.model.recompute,
                 parallel=config.parallel,
             )
-            model = [wrap_model(stage) for stage in stages]
+            overlap = config.parallel.overlap_grad_reduce
+            model = [wrap_model(stage, groups, overlap_grad_reduce=overlap) for stage in stages]
             optimizer = build_optimizer(config.optimizer, model)
         return cls(config, hf_config, groups, device, model, optimizer)
 
@@ -264,6 +268,8 @@ class Policy:
         for wrapped in self.model:
             wrapped.restore_grad_buffers()
             wrapped.zero_grad_buffer()
+        if self.reduction is not None:
+            self.reduction.reset()
         self.optimizer.zero_grad()
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from gapo_megatron.logprob import token_log_probs
 from gapo_megatron.policy import optimizer as optim
 from gapo_megatron.policy.context import cut, join_rows
 from gapo_megatron.policy.policy import Policy
+from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.types import Microbatch
 
 Outputs = dict[str, Tensor]
@@ -93,7 +95,8 @@ def update(
 
     Collectives: those of forward and backward; with expert parallelism, on the last stage, one flag
     per micro-batch over the expert parallel group; the gradient reduction over data and context
-    parallel ranks; one flag over all ranks; the gradient norm; the parameter all-gather.
+    parallel ranks (begun in the last backward pass with `parallel.overlap_grad_reduce`); one flag
+    over all ranks; the gradient norm; the parameter all-gather.
 
     Raises:
         DivergenceError: a loss or the gradient is not finite, on every rank alike; weights,
@@ -235,7 +238,10 @@ def _run(
         return hidden, score
 
     config = policy.stages[0].config
-    config.finalize_model_grads_func = _sum_gradients
+    config.no_sync_func = None
+    if policy.reduction is not None and not forward_only:
+        config.no_sync_func = policy.reduction.not_last
+    config.finalize_model_grads_func = functools.partial(_sum_gradients, policy.reduction)
     with cpu.device_scope():
         reports: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
@@ -252,8 +258,15 @@ def _run(
 _NO_TOKENS = torch.zeros([], dtype=torch.int)
 
 
-def _sum_gradients(model: Any, num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+def _sum_gradients(
+    reduction: GradientReduction | None,
+    model: Any,
+    num_tokens: Tensor | None = None,
+    **kwargs: Any,
+) -> None:
     """Megatron-core's reduction without its division by the number of tokens."""
+    if reduction is not None:
+        reduction.begin_rest()
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -275,7 +288,7 @@ def _score(
         tp_group=groups.tp_group if groups.tp_size > 1 else None,
         sequence_parallel=policy.stages[-1].config.sequence_parallel,
         # Megatron-core's float32 buffer: no copy of the weight's size, and no rounding between
-        # micro-batches. Its hook then finds no gradient of the head to add.
+        # micro-batches. The hook then finds no gradient of the head to add.
         main_grad=weight.main_grad,
         return_entropy=with_entropy,
         implementation=policy.config.model.head,

@@ -3,9 +3,10 @@
 Its distributed optimizer puts parameters into buffers, one for what all data and context parallel
 ranks share and one for experts, and their float32 gradients into another of each: every parameter
 starts at a multiple of 64 elements, and a bucket ends at a multiple of 128 and of the number of
-ranks that cut it. A shared embedding (tied, on several stages) has a bucket of its own. Virtual
-stages have buffers of their own, all of these. Every rank keeps moments, and masters of bfloat16
-weights, of the parameters in its part of each bucket, padding left out.
+ranks that cut it. A buffer is one bucket, or several on the first pipeline rank with
+`parallel.overlap_grad_reduce`, and one of its own for a shared embedding (tied, on several stages).
+Virtual stages have buffers of their own, all of these. Every rank keeps moments, and masters of
+bfloat16 weights, of the parameters in its part of each bucket, padding left out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from gapo_megatron.config import Config
 from gapo_megatron.convert.rules import Rule
 from gapo_megatron.dry_run import BYTES_PER_PARAMETER
+from gapo_megatron.policy import reduction
 from gapo_megatron.policy.policy import shard_size
 from gapo_megatron.scaling.layout import Layout
 
@@ -57,7 +59,7 @@ def state_bytes(rules: list[Rule], config: Config, layout: Layout) -> list[tuple
 
     Args:
         rules: of the model.
-        config: for its precision.
+        config: for its precision, and whether gradients are reduced in several buckets.
         layout: how the run is cut.
 
     Returns:
@@ -73,7 +75,7 @@ def state_bytes(rules: list[Rule], config: Config, layout: Layout) -> list[tuple
             stage.buffer_elements * gradient,
             max(stage.owned_elements) * state,
         )
-        for stage in stage_states(rules, layout)
+        for stage in stage_states(rules, config, layout)
     ]
 
 
@@ -82,7 +84,7 @@ def rank_bytes(
 ) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state of one rank; see `state_bytes`."""
     weight, gradient, state = BYTES_PER_PARAMETER[config.model.precision]
-    stage = stage_states(rules, layout)[rank // layout.ranks_per_stage]
+    stage = stage_states(rules, config, layout)[rank // layout.ranks_per_stage]
     return (
         stage.buffer_elements * weight,
         stage.buffer_elements * gradient,
@@ -90,15 +92,21 @@ def rank_bytes(
     )
 
 
-def stage_states(rules: list[Rule], layout: Layout) -> list[StageState]:
+def stage_states(rules: list[Rule], config: Config, layout: Layout) -> list[StageState]:
     """Buffers of every pipeline stage; stages with the same parameters share the computation."""
-    first, last = _stage(rules, layout, 0), _stage(rules, layout, layout.pp_size - 1)
+    bucket_size = None
+    if config.parallel.overlap_grad_reduce:
+        bucket_size = reduction.bucket_size(layout.copies)
+    first = _stage(rules, layout, 0, bucket_size=bucket_size)
+    last = _stage(rules, layout, layout.pp_size - 1)
     if layout.pp_size <= 2:
         return [first, last][: layout.pp_size]
     return [first, *[_stage(rules, layout, 1)] * (layout.pp_size - 2), last]
 
 
-def _stage(rules: list[Rule], layout: Layout, stage: int) -> StageState:
+def _stage(
+    rules: list[Rule], layout: Layout, stage: int, *, bucket_size: int | None = None
+) -> StageState:
     sizes = {rule: math.prod(rule.shard_shape(shard_size(rule, layout.tp_size))) for rule in rules}
     layer = sorted((rule for rule in rules if rule.num_layers), key=_place_in_layer)
     num_layers = layout.layers_of_ranks(layer[0].num_layers or 0)[stage] // layout.vpp_size
@@ -128,14 +136,28 @@ def _stage(rules: list[Rule], layout: Layout, stage: int) -> StageState:
         if experts:
             cuts.append((experts * num_layers, len(ranks) // layout.ep_size, layout.ep_size))
         for given, num_parts, ranks_per_part in cuts:
-            length, parts = _cut(given, num_parts)
-            owned += parts[ranks // ranks_per_part]
-            num_elements += length
+            for filled in _buckets(given, bucket_size):
+                length, parts = _cut(filled, num_parts)
+                owned += parts[ranks // ranks_per_part]
+                num_elements += length
     return StageState(num_elements, tuple(int(count) for count in owned))
 
 
 def _place_in_layer(rule: Rule) -> int:
     return next(i for i, part in enumerate(_ORDER) if part in rule.megatron)
+
+
+def _buckets(sizes: Sequence[int], bucket_size: int | None) -> list[Sequence[int]]:
+    """Parameters (as registered) of one bucket after the other, filled from the last one on."""
+    if bucket_size is None:
+        return [sizes]
+    buckets, end, length = [], len(sizes), 0
+    for first in reversed(range(len(sizes))):
+        length = -(-length // 64) * 64 + sizes[first]
+        if length >= bucket_size or first == 0:
+            buckets.append(sizes[first:end])
+            end, length = first, 0
+    return buckets
 
 
 def _cut(sizes: Sequence[int], num_parts: int) -> tuple[int, np.ndarray]:

@@ -1,10 +1,10 @@
 """Seconds of one mini-batch in the trainer: a roofline, every term with its equation.
 
-Nothing overlaps that does not overlap in the trainer: Megatron-core's gradient reduction and
-parameter gather, tensor parallel collectives and the all-to-all of experts all wait. (Transformer
-Engine's ring of keys and values does overlap; and of virtual stages' messages the hidden states
-between warm-up and flush of an update, while shapes, warm-up, flush and the old pass wait. All is
-charged in full.)
+Nothing overlaps that does not overlap in the trainer: Megatron-core's parameter gather, tensor
+parallel collectives and the all-to-all of experts all wait, and so does the gradient reduction
+without `parallel.overlap_grad_reduce`. (Transformer Engine's ring of keys and values does overlap;
+and of virtual stages' messages the hidden states between warm-up and flush of an update, while
+shapes, warm-up, flush and the old pass wait. All is charged in full.)
 """
 
 from __future__ import annotations
@@ -189,26 +189,52 @@ class Training:
         gather   = the weights' bytes likewise
         optimize = (8 bytes of every weight + 28 of the rank's 1/d) / bandwidth
 
-        Of the pipeline rank that takes longest; all wait for it.
+        Of the pipeline rank that takes longest; all wait for it. Under
+        `parallel.overlap_grad_reduce` not all of `reduce` comes after it: see `_exposed_s`.
         """
         return max(self._optimizer_s(*content) for content in set(self.contents))
 
     def _optimizer_s(self, num_layers: int, num_tables: int) -> float:
-        layout, efficiency = self.layout, self.efficiency
-        ways = [
+        efficiency = self.efficiency
+        seconds = reduce_s = 0.0
+        held = self._weights(num_layers, num_tables)
+        for weights, (size, stride) in zip(held, self._copies, strict=True):
+            sent_s = self._sent_s(weights, size, stride)
+            latency_s = efficiency.collective_s * (size > 1 and weights > 0)
+            reduce_s += 4 * sent_s + latency_s
+            seconds += element_bytes(self.config) * sent_s + latency_s
+            streamed = weights * (_CLEAR_BYTES + _OPTIMIZER_BYTES / size)
+            seconds += streamed / (self.gpu.bandwidth * efficiency.bandwidth)
+        if self.config.parallel.overlap_grad_reduce:
+            reduce_s = self._exposed_s(reduce_s, num_layers, num_tables)
+        return seconds + reduce_s
+
+    def _exposed_s(self, reduce_s: float, num_layers: int, num_tables: int) -> float:
+        """What the last micro-batch's backward pass does not hide of the gradients' reduction.
+
+            exposed = max(reduce - backward, reduce of the embedding)
+
+        The embedding's gradient comes at the very end. Later pipeline ranks reduce while those
+        before them go back: theirs is hidden as well. That both go slower at once is left out.
+        """
+        backward_s = self.stage_s(num_layers, num_tables, backward=True)
+        backward_s -= self.stage_s(num_layers, num_tables, backward=False)
+        embedding = min(num_tables, 1) * self.shape.head_weights / self.layout.tp_size
+        return max(reduce_s - backward_s, 4 * self._sent_s(embedding, *self._copies[0]))
+
+    @property
+    def _copies(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(ranks with the same weights, their distance): of experts the second, else the first."""
+        layout = self.layout
+        return (
             (layout.copies, layout.tp_size),
             (layout.ranks_per_stage // layout.ep_size, layout.ep_size),
-        ]
-        seconds = 0.0
-        for weights, (size, stride) in zip(
-            self._weights(num_layers, num_tables), ways, strict=True
-        ):
-            sent = weights * (4 + element_bytes(self.config)) * (size - 1) / size
-            rate = self.gpu.group_bandwidth(size, stride=stride) * efficiency.communication
-            streamed = weights * (_CLEAR_BYTES + _OPTIMIZER_BYTES / size)
-            seconds += sent / rate + streamed / (self.gpu.bandwidth * efficiency.bandwidth)
-            seconds += 2 * efficiency.collective_s * (size > 1 and weights > 0)
-        return seconds
+        )
+
+    def _sent_s(self, weights: float, size: int, stride: int) -> float:
+        """A byte of each weight, cut by `size` ranks, reduced or gathered."""
+        rate = self.gpu.group_bandwidth(size, stride=stride) * self.efficiency.communication
+        return weights * (size - 1) / size / rate
 
     def _products(self, precision: str) -> float:
         """Operations per second."""

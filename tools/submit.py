@@ -36,6 +36,7 @@ from gapo_megatron.launch.status import (
     status_table,
 )
 from gapo_megatron.launch.submit import Submission, world_sizes
+from gapo_megatron.toml_tree import to_toml
 
 if TYPE_CHECKING:
     from gapo_megatron.launch.study import Run, Study
@@ -152,8 +153,6 @@ def _submissions(
 
 
 def _freeze(runs: Sequence[Run], submission: Submission) -> None:
-    from gapo_megatron.toml_tree import to_toml  # and so pydantic
-
     for run, code in zip(runs, submission.codes, strict=True):
         freeze(repository(), code, config=to_toml(run.config))
 

@@ -118,6 +118,7 @@ def train(config: Config) -> None:
         if not resumed.changes_objective:  # its steps are those of one objective
             window.load_state_dict(resumed.trainer_state["window"])
     with startup("vllm"):
+        policy.make_room()  # vLLM looks at its start whether the memory it may have is free
         engine = RolloutEngine(config, hf_config, device=world.device)
     with startup("sync"):
         probe = prompts_as_sequences(problems, config.rollout.verify_sequences)

@@ -112,10 +112,11 @@ class GradientReduction:
         Called by autograd, once in each backward pass.
         """
         position = self._positions[parameter]
-        assert position >= self.num_begun, (
-            f"a gradient of {tuple(parameter.shape)} came when bucket {position} of "
-            f"{self.num_buckets} was on its way already ({self.num_begun} are)"
-        )
+        if position < self.num_begun:  # it would be lost
+            raise RuntimeError(
+                f"a gradient of {tuple(parameter.shape)} came when bucket {position} of "
+                f"{self.num_buckets} was on its way already ({self.num_begun} are)"
+            )
         if self._is_last:
             self._missing[position].discard(parameter)
             self._begin(until=lambda place: bool(self._missing[place]))
@@ -128,6 +129,7 @@ class GradientReduction:
         while self.num_begun < self.num_buckets and not until(self.num_begun):
             bucket = self._buckets[self.num_begun]
             # One that an update broken off by an error has left behind would be taken for this.
-            assert bucket.grad_reduce_handle is None, f"bucket {self.num_begun} is still on its way"
+            if bucket.grad_reduce_handle is not None:
+                raise RuntimeError(f"bucket {self.num_begun} is still on its way")
             self.num_begun += 1
             bucket.start_grad_sync()

@@ -439,6 +439,38 @@ def test_partial_rollouts_are_resumed_bitwise(root: Path, partial_run: Path) -> 
         assert (stopped / name).read_bytes() == (partial_run / name).read_bytes(), name
 
 
+ROOM = """
+import sys
+from gapo_megatron import train
+from gapo_megatron.config import load_config
+from gapo_megatron.policy import Policy
+
+built, build = [], Policy.build
+Policy.build = lambda *arguments: built.append(build(*arguments)) or built[0]
+
+def start(*_, **__):
+    (buffer,) = built[0].model[0].buffers
+    sys.exit(f"{buffer.grad_data.untyped_storage().nbytes()} bytes of gradients")
+
+train.RolloutEngine = start
+train.train(load_config(sys.argv[1], sys.argv[2:]))
+"""
+
+
+@pytest.mark.slow
+def test_there_is_room_when_vllm_starts(root: Path) -> None:
+    """On a GPU it looks at what is free, and refuses to start with less than it may take."""
+    arguments = [root / "config.toml", f"run.output_dir={root}/room"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", ROOM, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert finish(process, exit_code=1).splitlines()[-1] == "0 bytes of gradients"
+
+
 @pytest.mark.slow
 def test_open_groups_at_another_temperature_are_refused_before_any_model_is_built(
     root: Path, partial_run: Path

@@ -17,8 +17,8 @@ class Offload:
     moves shards that are views of float32 weights, which come back as copies, and the model would
     no longer see an update.
 
-    The host's copies are made once, page-locked where there is a GPU, and kept: as many bytes
-    again as the optimizer has on this rank.
+    The host's copies are made once, page-locked where there is a GPU, and kept: the optimizer's
+    bytes on this rank, each tensor's rounded up to a power of two by torch's allocator.
 
     Args:
         optimizers: the parts of one rank.

@@ -215,7 +215,8 @@ class Training:
             exposed = max(reduce - backward, reduce of the embedding)
 
         The embedding's gradient comes at the very end. Later pipeline ranks reduce while those
-        before them go back: theirs is hidden as well. That both go slower at once is left out.
+        before them go back: theirs is hidden as well. Left out: that both go slower at once; what
+        else is in the embedding's bucket; the latency of more buckets than one.
         """
         backward_s = self.stage_s(num_layers, num_tables, backward=True)
         backward_s -= self.stage_s(num_layers, num_tables, backward=False)

@@ -117,14 +117,6 @@ def _check_experts(hf_config: PretrainedConfig, parallel: ParallelConfig) -> Non
             "parallel.expert_model_parallel_size (1) must be 2 or more for a model with experts "
             f"at parallel.tensor_model_parallel_size ({tp}) > 1"
         )
-    ep, together = parallel.expert_model_parallel_size, tp * parallel.context_parallel_size
-    if ep % together and together % ep:
-        # Groups would overlap by halves: a rank that waits for its experts' neighbours to go back
-        # would leave those behind that share its sequences.
-        raise ConfigError(
-            f"parallel.expert_model_parallel_size ({ep}) must divide or be a multiple of "
-            f"tensor_model_parallel_size x context_parallel_size ({together})"
-        )
     if hf_config.num_experts_per_tok == 1 and hf_config.norm_topk_prob:
         # A share of 1 whatever the router says: it would have no gradient.
         raise ConfigError("the model's num_experts_per_tok (1) must be 2 or more: norm_topk_prob")

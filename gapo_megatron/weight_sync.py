@@ -22,10 +22,10 @@ def sync(
     """Give the engine the policy's weights and prove it by the log-probs of `probe`.
 
     The trainer scores the probe first, a sequence at a time, while a sleeping engine leaves it the
-    memory. Then it gives back what only updates need.
+    memory. Then it makes room for the engine: `Policy.make_room`.
 
     Args:
-        policy: its weights stay; its gradients go (`Policy.make_room`).
+        policy: its weights stay; gradients go, and what is offloaded is on the host.
         engine: asleep or awake; generating afterwards, at `policy_version`.
         probe: a few sequences, the same on every rank (`first_sequences`, `prompts_as_sequences`).
         policy_version: steps the weights have been trained for.

@@ -1,5 +1,5 @@
 # Everything runs from .venv, which the targets make themselves: all they need is python3.11 and a network.
-# The environment is made once (about two minutes) and checked in a blink afterwards.
+# The environment is made once (a few minutes) and checked in a blink afterwards.
 
 PYTHON     ?= python3.11
 WORLD_SIZE ?= 1

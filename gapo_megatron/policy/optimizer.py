@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -28,6 +29,11 @@ CHECKPOINT_METADATA = {
 }
 """How Megatron-core writes model and optimizer."""
 
+_STATE = ("param", "exp_avg", "exp_avg_sq")
+
+_GATHERED_AT_ONCE = 2**26
+"""Numbers of the optimizer's state on the device: 256 MiB."""
+
 
 def wrap_model(
     model: PolicyModel, groups: ParallelGroups, *, overlap_grad_reduce: bool
@@ -47,14 +53,7 @@ def wrap_model(
         check_for_nan_in_grad=False,
     )
     wrapper = reduction.OverlappingModel if overlap_grad_reduce else DistributedDataParallel
-    wrapped = wrapper(model.config, ddp_config, model)
-    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
-        # Megatron-core (0.16 to 0.19) saves the optimizer's state without the padding between
-        # buckets, and looks parameters up where they are with it: now padding is part of a bucket.
-        buffer.numel_unpadded = buffer.numel
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
-    return wrapped
+    return wrapper(model.config, ddp_config, model)
 
 
 def build_optimizer(
@@ -80,7 +79,57 @@ def build_optimizer(
     )
     _set_hyperparameters(optimizer, config)
     _create_state(optimizer)
+    for part in _parts(optimizer):
+        part.get_parameter_state_dp_zero = functools.partial(_whole_state, part)
     return optimizer
+
+
+def _whole_state(part: Any, *, empty_data: bool, **_: bool) -> dict[Any, Any]:
+    """Master weights and moments of this rank's stages, as Megatron-core lays its buffers out.
+
+    Stands in for Megatron-core's own in a save and a load (0.16 to 0.19), which gathers a buffer on
+    the device in one piece, all weights of a stage, when vLLM has that memory already. And which
+    leaves out the padding between buckets, though parameters are looked up where they are with it.
+
+    Args:
+        part: of the optimizer.
+        empty_data: of a load: the tensors are there to be filled.
+
+    Returns:
+        By buffer and dtype: float32 tensors in host memory, on every rank.
+
+    Collectives, unless `empty_data`: all-gathers over the ranks that share the state.
+    """
+    state: dict[Any, Any] = {}
+    for i, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
+        ((dtype, ranges_of_buckets),) = ranges.items()
+        whole = {key: torch.empty(buffer.numel, dtype=torch.float32) for key in _STATE}
+        state[i] = {dtype: whole}
+        start = 0
+        for bucket, ranges_of_bucket in zip(buffer.buckets, ranges_of_buckets, strict=True):
+            end = start + bucket.grad_data.numel()
+            if not empty_data:
+                into = {key: tensor[start:end] for key, tensor in whole.items()}
+                _gather_bucket(part, ranges_of_bucket["param_map"], into, buffer.params[0].device)
+            start = end
+    return state
+
+
+def _gather_bucket(
+    part: Any, ranges: dict[Tensor, Any], into: dict[str, Tensor], device: torch.device
+) -> None:
+    num_ranks = part.data_parallel_group.size()
+    for key, whole in into.items():
+        by_rank = whole.view(num_ranks, -1)
+        mine = torch.zeros(by_rank.shape[1])
+        for parameter, where in ranges.items():
+            tensor = part._get_main_param_and_optimizer_states(parameter)[key]
+            mine[where["gbuf_local"].start : where["gbuf_local"].end] = tensor.detach()
+        pieces = mine.split(max(1, _GATHERED_AT_ONCE // num_ranks))
+        for piece, there in zip(pieces, by_rank.split(len(pieces[0]), dim=1), strict=True):
+            gathered = torch.empty(num_ranks * len(piece), device=device)
+            dist.all_gather_into_tensor(gathered, piece.to(device), group=part.data_parallel_group)
+            there.copy_(gathered.view(num_ranks, -1))
 
 
 def load_state(
@@ -144,16 +193,13 @@ def _set_hyperparameters(optimizer: MegatronOptimizer, config: OptimizerConfig) 
 
 
 def _create_state(optimizer: MegatronOptimizer) -> None:
-    """Give torch's AdamW its zero moments now: without them nothing can be saved or loaded."""
+    """Make the moments now, not in the first update: they can be saved, and their room is taken."""
     for part in _parts(optimizer):
-        if isinstance(part.optimizer, torch.optim.AdamW):
-            for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    part.optimizer.state[parameter] = {
-                        "step": torch.zeros(()),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+        if part.optimizer is not None:
+            part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, torch.optim.AdamW):  # the others count steps by group
+            for state in part.optimizer.state.values():
+                state["step"] = torch.zeros(())
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:

@@ -1,0 +1,133 @@
+"""A checkpoint holds the optimizer's state where it belongs, however buffers are cut and padded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import optimizer as mcore_optimizer
+from megatron.core.optimizer import distrib_optimizer
+from torch import Tensor
+
+from gapo_megatron import checkpoint
+from gapo_megatron.config import Config
+from gapo_megatron.policy import Policy, destroy, initialize, optimizer, reduction
+from tests.dist import run_distributed
+from tests.distributed import conversion_setup
+from tests.distributed.checkpoint_setup import save, tensors_on_disk
+from tests.distributed.policy_setup import make_config, read_weights, save_model
+
+# Model, parallel settings and bucket size, which counts with the overlap alone.
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    # Over stages the tied embedding has a bucket of its own.
+    "tied": ("qwen2_tied", {"pipeline_model_parallel_size": 2}, 1),
+    "many buckets": ("qwen2_tied", {"overlap_grad_reduce": True}, 1),
+    "experts": ("qwen3_moe", {"expert_model_parallel_size": 2, "overlap_grad_reduce": True}, 9000),
+}
+GATHERED_AT_ONCE = 1000
+FACTORS = {"param": 1.0, "exp_avg": 2.0, "exp_avg_sq": 0.5}  # of the weights, exact in binary
+
+
+def build(folder: Path, name: str) -> tuple[Config, Policy]:
+    model, parallel, bucket_size = CASES[name]
+    config = make_config(folder / model, parallel=parallel)
+    groups = initialize(config.parallel)
+    with patch.object(reduction, "bucket_size", lambda _: bucket_size):
+        policy = Policy.build(config, groups, "cpu")
+    policy.load_hf_weights(read_weights(folder / model))
+    return config, policy
+
+
+def write(folder: Path, run_dir: Path) -> list[int]:
+    """A checkpoint of each case; returns the sizes of what was gathered."""
+    gathered: list[int] = []
+    all_gather = dist.all_gather_into_tensor
+
+    def watched(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        gathered.append(output.numel())
+        return all_gather(output, *args, **kwargs)
+
+    for name in CASES:
+        config, policy = build(folder, name)
+        parts = optimizer.inner_optimizers(policy.optimizer)
+        buffers = [buffer for stage in policy.model for buffer in stage.buffers]
+        padded = [buffer.numel - sum(one.numel() for one in buffer.params) for buffer in buffers]
+        assert max(padded) > 0, name
+        for part in parts:
+            for weight, state in part.state.items():
+                state["exp_avg"].copy_(2 * weight)
+                state["exp_avg_sq"].copy_(weight / 2)
+        with (
+            patch.object(optimizer, "_GATHERED_AT_ONCE", GATHERED_AT_ONCE),
+            patch.object(dist, "all_gather_into_tensor", watched),
+        ):
+            save(run_dir / name, policy, config, step=1)
+        destroy()
+    return gathered
+
+
+def read(run_dir: Path) -> dict[str, dict[str, Tensor]]:
+    return {
+        path.name: tensors_on_disk(next(path.glob("checkpoints/step_*")))
+        for path in sorted(run_dir.iterdir())
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "qwen2_tied", "qwen2_tied", num_layers=4)
+    conversion_setup.save_model(folder / "qwen3_moe", "qwen3_moe")
+    return folder
+
+
+def test_state_lies_with_its_weight(folder: Path, tmp_path: Path) -> None:
+    for gathered in run_distributed(write, 4, folder, tmp_path):
+        assert max(gathered) <= GATHERED_AT_ONCE < 10 * len(gathered)
+    (found,) = run_distributed(read, 1, tmp_path)
+    for name in CASES:
+        tensors = found[name]
+        weights = {key for key in tensors if not key.startswith("optimizer.")}
+        assert weights, name
+        for key in weights:
+            for part, factor in FACTORS.items():
+                state = tensors[f"optimizer.state.{part}.{key}"]
+                assert torch.equal(state, factor * tensors[key]), f"{name}: {part} of {key}"
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Transformer Engine's, as far as it goes without a step: no moments, no step counter."""
+
+    def __init__(self, params: Any, *, adam_w_mode: bool, **settings: Any) -> None:
+        assert adam_w_mode
+        super().__init__(params, settings)
+
+
+def save_before_the_first_update(folder: Path, run_dir: Path) -> None:
+    config = make_config(folder / "qwen2_tied")
+    groups = initialize(config.parallel)
+    with (
+        patch.multiple(mcore_optimizer, USING_PYTORCH_OPTIMIZER=False, Adam=FusedAdam),
+        patch.multiple(
+            distrib_optimizer, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam
+        ),
+    ):
+        policy = Policy.build(config, groups, "cpu")
+        policy.load_hf_weights(read_weights(folder / "qwen2_tied"))
+        path = save(run_dir, policy, config, step=0)
+        resumed = Policy.build(config, groups, "cpu")
+        state = checkpoint.load_latest(run_dir, policy=resumed, config=config)
+    assert state is not None and state.path == path
+    found = tensors_on_disk(path)
+    moments = [tensor for key, tensor in found.items() if ".exp_avg" in key]
+    assert len(moments) > 2 and not any(tensor.any() for tensor in moments)
+    for name, weight in resumed.iterate_hf_weights():
+        assert weight.equal(dict(policy.iterate_hf_weights())[name])
+
+
+def test_transformer_engine_has_state_before_its_first_step(folder: Path, tmp_path: Path) -> None:
+    run_distributed(save_before_the_first_update, 1, folder, tmp_path)

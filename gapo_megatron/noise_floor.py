@@ -58,8 +58,8 @@ def watch_noise_floor(
     Where a run begins, a clip that would decide on rounding alone ends it.
 
     Due at every `metrics.noise_floor_every_steps`-th step from step 0 (0: never), and at the first
-    step of a resumed run, whose machine or layout may be another. The latter is in the log only:
-    the metrics hold what an uninterrupted run has too.
+    step that a resumed run samples for, whose machine or layout may be another. The latter is in
+    the log only: the metrics hold what an uninterrupted run has too.
 
     The warning goes by the mean. The largest of a sample grows with its size, that is with the
     number of ranks, and is mostly a short response's, which counts least in a token mean.
@@ -70,7 +70,7 @@ def watch_noise_floor(
         config: of the run.
         stopwatch: counts the stage `noise_floor`.
         step: about to be trained.
-        first_step: of this process.
+        first_step: the first that this process samples for.
 
     Returns:
         `numerics/noise_floor_mean`, `numerics/noise_floor_max` and, beside them, the clip of the

@@ -17,7 +17,7 @@ from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import DataError
 from gapo_megatron.launch.attempt import Attempt
 from gapo_megatron.metrics import Stopwatch
-from gapo_megatron.rollout import Occupancy, RolloutEngine
+from gapo_megatron.rollout import Occupancy, RolloutEngine, request_seed
 from gapo_megatron.types import Group, OpenGroup, Prompt, Rollout
 
 
@@ -127,6 +127,11 @@ def sample(
         opened = judged.open_groups
         num_lost_tokens += judged.num_lost_tokens
         num_rounds += 1
+    if config.batch.oversampling > 1:
+        # They come engine by engine, those that were open first: mini-batches in that order would
+        # be of old groups alone or of new ones alone, as the layout has it.
+        seed = config.run.seed
+        groups.sort(key=lambda group: request_seed(seed, step, group.prompt.id, 0))
     kept = {group.prompt.id for group in groups} | {group.prompt.id for group in opened}
     source.give_back([prompt for prompt in drawn if prompt.id not in kept])
     stopwatch.notes["perf/rollout_idle_share"] = occupancy.idle_share
@@ -148,7 +153,7 @@ def is_informative(group: Group) -> bool:
 
 
 def choose(groups: Sequence[Group], wanted: int) -> list[Group]:
-    """`wanted` groups in the order drawn: the first informative ones, then the first others."""
+    """`wanted` groups in their order: the first informative ones, then the first others."""
     by_worth = sorted(range(len(groups)), key=lambda i: not is_informative(groups[i]))
     return [groups[i] for i in sorted(by_worth[:wanted])]
 
@@ -203,10 +208,10 @@ def _judge(
     with stopwatch("reward"):
         whole = [i for i, group in enumerate(rollouts) if all(one.finished for one in group)]
         # Of more than are wanted that end together the last ones are left, finished as they are.
-        chosen = whole[: len(wanted_here)]
-        left = engine.part([i for i in range(len(mine)) if i not in chosen])
-        chosen = engine.part(chosen)
-        prompts, responses = [mine[i] for i in chosen], [rollouts[i] for i in chosen]
+        kept = whole[: len(wanted_here)]
+        my_kept = engine.part(kept)
+        my_left = engine.part([i for i in range(len(mine)) if i not in kept])
+        prompts, responses = [mine[i] for i in my_kept], [rollouts[i] for i in my_kept]
         verdicts = rewards.score(
             pool,
             prompts,
@@ -220,9 +225,9 @@ def _judge(
         groups = [Group(*one) for one in zip(prompts, responses, verdicts, strict=True)]
         opened, num_lost_tokens = [], 0
         if config.batch.partial_rollouts:
-            opened = [OpenGroup(mine[i], rollouts[i]) for i in left]
+            opened = [OpenGroup(mine[i], rollouts[i]) for i in my_left]
         else:
-            num_lost_tokens = sum(_num_tokens(rollouts[i]) for i in left)
+            num_lost_tokens = sum(_num_tokens(rollouts[i]) for i in my_left)
         parts = engine.gather([_Judged(groups, opened, num_lost_tokens)])
     return _Judged(
         [group for part in parts for group in part.groups],

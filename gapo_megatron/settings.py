@@ -21,6 +21,7 @@ _FREE = (
     "run.hang_timeout_s",
     "run.stop_margin_s",
     "parallel.",
+    "optimizer.offload",
     "checkpoint.",
     "evaluation.",
     "metrics.",

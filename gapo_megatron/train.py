@@ -139,6 +139,7 @@ def train(config: Config) -> None:
         if opened.evaluated:
             writer.log(first_step, opened.evaluated)
         engine.sleep()
+    first_sampled = first_step if opened is None else first_step + 1
 
     def save(step: int) -> None:
         with stopwatch("checkpoint"):
@@ -214,7 +215,7 @@ def train(config: Config) -> None:
             batch, metrics = make_batch(sampled.groups, method), sampled.metrics
             metrics |= count_by_correct(batch, group_size=config.batch.rollouts_per_prompt)
             metrics |= watch_noise_floor(
-                policy, batch, config, stopwatch, step=step, first_step=first_step
+                policy, batch, config, stopwatch, step=step, first_step=first_sampled
             )
             opened = OpenStep(batch, metrics, evaluated)
         # From here on a stop keeps the rollouts.

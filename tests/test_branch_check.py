@@ -144,13 +144,15 @@ def test_what_a_branch_may_change(root: Path) -> None:
         data={"eval_path": "held_out.jsonl", "train_path": f"{root}/../{root.name}/train.jsonl"},
         batch={"max_tokens_per_microbatch": 4096},
         rollout={"enforce_eager": True},
+        optimizer={"offload": True},
         metrics={"tensorboard": False},
         checkpoint={"every_steps": 3},
     )
     point = check_branch(config, None)
     assert isinstance(point, BranchPoint)
     assert point.branch.changes["objective.eps_high_max"] == [None, 0.006]
-    assert "run.num_steps" not in point.branch.changes  # decides nothing that is computed
+    # Decide nothing that is computed.
+    assert not {"run.num_steps", "optimizer.offload"} & set(point.branch.changes)
 
 
 @pytest.mark.parametrize(

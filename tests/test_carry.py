@@ -18,6 +18,7 @@ from gapo_megatron.carry import carry
 from gapo_megatron.checkpoint.open_groups import load_open_groups, save_open_groups
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.launch.run_folder import mark_finished
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.types import Batch, Carried, OpenGroup, Prompt, Rollout
 from tests.attempt_setup import make_attempt
@@ -216,6 +217,8 @@ def test_a_checkpoint_keeps_every_bit(policy: Policy, folder: Path, tmp_path: Pa
 
 CHANGES: dict[str, tuple[Any, Any]] = {
     "batch.rollouts_per_prompt": (5, 4),
+    "model.precision": ("fp32", "bf16"),
+    "model.fp8_recipe": ("tensorwise", "blockwise"),
     "rollout.max_response_tokens": (64, 65),
     "rollout.temperature": (1.0, 0.9),
     "rollout.top_p": (1.0, 0.9),
@@ -248,10 +251,13 @@ def test_open_groups_go_on_as_they_have_begun(
 
     path = save(2, config, groups)
     words = re.escape(f"{name} ({now}) must be {before}, as in {path}, whose unfinished groups")
-    way_out = r"batch\.partial_rollouts=false to the next checkpoint"
+    way_out = r"batch\.partial_rollouts=false to the next checkpoint between steps"
     checkpoint.check_resume(tmp_path, policy.hf_config, config)
     with pytest.raises(ConfigError, match=rf"^{words} .* {way_out}"):
         checkpoint.check_resume(tmp_path, policy.hf_config, other)
+    mark_finished(tmp_path, num_steps=config.run.num_steps)  # then it does not go on at all
+    checkpoint.check_resume(tmp_path, policy.hf_config, other)
+    (tmp_path / "finished.json").unlink()
     state = checkpoint.load_latest(tmp_path, policy=policy, config=config)
     assert state is not None and carried_of(state.open_groups) == carried_of(groups)
     # A checkpoint without any may be gone on from as one likes.

@@ -219,6 +219,7 @@ def test_where_and_how_fast_is_no_difference(tmp_path):
         ),
         *("rollout.cpu_kv_cache_gib=2", "rollout.enforce_eager=false", "rollout.verify_bound=0.1"),
         *("rollout.memory_fraction=0.4", "rollout.tensor_parallel_size=2", "run.stop_margin_s=60"),
+        "optimizer.offload=true",
     )
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", *other, seed=1)]
     assert labels(compare(*folders)) == ["gapo"]

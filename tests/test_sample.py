@@ -332,6 +332,33 @@ def test_ranks_agree_on_what_is_whole_and_what_is_left(
         assert finished == ({"5"} if wanted == 6 else set())
 
 
+def test_a_batch_mixes_old_groups_and_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update learns from consecutive groups: it must not see one kind alone."""
+    monkeypatch.setattr(sample_module.rewards, "score", judge)
+    config = config_of(16, oversampling=1.5, partial_rollouts=True)
+    source = PromptSource([Prompt(str(i), (i,), "") for i in range(100)], seed=0)
+    opened: list[OpenGroup] = []
+    num_old = np.zeros(16, int)
+    for step in range(60):
+        were_open = {group.prompt.id for group in opened}
+        sampled = sample(
+            StandInEngine(),
+            source,
+            None,
+            None,
+            config,
+            open_groups=opened,
+            attempt=ATTEMPT,
+            stopwatch=Stopwatch(),
+            step=step,
+        )
+        assert sampled is not None
+        num_old += [group.prompt.id in were_open for group in sampled.groups]
+        opened = sampled.open_groups
+    shares = num_old.reshape(4, 4).sum(axis=1) / num_old.sum()
+    assert all(0.2 < share < 0.3 for share in shares), shares
+
+
 def test_what_has_been_open_longest_is_taken_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five that end together, in a later round that wants two and begins none."""
     monkeypatch.setattr(sample_module.rewards, "score", judge)

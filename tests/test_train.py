@@ -223,6 +223,8 @@ def test_stop_within_a_step_and_resume_repeat_the_run_bitwise(root: Path, whole_
 
     output = finish(Program(*command, env=launched(attempts[1])))
     assert "resumed from" in output and "step_00000003_1" in output
+    # Of the first step that it samples for: what it goes on with was sampled by the other.
+    assert output.count("noise floor") == 1
     assert (attempts[1] / "outcome").read_text() == "finished\n"
     assert (stopped / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()
     ours = (stopped / "hf/model.safetensors").read_bytes()

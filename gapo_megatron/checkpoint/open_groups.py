@@ -22,6 +22,8 @@ OPEN_GROUPS_NAME = "open_groups.pt"
 # and their old log-probs those of another one than the new.
 _KEPT = (
     "batch.rollouts_per_prompt",
+    "model.precision",
+    "model.fp8_recipe",
     "rollout.max_response_tokens",
     "rollout.temperature",
     "rollout.top_p",
@@ -65,7 +67,7 @@ def require_same_sampling(path: Path, found: Manifest, config: Config) -> None:
             raise ConfigError(
                 f"{name} ({now}) must be {before}, as in {path}, whose unfinished groups the run "
                 f"goes on with; to change it, first go on with {before} and "
-                "batch.partial_rollouts=false to the next checkpoint, which has none"
+                "batch.partial_rollouts=false to the next checkpoint between steps, which has none"
             )
 
 

@@ -26,7 +26,7 @@ from gapo_megatron.checkpoint.save import (
 )
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError
-from gapo_megatron.launch.run_folder import checkpoints_dir
+from gapo_megatron.launch.run_folder import checkpoints_dir, is_finished
 from gapo_megatron.policy import Policy
 from gapo_megatron.settings import changes
 from gapo_megatron.types import OpenGroup
@@ -69,7 +69,8 @@ def check_resume(run_dir: str | Path, hf_config: PretrainedConfig, config: Confi
     if newest := manifest.newest_manifest(checkpoints_dir(run_dir)):
         folder, found = newest
         require_same_model(folder, found.model, model_identity(hf_config))
-        require_same_sampling(folder, found, config)
+        if not is_finished(run_dir, num_steps=config.run.num_steps):
+            require_same_sampling(folder, found, config)
 
 
 def load_latest(run_dir: str | Path, *, policy: Policy, config: Config) -> LoadedState | None:

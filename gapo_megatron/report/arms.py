@@ -26,7 +26,7 @@ _LEFT_OUT = (
     *("batch.max_tokens_per_microbatch", "model.recompute", "model.head"),
     *("rollout.tensor_parallel_size", "rollout.memory_fraction", "rollout.cpu_kv_cache_gib"),
     *("rollout.enforce_eager", "rollout.verify_", "reward.num_workers", "reward.sandbox"),
-    *("reward.python",),
+    *("reward.python", "optimizer.offload"),
 )
 
 

@@ -130,7 +130,7 @@ def test_the_other_megatron_core_version() -> None:
         [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
             "tests/test_cpu.py", "tests/distributed/test_policy_one_rank.py",
-            "tests/distributed/test_reduction.py", "-m", "not slow",
+            "tests/distributed/test_reduction.py", "tests/distributed/test_optimizer_state.py",
         ],
         env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False,
     )  # fmt: skip

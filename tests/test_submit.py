@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -234,17 +235,40 @@ def states(folder: Path) -> dict[str, str]:
     return {row[1].strip(): row[3].strip() for row in rows}
 
 
-def swallow(terminal: int) -> None:
-    """Take what is shown: nobody can write to a terminal that is full."""
-    with suppress(OSError):  # its other side is closed
-        while os.read(terminal, 4096):
-            pass
+class Terminal:
+    """Takes what is shown, since nobody can write to a terminal that is full."""
+
+    def __init__(self, master: int) -> None:
+        self._master = master
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._swallow, daemon=True)
+        self._thread.start()
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def hang_up(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _swallow(self) -> None:
+        # A terminal stays open while somebody waits to read from it, even if it is closed.
+        with suppress(OSError):  # its other side is closed
+            while not self._is_over.is_set():
+                if select.select([self._master], [], [], 0.1)[0]:
+                    os.read(self._master, 4096)
+        os.close(self._master)
 
 
 @contextmanager
 def in_a_terminal(folder: Path, *arguments: str, **changes: str):
     """tools/submit.py as the foreground of a terminal; yields the process and its keyboard."""
     master, slave = pty.openpty()
+
+    def become_foreground() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     process = subprocess.Popen(
         [*SUBMIT, *arguments],
         cwd=folder,
@@ -253,15 +277,16 @@ def in_a_terminal(folder: Path, *arguments: str, **changes: str):
         stdout=slave,
         stderr=slave,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=become_foreground,
     )
     os.close(slave)
-    threading.Thread(target=swallow, args=[master], daemon=True).start()
+    terminal = Terminal(master)
     try:
-        yield process, master
+        yield process, terminal
     finally:
         process.kill()
         process.wait()
+        terminal.hang_up()
 
 
 def test_a_study_runs_here_and_survives_a_rank(tmp_path: Path) -> None:
@@ -314,7 +339,7 @@ def test_ctrl_c_saves_and_ends_and_the_same_command_goes_on(tmp_path: Path) -> N
     hold.touch()
     with in_a_terminal(tmp_path, "study.toml", "--local", HOLD=str(hold)) as (process, terminal):
         until((run_dir / "checkpoints" / "step_00000003").exists, "steps")
-        os.write(terminal, b"\x03")
+        terminal.type(b"\x03")
         assert process.wait(timeout=30) == 1
     assert not processes_of(tmp_path)
     assert states(tmp_path) == {"seed_0": "stopped", "seed_1": "queued"}
@@ -337,7 +362,7 @@ def test_so_do(tmp_path: Path, how: str) -> None:
     with in_a_terminal(tmp_path, "study.toml", "--local") as (process, terminal):
         until((tmp_path / "runs/seed_0/checkpoints/step_00000003").exists, "steps")
         if how == "hang-up":
-            os.close(terminal)
+            terminal.hang_up()
         else:
             process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 1
@@ -354,11 +379,11 @@ def test_a_second_request_ends_at_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "seed_0"
     with in_a_terminal(tmp_path, "study.toml", "--local", EVENTS="0:deaf") as (process, terminal):
         until((run_dir / "checkpoints" / "step_00000003").exists, "steps")
-        os.write(terminal, b"\x03")
+        terminal.type(b"\x03")
         until((run_dir / "attempts" / "latest" / "stop").exists, "a request to stop")
         time.sleep(1)
         assert process.poll() is None
-        os.write(terminal, b"\x03")
+        terminal.type(b"\x03")
         assert process.wait(timeout=30) == 1
     assert not processes_of(tmp_path)
     assert states(tmp_path) == {"seed_0": "failed", "seed_1": "queued"}

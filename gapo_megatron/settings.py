@@ -81,16 +81,32 @@ def changes(before: Mapping[str, Any], config: Config) -> Changes:
     }
 
 
+def changed_work(before: Mapping[str, Any], config: Config) -> Changes:
+    """What differs and decides what is computed, and not merely how.
+
+    Of what a branch may change that is all but the objective and the data.
+    """
+    how = tuple(name for name in _free(config) if not name.startswith(("objective.", "data.")))
+    return {
+        name: pair for name, pair in _differing(before, config).items() if not name.startswith(how)
+    }
+
+
 def broken_rules(before: Mapping[str, Any], config: Config) -> list[str]:
     """What a branch may not change, and does: a line for each with field, both values and rule."""
-    free: tuple[str, ...] = _FREE_IN_A_BRANCH
-    if config.batch.oversampling > 1:
-        free = tuple(name for name in free if name not in _DECIDE_WHAT_IS_FIRST)
+    free = _free(config)
     return [
         f"{name} is {there!r} there and {here!r} here: {_WHY_A_BRANCH_KEEPS[name.split('.')[0]]}"
         for name, (there, here) in _differing(before, config).items()
         if not name.startswith(free)
     ]
+
+
+def _free(config: Config) -> tuple[str, ...]:
+    """In a branch of that config."""
+    if config.batch.oversampling > 1:
+        return tuple(name for name in _FREE_IN_A_BRANCH if name not in _DECIDE_WHAT_IS_FIRST)
+    return _FREE_IN_A_BRANCH
 
 
 def _differing(before: Mapping[str, Any], config: Config) -> Changes:

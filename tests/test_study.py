@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -153,6 +155,53 @@ def test_a_run_that_has_begun_keeps_its_settings(
     with pytest.raises(ConfigError) as caught:
         unfinished(read_study(other, ["optimizer.learning_rate=0.5"]))
     assert f"{message}optimizer.learning_rate (5e-05 there, 0.5 here)" in str(caught.value)
+
+
+HOW = {
+    "rollout.memory_fraction": 0.3,
+    "rollout.cpu_kv_cache_gib": 7,
+    "rollout.tensor_parallel_size": 2,
+    "rollout.enforce_eager": False,
+    "rollout.verify_bound": 0.5,
+    "batch.max_tokens_per_microbatch": 9999,
+    "model.recompute": "full",
+    "model.head": "torch",
+    "reward.num_workers": 3,
+    "parallel.overlap_grad_reduce": True,
+    "optimizer.offload": True,
+}
+WHAT = {
+    "objective.eps_high_max": 0.5,
+    "objective.method": "gspo",
+    "data.eval_path": "elsewhere.jsonl",
+    "data.train_path": "elsewhere.jsonl",
+    "batch.rollouts_per_prompt": 4,
+    "rollout.temperature": 0.5,
+    "rollout.max_response_tokens": 9,
+}
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_how_a_run_computes_may_change_once_it_has_begun(tmp_path: Path, finished: bool) -> None:
+    """When it is out of memory, above all; but not what it computes."""
+    text = HEAD.replace("runs/s", str(tmp_path / "s")) + "[[runs]]\nrun.seed = 1\n"
+    begun(tmp_path, text, finished=finished)
+    path = study_file(tmp_path, text)
+    others = [f"{key}={json.dumps(value)}" for key, value in HOW.items()]
+    assert len(unfinished(read_study(path, others))) == 1 - finished
+    for key, value in WHAT.items():
+        with pytest.raises(ConfigError, match=f"but with other settings: {re.escape(key)} "):
+            unfinished(read_study(path, [f"{key}={json.dumps(value)}"]))
+
+
+def test_over_sampled_runs_keep_what_decides_which_groups_are_first(tmp_path: Path) -> None:
+    text = HEAD.replace("runs/s", str(tmp_path / "s")) + "[[runs]]\nbatch.oversampling = 1.5\n"
+    begun(tmp_path, text, finished=False)
+    path = study_file(tmp_path, text)
+    assert len(unfinished(read_study(path, ["model.recompute=full"]))) == 1
+    for key in ("memory_fraction", "cpu_kv_cache_gib", "enforce_eager", "tensor_parallel_size"):
+        with pytest.raises(ConfigError, match=rf"with other settings: rollout\.{key} "):
+            unfinished(read_study(path, [f"rollout.{key}={json.dumps(HOW[f'rollout.{key}'])}"]))
 
 
 @pytest.mark.parametrize("finished", [False, True])

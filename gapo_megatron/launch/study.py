@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gapo_megatron.config import CONFIG_NAME, Config, load_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.run_folder import is_finished
-from gapo_megatron.settings import Changes, changes
+from gapo_megatron.settings import Changes, changed_work
 
 _RESOURCES = "resources."
 _NAMING_RESOURCES = ("resources.nodes", "resources.tasks_per_node", "resources.partition")
@@ -170,7 +170,8 @@ def unfinished(study: Study) -> list[Run]:
     """The runs that are still to be done.
 
     Raises:
-        ConfigError: one has begun, but under other settings: names run, setting and both values.
+        ConfigError: one has begun, but computes something else: names run, setting and both
+            values. How it computes may change, its memory above all: it may have run out of it.
     """
     left = []
     for run in study.runs:
@@ -191,9 +192,9 @@ def unfinished(study: Study) -> list[Run]:
 
 
 def _changes(run: Run) -> Changes:
-    """What a run that has begun computes with, where the study now says otherwise."""
+    """What a run that has begun computes, where the study now says otherwise."""
     before = load_config(run.run_dir / CONFIG_NAME)
-    changed = changes(before.model_dump(mode="json"), run.config)
+    changed = changed_work(before.model_dump(mode="json"), run.config)
     began, given = before.checkpoint.branch_from, run.config.checkpoint.branch_from
     if began != given:
         from gapo_megatron.checkpoint.branch import same_branch_point  # imports torch: seconds

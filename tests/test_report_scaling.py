@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -20,7 +21,7 @@ from gapo_megatron.report.style import style
 from gapo_megatron.scaling.calibration import STAGES, read_observation
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import GPUS
-from tests.scaling_setup import layout, write_model
+from tests.scaling_setup import config, layout, write_model
 from tests.test_convert_models import CONFIGS
 from tests.test_report_legible import shown_texts
 from tests.test_scaling_calibration import CPU, SMALL, a_step, write_run
@@ -271,9 +272,116 @@ def test_what_is_ideal_is_what_the_table_measures_by(study, tmp_path):
         assert list(heights) == pytest.approx([best, best])
 
 
+# Of how a run computes: what a layout shows of it, if anything.
+WAYS = {
+    "overlap": ({"parallel": {"overlap_grad_reduce": True}}, "overlap"),
+    "offload": ({"optimizer": {"offload": True}}, "offload"),
+    "memory": ({"rollout": {"memory_fraction": 0.7}}, ""),
+    "eager": ({"rollout": {"enforce_eager": True}}, ""),
+    "head": ({"model": {"head": "torch"}}, ""),
+    "ends": ({"model": {"recompute": "full"}}, "recompute full"),
+}
+
+
+def test_lines_join_what_computes_in_the_same_way_alone(study, tmp_path):
+    """Each on eight and on sixteen GPUs; seeds, checkpoints and timeouts make no line."""
+    for ranks in (8, 16):
+        for name, (sections, _) in WAYS.items():
+            sections = sections | {
+                "model": {"precision": "bf16"} | sections.get("model", {}),
+                "parallel": {"timeout_s": 1800 + ranks} | sections.get("parallel", {}),
+                "checkpoint": {"every_steps": ranks},
+                "run": {"output_dir": f"runs/on_{ranks}", "num_steps": ranks, "seed": ranks},
+            }
+            write_run(
+                tmp_path / f"{name}_{ranks}",
+                rows=[a_step(8 / ranks)] * 4,
+                hf_dir=study[0].config.model.hf_dir,
+                ranks=ranks,
+                **sections,
+            )
+    more = [read_observation(path, mean_prompt_tokens=100.0) for path in sorted(tmp_path.iterdir())]
+    rows = scaling_rows([*study, *more], gpu=H200, efficiency=Efficiency())
+    found = {
+        frozenset(row["run"] for row in line.rows): line.label
+        for line in lines_of([*study, *more], rows)
+    }
+    for name, (_, shown) in WAYS.items():
+        label = found[frozenset({f"{name}_8", f"{name}_16"})]
+        assert label == f"256 prompts, {shown}" if shown else label.endswith(f"({name}_8)")
+    # One of several that are called alike is called by its run, too.
+    assert found[frozenset({"one", "strong"})] == "256 prompts, uncut (one)"
+
+
+def test_a_long_name_of_a_line_can_be_read(study, tmp_path):
+    write_run(
+        tmp_path / "all",
+        rows=[a_step()] * 4,
+        hf_dir=study[0].config.model.hf_dir,
+        ranks=8,
+        model={"precision": "fp8", "fp8_recipe": "blockwise", "recompute": "full"},
+        parallel=TP2 | {"overlap_grad_reduce": True},
+        optimizer={"offload": True},
+        rollout={"quantization": "fp8", "tensor_parallel_size": 2},
+    )
+    all_of_them = [*study, read_observation(tmp_path / "all", mean_prompt_tokens=100.0)]
+    rows = scaling_rows(all_of_them, gpu=H200, efficiency=Efficiency())
+    with style():
+        before, figure = (
+            throughput(some, rows[: len(some)], H200).figure for some in (study, all_of_them)
+        )
+        for one in (before, figure):
+            one.draw_without_rendering()
+    # Its lines make the figure higher, not the panels lower (a fifth, if it did not grow).
+    heights = [one.axes[0].get_window_extent().height for one in (before, figure)]
+    assert heights[1] == pytest.approx(heights[0], rel=0.1)
+    inside = figure.bbox.padded(1)
+    (legend,) = figure.legends
+    shown = [" ".join(text.get_text().split()) for text in legend.texts]
+    assert (
+        "256 prompts, TP 2 vLLM TP 2 recompute full overlap offload fp8 blockwise vLLM fp8" in shown
+    )
+    for box in (legend.get_window_extent(), *(one.get_window_extent() for one in legend.texts)):
+        assert inside.x0 <= box.x0 <= box.x1 <= inside.x1
+        assert inside.y0 <= box.y0 <= box.y1 <= inside.y1
+
+
+def test_one_process_is_no_processes(study, tmp_path):
+    more = []
+    for ranks in (1, 2):
+        hf_dir = study[0].config.model.hf_dir
+        write_run(tmp_path / f"on_{ranks}", rows=[a_step()] * 4, hf_dir=hf_dir, ranks=ranks)
+        more.append(read_observation(tmp_path / f"on_{ranks}", mean_prompt_tokens=100.0))
+    rows = scaling_rows(more, gpu=CPU, efficiency=Efficiency())
+    with style():
+        (axis,) = step_split(more, rows, CPU).figure.axes
+    names = [
+        label.get_text().replace("\N{NO-BREAK SPACE}", " ") for label in axis.get_yticklabels()
+    ]
+    assert names == ["1 process, uncut", "2 processes, DP 2"]
+
+
+def test_what_other_is_in_the_figure_is_said(study):
+    """A stage below 2 % of all bars has none of its own; the table has it apart."""
+    rows = scaling_rows(study[:1], gpu=H200, efficiency=Efficiency())
+    with style():
+        made = step_split(study[:1], rows, H200)
+    (axis,) = made.figure.axes
+    assert "sync" not in axis.get_legend_handles_labels()[1]
+    assert "sync" in {row["stage"] for row in made.rows}
+    assert "here also stages below 2 % of every step" in " ".join(made.notes)
+
+
 def test_layouts_are_told_apart():
-    def shown(**cut):
-        return " ".join(layout_items(layout(**cut)))
+    def shown(sections=None, **cut):
+        one = SimpleNamespace(layout=layout(**cut), config=config(**sections or {}))
+        return " ".join(layout_items(one))
+
+    for sections, item in WAYS.values():
+        recompute = sections.get("model", {}).get("recompute", "none")
+        assert shown(sections, dp=1, recompute=recompute) == (item or "uncut")
+    assert shown({"model": {"precision": "fp8"}}, dp=2) == "DP 2 fp8 tensorwise"
+    assert shown({"rollout": {"quantization": "fp8"}}, tp=2, dp=1) == "TP 2 SP vLLM fp8"
 
     assert shown(dp=1) == "uncut"
     assert shown(tp=2) == "TP 2 SP DP 8"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Hashable, Sequence
@@ -18,7 +19,6 @@ from gapo_megatron.scaling.arithmetic import step_flops
 from gapo_megatron.scaling.calibration import STAGES, Observation, seconds
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import CPU_NAME, Gpu
-from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.tables import pipeline_ranks
 
 _NAME_LETTERS = 20
@@ -65,7 +65,7 @@ def observe(
             one.config.rollout.max_response_tokens,
             one.config.batch.rollout_prompts,
             num_gpus(one),
-            layout_items(one.layout),
+            layout_items(one),
         )
     )
     return observed, left_out
@@ -168,7 +168,7 @@ def _row(one: Observation, gpu: Gpu, efficiency: Efficiency) -> Row:
         "run": one.name,
         "model": model_name(one),
         "gpus": number,
-        "layout": " ".join(layout_items(one.layout)),
+        "layout": " ".join(layout_items(one)),
         "max_response_tokens": config.rollout.max_response_tokens,
         "rollout_prompts": config.batch.rollout_prompts,
         "max_tokens_per_microbatch": config.batch.max_tokens_per_microbatch,
@@ -232,13 +232,39 @@ def _all_but_seed(one: Observation) -> Hashable:
     return settings.replace(one.config.run.output_dir, "")  # paths in the run's own folder
 
 
-def layout_items(layout: Layout, *, with_data_parallel: bool = True) -> list[str]:
-    """Sizes above 1, and what else a layout has: `TP 2`, `SP`, `PP 4 x 2`."""
+def same_way(one: Observation) -> Hashable:
+    """Equal for runs that compute in the same way on however many data parallel ranks.
+
+    What no step of the loop depends on may differ, and the sizes of the batch: see `same_batch` and
+    `same_share`.
+    """
+    sections = one.config.model_dump(
+        mode="json",
+        exclude={
+            **dict.fromkeys(("run", "checkpoint", "evaluation", "metrics", "supervised"), True),
+            "parallel": {"timeout_s"},
+            "batch": {name.partition(".")[2] for name in SIZES},
+        },
+    )
+    # Paths in the run's own folder are not what makes it another way.
+    return json.dumps(sections).replace(one.config.run.output_dir, "")
+
+
+def layout_items(one: Observation, *, with_data_parallel: bool = True) -> list[str]:
+    """Sizes above 1, and what else a run's layout has: `TP 2`, `SP`, `PP 4 x 2`, `offload`."""
+    layout, config = one.layout, one.config
     tp = f"TP {layout.tp_size}" + (" SP" if layout.sequence_parallel else "")
     items = {tp: layout.tp_size, f"PP {pipeline_ranks(layout)}": layout.pp_size}
     items |= {f"CP {layout.cp_size}": layout.cp_size, f"EP {layout.ep_size}": layout.ep_size}
     items |= {f"DP {layout.dp_size}": layout.dp_size if with_data_parallel else 1}
     items |= {f"vLLM TP {layout.rollout_tp_size}": layout.rollout_tp_size}
     parts = [item for item, size in items.items() if size > 1]
-    parts += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
+    others = {
+        f"recompute {layout.recompute}": layout.recompute != "none",
+        "overlap": config.parallel.overlap_grad_reduce,
+        "offload": config.optimizer.offload,
+        f"fp8 {config.model.fp8_recipe}": config.model.precision == "fp8",
+        f"vLLM {config.rollout.quantization}": config.rollout.quantization != "",
+    }
+    parts += [item for item, has_it in others.items() if has_it]
     return parts or ["uncut"]

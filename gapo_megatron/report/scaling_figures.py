@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from gapo_megatron.report.costs import draw_time
+from gapo_megatron.report.costs import SMALL, draw_time
 from gapo_megatron.report.exhibit import Exhibit
-from gapo_megatron.report.scaling import layout_items, num_gpus, same_batch, same_share, unit_names
+from gapo_megatron.report.scaling import (
+    layout_items,
+    num_gpus,
+    same_batch,
+    same_share,
+    same_way,
+    unit_names,
+)
 from gapo_megatron.report.series import Row
 from gapo_megatron.report.style import (
     MARKERS,
@@ -30,6 +38,8 @@ from gapo_megatron.scaling.hardware import Gpu
 
 _LABEL_LETTERS = 28
 """Of a bar's name, a line."""
+_LEGEND_LETTERS = 50
+"""Of a line's name, a line."""
 _LETTERS_INCHES, _GAP_INCHES = 0.115, 0.06
 """Height of a line of a bar's name, and between two names."""
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -114,14 +124,15 @@ def _title(row: Row) -> str:
 def lines(observations: Sequence[Observation], rows: Sequence[Row], *, unit: str) -> list[Line]:
     """Of one batch and layout, and of one share of a GPU and layout.
 
-    A run may be on both, and is alone where it is on neither.
+    What computes in another way (micro-batches, vLLM's memory, ...) is another line. A run may be
+    on both, and is alone where it is on neither.
     """
     of_batch: dict[Hashable, list[tuple[str, Row]]] = {}
     of_share: dict[Hashable, list[tuple[str, Row]]] = {}
     for one, row in zip(observations, rows, strict=True):
-        cut = " ".join(layout_items(one.layout, with_data_parallel=False))
+        cut = " ".join(layout_items(one, with_data_parallel=False))
         prompts = one.config.batch.rollout_prompts
-        same = cut, one.config.batch.max_tokens_per_microbatch
+        same = same_way(one)
         label = f"{prompts:,} prompts, {cut}"
         of_batch.setdefault((same_batch(one), same), []).append((label, row))
         label = f"{prompts / num_gpus(one):g} prompts a {unit}, {cut}"
@@ -133,12 +144,15 @@ def lines(observations: Sequence[Observation], rows: Sequence[Row], *, unit: str
     alone = [one for group in of_batch.values() for one in group if id(one[1]) not in drawn]
     found: list[Line] = []
     for efficiency, group in [*several, *(("strong_efficiency", [one]) for one in alone)]:
-        label, members = group[0][0], [row for _, row in group]
-        if any((label, _title(members[0])) == (it.label, _title(it.rows[0])) for it in found):
-            label += f" ({members[0]['run']})"  # they differ in something else
-        members.sort(key=lambda row: int(row["gpus"] or 0))
-        found.append(Line(label, members, efficiency))
-    return found
+        members = sorted((row for _, row in group), key=lambda row: int(row["gpus"] or 0))
+        found.append(Line(group[0][0], members, efficiency))
+    called = [(line.label, _title(line.rows[0])) for line in found]
+    return [
+        replace(line, label=f"{line.label} ({line.rows[0]['run']})")
+        if called.count(name) > 1  # they differ in something else
+        else line
+        for line, name in zip(found, called, strict=True)
+    ]
 
 
 def _counts(rows: Sequence[Row]) -> set[object]:
@@ -153,7 +167,9 @@ def _draw_line(axis: Axes, line: Line, look: dict[str, Any]) -> None:
     predicted = column(line.rows, "predicted_tokens_per_gpu_s")
     dashed = look | {"linestyle": "--", "markerfacecolor": "none", "linewidth": 0.8}
     axis.plot(gpus, predicted, **dashed)
-    axis.plot(gpus, measured, label=line.label, **look | {"linestyle": ""})
+    # A size stays with what it is of.
+    label = textwrap.fill(re.sub(r"(?<=[A-Z]) (?=\d)", _NO_BREAK, line.label), _LEGEND_LETTERS)
+    axis.plot(gpus, measured, label=label, **look | {"linestyle": ""})
 
 
 def _dress(axis: Axes, rows: Sequence[Row], unit: str, units: str) -> None:
@@ -172,7 +188,7 @@ def _dress(axis: Axes, rows: Sequence[Row], unit: str, units: str) -> None:
 
 def step_split(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> Exhibit:
     """A bar for each run, cut into stages; a mark where the planner has its end."""
-    names = _short_names(observations, rows, units=unit_names(gpu)[1])
+    names = _short_names(observations, rows, gpu)
     split: list[Row] = []
     for name, row in zip(names, rows, strict=True):
         for stage in (*STAGES, "other"):
@@ -202,22 +218,25 @@ def step_split(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gp
     return Exhibit(
         aid="Seconds of a step by stage, medians of what was measured, and the whole step as the "
         "planner has it.",
+        notes=[
+            f"`other` is what no stage counts, and here also stages below {100 * SMALL:.0f} % of "
+            "every step, which the tables have apart."
+        ],
         rows=[{key: value for key, value in row.items() if key != "arm"} for row in split],
         figure=figure,
     )
 
 
-def _short_names(
-    observations: Sequence[Observation], rows: Sequence[Row], *, units: str
-) -> list[str]:
+def _short_names(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> list[str]:
     """What tells the runs apart, in lines; their own names where that does not."""
+    unit, units = unit_names(gpu)
     parts = [
         (
             _whole(str(row["model"])),
             _whole(f"{row['max_response_tokens']:,} tokens"),
             _whole(f"{row['rollout_prompts']:,} prompts"),
-            _whole(f"{row['gpus']:,} {units}"),
-            " ".join(map(_whole, layout_items(one.layout))),
+            _whole(f"{row['gpus']:,} {unit if row['gpus'] == 1 else units}"),
+            " ".join(map(_whole, layout_items(one))),
         )
         for one, row in zip(observations, rows, strict=True)
     ]

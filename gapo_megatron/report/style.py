@@ -180,7 +180,7 @@ def legend_below(figure: Figure, *axes: Axes, title: str = "", handle_length: fl
 
     Args:
         figure: holds `axes`.
-        axes: have the entries; of those called alike the first is shown.
+        axes: have the entries, of one line or several; of those called alike the first is shown.
         title: of the legend.
         handle_length: of lines and patches, in letters.
     """
@@ -190,11 +190,14 @@ def legend_below(figure: Figure, *axes: Axes, title: str = "", handle_length: fl
             entries.setdefault(label, handle)
     labels = list(entries)
     em_inches = MIN_POINTS / 72
-    text = max(TextPath((0, 0), label, size=MIN_POINTS).get_extents().width for label in labels)
+    every = [line for label in labels for line in label.splitlines()]
+    text = max(TextPath((0, 0), line, size=MIN_POINTS).get_extents().width for line in every)
     column_inches = text / 72 + em_inches * (handle_length + 1.5)  # and the gaps around
     num_columns = max(1, min(int(COLUMN_INCHES / column_inches), len(labels)))
-    num_rows = -(-len(labels) // num_columns)
-    num_lines = num_rows + (title != "")
+    # As matplotlib deals them out.
+    columns = np.array_split(labels, num_columns)
+    num_lines = max(sum(1 + label.count("\n") for label in some) for some in columns)
+    num_lines += title != ""
     figure.set_figheight(figure.get_figheight() + 1.45 * em_inches * num_lines + 0.05)
     figure.legend(
         list(entries.values()),

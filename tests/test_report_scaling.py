@@ -180,6 +180,31 @@ def test_what_cannot_be_predicted_is_left_empty(study):
     assert rows[0]["tokens_per_gpu_s"] > 0
 
 
+def test_an_over_sampled_run_is_measured_but_not_predicted(study, tmp_path):
+    """Measuring takes no equation; the tables have a dash where there is none."""
+    write_run(
+        tmp_path / "over",
+        rows=[a_step()] * 4,
+        hf_dir=study[0].config.model.hf_dir,
+        ranks=8,
+        model={"precision": "bf16"},
+        batch={"oversampling": 1.5},
+    )
+    all_of_them = [*study, read_observation(tmp_path / "over", mean_prompt_tokens=100.0)]
+    rows = rows_of(all_of_them)
+    assert rows["over"]["tokens_per_gpu_s"] == rows["one"]["tokens_per_gpu_s"]
+    assert rows["over"]["mfu"] == rows["one"]["mfu"]
+    predicted = {key for key in rows["over"] if key.startswith("predicted")}
+    assert len(predicted) == len(STAGES) + 3
+    assert {rows["over"][key] for key in predicted} == {None}
+    assert None not in {rows["one"][key] for key in predicted}
+    console = Console(file=io.StringIO(), width=180)
+    console.print(scaling_tables(list(rows.values()), gpu=H200)[0])
+    (line,) = [one for one in console.file.getvalue().splitlines() if one.startswith("│ over ")]
+    assert [cell.strip() for cell in line.split("│")].count("-") == 4  # efficiencies, too
+    write_scaling(all_of_them, list(rows.values()), gpu=H200, folder=tmp_path / "figures")
+
+
 # -- figures --------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from gapo_megatron.scaling.calibration import (
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import GPUS, Gpu
 from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.probe import default_sizes, mean_prompt_tokens, probe_command
+from gapo_megatron.scaling.probe import default_sizes, mean_prompt_tokens, probe, probe_command
 from gapo_megatron.scaling.times import StepTime
 from gapo_megatron.scaling.workload import Workload, default_workload
 from gapo_megatron.toml_tree import to_toml
@@ -439,16 +439,37 @@ def test_the_exported_model_stands_in_for_one_that_moved(tmp_path):
     assert read_observation(tmp_path / "run", mean_prompt_tokens=80.0).measured.sync_s == 0.25
 
 
-def test_over_sampling_is_neither_fitted_nor_planned(tmp_path):
+def test_over_sampling_is_measured_but_neither_fitted_nor_planned(tmp_path, monkeypatch):
     """How much shorter the tail is with it, no equation says."""
     write_model(tmp_path / "model", SMALL)
     batch = {"oversampling": 1.5}
     write_run(tmp_path / "run", rows=[a_step()], hf_dir=tmp_path / "model", batch=batch)
     words = r"batch\.oversampling \(1\.5\) must be 1 here: the planner"
-    with pytest.raises(ConfigError, match=words):
-        read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    assert one.measured.generation_s == 8.0
+    for refused in (
+        lambda: fit([observe(TRUE), one], GPUS["h200"]),
+        lambda: worst_misses([one], GPUS["h200"], TRUE),
+    ):
+        with pytest.raises(ConfigError, match=f"^run: {words}"):
+            refused()
     with pytest.raises(ConfigError, match=words):
         default_workload(config(batch=batch))
+    # Before anything is trained.
+    monkeypatch.setattr("gapo_megatron.scaling.probe.subprocess.run", None)
+    sizes = [[], ["batch.oversampling=1.5"]]
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config()))
+    with pytest.raises(ConfigError, match=words):
+        probe(
+            str(path),
+            [],
+            sizes=sizes,
+            scratch=tmp_path / "scratch",
+            num_steps=3,
+            world_size=1,
+            prompt_tokens=80.0,
+        )
 
 
 def test_folders_without_steps_are_refused(tmp_path):

@@ -20,6 +20,7 @@ from gapo_megatron.scaling.calibration import STAGES, Observation, seconds
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import CPU_NAME, Gpu
 from gapo_megatron.scaling.tables import pipeline_ranks
+from gapo_megatron.scaling.times import StepTime
 
 _NAME_LETTERS = 20
 """Of a run, at least, in a line of a table."""
@@ -146,7 +147,9 @@ def _table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], *, title: s
 def _row(one: Observation, gpu: Gpu, efficiency: Efficiency) -> Row:
     """All but the efficiencies, which take other runs."""
     config, number = one.config, num_gpus(one)
-    predicted = one.predict(gpu, efficiency)
+    predicted = StepTime(*[math.nan] * len(STAGES))
+    if one.can_be_predicted:
+        predicted = one.predict(gpu, efficiency)
     flops = step_flops(one.shape, config, one.workload, num_prompts=one.num_prompts)
     peak = math.nan if gpu.name == CPU_NAME else number * gpu.flops(config.model.precision)
     update_s = one.seconds("update") or math.nan  # 0 where no group had A != 0

@@ -78,8 +78,21 @@ class Observation:
         """Measured, of one of `STAGES`, or `total`: of the whole step."""
         return self.step_s if stage == "total" else seconds(self.measured, stage)
 
+    @property
+    def can_be_predicted(self) -> bool:
+        """Whether the model has equations for it: see `refuse_oversampling`."""
+        return self.config.batch.oversampling == 1
+
     def predict(self, gpu: Gpu, efficiency: Efficiency) -> StepTime:
-        """The same steps by the model."""
+        """The same steps by the model.
+
+        Raises:
+            ConfigError: see `refuse_oversampling`; names the run.
+        """
+        try:
+            refuse_oversampling(self.config)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
         return step_time(self.shape, self.config, self.layout, self.workload, gpu, efficiency)
 
 
@@ -127,7 +140,7 @@ def fit(observations: Sequence[Observation], gpu: Gpu) -> Calibration:
         gpu: the device they are from.
 
     Raises:
-        ConfigError: a stage of a run cannot be predicted on that device.
+        ConfigError: a run cannot be predicted, or a stage of it not on that device.
     """
     start = Efficiency()
     for one in observations:
@@ -203,7 +216,7 @@ def read_observation(
 
     Raises:
         ConfigError: files or the model's config.json are missing; no step has been timed; the ranks
-            are unknown, or the config's layout does not divide them; see `refuse_oversampling`.
+            are unknown, or the config's layout does not divide them.
         DataError: a line of metrics or timings is damaged.
     """
     folder = Path(run_dir)
@@ -211,7 +224,6 @@ def read_observation(
         if not (folder / needed).is_file():
             raise ConfigError(f"{folder}: no {needed}: not the folder of a run that has trained")
     config = load_config(folder / CONFIG_NAME)
-    refuse_oversampling(config)
     metrics = {
         int(row["step"]): row
         for row in read_rows(folder / METRICS_NAME)

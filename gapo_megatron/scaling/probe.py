@@ -15,6 +15,7 @@ from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.scaling.calibration import Observation, read_observation
+from gapo_megatron.scaling.workload import refuse_oversampling
 
 _QUIET = (
     "evaluation.every_steps=0",
@@ -87,11 +88,13 @@ def probe(
         prompt_tokens: mean length of a prompt; None: read from the data.
 
     Raises:
-        ConfigError: a size is wrong, before any is trained; a run ended in an error, with the last
-            lines of its log.
+        ConfigError: a size is wrong, or over-samples, before any is trained; a run ended in an
+            error, with the last lines of its log.
     """
     every = [[*overrides, *size] for size in sizes]
     configs = [load_config(config_path, settings) for settings in every]
+    for config in configs:
+        refuse_oversampling(config)
     prompts = [prompt_tokens or mean_prompt_tokens(config) for config in configs]
     # As slurm/launch.sh starts it.
     environment = {"OMP_NUM_THREADS": "1"} | os.environ

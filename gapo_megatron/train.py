@@ -47,11 +47,15 @@ from gapo_megatron.weight_sync import first_sequences, prompts_as_sequences, syn
 logger = logging.getLogger("gapo_megatron.train")  # also where it is __main__
 
 
-def train(config: Config) -> None:
+def train(config: Config, *, keep_weights: bool = True) -> None:
     """Run `config` to its last step, from the newest whole checkpoint of its output folder if any.
 
     Without one, `checkpoint.branch_from` names that of another run to begin with.
     Ends early when it is asked to stop or the job's time runs out: saved, to be started again.
+
+    Args:
+        config: of the run.
+        keep_weights: False: it is run for its timings, and writes no checkpoint and no model.
 
     Collectives: creates the process group; every rank runs every stage, in this order.
 
@@ -255,16 +259,18 @@ def train(config: Config) -> None:
         writer.log(step, metrics, stopwatch.lap(num_tokens=num_tokens))
         opened = None
         done = step + 1
-        if done == num_steps or config.checkpoint.is_due(done):
+        if keep_weights and (done == num_steps or config.checkpoint.is_due(done)):
             save(done)
             saved = (done, None)
 
     writer.close()
     pool.close()
     if not finished:
-        if saved != (step, opened and opened.progress.num_updates):
+        if keep_weights and saved != (step, opened and opened.progress.num_updates):
             save(step)
         return attempt.end("stopped")
+    if not keep_weights:
+        return attempt.end("finished")
     attempt.enter("export")
     if world.rank == 0:
         attempt.require_ownership()

@@ -222,4 +222,5 @@ def test_help_teaches_and_loads_nothing_heavy():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert "--probe" in result.stdout
+    assert "TMPDIR" in result.stdout
     assert "docs/scaling.md" in result.stdout

@@ -484,20 +484,19 @@ def test_folders_without_steps_are_refused(tmp_path):
 # --- probes --------------------------------------------------------------------------------------
 
 
-def test_the_probe_is_the_training_program(tmp_path):
+def test_a_probe_sends_nothing(tmp_path):
     command = probe_command(
         "a.toml", ["run.seed=1"], output_dir=tmp_path, num_steps=5, world_size=1
     )
-    assert command[1:5] == ["-m", "gapo_megatron.train", "a.toml", "run.seed=1"]
+    assert command[1:5] == ["-m", "gapo_megatron.scaling.probe", "a.toml", "run.seed=1"]
     assert command[-2:] == ["run.num_steps=5", f"run.output_dir={tmp_path}"]
     assert "evaluation.every_steps=0" in command
-    # Nothing is sent or kept, whatever the config says.
+    # Whatever the config says. (That nothing is kept either: tests/test_train.py.)
     loud = {"wandb_project": "x"}
     path = tmp_path / "loud.toml"
-    path.write_text(to_toml(config(metrics=loud, checkpoint={"keep_steps": [3]})))
+    path.write_text(to_toml(config(metrics=loud, checkpoint={"branch_from": "x"})))
     quiet = load_config(path, [word for word in command[4:] if "=" in word])
     assert quiet.metrics.wandb_project == quiet.checkpoint.branch_from == ""
-    assert quiet.checkpoint.keep_steps == ()
     many = probe_command("a.toml", [], output_dir=tmp_path, num_steps=5, world_size=8)
     assert many[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node=8", "-m"]
 

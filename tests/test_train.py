@@ -27,6 +27,7 @@ from gapo_megatron.checkpoint.manifest import read_manifest
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.data import arithmetic
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
+from gapo_megatron.scaling.calibration import read_observation
 from gapo_megatron.train import train
 from tests.distributed.conversion_setup import convert
 from tests.programs import Program
@@ -178,6 +179,30 @@ def test_run_trains_evaluates_saves_and_exports(root: Path, whole_run: Path) -> 
     before = load_file(root / "base/model.safetensors")
     moved = [name for name, tensor in before.items() if not tensor.equal(model.state_dict()[name])]
     assert moved == list(before)
+
+
+@pytest.mark.slow
+def test_a_probe_keeps_no_weights(root: Path, whole_run: Path) -> None:
+    """Its steps are a run's own, and so are its timings; checkpoints and the model are left out."""
+    run_dir = root / "probe"
+    finish(
+        Program(
+            "gapo_megatron.scaling.probe",
+            root / "config.toml",
+            "run.num_steps=3",
+            "checkpoint.every_steps=1",
+            "checkpoint.keep_steps=[2]",
+            f"run.output_dir={run_dir}",
+        )
+    )
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    expected = (whole_run / "metrics.jsonl").read_text().splitlines()
+    assert lines == expected[: len(lines)] and json.loads(lines[-1])["step"] == 3
+    one = read_observation(run_dir, mean_prompt_tokens=8.0)
+    assert one.step_s > one.measured.update_s > 0
+    names = {path.name for path in run_dir.iterdir()}
+    assert not names & {"checkpoints", "hf", "finished.json"}
+    assert sum(path.stat().st_size for path in run_dir.rglob("*")) < 2**20
 
 
 @pytest.mark.slow

@@ -309,7 +309,8 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     measured.add_argument(
         "--probe",
         action="store_true",
-        help="train a few steps of CONFIG at several sizes and fit them",
+        help="train a few steps of CONFIG at several sizes and fit them; takes a few megabytes in "
+        "TMPDIR (default: /tmp), for no weights are saved",
     )
     measured.add_argument(
         "--probe-steps",

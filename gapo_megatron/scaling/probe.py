@@ -1,4 +1,9 @@
-"""A few training steps of a config, in a scratch folder, to measure what its stages take here."""
+"""A few training steps of a config, in a scratch folder, to measure what its stages take here.
+
+As a program (`python -m gapo_megatron.scaling.probe CONFIG [section.key=value ...]`) it is one rank
+of such a run: training without its checkpoints and its exported model, which nobody would read. Of
+7 billion parameters they are 120 GB a size, in a temporary folder that may be in memory.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,12 @@ from gapo_megatron.config import Config, load_config
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.scaling.calibration import Observation, read_observation
 from gapo_megatron.scaling.workload import refuse_oversampling
 
 _QUIET = (
     "evaluation.every_steps=0",
-    "checkpoint.every_steps=0",
-    "checkpoint.keep_steps=[]",
     "checkpoint.branch_from=",
     "metrics.tensorboard=false",
     "metrics.wandb_project=",
@@ -46,7 +50,7 @@ def default_sizes(config: Config) -> list[list[str]]:
 def probe_command(
     config_path: str, overrides: Sequence[str], *, output_dir: Path, num_steps: int, world_size: int
 ) -> list[str]:
-    """The command line of one probe: the training program itself, on one node."""
+    """The command line of one probe, on one node."""
     launcher = [sys.executable, "-m"]
     if world_size > 1:
         launcher += [
@@ -57,7 +61,7 @@ def probe_command(
         ]
     return [
         *launcher,
-        "gapo_megatron.train",
+        "gapo_megatron.scaling.probe",
         config_path,
         *overrides,
         *_QUIET,
@@ -82,7 +86,7 @@ def probe(
         config_path: of the run.
         overrides: for every size.
         sizes: further overrides, of one size each.
-        scratch: empty folder for the runs.
+        scratch: empty folder for the runs: logs and metrics, a few megabytes.
         num_steps: of each run; the first two are not counted.
         world_size: processes, on this node.
         prompt_tokens: mean length of a prompt; None: read from the data.
@@ -160,3 +164,15 @@ def _mean_length(
         chat_template=chat_template,
     )
     return statistics.fmean(len(prompt.token_ids) for prompt in prompts)
+
+
+def main() -> None:
+    """Train by the command line, and keep no weights; see `fail_fast` for exit codes."""
+    with fail_fast():
+        from gapo_megatron.train import train  # vLLM and all the rest, which planning needs not
+
+        train(load_config(sys.argv[1], sys.argv[2:]), keep_weights=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -67,6 +67,15 @@ def test_nothing_fits(tmp_path, capsys):
     assert "out of memory" in out
 
 
+def test_an_fp8_recipe_that_no_such_gpu_runs_has_no_plan(model, capsys):
+    fp8 = ["model.precision=fp8", "model.fp8_recipe=mxfp8"]
+    assert tool.main([CONFIG, model, *fp8, "--gpu", "h100"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    words = "('mxfp8') needs a GPU of compute capability 10.0 or more and below 12.0: h100 has 9.0"
+    assert captured.err == f"error: model.fp8_recipe {words}\n"
+
+
 def test_without_the_model_it_says_how_to_get_its_config(capsys):
     assert tool.main([CONFIG]) == 1
     err = capsys.readouterr().err

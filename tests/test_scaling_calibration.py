@@ -56,6 +56,7 @@ CPU = Gpu(
     link_bandwidth=6e9,
     network_bandwidth=6e9,
     host_bandwidth=6e9,
+    compute_capability=0.0,
     gpus_per_node=1,
 )
 

@@ -71,6 +71,34 @@ def test_fp8_takes_no_layout_whose_matrices_it_cannot_multiply():
     assert sizes == {1, 2, 4} and "linear_fc2.weight is 3584 x 2360" in reason
 
 
+@pytest.mark.parametrize(
+    ("recipe", "runs_on", "words"),
+    [
+        ("mxfp8", (10.0, 10.3), "10.0 or more and below 12.0: h200 has"),
+        ("blockwise", (9.0, 10.0, 10.3, 12.0), "9.0 or more: h200 has"),
+        ("tensorwise", (8.9, 9.0, 10.0, 10.3, 12.0), "8.9 or more: h200 has"),
+        ("delayed", (8.9, 9.0, 10.0, 10.3, 12.0), "8.9 or more: h200 has"),
+    ],
+)
+def test_an_fp8_recipe_is_planned_where_it_runs_alone(recipe, runs_on, words):
+    def on(capability, **model):
+        gpu = dataclasses.replace(H200, compute_capability=capability, gpus_per_node=1)
+        run, model_1_5b = config(model=model), hf("Qwen2.5-1.5B")
+        return plan(
+            model_1_5b, run, num_nodes=1, gpu=gpu, workload=WORKLOAD, efficiency=Efficiency()
+        )
+
+    for capability in (0.0, 8.0, 8.9, 9.0, 10.0, 10.3, 12.0):
+        if capability in runs_on:
+            assert on(capability, precision="fp8", fp8_recipe=recipe).ranked
+            continue
+        shown = capability or "none"
+        message = rf"^model.fp8_recipe \('{recipe}'\) needs .* capability {words} {shown}$"
+        with pytest.raises(ConfigError, match=message):
+            on(capability, precision="fp8", fp8_recipe=recipe)
+    assert on(0.0, precision="bf16").ranked
+
+
 def test_the_quickest_comes_first(on_one_node):
     times = [candidate.times.total_s for candidate in on_one_node.ranked]
     assert times == sorted(times)

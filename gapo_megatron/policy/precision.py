@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ class _Recipe:
     """TransformerConfig fields. `hybrid`: E4M3 forward, E5M2 gradients."""
     question: str
     """Method of Transformer Engine's that says whether this GPU runs it, and why not."""
+    capabilities: tuple[float, float]
+    """What it then asks for: a compute capability of the first or more, and below the second."""
 
 
 _RECIPES = {
@@ -37,11 +40,12 @@ _RECIPES = {
             "tp_only_amax_red": True,
         },
         "is_fp8_available",
+        (8.9, math.inf),
     ),
-    "tensorwise": _Recipe({"fp8": "hybrid"}, "is_fp8_available"),
+    "tensorwise": _Recipe({"fp8": "hybrid"}, "is_fp8_available", (8.9, math.inf)),
     # Blocks are small enough for gradients in E4M3, which has a bit of precision more.
-    "blockwise": _Recipe({"fp8": "e4m3"}, "is_fp8_block_scaling_available"),
-    "mxfp8": _Recipe({"fp8": "e4m3"}, "is_mxfp8_available"),
+    "blockwise": _Recipe({"fp8": "e4m3"}, "is_fp8_block_scaling_available", (9.0, math.inf)),
+    "mxfp8": _Recipe({"fp8": "e4m3"}, "is_mxfp8_available", (10.0, 12.0)),
 }
 RECIPES = tuple(_RECIPES)
 """All values of `model.fp8_recipe`."""
@@ -82,6 +86,23 @@ def check_fp8(fp8_recipe: str) -> None:
         raise ConfigError(
             f"model.precision ('fp8') with model.fp8_recipe ('{fp8_recipe}') does not run on "
             f"{torch.cuda.get_device_name()}: {reason}"
+        )
+
+
+def check_capability(config: ModelConfig, capability: float, *, device: str) -> None:
+    """Raise ConfigError if no such device runs the config's fp8: for plans, made without one.
+
+    Args:
+        config: has precision and recipe.
+        capability: the device's compute capability, as NVIDIA writes it; 0: it has none.
+        device: its name.
+    """
+    least, below = _RECIPES[config.fp8_recipe].capabilities
+    if config.precision == "fp8" and not least <= capability < below:
+        limit = f" and below {below}" if below < math.inf else ""
+        raise ConfigError(
+            f"model.fp8_recipe ('{config.fp8_recipe}') needs a GPU of compute capability {least} "
+            f"or more{limit}: {device} has {capability or 'none'}"
         )
 
 

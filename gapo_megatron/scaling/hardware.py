@@ -36,6 +36,8 @@ class Gpu:
     """To other nodes, bytes per second in one direction, for each device."""
     host_bandwidth: float
     """To the node's memory, bytes per second in one direction, all devices at once."""
+    compute_capability: float
+    """As NVIDIA writes it; 0: it is no GPU."""
     gpus_per_node: int = 8
 
     def flops(self, precision: str) -> float:
@@ -69,7 +71,7 @@ class Gpu:
 
 # NVLink 4: 900 GB/s is both directions together. Network: one ConnectX-7 of 400 Gb/s for each GPU,
 # as in NVIDIA's DGX H100 and H200 reference systems; of H20 nodes the same is assumed. Host
-# memory: 16 lanes of PCIe 5 for each GPU, 128 GB/s both directions together.
+# memory: 16 lanes of PCIe 5 for each GPU, 128 GB/s both directions together. All are Hopper's: 9.0.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -85,6 +87,7 @@ GPUS = {
             link_bandwidth=450e9,
             network_bandwidth=50e9,
             host_bandwidth=64e9,
+            compute_capability=9.0,
         ),
         # NVIDIA H200 SXM data sheet: the H100's products, 141 GB, 4.8 TB/s.
         Gpu(
@@ -97,6 +100,7 @@ GPUS = {
             link_bandwidth=450e9,
             network_bandwidth=50e9,
             host_bandwidth=64e9,
+            compute_capability=9.0,
         ),
         # NVIDIA H20, as its resellers print the data sheet: 148 TFLOP/s bf16, 296 fp8, 44 fp32,
         # 96 GB, 4.0 TB/s, NVLink 900 GB/s.
@@ -110,6 +114,7 @@ GPUS = {
             link_bandwidth=450e9,
             network_bandwidth=50e9,
             host_bandwidth=64e9,
+            compute_capability=9.0,
         ),
     )
 }
@@ -160,6 +165,7 @@ def _measure_cpu() -> Gpu:
         link_bandwidth=bandwidth / 2,
         network_bandwidth=bandwidth / 2,
         host_bandwidth=bandwidth / 2,
+        compute_capability=0.0,
         gpus_per_node=1,
     )
 

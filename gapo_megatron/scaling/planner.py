@@ -12,6 +12,7 @@ from gapo_megatron.convert.config_check import check_engine_heads
 from gapo_megatron.counts import check_world_size
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy.model import check_shapes, num_experts, read_hf_config
+from gapo_megatron.policy.precision import check_capability
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.generation import generation_s
@@ -135,10 +136,12 @@ def plan(
         efficiency: what is reached of the device.
 
     Raises:
-        ConfigError: num_nodes is not positive, or no layout at all computes this model.
+        ConfigError: num_nodes is not positive, the device does not run the config's fp8, or no
+            layout at all computes this model.
     """
     if num_nodes < 1:
         raise ConfigError(f"nodes ({num_nodes}) must be 1 or more")
+    check_capability(config.model, gpu.compute_capability, device=gpu.name)
     check_shapes(hf_config, ParallelConfig(), config.model)
     num_gpus = num_nodes * gpu.gpus_per_node
     search = _Search(hf_config, Shape.of(hf_config), config, gpu, workload, efficiency)

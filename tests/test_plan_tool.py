@@ -67,6 +67,31 @@ def test_nothing_fits(tmp_path, capsys):
     assert "out of memory" in out
 
 
+@pytest.mark.parametrize(
+    ("fraction", "words"),
+    [
+        (0.99, ": a smaller rollout.memory_fraction than 0.99, which the planner never varies."),
+        (
+            0.004,
+            ": a larger rollout.memory_fraction than 0.004, which the planner never varies, or "
+            "shorter sequences.",
+        ),
+    ],
+)
+def test_the_commonest_reason_says_what_would_fit(model, fraction, words, capsys):
+    """Nodes would not help here."""
+    assert tool.main([CONFIG, model, f"rollout.memory_fraction={fraction}"]) == 1
+    assert f"Nothing fits{words}" in capsys.readouterr().out
+
+
+def test_what_times_in_fp8_rest_on_is_said(model, capsys):
+    for setting in ("model.precision=fp8", "rollout.quantization=fp8"):
+        assert tool.main([CONFIG, model, setting]) == 0
+        assert "fp8: products are taken to reach the same share" in capsys.readouterr().out
+    assert tool.main([CONFIG, model]) == 0
+    assert "fp8" not in capsys.readouterr().out
+
+
 def test_an_fp8_recipe_that_no_such_gpu_runs_has_no_plan(model, capsys):
     fp8 = ["model.precision=fp8", "model.fp8_recipe=mxfp8"]
     assert tool.main([CONFIG, model, *fp8, "--gpu", "h100"]) == 1

@@ -18,8 +18,18 @@ from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import memory
-from gapo_megatron.scaling.planner import Plan, _Search, leave_out, overrides, plan, read_model
-from gapo_megatron.scaling.tables import memory_table, to_json
+from gapo_megatron.scaling.planner import (
+    LARGER_FRACTION,
+    SMALLER_FRACTION,
+    Plan,
+    Refusals,
+    _Search,
+    leave_out,
+    overrides,
+    plan,
+    read_model,
+)
+from gapo_megatron.scaling.tables import memory_table, nothing_fits, to_json
 from gapo_megatron.scaling.times import step_time
 from gapo_megatron.scaling.workload import Workload
 from tests.scaling_setup import H200, WORKLOAD, config, hf, layout, parallel_of
@@ -186,6 +196,25 @@ def test_what_does_not_fit_says_which_part():
     # Weights and gradients alone, 6 bytes a parameter, need at least a cut into four.
     for candidate in plan_72b.ranked:
         assert candidate.layout.tp_size * candidate.layout.pp_size >= 4
+
+
+def test_the_hint_is_the_commonest_reasons(on_one_node):
+    def hint(**counts):
+        reasons = {
+            "gradients": "out of memory while training: gradients most of all",
+            "activations": "out of memory while training: activations most of all",
+            "smaller": SMALLER_FRACTION,
+            "larger": LARGER_FRACTION,
+            "heads": "parallel.tensor_model_parallel_size (8) must divide",
+        }
+        refusals = {reasons[name]: Refusals(count) for name, count in counts.items()}
+        nothing = dataclasses.replace(on_one_node, ranked=[], refusals=refusals)
+        return nothing_fits(nothing, config()).removeprefix("Nothing fits")
+
+    assert hint(gradients=2, activations=2, smaller=3, heads=9).startswith(": more nodes")
+    assert hint(gradients=1, activations=1, smaller=3, heads=9).startswith(": a smaller ")
+    assert hint(smaller=3, larger=4).startswith(": a larger ")
+    assert hint(heads=9) == "."
 
 
 def test_a_smaller_device_takes_fewer_layouts():

@@ -115,6 +115,8 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         markup=False,
         highlight=False,
     )
+    if caveat := tables.fp8_caveat(config):
+        console.print(caveat, markup=False, highlight=False)
     console.print(tables.layouts_table(result, config, top=top))
     console.print(tables.memory_table(result, top=top))
     if result.current_refusal:
@@ -122,9 +124,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     if result.refusals:
         console.print(tables.refusals_table(result))
     if not result.ranked:
-        is_memory = any("out of memory" in reason for reason in result.refusals)
-        hint = ": more nodes, or shorter sequences" if is_memory else ""
-        console.print(f"Nothing fits{hint}.")
+        console.print(tables.nothing_fits(result, config))
         return 1
     best = " ".join(overrides(result.ranked[0]))
     console.print(f"The quickest, as overrides: {best}", markup=False, soft_wrap=True)

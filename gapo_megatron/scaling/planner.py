@@ -29,9 +29,9 @@ _ROLLOUT_PARTS = ("rollout_weights", "kv_cache")
 PARTS = (*_STATE_PARTS, *_STEP_PARTS, *_ROLLOUT_PARTS, "communication", "fragmentation")
 _BUDGET_FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)
 """Of `batch.max_tokens_per_microbatch` that are tried."""
-
-
 _GENERATING = "out of memory while generating"
+SMALLER_FRACTION = f"{_GENERATING}: a smaller rollout.memory_fraction would fit"
+LARGER_FRACTION = f"{_GENERATING}: no room for the KV cache of one sequence"
 
 
 class Refusal(NamedTuple):
@@ -64,9 +64,9 @@ class Candidate:
             parts = (*state, *_ROLLOUT_PARTS)
             return Refusal(_most_of_all("generating", engine, parts), needed)
         if needed > gpu.memory_bytes:
-            return Refusal(f"{_GENERATING}: a smaller rollout.memory_fraction would fit", needed)
+            return Refusal(SMALLER_FRACTION, needed)
         if self.times.generation_s == float("inf"):
-            return Refusal(f"{_GENERATING}: no room for the KV cache of one sequence", needed)
+            return Refusal(LARGER_FRACTION, needed)
         return None
 
 
@@ -125,7 +125,8 @@ def plan(
     Tensor parallelism stays within a node and, where it is used, sequence parallelism with it. More
     ranks share a sequence than the config asks for only where it does not fit otherwise.
     Micro-batches are tried from an eighth to four times the config's, but hold one sequence. Stages
-    are equal, one to a rank; of virtual and unequal ones the config's own are shown.
+    are equal, one to a rank; of virtual and unequal ones the config's own are shown. vLLM's share
+    of the memory is the config's.
 
     Args:
         hf_config: the model's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,16 @@ from gapo_megatron.scaling.calibration import STAGES, Calibration, Observation, 
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import Gpu
 from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.planner import PARTS, Candidate, Plan, gib, leave_out, overrides
+from gapo_megatron.scaling.planner import (
+    LARGER_FRACTION,
+    PARTS,
+    SMALLER_FRACTION,
+    Candidate,
+    Plan,
+    gib,
+    leave_out,
+    overrides,
+)
 from gapo_megatron.scaling.times import StepTime
 from gapo_megatron.scaling.workload import Workload
 
@@ -91,6 +101,24 @@ def refusals_table(plan: Plan) -> Table:
     return table
 
 
+def nothing_fits(plan: Plan, config: Config) -> str:
+    """That, and what the commonest of the reasons asks for, if it is memory."""
+    fraction = (
+        f"rollout.memory_fraction than {config.rollout.memory_fraction:g}, which the planner never "
+        "varies"
+    )
+    of_fraction = {
+        SMALLER_FRACTION: f"a smaller {fraction}",
+        LARGER_FRACTION: f"a larger {fraction}, or shorter sequences",
+    }
+    counts: Counter[str] = Counter()
+    for reason, refused in plan.refusals.items():
+        if "out of memory" in reason:
+            counts[of_fraction.get(reason, "more nodes, or shorter sequences")] += refused.count
+    hint = f": {counts.most_common(1)[0][0]}" if counts else ""
+    return f"Nothing fits{hint}."
+
+
 def comparison_table(
     observations: Sequence[tuple[Observation, bool]], *, gpu: Gpu, efficiency: Efficiency
 ) -> Table:
@@ -125,6 +153,17 @@ def times_rest_on(calibration: Calibration) -> str:
     return (
         f"Measured: {', '.join(measured) or 'nothing'}; assumed: {', '.join(assumed) or 'nothing'}."
         f" Largest miss where they were fitted: {worst}."
+    )
+
+
+def fp8_caveat(config: Config) -> str:
+    """What times in fp8 rest on besides; empty where nothing is in fp8."""
+    if config.model.precision != "fp8" and not config.rollout.quantization:
+        return ""
+    return (
+        "fp8: products are taken to reach the same share of the doubled peak as in bf16, and casts "
+        "to cost nothing; no published step time behind the efficiencies is in fp8. Slower is "
+        "likelier than quicker, unless a calibration was measured in fp8."
     )
 
 

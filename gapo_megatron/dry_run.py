@@ -55,7 +55,12 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
     console = console or Console()
     if not console.is_terminal:
         console.width = 120
-    counts = arithmetic(config, world_size=world_size)
+    try:
+        counts = arithmetic(config, world_size=world_size)
+    except ConfigError as error:
+        if world_size > 1:
+            raise
+        raise ConfigError(f"{error}; --rank 0/N makes it a dry run of N processes") from None
     hf_config = None
     if Path(config.model.hf_dir).is_dir():
         hf_config = read_hf_config(config.model.hf_dir)
@@ -76,6 +81,8 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
         rules = rules_for(hf_config)
         console.print(_shapes_table(rules, config.parallel))
         console.print(_memory_table(rules, config, counts))
+        if config.optimizer.offload:
+            console.print("Offload: while vLLM is awake, the optimizer's part is in host memory.")
         if note := _positions_note(config, hf_config):
             console.print(note, markup=False)
     if config.model.megatron_dir and not Path(config.model.megatron_dir).is_dir():
@@ -123,7 +130,11 @@ def _counts_table(config: Config, counts: Arithmetic) -> Table:
     vpp = config.parallel.virtual_pipeline_model_parallel_size
     prompts_per_replica = batch.rollout_prompts / counts.rollout_replicas
     num_prompts = num_begun(batch, batch.rollout_prompts)
+    begun_as = "begun per step"
     begun = f"{num_prompts} prompts (batch.oversampling {batch.oversampling:g})"
+    if batch.partial_rollouts:
+        begun_as, num_open = "under way in a step", num_prompts - batch.rollout_prompts
+        begun += f": after the first step {batch.rollout_prompts} new ones, {num_open} that go on"
     updates = counts.num_minibatches * config.run.num_steps
     rows = {
         "processes": f"{counts.world_size} = {counts.cut}"
@@ -134,7 +145,7 @@ def _counts_table(config: Config, counts: Arithmetic) -> Table:
         + (f"; layers in {config.rollout.quantization}" if config.rollout.quantization else ""),
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
         f"{counts.rollout_sequences:,} sequences",
-        **({"begun per step": begun} if batch.oversampling > 1 else {}),
+        **({begun_as: begun} if batch.oversampling > 1 else {}),
         "verdicts": f"{reward.kind}, at most {rewards.timeout_s(reward)} s each; workers per rank: "
         f"{reward.num_workers or 'its share of the cores, at most 8'}",
         **({"sandbox of programs": reward.sandbox} if reward.kind == "code" else {}),

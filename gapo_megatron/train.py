@@ -324,13 +324,14 @@ def main() -> None:
         "--rank",
         type=_rank_of,
         metavar="RANK/WORLD_SIZE",
-        help="of --dry-run=deep, e.g. 37/128; without it rank 0 of the environment's processes",
+        help="of a dry run, e.g. 37/128: how many processes, and of --dry-run=deep which one is "
+        "built; without it rank 0 of the environment's processes",
     )
     # Alone it takes no value: what follows it is not one.
     given = ["--dry-run=plain" if word == "--dry-run" else word for word in sys.argv[1:]]
     arguments = parser.parse_args(given)
-    if arguments.rank and arguments.dry_run != "deep":
-        parser.error("--rank goes with --dry-run=deep")
+    if arguments.rank and not arguments.dry_run:
+        parser.error("--rank goes with --dry-run")
     with fail_fast():
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:

@@ -119,6 +119,16 @@ def test_world_size_that_does_not_divide(
     assert all(name in str(caught.value) for name in names), caught.value
 
 
+def test_of_one_process_it_says_how_to_have_more() -> None:
+    """The dry run of a larger config, by the command that users find first."""
+    config = make_config(parallel={"tensor_model_parallel_size": 2})
+    way = "--rank 0/N makes it a dry run of N processes"
+    with pytest.raises(ConfigError, match=rf"world size \(1\) must be .* \(2\); {way}$"):
+        text_of(config)
+    with pytest.raises(ConfigError, match=r"world size \(3\) must be .* \(2\)$"):
+        text_of(config, world_size=3)
+
+
 @pytest.mark.parametrize(
     ("parallel", "names"),
     [
@@ -192,6 +202,16 @@ def test_over_sampling_is_said() -> None:
     text = text_of(make_config(batch={"rollout_prompts": 256, "oversampling": 1.5}))
     assert re.search(r"begun per step\W+384 prompts \(batch\.oversampling 1\.5\)", text)
     assert "begun per step" not in text_of(make_config())
+    batch = {"rollout_prompts": 256, "oversampling": 1.5, "partial_rollouts": True}
+    text = text_of(make_config(batch=batch))
+    words = "384 prompts (batch.oversampling 1.5): after the first step 256 new ones, 128 that go"
+    assert words in text and "begun per step" not in text
+
+
+def test_offload_is_said(tmp_path: Path) -> None:
+    model, words = {"hf_dir": write_model(tmp_path / "m")}, "while vLLM is awake, the optimizer's"
+    assert words in text_of(make_config(model=model, optimizer={"offload": True}))
+    assert words not in text_of(make_config(model=model))
 
 
 def test_how_responses_are_judged_is_said() -> None:

@@ -309,7 +309,12 @@ def test_command_line(tmp_path: Path, monkeypatch: Any, capsys: Any, position: i
     plain = [*words[:position], "--dry-run", *words[position:]]
     monkeypatch.setattr(sys, "argv", ["train", *plain])
     train.main()
-    assert "Rank" not in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "1 = tensor 1 x pipeline 1 x data 1" in text and "Rank" not in text
+    monkeypatch.setattr(sys, "argv", ["train", *plain, "--rank", "2/4"])
+    train.main()
+    text = capsys.readouterr().out
+    assert "4 = tensor 1 x pipeline 1 x data 4" in text and "Rank" not in text
     deep = [*words[:position], "--dry-run=deep", *words[position:], "--rank", "2/4"]
     monkeypatch.setattr(sys, "argv", ["train", *deep])
     train.main()
@@ -317,7 +322,7 @@ def test_command_line(tmp_path: Path, monkeypatch: Any, capsys: Any, position: i
     assert "World-size arithmetic" in text and "Rank 2 of 4: tensor 1 x pipeline 1 x data 4" in text
 
 
-@pytest.mark.parametrize("words", [["--dry-run=deep", "--rank=4/4"], ["--dry-run", "--rank=0/4"]])
+@pytest.mark.parametrize("words", [["--dry-run=deep", "--rank=4/4"], ["--rank=0/4"]])
 def test_rank_that_is_none(monkeypatch: Any, capsys: Any, words: list[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["train", "config.toml", *words])
     with pytest.raises(SystemExit) as caught:

@@ -502,7 +502,9 @@ def test_there_is_room_when_vllm_starts(root: Path) -> None:
 def test_open_groups_at_another_temperature_are_refused_before_any_model_is_built(
     root: Path, partial_run: Path
 ) -> None:
-    overrides = [*map(str, partial(root, partial_run.name)[2:]), "rollout.temperature=0.5"]
+    given = map(str, partial(root, partial_run.name)[2:])
+    # With more steps than it has: else it is finished.
+    overrides = [*given, "run.num_steps=9", "rollout.temperature=0.5"]
     with pytest.raises(ConfigError, match=r"temperature \(0\.5\) must be 1\.0, as in .*00000004,"):
         train(load_config(root / "config.toml", overrides))
 

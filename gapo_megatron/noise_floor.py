@@ -51,7 +51,7 @@ def watch_noise_floor(
     stopwatch: Stopwatch,
     *,
     step: int,
-    first_step: int,
+    first_sampled: int,
 ) -> dict[str, float]:
     """Measure when it is due, log the result on rank 0, and warn when the clip is too narrow.
 
@@ -70,7 +70,7 @@ def watch_noise_floor(
         config: of the run.
         stopwatch: counts the stage `noise_floor`.
         step: about to be trained.
-        first_step: the first that this process samples for.
+        first_sampled: the first that this process samples for.
 
     Returns:
         `numerics/noise_floor_mean`, `numerics/noise_floor_max` and, beside them, the clip of the
@@ -84,7 +84,7 @@ def watch_noise_floor(
             rank alike; no weight has moved. Later a warning has to do: work is at stake.
     """
     every = config.metrics.noise_floor_every_steps
-    if not every or (step % every and step != first_step):
+    if not every or (step % every and step != first_sampled):
         return {}
     with stopwatch("noise_floor"):
         found = measure_noise_floor(policy, batch, config)

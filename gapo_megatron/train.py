@@ -146,6 +146,8 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
     first_sampled = first_step if opened is None else first_step + 1
 
     def save(step: int) -> None:
+        if not keep_weights:
+            return
         with stopwatch("checkpoint"):
             checkpoint.save(
                 run_dir,
@@ -219,7 +221,7 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
             batch, metrics = make_batch(sampled.groups, method), sampled.metrics
             metrics |= count_by_correct(batch, group_size=config.batch.rollouts_per_prompt)
             metrics |= watch_noise_floor(
-                policy, batch, config, stopwatch, step=step, first_step=first_sampled
+                policy, batch, config, stopwatch, step=step, first_sampled=first_sampled
             )
             opened = OpenStep(batch, metrics, evaluated)
         # From here on a stop keeps the rollouts.
@@ -259,14 +261,14 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
         writer.log(step, metrics, stopwatch.lap(num_tokens=num_tokens))
         opened = None
         done = step + 1
-        if keep_weights and (done == num_steps or config.checkpoint.is_due(done)):
+        if done == num_steps or config.checkpoint.is_due(done):
             save(done)
             saved = (done, None)
 
     writer.close()
     pool.close()
     if not finished:
-        if keep_weights and saved != (step, opened and opened.progress.num_updates):
+        if saved != (step, opened and opened.progress.num_updates):
             save(step)
         return attempt.end("stopped")
     if not keep_weights:

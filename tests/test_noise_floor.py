@@ -151,9 +151,11 @@ def test_sequences_without_company_say_nothing(
 
 
 def watch(
-    policy: Policy, batch: Batch, config: Config, *, step: int = 0, first_step: int = 0
+    policy: Policy, batch: Batch, config: Config, *, step: int = 0, first_sampled: int = 0
 ) -> dict[str, float]:
-    return watch_noise_floor(policy, batch, config, Stopwatch(), step=step, first_step=first_step)
+    return watch_noise_floor(
+        policy, batch, config, Stopwatch(), step=step, first_sampled=first_sampled
+    )
 
 
 def test_measured_every_so_many_steps_and_recorded_as_an_uninterrupted_run_would(
@@ -169,16 +171,16 @@ def test_measured_every_so_many_steps_and_recorded_as_an_uninterrupted_run_would
 
     monkeypatch.setattr(noise_floor, "measure_noise_floor", measure)
 
-    def run(every: int, first_step: int) -> list[int]:
+    def run(every: int, first_sampled: int) -> list[int]:
         """Steps that recorded something."""
         nonlocal step
         measured.clear()
         config = make_config(folder, metrics={"noise_floor_every_steps": every})
         recorded = []
-        for step in range(first_step, 8):
+        for step in range(first_sampled, 8):
             stopwatch = Stopwatch()
             metrics = watch_noise_floor(
-                policy, BATCH, config, stopwatch, step=step, first_step=first_step
+                policy, BATCH, config, stopwatch, step=step, first_sampled=first_sampled
             )
             timed = "time/noise_floor_s" in stopwatch.lap(num_tokens=1)
             assert timed == (step in measured)
@@ -186,13 +188,13 @@ def test_measured_every_so_many_steps_and_recorded_as_an_uninterrupted_run_would
                 recorded.append(step)
         return recorded
 
-    assert run(3, first_step=0) == measured == [0, 3, 6]
+    assert run(3, first_sampled=0) == measured == [0, 3, 6]
     caplog.clear()
-    assert run(3, first_step=4) == [6]
+    assert run(3, first_sampled=4) == [6]
     assert measured == [4, 6]
     assert len(caplog.records) == 2 and "1.0e-06" in caplog.records[0].message
-    assert run(0, first_step=0) == measured == []
-    assert run(0, first_step=4) == measured == []
+    assert run(0, first_sampled=0) == measured == []
+    assert run(0, first_sampled=4) == measured == []
     config = make_config(folder)
     assert config.metrics.noise_floor_every_steps == 50
 
@@ -306,7 +308,7 @@ def test_a_run_does_not_start_where_the_clip_is_noise(
         assert part in str(caught.value)
     # Not later, nor where a run resumes: one unlucky sample must not cost hours of work.
     assert start(1.01 * bound, step=50)
-    assert start(1.01 * bound, step=50, first_step=50)
+    assert start(1.01 * bound, step=50, first_sampled=50)
 
 
 # --- over ranks -----------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ CHECKPOINT_METADATA = {
 """How Megatron-core writes model and optimizer."""
 
 _STATE = ("param", "exp_avg", "exp_avg_sq")
+"""Megatron-core's names of master weights and moments."""
 
 _GATHERED_AT_ONCE = 2**26
 """Numbers of the optimizer's state on the device: 256 MiB."""
@@ -76,6 +77,7 @@ def build_optimizer(
             use_distributed_optimizer=True,
         ),
         model,
+        use_gloo_process_groups=False,
     )
     _set_hyperparameters(optimizer, config)
     _create_state(optimizer)

@@ -83,8 +83,7 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
             expert_model_parallel_size=config.expert_model_parallel_size,
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=math.ceil(config.timeout_s / 60),
-            # The optimizer's checkpoint format gathers over gloo (megatron-core 0.16).
-            create_gloo_process_groups=True,
+            create_gloo_process_groups=False,
         )
     tp_group = parallel_state.get_tensor_model_parallel_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,15 +25,9 @@ def fake_groups(config: ParallelConfig, *, rank: int, world_size: int) -> Iterat
         ConfigError: the parallel sizes do not divide the world size.
     """
     check_world_size(config, world_size)
-    new_group = dist.new_group
-
-    def new_fake_group(*args: Any, **kwargs: Any) -> Any:
-        return new_group(*args, **{**kwargs, "backend": "fake"})  # Megatron-core asks for gloo's
-
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        with mock.patch.object(dist, "new_group", new_fake_group):
-            groups = parallel.initialize(config)
+        groups = parallel.initialize(config)
         try:
             yield groups
         finally:

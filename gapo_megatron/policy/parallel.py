@@ -6,6 +6,7 @@ read the state that `initialize` sets).
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import dataclass
 
@@ -114,5 +115,14 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
 
 
 def destroy() -> None:
-    """Forget the groups, so that `initialize` can be called again. The default group stays up."""
+    """Close the groups, so that `initialize` can be called again. The default group stays up.
+
+    Collectives: a barrier, on every rank.
+    """
+    dist.barrier()  # a rank that closes a connection early ends its peer's last transfer
+    # Megatron-core only forgets them. A group of gloo has threads that wake 100 times a second.
+    for group in parallel_state._global_process_group_list or []:
+        if group is not None:  # None: the default group
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
+    gc.collect()  # earlier models hold groups of theirs, and are cyclic garbage

@@ -16,7 +16,7 @@ from torch import Tensor
 from gapo_megatron import checkpoint
 from gapo_megatron.config import Config
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.policy import Policy, destroy, initialize, reduction
+from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize, reduction
 from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.policy.step import log_probs, update
 from tests.attempt_setup import make_attempt
@@ -105,9 +105,8 @@ def configure(folder: Path, case: Case, *, overlap: bool) -> Config:
     )
 
 
-def train(folder: Path, case: Case, *, overlap: bool) -> Report:
+def train(folder: Path, case: Case, groups: ParallelGroups, *, overlap: bool) -> Report:
     config = configure(folder, case, overlap=overlap)
-    groups = initialize(config.parallel)
     with patch.object(reduction, "bucket_size", lambda _: case.bucket_size):
         policy = Policy.build(config, groups, "cpu")
     policy.load_hf_weights(read_weights(folder / case.model))
@@ -122,7 +121,6 @@ def train(folder: Path, case: Case, *, overlap: bool) -> Report:
     report.weights = weights(policy)
     if policy.reduction is not None:
         report.num_buckets = policy.reduction.num_buckets
-    destroy()
     return report
 
 
@@ -143,11 +141,14 @@ def weights(policy: Policy) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
 
 
-def train_cases(folder: Path, cases: dict[str, Case]) -> dict[str, tuple[Report, Report]]:
-    return {
-        name: (train(folder, case, overlap=True), train(folder, case, overlap=False))
-        for name, case in cases.items()
-    }
+def train_cases(folder: Path, cases: dict[str, Case]) -> dict[str, tuple[Report, ...]]:
+    """Every case with and without the overlap, in the same groups."""
+    found = {}
+    for name, case in cases.items():
+        groups = initialize(configure(folder, case, overlap=True).parallel)
+        found[name] = tuple(train(folder, case, groups, overlap=on) for on in (True, False))
+        destroy()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +161,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def compare(reports: list[tuple[Report, Report]], *, where: str) -> None:
+def compare(reports: list[tuple[Report, ...]], *, where: str) -> None:
     first = reports[0][0]
     assert first.num_buckets >= 5, where
     assert first.grad_norms[-1] == 0 < min(first.grad_norms[:-1]), where

@@ -20,6 +20,7 @@ _FIRST = (
     "slurm/test_survives.py",
     "slurm/test_scripts.py",
     "test_train.py",
+    "test_cpu.py",
     "distributed/test_checkpoint.py",
     "peers/test_conversion.py",
     "test_rollout.py",

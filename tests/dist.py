@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 540
+TIMEOUT_S = 1500
 """For everything together; vLLM takes up to 20 s to import."""
 
 

@@ -107,5 +107,5 @@ def submit(folder: Path, *arguments: str, **changes: str) -> subprocess.Complete
         env=environment(folder, **changes),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )

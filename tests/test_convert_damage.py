@@ -346,7 +346,7 @@ def kill(
         capture_output=True,
         text=True,
         cwd=TOOLS.parent,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
 

@@ -88,7 +88,7 @@ def run(*arguments: str, **env: str) -> tuple[int, dict[str, dict[str, str]]]:
         env=kept | env,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.stdout, done.stderr
     return done.returncode, {one["name"]: one for one in json.loads(done.stdout)}

@@ -51,7 +51,7 @@ def look(site: Path, torch: dict[str, Any]) -> dict[str, Finding]:
     env = path_with(site)
     env["PYTHONPATH"] += f":{ROOT}"
     command = [sys.executable, "-c", LOOK, json.dumps(torch)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return {name: Finding(**one) for name, one in json.loads(done.stdout).items()}
 

@@ -376,7 +376,7 @@ def test_the_tool_compares(tmp_path) -> None:
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "gapo (published)  17.9/63.3" in done.stdout

@@ -42,7 +42,7 @@ def test_importing_a_pure_room_loads_neither_megatron_nor_vllm() -> None:
         capture_output=True,
         text=True,
         cwd=PACKAGE.parent,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 

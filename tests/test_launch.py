@@ -140,7 +140,7 @@ def run_program(body: str, **env: str) -> subprocess.CompletedProcess[str]:
         env=clean | env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -74,7 +74,7 @@ class Nodes:
 
     def end(self) -> dict[str, str]:
         """Wait for all; what each printed."""
-        said = {node: task.communicate(timeout=120)[0] for node, task in self.tasks.items()}
+        said = {node: task.communicate(timeout=600)[0] for node, task in self.tasks.items()}
         assert {task.returncode for task in self.tasks.values()} <= {0, -9}, said
         return said
 

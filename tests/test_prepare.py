@@ -23,7 +23,7 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

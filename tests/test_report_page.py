@@ -176,7 +176,7 @@ def browse(page, folder, *options):
         *("--disable-background-networking", "--disable-component-update", "--no-first-run"),
         *(*options, f"--print-to-pdf={folder}/page.pdf", page.as_uri()),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert (folder / "page.pdf").read_bytes().startswith(b"%PDF")
     return done.stderr

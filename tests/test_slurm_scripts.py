@@ -74,7 +74,7 @@ def dry_run(path: Path, folder: Path, python: str) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -152,7 +152,7 @@ class Run:
 
     def end(self) -> tuple[int, str]:
         """Exit code and output."""
-        output, _ = self.process.communicate(timeout=120)
+        output, _ = self.process.communicate(timeout=600)
         return self.process.returncode, output
 
     @property

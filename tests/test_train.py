@@ -133,7 +133,7 @@ def launched(attempt_dir: Path) -> dict[str, str]:
 
 
 def finish(process: subprocess.Popen[str] | Program, *, exit_code: int = 0) -> str:
-    output, _ = process.communicate(timeout=280)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == exit_code, output[-6000:]
     return output
 
@@ -206,7 +206,6 @@ def test_a_probe_keeps_no_weights(root: Path, whole_run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_kill_and_resume_repeat_the_run_bitwise(root: Path) -> None:
     """Invariant 6, with SIGKILL of one of two ranks at three moments of a step."""
     arguments = (root / "config.toml", "parallel.tensor_model_parallel_size=1")
@@ -221,7 +220,7 @@ def test_kill_and_resume_repeat_the_run_bitwise(root: Path) -> None:
             time.sleep(0.01)
         time.sleep(delay_s)
         os.kill(process.pids[num_steps % 2], signal.SIGKILL)
-        process.communicate(timeout=120)
+        process.communicate(timeout=600)
         assert process.returncode != 0
         assert num_steps_logged(killed) < 6, "the run was over before the kill"
     finish(Program("gapo_megatron.train", *arguments, f"run.output_dir={killed}", ranks=2))
@@ -271,7 +270,6 @@ def branch(root: Path, name: str, *overrides: str) -> tuple[object, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_branch_with_the_same_settings_continues_the_run_bitwise(
     root: Path, whole_run: Path
 ) -> None:
@@ -284,7 +282,7 @@ def test_a_branch_with_the_same_settings_continues_the_run_bitwise(
         assert process.poll() is None, process.communicate()[0][-4000:]
         time.sleep(0.01)
     process.kill()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert f"branched from {whole_run}/checkpoints/step_00000004" in output
     output = finish(Program(*command))
     assert f"resumed from {own}" in output and "branched from" not in output
@@ -578,7 +576,6 @@ def test_a_branch_into_other_problems_is_refused_before_any_model_is_built(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_layouts_agree(root: Path, whole_run: Path) -> None:
     """Invariant 2 for the whole program: the first steps of TP = 2 with SP, PP, CP and DP = 2.
 

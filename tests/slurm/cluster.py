@@ -79,7 +79,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         if check and done.returncode:
             raise ClusterError(f"{' '.join(done.args)} -> {done.returncode}: {done.stderr}")
@@ -94,7 +94,7 @@ class Cluster:
         shown = self.run("scontrol", "--oneliner", "--details", "show", "job", job).stdout
         return dict(re.findall(r"(\w+)=(\S*)", shown))
 
-    def wait(self, job: str, state: str, *, timeout_s: float = 180) -> dict[str, str]:
+    def wait(self, job: str, state: str, *, timeout_s: float = 600) -> dict[str, str]:
         """Wait until the job is in `state`; returns its fields then.
 
         Raises:
@@ -357,7 +357,7 @@ def until(
     condition: Callable[[], bool],
     what: str,
     *,
-    timeout_s: float = 180,
+    timeout_s: float = 600,
     every_s: float = 0.25,
     seen: Callable[[], str] = str,
 ) -> None:

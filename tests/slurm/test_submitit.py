@@ -51,7 +51,7 @@ def hold(tmp_path: Path) -> Path:
 
 
 def done(process: subprocess.Popen[str], exit_code: int = 0) -> str:
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == exit_code, output
     return output
 

@@ -28,7 +28,7 @@ from gapo_megatron.scaling.activations import (
 from gapo_megatron.scaling.arithmetic import Shape, element_bytes, engine_bytes
 from gapo_megatron.scaling.generation import kv_cache_bytes
 from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.state import state_bytes
+from gapo_megatron.scaling.state import checkpoint_bytes, state_bytes
 
 if TYPE_CHECKING:
     from gapo_megatron.scaling.hardware import Gpu
@@ -96,6 +96,8 @@ class Memory:
     """The stage that needs most while training."""
     engine: StageMemory
     """The stage that needs most while generating."""
+    checkpoint: int
+    """Of host memory, on one rank of the stage that needs most, while it saves or loads."""
 
     @property
     def training(self) -> int:
@@ -149,6 +151,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     return Memory(
         trainer=max(stages, key=lambda one: one.training),
         engine=max(stages, key=lambda one: one.generating),
+        checkpoint=max(checkpoint_bytes(rules, config, layout)),
     )
 
 

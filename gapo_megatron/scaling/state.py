@@ -38,6 +38,8 @@ _ORDER = (
     "linear_fc1",
     "linear_fc2",
 )
+CHECKPOINT_BYTES = 12
+"""Of a parameter, in every precision: master weight and two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,17 @@ def rank_bytes(
         stage.buffer_elements * gradient,
         stage.owned_elements[rank % layout.ranks_per_stage] * state,
     )
+
+
+def checkpoint_bytes(rules: list[Rule], config: Config, layout: Layout) -> list[int]:
+    """Host bytes of a rank of each stage while a checkpoint is saved or loaded.
+
+    The optimizer's state of all that its neighbours keep with it, in float32, padding and all
+    (`policy.optimizer`).
+    """
+    return [
+        stage.buffer_elements * CHECKPOINT_BYTES for stage in stage_states(rules, config, layout)
+    ]
 
 
 def stage_states(rules: list[Rule], config: Config, layout: Layout) -> list[StageState]:

@@ -56,19 +56,21 @@ def layouts_table(plan: Plan, config: Config, *, top: int) -> Table:
 def memory_table(plan: Plan, *, top: int) -> Table:
     """The same rows by part of the memory, of the stage that needs most while training.
 
-    The last column is of the stage that needs most while generating.
+    `generating` is of the stage that needs most then, `checkpoint_host` of a node's own memory.
     """
     table = Table(
         title=f"Memory of one GPU by part, GiB (a {plan.gpu.name} has "
-        f"{gib(plan.gpu.memory_bytes):.1f}); of layer and head the larger counts",
+        f"{gib(plan.gpu.memory_bytes):.1f}); of layer and head the larger counts; "
+        "checkpoint host: of a node's own memory, while one is saved or loaded",
         title_justify="left",
     )
     rows = [(str(place), one) for place, one in enumerate(plan.ranked[:top], start=1)]
     if plan.current is not None:
         rows.append(("yours" if not plan.current_refusal else "yours *", plan.current))
-    values = {name: _memory_values(candidate) for name, candidate in rows}
+    values = {name: _memory_values(plan, candidate) for name, candidate in rows}
     is_fp8 = any(sizes["fp8_copies"] for sizes in values.values())
-    parts = [part for part in (*PARTS, "training", "generating") if is_fp8 or part != "fp8_copies"]
+    sums = ("training", "generating", "checkpoint_host")
+    parts = [part for part in (*PARTS, *sums) if is_fp8 or part != "fp8_copies"]
     headings = [part.replace("rollout_weights", "vLLM_weights").replace("_", " ") for part in parts]
     for heading in ("", *headings):
         table.add_column(heading, justify="right")
@@ -227,17 +229,25 @@ def _values(plan: Plan, candidate: Candidate, config: Config) -> dict[str, Any]:
         "layout": dataclasses.asdict(candidate.layout),
         "max_tokens_per_microbatch": candidate.max_tokens_per_microbatch,
         "overrides": overrides(candidate),
-        "memory_bytes": _memory_values(candidate),
+        "memory_bytes": _memory_values(plan, candidate),
         "times": times,
         "gpu_hours": _finite(plan.gpu_hours(candidate, config.run.num_steps)),
     }
 
 
-def _memory_values(candidate: Candidate) -> dict[str, int]:
-    """Bytes of the stage that needs most while training, by part; and the most of both phases."""
+def _memory_values(plan: Plan, candidate: Candidate) -> dict[str, int]:
+    """Bytes by part of the stage that needs most while training; the most of both phases.
+
+    And, as `checkpoint_host`, of a node's own memory while a checkpoint is saved or loaded.
+    """
     found = candidate.memory
     parts = {part: getattr(found.trainer, part) for part in PARTS}
-    return parts | {"training": found.training, "generating": found.generating}
+    ranks_per_node = min(plan.gpu.gpus_per_node, plan.num_gpus)
+    return parts | {
+        "training": found.training,
+        "generating": found.generating,
+        "checkpoint_host": found.checkpoint * ranks_per_node,
+    }
 
 
 def _finite(value: float) -> float | None:

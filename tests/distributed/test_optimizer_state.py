@@ -15,7 +15,10 @@ from torch import Tensor
 
 from gapo_megatron import checkpoint
 from gapo_megatron.config import Config
+from gapo_megatron.convert import rules_for
 from gapo_megatron.policy import Policy, destroy, initialize, optimizer, reduction
+from gapo_megatron.scaling.layout import Layout
+from gapo_megatron.scaling.state import checkpoint_bytes
 from tests.dist import run_distributed
 from tests.distributed import conversion_setup
 from tests.distributed.checkpoint_setup import save, tensors_on_disk
@@ -42,6 +45,24 @@ def build(folder: Path, name: str) -> tuple[Config, Policy]:
     return config, policy
 
 
+def host_bytes(policy: Policy) -> int:
+    """What this rank's host keeps of the optimizer's state while it saves."""
+    return sum(
+        tensor.nbytes
+        for part in optimizer._parts(policy.optimizer)
+        for by_dtype in part.get_parameter_state_dp_zero(empty_data=True).values()
+        for state in by_dtype.values()
+        for tensor in state.values()
+    )
+
+
+def predicted_bytes(config: Config, policy: Policy, *, bucket_size: int) -> int:
+    layout = Layout.of(config, world_size=policy.groups.world_size)
+    with patch.object(reduction, "bucket_size", lambda _: bucket_size):
+        of_stages = checkpoint_bytes(rules_for(policy.hf_config), config, layout)
+    return of_stages[policy.groups.pp_rank]
+
+
 def write(folder: Path, run_dir: Path) -> list[int]:
     """A checkpoint of each case; returns the sizes of what was gathered."""
     gathered: list[int] = []
@@ -51,12 +72,13 @@ def write(folder: Path, run_dir: Path) -> list[int]:
         gathered.append(output.numel())
         return all_gather(output, *args, **kwargs)
 
-    for name in CASES:
+    for name, (_, _, bucket_size) in CASES.items():
         config, policy = build(folder, name)
         parts = optimizer.inner_optimizers(policy.optimizer)
         buffers = [buffer for stage in policy.model for buffer in stage.buffers]
         padded = [buffer.numel - sum(one.numel() for one in buffer.params) for buffer in buffers]
         assert max(padded) > 0, name
+        assert host_bytes(policy) == predicted_bytes(config, policy, bucket_size=bucket_size), name
         for part in parts:
             for weight, state in part.state.items():
                 state["exp_avg"].copy_(2 * weight)

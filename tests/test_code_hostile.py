@@ -32,6 +32,9 @@ LIMITS = {
     "output_mib": 1,
 }
 
+PATIENT = LIMITS | {"cpu_s": 10, "wall_s": 40, "total_s": 160}
+"""For a program that a busy machine has ended before it did what it is there for."""
+
 NUM_TESTS = 2
 """Of every problem: a program may take `wall_s` in each."""
 
@@ -92,11 +95,17 @@ def host(tmp_path_factory):
     sleeper.wait()
 
 
-def judge(source: str, tests: dict[str, object], *, sandbox: str) -> tuple[Verdict, float]:
+def judge(
+    source: str, reason: str, tests: dict[str, object], *, sandbox: str
+) -> tuple[Verdict, float]:
+    """The verdict, and the seconds that it took."""
     start = time.monotonic()
     response, answer = f"```python\n{source}\n```", json.dumps(tests)
     verdict = code.verify(response, answer, limits=LIMITS, sandbox=sandbox)
-    return verdict, time.monotonic() - start
+    seconds = time.monotonic() - start
+    if re.search("longer than|CPU time", verdict.reason) and not re.search(reason, verdict.reason):
+        verdict = code.verify(response, answer, limits=PATIENT, sandbox=sandbox)
+    return verdict, seconds
 
 
 def cases(host: dict[str, str]) -> list[tuple[str, str, str, dict[str, object]]]:
@@ -136,9 +145,7 @@ def test_hostile_programs_neither_score_nor_escape_nor_delay(host, kind, request
     with ThreadPoolExecutor(4) as pool:  # some sleep
         honest = pool.submit(judge_good_programs)
         try:
-            results = list(
-                pool.map(lambda case: judge(case[1], case[3], sandbox=sandbox), all_cases)
-            )
+            results = list(pool.map(lambda case: judge(*case[1:], sandbox=sandbox), all_cases))
         finally:
             stop.set()
         honest.result()

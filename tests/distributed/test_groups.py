@@ -37,4 +37,4 @@ def test_threads_of_closed_groups_do_not_pile_up(no_gc: None, tmp_path: Path) ->
             assert num_threads() > before + 30  # three for a group of gloo
             destroy()
             left.append(num_threads() - before)
-    assert left == [left[0]] * 3
+    assert max(left) - min(left) < 10, left  # a thread takes its time to end; a policy has 48

@@ -131,6 +131,7 @@ def test_the_other_megatron_core_version() -> None:
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
             "tests/test_cpu.py", "tests/distributed/test_policy_one_rank.py",
             "tests/distributed/test_reduction.py", "tests/distributed/test_optimizer_state.py",
+            "--deselect=tests/distributed/test_reduction.py::test_four_ranks_move_as_without_the_overlap",
         ],
         env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False,
     )  # fmt: skip

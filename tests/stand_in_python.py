@@ -7,7 +7,7 @@ STEPS          how many steps make the run finished, of 0.1 s each (default 3)
 BAD_NODES      nodes whose check says nothing
 PREPARE_EXIT   exit code of prepare
 SHOW           variables that the ranks print
-SLOW           the program that takes 2 s: prepare, preflight, postmortem
+SLOW           the program that takes 8 s: prepare or preflight
 """
 
 import os
@@ -94,7 +94,7 @@ def train() -> None:
                 os._exit(int(value))
     if action == "quit":
         sys.exit(0)
-    time.sleep(120)
+    time.sleep(3600)
 
 
 def _steps(run_dir: Path, attempt: Path, rank: int) -> None:
@@ -121,7 +121,7 @@ def main() -> None:
     if module == "gapo_megatron.train":
         train()
     name = module.rpartition(".")[2]
-    time.sleep(2 if os.environ.get("SLOW") == name else 0)
+    time.sleep(8 if os.environ.get("SLOW") == name else 0)
     program = {
         "prepare": prepare,
         "preflight": preflight,

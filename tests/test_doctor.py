@@ -88,7 +88,7 @@ def run(*arguments: str, **env: str) -> tuple[int, dict[str, dict[str, str]]]:
         env=kept | env,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1500,
     )
     assert done.stdout, done.stderr
     return done.returncode, {one["name"]: one for one in json.loads(done.stdout)}

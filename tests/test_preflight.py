@@ -31,8 +31,10 @@ from gapo_megatron.launch.preflight import Preflight
 ROOT = Path(__file__).parents[1]
 # Addresses of the loopback: names that resolve, in the order of their names.
 A, B, C = NODES = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
-TIMEOUT_S = 90.0
+TIMEOUT_S = 120.0
 """A third must suffice to import torch three times on two busy cores."""
+NO_WAIT_S = 900.0
+"""Where nobody is waited for in vain."""
 
 # What nvidia-smi prints: --format=csv,noheader,nounits of node_checks._GPU_FIELDS.
 UUID = "GPU-2b7a5a3e-0c1d-4f6e-9a3b-00000000000"  # and the index
@@ -106,7 +108,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -133,6 +135,7 @@ def stand_in(folder: Path, script: str) -> str:
 
 
 def test_a_node_that_lacks_a_gpu_stays_out_of_the_all_reduce(nodes: Nodes) -> None:
+    nodes.timeout_s = NO_WAIT_S
     for count in (7, 8):
         (nodes.folder / f"smi_{count}").write_text(gpu_lines(count))
     shows = f"[ $SLURMD_NODENAME = {B} ] && n=7 || n=8; cat {nodes.folder}/smi_$n"
@@ -221,13 +224,13 @@ def test_a_process_that_dies_is_the_nodes_own_fault(nodes: Nodes) -> None:
 
 
 def test_a_crash_among_others_is_the_nodes_own_fault_too(nodes: Nodes) -> None:
-    nodes.num_nodes = 2
+    nodes.num_nodes, nodes.timeout_s = 2, NO_WAIT_S
     nodes.start(B)
     until((nodes.check / f"{B}.json").exists)
     nodes.tasks[B].kill()
     nodes.start(A)
     until((nodes.check / ".port_0").exists)
-    time.sleep(0.5)  # it waits for B now
+    time.sleep(2)  # it waits for B now
     pid = nodes.tasks[A].pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     (child,) = [c for c in children if "spawn_main" in Path(f"/proc/{c}/cmdline").read_text()]
@@ -240,14 +243,14 @@ def test_a_crash_among_others_is_the_nodes_own_fault_too(nodes: Nodes) -> None:
 
 def test_a_process_that_hangs_is_ended(nodes: Nodes) -> None:
     (nodes.folder / "torch.py").write_text("import time; time.sleep(600)\n")
-    nodes.num_nodes, nodes.timeout_s = 1, 9.0
+    nodes.num_nodes, nodes.timeout_s = 1, 30.0
     nodes.start(A, PYTHONPATH=str(nodes.folder))
     nodes.end()
-    assert nodes.verdict(A) == {"link": "stopped after 3 s while importing torch"}
+    assert nodes.verdict(A) == {"link": "stopped after 10 s while importing torch"}
 
 
 def test_the_first_node_is_unfit_when_it_does_not_reach_itself(nodes: Nodes) -> None:
-    nodes.num_nodes, nodes.timeout_s = 1, 24.0
+    nodes.num_nodes, nodes.timeout_s = 1, 60.0
     nodes.start(A, prefix=without_network())
     nodes.end()
     assert re.search(f"(cannot reach|connecting to) {A}", nodes.verdict(A)["link"])

@@ -192,4 +192,5 @@ def test_hostile_answers_neither_hang_nor_score():
         # And the reference may be hostile too.
         verdicts = pool.judge([("\\boxed{3}", response) for response in HOSTILE[:3]])
         assert {verdict.outcome for verdict in verdicts} <= {UNKNOWN, WRONG}
+        pool.timeout_s = 60
         assert pool.judge([("\\boxed{3}", "3")])[0].outcome is CORRECT

@@ -23,7 +23,7 @@ OBEDIENT = "tests.reward_setup"
 @pytest.fixture(scope="module")
 def pool():
     # Long enough that only what never ends takes longer, on a busy machine too.
-    with Pool(OBEDIENT, num_workers=2, timeout_s=5) as pool:
+    with Pool(OBEDIENT, num_workers=2, timeout_s=60) as pool:
         pool.wait_until_ready()
         yield pool
 
@@ -77,7 +77,9 @@ def test_responses_of_any_size_and_any_text_arrive_whole(pool):
         ("babble", "the verifier sent something other than its verdict"),
     ],
 )
-def test_a_worker_that_fails_is_replaced_and_its_item_unknown(pool, command, reason):
+def test_a_worker_that_fails_is_replaced_and_its_item_unknown(pool, command, reason, monkeypatch):
+    if command == "hang":
+        monkeypatch.setattr(pool, "timeout_s", 5)
     before = _pids(pool)
     # The failure among others, on both sides of it, all of which must be judged as ever.
     items = [(f"echo {number}", "") for number in range(20)]
@@ -174,10 +176,11 @@ def test_it_is_asked_whether_to_go_on_while_it_judges_and_when_it_has(monkeypatc
 
     with Pool(OBEDIENT, num_workers=2, timeout_s=60) as pool:
         pool.wait_until_ready()
-        items = [("sleep 0.5", ""), ("1", ""), ("echo", "")]
+        items = [("sleep 2", ""), ("1", ""), ("echo", "")]
+        start = time.monotonic()
         outcomes = [one.outcome for one in pool.judge(items, may_end=may_end)]
     assert outcomes == [Outcome.CORRECT, Outcome.UNKNOWN, Outcome.WRONG]
-    assert 3 <= questions.count(False) <= 5
+    assert 3 <= questions.count(False) <= (time.monotonic() - start) / 0.1 + 1
     assert questions[-3:] == [True] * 3 and questions.count(True) == 3
 
 

@@ -139,7 +139,7 @@ class Run:
         )
 
     def wait_for(self, what: Callable[[], bool]) -> None:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 600
         while not what():
             assert self.process.poll() is None, self.end()
             assert time.monotonic() < end, "nothing happened"
@@ -221,9 +221,7 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on(
     start: Start, run_dir: Path, action: str, message: str, exit_code: int
 ) -> None:
     run = start(run_dir, ACTIONS=f"{action},train")
-    started = time.monotonic()
-    assert run.end()[0] == 0
-    assert time.monotonic() - started < 10  # rank 0 sleeps for minutes
+    assert run.end()[0] == 0  # in time: rank 0 sleeps for an hour
     first, second = run.attempts
     assert (first / "launch.log").read_text() == f"{message}\ntask 0: Terminated\n"
     assert (second / "outcome").read_text() == "finished\n"
@@ -318,7 +316,7 @@ def test_no_healthy_node_is_an_error(start: Start, run_dir: Path) -> None:
 def test_a_stop_saves_and_the_next_start_goes_on(
     start: Start, run_dir: Path, number: signal.Signals
 ) -> None:
-    run = start(run_dir, STEPS="20")
+    run = start(run_dir, STEPS="10000")
     run.wait_for_ranks()
     run.process.send_signal(number)
     exit_code, output = run.end()
@@ -327,11 +325,11 @@ def test_a_stop_saves_and_the_next_start_goes_on(
     assert "stopped" in output
     assert (run.attempts[0] / "stop").exists()
     done = len(run.steps)
-    assert done < 20
+    assert done < 10_000
 
-    again = start(run_dir, STEPS="20")
+    again = start(run_dir, STEPS=str(done + 3))
     assert again.end()[0] == 0
-    assert again.steps == [f"{step}.0" for step in range(1, 21)]
+    assert again.steps == [f"{step}.0" for step in range(1, done + 4)]
 
 
 def test_a_stop_that_fails_is_not_retried(start: Start, run_dir: Path) -> None:
@@ -348,9 +346,10 @@ def test_a_cancelled_run_ends_its_ranks(
 ) -> None:
     run = start(run_dir, ACTIONS="hang")
     run.wait_for_ranks()
-    for number in signals:
+    for number in signals[:-1]:
         run.process.send_signal(number)
-        time.sleep(0.2)
+        run.wait_for((run.attempts[0] / "stop").exists)
+    run.process.send_signal(signals[-1])
     exit_code, output = run.end()
     assert exit_code == 143
     assert "cancelled" in output
@@ -409,7 +408,7 @@ def test_a_rank_that_ignores_its_end_is_killed(start: Start, run_dir: Path) -> N
     run = start(run_dir, ACTIONS="deaf:7", MAX_FAILURES="1")
     started = time.monotonic()
     assert run.end()[0] == 7
-    assert 10 < time.monotonic() - started < 20
+    assert time.monotonic() - started > 10  # and less than the hour that it would take
     assert "rank 0" in (run.attempts[0] / "rank_0.log").read_text()
 
 
@@ -427,7 +426,7 @@ def test_children_end_with_their_ranks(start: Start, run_dir: Path) -> None:
 def test_signals_before_the_ranks_are_heard(start: Start, run_dir: Path, program: str) -> None:
     stopped = start(run_dir, SLOW=program, STEPS="20")
     cancelled = start(run_dir.with_name("cancelled"), SLOW=program)
-    time.sleep(1)
+    time.sleep(3)
     stopped.process.send_signal(signal.SIGUSR1)
     cancelled.process.send_signal(signal.SIGTERM)
     exit_code, output = stopped.end()

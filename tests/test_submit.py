@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -167,7 +168,11 @@ def test_usage_errors_leave_nothing(
 def test_a_table_that_is_slow_to_make_leaves_the_cores_to_the_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, until = [], time.monotonic() + 0.5
+    made: list[float] = []
+    clock = [0.0]
+
+    def rest(seconds: float) -> None:
+        clock[0] += seconds
 
     class Runs:
         def __init__(self, _: object, *, parallel: int) -> None: ...
@@ -175,18 +180,19 @@ def test_a_table_that_is_slow_to_make_leaves_the_cores_to_the_runs(
         def start(self) -> None: ...
 
         def under_way(self) -> set[Path]:
-            return {Path("second" if time.monotonic() > until - 0.25 else "first")}
+            return {Path("second" if clock[0] > 0.25 else "first")}
 
         def look(self) -> bool:
-            return time.monotonic() > until
+            return clock[0] > 0.5
 
         def statuses(self) -> list[Status]:
-            time.sleep(0.05)
-            made.append(time.monotonic())
+            rest(0.05)
+            made.append(clock[0])
             return []
 
     monkeypatch.setattr(local, "_LocalRuns", Runs)
     monkeypatch.setattr(local, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=rest))
     local.run_locally([], Console(quiet=True), title="study", parallel=1)
     # At first, when another run began; and at the end, for the screen and for the caller.
     assert len(made) == 4
@@ -220,7 +226,7 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def until(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+def until(condition: Callable[[], object], what: str, timeout_s: float = 600) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, what
@@ -358,7 +364,7 @@ def test_ctrl_c_saves_and_ends_and_the_same_command_goes_on(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("how", ["hang-up", "SIGTERM"])
 def test_so_do(tmp_path: Path, how: str) -> None:
-    write_study(tmp_path, num_runs=2, num_steps=1000)
+    write_study(tmp_path, num_runs=2, num_steps=20_000)  # 1000 s
     with in_a_terminal(tmp_path, "study.toml", "--local") as (process, terminal):
         until((tmp_path / "runs/seed_0/checkpoints/step_00000003").exists, "steps")
         if how == "hang-up":
@@ -375,7 +381,7 @@ def test_so_do(tmp_path: Path, how: str) -> None:
 
 
 def test_a_second_request_ends_at_once(tmp_path: Path) -> None:
-    write_study(tmp_path, num_runs=2, num_steps=1000)
+    write_study(tmp_path, num_runs=2, num_steps=20_000)  # 1000 s
     run_dir = tmp_path / "runs" / "seed_0"
     with in_a_terminal(tmp_path, "study.toml", "--local", EVENTS="0:deaf") as (process, terminal):
         until((run_dir / "checkpoints" / "step_00000003").exists, "steps")
@@ -391,7 +397,7 @@ def test_a_second_request_ends_at_once(tmp_path: Path) -> None:
 
 def test_no_rank_outlives_its_job(tmp_path: Path) -> None:
     """Killed is submitit's process, which started launch.sh: the ranks end with it."""
-    write_study(tmp_path, num_runs=1, num_steps=20_000)  # 1000 s
+    write_study(tmp_path, num_runs=1, num_steps=40_000)  # 2000 s
     with in_a_terminal(tmp_path, "study.toml", "--local") as (process, _):
         until((tmp_path / "runs/seed_0/checkpoints/step_00000003").exists, "steps")
         (pickle,) = (tmp_path / "runs" / "submitit").glob("*_submitted.pkl")

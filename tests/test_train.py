@@ -239,6 +239,7 @@ def test_stop_within_a_step_and_resume_repeat_the_run_bitwise(root: Path, whole_
     stage = attempts[0] / "stage"
     while not (stage.exists() and stage.read_text() == "step 3: update\n"):
         assert process.poll() is None, process.communicate()[0][-4000:]
+        time.sleep(0.001)
     process.send_signal(signal.SIGUSR1)
     output = finish(process)
     assert (attempts[0] / "outcome").read_text() == "stopped\n"

@@ -112,7 +112,7 @@ def compare_logits(
         dtype: rounded to first, on both sides: what a conversion that casts has done on one.
 
     Collectives: none but with itself where no process group is up (one is made, and removed);
-    else those of the load, on every rank of the default group.
+    else those of the load and a barrier, on every rank of the default group.
 
     Raises:
         ConfigError: the model is not one this package computes; no Megatron checkpoint; a tokenizer

@@ -87,18 +87,19 @@ class Gpu:
 
 
 def run_command(
-    *command: str, env: Mapping[str, str] | None = None, timeout_s: float = _COMMAND_TIMEOUT_S
+    *command: str, env: Mapping[str, str] | None = None, timeout_s: float | None = None
 ) -> str:
     """Standard output of a program of the system.
 
     Args:
         command: the program and its arguments.
         env: its environment; None for this process's.
-        timeout_s: longest it may take.
+        timeout_s: longest it may take; None for half a minute.
 
     Raises:
         CommandError: it is not there, its exit code is not 0, or it takes too long.
     """
+    timeout_s = _COMMAND_TIMEOUT_S if timeout_s is None else timeout_s
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=timeout_s, env=env

@@ -119,10 +119,10 @@ def destroy() -> None:
 
     Collectives: a barrier, on every rank.
     """
-    dist.barrier()  # a rank that closes a connection early ends its peer's last transfer
     # Megatron-core only forgets them. A group of gloo has threads that wake 100 times a second.
-    for group in parallel_state._global_process_group_list or []:
-        if group is not None:  # None: the default group
-            dist.destroy_process_group(group)
+    groups = [group for group in parallel_state._global_process_group_list or [] if group]
+    dist.barrier()  # a rank that closes a connection early ends its peer's last transfer
     parallel_state.destroy_model_parallel()
+    while groups:
+        dist.destroy_process_group(groups.pop())
     gc.collect()  # earlier models hold groups of theirs, and are cyclic garbage

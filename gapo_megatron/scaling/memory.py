@@ -97,7 +97,7 @@ class Memory:
     engine: StageMemory
     """The stage that needs most while generating."""
     checkpoint: int
-    """Of host memory, on one rank of the stage that needs most, while it saves or loads."""
+    """Of host memory, on one rank of the stage that needs most, while it saves."""
 
     @property
     def training(self) -> int:
@@ -151,7 +151,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     return Memory(
         trainer=max(stages, key=lambda one: one.training),
         engine=max(stages, key=lambda one: one.generating),
-        checkpoint=max(checkpoint_bytes(rules, config, layout)),
+        checkpoint=checkpoint_bytes(max(one.weights for one in stages), config.model.precision),
     )
 
 

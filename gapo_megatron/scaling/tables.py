@@ -61,7 +61,7 @@ def memory_table(plan: Plan, *, top: int) -> Table:
     table = Table(
         title=f"Memory of one GPU by part, GiB (a {plan.gpu.name} has "
         f"{gib(plan.gpu.memory_bytes):.1f}); of layer and head the larger counts; "
-        "checkpoint host: of a node's own memory, while one is saved or loaded",
+        "checkpoint host: of a node's own memory, while one is saved",
         title_justify="left",
     )
     rows = [(str(place), one) for place, one in enumerate(plan.ranked[:top], start=1)]
@@ -238,15 +238,14 @@ def _values(plan: Plan, candidate: Candidate, config: Config) -> dict[str, Any]:
 def _memory_values(plan: Plan, candidate: Candidate) -> dict[str, int]:
     """Bytes by part of the stage that needs most while training; the most of both phases.
 
-    And, as `checkpoint_host`, of a node's own memory while a checkpoint is saved or loaded.
+    And, as `checkpoint_host`, of a node's own memory while a checkpoint is saved.
     """
     found = candidate.memory
     parts = {part: getattr(found.trainer, part) for part in PARTS}
-    ranks_per_node = min(plan.gpu.gpus_per_node, plan.num_gpus)
     return parts | {
         "training": found.training,
         "generating": found.generating,
-        "checkpoint_host": found.checkpoint * ranks_per_node,
+        "checkpoint_host": found.checkpoint * plan.gpu.gpus_per_node,
     }
 
 

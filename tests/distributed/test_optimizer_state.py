@@ -18,7 +18,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.convert import rules_for
 from gapo_megatron.policy import Policy, destroy, initialize, optimizer, reduction
 from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.state import checkpoint_bytes
+from gapo_megatron.scaling.state import checkpoint_bytes, state_bytes
 from tests.dist import run_distributed
 from tests.distributed import conversion_setup
 from tests.distributed.checkpoint_setup import save, tensors_on_disk
@@ -59,8 +59,9 @@ def host_bytes(policy: Policy) -> int:
 def predicted_bytes(config: Config, policy: Policy, *, bucket_size: int) -> int:
     layout = Layout.of(config, world_size=policy.groups.world_size)
     with patch.object(reduction, "bucket_size", lambda _: bucket_size):
-        of_stages = checkpoint_bytes(rules_for(policy.hf_config), config, layout)
-    return of_stages[policy.groups.pp_rank]
+        of_stages = state_bytes(rules_for(policy.hf_config), config, layout)
+    weights, _, _ = of_stages[policy.groups.pp_rank]
+    return checkpoint_bytes(weights, config.model.precision)
 
 
 def write(folder: Path, run_dir: Path) -> list[int]:

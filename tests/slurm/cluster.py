@@ -94,7 +94,7 @@ class Cluster:
         shown = self.run("scontrol", "--oneliner", "--details", "show", "job", job).stdout
         return dict(re.findall(r"(\w+)=(\S*)", shown))
 
-    def wait(self, job: str, state: str, *, timeout_s: float = 600) -> dict[str, str]:
+    def wait(self, job: str, state: str, *, timeout_s: float = 1500) -> dict[str, str]:
         """Wait until the job is in `state`; returns its fields then.
 
         Raises:
@@ -293,7 +293,8 @@ class Cluster:
             "SlurmdParameters=config_overrides",  # CPUs and memory are believed, not counted
             "ReturnToService=2",  # a node that was lost serves again when it is back
             "SlurmdTimeout=10",
-            "KillWait=3",
+            "KillWait=10",
+            "MessageTimeout=60",
             "MinJobAge=86400",  # a finished job can be asked about
             "PreemptType=preempt/partition_prio",
             "PreemptMode=REQUEUE",
@@ -308,7 +309,7 @@ class Cluster:
                 f"RealMemory=1000000 Gres=gpu:{GPUS_PER_NODE} State=UNKNOWN"
             )
         yield "PartitionName=main Nodes=ALL Default=YES PriorityTier=5 PreemptMode=OFF"
-        yield "PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=30"
+        yield "PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=300"
         yield "PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF"
 
 

@@ -26,4 +26,4 @@ elif verb == "exit" and words[0] == rank:
 elif verb == "kill" and words[0] == rank:
     os.kill(os.getpid(), signal.SIGKILL)
 else:
-    time.sleep(600)
+    time.sleep(3600)

@@ -31,10 +31,11 @@ def test_threads_of_closed_groups_do_not_pile_up(no_gc: None, tmp_path: Path) ->
     config = make_config(tmp_path)
     with single_rank():
         before = num_threads()
-        left = []
+        used, left = [], []
         for _ in range(3):
             Policy.build(config, initialize(config.parallel), "cpu")
-            assert num_threads() > before + 30  # three for a group of gloo
+            used.append(num_threads() - before)
             destroy()
             left.append(num_threads() - before)
-    assert max(left) - min(left) < 10, left  # a thread takes its time to end; a policy has 48
+    assert used[0] > 30, "three for a group of gloo"
+    assert max(left) < 1.5 * used[0], left

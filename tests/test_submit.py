@@ -346,7 +346,7 @@ def test_ctrl_c_saves_and_ends_and_the_same_command_goes_on(tmp_path: Path) -> N
     with in_a_terminal(tmp_path, "study.toml", "--local", HOLD=str(hold)) as (process, terminal):
         until((run_dir / "checkpoints" / "step_00000003").exists, "steps")
         terminal.type(b"\x03")
-        assert process.wait(timeout=600) == 1
+        assert process.wait(timeout=30) == 1
     assert not processes_of(tmp_path)
     assert states(tmp_path) == {"seed_0": "stopped", "seed_1": "queued"}
     # The job ended as one that was asked to, not by the terminal's signal.
@@ -371,7 +371,7 @@ def test_so_do(tmp_path: Path, how: str) -> None:
             terminal.hang_up()
         else:
             process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=600) == 1
+        assert process.wait(timeout=30) == 1
     assert not processes_of(tmp_path)
     assert states(tmp_path) == {"seed_0": "stopped", "seed_1": "queued"}
     # The job ended as one that was asked to, not by the terminal's signal.
@@ -390,7 +390,7 @@ def test_a_second_request_ends_at_once(tmp_path: Path) -> None:
         time.sleep(1)
         assert process.poll() is None
         terminal.type(b"\x03")
-        assert process.wait(timeout=600) == 1
+        assert process.wait(timeout=30) == 1
     assert not processes_of(tmp_path)
     assert states(tmp_path) == {"seed_0": "failed", "seed_1": "queued"}
 
@@ -404,8 +404,8 @@ def test_no_rank_outlives_its_job(tmp_path: Path) -> None:
         controller = pickle.name.partition("_")[0]
         (task,) = Path(f"/proc/{controller}/task/{controller}/children").read_text().split()
         os.kill(int(task), signal.SIGKILL)
-        assert process.wait(timeout=600) == 1
-    until(lambda: not processes_of(tmp_path), "the end of all processes")
+        assert process.wait(timeout=30) == 1
+    until(lambda: not processes_of(tmp_path), "the end of all processes", timeout_s=15)
 
 
 def test_runs_survive_the_death_of_the_foreground(tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_runs_survive_the_death_of_the_foreground(tmp_path: Path) -> None:
         assert states(tmp_path) == {"seed_0": "running", "seed_1": "queued"}
         hold.unlink()
         until((tmp_path / "runs/seed_0/finished.json").exists, "the end of the run")
-    until(lambda: not processes_of(tmp_path), "the end of all processes")
+    until(lambda: not processes_of(tmp_path), "the end of all processes", timeout_s=15)
     assert states(tmp_path) == {"seed_0": "finished", "seed_1": "queued"}
 
 

@@ -38,7 +38,7 @@ _ORDER = (
     "linear_fc1",
     "linear_fc2",
 )
-CHECKPOINT_BYTES = 12
+_CHECKPOINT_BYTES = 12
 """Of a parameter, in every precision: master weight and two moments."""
 
 
@@ -105,7 +105,7 @@ def checkpoint_bytes(weights: int, precision: str) -> int:
         weights: bytes of its weights' buffers.
         precision: of the model.
     """
-    return weights // BYTES_PER_PARAMETER[precision][0] * CHECKPOINT_BYTES
+    return weights // BYTES_PER_PARAMETER[precision][0] * _CHECKPOINT_BYTES
 
 
 def stage_states(rules: list[Rule], config: Config, layout: Layout) -> list[StageState]:

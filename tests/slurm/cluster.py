@@ -293,7 +293,7 @@ class Cluster:
             "SlurmdParameters=config_overrides",  # CPUs and memory are believed, not counted
             "ReturnToService=2",  # a node that was lost serves again when it is back
             "SlurmdTimeout=10",
-            "KillWait=10",
+            "KillWait=3",
             "MessageTimeout=60",
             "MinJobAge=86400",  # a finished job can be asked about
             "PreemptType=preempt/partition_prio",
@@ -309,7 +309,7 @@ class Cluster:
                 f"RealMemory=1000000 Gres=gpu:{GPUS_PER_NODE} State=UNKNOWN"
             )
         yield "PartitionName=main Nodes=ALL Default=YES PriorityTier=5 PreemptMode=OFF"
-        yield "PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=300"
+        yield "PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=30"
         yield "PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF"
 
 

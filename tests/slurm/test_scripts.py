@@ -119,7 +119,7 @@ def test_one_job_per_run_and_none_after_scancel(launch: Launch) -> None:
     launch.cluster.run("scancel", job)
     launch.cluster.wait(job, "CANCELLED")
     # A requeue would come from the batch script, which is gone with its last process.
-    until(lambda: not launch.cluster.processes(SLURM_JOB_ID=job), "the job's end", timeout_s=300)
+    until(lambda: not launch.cluster.processes(SLURM_JOB_ID=job), "the job's end", timeout_s=30)
     fields = launch.cluster.job(job)
     assert (fields["JobState"], fields["Restarts"]) == ("CANCELLED", "0")
     assert launch.attempts() == [f"{job}.0"]

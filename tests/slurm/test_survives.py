@@ -101,7 +101,7 @@ def test_saves_and_goes_on_when_asked_to_stop(
 
     with run.paused_in("checkpoint", not_in=attempt) as attempt:
         # Slurm looks at time limits every half minute; the script asks for USR1 at 300 s.
-        cluster.run("scontrol", "update", f"JobId={run.job}", "EndTime=now+290seconds")
+        cluster.run("scontrol", "update", f"JobId={run.job}", "EndTime=now+120seconds")
         run.until_stop_asked()
     run.until_ended(attempt)
     cluster.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=60")

@@ -7,6 +7,7 @@ TP         ?= 1
 PP         ?= 1
 SEED       ?= 0
 JOBS       ?= 2
+SYSTEM_JOBS ?= 4
 ARGS       ?=
 
 PY := .venv/bin/python
@@ -16,20 +17,31 @@ export PYTHON
 unexport WORLD_SIZE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test lint format bench env clean
+.PHONY: help demo study test test-system lint format bench env clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: ## Train a small model with GAPO on this CPU (WORLD_SIZE=1 TP=1 PP=1 SEED=0), report in runs/demo
 	@tools/setup_env.sh run
 	$(PY) tools/demo.py --config configs/demo.toml --world-size $(WORLD_SIZE) --tp $(TP) --pp $(PP) --seed $(SEED) $(ARGS)
 
 # After a worker's death pytest-xdist waits for ever with --dist loadfile, unless it may start no other.
-test: ## Run the tests (JOBS=2 ARGS="-m 'not slow' tests/test_config.py")
-	@tools/setup_env.sh test
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GAPO_MEGATRON_CORE_ALT="$$(test -e .mcore-alt/.stamp && echo $(CURDIR)/.mcore-alt)" \
-		$(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(ARGS)
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q \
+	--dist loadfile --no-loadscope-reorder --max-worker-restart=0
+
+test: export PYTEST_TIMEOUT ?= 120
+test: ## Run the tests, ten minutes (JOBS=2 ARGS="tests/test_config.py")
+	@tools/setup_env.sh dev
+	$(PYTEST) -n $(JOBS) -m "not system" $(ARGS)
+
+# Its workers mostly wait, for jobs and for what they end: more of them than cores.
+test-system: export PYTEST_TIMEOUT ?= 900
+test-system: ## Run the second stage: Slurm, a second Megatron-core, whole programs (SYSTEM_JOBS=4 ARGS=...)
+	@tools/setup_env.sh system
+	@.ci/programs --missing
+	GAPO_MEGATRON_CORE_ALT="$$(test -e .mcore-alt/.stamp && echo $(CURDIR)/.mcore-alt)" \
+		$(PYTEST) -n $(SYSTEM_JOBS) -m system $(or $(ARGS),$(shell grep -rlE "mark.system|marks=system" tests))
 
 lint: ## Check style (ruff) and types (mypy)
 	@tools/setup_env.sh dev

@@ -17,6 +17,7 @@ import pytest
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, Limits
 from gapo_megatron.rewards.sandbox.check import check_sandbox
+from tests.needs import needs
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,10 +31,7 @@ def _obstacle(sandbox: str) -> str:
 
 
 OBSTACLE = _obstacle("bubblewrap")
-if OBSTACLE and os.environ.get("GAPO_REQUIRE_SANDBOX") == "1":
-    raise RuntimeError(f"GAPO_REQUIRE_SANDBOX=1, but {OBSTACLE}")
-needs_sandbox = pytest.mark.skipif(bool(OBSTACLE), reason=OBSTACLE)
-"""GAPO_REQUIRE_SANDBOX=1 makes it an error to have no sandbox."""
+needs_sandbox = needs(OBSTACLE)
 
 
 def open_to_everyone(folder: Path) -> None:

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from gapo_megatron import cpu
 from gapo_megatron.errors import GapoError
+from tests.needs import need
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -108,12 +109,11 @@ def test_says_once_that_it_is_active(
     assert "Megatron-core runs on the CPU" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_the_other_megatron_core_version() -> None:
     """GPU images carry a newer Megatron-core than pip picks here; its folder goes first."""
     folder = os.environ.get("GAPO_MEGATRON_CORE_ALT", "")
-    if not folder:
-        pytest.skip("GAPO_MEGATRON_CORE_ALT names no folder with a second megatron-core")
+    need("" if folder else "GAPO_MEGATRON_CORE_ALT names no folder with a second megatron-core")
     environment = {
         **os.environ,
         "PYTHONPATH": folder,

@@ -31,6 +31,7 @@ from gapo_megatron.launch.node_checks import parse_links
 from gapo_megatron.toml_tree import to_toml
 from tests.distributed.conversion_setup import convert
 from tests.doctor_setup import install
+from tests.needs import need
 from tests.slurm.cluster import missing_programs, running_cluster
 
 ROOT = Path(__file__).parents[1]
@@ -348,9 +349,7 @@ def test_how_long_a_restart_takes() -> None:
 
 def test_on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> None:
     if missing := missing_programs():
-        if os.environ.get("GAPO_REQUIRE_SLURM") == "1":
-            pytest.fail(f"not installed: {', '.join(missing)}")
-        pytest.skip(f"not installed: {', '.join(missing)}")
+        need(f"not installed: {', '.join(missing)} (apt-get install slurm-wlm munge)")
     with running_cluster(tmp_path_factory.mktemp("slurm"), num_nodes=2) as cluster:
 
         def look(*launcher: str) -> dict[str, dict[str, str]]:

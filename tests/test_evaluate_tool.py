@@ -70,7 +70,7 @@ def arguments(root: Path, *options: object) -> list[str]:
     return [str(argument) for argument in (*fixed, *options)]
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_killed_evaluation_continues_on_other_ranks(root: Path) -> None:
     folder = root / "out/ifeval/seed_3"
     killed = subprocess.Popen(

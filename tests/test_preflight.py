@@ -151,7 +151,7 @@ def test_a_node_that_lacks_a_gpu_stays_out_of_the_all_reduce(nodes: Nodes) -> No
     assert said[B] == f"[check] {B} is bad: gpus: 7 of 8 asked for: NVIDIA H200\n"
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_node_that_never_starts_is_not_waited_for_and_comes_too_late(nodes: Nodes) -> None:
     start = time.monotonic()
     nodes.start(A)
@@ -166,7 +166,7 @@ def test_a_node_that_never_starts_is_not_waited_for_and_comes_too_late(nodes: No
     assert nodes.verdict(B) == {"link": f"too late: {A}, {C} went on without this node"}
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_the_others_go_on_without_a_node_that_died_after_its_verdict(nodes: Nodes) -> None:
     # The first of the list, which would open the port.
     nodes.start(A)
@@ -182,7 +182,7 @@ def test_the_others_go_on_without_a_node_that_died_after_its_verdict(nodes: Node
     assert "over 2 of 3 nodes" in nodes.link(B)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_node_without_network_is_the_only_bad_one(nodes: Nodes) -> None:
     nodes.start(A)
     nodes.start(B, prefix=without_network())

@@ -26,7 +26,7 @@ def run(tmp_path, hf_dir, monkeypatch):
     return runner(tmp_path, hf_dir, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @needs_data
 def test_deepscaler_as_published_is_accounted_for_row_by_row(run, tmp_path, hf_dir):
     """The counts that docs/data.md reports."""

@@ -14,19 +14,19 @@ import pytest
 
 from gapo_megatron.report import write_report
 from gapo_megatron.report.report import MAKERS, some
+from tests.needs import needs
 from tests.report_setup import write_run
 from tools import report as report_tool
 
 ROOT = Path(__file__).parents[1]
 TOOL = [sys.executable, str(ROOT / "tools" / "report.py")]
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, _BROWSERS)), None)
 COLOURS = {
     "light": "--blink-settings=preferredColorScheme=1",
     "dark": "--blink-settings=preferredColorScheme=0",
 }
-needs_browser = pytest.mark.skipif(
-    BROWSER is None, reason="no chromium here (Debian: apt-get install chromium)"
-)
+needs_browser = needs("" if BROWSER else "not installed: chromium (apt-get install chromium)")
 
 
 @pytest.fixture(scope="module")

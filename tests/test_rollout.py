@@ -780,7 +780,7 @@ def two_ranks(folder: str, tp_size: int):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("tp_size", "shares"),
     [(1, [["p0", "p1"], ["p2", "p3", "p4"]]), (2, [["p0", "p1", "p2", "p3", "p4"]] * 2)],
@@ -841,7 +841,7 @@ def sync_experts(folder: str):
     return differences
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_synced_experts_are_the_ones_generated_with(tmp_path):
     """They are packed for the CPU's kernel when the engine is built, and anew by every sync."""
     (differences,) = run_distributed(sync_experts, 1, str(tmp_path))

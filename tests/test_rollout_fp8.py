@@ -42,7 +42,7 @@ from tests.test_rollout import (
 )
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.system,
     pytest.mark.skipif(
         not CPUFp8BlockScaledMMKernel.is_supported()[0], reason="vLLM's CPU kernels need AMX"
     ),

@@ -337,7 +337,7 @@ def test_a_study_runs_here_and_survives_a_rank(tmp_path: Path) -> None:
     assert "optimizer.learning_rate (5e-05 there, 0.5 here)" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_ctrl_c_saves_and_ends_and_the_same_command_goes_on(tmp_path: Path) -> None:
     write_study(tmp_path, num_runs=2, num_steps=40)
     run_dir = tmp_path / "runs" / "seed_0"

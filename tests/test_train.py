@@ -181,7 +181,7 @@ def test_run_trains_evaluates_saves_and_exports(root: Path, whole_run: Path) -> 
     assert moved == list(before)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_probe_keeps_no_weights(root: Path, whole_run: Path) -> None:
     """Its steps are a run's own, and so are its timings; checkpoints and the model are left out."""
     run_dir = root / "probe"
@@ -205,7 +205,7 @@ def test_a_probe_keeps_no_weights(root: Path, whole_run: Path) -> None:
     assert sum(path.stat().st_size for path in run_dir.rglob("*")) < 2**20
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_kill_and_resume_repeat_the_run_bitwise(root: Path) -> None:
     """Invariant 6, with SIGKILL of one of two ranks at three moments of a step."""
     arguments = (root / "config.toml", "parallel.tensor_model_parallel_size=1")
@@ -229,7 +229,7 @@ def test_kill_and_resume_repeat_the_run_bitwise(root: Path) -> None:
     assert ours == (root / "two/hf/model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_stop_within_a_step_and_resume_repeat_the_run_bitwise(root: Path, whole_run: Path) -> None:
     """Invariant 6 for a stop on request: the updates done and the rollouts are kept."""
     stopped = root / "stopped"
@@ -270,7 +270,7 @@ def branch(root: Path, name: str, *overrides: str) -> tuple[object, ...]:
     return ("gapo_megatron.train", root / "config.toml", folder, point, *overrides)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_branch_with_the_same_settings_continues_the_run_bitwise(
     root: Path, whole_run: Path
 ) -> None:
@@ -317,7 +317,7 @@ def branched_run(root: Path, whole_run: Path) -> Path:
     return root / "other"
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_branch_goes_on_under_another_method(whole_run: Path, branched_run: Path) -> None:
     """The same weights, prompts and samples; then another update."""
     (ours,) = metrics_of(branched_run)
@@ -347,7 +347,7 @@ def dynamic_run(root: Path) -> Path:
     return run_dir
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_groups_that_teach_nothing_are_replaced(whole_run: Path, dynamic_run: Path) -> None:
     plain, dynamic = (
         [line for line in metrics_of(run_dir) if "loss/policy" in line][:2]
@@ -383,7 +383,7 @@ def oversampled_run(root: Path) -> Path:
     return run_dir
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_of_more_groups_than_are_wanted_the_whole_ones_are_learned_from(
     oversampled_run: Path,
 ) -> None:
@@ -414,7 +414,7 @@ def partial(root: Path, name: str) -> tuple[object, ...]:
     return ("gapo_megatron.train", root / "config.toml", f"run.output_dir={root}/{name}", *settings)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_what_is_broken_off_is_finished_by_the_next_steps(partial_run: Path) -> None:
     lines = [line for line in metrics_of(partial_run) if "loss/policy" in line]
     assert len(lines) == 4
@@ -438,7 +438,7 @@ def test_what_is_broken_off_is_finished_by_the_next_steps(partial_run: Path) -> 
     assert len(source["remaining"]) + learned_and_open == num_problems * (1 + source["epoch"])
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_partial_rollouts_are_resumed_bitwise(root: Path, partial_run: Path) -> None:
     """Invariant 6: stopped within a step, which keeps its rollouts and what it left open, and
     after one, whose open groups the next goes on with."""
@@ -483,7 +483,7 @@ train.train(load_config(sys.argv[1], sys.argv[2:]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_there_is_room_when_vllm_starts(root: Path) -> None:
     """On a GPU it looks at what is free, and refuses to start with less than it may take."""
     arguments = [root / "config.toml", f"run.output_dir={root}/room"]
@@ -497,7 +497,7 @@ def test_there_is_room_when_vllm_starts(root: Path) -> None:
     assert finish(process, exit_code=1).splitlines()[-1] == "0 bytes of gradients"
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_open_groups_at_another_temperature_are_refused_before_any_model_is_built(
     root: Path, partial_run: Path
 ) -> None:
@@ -508,7 +508,7 @@ def test_open_groups_at_another_temperature_are_refused_before_any_model_is_buil
         train(load_config(root / "config.toml", overrides))
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_partial_rollouts_go_on_in_a_branch_on_more_ranks(root: Path, partial_run: Path) -> None:
     command = partial(root, "partial_branch")
     point = f"checkpoint.branch_from={partial_run}/checkpoints/step_2"
@@ -529,7 +529,7 @@ def documented_names() -> list[str]:
     return [name for cell in cells for name in re.findall("`(.+?)`", cell)]
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_the_document_has_the_names_that_runs_log_and_no_others(
     whole_run: Path,
     branched_run: Path,
@@ -576,7 +576,7 @@ def test_a_branch_into_other_problems_is_refused_before_any_model_is_built(
     assert not (root / "bad/branch.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_layouts_agree(root: Path, whole_run: Path) -> None:
     """Invariant 2 for the whole program: the first steps of TP = 2 with SP, PP, CP and DP = 2.
 
@@ -621,7 +621,7 @@ def megatron_dir(root: Path) -> Path:
     return root / "megatron"
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_run_starts_from_a_megatron_folder_and_resumes_from_its_own_checkpoint(
     root: Path, whole_run: Path, megatron_dir: Path
 ) -> None:

@@ -33,7 +33,7 @@ def train_every_layout(folder: Path) -> list:
     return [train(folder, *layout) for layout in LAYOUTS.values()]
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_four_ranks_compute_what_one_does(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2_tied")
     with single_rank():

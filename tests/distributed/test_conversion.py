@@ -160,7 +160,7 @@ def transformers_logits(folder: Path) -> Tensor:
     return torch.cat([model(torch.from_numpy(ids).long()[None]).logits[0] for ids in sequences])
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_logits_are_those_of_transformers_in_every_layout(root: Path, ranks: list[Found]) -> None:
     expected = {model: transformers_logits(root / model) for model, _ in CASES}
     for model, layout in CASES:
@@ -175,7 +175,7 @@ def test_logits_are_those_of_transformers_in_every_layout(root: Path, ranks: lis
                 assert difference <= 1e-5 * scale, (model, layout, difference / scale)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_what_every_layout_saves_is_the_same_hugging_face_folder(
     root: Path, ranks: list[Found]
 ) -> None:

@@ -181,7 +181,7 @@ def by_hf_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_every_layout_trains_as_transformers_does(tmp_path: Path) -> None:
     for model, normalised in MODELS.items():
         save_model(tmp_path / model, "qwen3_moe", norm_topk_prob=normalised)

@@ -228,7 +228,7 @@ def train_on_two(folder: Path, run_dir: Path) -> tuple[Any, list[dict[str, Tenso
     return train_cases(folder, TWO_RANKS), resume(folder, run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_two_ranks_move_as_without_the_overlap(folder: Path, tmp_path: Path) -> None:
     ranks = run_distributed(train_on_two, 2, folder, tmp_path)
     for name, case in TWO_RANKS.items():
@@ -244,7 +244,7 @@ def test_two_ranks_move_as_without_the_overlap(folder: Path, tmp_path: Path) -> 
             assert all(torch.equal(other[name], weight) for name, weight in first.items())
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_four_ranks_move_as_without_the_overlap(folder: Path) -> None:
     ranks = run_distributed(train_cases, 4, folder, FOUR_RANKS)
     for name, case in FOUR_RANKS.items():

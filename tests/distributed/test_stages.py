@@ -61,7 +61,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_stages_compute_what_one_rank_does(folders: dict[str, Path]) -> None:
     """Three micro-batches: Megatron-core's schedule wants four of two ranks with virtual stages."""
     ranks = run_distributed(train_on_two, 2, folders)
@@ -82,7 +82,7 @@ def test_stages_compute_what_one_rank_does(folders: dict[str, Path]) -> None:
         assert ranks[1]["skipping", layout].num_active == [2, 0, 1], layout
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_stages_go_with_other_parallelism(folders: dict[str, Path]) -> None:
     with single_rank():
         expected = train(folders["qwen2_tied"], {}, [[tuple(range(8))]])

@@ -25,7 +25,7 @@ from gapo_megatron.convert.hf import non_weight_files
 from gapo_megatron.convert.tables import ARCHITECTURES
 from tests.convert_setup import make_config, make_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 
 # What vLLM computes on a CPU: head_dim is one of its kernels', and a Qwen2's is hidden / heads.
 SIZES = {"hidden_size": 192, "head_dim": 64, "max_position_embeddings": 128}

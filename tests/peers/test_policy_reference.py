@@ -52,7 +52,7 @@ def test_one_rank_makes_the_references_update(name: str, tmp_path: Path) -> None
         check_that_clips_matter(second)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_every_layout_makes_the_references_update(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2_tied")
     with single_rank():

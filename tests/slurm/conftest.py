@@ -7,17 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.needs import need
 from tests.slurm.cluster import Cluster, missing_programs, running_cluster
 
 
 @pytest.fixture(scope="session")
 def session_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three nodes of 8 pretended GPUs. GAPO_REQUIRE_SLURM=1 makes it an error to have no Slurm."""
+    """Three nodes of 8 pretended GPUs. GAPO_REQUIRE=1 makes it an error to have no Slurm."""
     if missing := missing_programs():
-        message = f"not installed: {', '.join(missing)} (apt-get install slurm-wlm munge)"
-        if os.environ.get("GAPO_REQUIRE_SLURM") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
+        need(f"not installed: {', '.join(missing)} (apt-get install slurm-wlm munge)")
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     folder = tmp_path_factory.mktemp("slurm")
     with running_cluster(folder, first_job=1 + 70 * worker) as running:

@@ -28,7 +28,7 @@ from tests.slurm.training import (
     small_disk,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(3600)]
 Start = Callable[..., Training]
 
 

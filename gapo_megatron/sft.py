@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.config import Config, ObjectiveConfig, load_config
-from gapo_megatron.convert import write_hf
+from gapo_megatron.convert import check_replaceable, is_marked, write_hf
 from gapo_megatron.data.schema import encode_prompt, read_jsonl
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
@@ -46,11 +46,12 @@ def train_supervised(config: Config) -> float:
     if settings is None:
         raise ConfigError("supervised: this command needs a [supervised] section in the config")
     target = Path(config.model.hf_dir)
-    if target.is_file() or target.resolve() == Path(settings.initial_hf_dir).resolve():
-        raise ConfigError(
-            f"model.hf_dir ({target}) is where supervised training writes its result: it must be a "
-            "folder, new or to be replaced, and not supervised.initial_hf_dir"
-        )
+    inputs = {
+        "supervised.initial_hf_dir": settings.initial_hf_dir,
+        "supervised.train_path": settings.train_path,
+    }
+    is_ours = is_marked(target, made_by="sft")
+    check_replaceable(target, field="model.hf_dir", inputs=inputs, is_ours=is_ours)
     tokenizer = load_tokenizer(settings.initial_hf_dir)
     examples = _read_examples(settings.train_path, tokenizer, config)
 
@@ -80,6 +81,7 @@ def train_supervised(config: Config) -> float:
         weights,
         source_dir=settings.initial_hf_dir,
         output_dir=config.model.hf_dir,
+        made_by="sft",
         write=world.rank == 0,
     )
     return loss

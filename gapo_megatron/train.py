@@ -19,17 +19,21 @@ from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.carry import carry
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.config import CONFIG_NAME, Config, load_config
-from gapo_megatron.convert import write_hf
+from gapo_megatron.convert import check_replaceable, is_marked, mark, write_hf
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.dry_run import print_dry_run
-from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.evaluate import evaluate
 from gapo_megatron.launch import environment
 from gapo_megatron.launch.attempt import Attempt
 from gapo_megatron.launch.fail_fast import fail_fast
-from gapo_megatron.launch.run_folder import is_finished, mark_finished, write_atomically
+from gapo_megatron.launch.run_folder import (
+    has_finished,
+    is_finished,
+    mark_finished,
+    write_atomically,
+)
 from gapo_megatron.learn import learn
 from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_sinks
 from gapo_megatron.noise_floor import watch_noise_floor
@@ -69,11 +73,7 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
     checkpoint.check_writable(run_dir)
     check_sinks(config.metrics)
     rewards.check(config.reward)
-    if (run_dir / "hf").resolve() == Path(config.model.hf_dir).resolve():
-        raise ConfigError(
-            f"model.hf_dir ({config.model.hf_dir}) must not be run.output_dir/hf: the trained "
-            "model is written there"
-        )
+    _check_export(config)
     hf_config = read_hf_config(config.model.hf_dir)
     if config.model.megatron_dir:
         check_megatron_dir(config, hf_config)
@@ -276,15 +276,33 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
     attempt.enter("export")
     if world.rank == 0:
         attempt.require_ownership()
+        if has_finished(run_dir):
+            mark(run_dir / "hf", made_by="train", made_at=run_dir / "hf")  # older versions did not
     write_hf(
         policy.iterate_hf_weights(),
         source_dir=config.model.hf_dir,
         output_dir=run_dir / "hf",
+        made_by="train",
         write=world.rank == 0,
     )
     if world.rank == 0:
         mark_finished(run_dir, num_steps=num_steps)
     attempt.end("finished")
+
+
+def _check_export(config: Config) -> None:
+    """Refuse a run whose trained model would replace something else than the run's last one."""
+    run_dir = Path(config.run.output_dir)
+    export = run_dir / "hf"
+    inputs = {
+        "model.hf_dir": config.model.hf_dir,
+        "model.megatron_dir": config.model.megatron_dir,
+        "data.train_path": config.data.train_path,
+        "data.eval_path": config.data.eval_path,
+        "checkpoint.branch_from": config.checkpoint.branch_from,
+    }
+    is_ours = has_finished(run_dir) or is_marked(export, made_by="train")
+    check_replaceable(export, field="run.output_dir/hf", inputs=inputs, is_ours=is_ours)
 
 
 def _read_problems(

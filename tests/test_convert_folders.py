@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def test_written_folder_loads_in_transformers(tmp_path, model_type, tied, shard_
         read_hf(tmp_path / "source"),
         source_dir=tmp_path / "source",
         output_dir=tmp_path / "out",
+        made_by="test",
         max_shard_bytes=shard_bytes,
     )
     has_index = (tmp_path / "out" / "model.safetensors.index.json").exists()
@@ -53,26 +55,58 @@ def test_written_folder_loads_in_transformers(tmp_path, model_type, tied, shard_
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_an_earlier_result_is_replaced_and_nothing_else(tmp_path, monkeypatch):
+    weights, source, output = save(tmp_path), tmp_path / "source", tmp_path / "out"
+
+    def write(folder):
+        write_hf(weights.items(), source_dir=source, output_dir=folder, made_by="test")
+
+    write(output)
+    (output / "left over").write_text("")
+    write(output)
+    assert not (output / "left over").exists()
+    shutil.copytree(output, tmp_path / "copy")  # a copy is somebody else's
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty")
+    for folder in (source, tmp_path / "copy", tmp_path):
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(ConfigError, match=re.escape(str(folder))):
+            write(folder)
+        assert sorted(folder.rglob("*")) == before
+    monkeypatch.chdir(output)
+    with pytest.raises(ConfigError, match=re.escape(str(output))):
+        write(output)
+    # What says that a folder may be replaced is of that folder alone.
+    for _ in range(2):
+        write_hf(weights.items(), source_dir=output, output_dir=tmp_path / "next", made_by="test")
+
+
 def test_dtype_of_the_written_folder(tmp_path):
     tensors = ((name, tensor.bfloat16()) for name, tensor in save(tmp_path).items())
-    write_hf(tensors, source_dir=tmp_path / "source", output_dir=tmp_path / "out")
+    write_hf(tensors, source_dir=tmp_path / "source", output_dir=tmp_path / "out", made_by="test")
     assert {tensor.dtype for _, tensor in read_hf(tmp_path / "out")} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_failed_write_leaves_the_old_folder_as_it_was(tmp_path):
     weights, source = save(tmp_path), tmp_path / "source"
-    write_hf(weights.items(), source_dir=source, output_dir=tmp_path / "out")
+    write_hf(weights.items(), source_dir=source, output_dir=tmp_path / "out", made_by="test")
     fewer = dict(list(weights.items())[:-1])
     with pytest.raises(ConversionError, match="missing tensors"):
-        write_hf(fewer.items(), source_dir=source, output_dir=tmp_path / "out")
+        write_hf(fewer.items(), source_dir=source, output_dir=tmp_path / "out", made_by="test")
     assert_equal(dict(read_hf(tmp_path / "out")), weights)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
 def test_other_ranks_read_the_tensors_and_write_nothing(tmp_path):
     tensors = iter(save(tmp_path).items())
-    write_hf(tensors, source_dir=tmp_path / "source", output_dir=tmp_path / "out", write=False)
+    write_hf(
+        tensors,
+        source_dir=tmp_path / "source",
+        output_dir=tmp_path / "out",
+        made_by="test",
+        write=False,
+    )
     assert next(tensors, None) is None
     assert not (tmp_path / "out").exists()
 
@@ -160,6 +194,7 @@ def test_a_disk_that_is_too_small_is_named_before_a_tensor_is_copied(tmp_path):
             [("model.embed_tokens.weight", embedding)],
             source_dir=tmp_path / "source",
             output_dir=tmp_path / "out",
+            made_by="test",
         )
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -168,7 +203,12 @@ def test_a_link_to_a_tokenizer_that_is_not_there_is_not_passed_over(tmp_path):
     weights = save(tmp_path)
     (tmp_path / "source" / "tokenizer.json").symlink_to(tmp_path / "blob")
     with pytest.raises(FileNotFoundError, match=r"source/tokenizer\.json"):
-        write_hf(weights.items(), source_dir=tmp_path / "source", output_dir=tmp_path / "out")
+        write_hf(
+            weights.items(),
+            source_dir=tmp_path / "source",
+            output_dir=tmp_path / "out",
+            made_by="test",
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -190,7 +230,7 @@ def test_what_steps_aside_comes_back_when_the_new_folder_cannot_take_its_place(
     monkeypatch.setattr(os, "rename", fail_once)
     with (
         pytest.raises(KeyboardInterrupt if end is KeyboardInterrupt else OSError),
-        new_folder(output, num_bytes=0, replace=True) as folder,
+        new_folder(output, num_bytes=0, replace=True, is_ours=True) as folder,
     ):
         (folder / "file").write_text("new")
     assert (output / "file").read_text() == "old"

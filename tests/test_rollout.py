@@ -140,7 +140,12 @@ def built(request, tmp_path_factory) -> Iterator[SimpleNamespace]:
     generation = {"eos_token_id": max(ends)}
     (folder / "source" / "generation_config.json").write_text(json.dumps(generation))
     perturb(model, seed=99)
-    write_hf(weights(model).items(), source_dir=folder / "source", output_dir=folder / "export")
+    write_hf(
+        weights(model).items(),
+        source_dir=folder / "source",
+        output_dir=folder / "export",
+        made_by="test",
+    )
     with process_group():
         random.seed(3)
         np.random.seed(3)

@@ -107,12 +107,39 @@ def test_a_config_without_the_section_is_refused() -> None:
         train_supervised(config())
 
 
-def test_the_result_never_replaces_where_it_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "named"),
+    [
+        ("initial", "supervised.initial_hf_dir"),
+        ("initial/x/..", "supervised.initial_hf_dir"),
+        ("link", "supervised.initial_hf_dir"),
+        ("data", "supervised.train_path"),
+        ("file", "file"),
+        ("", "model.hf_dir"),
+        (".", "model.hf_dir"),
+        ("..", "model.hf_dir"),
+        ("other", "other"),
+    ],
+)
+def test_only_an_earlier_result_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, named: str
+) -> None:
+    for name in ("initial", "data", "other", "here"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").write_text("")
     (tmp_path / "file").write_text("")
-    settings = {"initial_hf_dir": str(tmp_path), "train_path": "unused", "num_steps": 1}
-    for target in (tmp_path, tmp_path / "x/..", tmp_path / "file"):
-        with pytest.raises(ConfigError, match=r"model\.hf_dir.*not supervised\.initial_hf_dir"):
-            train_supervised(config(model={"hf_dir": str(target)}, supervised=settings))
+    (tmp_path / "link").symlink_to("initial")
+    monkeypatch.chdir(tmp_path / "here" if target in ("", ".", "..") else tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    settings = {
+        "initial_hf_dir": str(tmp_path / "initial"),
+        "train_path": str(tmp_path / "data/lines.jsonl"),
+        "num_steps": 1,
+    }
+    with pytest.raises(ConfigError) as error:
+        train_supervised(config(model={"hf_dir": target}, supervised=settings))
+    assert "model.hf_dir" in str(error.value) and named in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def negative_log_likelihood(folder: Path, tokenizer: PreTrainedTokenizerBase) -> float:

@@ -662,8 +662,13 @@ def test_user_mistakes_are_named_before_any_model_is_built(root: Path, tmp_path:
         train(broken(root, f"data.train_path={tmp_path}/empty.jsonl"))
     with pytest.raises(ConfigError, match=r"reward\.kind"):
         train(broken(root, "reward.kind=code", "reward.python=/nowhere"))
-    with pytest.raises(ConfigError, match=r"model\.hf_dir.*must not be"):
-        train(broken(root, f"model.hf_dir={root}/broken/hf"))
+    for inside in ("broken/hf", "broken/hf/x"):
+        with pytest.raises(ConfigError, match=r"run\.output_dir/hf.*model\.hf_dir"):
+            train(broken(root, f"model.hf_dir={root}/{inside}"))
+    (tmp_path / "own/hf").mkdir(parents=True)
+    (tmp_path / "own/hf/precious").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.output_dir/hf.*own/hf"):
+        train(broken(root, f"run.output_dir={tmp_path}/own"))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.output_dir"):
         train(broken(root, f"run.output_dir={tmp_path}/file/run"))

@@ -49,6 +49,7 @@ from gapo_megatron.convert.config_check import (
     compare_configs,
     read_config,
 )
+from gapo_megatron.convert.folder import REPORT_NAME
 from gapo_megatron.convert.hf import MAX_SHARD_BYTES
 from gapo_megatron.convert.megatron_record import TRACKER
 from gapo_megatron.convert.rope import read_rope
@@ -111,7 +112,11 @@ def hf_to_megatron(hf_dir: Path, megatron_dir: Path, options: Options) -> Result
 
     num_bytes = _num_bytes(rules, dtypes)
     with new_folder(
-        megatron_dir, num_bytes=num_bytes, replace=options.replace, advice=OVERWRITE
+        megatron_dir,
+        num_bytes=num_bytes,
+        replace=options.replace,
+        is_ours=(megatron_dir / REPORT_NAME).is_file(),
+        advice=OVERWRITE,
     ) as folder:
         release, side_files = folder / "release", folder / "hf"
         release.mkdir()
@@ -188,7 +193,11 @@ def megatron_to_hf(
 
     num_bytes = _num_bytes(rules, dtypes)
     with new_folder(
-        hf_dir, num_bytes=num_bytes, replace=options.replace, advice=OVERWRITE
+        hf_dir,
+        num_bytes=num_bytes,
+        replace=options.replace,
+        is_ours=(hf_dir / REPORT_NAME).is_file(),
+        advice=OVERWRITE,
     ) as folder:
         with progress("convert", num_bytes) as (written, on_bytes):
             write_hf_weights(

@@ -1,6 +1,6 @@
 """Hugging Face weights to Megatron-core and back. Pure tensors and names: no megatron, no vllm."""
 
-from gapo_megatron.convert.folder import new_folder
+from gapo_megatron.convert.folder import check_replaceable, is_marked, mark, new_folder
 from gapo_megatron.convert.hf import (
     Entry,
     HfFolder,
@@ -35,10 +35,13 @@ __all__ = [
     "carry_over",
     "check_hf_dir",
     "check_names",
+    "check_replaceable",
     "checked",
     "find_megatron",
     "find_rule",
     "hf_shapes",
+    "is_marked",
+    "mark",
     "new_folder",
     "non_weight_files",
     "read_hf",

@@ -4,6 +4,7 @@
 - .OUT.0123abcd.tmp/: being written, or half-written when the process died.
 - .OUT.0123abcd.old/: what was there before, for the moment between two renames.
 - .OUT.0123abcd.lock: locked for as long as the process that writes the two others lives.
+- OUT/.gapo_megatron.json: says who made OUT and where; see `check_replaceable`.
 """
 
 from __future__ import annotations
@@ -11,22 +12,81 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from gapo_megatron.errors import ConfigError
 
 REPORT_NAME = "conversion.json"
 """What a folder was converted from; of that folder alone, so it is not carried on."""
+MARKER_NAME = ".gapo_megatron.json"
+"""In a model folder that may be replaced: who made it, and where: a copy of it may not."""
+
+
+def check_replaceable(
+    output: str | Path,
+    *,
+    field: str,
+    is_ours: bool,
+    inputs: Mapping[str, str | Path] | None = None,
+) -> None:
+    """Refuse to replace a folder that the command did not make, or that holds what is read.
+
+    Args:
+        output: folder to make, or to replace. Links are followed, here and in `inputs`.
+        field: setting that names it, for errors.
+        is_ours: what is there is known to be an earlier result of the same command.
+        inputs: what the command reads, by the setting that names it; empty paths are left out.
+
+    Raises:
+        ConfigError: names the field, the folder and what is in the way.
+    """
+    folder = Path(output).resolve()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{field} ({output}) is a file; it must be a folder")
+    for name, path in (inputs or {}).items():
+        if str(path) and Path(path).resolve().is_relative_to(folder):
+            raise ConfigError(
+                f"{field} ({output}) is written anew, so {name} ({path}) must not lie in it"
+            )
+    if Path.cwd().is_relative_to(folder):
+        raise ConfigError(f"{field} ({output}) must not hold the working directory ({Path.cwd()})")
+    if folder.is_dir() and any(folder.iterdir()) and not is_ours:
+        raise ConfigError(
+            f"{field} ({output}) holds files that this command did not write there; it must be "
+            "new, empty or an earlier result: name another folder, or move that one away"
+        )
+
+
+def mark(folder: Path, *, made_by: str, made_at: Path) -> None:
+    """Let a later call of the same command replace the folder that `folder` is to become."""
+    text = json.dumps({"made_by": made_by, "made_at": str(made_at.resolve())})
+    (folder / MARKER_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def is_marked(folder: str | Path, *, made_by: str) -> bool:
+    """Whether `folder` is where the command made it."""
+    folder = Path(folder).resolve()
+    try:
+        marker = json.loads((folder / MARKER_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(marker == {"made_by": made_by, "made_at": str(folder)})
 
 
 @contextlib.contextmanager
 def new_folder(
-    output: str | Path, *, num_bytes: int, replace: bool = False, advice: str = ""
+    output: str | Path,
+    *,
+    num_bytes: int,
+    replace: bool = False,
+    is_ours: bool = False,
+    advice: str = "",
 ) -> Iterator[Path]:
     """A temporary folder that becomes `output` when the block ends without an exception.
 
@@ -36,7 +96,9 @@ def new_folder(
     Args:
         output: folder to make.
         num_bytes: that will be written, about; compared with the free space.
-        replace: a folder of that name steps aside when the new one is whole; else it is an error.
+        replace: an earlier result there steps aside when the new one is whole; else what exists is
+            an error.
+        is_ours: see `check_replaceable`.
         advice: what the command line offers against that error.
 
     Raises:
@@ -55,6 +117,8 @@ def new_folder(
                 raise ConfigError(f"output folder {given} is a file")
             if output.exists() and not replace:
                 raise ConfigError(f"output folder {given} exists already{advice}")
+            if replace:
+                check_replaceable(output, field="output folder", is_ours=is_ours)
             _require_space(output.parent, num_bytes)
             stack.enter_context(_lock(Path(f"{stem}.lock")))
             temporary.mkdir()

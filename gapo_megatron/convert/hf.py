@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from gapo_megatron.convert import shard
-from gapo_megatron.convert.folder import REPORT_NAME, new_folder
+from gapo_megatron.convert.folder import MARKER_NAME, REPORT_NAME, is_marked, mark, new_folder
 from gapo_megatron.convert.rules import Place, Rule, Shape, checked, hf_shapes
 from gapo_megatron.convert.tables import rules_for
 from gapo_megatron.convert.workers import Read, worker_pool
@@ -25,7 +25,7 @@ MAX_SHARD_BYTES = 5 * 2**30
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_NOT_CARRIED = (*_WEIGHT_SUFFIXES, ".index.json", REPORT_NAME)
+_NOT_CARRIED = (*_WEIGHT_SUFFIXES, ".index.json", REPORT_NAME, MARKER_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,7 @@ def write_hf(
     *,
     source_dir: str | Path,
     output_dir: str | Path,
+    made_by: str,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     write: bool = True,
 ) -> None:
@@ -149,13 +150,14 @@ def write_hf(
         source_dir: folder whose config.json says which tensors there must be, and whose files other
             than weights (config, tokenizer, generation config) are carried over. config.json comes
             to name the dtype of the tensors, if they have one.
-        output_dir: folder to make, or to replace.
+        output_dir: folder to make, or an earlier result of the same command to replace.
+        made_by: the command.
         max_shard_bytes: of one file, unless a single tensor is larger.
         write: False on every rank but one.
 
     Raises:
-        ConfigError: `source_dir` has no usable config.json, or `output_dir` is a file or on a disk
-            without space.
+        ConfigError: `source_dir` has no usable config.json; `output_dir` may not be replaced (see
+            `check_replaceable`), or is on a disk without space.
         ConversionError: a tensor is missing, extra, twice or misshapen; names it. Or the disk
             fails.
     """
@@ -169,9 +171,11 @@ def write_hf(
         return
     first = next(tensors)  # its dtype stands for all of them: the space is about what they need
     num_bytes = _num_bytes(hf_shapes(rules).values(), first[1].dtype)
-    with new_folder(output_dir, num_bytes=num_bytes, replace=True) as temporary:
+    is_ours = is_marked(output_dir, made_by=made_by)
+    with new_folder(output_dir, num_bytes=num_bytes, replace=True, is_ours=is_ours) as temporary:
         dtypes = _write_stream(itertools.chain([first], tensors), temporary, max_shard_bytes)
         carry_over(source, temporary, dtype=dtypes.pop() if len(dtypes) == 1 else None)
+        mark(temporary, made_by=made_by, made_at=Path(output_dir))
 
 
 def write_hf_weights(

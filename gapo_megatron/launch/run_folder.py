@@ -24,6 +24,11 @@ def is_finished(run_dir: str | Path, *, num_steps: int) -> bool:
     return bool(json.loads(text)["num_steps"] >= num_steps)
 
 
+def has_finished(run_dir: str | Path) -> bool:
+    """Whether a run of any number of steps was completed in this folder."""
+    return (Path(run_dir) / "finished.json").exists()
+
+
 def mark_finished(run_dir: str | Path, *, num_steps: int) -> None:
     """Make `is_finished` true. Rank 0, once everything is written."""
     write_atomically(Path(run_dir) / "finished.json", json.dumps({"num_steps": num_steps}))

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 1500
-"""For everything together; vLLM takes up to 20 s to import."""
+from tests.waiting import HANG_S
+
+_STACKS_S = 5
+"""Ranks that hang show their stacks so long before they are ended."""
 
 
 def rank_context() -> mp.context.ForkServerContext:
@@ -77,7 +79,7 @@ def single_rank() -> Iterator[None]:
 
 def _wait(processes: list[BaseProcess], folder: Path) -> None:
     """Return when all ranks are done; the rank that failed first explains the others."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + HANG_S
     running = dict(enumerate(processes))
     while running and time.monotonic() < deadline:
         wait([process.sentinel for process in running.values()], timeout=1.0)
@@ -88,7 +90,7 @@ def _wait(processes: list[BaseProcess], folder: Path) -> None:
                     raise AssertionError(_first_failure(folder, rank, process.exitcode))
     if running:
         stacks = "\n".join(path.read_text() for path in sorted(folder.glob("stacks*")))
-        raise AssertionError(f"ranks {list(running)} still run after {TIMEOUT_S} s\n{stacks}")
+        raise AssertionError(f"ranks {list(running)} still run after {HANG_S:.0f} s\n{stacks}")
 
 
 def _first_failure(folder: Path, rank: int, exitcode: int) -> str:
@@ -104,7 +106,7 @@ def _join_group(rank: int, world_size: int, folder: str) -> None:
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=HANG_S),
     )
 
 
@@ -113,7 +115,7 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     with open(Path(folder) / f"stacks{rank}", "w") as stacks:
-        faulthandler.dump_traceback_later(TIMEOUT_S - 10, file=stacks)
+        faulthandler.dump_traceback_later(HANG_S - _STACKS_S, file=stacks)
         try:
             _join_group(rank, world_size, folder)
             result = fn(*args)

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from tests.dist import rank_context
+from tests.waiting import HANG_S
 
 
 class Program:
@@ -81,7 +82,7 @@ class Program:
         for process in self._processes:
             process.join()
 
-    def communicate(self, timeout: float = 60) -> tuple[str, None]:
+    def communicate(self, timeout: float = HANG_S) -> tuple[str, None]:
         """Wait for the end of all ranks; returns what they printed.
 
         Raises:

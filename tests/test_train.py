@@ -1,7 +1,4 @@
-"""The whole program: real Megatron-core, real vLLM, real kills.
-
-The runs that others are compared with, on one rank and on two, are started as a user does.
-"""
+"""The whole program: real Megatron-core, real vLLM, real kills."""
 
 from __future__ import annotations
 
@@ -31,6 +28,7 @@ from gapo_megatron.scaling.calibration import read_observation
 from gapo_megatron.train import train
 from tests.distributed.conversion_setup import convert
 from tests.programs import Program
+from tests.waiting import HANG_S
 
 CONFIG = """
 [run]
@@ -105,7 +103,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     model.save_pretrained(root / "init")
     (root / "config.toml").write_text(CONFIG.format(root=root))
-    finish(start("gapo_megatron.sft", root / "config.toml"))
+    finish(Program("gapo_megatron.sft", root / "config.toml"))
     return root
 
 
@@ -133,7 +131,7 @@ def launched(attempt_dir: Path) -> dict[str, str]:
 
 
 def finish(process: subprocess.Popen[str] | Program, *, exit_code: int = 0) -> str:
-    output, _ = process.communicate(timeout=600)
+    output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == exit_code, output[-6000:]
     return output
 
@@ -156,8 +154,33 @@ def last_write(run_dir: Path) -> int | None:
 @pytest.fixture(scope="module")
 def whole_run(root: Path) -> Path:
     """An uninterrupted run on one rank."""
-    finish(start("gapo_megatron.train", root / "config.toml", f"run.output_dir={root}/whole"))
+    finish(Program("gapo_megatron.train", root / "config.toml", f"run.output_dir={root}/whole"))
     return root / "whole"
+
+
+@pytest.fixture(scope="module")
+def run_of_two(root: Path) -> Path:
+    """An uninterrupted run on two ranks."""
+    run_dir = root / "two"
+    finish(
+        Program("gapo_megatron.train", root / "config.toml", f"run.output_dir={run_dir}", ranks=2)
+    )
+    return run_dir
+
+
+def assert_same_run(run_dir: Path, other: Path) -> None:
+    for name in ("metrics.jsonl", "hf/model.safetensors"):
+        assert (run_dir / name).read_bytes() == (other / name).read_bytes(), name
+
+
+@pytest.mark.system
+def test_a_user_starts_the_same_runs(root: Path, whole_run: Path, run_of_two: Path) -> None:
+    """In processes that import and compile for themselves, by python -m and by torchrun."""
+    for ranks, expected in ((1, whole_run), (2, run_of_two)):
+        run_dir = root / f"user_{ranks}"
+        command = ("gapo_megatron.train", root / "config.toml", f"run.output_dir={run_dir}")
+        finish(start(*command, ranks=ranks))
+        assert_same_run(run_dir, expected)
 
 
 def test_run_trains_evaluates_saves_and_exports(root: Path, whole_run: Path) -> None:
@@ -205,43 +228,45 @@ def test_a_probe_keeps_no_weights(root: Path, whole_run: Path) -> None:
     assert sum(path.stat().st_size for path in run_dir.rglob("*")) < 2**20
 
 
+def test_kill_and_resume_repeat_the_run_bitwise(root: Path, run_of_two: Path) -> None:
+    """Invariant 6, with SIGKILL of one of two ranks as it enters an update."""
+    run_dir = root / "killed_once"
+    arguments = (root / "config.toml", f"run.output_dir={run_dir}")
+    env = {"STAGE": "step 3: update", "SIGNAL": "SIGKILL", "SIGNALLED_RANK": "1"}
+    killed = Program("tests.signalled", *arguments, ranks=2, env=env)
+    finish(killed, exit_code=-signal.SIGKILL)
+    assert num_steps_logged(run_dir) == 3
+    assert "resumed from" in finish(Program("gapo_megatron.train", *arguments, ranks=2))
+    assert_same_run(run_dir, run_of_two)
+
+
 @pytest.mark.system
-def test_kill_and_resume_repeat_the_run_bitwise(root: Path) -> None:
-    """Invariant 6, with SIGKILL of one of two ranks at three moments of a step."""
-    arguments = (root / "config.toml", "parallel.tensor_model_parallel_size=1")
-    finish(start("gapo_megatron.train", *arguments, f"run.output_dir={root}/two", ranks=2))
+def test_kills_at_any_moment_repeat_the_run_bitwise(root: Path, run_of_two: Path) -> None:
+    """The same within stages, at three moments that the machine's load decides."""
     killed = root / "killed"
+    arguments = (root / "config.toml", f"run.output_dir={killed}")
     for num_steps, delay_s in ((1, 0.05), (2, 0.2), (4, 0.11)):
         before = last_write(killed)
-        process = Program("gapo_megatron.train", *arguments, f"run.output_dir={killed}", ranks=2)
+        process = Program("gapo_megatron.train", *arguments, ranks=2)
         # A killed run may have logged later steps already: wait until this one writes.
         while last_write(killed) == before or num_steps_logged(killed) < num_steps:
             assert process.poll() is None, process.communicate()[0][-4000:]
             time.sleep(0.01)
         time.sleep(delay_s)
         os.kill(process.pids[num_steps % 2], signal.SIGKILL)
-        process.communicate(timeout=600)
-        assert process.returncode != 0
-        assert num_steps_logged(killed) < 6, "the run was over before the kill"
-    finish(Program("gapo_megatron.train", *arguments, f"run.output_dir={killed}", ranks=2))
-    assert (killed / "metrics.jsonl").read_text() == (root / "two/metrics.jsonl").read_text()
-    ours = (killed / "hf/model.safetensors").read_bytes()
-    assert ours == (root / "two/hf/model.safetensors").read_bytes()
+        process.communicate(timeout=HANG_S)
+    finish(Program("gapo_megatron.train", *arguments, ranks=2))
+    assert_same_run(killed, run_of_two)
 
 
-@pytest.mark.system
 def test_stop_within_a_step_and_resume_repeat_the_run_bitwise(root: Path, whole_run: Path) -> None:
     """Invariant 6 for a stop on request: the updates done and the rollouts are kept."""
     stopped = root / "stopped"
     attempts = [stopped / "attempts" / f"7.{restart}" for restart in range(2)]
-    command = ("gapo_megatron.train", root / "config.toml", f"run.output_dir={stopped}")
-    process = Program(*command, env=launched(attempts[0]))
-    stage = attempts[0] / "stage"
-    while not (stage.exists() and stage.read_text() == "step 3: update\n"):
-        assert process.poll() is None, process.communicate()[0][-4000:]
-        time.sleep(0.001)
-    process.send_signal(signal.SIGUSR1)
-    output = finish(process)
+    arguments = (root / "config.toml", f"run.output_dir={stopped}")
+    command = ("gapo_megatron.train", *arguments)
+    asked = launched(attempts[0]) | {"STAGE": "step 3: update", "SIGNAL": "SIGUSR1"}
+    output = finish(Program("tests.signalled", *arguments, env=asked))
     assert (attempts[0] / "outcome").read_text() == "stopped\n"
     assert "stopped (signal SIGUSR1)" in output
     assert (stopped / "checkpoints/step_00000003_1").is_dir()
@@ -251,9 +276,7 @@ def test_stop_within_a_step_and_resume_repeat_the_run_bitwise(root: Path, whole_
     # Of the first step that it samples for: what it goes on with was sampled by the other.
     assert output.count("noise floor") == 1
     assert (attempts[1] / "outcome").read_text() == "finished\n"
-    assert (stopped / "metrics.jsonl").read_text() == (whole_run / "metrics.jsonl").read_text()
-    ours = (stopped / "hf/model.safetensors").read_bytes()
-    assert ours == (whole_run / "hf/model.safetensors").read_bytes()
+    assert_same_run(stopped, whole_run)
 
     # Once more: nothing is left to do, and nothing is done, nor is the run called another one.
     written, config = (stopped / "hf/model.safetensors").stat().st_mtime_ns, stopped / "config.toml"
@@ -270,20 +293,16 @@ def branch(root: Path, name: str, *overrides: str) -> tuple[object, ...]:
     return ("gapo_megatron.train", root / "config.toml", folder, point, *overrides)
 
 
-@pytest.mark.system
 def test_a_branch_with_the_same_settings_continues_the_run_bitwise(
     root: Path, whole_run: Path
 ) -> None:
     """Killed on its way, it resumes from its own checkpoint; the other run keeps every byte."""
     source = {path: path.stat().st_mtime_ns for path in whole_run.rglob("*")}
     command, run_dir = branch(root, "same", "checkpoint.every_steps=1"), root / "same"
-    process = Program(*command)
     own = run_dir / "checkpoints/step_00000005"
-    while not own.exists():
-        assert process.poll() is None, process.communicate()[0][-4000:]
-        time.sleep(0.01)
-    process.kill()
-    output, _ = process.communicate(timeout=600)
+    env = {"STAGE": "step 5: update", "SIGNAL": "SIGKILL"}
+    killed = Program("tests.signalled", *command[1:], env=env)
+    output = finish(killed, exit_code=-signal.SIGKILL)
     assert f"branched from {whole_run}/checkpoints/step_00000004" in output
     output = finish(Program(*command))
     assert f"resumed from {own}" in output and "branched from" not in output
@@ -317,7 +336,6 @@ def branched_run(root: Path, whole_run: Path) -> Path:
     return root / "other"
 
 
-@pytest.mark.system
 def test_a_branch_goes_on_under_another_method(whole_run: Path, branched_run: Path) -> None:
     """The same weights, prompts and samples; then another update."""
     (ours,) = metrics_of(branched_run)
@@ -445,15 +463,12 @@ def test_partial_rollouts_are_resumed_bitwise(root: Path, partial_run: Path) -> 
     stopped = root / "partial_stopped"
     attempts = [stopped / "attempts" / f"7.{restart}" for restart in range(3)]
     command = partial(root, "partial_stopped")
-    for attempt, stages, written in (
-        (attempts[0], ["step 2: update\n"], "step_00000002_1"),
-        (attempts[1], ["step 2: sync\n", "step 3: rollout\n"], "step_00000003"),
+    for attempt, stage, written in (
+        (attempts[0], "step 2: update", "step_00000002_1"),
+        (attempts[1], "step 2: sync", "step_00000003"),
     ):
-        process = Program(*command, env=launched(attempt))
-        while not ((attempt / "stage").exists() and (attempt / "stage").read_text() in stages):
-            assert process.poll() is None, process.communicate()[0][-4000:]
-        process.send_signal(signal.SIGUSR1)
-        finish(process)
+        asked = launched(attempt) | {"STAGE": stage, "SIGNAL": "SIGUSR1"}
+        finish(Program("tests.signalled", *command[1:], env=asked))
         assert (stopped / "checkpoints" / written / "open_groups.pt").is_file()
     assert "step_00000003" in finish(Program(*command, env=launched(attempts[2])))
     for name in (
@@ -576,37 +591,34 @@ def test_a_branch_into_other_problems_is_refused_before_any_model_is_built(
     assert not (root / "bad/branch.json").exists()
 
 
-@pytest.mark.system
-def test_layouts_agree(root: Path, whole_run: Path) -> None:
-    """Invariant 2 for the whole program: the first steps of TP = 2 with SP, PP, CP and DP = 2.
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"),
+        ("parallel.pipeline_model_parallel_size=2",),
+        pytest.param(("parallel.context_parallel_size=2",), marks=pytest.mark.system),
+        pytest.param(("rollout.tensor_parallel_size=2",), marks=pytest.mark.system),
+    ],
+    ids=["tensor, sequence", "pipeline", "context", "data"],
+)
+def test_layouts_agree(
+    root: Path, whole_run: Path, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    """Invariant 2 for the whole program, in its first steps.
 
     Rounding differs in the last float32 bits of every GEMM and reduction; AdamW divides by the root
     of tiny second moments in its first steps and amplifies it, hence 2e-3 on derived quantities.
     """
     reference = [line for line in metrics_of(whole_run) if "loss/policy" in line][:2]
-    for name, layout in {
-        "tp": ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"),
-        "pp": ("parallel.pipeline_model_parallel_size=2",),
-        "cp": ("parallel.context_parallel_size=2",),
-        "dp": ("rollout.tensor_parallel_size=2",),
-    }.items():
-        run_dir = root / name
-        finish(
-            Program(
-                "gapo_megatron.train",
-                root / "config.toml",
-                f"run.output_dir={run_dir}",
-                "run.num_steps=2",
-                "evaluation.every_steps=0",
-                *layout,
-                ranks=2,
-            )
-        )
-        for line, expected in zip(metrics_of(run_dir), reference, strict=True):
-            for key in ("reward/mean", "rollout/response_length/mean", "clip/fraction_sequences"):
-                assert line[key] == expected[key], (name, key, line["step"])
-            for key in ("loss/policy", "optim/grad_norm", "ratio/abs_deviation"):
-                assert line[key] == pytest.approx(expected[key], rel=2e-3, abs=1e-7), (name, key)
+    run_dir = tmp_path / "run"
+    settings = ("run.num_steps=2", "evaluation.every_steps=0", *layout)
+    command = ("gapo_megatron.train", root / "config.toml", f"run.output_dir={run_dir}", *settings)
+    finish(Program(*command, ranks=2))
+    for line, expected in zip(metrics_of(run_dir), reference, strict=True):
+        for key in ("reward/mean", "rollout/response_length/mean", "clip/fraction_sequences"):
+            assert line[key] == expected[key], (key, line["step"])
+        for key in ("loss/policy", "optim/grad_norm", "ratio/abs_deviation"):
+            assert line[key] == pytest.approx(expected[key], rel=2e-3, abs=1e-7), key
 
 
 @pytest.fixture(scope="module")

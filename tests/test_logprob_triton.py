@@ -45,24 +45,34 @@ from tests.triton_setup import (
     run_stats,
     upstream_gradients,
 )
+from tests.waiting import HANG_S
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
-def test_in_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    "selected",
+    [
+        "statistics_agree and plain or gradient_agrees and plain or the_operator and peaked",
+        pytest.param("", marks=pytest.mark.system),
+    ],
+    ids=["some", "every"],
+)
+def test_in_the_interpreter(selected: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+        [*command, "-k", selected],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[1],
         # One thread: its products are smaller than what starting a second one costs.
         env={**os.environ, "TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"},
-        timeout=1500,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels have no compiler")
-@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, pytest.param(True, marks=pytest.mark.system)])
 @pytest.mark.parametrize("name", ["_stats_kernel", "_grad_kernel"])
 def test_compiles_for_hopper(
     name: str, with_entropy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -130,7 +130,11 @@ def random_states() -> list[object]:
     return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(
+    scope="module",
+    params=[True, pytest.param(False, marks=pytest.mark.system)],
+    ids=["tied", "untied"],
+)
 def built(request, tmp_path_factory) -> Iterator[SimpleNamespace]:
     """An engine, started from a folder this package wrote, and the transformers model in it."""
     model = make_model(request.param)

@@ -52,6 +52,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], list[list[tuple[int, ...]]]]] = {
 # Whether the chosen experts' shares add up to one.
 MODELS = {"normalised": True, "as they are": False}
 CASES = [("normalised", layout) for layout in LAYOUTS] + [("as they are", "expert")]
+SOME = [("normalised", "expert"), ("normalised", "expert, sequence"), ("as they are", "expert")]
 NUM_UPDATES = 2
 BATCH = make_batch(vocab_size=VOCAB_SIZE)
 
@@ -117,9 +118,9 @@ def train(hf_dir: Path, run_dir: Path, layout: str, *, before: Path) -> Report:
     return Report(seen[0], grad_norms, equal, weights, resumed, moved)
 
 
-def train_every_case(root: Path) -> dict[tuple[str, str], Report]:
+def train_all(root: Path, cases: list[tuple[str, str]]) -> dict[tuple[str, str], Report]:
     reports, before = {}, {}
-    for model, layout in CASES:
+    for model, layout in cases:
         run_dir = root / f"{model}-{layout}"
         reports[model, layout] = train(
             root / model, run_dir, layout, before=before.get(model, run_dir)
@@ -181,13 +182,15 @@ def by_hf_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-@pytest.mark.system
-def test_every_layout_trains_as_transformers_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cases", [SOME, pytest.param(CASES, marks=pytest.mark.system)], ids=["some", "every"]
+)
+def test_layouts_train_as_transformers_does(tmp_path: Path, cases: list[tuple[str, str]]) -> None:
     for model, normalised in MODELS.items():
         save_model(tmp_path / model, "qwen3_moe", norm_topk_prob=normalised)
-    ranks = run_distributed(train_every_case, 2, tmp_path)
+    ranks = run_distributed(train_all, 2, tmp_path, cases)
     references = {model: expected(tmp_path / model) for model in MODELS}
-    for case in CASES:
+    for case in cases:
         reference = references[case[0]]
         assert all(norm > 0.1 for norm in reference.grad_norms)  # clipping took part
         for report in (rank[case] for rank in ranks):

@@ -154,7 +154,6 @@ def ranks(folders: dict[str, Path]) -> list[dict[tuple[str, str], Any]]:
     return run_distributed(train_every_layout, 2, folders)
 
 
-@pytest.mark.system
 def test_every_layout_computes_what_one_rank_does(
     folders: dict[str, Path], ranks: list[dict[tuple[str, str], Any]]
 ) -> None:
@@ -166,7 +165,6 @@ def test_every_layout_computes_what_one_rank_does(
             compare(reports, expected, where=f"{model}, {layout}")
 
 
-@pytest.mark.system
 def test_every_layout_skips_what_one_rank_does(
     folders: dict[str, Path], ranks: list[dict[tuple[str, str], Any]]
 ) -> None:

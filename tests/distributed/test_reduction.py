@@ -224,21 +224,28 @@ def resume(folder: Path, run_dir: Path) -> list[dict[str, Tensor]]:
     return found
 
 
-def train_on_two(folder: Path, run_dir: Path) -> tuple[Any, list[dict[str, Tensor]]]:
-    return train_cases(folder, TWO_RANKS), resume(folder, run_dir)
-
-
-@pytest.mark.system
-def test_two_ranks_move_as_without_the_overlap(folder: Path, tmp_path: Path) -> None:
-    ranks = run_distributed(train_on_two, 2, folder, tmp_path)
-    for name, case in TWO_RANKS.items():
-        compare([cases[name] for cases, _ in ranks], where=name)
-        for rank, (cases, _) in enumerate(ranks):
-            found = cases[name][0]
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["tied", "larger buckets", "experts apart"],
+        pytest.param(list(TWO_RANKS), marks=pytest.mark.system),
+    ],
+    ids=["some", "every"],
+)
+def test_two_ranks_move_as_without_the_overlap(folder: Path, names: list[str]) -> None:
+    cases = {name: TWO_RANKS[name] for name in names}
+    ranks = run_distributed(train_cases, 2, folder, cases)
+    for name, case in cases.items():
+        compare([found[name] for found in ranks], where=name)
+        for rank, found in enumerate(ranks):
+            report = found[name][0]
             dp_rank = 0 if CP in case.parallel else rank
-            expected = num_begun(case, num_buckets=found.num_buckets, dp_rank=dp_rank, stage=0)
-            assert found.num_begun == expected, (name, rank)
-    for _, (first, *others) in ranks:
+            expected = num_begun(case, num_buckets=report.num_buckets, dp_rank=dp_rank, stage=0)
+            assert report.num_begun == expected, (name, rank)
+
+
+def test_a_run_resumes_with_and_without_the_overlap(folder: Path, tmp_path: Path) -> None:
+    for first, *others in run_distributed(resume, 2, folder, tmp_path):
         assert len(others) == 5
         for other in others:
             assert all(torch.equal(other[name], weight) for name, weight in first.items())

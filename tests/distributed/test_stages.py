@@ -61,7 +61,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-@pytest.mark.system
 def test_stages_compute_what_one_rank_does(folders: dict[str, Path]) -> None:
     """Three micro-batches: Megatron-core's schedule wants four of two ranks with virtual stages."""
     ranks = run_distributed(train_on_two, 2, folders)

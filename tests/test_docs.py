@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.config import load_config
+from gapo_megatron.config import Config, load_config
 from gapo_megatron.launch.study import read_study
-from gapo_megatron.objective import METHODS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -90,6 +89,19 @@ def test_overrides_in_commands_are_valid(path: Path) -> None:
             (read_study if is_study else load_config)(path, overrides)
 
 
+def test_settings_named_in_documents_exist() -> None:
+    fields = {name: field.annotation for name, field in Config.model_fields.items()}
+    known = {name: of.model_fields for name, of in fields.items() if hasattr(of, "model_fields")}
+    named = re.compile(r"`([a-z]+)\.([a-z_]+)(?: ?=[^`]*)?`")
+    wrong = [
+        f"{name_of(path)}: {section}.{key}"
+        for path in DOCUMENTS
+        for section, key in named.findall(path.read_text(encoding="utf-8"))
+        if section in known and key not in {*known[section], "jsonl"}  # metrics.jsonl is a file
+    ]
+    assert not wrong
+
+
 def _needs_arguments(script: Path) -> bool:
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
@@ -109,35 +121,3 @@ def test_make_bench_runs_every_script_that_needs_no_arguments() -> None:
     expected = {name_of(path) for path in scripts if not _needs_arguments(path)}
     assert set(re.findall(r"benchmarks/\w+\.py", done.stdout)) == expected
     assert len(expected) > 1
-
-
-def test_readme_starts_with_the_two_commands() -> None:
-    firsts = [" ".join(words[:2]) for words in commands_of(ROOT / "README.md")]
-    assert firsts.index("make demo") < firsts.index("make test")
-    assert all(not first.startswith(("sbatch", "torchrun")) for first in firsts[:2])
-
-
-def test_readme_tree_is_the_tree() -> None:
-    """Every folder and file of the layout exists, and no room of the package is missing from it."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tree = re.search(r"^```text\n(gapo_megatron/.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert tree, "README has no layout"
-    named = set()
-    for line in tree[1].splitlines():
-        names = re.match(r"( *)((?:[\w.]+/?)(?:, [\w.]+/?)*)", line)
-        assert names, line
-        for name in names[2].split(", "):
-            where = ROOT / "gapo_megatron" / name if names[1] else ROOT / name
-            assert where.exists(), f"layout names {name}, which is not there"
-            named.add(name.rstrip("/"))
-    rooms = {
-        path.name
-        for path in (ROOT / "gapo_megatron").iterdir()
-        if path.suffix == ".py" or any(path.glob("*.py"))
-    }
-    assert rooms - {"__init__.py"} <= named, rooms - named
-
-
-def test_glossary_knows_every_method() -> None:
-    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-    assert all(f"`{name}`" in text for name in METHODS)

@@ -101,27 +101,6 @@ def test_dry_run_without_slurm_from_any_folder(tmp_path: Path) -> None:
     assert "2 = tensor" in shown
 
 
-def test_the_template_of_site_settings_sets_nothing_and_is_valid() -> None:
-    text = (ROOT / "slurm" / "site.example.sh").read_text()
-    assert all(line.startswith("#") for line in text.splitlines() if line)
-    settings = re.findall(r"^# ((?:export )?[A-Z_]+\+?=.*|module .*)", text, re.MULTILINE)
-    assert len(settings) > 15
-    subprocess.run(["bash", "-n"], input="\n".join(settings), text=True, check=True)
-
-
-def test_the_container_has_what_the_lock_says() -> None:
-    lock = (ROOT / "requirements" / "gpu.txt").read_text()
-    recipe = (ROOT / "slurm" / "container.def").read_text()
-    first_step = re.search(r"^#   pip install (torch==.*)", lock, re.MULTILINE)
-    assert first_step is not None
-    assert first_step[1] in recipe
-    assert "-r /opt/gpu.txt" in recipe
-    # The commands that its header takes out for enroot.
-    commands = re.search(r"^%post\n(.*)^%environment", recipe, re.MULTILINE | re.DOTALL)
-    assert commands is not None
-    subprocess.run(["bash", "-n"], input=commands[1], text=True, check=True)
-
-
 class Run:
     """launch.sh on two local ranks in a folder of its own."""
 

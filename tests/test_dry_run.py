@@ -204,24 +204,13 @@ def test_over_sampling_is_said() -> None:
     assert "begun per step" not in text_of(make_config())
     batch = {"rollout_prompts": 256, "oversampling": 1.5, "partial_rollouts": True}
     text = text_of(make_config(batch=batch))
-    words = "384 prompts (batch.oversampling 1.5): after the first step 256 new ones, 128 that go"
-    assert words in text and "begun per step" not in text
-
-
-def test_offload_is_said(tmp_path: Path) -> None:
-    model, words = {"hf_dir": write_model(tmp_path / "m")}, "while vLLM is awake, the optimizer's"
-    assert words in text_of(make_config(model=model, optimizer={"offload": True}))
-    assert words not in text_of(make_config(model=model))
+    assert re.search(r"384 prompts \(batch\.oversampling 1\.5\).* 256 .* 128 ", text)
 
 
 def test_how_responses_are_judged_is_said() -> None:
-    assert "math, at most 10 s each; workers per rank: its share of the cores" in text_of(
-        make_config(reward={"kind": "math"})
-    )
+    assert re.search(r"math,.* 10 s ", text_of(make_config(reward={"kind": "math"})))
     reward = {"kind": "instructions", "timeout_s": 3, "num_workers": 5}
-    assert "instructions, at most 3 s each; workers per rank: 5" in text_of(
-        make_config(reward=reward)
-    )
+    assert re.search(r"instructions,.* 3 s .* 5\b", text_of(make_config(reward=reward)))
 
 
 def test_a_reward_that_cannot_run_is_said() -> None:
@@ -367,9 +356,8 @@ def test_a_branch_is_told_and_checked(tmp_path: Path) -> None:
     document = manifest.Manifest(4, {}, old.model_dump(mode="json"), {}, "0.16.1", files={})
     manifest.write_manifest(manifest.step_dir(folder, 4), document)
     text = " ".join(text_of(config).split())
-    assert f"Branch: goes on from step 4 of {tmp_path}/old, step_00000004" in text
-    assert f"(manifest {document.sha256[:12]})" in text
-    assert "with objective.method = 'gapo' (was 'gspo')." in text
+    assert f"{tmp_path}/old, step_00000004" in text and document.sha256[:12] in text
+    assert "objective.method = 'gapo' (was 'gspo')" in text
     with pytest.raises(ConfigError, match=r"run\.seed is 0 there and 3 here"):
         text_of(make_config(run={"output_dir": "unused", "seed": 3}, checkpoint=given))
     # Begun, and then the branch point may be gone.

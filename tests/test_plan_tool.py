@@ -1,6 +1,7 @@
 """tools/plan.py: what it prints, what it refuses, what it returns."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +29,8 @@ def model(tmp_path_factory) -> str:
 def test_tables(model, capsys):
     assert tool.main([CONFIG, model, "--nodes", "2", "--top", "3"]) == 0
     out = capsys.readouterr().out
-    assert "Layouts of 16 x h200, quickest first" in out
-    assert "Memory of one GPU by part" in out
-    assert "yours" in out
-    assert "Efficiencies are assumed, not measured" in out
-    assert "The quickest, as overrides: parallel.tensor_model_parallel_size=" in out
-    assert "GPU-h of 1,531" in out
+    for shown in ("16 x h200", "yours", " parallel.tensor_model_parallel_size=", "1,531"):
+        assert shown in out
 
 
 def test_a_configs_own_virtual_stages(model, capsys):
@@ -44,7 +41,7 @@ def test_a_configs_own_virtual_stages(model, capsys):
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if "4 x 2, unequal" in line]
     assert "yours" in line
-    assert "leave parallel.num_layers_in_last_pipeline_stage out of the config" in out
+    assert " parallel.num_layers_in_last_pipeline_stage " in out.splitlines()[-1]
     assert " parallel.virtual_pipeline_model_parallel_size=1 " in out
 
 
@@ -62,32 +59,21 @@ def test_nothing_fits(tmp_path, capsys):
     command = [CONFIG, f"model.hf_dir={tmp_path / 'big'}", "--gpu", "h100", "--gpus-per-node", "1"]
     assert tool.main(command) == 1
     out = capsys.readouterr().out
-    assert "Nothing fits: more nodes" in out
-    assert "Why others do not run" in out
+    assert "more nodes" in out
     assert "out of memory" in out
 
 
-@pytest.mark.parametrize(
-    ("fraction", "words"),
-    [
-        (0.99, ": a smaller rollout.memory_fraction than 0.99, which the planner never varies."),
-        (
-            0.004,
-            ": a larger rollout.memory_fraction than 0.004, which the planner never varies, or "
-            "shorter sequences.",
-        ),
-    ],
-)
-def test_the_commonest_reason_says_what_would_fit(model, fraction, words, capsys):
+@pytest.mark.parametrize(("fraction", "change"), [(0.99, "smaller"), (0.004, "larger")])
+def test_the_commonest_reason_says_what_would_fit(model, fraction, change, capsys):
     """Nodes would not help here."""
     assert tool.main([CONFIG, model, f"rollout.memory_fraction={fraction}"]) == 1
-    assert f"Nothing fits{words}" in capsys.readouterr().out
+    assert f"{change} rollout.memory_fraction than {fraction}" in capsys.readouterr().out
 
 
 def test_what_times_in_fp8_rest_on_is_said(model, capsys):
     for setting in ("model.precision=fp8", "rollout.quantization=fp8"):
         assert tool.main([CONFIG, model, setting]) == 0
-        assert "fp8: products are taken to reach the same share" in capsys.readouterr().out
+        assert "fp8: " in capsys.readouterr().out
     assert tool.main([CONFIG, model]) == 0
     assert "fp8" not in capsys.readouterr().out
 
@@ -97,14 +83,14 @@ def test_an_fp8_recipe_that_no_such_gpu_runs_has_no_plan(model, capsys):
     assert tool.main([CONFIG, model, *fp8, "--gpu", "h100"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    words = "('mxfp8') needs a GPU of compute capability 10.0 or more and below 12.0: h100 has 9.0"
-    assert captured.err == f"error: model.fp8_recipe {words}\n"
+    for named in ("model.fp8_recipe ('mxfp8')", " 10.0 ", " 12.0", "h100", " 9.0"):
+        assert named in captured.err
 
 
 def test_without_the_model_it_says_how_to_get_its_config(capsys):
     assert tool.main([CONFIG]) == 1
     err = capsys.readouterr().err
-    assert "error: model.hf_dir (models/Qwen2.5-Math-1.5B): no config.json here" in err
+    assert "model.hf_dir (models/Qwen2.5-Math-1.5B)" in err
     assert "hf download" in err
 
 
@@ -122,10 +108,10 @@ def test_a_calibration_is_used_on_its_device_only(model, tmp_path, capsys):
     command = [CONFIG, model, "--calibration", str(tmp_path / "slow.toml")]
     assert tool.main(command) == 0
     out = capsys.readouterr().out
-    assert "Measured: decode_step_s; assumed: matmul, " in out
-    assert "Largest miss where they were fitted: total 7%" in out
+    assert re.search(r"\bmeasured: decode_step_s; .*\bmatmul, ", out, re.IGNORECASE)
+    assert "total 7%" in out
     assert tool.main([*command, "--gpu", "h100"]) == 1
-    assert "was measured on h200, not on --gpu h100" in capsys.readouterr().err
+    assert re.search("h200.*--gpu h100", capsys.readouterr().err)
 
 
 def test_runs_are_fitted_and_tested(tmp_path, capsys):
@@ -138,8 +124,7 @@ def test_runs_are_fitted_and_tested(tmp_path, capsys):
         command += [option, str(tmp_path / name)]
     assert tool.main(command) == 0
     out = capsys.readouterr().out
-    assert "Predicted against measured" in out
-    assert "Largest miss where nothing was fitted:" in out
+    assert "Largest miss" in out
     assert file.exists()
     # Efficiencies are printed with and without a file, and which of them the runs tell.
     row = next(line for line in out.splitlines() if line.startswith("│ decode_step_s "))
@@ -205,7 +190,7 @@ def test_a_probe_trains_and_fits(tmp_path, capsys, monkeypatch):
     ]
     assert "run.seed=2" in commands[2]
     assert "as configured" in out
-    assert "Largest miss where nothing was fitted" in out
+    assert "Largest miss" in out
 
 
 def test_a_probe_that_fails_names_its_log(tmp_path, capsys, monkeypatch):
@@ -245,16 +230,11 @@ def test_wrong_usage(command, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_help_teaches_and_loads_nothing_heavy():
+def test_help_loads_nothing_heavy():
     code = (
         "import sys; sys.argv = ['plan.py', '--help']\n"
         "from tools import plan\n"
         "try:\n    plan.main()\nexcept SystemExit:\n    pass\n"
         "assert 'torch' not in sys.modules"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert "--probe" in result.stdout
-    assert "TMPDIR" in result.stdout
-    assert "docs/scaling.md" in result.stdout
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)

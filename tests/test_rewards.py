@@ -65,7 +65,8 @@ def test_score_says_how_many_are_unknown_and_why(tokenizer, caplog):
     with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=60) as pool:
         [verdicts] = rewards.score(pool, [Prompt("a", (1,), "")], rollouts, tokenizer=tokenizer)
     assert [verdict.outcome for verdict in verdicts] == ["unknown", "correct", "unknown"]
-    assert caplog.messages == ["2 of 3 responses could not be judged; most often: cannot tell"]
+    (message,) = caplog.messages
+    assert "2 of 3" in message and "cannot tell" in message
 
 
 @pytest.mark.parametrize(

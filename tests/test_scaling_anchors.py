@@ -33,7 +33,7 @@ def test_lengths_of_the_anchors_are_the_published_rates():
 
 @pytest.mark.parametrize("anchor", ANCHORS, ids=lambda anchor: anchor.name)
 def test_published_step_times(anchor):
-    """Within a factor of two, without tuning: docs/scaling.md prints how far."""
+    """Within a factor of two, without tuning: docs/planned_layouts.md has how far."""
     predicted = anchor.predict(Efficiency()).total_s
     assert 0.5 < predicted / anchor.published["total"] < 2.0
 

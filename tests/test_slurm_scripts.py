@@ -435,7 +435,5 @@ def test_usage() -> None:
         capture_output=True,
         text=True,
     )
-    assert (missing.returncode, missing.stderr) == (
-        2,
-        "[launch] no /nowhere/python: set PYTHON or CONTAINER (docs/slurm.md)\n",
-    )
+    assert missing.returncode == 2
+    assert "/nowhere/python" in missing.stderr and "PYTHON" in missing.stderr

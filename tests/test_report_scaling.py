@@ -28,7 +28,6 @@ from tests.test_scaling_calibration import CPU, SMALL, a_step, write_run
 from tools import plan as tool
 
 H200 = GPUS["h200"]
-PREDICTED_S = 30.14
 # Seconds of a step beside generation, as `a_step` has them: reward, old, update, sync, and others.
 OTHERS_S = 0.5 + 1.0 + 5.0 + 0.25 + 0.125 + 0.25
 TP2 = {"tensor_model_parallel_size": 2}
@@ -84,13 +83,14 @@ def test_rows_are_the_runs(study):
     stages = [one[f"{stage}_s"] for stage in ("generation", "reward", "old_log_probs", "update")]
     assert stages == [8.0, 0.5, 1.0, 5.0]
     assert one["other_s"] == pytest.approx(0.375)
-    # What docs/scaling.md's equations give with the default efficiencies.
-    assert one["predicted_step_s"] == pytest.approx(PREDICTED_S, rel=0.01)
+    (observation,) = [run for run in study if run.name == "one"]
+    predicted_s = observation.predict(H200, Efficiency()).total_s
+    assert one["predicted_step_s"] == pytest.approx(predicted_s)
     predicted = [f"predicted_{stage}_s" for stage in STAGES]
     assert one["predicted_step_s"] == pytest.approx(sum(one[key] for key in predicted))
-    assert one["predicted_over_measured"] == pytest.approx(PREDICTED_S / 15.125, rel=0.01)
-    tokens_per_gpu_s = 256 * 8 * 600 / PREDICTED_S / 8
-    assert one["predicted_tokens_per_gpu_s"] == pytest.approx(tokens_per_gpu_s, rel=0.01)
+    assert one["predicted_over_measured"] == pytest.approx(predicted_s / 15.125)
+    tokens_per_gpu_s = 256 * 8 * 600 / predicted_s / 8
+    assert one["predicted_tokens_per_gpu_s"] == pytest.approx(tokens_per_gpu_s)
 
 
 def test_replaced_groups_count_as_they_were_drawn(study, tmp_path):

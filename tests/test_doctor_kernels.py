@@ -88,12 +88,14 @@ def test_the_doctor_names_what_an_update_runs(tmp_path: Path) -> None:
     assert {one.status for one in found.values()} == {"ok"}
 
 
+@pytest.mark.system
 def test_a_precision_that_cannot_be_had() -> None:
     (update,) = look(precision="fp8").values()
     assert (update.name, update.status) == ("one update", "fail")
     assert update.detail.startswith("model.precision ('fp8') needs a GPU")
 
 
+@pytest.mark.system
 def test_megatron_core_takes_an_apex_that_is_there(tmp_path: Path) -> None:
     install_nvidia_apex(tmp_path, with_kernels=True)
     optimizer = look(path_with(tmp_path))["optimizer"]
@@ -101,6 +103,7 @@ def test_megatron_core_takes_an_apex_that_is_there(tmp_path: Path) -> None:
     assert optimizer.status == "warn"
 
 
+@pytest.mark.system
 def test_also_one_without_kernels_and_training_ends(tmp_path: Path) -> None:
     install_nvidia_apex(tmp_path, with_kernels=False)
     (update,) = look(path_with(tmp_path)).values()

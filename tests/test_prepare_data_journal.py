@@ -104,8 +104,12 @@ def killed_at(number: int, call: Callable[[], None]) -> bool:
 
 @pytest.mark.parametrize(
     ("source", "inputs", "stride"),
-    [(deepcoder(), programs, 1), (own("exact"), answers, 5)],
-    ids=["code", "exact"],
+    [
+        (deepcoder(), programs, 5),
+        pytest.param(deepcoder(), programs, 1, marks=pytest.mark.system),
+        pytest.param(own("exact"), answers, 5, marks=pytest.mark.system),
+    ],
+    ids=["code", "code at every step", "exact"],
 )
 def test_a_run_killed_at_any_step_is_continued_to_the_same_bytes(
     tmp_path, make, source, inputs, stride

@@ -438,6 +438,7 @@ def unit() -> float:
     return time.process_time() - start
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("model", ["Qwen2.5-72B", "Qwen3-30B-A3B"])
 def test_a_thousand_gpus_are_planned_in_seconds(model):
     """8 and 33 units here; in units, since a busy machine makes every second of work longer."""
@@ -463,7 +464,6 @@ def test_the_planner_keeps_little_memory():
 def test_65_536_sequences_are_dealt_evenly_to_1_024_ranks():
     torch.manual_seed(0)
     lengths = torch.empty(65_536).log_normal_(mean=6.5, std=0.7).clamp(max=8000).long() + 100
-    start = time.process_time()
     dealt = plan_batch(
         lengths,
         torch.ones(65_536),
@@ -471,7 +471,6 @@ def test_65_536_sequences_are_dealt_evenly_to_1_024_ranks():
         max_tokens_per_microbatch=32_768,
         data_parallel_size=1024,
     )
-    assert time.process_time() - start < 10
     for minibatch in dealt.minibatches:
         loads = [
             sum(int(lengths[list(indices)].sum()) for indices in rank)

@@ -53,6 +53,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.system
 def test_every_reference_answer_of_deepscaler_is_equal_to_itself(pool, answers):
     distinct = sorted(set(answers))
     assert len(answers) == 40_308
@@ -70,6 +71,7 @@ def _respell(answer: str) -> str:
     return answer.replace("\\sqrt{", "\\sqrt[2]{").replace("\\pi", "{\\pi}")
 
 
+@pytest.mark.system
 def test_reference_answers_in_another_spelling_are_equal(pool, answers):
     respelled = sorted({answer for answer in answers if _respell(answer) != answer})
     sample = random.Random(0).sample(respelled, 1500)
@@ -88,6 +90,7 @@ SAME_VALUE = {
 """Answers of the sample that are written differently and are equal: each was looked at."""
 
 
+@pytest.mark.system
 def test_no_answer_of_another_problem_is_accepted_unless_it_is_the_same_value(pool, answers):
     # Half of them drawn from all, most of which are integers; half from those that differ from the
     # reference in its digits alone.

@@ -17,6 +17,7 @@ from gapo_megatron.rewards.code.forms import AssertTests, CallTests, TextTests, 
 from gapo_megatron.rewards.code.program import extract_program
 from gapo_megatron.rewards.sandbox.inside.values import decode, encode, list_node, tree_node
 from gapo_megatron.types import Outcome, Verdict
+from tests.messages import mentions
 from tests.sandbox_setup import needs_sandbox
 
 ROOT = Path(__file__).parents[1]
@@ -147,7 +148,7 @@ def test_values_survive_the_channel():
     tree = [5, 4, 7, 3, None, 2, None, -1]
     assert encode(tree_node(tree)) == {"tree_node": tree}
     assert list_node([]) is None
-    with pytest.raises(TypeError, match="of type object cannot be compared"):
+    with pytest.raises(TypeError, match="type object"):
         encode([object()])
 
 
@@ -196,27 +197,27 @@ def test_public_forms_of_tests_are_read(form, tests):
 
 
 @pytest.mark.parametrize(
-    ("form", "message"),
+    ("form", "named"),
     [
-        ([], "0 inputs"),
-        (3, "not int"),
-        ({"tests": []}, "keys are tests"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
-        ({"inputs": [1], "outputs": ["1"]}, "text of a test is 1"),
-        ([{"input": "1"}], "no output"),
-        ({"inputs": "ab", "outputs": "ab"}, "must be lists"),
-        ({"inputs": [[1]], "outputs": "a", "fn_name": "f"}, "must be lists"),
-        ({"test_list": "assert f(1)"}, "must be a list"),
-        ({"inputs": ["1", "2"], "outputs": ["", " \n"]}, "every expected output is empty"),
-        ({"inputs": [[1]], "outputs": [None], "fn_name": "f"}, "every expected value is None"),
-        ({"functional": " "}, "functional of the tests is not code"),
-        ({"file": "/nonexistent", "offset": 0, "length": 1}, "No such file"),
+        ([], ("0 inputs", "0 outputs")),
+        (3, ("JSON", "int")),
+        ({"tests": []}, ("keys", "tests")),
+        ({"inputs": ["1"], "outputs": []}, ("1 inputs", "0 outputs")),
+        ({"inputs": [1], "outputs": ["1"]}, ("text", "1")),
+        ([{"input": "1"}], ("no output",)),
+        ({"inputs": "ab", "outputs": "ab"}, ("inputs", "outputs", "lists")),
+        ({"inputs": [[1]], "outputs": "a", "fn_name": "f"}, ("inputs", "outputs", "lists")),
+        ({"test_list": "assert f(1)"}, ("test_list", "list,")),
+        ({"inputs": ["1", "2"], "outputs": ["", " \n"]}, ("output", "empty")),
+        ({"inputs": [[1]], "outputs": [None], "fn_name": "f"}, ("value", "None")),
+        ({"functional": " "}, ("functional",)),
+        ({"file": "/nonexistent", "offset": 0, "length": 1}, ("/nonexistent",)),
     ],
 )
-def test_tests_that_cannot_be_read_say_nothing_about_the_program(form, message):
+def test_tests_that_cannot_be_read_say_nothing_about_the_program(form, named):
     verdict = judge("print(1)", form)
     assert verdict.outcome is Outcome.UNKNOWN
-    assert message in verdict.reason
+    assert all(part in verdict.reason for part in named)
 
 
 def test_tests_are_read_from_a_range_of_a_file(tmp_path):
@@ -225,7 +226,7 @@ def test_tests_are_read_from_a_range_of_a_file(tmp_path):
     path.write_bytes(first + b"\n" + second + b"\n")
     reference = {"file": str(path), "offset": len(first) + 1, "length": len(second)}
     assert read_tests(json.dumps(reference)) == read_tests(json.dumps(SUM))
-    with pytest.raises(ValueError, match="ends before byte"):
+    with pytest.raises(ValueError, match=mentions(path, len(first) + 1 + 10_000)):
         read_tests(json.dumps(reference | {"length": 10_000}))
 
 
@@ -239,8 +240,8 @@ READS = "a, b = map(int, input().split())\n"
     ("program", "tests", "reason"),
     [
         (READS + "print(a + b)", SUM, None),
-        (READS + "print(a + b + (a == 10))", SUM, "test 2: another output"),
-        ("import sys\na, b = map(int, open(0))", SUM, "test 1: the program ended with exit code 1"),
+        (READS + "print(a + b + (a == 10))", SUM, "test 2"),
+        ("import sys\na, b = map(int, open(0))", SUM, "exit code 1"),
         ("import sys\nprint(sum(map(int, open('/dev/stdin').read().split())))", SUM, None),
         (READS + "if __name__ == '__main__':\n    print(a + b)\n    exit()", SUM, None),
         ("import threading as t\nx = lambda: print(sum(map(int, input().split())))\n"
@@ -250,12 +251,12 @@ READS = "a, b = map(int, input().split())\n"
          "signal.signal(signal.SIGALRM, ring)\nsignal.alarm(1)\nsignal.pause()", SUM, None),
         (READS + "def f(n): return n and 1 + f(n - 1)\nprint(a + b + f(9000) - 9000)", SUM, None),
         (READS + "open('x', 'w').write(str(a + b))\nprint(open('/tmp/x').read())", SUM, None),
-        ("print('ü')\n1/0", SUM, "ZeroDivisionError: division by zero"),
+        ("print('ü')\n1/0", SUM, "ZeroDivisionError"),
         ("def add(a, b): return a + b", ADD, None),
         ("class Solution:\n    def add(self, a: List[int], b): return a + b", ADD, None),
-        ("def add(a, b): return a - b", ADD, "test 1: another value"),
-        ("def sub(a, b): return a + b", ADD, "NameError: the program does not define add"),
-        ("import math\nprint('nothing')", ADD | {"fn_name": "gcd"}, "does not define gcd"),
+        ("def add(a, b): return a - b", ADD, "test 1"),
+        ("def sub(a, b): return a + b", ADD, "define add"),
+        ("import math\nprint('nothing')", ADD | {"fn_name": "gcd"}, "define gcd"),
         ("def f(y): return datetime.date(y, 1, 1).year",
          {"fn_name": "f", "inputs": [[5]], "outputs": [5]}, None),
         ("def add(a, b):", ADD, "IndentationError"),
@@ -295,7 +296,7 @@ def test_programs_are_judged_by_their_outputs(program, tests, reason):
 
 def test_a_response_without_a_program_is_wrong():
     verdict = verify("The answer is 7.", json.dumps(SUM))
-    assert verdict == Verdict(Outcome.WRONG, "the response holds no program")
+    assert (verdict.outcome, "program" in verdict.reason) == (Outcome.WRONG, True)
 
 
 @needs_sandbox
@@ -315,19 +316,19 @@ def test_a_response_without_a_program_is_wrong():
         ("def f(x): return K", ["assert f(1) == K"], None),
         ("def f(x): return x.next", ["assert f(ListNode(1, ListNode(2))).val == 2"], None),
         ("class np:\n    def all(self, *_): return True\ndef f(x): return 3",
-         ["assert np.all(f(1))"], "?use np, which neither they nor the problem define"),
-        ("MOD = 7\ndef f(x): return x", ["assert f(MOD) == 7"], "?use MOD"),
-        ("def f(x): return x", ["assert f(1) == f.cache"], "?use f.cache, an attribute"),
+         ["assert np.all(f(1))"], "?use np,"),
+        ("MOD = 7\ndef f(x): return x", ["assert f(MOD) == 7"], "?MOD"),
+        ("def f(x): return x", ["assert f(1) == f.cache"], "?f.cache"),
         # Arguments that do not cross.
-        ("def f(x): return sum(x)", ["assert f(range(4)) == 6"], "?of type range"),
-        ("def f(x): return x(1)", ["assert f(lambda x: x) == 1"], "?of type function"),
+        ("def f(x): return sum(x)", ["assert f(range(4)) == 6"], "?type range"),
+        ("def f(x): return x(1)", ["assert f(lambda x: x) == 1"], "?type function"),
         ("def f(x): return 1", ["try: x = f(object())\nexcept BaseException: pass"],
-         "?of type object"),
+         "?type object"),
         # What a program does to its arguments, or to itself.
         ("class Solution:\n    def rot(self, a): a.reverse()",
-         ["a = [1, 2]\nSolution().rot(a)\nassert a == [2, 1]"], "?drop in line 2"),
+         ["a = [1, 2]\nSolution().rot(a)\nassert a == [2, 1]"], "?line 2"),
         ("class Solution:\n    def add(self, x): self.x = x\n    def get(self): return self.x",
-         ["s = Solution()\ns.add(1)\nassert s.get() == 1"], "?drop in line 2"),
+         ["s = Solution()\ns.add(1)\nassert s.get() == 1"], "?line 2"),
         ("def f(a): a.clear()\ndef g(): return 1", ["a = [1]", "f(a)", "assert a == []"], "?drop"),
     ],
 )  # fmt: skip
@@ -345,8 +346,8 @@ def test_programs_define_no_more_of_their_asserts_than_functions(program, tests,
 @pytest.mark.parametrize(
     ("asserts", "reason"),
     [
-        ("def check(candidate): pass", "do not call the program: passed"),
-        ("def check(candidate: pass", "do not call the program: SyntaxError"),
+        ("def check(candidate): pass", "passed"),
+        ("def check(candidate: pass", "SyntaxError"),
         ("import nothing_of_the_kind\ndef check(c): c(1)", "ModuleNotFoundError in line 1"),
     ],
 )
@@ -380,14 +381,14 @@ def test_large_inputs_and_outputs_pass():
 def test_all_tests_together_have_a_limit():
     tests = {"inputs": ["1"] * 20, "outputs": ["1"] * 20}
     verdict = judge("import time\ntime.sleep(0.4)\nprint(input())", tests, total_s=2)
-    assert verdict == Verdict(Outcome.WRONG, "the program took longer than 2 s")
+    assert (verdict.outcome, "2 s" in verdict.reason) == (Outcome.WRONG, True)
 
 
 @needs_sandbox
 def test_a_reference_solution_gives_the_expected_values():
     values = code.call_program("def f(x): return (x, {x})", "f", [[1], [2]])
     assert values == [(1, {1}), (2, {2})]
-    with pytest.raises(RuntimeError, match="failed: ZeroDivisionError"):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         code.call_program("def f(x): return 1 / x", "f", [[1], [0]])
 
 

@@ -1,5 +1,6 @@
 """Loading: precedence, and a ConfigError for every wrong key, value and combination."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from pydantic import ValidationError
 
 from gapo_megatron.config import load_config, parse_config
 from gapo_megatron.errors import ConfigError
+from tests.messages import mentions
 
 MINIMAL = """
 [run]
@@ -119,13 +121,13 @@ def test_config_is_frozen(minimal: Path) -> None:
     [
         (
             "optimizer.learning_rat=1e-6",
-            ["optimizer.learning_rat", "did you mean 'learning_rate'?"],
+            ["optimizer.learning_rat:", "'learning_rate'"],
         ),
-        ("optimiser.learning_rate=1e-6", ["optimiser", "did you mean 'optimizer'?"]),
-        ("parallel.tensor_parallel_size=2", ["did you mean 'tensor_model_parallel_size'?"]),
-        ("rollout.tensor_model_parallel_size=2", ["did you mean 'tensor_parallel_size'?"]),
-        ("reward.zzz=1", ["reward.zzz", "known keys: kind"]),
-        ("supervised.num_step=1", ["supervised.num_step", "did you mean 'num_steps'?"]),
+        ("optimiser.learning_rate=1e-6", ["optimiser", "'optimizer'"]),
+        ("parallel.tensor_parallel_size=2", ["'tensor_model_parallel_size'"]),
+        ("rollout.tensor_model_parallel_size=2", ["'tensor_parallel_size'"]),
+        ("reward.zzz=1", ["reward.zzz", "kind", "sandbox"]),
+        ("supervised.num_step=1", ["supervised.num_step:", "'num_steps'"]),
     ],
 )
 def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list[str]) -> None:
@@ -174,7 +176,7 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ),
         ("objective.eps_low=nan", "objective.eps_low", "nan", "finite"),
         ("objective.eps_low=-0.1", "objective.eps_low", "-0.1", "greater than 0"),
-        ("objective.method=gap", "objective", "'gap'", "did you mean 'gapo'?"),
+        ("objective.method=gap", "objective", "'gap'", "'gapo'"),
         ("objective.aggregation=mean", "objective.aggregation", "'mean'", "'token_mean'"),
         ("objective.kl_coef=-1", "objective.kl_coef", "-1", "equal to 0"),
         ("optimizer.learning_rate=inf", "optimizer.learning_rate", "inf", "finite"),
@@ -204,12 +206,12 @@ def test_wrong_value_names_field_value_and_rule(
     [
         (
             ["batch.rollout_prompts=256", "batch.minibatch_prompts=60"],
-            ["minibatch_prompts (60)", "must divide", "rollout_prompts (256)"],
+            ["minibatch_prompts (60)", "rollout_prompts (256)"],
         ),
-        (["batch.partial_rollouts=true"], ["partial_rollouts=true", "oversampling > 1"]),
+        (["batch.partial_rollouts=true"], ["partial_rollouts", "oversampling"]),
         (
             ["parallel.sequence_parallel=true"],
-            ["sequence_parallel=true", "tensor_model_parallel_size > 1"],
+            ["sequence_parallel", "tensor_model_parallel_size"],
         ),
         (
             ["batch.max_tokens_per_microbatch=2000"],
@@ -217,28 +219,28 @@ def test_wrong_value_names_field_value_and_rule(
         ),
         (
             ["objective.eps_low=3", "objective.eps_high_max=5"],
-            ["eps_low (3.0)", "below 1"],
+            ["eps_low (3.0)", "1"],
         ),
         (
             ["objective.eps_high_max=2e-3"],
-            ["eps_high_max (0.002)", "at least", "eps_low (0.003)"],
+            ["eps_high_max (0.002)", "eps_low (0.003)"],
         ),
         (
             ["objective.method=gspo", "objective.eps_low=4e-3"],
-            ["eps_high_max (0.003)", "at least", "eps_low (0.004)"],
+            ["eps_high_max (0.003)", "eps_low (0.004)"],
         ),
         (
             ["model.fp8_recipe=blockwise"],
-            ["fp8_recipe ('blockwise')", "needs precision 'fp8', not 'bf16'"],
+            ["fp8_recipe ('blockwise')", "precision", "'fp8'", "'bf16'"],
         ),
         (
             ["model.precision=fp32", "rollout.quantization=fp8"],
-            ["rollout.quantization ('fp8')", "model.precision 'bf16' or 'fp8', not 'fp32'"],
+            ["rollout.quantization ('fp8')", "model.precision", "'bf16'", "'fp32'"],
         ),
         (["evaluation.every_steps=10"], ["evaluation.every_steps", "data.eval_path"]),
         (
             ["objective.importance_weight_max=2", "rollout.top_p=0.9"],
-            ["rollout.top_p (0.9)", "must be 1", "objective.importance_weight_max"],
+            ["rollout.top_p (0.9)", "objective.importance_weight_max"],
         ),
         (
             [
@@ -247,7 +249,7 @@ def test_wrong_value_names_field_value_and_rule(
                 "supervised.train_path=s.jsonl",
                 "supervised.num_steps=1",
             ],
-            ["model.megatron_dir (models/m)", "supervised training makes in model.hf_dir"],
+            ["model.megatron_dir (models/m)", "supervised", "model.hf_dir"],
         ),
     ],
 )
@@ -267,7 +269,7 @@ def test_every_problem_is_reported_at_once(minimal: Path) -> None:
 def test_missing_section_is_named(section: str) -> None:
     tree = tomllib.loads(MINIMAL)
     del tree[section]
-    with pytest.raises(ConfigError, match=rf"x\.toml: {section}: required, but not given"):
+    with pytest.raises(ConfigError, match=mentions("x.toml", f"{section}: required")):
         parse_config(tree, source="x.toml")
 
 
@@ -275,38 +277,37 @@ def test_missing_section_is_named(section: str) -> None:
 
 
 def test_absent_file_is_named(tmp_path: Path) -> None:
-    assert "nowhere.toml: cannot read the config file" in error_of(tmp_path / "nowhere.toml")
+    path = tmp_path / "nowhere.toml"
+    assert re.search(mentions(path, "No such file"), error_of(path))
 
 
 def test_invalid_toml_is_named_with_its_line(minimal: Path) -> None:
     minimal.write_text("[run\n")
-    message = error_of(minimal)
-    assert "minimal.toml: not valid TOML" in message
-    assert "line 1" in message
+    assert re.search(mentions(minimal, "TOML", "line 1"), error_of(minimal))
 
 
 def test_base_must_be_a_path(minimal: Path) -> None:
     minimal.write_text("base = 3\n" + MINIMAL)
-    assert "base (3) must be the path" in error_of(minimal)
+    assert "base (3)" in error_of(minimal)
 
 
 def test_base_that_goes_in_a_circle_is_refused(minimal: Path) -> None:
     minimal.write_text('base = "other.toml"\n' + MINIMAL)
     minimal.with_name("other.toml").write_text('base = "minimal.toml"\n')
-    assert "goes round in a circle" in error_of(minimal)
+    assert re.search(mentions("minimal.toml", "base", "circle"), error_of(minimal))
 
 
 @pytest.mark.parametrize("override", ["run.seed", "seed=1", "run.=1", ".seed=1", "a.b.c=1", ""])
 def test_malformed_override_says_the_form(minimal: Path, override: str) -> None:
-    assert f"override {override!r} must have the form section.key=value" in error_of(
-        minimal, override
-    )
+    message = error_of(minimal, override)
+    assert re.search(mentions(repr(override), "section.key=value"), message)
 
 
 def test_override_of_a_section_that_is_a_value(minimal: Path) -> None:
     minimal.write_text(MINIMAL.replace("[reward]\n", "").replace('kind = "exact"', ""))
     minimal.write_text("reward = 3\n" + minimal.read_text())
-    assert "reward is not a section" in error_of(minimal, "reward.kind=math")
+    message = error_of(minimal, "reward.kind=math")
+    assert re.search(mentions("reward.kind=math", "reward", "section"), message)
     assert "reward (3)" in error_of(minimal)
 
 

@@ -51,51 +51,50 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Q, UP = "model.layers.1.self_attn.q_proj.weight", "model.layers.3.mlp.up_proj.weight"
 
 
-MODEL_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+MODEL_DAMAGE: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "missing tensor": (
         lambda d: rewrite(d, lambda t: t.pop(UP)),
-        f"missing tensors: {UP}",
+        ("missing", UP),
     ),
     "extra tensor": (
         lambda d: rewrite(d, lambda t: t.update({"model.layers.0.extra": torch.ones(1)})),
-        "(model.safetensors): tensors without a place in the model that config.json describes: "
-        "model.layers.0.extra",
+        ("model.safetensors", "config.json", "model.layers.0.extra"),
     ),
     "wrong shape": (
         lambda d: rewrite(d, lambda t: t.update({Q: t[Q][:-16].clone()})),
-        f"model.safetensors: {Q} has shape [80, 48]; the model's config says [96, 48]",
+        ("model.safetensors", Q, "[80, 48]", "[96, 48]"),
     ),
     "another dtype": (
         lambda d: rewrite(d, lambda t: t.update({Q: t[Q].half()})),
-        f"{Q} is torch.float16 but model.layers.0.self_attn.q_proj.weight is torch.float32",
+        (Q, "torch.float16", "model.layers.0.self_attn.q_proj.weight", "torch.float32", "--dtype"),
     ),
     "NaN": (
         lambda d: rewrite(d, lambda t: t[UP][5].fill_(torch.nan)),
-        f"model.safetensors: {UP} holds nan: the weights are damaged",
+        ("model.safetensors", UP, "nan"),
     ),
     "infinity": (
         lambda d: rewrite(d, lambda t: t[Q][0].fill_(-torch.inf)),
-        f"model.safetensors: {Q} holds -inf: the weights are damaged",
+        ("model.safetensors", Q, "-inf"),
     ),
     "truncated": (
         lambda d: cut(d / "model.safetensors"),
-        "model.safetensors is not a whole safetensors",
+        ("model.safetensors", "whole"),
     ),
     "no weights": (
         lambda d: (d / "model.safetensors").unlink(),
-        "has neither model.safetensors nor",
+        ("model.safetensors", "model.safetensors.index.json"),
     ),
     "two rope bases": (
         lambda d: set_field(d / "config.json", rope_theta=5e5),
-        "config.json: rope_theta is 500000.0, but rope_parameters.rope_theta is 10000.0",
+        ("config.json", "rope_theta", "500000.0", "rope_parameters.rope_theta", "10000.0"),
     ),
     "wrong config": (
         lambda d: set_field(d / "config.json", num_key_value_heads=3),
-        "config.json contradicts the weights: num_key_value_heads (3) x head_dim (16) is 48, ",
+        ("config.json", "num_key_value_heads (3)", "head_dim (16)", "48"),
     ),
     "tokenizer": (
         lambda d: (d / "tokenizer.json").write_text("{"),
-        "the tokenizer cannot be loaded",
+        ("tokenizer",),
     ),
 }
 
@@ -105,7 +104,7 @@ def test_a_damaged_model_folder_is_refused(root, tmp_path, damage, said):
     source = shutil.copytree(root / "hf", tmp_path / "source")
     damage(source)
     done = to_megatron(source, tmp_path / "out")
-    assert_refused(done, tmp_path / "out", str(source), said)
+    assert_refused(done, tmp_path / "out", str(source), *said)
 
 
 def edit_metadata(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -140,80 +139,77 @@ def set_part(tensors: dict[str, Any], number: int, sizes: list[int]) -> None:
 FC1, FC2 = (f"decoder.layers.mlp.linear_fc{n}.weight" for n in (1, 2))
 
 
-MEGATRON_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+MEGATRON_DAMAGE: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "truncated": (
         lambda d: cut(d / "release" / "__1_0.distcp"),
-        "/release/__1_0.distcp has ",
+        ("/release/__1_0.distcp", "bytes"),
     ),
     "missing file": (
         lambda d: (d / "release" / "__2_0.distcp").unlink(),
-        "__2_0.distcp is missing; it holds ",
+        ("__2_0.distcp", "missing"),
     ),
     "truncated metadata": (
         lambda d: cut(d / "release" / ".metadata"),
-        "/release/.metadata is damaged: ",
+        ("/release/.metadata", "damaged"),
     ),
     "half-written": (
         lambda d: (d / "release" / "metadata.json").unlink(),
-        "metadata.json, which is written last",
+        ("metadata.json", "missing"),
     ),
     "truncated common.pt": (
         lambda d: cut(d / "release" / "common.pt"),
-        "/release/common.pt is damaged: ",
+        ("/release/common.pt", "damaged"),
     ),
     "missing tensor": (
         lambda d: edit_metadata(d, lambda t: t.pop(FC2)),
-        "/release: no key holds decoder.layers.0.mlp.linear_fc2.weight",
+        ("/release", "no key", "decoder.layers.0.mlp.linear_fc2.weight"),
     ),
     "extra tensor": (
         lambda d: edit_metadata(d, lambda t: t.update({"decoder.more.weight": t[FC2]})),
-        "/release: keys without a place in the model that config.json describes: "
-        "decoder.more.weight",
+        ("/release", "config.json", "decoder.more.weight"),
     ),
     "wrong shape": (
         lambda d: edit_metadata(d, lambda t: t.update({FC2: t[FC1]})),
-        f"/release: {FC2} has shape [4, 112, 48]; the model's config says [4, 48, 56]",
+        ("/release", FC2, "[4, 112, 48]", "[4, 48, 56]"),
     ),
     "integers": (
         lambda d: edit_metadata(d, lambda t: setattr(t[FC2].properties, "dtype", torch.uint8)),
-        f".distcp: {FC2} is torch.uint8; quantized weights are not supported",
+        (".distcp", FC2, "torch.uint8"),
     ),
     "manifest of another kind": (
         lambda d: (d / "release" / "manifest.json").write_text("[1]"),
-        "/release/manifest.json is damaged: it holds [1], not a table",
+        ("/release/manifest.json", "[1]"),
     ),
     "overlapping parts": (
         lambda d: edit_metadata(d, lambda t: set_part(t, 1, [2, 24, 56])),
-        f"/release: {FC2} at [1, 0, 0] and [2, 0, 0] overlap",
+        ("/release", FC2, "[1, 0, 0]", "[2, 0, 0]", "overlap"),
     ),
     "part outside": (
         lambda d: edit_metadata(d, lambda t: set_part(t, 3, [2, 24, 56])),
-        f"/release: {FC2} at [3, 0, 0] of [2, 24, 56] is outside of [4, 48, 56]",
+        ("/release", FC2, "[3, 0, 0]", "[2, 24, 56]", "[4, 48, 56]"),
     ),
     "hole": (
         lambda d: edit_metadata(d, lambda t: t[FC2].chunks.pop(2)),
-        f"/release: the parts of {FC2} have 8064 elements, the tensor 10752",
+        ("/release", FC2, "8064", "10752"),
     ),
     "NaN": (
         put_nan,
-        "/release: decoder.final_layernorm.weight holds nan: the weights are damaged",
+        ("/release", "decoder.final_layernorm.weight", "nan"),
     ),
     "vocabulary": (
         lambda d: set_field(d / "hf" / "config.json", vocab_size=64),
-        "embedding.word_embeddings.weight has shape [61, 48]; the model's config says [64, 48]",
+        ("embedding.word_embeddings.weight", "[61, 48]", "[64, 48]"),
     ),
     "layers": (
         lambda d: set_field(d / "hf" / "config.json", num_hidden_layers=5, layer_types=None),
-        "/release/common.pt states another model than config.json describes: num_hidden_layers "
-        "is 4 there and 5 here",
+        ("/release/common.pt", "config.json", "num_hidden_layers", "4", "5"),
     ),
     "rope base": (
         lambda d: set_field(
             d / "hf" / "config.json",
             rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
         ),
-        "/release/common.pt states another model than config.json describes: rope_theta is "
-        "10000.0 there and 1000000.0 here",
+        ("/release/common.pt", "config.json", "rope_theta", " 10000.0", " 1000000.0"),
     ),
 }
 
@@ -223,7 +219,7 @@ def test_a_damaged_megatron_folder_is_refused(root, tmp_path, damage, said):
     shutil.copytree(root / "hf", tmp_path / "hf")
     source = shutil.copytree(root / "megatron", tmp_path / "megatron")
     damage(source)
-    assert_refused(to_hf(source, tmp_path / "out"), tmp_path / "out", str(source), said)
+    assert_refused(to_hf(source, tmp_path / "out"), tmp_path / "out", str(source), *said)
 
 
 def swapped(rules: list[Rule]) -> list[Rule]:
@@ -254,7 +250,7 @@ def test_a_table_that_is_wrong_in_both_directions_is_seen_by_the_logits(
 ):
     original = directions.rules_for
     monkeypatch.setattr(directions, "rules_for", lambda config: swapped(original(config)))
-    output, said = tmp_path / "out", "hold the same numbers, but not the same model: logits of"
+    output, said = tmp_path / "out", "logits"
     done = to_megatron(root / "hf", output, "--verify", "full")
     assert_refused(done, output, said, exit_code=1)
     done = to_hf(root / "megatron", output, "--verify", "full")
@@ -281,7 +277,7 @@ def test_what_reaches_the_disk_wrongly_is_seen(root, tmp_path, monkeypatch, name
     for function in ("write_megatron", "write_hf_weights"):
         monkeypatch.setattr(directions, function, spoil(getattr(directions, function)))
     output = tmp_path / "out"
-    said = (f"{name} in ", " differs from decoder.", ": 1 of ")
+    said = (name, "decoder.", " 1 of ")
     assert_refused(to_megatron(root / "hf", output, "--verify", "full"), output, *said)
     assert_refused(to_hf(root / "megatron", output, "--verify", "full"), output, *said)
 
@@ -297,14 +293,14 @@ def test_a_disk_that_is_too_small_or_fills_up(root, tmp_path):
         for convert, source in ((to_megatron, "hf"), (to_hf, "megatron")):
             fill(ballast, leave=NUM_BYTES // 2)
             done = convert(root / source, output)
-            assert_refused(done, output, f"{output.parent} has ", "0.000353 GB are needed")
+            assert_refused(done, output, str(output.parent), "0.000353 GB")
             # Space for the weights, and not for what each format adds to them.
             fill(ballast, leave=NUM_BYTES + 4096)
             done = convert(root / source, output)
-            assert_refused(done, output, "error: cannot write ", str(output.parent), exit_code=1)
+            assert_refused(done, output, str(output.parent), exit_code=1)
             # Which tensor finds the disk full depends on the order of the threads that write.
             tensor = r"(the header|the file's beginning|\w+\.[\w.]+)"
-            assert re.search(f"cannot write {tensor} to /", done.err)
+            assert re.search(f"{tensor} to /", done.err)
             ballast.unlink()
             assert convert(root / source, output, "--verify", "none").exit_code == 0
             shutil.rmtree(output)
@@ -371,7 +367,7 @@ def test_a_folder_that_is_being_replaced_outlives_a_kill(root, tmp_path):
     assert len(leftovers(tmp_path)) == 3
     # Puts it back, before all else.
     done = to_hf(root / "megatron", output, "--verify", "none", "--dtype", "fp16")
-    assert done.exit_code == 2 and "exists already" in done.err
+    assert done.exit_code == 2 and str(output) in done.err and "--overwrite" in done.err
     assert (output / "README.md").read_text() == "the old one"
     assert leftovers(tmp_path) == []
 
@@ -393,6 +389,6 @@ def test_an_interrupt_removes_what_was_written(root, tmp_path, monkeypatch, conv
     for folder in (HfFolder, MegatronFolder):
         monkeypatch.setattr(folder, "read", interrupted(folder.read))
     done = convert(root / source, tmp_path / "out", "--workers", "1")
-    assert (done.exit_code, done.err) == (130, "interrupted; the output was not made\n")
+    assert done.exit_code == 130 and done.err.count("\n") == 1
     assert len(reads) == 10 and reads[-1]
     assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from tests.convert_tools_setup import (
 )
 from tests.dist import single_rank
 from tests.distributed.policy_setup import make_config, read_weights
+from tests.messages import mentions
 
 MODELS = ("qwen2", "qwen3_moe")
 CARRIED = (
@@ -77,7 +79,7 @@ def test_a_round_trip_changes_no_bit(root, tmp_path, name, num_parameters):
     for out in (done.out, (root / f"{name}.txt").read_text()):
         assert f"{num_parameters} of {num_parameters} parameters" in out
         assert "100%" in out
-    assert f"next:   vllm serve {tmp_path / 'back'}" in done.out
+    assert f"vllm serve {tmp_path / 'back'}" in done.out
     for file in CARRIED:
         assert (tmp_path / "back" / file).read_bytes() == (root / name / file).read_bytes(), file
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
@@ -92,11 +94,11 @@ def test_a_folder_says_what_it_was_made_of_and_hands_that_to_nobody(root, tmp_pa
     assert said["source"] == str(root / "qwen2-megatron" / "release")
     assert said["dtypes"] == ["float32"]
     assert list(said["checks"]) == ["config", "record", "accounting", "round trip", "logits"]
-    assert said["checks"]["round trip"].startswith("24 of 31 parameters")  # a sample
+    assert said["checks"]["round trip"].startswith("24 of 31 ")  # a sample
     assert to_megatron(tmp_path / "back", tmp_path / "again", "--verify", "none").exit_code == 0
     assert not (tmp_path / "again" / "hf" / "conversion.json").exists()
     said = json.loads((tmp_path / "again" / "conversion.json").read_text())
-    assert said["checks"]["logits"] == said["checks"]["round trip"] == "not made: --verify none"
+    assert "--verify none" in said["checks"]["logits"] == said["checks"]["round trip"]
 
 
 def test_dtype(root, tmp_path):
@@ -130,8 +132,7 @@ def test_an_output_is_replaced_when_asked_and_whole(root, tmp_path):
     assert to_hf(root / "qwen3_moe-megatron", output, "--verify", "none").exit_code == 0
     before = weights(output)
     done = to_hf(root / "qwen2-megatron", output, "--verify", "none")
-    assert done.exit_code == 2
-    assert f"output folder {output} exists already; --overwrite replaces it" in done.err
+    assert done.exit_code == 2 and str(output) in done.err and "--overwrite" in done.err
     assert_equal(weights(output), before)
     too_large = shutil.copytree(root / "qwen2", tmp_path / "too_large")
     rewrite(too_large, lambda t: t["model.norm.weight"].fill_(1e6))
@@ -171,7 +172,7 @@ def run_dir(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_training_run_becomes_a_model(root, tmp_path, run_dir, place):
     done = to_hf(run_dir / place, tmp_path / "out", "--verify", "full")
     assert done.exit_code == 0, done.err
-    assert "manifest.json say the same" in done.out
+    assert "manifest.json" in done.out
     expected = {name: 2 * tensor for name, tensor in weights(root / "qwen2").items()}
     assert_equal(weights(tmp_path / "out"), expected)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == CHAT_TEMPLATE
@@ -184,18 +185,18 @@ def test_a_folder_of_megatron_lm_needs_a_config(root, tmp_path, run_dir):
     shutil.copytree(root / "qwen2-megatron" / "release", iteration)
     done = to_hf(tmp_path / "lm", tmp_path / "out")
     assert done.exit_code == 2
-    assert f"{iteration} brings no config.json" in done.err and "--hf-config" in done.err
+    assert re.search(mentions(iteration, "config.json", "--hf-config"), done.err)
     options = ("--hf-config", root / "qwen2")
     done = to_hf(tmp_path / "lm", tmp_path / "out", *options)
     assert done.exit_code == 0, done.err
-    assert f"{iteration / 'common.pt'} say the same" in done.out
+    assert str(iteration / "common.pt") in done.out
     assert_equal(weights(tmp_path / "out"), weights(root / "qwen2"))
     # Nothing that says what it holds.
     common = torch.load(iteration / "common.pt", weights_only=False)
     torch.save({name: common[name] for name in common if name != "args"}, iteration / "common.pt")
     done = to_hf(iteration, tmp_path / "out", *options, "--overwrite")
     assert done.exit_code == 0, done.err
-    assert "unchecked" in done.out
+    assert "common.pt" not in done.out and "config.json unchecked" in done.out
 
 
 def test_rows_that_the_config_does_not_count_are_left_out_and_said(root, tmp_path):
@@ -205,7 +206,7 @@ def test_rows_that_the_config_does_not_count_are_left_out_and_said(root, tmp_pat
     options = ("--hf-config", tmp_path / "config", "--verify", "full")
     done = to_hf(tmp_path / "padded", tmp_path / "out", *options)
     assert done.exit_code == 0, done.err
-    assert "2 rows behind the vocabulary's 59 left out" in done.out
+    assert "2 rows" in done.out and "59" in done.out
     before, after = weights(root / "qwen2"), weights(tmp_path / "out")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         before[name] = before[name][:59]
@@ -216,7 +217,7 @@ def test_a_model_that_cannot_be_computed_here_is_converted_all_the_same(tmp_path
     save_model_with_tokenizer(tmp_path / "hf", "mistral", sliding_window=16)
     done = to_megatron(tmp_path / "hf", tmp_path / "out")
     assert done.exit_code == 0, done.err
-    assert "not compared: the model's sliding_window (16) is not supported" in done.out
+    assert "sliding_window (16)" in done.out
 
 
 def test_a_tied_model_may_store_its_output_layer_as_long_as_it_is_the_embedding(tmp_path):
@@ -226,10 +227,10 @@ def test_a_tied_model_may_store_its_output_layer_as_long_as_it_is_the_embedding(
     rewrite(source, lambda t: t.update({name: embedding.clone()}))
     done = to_megatron(source, tmp_path / "out", "--verify", "full")
     assert done.exit_code == 0, done.err
-    assert f"{name}: the rest of the model determines them" in done.out
+    assert name in done.out
     rewrite(source, lambda t: t.update({name: embedding + 1}))
     done = to_megatron(source, tmp_path / "other")
-    assert_refused(done, tmp_path / "other", f"model.safetensors: {name} is not model.embed_tokens")
+    assert_refused(done, tmp_path / "other", "model.safetensors", name, "embed_tokens")
 
 
 # --- what they say of a mistake ------------------------------------------------------------------
@@ -256,36 +257,34 @@ finally:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--max-shard-size", "5"), "'5' is no size: write 500MB or 5GB"),
-        (("--workers", "0"), "'0' must be a whole number from 1 on"),
-        (("--dtype", "int8"), "invalid choice: 'int8'"),
-        (("--hf-config", "nowhere"), "cannot read nowhere/config.json: No such file or directory"),
+        (("--max-shard-size", "5"), ("--max-shard-size", "'5'", "5GB")),
+        (("--workers", "0"), ("--workers", "'0'", "1")),
+        (("--dtype", "int8"), ("--dtype", "'int8'")),
+        (("--hf-config", "nowhere"), ("nowhere/config.json", "No such file")),
     ],
 )
 def test_a_wrong_option_is_named(root, tmp_path, options, said):
     assert_refused(
-        to_hf(root / "qwen2-megatron", tmp_path / "out", *options), tmp_path / "out", said
+        to_hf(root / "qwen2-megatron", tmp_path / "out", *options), tmp_path / "out", *said
     )
 
 
 def test_a_wrong_folder_is_named(root, tmp_path):
     nowhere, output = tmp_path / "nowhere", tmp_path / "out"
-    assert_refused(to_megatron(nowhere, output), output, f"{nowhere} does not exist", exit_code=2)
-    assert_refused(to_hf(nowhere, output), output, f"{nowhere} does not exist", exit_code=2)
+    assert_refused(to_megatron(nowhere, output), output, str(nowhere), "exist", exit_code=2)
+    assert_refused(to_hf(nowhere, output), output, str(nowhere), "exist", exit_code=2)
     megatron = shutil.copytree(root / "qwen2-megatron", tmp_path / "megatron")
     for inside in (megatron, megatron / "hf", tmp_path):
         done = to_hf(megatron, inside, "--overwrite")
         assert done.exit_code == 2
-        assert "is, or holds, the source" in done.err
+        assert re.search(mentions(inside, megatron, "source"), done.err)
     (tmp_path / "file").write_text("")
     done = to_hf(megatron, tmp_path / "file", "--overwrite")
-    assert (done.exit_code, done.err) == (
-        2,
-        f"error: output folder {tmp_path / 'file'} is a file\n",
-    )
+    assert (done.exit_code, done.err.count("\n")) == (2, 1)
+    assert f"{tmp_path / 'file'} is a file" in done.err
     done = to_hf(megatron, tmp_path / "file" / "out")
     assert done.exit_code == 2
-    assert f"cannot be made: {tmp_path / 'file'}: File exists" in done.err
+    assert f"{tmp_path / 'file'}: File exists" in done.err
     assert weights(root / "qwen2") and (megatron / "release" / ".metadata").exists()
 
 
@@ -302,7 +301,7 @@ def test_a_config_of_another_model_is_refused(root, tmp_path, run_dir, source):
     assert_refused(
         done,
         tmp_path / "out",
-        f"{record} states another model than config.json describes: rms_norm_eps is 1e-06 there "
-        "and 1e-05 here; rope_theta is 10000.0 there and 1000000.0 here",
+        *(record, "config.json", "rms_norm_eps", "1e-06", "1e-05"),
+        *("rope_theta", " 10000.0", " 1000000.0"),
         exit_code=1,
     )

@@ -17,6 +17,7 @@ from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.rewards import exact
 from gapo_megatron.types import Outcome, Prompt
+from tests.messages import mentions
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +66,22 @@ def test_a_good_file_is_read_in_order_with_its_tokens(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "named"),
     [
-        ('{"id": "b", "prompt": ', "not valid JSON"),
-        ("[1, 2]", "needs a JSON object, not [1, 2]"),
-        ({"id": "b", "prompt": "1+2="}, "key 'answer' is missing; it has id, prompt"),
-        (_row("b", answer=3), "answer (3) must be a string"),
-        (_row("b", level=2), "level (2) must be a string"),
-        (_row("b", prompt="  "), "prompt is empty"),
-        (_row("a"), "id 'a' was used in line 1"),
-        (_row("b", "1+2+3+4+5+6+7+8+9="), "has 18 tokens; data.max_prompt_tokens allows 1 to 16"),
+        ('{"id": "b", "prompt": ', ["JSON"]),
+        ("[1, 2]", ["[1, 2]"]),
+        ({"id": "b", "prompt": "1+2="}, ["'answer'", "missing", "id, prompt"]),
+        (_row("b", answer=3), ["answer (3)"]),
+        (_row("b", level=2), ["level (2)"]),
+        (_row("b", prompt="  "), ["prompt", "empty"]),
+        (_row("a"), ["id 'a'", "line 1"]),
+        (_row("b", "1+2+3+4+5+6+7+8+9="), ["18", "data.max_prompt_tokens", "16"]),
     ],
 )
-def test_a_bad_line_is_named_with_the_rule_it_breaks(tmp_path, tokenizer, line, says):
+def test_a_bad_line_is_named_with_the_rule_it_breaks(tmp_path, tokenizer, line, named):
     path = _write(tmp_path / "p.jsonl", _row(), "", line)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=mentions(f"{path}:3:", *named)):
         _read(path, tokenizer)
-    assert f"{path}:3:" in str(caught.value)
-    assert says in str(caught.value)
 
 
 def test_an_answer_may_lie_in_a_file_beside_the_problems(tmp_path, tokenizer):
@@ -93,37 +92,35 @@ def test_an_answer_may_lie_in_a_file_beside_the_problems(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "named"),
     [
-        ({"length": 11}, "bytes 10 to 21 are not in"),
-        ({"offset": -1}, "bytes -1 to 9 are not in"),
-        ({"length": 0}, "bytes 10 to 10 are not in"),
-        ({"offset": None}, "must be a string, or name file, offset and length of one"),
-        ({"length": True}, "must be a string, or name file, offset and length of one"),
-        ({"file": "gone.jsonl"}, "gone.jsonl cannot be read: No such file"),
+        ({"length": 11}, ["10", "21", "tests.jsonl"]),
+        ({"offset": -1}, ["-1", "9", "tests.jsonl"]),
+        ({"length": 0}, ["10 to 10", "tests.jsonl"]),
+        ({"offset": None}, ["string", "file", "offset", "length"]),
+        ({"length": True}, ["string", "file", "offset", "length"]),
+        ({"file": "gone.jsonl"}, ["gone.jsonl", "No such file"]),
     ],
 )
-def test_an_answer_that_is_not_where_it_should_be_is_an_error(tmp_path, tokenizer, change, says):
+def test_an_answer_that_is_not_where_it_should_be_is_an_error(tmp_path, tokenizer, change, named):
     (tmp_path / "tests.jsonl").write_bytes(b'["first"]\n["second"]')
     reference = {"file": "tests.jsonl", "offset": 10, "length": 10} | change
     path = _write(tmp_path / "p.jsonl", _row(), _row("b", answer=reference))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=mentions(f"{path}:2:", "answer", *named)):
         _read(path, tokenizer)
-    assert f"{path}:2:" in str(caught.value)
-    assert says in str(caught.value)
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path, tokenizer):
     path = tmp_path / "p.jsonl"
     path.write_bytes(json.dumps(_row()).encode() + b'\n{"id": "\xff"}\n')
-    with pytest.raises(DataError, match=r"p\.jsonl:2: not valid UTF-8"):
+    with pytest.raises(DataError, match=mentions(f"{path}:2:", "UTF-8")):
         _read(path, tokenizer)
 
 
 def test_empty_and_missing_files_are_errors(tmp_path, tokenizer):
-    with pytest.raises(DataError, match="holds no problems"):
+    with pytest.raises(DataError, match=mentions(tmp_path / "empty.jsonl", "no problems")):
         _read(_write(tmp_path / "empty.jsonl", ""), tokenizer)
-    with pytest.raises(DataError, match=r"gone\.jsonl: cannot be read: No such file"):
+    with pytest.raises(DataError, match=mentions(tmp_path / "gone.jsonl", "No such file")):
         _read(tmp_path / "gone.jsonl", tokenizer)
 
 
@@ -166,23 +163,25 @@ def test_tokenizer_without_eos_is_an_error(tmp_path, hf_dir):
     settings = json.loads((broken / "tokenizer_config.json").read_text())
     settings["eos_token"] = None
     (broken / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r"broken\): the tokenizer has no EOS token"):
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir", broken, "eos_token")):
         load_tokenizer(broken)
 
 
 def test_missing_model_folder_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.hf_dir \(.*nowhere\) is not a folder"):
+    with pytest.raises(ConfigError, match=mentions(f"model.hf_dir ({tmp_path}/nowhere)", "folder")):
         load_tokenizer(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+    with pytest.raises(ConfigError, match=mentions(f"model.hf_dir ({tmp_path})", "config.json")):
         load_tokenizer(tmp_path)
 
 
 def test_folder_without_tokenizer_is_an_error(tmp_path, hf_dir):
     (tmp_path / "config.json").write_text((hf_dir / "config.json").read_text())
-    with pytest.raises(ConfigError, match=r"model\.hf_dir \(.*\) holds no tokenizer"):
+    with pytest.raises(ConfigError, match=mentions(f"model.hf_dir ({tmp_path})", "tokenizer.json")):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"model\.hf_dir \(.*\): the tokenizer cannot be loaded"):
+    with pytest.raises(
+        ConfigError, match=mentions(f"model.hf_dir ({tmp_path})", "tokenizer", "load")
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -224,12 +223,12 @@ def test_resume_continues_exactly(taken):
 
 def test_resume_with_other_problems_is_an_error():
     state = PromptSource(_prompts(10), seed=0).state_dict()
-    with pytest.raises(CheckpointError, match="other training problems"):
+    with pytest.raises(CheckpointError, match=mentions("data.train_path", 11, "run.output_dir")):
         PromptSource(_prompts(11), seed=0).load_state_dict(state)
 
 
 def test_a_batch_larger_than_the_dataset_is_an_error():
-    with pytest.raises(ConfigError, match=r"of 4 different problems is larger .* \(3 problems\)"):
+    with pytest.raises(ConfigError, match=mentions(4, "3 problems")):
         PromptSource(_prompts(3), seed=0).next_batch(4)
 
 
@@ -259,7 +258,7 @@ def test_generated_answers_are_right_and_graded(task):
 
 
 def test_asking_for_more_problems_than_there_are_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"800 different chains of 2 additions .* there are 729"):
+    with pytest.raises(ValueError, match=mentions(800, "2 additions", 729)):
         arithmetic.write_task(tmp_path, seed=0, num_eval=0, num_train=3200, num_supervised=0)
 
 

@@ -15,6 +15,7 @@ from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.rewards import code
 from gapo_megatron.types import Outcome
+from tests.messages import mentions
 from tests.sandbox_setup import needs_sandbox
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -73,42 +74,41 @@ def test_answers_are_text_numbers_or_lists_of_equally_good_ones(tmp_path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("rows", "named"),
     [
         (
             [{"question": "q"}],
-            "a.json:1: not a row of aime24: KeyError: 'problem'; it has question",
+            ["a.json:1:", "aime24", "'problem'", "question"],
         ),
-        ([{"problem": "p", "answer": None}], "a.json:1: not a row of aime24: TypeError: answer"),
-        ([{"problem": 3, "answer": "1"}], "TypeError: problem must be a string, not int"),
-        ([{"problem": "p", "answer": " "}], "a.json:1: the prompt or the answer is empty"),
-        ([], "no problems of aime24"),
-        ({"a": 1}, "must hold a JSON list"),
+        ([{"problem": "p", "answer": None}], ["a.json:1:", "aime24", "answer"]),
+        ([{"problem": 3, "answer": "1"}], ["a.json:1:", "problem", "int"]),
+        ([{"problem": "p", "answer": " "}], ["a.json:1:", "empty"]),
+        ([], ["no problems", "aime24"]),
+        ({"a": 1}, ["JSON list"]),
     ],
 )
-def test_files_of_another_shape_are_refused(tmp_path, rows, words) -> None:
+def test_files_of_another_shape_are_refused(tmp_path, rows, named) -> None:
     path = put(tmp_path, "a.json", rows)
-    with pytest.raises(DataError, match=words) as error:
+    with pytest.raises(DataError, match=mentions(path, *named)):
         BENCHMARKS["aime24"].load(path)
-    assert str(path) in str(error.value)
 
 
 def test_broken_files_are_refused(tmp_path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"problem": "p"')
-    with pytest.raises(DataError, match="not valid JSON"):
+    with pytest.raises(DataError, match=mentions(path, "JSON")):
         BENCHMARKS["aime24"].load(path)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=mentions(tmp_path / "b.jsonl", "No such file")):
         BENCHMARKS["aime24"].load(tmp_path / "b.jsonl")
 
 
 def test_a_folder_holds_one_file(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"aime24: .* must hold one .json or .jsonl file, not no"):
+    with pytest.raises(ConfigError, match=mentions("aime24", tmp_path, ".jsonl", "not no")):
         BENCHMARKS["aime24"].find_files(tmp_path)
     path = put(tmp_path / "aime24", "a.json", [])
     assert BENCHMARKS["aime24"].find_files(tmp_path) == [path]
     put(tmp_path / "aime24", "b.jsonl", [])
-    with pytest.raises(ConfigError, match=r"not a.json, b.jsonl"):
+    with pytest.raises(ConfigError, match=mentions("aime24", tmp_path, "a.json, b.jsonl")):
         BENCHMARKS["aime24"].find_files(tmp_path)
 
 
@@ -138,7 +138,7 @@ def test_livecodebench_lies_in_parts_and_its_tests_are_not_decoded_for_its_words
     ]
     put(tmp_path / "livecodebench", "test2.jsonl", [row | {"private_test_cases": "not base64"}])
     assert [id for id, _ in benchmark.prompts(*files)] == [f"livecodebench-{i}" for i in range(3)]
-    with pytest.raises(DataError, match=r"test2.jsonl:1: not a row of livecodebench"):
+    with pytest.raises(DataError, match=mentions("test2.jsonl:1:", "livecodebench")):
         benchmark.load(*files)
 
 
@@ -164,7 +164,7 @@ def test_livecodebench_takes_its_window_and_all_tests(tmp_path) -> None:
 def test_livecodebench_unpickles_text_alone(tmp_path) -> None:
     packed = base64.b64encode(zlib.compress(pickle.dumps(print))).decode()
     path = put(tmp_path, "lcb.jsonl", [livecodebench_row("2024-08-01", packed)])
-    with pytest.raises(DataError, match=r"private_test_cases name builtins\.print"):
+    with pytest.raises(DataError, match=mentions("private_test_cases", "builtins.print")):
         BENCHMARKS["livecodebench"].load(path)
 
 

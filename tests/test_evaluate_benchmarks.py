@@ -27,6 +27,7 @@ from gapo_megatron.evaluate.samples import (
     write_samples,
 )
 from gapo_megatron.types import Outcome, Rollout, Verdict
+from tests.messages import mentions
 from tests.test_data_benchmarks import put
 
 CORRECT, WRONG, UNKNOWN = map(Verdict, (Outcome.CORRECT, Outcome.WRONG, Outcome.UNKNOWN))
@@ -201,7 +202,8 @@ def test_instructions_are_judged_one_by_one(tmp_path, tokenizer) -> None:
     with rewards.start_pool(RewardConfig(kind="instructions"), num_workers=1) as pool:
         sample(FakeEngine(tokenizer, "abc,d"), task, tmp_path, pool)
     (solved,) = read_samples(tmp_path / "ifeval/seed_0").values()
-    assert solved.samples[0].verdict == Verdict(Outcome.WRONG, "not followed: punctuation:no_comma")
+    verdict = solved.samples[0].verdict
+    assert verdict.outcome is Outcome.WRONG and "punctuation:no_comma" in verdict.reason
     figures = measure([solved], num_samples=2).instructions
     assert figures == {
         "prompt_strict": 0.0,
@@ -210,13 +212,15 @@ def test_instructions_are_judged_one_by_one(tmp_path, tokenizer) -> None:
         "instruction_loose": 0.5,
     }
     row["kwargs"][1] = {"keyword": "abc"}
-    with pytest.raises(DataError, match="missing a required argument: 'keywords'"):
+    with pytest.raises(
+        DataError, match=mentions("keywords:existence", "{'keyword': 'abc'}", "'keywords'")
+    ):
         read_task("ifeval", put(tmp_path / "data", "b.jsonl", [row]), tokenizer)
 
 
 def test_prompts_that_are_too_long_are_named(tmp_path, tokenizer) -> None:
     path = put(tmp_path, "a.json", [{"problem": "p", "answer": "1"}])
-    with pytest.raises(DataError, match=r"prompt of aime24-0 has \d+ tokens; --max-prompt-tokens"):
+    with pytest.raises(DataError, match=mentions(tmp_path, "aime24-0", "--max-prompt-tokens", 10)):
         read_task("aime24", path, tokenizer, max_prompt_tokens=10)
 
 
@@ -248,10 +252,10 @@ def test_damaged_and_repeated_samples_are_refused(tmp_path) -> None:
     write_samples(tmp_path, [solved("a", CORRECT), solved("b", WRONG)])
     assert list(read_samples(tmp_path)) == ["a", "b"]
     (tmp_path / "c.jsonl").write_text((tmp_path / "a.jsonl").read_text())
-    with pytest.raises(DataError, match=r"problem a is in another file too"):
+    with pytest.raises(DataError, match=mentions("c.jsonl:1:", "problem a ", "another")):
         read_samples(tmp_path)
     (tmp_path / "c.jsonl").write_text('{"id": "c"}\n')
-    with pytest.raises(DataError, match=r"c.jsonl:1: not a problem with samples .* sampled again"):
+    with pytest.raises(DataError, match=mentions("c.jsonl:1:", "samples", "remove")):
         read_samples(tmp_path)
 
 
@@ -259,7 +263,7 @@ def test_samples_of_other_settings_do_not_mix(tmp_path) -> None:
     path = tmp_path / "settings.json"
     keep_settings(path, {"temperature": 1.0, "num_samples": 4})
     keep_settings(path, {"temperature": 1.0, "num_samples": 4})
-    with pytest.raises(ConfigError, match=r"drawn otherwise \(temperature was 1.0, is 0.6\)"):
+    with pytest.raises(ConfigError, match=mentions(tmp_path, "temperature", 1.0, 0.6, "--output")):
         keep_settings(path, {"temperature": 0.6, "num_samples": 4})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from gapo_megatron.evaluate.results import RESULTS_FILE, Results, SeedResult, wr
 from gapo_megatron.evaluate.statistics import stars
 from gapo_megatron.evaluate.table import Table, with_interval
 from gapo_megatron.evaluate.tables import powers_of_two, results_tables
+from tests.messages import mentions
 
 ROOT = Path(__file__).parents[1]
 SIX = [name for name, benchmark in BENCHMARKS.items() if benchmark.in_average]
@@ -157,7 +159,7 @@ def test_training_seeds_count_once_however_often_they_are_sampled() -> None:
 def test_a_single_seed_is_not_tested() -> None:
     tables = compare([method("gapo", GAPO), method("gspo", GSPO[:1])], {})
     assert tables[-1].rows[0][2] == "+2.47"
-    assert "Untested where a method has a single seed." in tables[-1].notes
+    assert any("Untested" in note for note in tables[-1].notes)
 
 
 def test_seeds_may_differ_by_benchmark() -> None:
@@ -166,10 +168,10 @@ def test_seeds_may_differ_by_benchmark() -> None:
     tables = compare([Method("a", [results(values)]), Method("b", [results(values)])], {})
     assert len(tables) == 3  # though the first column has one seed
     assert tables[1].notes == ["Seeds by method: a: 1 or 3 sampling; b: 1 or 3 sampling."]
-    assert "Untested where a method has a single seed." in tables[2].notes
+    assert any("Untested" in note for note in tables[2].notes)
     only = {"aime25": values["aime25"]}
     tables = compare([Method("a", [results(values)]), Method("b", [results(only)])], {})
-    assert "Untested where a method has a single seed." in tables[2].notes
+    assert any("Untested" in note for note in tables[2].notes)
     tables = compare([Method(name, [results(only)]) for name in "ab"], {})
     assert len(tables[2].notes) == 1
 
@@ -177,7 +179,7 @@ def test_seeds_may_differ_by_benchmark() -> None:
 def test_an_evaluation_without_figures_is_refused() -> None:
     empty = Method("a", [results({})])
     for methods in ([empty], [method("b", GAPO), empty]):
-        with pytest.raises(ConfigError, match="no benchmark of a is evaluated whole"):
+        with pytest.raises(ConfigError, match=mentions("--compare", " a ", "whole")):
             compare(methods, {})
 
 
@@ -205,14 +207,14 @@ def test_different_problems_are_not_compared() -> None:
     one = seed_result(0.5, 0.6)
     other = dataclasses.replace(one, counts=dict(list(one.counts.items())[1:]))
     methods = [Method(name, [results({"aime24": [r]})]) for name, r in (("a", one), ("b", other))]
-    with pytest.raises(
-        ConfigError, match=r"AIME24 was .* 4 of SHA-256 0123456789ab \(a\) and 3 of"
-    ):
+    digest = "0123456789ab"
+    named = mentions("AIME24", f"4 of SHA-256 {digest} (a)", f"3 of SHA-256 {digest} (b)")
+    with pytest.raises(ConfigError, match=named):
         compare(methods, {})
     # Ids are numbers of rows: equal ones may name other problems.
     ours, other = (results({"aime24": [one]}) for _ in range(2))
     other = dataclasses.replace(other, files={"aime24": "fedcba9876543210"})
-    with pytest.raises(ConfigError, match=r"and 4 of SHA-256 fedcba987654 \(b\)"):
+    with pytest.raises(ConfigError, match=mentions("AIME24", "4 of SHA-256 fedcba987654 (b)")):
         compare([Method("a", [ours]), Method("b", [other])], {})
 
 
@@ -302,7 +304,7 @@ def test_tables_of_one_evaluation() -> None:
         ["AIME24", f"37.50±{half:.2f}", f"62.50±{half:.2f}"],
         ["IFEval", "50.00", "-"],
     ]
-    assert "pass@2 stands for fewer problems (IFEval 0 of 4)" in passes.notes[1]
+    assert re.search(mentions("pass@2", "IFEval 0 of 4"), passes.notes[1])
     assert samples.rows[1] == ["IFEval", "4", "1", "100", "12.5", "50.00"]
     assert followed.rows == [["prompts", "50.00", "70.00"], ["instructions", "60.00", "80.00"]]
     assert passes.title.startswith("runs/gapo/hf: pass@k in %, n=2, temperature=1, top-p=1")
@@ -325,16 +327,16 @@ def test_methods_are_read_by_label_and_folders(tmp_path) -> None:
     assert Method.read(f"{tmp_path}/gapo").label == "gapo"
     labelled = Method.read(f"x={tmp_path}/gapo,{tmp_path}/gapo_1")
     assert (labelled.label, len(labelled.evaluations)) == ("x", 2)
-    with pytest.raises(DataError, match=r"holds no results\.json of an evaluation"):
+    with pytest.raises(DataError, match=mentions(tmp_path, "results.json", "No such file")):
         Method.read(str(tmp_path))
     (tmp_path / "gapo" / RESULTS_FILE).write_text('{"model": "m"}')
-    with pytest.raises(DataError, match=r"damaged: KeyError: 'setting'"):
+    with pytest.raises(DataError, match=mentions(tmp_path / "gapo" / RESULTS_FILE, "'setting'")):
         Method.read(f"{tmp_path}/gapo")
     other = results({"aime24": [seed_result(0.5, 0.6)]}, setting="llama-3.2-3b-instruct")
     write_results(other, tmp_path / "gapo")
-    with pytest.raises(ConfigError, match="were sampled differently"):
+    with pytest.raises(ConfigError, match=mentions("--compare", "sampled")):
         Method.read(f"x={tmp_path}/gapo,{tmp_path}/gapo_1")
-    with pytest.raises(ConfigError, match="gapo stands for several rows"):
+    with pytest.raises(ConfigError, match=mentions("--compare", "gapo", "LABEL=DIR")):
         compare([method("gapo", GAPO), method("gapo", GSPO)], {})
 
 

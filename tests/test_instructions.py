@@ -12,6 +12,7 @@ from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import DataError
 from gapo_megatron.rewards import instructions
 from gapo_megatron.types import Outcome
+from tests.messages import mentions
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
@@ -191,7 +192,7 @@ def test_every_instruction_has_examples() -> None:
 def test_examples(name: str, arguments: dict, response: str, outcome: Outcome) -> None:
     verdict = instructions.verify(response, answer_of((name, arguments)))
     assert verdict.outcome is outcome
-    assert verdict.reason == ("" if outcome is Outcome.CORRECT else f"not followed: {name}")
+    assert verdict.reason == "" if outcome is Outcome.CORRECT else name in verdict.reason
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
@@ -219,7 +220,7 @@ def test_text_without_a_language_is_unknown() -> None:
         "123 456", answer_of(("language:response_language", {"language": "de"}))
     )
     assert verdict.outcome is Outcome.UNKNOWN
-    assert "no language can be told" in verdict.reason
+    assert "language" in verdict.reason
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_loose_is_not_lax() -> None:
 def test_an_empty_response_follows_nothing() -> None:
     verdict = instructions.verify(" \n", answer_of(("punctuation:no_comma", {})))
     assert verdict.outcome is Outcome.WRONG
-    assert verdict.reason == "the response is empty"
+    assert "empty" in verdict.reason
 
 
 def test_all_instructions_must_be_followed() -> None:
@@ -259,9 +260,7 @@ def test_all_instructions_must_be_followed() -> None:
         ("detectable_format:title", {}),
     ]
     verdict = instructions.verify("one, two", answer_of(*given))
-    assert verdict.reason == (
-        "not followed: punctuation:no_comma, startend:quotation, detectable_format:title"
-    )
+    assert all(name in verdict.reason for name, _ in given)
     assert instructions.verify('"<<t>>"', answer_of(*given)).outcome is Outcome.CORRECT
 
 
@@ -275,22 +274,22 @@ def test_split_asks_for_each_alone_strict_and_loose() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "named"),
     [
-        ("no json", "not of the form"),
-        ('{"instructions": 3}', "not of the form"),
-        ('{"instructions": []}', "the list is empty"),
-        (answer_of(("punctuation:no_coma", {})), "'punctuation:no_coma' is not one of"),
-        (answer_of(("startend:end_checker", {})), "missing a required argument: 'end_phrase'"),
-        (answer_of(("punctuation:no_comma", {"x": 1})), "unexpected keyword argument 'x'"),
+        ("no json", ["form"]),
+        ('{"instructions": 3}', ["form"]),
+        ('{"instructions": []}', ["empty"]),
+        (answer_of(("punctuation:no_coma", {})), ["'punctuation:no_coma'", "punctuation:no_comma"]),
+        (answer_of(("startend:end_checker", {})), ["startend:end_checker", "'end_phrase'"]),
+        (answer_of(("punctuation:no_comma", {"x": 1})), ["punctuation:no_comma", "'x'"]),
         (
             answer_of(("length_constraints:number_words", {"num_words": 3, "relation": "at most"})),
-            "relation .'at most'. must be one of less than, at least",
+            ["relation ('at most')", "less than, at least"],
         ),
     ],
 )
-def test_answers_that_make_no_sense_are_refused(answer: str, words: str) -> None:
-    with pytest.raises(DataError, match=words):
+def test_answers_that_make_no_sense_are_refused(answer: str, named: list[str]) -> None:
+    with pytest.raises(DataError, match=mentions(*named)):
         instructions.verify("anything", answer)
 
 

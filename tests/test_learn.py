@@ -259,7 +259,7 @@ def test_metrics_take_one_collective(folder: Path) -> None:
         totals = learn_module._add_over_ranks(sums, group_size=4, device=torch.device("cpu"))
     assert calls == ["all_gather"]
     assert (totals["loss"], totals["mismatch_max"], totals["kl"]) == (2.0, 3.0, 0.0)
-    with pytest.raises(AssertionError, match=r"no place for .*new"):
+    with pytest.raises(AssertionError, match="new"):
         learn_module._add_over_ranks(
             {"new": torch.tensor(1.0)}, group_size=4, device=torch.device("cpu")
         )

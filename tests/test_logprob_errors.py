@@ -6,46 +6,47 @@ import torch
 from gapo_megatron.errors import DivergenceError
 from gapo_megatron.logprob import sequence_log_ratio, token_log_probs
 from tests.logprob_setup import problem
+from tests.messages import mentions
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"hidden": torch.zeros(4)}, r"hidden \(4,\)"),
-        ({"hidden": torch.zeros(4, 8, dtype=torch.float16)}, r"hidden .*float16"),
-        ({"weight": torch.zeros(6, 9)}, r"weight \(6, 9\).*\[V_local, 8\]"),
-        ({"weight": torch.zeros(6, 8, dtype=torch.bfloat16)}, r"weight .*bfloat16.*float32"),
-        ({"hidden": torch.zeros(4, 0), "weight": torch.zeros(6, 0)}, r"hidden \(4, 0\).*H > 0"),
-        ({"weight": torch.zeros(0, 8)}, r"weight has no row"),
-        ({"labels": torch.zeros(3, dtype=torch.int64)}, r"labels \(3\).*row \(4\)"),
-        ({"labels": torch.zeros(4, 1, dtype=torch.int64)}, r"labels \(4, 1\)"),
-        ({"row_index": torch.arange(3)}, r"row_index \(3,\).*\[4\]"),
-        ({"row_index": torch.arange(4).int()}, r"row_index .*int32"),
-        ({"row_index": torch.tensor([0, 2, 1, 3])}, r"row_index\[2\] \(1\) must be above"),
-        ({"row_index": torch.tensor([0, 1, 1, 3])}, r"row_index\[2\] \(1\) must be above"),
-        ({"row_index": torch.tensor([0, 1, 2, 4])}, r"row_index\[3\] \(4\).*0\.\.3"),
-        ({"row_index": torch.tensor([-1, 1, 2, 3])}, r"row_index\[0\] \(-1\)"),
-        ({"main_grad": torch.zeros(6, 8).bfloat16()}, r"main_grad .*bfloat16 .*float32"),
-        ({"main_grad": torch.zeros(5, 8)}, r"main_grad \(5, 8\).*\(6, 8\)"),
-        ({"implementation": "triton"}, r"implementation \('triton'\) needs bfloat16 .*cpu"),
-        ({"labels": torch.zeros(4, dtype=torch.int32)}, r"labels .*int32"),
-        ({"labels": torch.tensor([0, 1, 6, 2])}, r"labels\[2\] \(6\) must be in 0\.\.5"),
-        ({"labels": torch.tensor([0, -100, 1, 2])}, r"labels\[1\] \(-100\)"),
-        ({"labels": torch.tensor([0, 1, 2, 5]), "vocab_size": 5}, r"labels\[3\] \(5\).*0\.\.4"),
-        ({"temperature": 0.0}, r"temperature \(0\.0\)"),
-        ({"temperature": float("nan")}, r"temperature \(nan\)"),
-        ({"vocab_start": 6}, r"vocab_start \(6\)"),
-        ({"vocab_size": 7}, r"vocab_size \(7\) must be in 1\.\.6"),
-        ({"vocab_size": 0}, r"vocab_size \(0\)"),
+        ({"hidden": torch.zeros(4)}, ["hidden (4,)"]),
+        ({"hidden": torch.zeros(4, 8, dtype=torch.float16)}, ["hidden", "float16", "H"]),
+        ({"weight": torch.zeros(6, 9)}, ["weight (6, 9)", "[V_local, 8]"]),
+        ({"weight": torch.zeros(6, 8, dtype=torch.bfloat16)}, ["weight", "bfloat16", "float32"]),
+        ({"hidden": torch.zeros(4, 0), "weight": torch.zeros(6, 0)}, ["hidden (4, 0)", "H > 0"]),
+        ({"weight": torch.zeros(0, 8)}, ["weight", "row"]),
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, ["labels (3)", "row", "(4)"]),
+        ({"labels": torch.zeros(4, 1, dtype=torch.int64)}, ["labels (4, 1)"]),
+        ({"row_index": torch.arange(3)}, ["row_index (3,)", "[4]"]),
+        ({"row_index": torch.arange(4).int()}, ["row_index", "int32"]),
+        ({"row_index": torch.tensor([0, 2, 1, 3])}, ["row_index[2] (1)"]),
+        ({"row_index": torch.tensor([0, 1, 1, 3])}, ["row_index[2] (1)"]),
+        ({"row_index": torch.tensor([0, 1, 2, 4])}, ["row_index[3] (4)", "0..3"]),
+        ({"row_index": torch.tensor([-1, 1, 2, 3])}, ["row_index[0] (-1)"]),
+        ({"main_grad": torch.zeros(6, 8).bfloat16()}, ["main_grad", "bfloat16", "float32"]),
+        ({"main_grad": torch.zeros(5, 8)}, ["main_grad (5, 8)", "(6, 8)"]),
+        ({"implementation": "triton"}, ["implementation ('triton')", "bfloat16", "cpu"]),
+        ({"labels": torch.zeros(4, dtype=torch.int32)}, ["labels", "int32"]),
+        ({"labels": torch.tensor([0, 1, 6, 2])}, ["labels[2] (6)", "0..5"]),
+        ({"labels": torch.tensor([0, -100, 1, 2])}, ["labels[1] (-100)"]),
+        ({"labels": torch.tensor([0, 1, 2, 5]), "vocab_size": 5}, ["labels[3] (5)", "0..4"]),
+        ({"temperature": 0.0}, ["temperature (0.0)"]),
+        ({"temperature": float("nan")}, ["temperature (nan)"]),
+        ({"vocab_start": 6}, ["vocab_start (6)"]),
+        ({"vocab_size": 7}, ["vocab_size (7)", "1..6"]),
+        ({"vocab_size": 0}, ["vocab_size (0)"]),
     ],
 )
-def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> None:
+def test_wrong_arguments_are_named(change: dict[str, object], named: list[str]) -> None:
     arguments = {
         "hidden": torch.zeros(4, 8),
         "weight": torch.zeros(6, 8),
         "labels": torch.zeros(4, dtype=torch.int64),
     } | change
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=mentions(*named)):
         token_log_probs(**arguments)
 
 
@@ -56,9 +57,9 @@ def test_values_that_are_not_finite_are_named(value: float, return_entropy: bool
     bad_hidden, bad_weight = hidden.clone(), weight.clone()
     bad_hidden[5, 3] = value
     bad_weight[7, 3] = value
-    with pytest.raises(DivergenceError, match=r"row 5 .*hidden\[5\] is not finite"):
+    with pytest.raises(DivergenceError, match=mentions("row 5", "hidden[5]")):
         token_log_probs(bad_hidden, weight, labels, return_entropy=return_entropy)
-    with pytest.raises(DivergenceError, match="weight row of token 7 is not finite"):
+    with pytest.raises(DivergenceError, match=mentions("weight", "token 7")):
         token_log_probs(hidden, bad_weight, labels, return_entropy=return_entropy)
     with pytest.raises(DivergenceError, match="overflow"):
         token_log_probs(hidden * 1e30, weight * 1e30, labels, return_entropy=return_entropy)
@@ -73,27 +74,27 @@ def test_sequence_log_ratio_names_bad_old_log_probs() -> None:
         "num_response_tokens": torch.tensor([4]),
     }
     old = torch.zeros(4)
-    with pytest.raises(ValueError, match=r"old_log_probs \(3,\)"):
+    with pytest.raises(ValueError, match=mentions("old_log_probs (3,)")):
         sequence_log_ratio(hidden, weight, labels, old[:3], **options)
     old[2] = -torch.inf
-    with pytest.raises(DivergenceError, match=r"old_log_probs\[2\]"):
+    with pytest.raises(DivergenceError, match=mentions("old_log_probs[2]")):
         sequence_log_ratio(hidden, weight, labels, old, **options)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"sequence_ids": torch.tensor([0, 0, 1])}, r"sequence_ids \(3,\)"),
-        ({"sequence_ids": torch.zeros(4).int()}, r"sequence_ids \(torch.int32\)"),
-        ({"sequence_ids": torch.tensor([0, 0, 2, 1])}, r"sequence_ids\[2\] \(2\).*0\.\.1"),
-        ({"sequence_ids": torch.tensor([0, -1, 1, 1])}, r"sequence_ids\[1\] \(-1\)"),
-        ({"num_response_tokens": torch.tensor([4])}, r"num_response_tokens \(1,\).*\[2\]"),
-        ({"num_response_tokens": torch.tensor([2.0, 2.0])}, r"num_response_tokens .*float32"),
-        ({"num_response_tokens": torch.tensor([2, 1])}, r"tokens\[1\] \(1\).*its 2 rows"),
-        ({"num_response_tokens": torch.tensor([-5, 2])}, r"tokens\[0\] \(-5\)"),
+        ({"sequence_ids": torch.tensor([0, 0, 1])}, ["sequence_ids (3,)"]),
+        ({"sequence_ids": torch.zeros(4).int()}, ["sequence_ids (torch.int32)"]),
+        ({"sequence_ids": torch.tensor([0, 0, 2, 1])}, ["sequence_ids[2] (2)", "0..1"]),
+        ({"sequence_ids": torch.tensor([0, -1, 1, 1])}, ["sequence_ids[1] (-1)"]),
+        ({"num_response_tokens": torch.tensor([4])}, ["num_response_tokens (1,)", "[2]"]),
+        ({"num_response_tokens": torch.tensor([2.0, 2.0])}, ["num_response_tokens", "float32"]),
+        ({"num_response_tokens": torch.tensor([2, 1])}, ["num_response_tokens[1] (1)", "2 rows"]),
+        ({"num_response_tokens": torch.tensor([-5, 2])}, ["num_response_tokens[0] (-5)"]),
     ],
 )
-def test_sequences_that_do_not_fit_are_named(change: dict[str, object], message: str) -> None:
+def test_sequences_that_do_not_fit_are_named(change: dict[str, object], named: list[str]) -> None:
     hidden, weight, labels = problem(4, 9)
     options = {
         "sequence_ids": torch.tensor([0, 0, 1, 1]),
@@ -101,5 +102,5 @@ def test_sequences_that_do_not_fit_are_named(change: dict[str, object], message:
         "num_response_tokens": torch.tensor([2, 2]),
     }
     sequence_log_ratio(hidden, weight, labels, torch.zeros(4), **options)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=mentions(*named)):
         sequence_log_ratio(hidden, weight, labels, torch.zeros(4), **(options | change))

@@ -25,6 +25,7 @@ from gapo_megatron.logprob import checks, operator, tiles, triton_kernels
 from gapo_megatron.logprob.statistics import MAXIMUM, SUM_EXP, TARGET, WEIGHTED, merge_stats
 from gapo_megatron.logprob.triton_kernels import softmax_stats
 from tests import logprob_setup
+from tests.messages import mentions
 from tests.triton_setup import (
     DEVICE,
     DTYPES,
@@ -362,11 +363,9 @@ def test_agrees_with_the_torch_tiles(kind: str) -> None:
 @on_kernels
 def test_rows_must_start_at_16_bytes() -> None:
     hidden, weight, columns = problem(40, 10, hidden_size=44)
-    with pytest.raises(
-        ValueError, match=r"^hidden: rows must .* 16 bytes; torch.float32 \(40, 42\)"
-    ):
+    with pytest.raises(ValueError, match=mentions("hidden:", "16 bytes", "(40, 42)")):
         run_stats(hidden[:, 2:], weight[:, 2:], columns)
-    with pytest.raises(ValueError, match=r"^weight: rows must"):
+    with pytest.raises(ValueError, match=mentions("weight:", "16 bytes")):
         run_stats(hidden, weight.T.contiguous().T, columns)
 
 
@@ -397,5 +396,5 @@ def test_the_operator_on_these_kernels(
 
 @pytest.mark.skipif(not INTERPRETED, reason="is about the interpreter")
 def test_bfloat16_is_refused_in_the_interpreter() -> None:
-    with pytest.raises(AssertionError, match="no product of bfloat16"):
+    with pytest.raises(AssertionError, match="bfloat16"):
         run_stats(*problem(dtype=torch.bfloat16))

@@ -36,6 +36,7 @@ from tests.distributed.policy_setup import (
     reference_log_probs,
     save_model,
 )
+from tests.messages import mentions
 from tests.test_convert_torch_dist import Weights, fill, make_model, save
 
 BATCH = make_batch()
@@ -249,7 +250,7 @@ def test_divergence_leaves_everything_as_it_was(folder: Path, groups: ParallelGr
     before = weights(policy)
     microbatches = pack_all(BATCH, TWO_MICROBATCHES)
     for factor in (float("nan"), float("inf")):
-        with pytest.raises(DivergenceError, match="update 1: gradient norm"):
+        with pytest.raises(DivergenceError, match=mentions("update 1", "gradient norm")):
             update(policy, microbatches, lambda i, x, _, f=factor: (x.sum() * f, {}))
     with pytest.raises(DivergenceError):  # a finite gradient does not excuse the loss
         update(policy, microbatches, lambda i, x, _: (x.sum() * 0 + torch.inf, {}))
@@ -312,59 +313,83 @@ def test_a_missing_tensor_is_named(folder: Path, groups: ParallelGroups) -> None
 def test_user_mistakes_are_config_errors(
     folder: Path, tmp_path: Path, groups: ParallelGroups
 ) -> None:
-    with pytest.raises(ConfigError, match=r"model\.precision \('fp8'\) needs a GPU and"):
+    with pytest.raises(ConfigError, match=mentions("model.precision", "fp8", "GPU")):
         build(folder, groups, model={"precision": "fp8"})
     text = (folder / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace(": 96,", ": 72,"))
-    with pytest.raises(ConfigError, match=r"multiples of 16: .*linear_fc2\.weight is 64 x 72"):
+    with pytest.raises(ConfigError, match=mentions(16, "linear_fc2.weight", "64 x 72")):
         build(tmp_path, groups, model={"precision": "fp8"})
-    with pytest.raises(ConfigError, match=r"model\.head \('triton'\).*GPU.*bfloat16 on cpu"):
+    with pytest.raises(ConfigError, match=mentions("model.head", "triton", "bfloat16", "cpu")):
         build(folder, groups, model={"precision": "bf16", "head": "triton"})
-    with pytest.raises(ConfigError, match=r"model\.hf_dir.*cannot read"):
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir", tmp_path / "nowhere", "read")):
         build(tmp_path / "nowhere", groups)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match=r"model\.hf_dir .*'gpt2' is not supported; .* qwen2"):
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir", "gpt2", "qwen2")):
         build(tmp_path, groups)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not valid JSON"):
+    with pytest.raises(ConfigError, match=mentions(tmp_path / "config.json", "JSON")):
         build(tmp_path, groups)
     parallel = make_config(folder, parallel={"tensor_model_parallel_size": 2}).parallel
-    with pytest.raises(ConfigError, match=r"world size \(1\).*tensor_model_parallel_size \(2\)"):
+    with pytest.raises(
+        ConfigError, match=mentions("world size (1)", "tensor_model_parallel_size (2)")
+    ):
         initialize(parallel)
-    with pytest.raises(ConfigError, match=r"world size \(1\).*expert_model_parallel_size \(4\)"):
+    with pytest.raises(
+        ConfigError, match=mentions("world size (1)", "expert_model_parallel_size (4)")
+    ):
         initialize(ParallelConfig(expert_model_parallel_size=4))
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "parallel", "message"),
+    ("name", "changes", "parallel", "named"),
     [
         (
             "qwen2",
             {"num_attention_heads": 8},
             {"tensor_model_parallel_size": 4},
-            r"size \(4\).*num_key_value_heads \(2\)",
+            ["tensor_model_parallel_size (4)", "num_key_value_heads (2)"],
         ),
-        ("qwen2", {}, {"tensor_model_parallel_size": 5}, r"size \(5\).*num_attention_heads \(6\)"),
-        ("qwen2", {}, {"pipeline_model_parallel_size": 3}, r"size \(3\).*hidden_layers \(4\)"),
-        ("qwen2", {}, {"expert_model_parallel_size": 2}, r"size \(2\).*has no experts"),
-        ("qwen3_moe", {}, {"expert_model_parallel_size": 3}, r"size \(3\).*num_experts \(4\)"),
-        ("qwen3_moe", {}, {"tensor_model_parallel_size": 2}, "sequence_parallel must be true"),
+        (
+            "qwen2",
+            {},
+            {"tensor_model_parallel_size": 5},
+            ["tensor_model_parallel_size (5)", "num_attention_heads (6)"],
+        ),
+        (
+            "qwen2",
+            {},
+            {"pipeline_model_parallel_size": 3},
+            ["pipeline_model_parallel_size (3)", "num_hidden_layers (4)"],
+        ),
+        (
+            "qwen2",
+            {},
+            {"expert_model_parallel_size": 2},
+            ["expert_model_parallel_size (2)", "qwen2"],
+        ),
+        (
+            "qwen3_moe",
+            {},
+            {"expert_model_parallel_size": 3},
+            ["expert_model_parallel_size (3)", "num_experts (4)"],
+        ),
+        ("qwen3_moe", {}, {"tensor_model_parallel_size": 2}, ["sequence_parallel", "true"]),
         (
             "qwen3_moe",
             {},
             {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-            r"expert_model_parallel_size \(1\).*tensor_model_parallel_size \(2\)",
+            ["expert_model_parallel_size (1)", "tensor_model_parallel_size (2)"],
         ),
-        ("qwen3_moe", {"num_experts_per_tok": 1}, {}, r"num_experts_per_tok \(1\)"),
-        ("mistral", {"sliding_window": 4096}, {}, r"sliding_window \(4096\)"),
-        ("qwen3", {"attention_bias": True}, {}, r"attention_bias \(true\)"),
-        ("llama", {"hidden_act": "gelu"}, {}, r"hidden_act \('gelu'\)"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, {}, ["num_experts_per_tok (1)"]),
+        ("mistral", {"sliding_window": 4096}, {}, ["sliding_window (4096)"]),
+        ("qwen3", {"attention_bias": True}, {}, ["attention_bias (true)"]),
+        ("llama", {"hidden_act": "gelu"}, {}, ["hidden_act ('gelu')"]),
     ],
 )
 def test_what_cannot_be_computed_is_refused(
-    name: str, changes: dict[str, Any], parallel: dict[str, int], message: str
+    name: str, changes: dict[str, Any], parallel: dict[str, int], named: list[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(*named)):
         check_shapes(hf_config(name, **changes), ParallelConfig(**parallel))
 
 

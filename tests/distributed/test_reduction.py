@@ -30,6 +30,7 @@ from tests.distributed.policy_setup import (
     read_weights,
     save_model,
 )
+from tests.messages import mentions
 
 TP, PP, VPP, CP, EP, SP = (
     "tensor_model_parallel_size",
@@ -279,7 +280,7 @@ def policy(folder: Path) -> Iterator[Policy]:
 def test_a_gradient_that_is_not_finite_leaves_nothing_behind(policy: Policy) -> None:
     microbatches = [policy.pack(BATCH, indices) for indices in APART[0]]
     before = weights(policy)
-    with pytest.raises(DivergenceError, match="not finite"):
+    with pytest.raises(DivergenceError, match=mentions("gradient norm", "nan")):
         update(policy, microbatches, lambda _, values, __: (values.sum() * torch.nan, {}))
     assert all(torch.equal(before[name], weight) for name, weight in weights(policy).items())
     assert update(policy, microbatches, WeightedLoss(BATCH, microbatches)).grad_norm > 0
@@ -296,8 +297,8 @@ def test_a_gradient_too_late_is_an_error_and_not_lost(policy: Policy) -> None:
         yield
 
     reduction.not_last = never
-    with pytest.raises(RuntimeError, match="was on its way already"):
+    with pytest.raises(RuntimeError, match="already"):
         update(policy, microbatches, WeightedLoss(BATCH, microbatches))
     # And what it has begun is not taken for the next update's.
-    with pytest.raises(RuntimeError, match="bucket 0 is still on its way"):
+    with pytest.raises(RuntimeError, match="bucket 0"):
         update(policy, microbatches, WeightedLoss(BATCH, microbatches))

@@ -46,6 +46,7 @@ from gapo_megatron.rollout.arguments import check_engine, engine_args
 from gapo_megatron.rollout.schedule import Phase, Schedule
 from gapo_megatron.types import Prompt
 from tests.dist import run_distributed
+from tests.messages import mentions
 
 CPU = torch.device("cpu")
 VOCAB, EOS = 61, 1
@@ -456,10 +457,10 @@ def test_the_trainer_keeps_its_generators_and_its_threads(built):
 @pytest.mark.parametrize(
     ("token_ids", "named"),
     [
-        ((), "'bad' has 0 tokens"),
-        ((2,) * 141, "'bad' has 141 tokens; it must have 1 to 140"),
-        ((2, VOCAB), "'bad' has a token outside"),
-        ((2, -1), "'bad' has a token outside"),
+        ((), r"'bad'.*\b0\b.*\b140\b"),
+        ((2,) * 141, r"'bad'.*\b141\b.*\b140\b"),
+        ((2, VOCAB), rf"'bad'.*\b{VOCAB}\b.*\b{VOCAB - 1}\b"),
+        ((2, -1), rf"'bad'.*-1\b.*\b{VOCAB - 1}\b"),
     ],
 )
 def test_bad_prompts_are_named_before_generation(built, monkeypatch, token_ids, named):
@@ -546,31 +547,32 @@ def test_a_corrupted_weight_is_found(fresh, name):
     corrupted[name][3] += 0.5
     sync_weights(fresh.engine, corrupted.items(), policy_version=5)
     actual = fresh.engine.log_probs(prompt_ids, response_ids)
-    with pytest.raises(WeightSyncError, match="version 5") as caught:
+    with pytest.raises(WeightSyncError, match=r"\bversion 5\b") as caught:
         verify_weights(fresh.engine, prompt_ids, response_ids, expected)
     diffs = [np.abs(a - b) for a, b in zip(actual, expected, strict=True)]
     sequence = int(np.argmax([diff.mean() for diff in diffs]))
     token = int(diffs[sequence].argmax())
-    assert f"sequence {sequence} " in str(caught.value)
-    assert f"response token {token}: trainer {expected[sequence][token]:.6f}" in str(caught.value)
-    assert f"engine {actual[sequence][token]:.6f}" in str(caught.value)
+    trainer, engine = (values[sequence][token] for values in (expected, actual))
+    places = (f"sequence {sequence} ", f"token {token}:")
+    values = (f"trainer {trainer:.6f}", f"engine {engine:.6f}")
+    assert re.search(mentions(*places, *values), str(caught.value))
 
 
 def test_a_value_that_is_not_finite_never_passes(fresh):
     prompt_ids, response_ids = sequences(fresh.engine)
     expected = [np.full(len(response), np.nan, np.float32) for response in response_ids]
-    with pytest.raises(WeightSyncError, match=r"is inf per token.*trainer nan"):
+    with pytest.raises(WeightSyncError, match=r"\binf\b.*\btrainer nan\b"):
         verify_weights(fresh.engine, prompt_ids, response_ids, expected)
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda w: w.pop("model.norm.weight"), r"missing tensors: model\.norm\.weight"),
-        (lambda w: w.update(extra=torch.zeros(1)), "extra has no place"),
+        (lambda w: w.pop("model.norm.weight"), mentions("missing", "model.norm.weight")),
+        (lambda w: w.update(extra=torch.zeros(1)), r"\bextra\b"),
         (
             lambda w: w.update({"model.norm.weight": torch.zeros(7)}),
-            r"norm\.weight has shape \[7\]",
+            r"\bmodel\.norm\.weight\b.*\[7\]",
         ),
     ],
 )
@@ -596,11 +598,9 @@ def test_a_sleeping_engine_wakes_by_a_sync(fresh):
     prompts = make_prompts(2)
     before = tokens_of(generate(fresh.engine, prompts))
     fresh.engine.sleep()
-    with pytest.raises(
-        RolloutError, match="generate needs a generating engine, but it is sleeping"
-    ):
+    with pytest.raises(RolloutError, match=mentions("generate", "sleeping")):
         generate(fresh.engine, prompts)
-    with pytest.raises(RolloutError, match="log_probs needs"):
+    with pytest.raises(RolloutError, match=mentions("log_probs", "sleeping")):
         fresh.engine.log_probs([np.array([2])], [np.array([3])])
     sync_weights(fresh.engine, weights(fresh.model).items(), policy_version=1)
     assert tokens_of(generate(fresh.engine, prompts)) == before
@@ -656,14 +656,14 @@ def test_an_incomplete_model_folder_is_named_before_vllm_starts(tmp_path, damage
 
 def test_rollout_tensor_parallelism_must_fit(tmp_path):
     model, config = make_model(True), make_config(tmp_path, tensor_parallel_size=2)
-    message = r"\(2\) must divide the world size \(1\)"
-    with pytest.raises(ConfigError, match=message):
+    named = mentions("rollout.tensor_parallel_size", 2, "world size", 1)
+    with pytest.raises(ConfigError, match=named):
         check_engine(config, model.config, CPU, world_size=1)
 
 
 def test_a_head_dim_vllm_has_no_kernel_for_is_a_config_error(tmp_path):
     config = LlamaConfig(**SIZES, head_dim=16)
-    with pytest.raises(ConfigError, match=r"head_dim \(16\) must be one of 32, 64"):
+    with pytest.raises(ConfigError, match=r"\bhead_dim\b.*\b16\b.*\b32\b.*\b64\b"):
         check_engine(make_config(tmp_path), config, CPU, world_size=1)
 
 
@@ -674,7 +674,8 @@ def test_sequences_beyond_the_trained_positions_are_warned_about(tmp_path, caplo
     short = LlamaConfig(**SIZES | {"max_position_embeddings": 100})
     args = engine_args(config, short, CPU)
     assert args.hf_overrides == {"max_position_embeddings": 165}
-    assert "(164) exceed the 100 positions" in caplog.text
+    settings = ("data.max_prompt_tokens", "rollout.max_response_tokens")
+    assert re.search(mentions(*settings, 164, 100), caplog.messages[-1])
 
 
 def test_gpu_memory_is_a_fraction_and_can_be_given_back(tmp_path):
@@ -698,7 +699,7 @@ def test_only_a_cpu_with_a_kernel_for_it_generates_in_fp8(tmp_path, monkeypatch)
     for of_model, answer, reason in [
         (llama, (True, None), None),
         (llama, (False, "requires AMX"), "requires AMX"),
-        (model.config, (True, None), "its kernel takes no biases"),
+        (model.config, (True, None), "biases"),
     ]:
         monkeypatch.setattr(
             arguments.CPUFp8BlockScaledMMKernel, "is_supported", lambda answer=answer: answer
@@ -706,8 +707,8 @@ def test_only_a_cpu_with_a_kernel_for_it_generates_in_fp8(tmp_path, monkeypatch)
         if reason is None:
             check_engine(config, of_model, CPU, world_size=1)
             continue
-        message = rf"rollout\.quantization \('fp8'\) does not run on this CPU: {reason}"
-        with pytest.raises(ConfigError, match=message):
+        named = mentions("rollout.quantization", "'fp8'", "CPU", reason)
+        with pytest.raises(ConfigError, match=named):
             check_engine(config, of_model, CPU, world_size=1)
 
 
@@ -822,7 +823,7 @@ def test_two_ranks(tmp_path, tp_size, shares):
         assert result["again"] == result["alone"]
         assert result["difference"] < TOLERANCE
         assert result["noise"] < TOLERANCE
-        assert "on rank 1 the mean difference of log-probs in sequence 2" in result["message"]
+        assert re.search(mentions("rank 1 ", "sequence 2 "), result["message"])
         # vLLM's own name is that of every other engine on this machine, dead ones included.
         names = result["shared_memory"]
         assert len(names) == (2 if tp_size == 2 else 0)

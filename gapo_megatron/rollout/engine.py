@@ -306,11 +306,12 @@ class RolloutEngine:
                     f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens; it must have 1 to "
                     f"{limit} to leave room for {max_response_tokens} response tokens"
                 )
-            if not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self.hf_config.vocab_size:
-                raise DataError(
-                    f"prompt {prompt.id!r} has a token outside the model's vocabulary "
-                    f"(0 to {self.hf_config.vocab_size - 1})"
-                )
+            for token in (min(prompt.token_ids), max(prompt.token_ids)):
+                if not 0 <= token < self.hf_config.vocab_size:
+                    raise DataError(
+                        f"prompt {prompt.id!r} has a token ({token}) outside the model's "
+                        f"vocabulary (0 to {self.hf_config.vocab_size - 1})"
+                    )
 
     def _run(
         self,

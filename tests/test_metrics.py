@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 import types
 
@@ -14,6 +15,7 @@ from gapo_megatron import metrics
 from gapo_megatron.config import Config, MetricsConfig, parse_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_sinks
+from tests.messages import mentions
 
 
 def make_config(**sinks) -> Config:
@@ -66,7 +68,7 @@ def test_torn_last_line_is_dropped_even_if_its_step_is_kept(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         write_steps(tmp_path, [], resume_step=9)
     assert [line["step"] for line in lines(path)] == [0, 1]
-    assert f"{path} line 3" in caplog.text
+    assert re.search(rf"{re.escape(str(path))}\b.*\b3\b", caplog.text)
 
 
 def test_a_new_run_starts_with_empty_files(tmp_path):
@@ -86,8 +88,8 @@ def test_not_finite_is_null_with_its_key_and_a_warning(tmp_path, caplog):
         {"step": 0, "loss": None, "norm": None, "x": 1.0},
         {"step": 1, "loss": None},
     ]
-    assert caplog.text.count("metric loss is nan") == 1
-    assert "metric norm is inf" in caplog.text
+    for key, value in (("loss", "nan"), ("norm", "inf")):
+        assert sum(bool(re.search(mentions(key, value), text)) for text in caplog.messages) == 1
 
 
 def test_tensors_are_written_as_numbers(tmp_path):
@@ -145,20 +147,19 @@ def test_tensorboard_hides_what_the_resumed_run_writes_again(tmp_path, capsys, r
 
 
 @pytest.mark.parametrize(
-    ("sinks", "module", "key"),
+    ("sinks", "module", "setting"),
     [
-        ({"wandb_project": "gapo"}, "wandb", "metrics.wandb_project ('gapo')"),
-        ({"tensorboard": True}, "tensorboard", "metrics.tensorboard (true)"),
+        ({"wandb_project": "gapo"}, "wandb", ("metrics.wandb_project", "gapo")),
+        ({"tensorboard": True}, "tensorboard", ("metrics.tensorboard", "true")),
     ],
 )
-def test_missing_library_names_the_key_and_the_package(monkeypatch, sinks, module, key):
+def test_missing_library_names_the_key_and_the_package(monkeypatch, sinks, module, setting):
     real = metrics.importlib.util.find_spec
     monkeypatch.setattr(
         metrics.importlib.util, "find_spec", lambda name: None if name == module else real(name)
     )
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=mentions(*setting, f"pip install {module}")):
         check_sinks(MetricsConfig(**sinks))
-    assert key in str(caught.value) and f"pip install {module}" in str(caught.value)
 
 
 def test_wandb_continues_the_run_of_the_folder(tmp_path, monkeypatch):

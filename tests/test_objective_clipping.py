@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective import upper_clip
+from tests.messages import mentions
 
 
 def test_values_of_the_paper():
@@ -58,7 +59,7 @@ def test_groups_too_small_to_compare_get_a_finite_width():
 
 
 def test_refuses_one_rollout_and_crossed_widths():
-    with pytest.raises(ConfigError, match=r"group_size \(1\) must be at least 2"):
+    with pytest.raises(ConfigError, match=r"\bgroup_size\b.*\b1\b"):
         upper_clip(torch.tensor([1]), group_size=1, eps_low=3e-3, eps_high_max=5e-3)
-    with pytest.raises(ConfigError, match=r"eps_high_max \(0.1\) must be at least eps_low \(0.2\)"):
+    with pytest.raises(ConfigError, match=mentions("eps_high_max", 0.1, "eps_low", 0.2)):
         upper_clip(torch.tensor([1]), group_size=8, eps_low=0.2, eps_high_max=0.1)

@@ -207,7 +207,7 @@ def test_one_token_per_sequence_is_no_special_case():
 def test_group_size_must_be_the_configured_one():
     sequences = random_sequences(3, 0, 0.0)
     loss, _ = sums_of(sequences, METHODS["gapo"])
-    with pytest.raises(AssertionError, match="configured rollouts per prompt"):
+    with pytest.raises(AssertionError, match="group_size"):
         per_correct_sums(
             loss,
             sequence_ids=sequences[2],

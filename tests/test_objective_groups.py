@@ -101,13 +101,13 @@ def test_counts_are_integers():
 
 
 def test_refuses_what_is_not_a_group():
-    with pytest.raises(ConfigError, match=r"rollouts_per_prompt \(1\) must be at least 2"):
+    with pytest.raises(ConfigError, match=r"batch\.rollouts_per_prompt\b.*\b1\b"):
         group_advantages(torch.ones(3, 1))
-    with pytest.raises(AssertionError, match="floating"):
+    with pytest.raises(AssertionError, match="int64"):
         group_advantages(torch.ones(3, 2, dtype=torch.int64))
     with pytest.raises(AssertionError, match="finite"):
         group_advantages(torch.tensor([[1.0, float("inf")]]))
-    with pytest.raises(AssertionError, match="0, 1 or NaN"):
+    with pytest.raises(AssertionError, match=r"\b0\b.*\b1\b.*\bNaN\b"):
         group_counts(torch.tensor([[0.5, 1.0]]))
 
 
@@ -155,17 +155,17 @@ def test_the_method_decides_the_advantages():
 
 
 def test_bad_rollouts_are_named():
-    with pytest.raises(RolloutError, match=r"prompt 'a', rollout 1: 0 response tokens"):
+    with pytest.raises(RolloutError, match=r"'a'.*\b1\b.*\b0\b"):
         make_batch([group("a", [C, W], [rollout(1), rollout()])], METHODS["gapo"])
-    with pytest.raises(RolloutError, match=r"prompt 'b', rollout 0: 2 response tokens with 1 log"):
+    with pytest.raises(RolloutError, match=r"'b'.*\b0\b.*\b2\b.*\b1\b"):
         bad = [rollout(1, 2, num_log_probs=1), rollout(1)]
         make_batch([group("b", [C, W], bad)], METHODS["gapo"])
 
 
 def test_groups_must_be_alike():
-    with pytest.raises(AssertionError, match="at least one group"):
+    with pytest.raises(AssertionError, match="at least one"):
         make_batch([], METHODS["gapo"])
-    with pytest.raises(AssertionError, match="same number of rollouts"):
+    with pytest.raises(AssertionError, match=r"rollouts.*\b2\b.*\b3\b"):
         groups = [
             group("a", [C, W], [rollout(1)] * 2),
             group("b", [C, W, W], [rollout(1)] * 3),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gapo_megatron.errors import ConfigError, DivergenceError
 from gapo_megatron.objective import METHODS, kl_penalty, policy_loss
 from gapo_megatron.objective.losses import MAX_LOG_RATIO
+from tests.messages import mentions
 from tests.objective_reference import ROUNDING, Case, cases, reference
 
 VARIANTS = [
@@ -268,7 +269,7 @@ def test_values_that_are_not_finite_name_their_sequence(name, field, value):
     place = {"log_probs": log_probs.detach(), "old_log_probs": old, "advantages": advantages}[field]
     place[2] = value
     sequence = 2 if field == "advantages" else 1
-    with pytest.raises(DivergenceError, match=f"^{field} not finite in sequence {sequence} of"):
+    with pytest.raises(DivergenceError, match=rf"\b{field}\b.*\bsequence {sequence}\b"):
         case.loss(METHODS[name], log_probs, old, ids, advantages=advantages)
 
 
@@ -310,14 +311,14 @@ def test_the_bound_leaves_normal_ratios_alone():
 def test_a_missing_denominator_is_named(aggregation, missing):
     case = Case([1], [True], [[0.0]])
     method = dataclasses.replace(METHODS["gapo"], aggregation=aggregation)
-    with pytest.raises(ConfigError, match=f"{aggregation!r} needs {missing}"):
+    with pytest.raises(ConfigError, match=mentions(aggregation, missing)):
         case.loss(method, *case.tensors(), **{missing: None})
 
 
 def test_shapes_that_do_not_fit_are_shown():
     case = Case([1], [True], [[0.0, 0.0]])
     log_probs, old, ids = case.tensors()
-    with pytest.raises(AssertionError, match=r"old_log_probs \(1,\)"):
+    with pytest.raises(AssertionError, match=r"\bold_log_probs \(1,\)"):
         case.loss(METHODS["gapo"], log_probs, old[:1], ids)
     with pytest.raises(AssertionError, match=r"num_correct \(2,\)"):
         case.loss(METHODS["gapo"], log_probs, old, ids, num_correct=torch.tensor([1, 1]))

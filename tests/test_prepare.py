@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from gapo_megatron.config import load_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.prepare import prepare
+from tests.messages import mentions
 
 ROOT = Path(__file__).parents[1]
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -46,20 +48,23 @@ def test_command_line_prints_three_lines_and_freezes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "named"),
     [
-        ("run.sed=1", "run.sed: unknown key; did you mean 'seed'?"),
-        ("parallel.tensor_model_parallel_size=2", "the world size (3) must be a multiple of"),
-        ("rollout.tensor_parallel_size=2", "(2) must divide the world size (3)"),
+        ("run.sed=1", ("run.sed", "'seed'")),
+        (
+            "parallel.tensor_model_parallel_size=2",
+            ("world size", 3, "parallel.tensor_model_parallel_size", 2),
+        ),
+        ("rollout.tensor_parallel_size=2", ("rollout.tensor_parallel_size", 2, "world size", 3)),
     ],
 )
 def test_a_config_that_cannot_run_exits_2_and_leaves_nothing(
-    tmp_path: Path, override: str, message: str
+    tmp_path: Path, override: str, named: tuple[object, ...]
 ) -> None:
     run_dir = tmp_path / "run"
     done = run(DEMO, f"run.output_dir={run_dir}", override, "--world-size=3", "--job=17")
     assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
+    assert re.search(mentions(*named), done.stderr)
     assert "Traceback" not in done.stderr
     assert not run_dir.exists()
 
@@ -97,5 +102,5 @@ def test_a_frozen_folder_that_is_gone_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GAPO_CODE", str(tmp_path / "gone"))
-    with pytest.raises(ConfigError, match=r"gone/config\.toml: cannot read"):
+    with pytest.raises(ConfigError, match=r"gone/config\.toml\b"):
         prepare(DEMO, [], world_size=1, job="17")

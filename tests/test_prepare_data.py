@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from typing import get_args
@@ -18,6 +19,7 @@ from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.rewards import code
 from gapo_megatron.rewards.code.forms import AssertTests, CallTests, TextTests, read_tests
+from tests.messages import mentions
 from tests.prepare_data_setup import (
     TOOL,
     problem,
@@ -82,14 +84,13 @@ def test_deepscaler_keeps_each_text_once_and_none_that_contradicts_itself(run, t
         "problem": "How far?",
     }
     assert dropped[3]["same_as"] == "deepscaler-0"
-    assert "cannot be read" in dropped[8]["reason"]
-    assert dropped[9]["reason"] == "problem is empty"
-    assert dropped[10]["reason"] == "the answer is empty"
+    for row, field in ((8, "answer"), (9, "problem"), (10, "answer")):
+        assert field in dropped[row]["reason"]
     counts = json.loads((tmp_path / "out" / "manifest.json").read_text())["counts"]
     assert (counts["dropped"]["contradictory"], counts["contradictory_texts"]) == (3, 1)
     shown = capsys.readouterr().out
-    assert "problems with several answers: 1\n" in shown
-    assert "with the benchmarks: give --benchmarks DIR" in shown
+    assert re.search(r"\banswers\W+1$", shown, re.MULTILINE)
+    assert "--benchmarks" in shown
 
 
 def test_rows_without_problem_or_answer_are_dropped_not_fatal(run, tmp_path):
@@ -104,8 +105,9 @@ def test_rows_without_problem_or_answer_are_dropped_not_fatal(run, tmp_path):
     assert run("deepscaler", rows) == 0
     assert [row["answer"] for row in written(tmp_path / "out")] == ["1", "inf", str(10**400)]
     reasons = [row["reason"] for row in written(tmp_path / "out", "dropped")]
-    assert reasons[:2] == ["problem is empty", "the answer is empty"]
-    assert "problem is not Unicode" in reasons[2]
+    assert "problem" in reasons[0]
+    assert "answer" in reasons[1]
+    assert re.search(mentions("problem", "Unicode"), reasons[2])
 
 
 def test_answers_of_other_kinds_differ_by_their_letters_and_tests_do_not():
@@ -160,8 +162,8 @@ def test_problems_of_benchmarks_are_dropped_and_listed_with_both(run, tmp_path, 
     assert (dropped["rule"], dropped["same_as"], dropped["share"]) == ("held_out", "aime24-1", 1.0)
     assert (dropped["problem"], dropped["benchmark_problem"]) == ("find X + Y", "Find $x+y$.")
     shown = capsys.readouterr().out
-    assert "1 of aime24" in shown
-    assert "with aime25, amc23" in shown  # whose folders are not there
+    assert re.search(r"\b1\b.*\baime24\b", shown)
+    assert re.search(r"\baime25\b.*\bamc23\b", shown)  # whose folders are not there
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     file = benchmarks / "aime24" / "a.jsonl"
     assert manifest["benchmarks"]["files"]["aime24"] == [
@@ -330,18 +332,18 @@ def test_equal_inputs_give_equal_bytes_and_the_manifest_their_digests(run, tmp_p
 @pytest.mark.parametrize(
     ("rows", "options", "status", "says"),
     [
-        ([{"problem": "a"}], (), 1, "jsonl:1: not a row of deepscaler: KeyError: 'answer'"),
-        ([problem("a", True)], (), 1, "'True' must be text or a number"),
-        ([problem("a", "{")], (), 1, "deepscaler.jsonl: none of 1 rows stays: 1 unreadable"),
-        ([], (), 1, "deepscaler.jsonl: none of 0 rows stays\n"),
+        ([{"problem": "a"}], (), 1, r"deepscaler\.jsonl:1\b.*'answer'"),
+        ([problem("a", True)], (), 1, r"deepscaler\.jsonl:1\b.*'True'"),
+        ([problem("a", "{")], (), 1, r"deepscaler\.jsonl\b.*\b1 rows.*\b1 unreadable\b"),
+        ([], (), 1, r"deepscaler\.jsonl\b.*\b0 rows"),
         ([problem("a")], ("--chat-template",), 2, "chat template"),
-        ([problem("a")], ("--model", "/nowhere"), 2, "model.hf_dir (/nowhere) is not a folder"),
-        ([problem("a")], ("--benchmarks", "/nowhere"), 2, "has no folder of a benchmark"),
+        ([problem("a")], ("--model", "/nowhere"), 2, r"model\.hf_dir\W+nowhere\b"),
+        ([problem("a")], ("--benchmarks", "/nowhere"), 2, r"/nowhere\b.*\bbenchmark\b"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_and_leave_nothing(run, tmp_path, capsys, rows, options, status, says):
     assert run("deepscaler", rows, *options) == status
-    assert says in capsys.readouterr().err
+    assert re.search(says, capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["deepscaler.jsonl"]
 
 
@@ -352,7 +354,7 @@ def test_an_interrupted_run_says_how_to_go_on(run, tmp_path, monkeypatch, capsys
     with monkeypatch.context() as broken:
         broken.setattr(Lengths, "count", interrupt)
         assert run("deepscaler", [problem("a")]) == 130
-    assert "the same command goes on from here" in capsys.readouterr().err
+    assert "same command" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert run("deepscaler", [problem("a")]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"deepscaler.jsonl", "out"}
@@ -361,15 +363,16 @@ def test_an_interrupted_run_says_how_to_go_on(run, tmp_path, monkeypatch, capsys
 def test_ids_used_twice_other_files_and_an_output_that_exists_are_errors(run, tmp_path, capsys):
     rows = [{"id": "a", "prompt": text, "answer": "1"} for text in ("b", "c")]
     assert run("own", rows) == 1
-    assert "own.jsonl:2: id 'a' was used at" in capsys.readouterr().err
+    assert re.search(r"own\.jsonl:2\b.*'a'.*own\.jsonl:1\b", capsys.readouterr().err)
     assert run("own", [tmp_path / "own.jsonl", tmp_path / "own.jsonl"]) == 2
-    assert "own.jsonl is given twice" in capsys.readouterr().err
+    assert re.search(mentions("own.jsonl", "twice"), capsys.readouterr().err)
     (tmp_path / "a.csv").write_text("a,b")
     assert run("own", [tmp_path / "a.csv"]) == 2
-    assert "must be one of *.jsonl, *.json, *.parquet" in capsys.readouterr().err
+    named = mentions("a.csv", "*.jsonl", "*.json", "*.parquet")
+    assert re.search(named, capsys.readouterr().err)
     (tmp_path / "out").mkdir()
     assert run("own", rows) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert re.search(mentions(tmp_path / "out", "exists"), capsys.readouterr().err)
 
 
 def test_help_teaches_each_source_and_the_kinds_are_the_configs():

@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from gapo_megatron.data.prepare import journal as journal_module
 from gapo_megatron.data.prepare.journal import Journal
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
+from tests.messages import mentions
 from tests.prepare_data_setup import put, put_benchmarks, put_tokenizer
 
 module = importlib.import_module("gapo_megatron.data.prepare.prepare")  # not the function
@@ -123,7 +125,7 @@ def test_a_run_killed_at_any_step_is_continued_to_the_same_bytes(
         if not killed_at(number, call):
             break
         if output.exists():  # killed behind the last rename
-            with pytest.raises(ConfigError, match="exists already"):
+            with pytest.raises(ConfigError, match=mentions(output, "exists")):
                 call()
         else:
             call()
@@ -177,20 +179,20 @@ def test_only_the_same_command_goes_on(tmp_path, make, caplog, monkeypatch):
         shutil.rmtree(tmp_path / "out")
         return caplog.text
 
-    assert "continuing behind the 3 rows" in said()
-    assert "an interrupted run had other options" in said(options={"a": 1})
-    assert "an interrupted run had other benchmarks" in said(held_out=None)
+    assert re.search(r"\b3 rows\b", said())
+    assert "options" in said(options={"a": 1})
+    assert "benchmarks" in said(held_out=None)
     hidden = interrupted(make, deepcoder(), files)
     put(files[0], json.loads(files[0].read_text())[:4])
     make(deepcoder(), files, "out")
-    assert "an interrupted run had other inputs" in caplog.text
+    assert "inputs" in caplog.messages[-1]
     assert not hidden.exists()
     assert len((tmp_path / "out" / "problems.jsonl").read_text().splitlines()) == 5
     shutil.rmtree(tmp_path / "out")
     interrupted(make, deepcoder(), files)
     monkeypatch.setattr(module, "code_sha256", lambda *parts: "changed")
     make(deepcoder(), files, "out")
-    assert "an interrupted run had other code" in caplog.text
+    assert re.search(r"\bcode\b", caplog.messages[-1])
 
 
 def test_an_id_that_was_used_before_the_interruption_is_an_error(tmp_path, make):
@@ -198,14 +200,14 @@ def test_an_id_that_was_used_before_the_interruption_is_an_error(tmp_path, make)
     rows.append({"id": "0", "prompt": "How wide?", "answer": "1"})
     files = [put(tmp_path / "x" / "a.jsonl", rows)]
     assert killed_at(9, functools.partial(make, own("exact"), files, "out"))
-    with pytest.raises(DataError, match=r"a\.jsonl:7: id '0' was used at .*a\.jsonl:1"):
+    with pytest.raises(DataError, match=r"a\.jsonl:7\b.*'0'.*a\.jsonl:1\b"):
         make(own("exact"), files, "out")
 
 
 def test_one_process_at_a_time_makes_an_output(tmp_path, make):
     with (
         Journal.open(tmp_path / "out", belongs_to={}),
-        pytest.raises(ConfigError, match="out is being made by another process"),
+        pytest.raises(ConfigError, match=mentions(tmp_path / "out", "process")),
     ):
         make(deepcoder(), programs(tmp_path), "out")
     make(deepcoder(), programs(tmp_path), "out")
@@ -214,7 +216,7 @@ def test_one_process_at_a_time_makes_an_output(tmp_path, make):
 def test_an_input_at_fault_leaves_nothing_and_a_full_disk_what_is_done(tmp_path, make, monkeypatch):
     files = programs(tmp_path)
     files[1] = put(files[1].with_suffix(".jsonl"), [{"other": 1}])
-    with pytest.raises(DataError, match="not a row of deepcoder"):
+    with pytest.raises(DataError, match=mentions(f"{files[1]}:1", "deepcoder")):
         make(deepcoder(), files, "out")
     assert not list(tmp_path.glob(".out*"))
 
@@ -252,7 +254,7 @@ def test_what_the_journal_holds_needs_no_space(tmp_path, make, monkeypatch):
     free = sum(path.stat().st_size for path in files) - held
     usage = SimpleNamespace(free=free - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(ConfigError, match="GB are needed"):
+    with pytest.raises(ConfigError, match=mentions(tmp_path, "GB")):
         make(deepcoder(), files, "out")
     assert hidden.exists()
     usage.free = free
@@ -264,6 +266,6 @@ def test_an_output_that_has_appeared_leaves_the_work_of_hours(tmp_path, make):
     hidden = interrupted(make, deepcoder(), files)
     before = content(hidden)
     (tmp_path / "out").mkdir()
-    with pytest.raises(ConfigError, match=r"exists already$"):
+    with pytest.raises(ConfigError, match=mentions(tmp_path / "out", "exists")):
         make(deepcoder(), files, "out")
     assert content(hidden) == before

@@ -19,6 +19,7 @@ from gapo_megatron.report.intervention import correlation_since
 from gapo_megatron.report.learning import reward, reward_rows
 from gapo_megatron.report.runs import find_runs, read_run
 from gapo_megatron.report.summary import summary
+from tests.messages import mentions
 from tests.report_setup import write_run
 
 STUDY = Path(__file__).parents[1] / "docs" / "study" / "data"
@@ -211,7 +212,7 @@ def test_the_page_says_where_runs_of_a_method_had_other_code(tmp_path, monkeypat
     freeze_code(folders["z0"], "1", a, changes=True, text="z0")
     archive, output = tmp_path / "archive", tmp_path / "report"
     live = write_report(list(folders.values()), output, archive_dir=archive).page.read_text()
-    note = f"more than one version of the code: gapo (x0: {a[:12]}; x1: {a[:12]} and {b[:12]})."
+    note = f"gapo (x0: {a[:12]}; x1: {a[:12]} and {b[:12]})"
     assert note in live
     again = write_report([archive], tmp_path / "again").page.read_text()
     assert note in again
@@ -219,7 +220,7 @@ def test_the_page_says_where_runs_of_a_method_had_other_code(tmp_path, monkeypat
     assert (kept["y1"], len(kept["y0"]), len(kept["z0"])) == ((), 1, 1)
     assert kept["z0"][0].startswith(f"{a[:12]}+")
     (folders["x0"] / "code/1/code.json").write_text("{}")
-    with pytest.raises(DataError, match=r"code/1/code\.json: does not tell where code came from"):
+    with pytest.raises(DataError, match=mentions(folders["x0"] / "code/1/code.json")):
         read_run(folders["x0"])
 
 
@@ -232,31 +233,31 @@ def test_problems_without_a_verdict_stay_so(study, tmp_path):
 
 def test_names_tell_runs_apart(study, tmp_path):
     run = read_run(study / "wide")
-    with pytest.raises(DataError, match="two runs are called wide"):
+    with pytest.raises(DataError, match=mentions("two", "wide")):
         write_archive([run, run], tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "message"),
+    ("name", "old", "new", "words"),
     [
-        ("runs.csv", "objective", "objectiv", r"runs\.csv:2: not a run's row"),
-        ("metrics.csv", "wide,4,", "wide,,", r"metrics\.csv:\d+: no step"),
-        ("metrics.csv", "wide,", "wider,", r"metrics\.csv:2: run 'wider' is not in runs\.csv"),
-        ("timings.csv", "wide,1,", "wide,one,", r"timings\.csv:2: not a number"),
+        ("runs.csv", "objective", "objectiv", r"(?s)runs\.csv:2\b.*\bobjectiv\b"),
+        ("metrics.csv", "wide,4,", "wide,,", r"metrics\.csv:\d+\b.*\bstep\b"),
+        ("metrics.csv", "wide,", "wider,", r"metrics\.csv:2\b.*\bwider\b.*\bruns\.csv\b"),
+        ("timings.csv", "wide,1,", "wide,one,", r"timings\.csv:2\b.*\bone\b"),
     ],
 )
-def test_damage_is_named(study, tmp_path, name, old, new, message):
+def test_damage_is_named(study, tmp_path, name, old, new, words):
     write_archive([read_run(study / "wide")], tmp_path)
     path = tmp_path / name
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=words):
         read_archive(tmp_path)
 
 
 def test_a_missing_file_is_named(study, tmp_path):
     write_archive([read_run(find_runs([study])[0][0])], tmp_path)
     (tmp_path / "timings.csv").unlink()
-    with pytest.raises(DataError, match=r"timings\.csv: cannot read the file: No such file"):
+    with pytest.raises(DataError, match=mentions(tmp_path / "timings.csv")):
         read_archive(tmp_path)

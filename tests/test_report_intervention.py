@@ -161,5 +161,5 @@ def test_one_seed_has_no_interval(runs):
 
 def test_a_branch_without_the_run_it_left_is_no_intervention(runs):
     whole, branches = runs
-    with pytest.raises(NoData, match="no run has branched from another one here"):
+    with pytest.raises(NoData, match=r"checkpoint\.branch_from"):
         intervention(Comparison.of([whole[0], branches[1]]))

@@ -105,13 +105,13 @@ def test_the_tool_prints_the_summary_and_what_is_missing(study, tmp_path, capsys
     assert report_tool.main(list(map(str, arguments))) == 0
     printed = capsys.readouterr().out
     assert re.search(r"^gapo +8 +0.01 +0.0167 +1 +40 +50.00 ", printed, re.MULTILINE)
-    assert "left out: Solve rates problem by problem: a difference takes two" in printed
-    reason = "no method was run with two values of batch.rollouts_per_prompt"
-    assert f"left out: Ablation over rollouts per group: {reason}" in printed
+    assert re.search(r"Solve rates problem by problem\b.*\btwo methods\b", printed)
+    reason = r"Ablation over rollouts per group\b.*\bbatch\.rollouts_per_prompt\b"
+    assert re.search(reason, printed)
     page = Page((tmp_path / "report.html").read_text())
-    assert re.search(rf"Left out.*Ablation over rollouts per group: {reason}", page.text, re.DOTALL)
-    assert f"not started: {study}/waiting" in printed
-    assert f"report: {tmp_path}/report.html" in printed
+    assert re.search(rf"Left out.*{reason}", page.text, re.DOTALL)
+    assert f"{study}/waiting" in printed
+    assert f"{tmp_path}/report.html" in printed
     assert (tmp_path / "figures" / "pass_at_k.png").exists()
     assert not older.exists()
 
@@ -119,22 +119,22 @@ def test_the_tool_prints_the_summary_and_what_is_missing(study, tmp_path, capsys
 def test_the_tool_names_what_is_wrong(study, tmp_path, capsys):
     assert report_tool.main([str(tmp_path / "gone")]) == 1
     line = capsys.readouterr().err
-    assert re.fullmatch(r"error: \S+/gone: no such folder; a run's folder holds .*\n", line)
+    assert re.fullmatch(r"error: \S+/gone: no such .*\n", line)
     taken = tmp_path / "taken"
     taken.touch()
     run = str(study / "gapo<&0")
     for option in ("--output", "--archive"):
         assert report_tool.main([run, "--output", str(tmp_path), option, str(taken)]) == 1
         line = capsys.readouterr().err
-        assert re.fullmatch(r"error: \S+/taken\S*: cannot make this folder: .*\n", line)
+        assert re.fullmatch(r"error: \S+/taken\S*: .*\n", line)
     assert report_tool.main([run, "--output", str(tmp_path), "--first", "grpo"]) == 1
-    assert "no method is called 'grpo' here; known: gapo\n" in capsys.readouterr().err
+    assert re.fullmatch(r"error: .*'grpo'.*\bgapo\n", capsys.readouterr().err)
 
 
 def test_runs_without_a_folder_in_common_need_an_output(capsys):
     with pytest.raises(SystemExit, match="2"):
         report_tool.main(["/runs/a", "/other/b"])
-    assert "say with --output where to write" in capsys.readouterr().err
+    assert "--output" in capsys.readouterr().err.rpartition("error:")[2]
 
 
 def test_nothing_is_imported_that_is_not_needed():

@@ -187,7 +187,7 @@ def test_runs_under_way_have_no_ablation_before_all_seeds_are_evaluated(tmp_path
         text = (folder / "metrics.jsonl").read_text()
         (folder / "metrics.jsonl").write_text(text.replace("eval/", "later/"))
     for make in (over_k, clip_sweep):
-        with pytest.raises(NoData, match="no method has an evaluation that all of its seeds have"):
+        with pytest.raises(NoData, match="seeds"):
             make(compare(*folders))
 
 

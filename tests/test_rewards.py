@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards import exact
 from gapo_megatron.types import Outcome, Prompt, Rollout
+from tests.messages import mentions
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ def test_score_says_how_many_are_unknown_and_why(tokenizer, caplog):
         [verdicts] = rewards.score(pool, [Prompt("a", (1,), "")], rollouts, tokenizer=tokenizer)
     assert [verdict.outcome for verdict in verdicts] == ["unknown", "correct", "unknown"]
     (message,) = caplog.messages
-    assert "2 of 3" in message and "cannot tell" in message
+    assert re.search(r"\b2\b.*\b3\b.*\bcannot tell\b", message)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,9 @@ def test_ranks_end_judging_together_or_break_off_together(tokenizer, others, kep
 
 def test_code_is_refused_where_programs_cannot_be_isolated():
     broken = RewardConfig(kind="code", python="/no/python")
-    with pytest.raises(ConfigError, match=r"reward\.python \('/no/python'\): .* be isolated"):
+    with pytest.raises(
+        ConfigError, match=mentions("reward.python", "/no/python", "docs/sandbox.md")
+    ):
         rewards.check(broken)
 
 

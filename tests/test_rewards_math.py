@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.rewards import math, start_pool
 from gapo_megatron.types import Outcome
+from tests.messages import mentions
 
 CORRECT, WRONG, UNKNOWN = Outcome.CORRECT, Outcome.WRONG, Outcome.UNKNOWN
 
@@ -149,7 +152,7 @@ def test_different_answers(reference, given):
 def test_a_reference_that_cannot_be_read_judges_nobody(reference):
     verdict = math.verify("\\boxed{1}", reference)
     assert verdict.outcome is UNKNOWN
-    assert f"the reference answer {reference!r} cannot be read" in verdict.reason
+    assert re.search(mentions("reference", repr(reference)), verdict.reason)
 
 
 def test_a_reference_with_an_open_brace_judges_nobody_who_repeats_it():
@@ -159,14 +162,13 @@ def test_a_reference_with_an_open_brace_judges_nobody_who_repeats_it():
 
 def test_an_answer_that_cannot_be_read_is_unknown():
     verdict = math.verify("\\boxed{\\frac{1}{}}", "3")
-    assert (verdict.outcome, verdict.reason) == (
-        UNKNOWN,
-        "the answer '\\\\frac{1}{}' cannot be read",
-    )
+    assert verdict.outcome is UNKNOWN
+    assert repr("\\frac{1}{}") in verdict.reason
+    assert "reference" not in verdict.reason
 
 
 def test_a_wrong_answer_is_named():
-    assert math.verify("\\boxed{2}", "3").reason == "answered '2', expected '3'"
+    assert re.search("'2'.*'3'", math.verify("\\boxed{2}", "3").reason)
 
 
 # Towers of powers, deep and long nonsense, functions that sympy takes for ever on, code.
@@ -188,7 +190,7 @@ def test_hostile_answers_neither_hang_nor_score():
     with start_pool(RewardConfig(kind="math", timeout_s=1), num_workers=2) as pool:
         verdicts = pool.judge([(response, "3") for response in HOSTILE])
         assert not [r[:60] for r, v in zip(HOSTILE, verdicts, strict=True) if v.outcome is CORRECT]
-        assert verdicts[0].reason == "took longer than 1 s"  # or this test says nothing
+        assert verdicts[0].reason.endswith(" 1 s")  # the limit, or this test says nothing
         # And the reference may be hostile too.
         verdicts = pool.judge([("\\boxed{3}", response) for response in HOSTILE[:3]])
         assert {verdict.outcome for verdict in verdicts} <= {UNKNOWN, WRONG}

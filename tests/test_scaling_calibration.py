@@ -30,6 +30,7 @@ from gapo_megatron.scaling.probe import default_sizes, mean_prompt_tokens, probe
 from gapo_megatron.scaling.times import StepTime
 from gapo_megatron.scaling.workload import Workload, default_workload
 from gapo_megatron.toml_tree import to_toml
+from tests.messages import mentions
 from tests.scaling_setup import config, hf, layout, write_model
 from tests.test_convert_models import CONFIGS
 
@@ -213,17 +214,13 @@ def test_a_calibration_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "is not a calibration"),
-        ("[gpu", "is not a calibration"),
-        ("[gpu]\nname='x'\n[efficiency]\n", "is not a calibration"),
-    ],
+    "text",
+    ["", "[gpu", "[gpu]\nname='x'\n[efficiency]\n"],
 )
-def test_other_files_are_refused(tmp_path, text, words):
+def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "bad.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=mentions(path, "tools/plan.py")):
         read_calibration(path)
     with pytest.raises(ConfigError, match=r"missing\.toml"):
         read_calibration(tmp_path / "missing.toml")
@@ -377,7 +374,7 @@ def test_ranks_that_no_start_tells_are_counted_in_the_newest_logs(tmp_path):
     write_run(run, rows=[a_step()] * 4, hf_dir=tmp_path / "model")
     _, *steps = (run / "timings.jsonl").read_text().splitlines(keepends=True)
     (run / "timings.jsonl").write_text("".join([started(0), *steps]))
-    with pytest.raises(ConfigError, match=r"run: ranks unknown: no start in timings.jsonl has"):
+    with pytest.raises(ConfigError, match=mentions(run, "timings.jsonl", "--processes")):
         read_observation(run, mean_prompt_tokens=80.0)
     for place, (attempt, ranks, text) in enumerate(
         (("7.0", 2, "x"), ("7.1", 4, "x"), ("8.0", 1, ""))
@@ -396,7 +393,7 @@ def test_a_layout_that_the_ranks_do_not_divide_names_its_run(tmp_path):
     write_model(tmp_path / "model", SMALL)
     parallel = {"tensor_model_parallel_size": 2}
     write_run(tmp_path / "run", rows=[a_step()], hf_dir=tmp_path / "model", parallel=parallel)
-    with pytest.raises(ConfigError, match=r"/run: the world size \(1\) must be a multiple of"):
+    with pytest.raises(ConfigError, match=mentions("/run", "world size", 1, *parallel)):
         read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
 
 
@@ -415,13 +412,13 @@ def test_lines_in_the_making_and_values_that_were_not_finite(tmp_path):
     assert read_observation(run, mean_prompt_tokens=80.0) == whole
     with (run / "timings.jsonl").open("a") as file:
         file.write("\n")
-    with pytest.raises(DataError, match=r"timings\.jsonl:7: not a JSON object with a step"):
+    with pytest.raises(DataError, match=r"timings\.jsonl:7\b.*\bstep\b"):
         read_observation(run, mean_prompt_tokens=80.0)
 
 
 def test_a_run_that_the_device_cannot_hold_is_not_fitted():
     small = dataclasses.replace(GPUS["h200"], memory_bytes=2**30)
-    with pytest.raises(ConfigError, match="256 prompts: no generation is possible on h200"):
+    with pytest.raises(ConfigError, match=mentions(256, "h200")):
         fit([observe(TRUE)], small)
 
 
@@ -434,7 +431,9 @@ def test_lengths_of_the_runs_are_kept():
 
 def test_the_exported_model_stands_in_for_one_that_moved(tmp_path):
     write_run(tmp_path / "run", rows=[a_step()], hf_dir=tmp_path / "gone")
-    with pytest.raises(ConfigError, match=r"no config.json in model.hf_dir .*gone"):
+    with pytest.raises(
+        ConfigError, match=mentions("config.json", "model.hf_dir", tmp_path / "gone")
+    ):
         read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
     write_model(tmp_path / "run" / "hf", SMALL)
     assert read_observation(tmp_path / "run", mean_prompt_tokens=80.0).measured.sync_s == 0.25
@@ -445,14 +444,14 @@ def test_over_sampling_is_measured_but_neither_fitted_nor_planned(tmp_path, monk
     write_model(tmp_path / "model", SMALL)
     batch = {"oversampling": 1.5}
     write_run(tmp_path / "run", rows=[a_step()], hf_dir=tmp_path / "model", batch=batch)
-    words = r"batch\.oversampling \(1\.5\) must be 1 here: the planner"
+    words = r"batch\.oversampling\W+1\.5\b"
     one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
     assert one.measured.generation_s == 8.0
     for refused in (
         lambda: fit([observe(TRUE), one], GPUS["h200"]),
         lambda: worst_misses([one], GPUS["h200"], TRUE),
     ):
-        with pytest.raises(ConfigError, match=f"^run: {words}"):
+        with pytest.raises(ConfigError, match=rf"^run\b.*{words}"):
             refused()
     with pytest.raises(ConfigError, match=words):
         default_workload(config(batch=batch))
@@ -474,11 +473,11 @@ def test_over_sampling_is_measured_but_neither_fitted_nor_planned(tmp_path, monk
 
 
 def test_folders_without_steps_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"no config\.toml: not the folder of a run"):
+    with pytest.raises(ConfigError, match=mentions(tmp_path, "config.toml")):
         read_observation(tmp_path, mean_prompt_tokens=1.0)
     write_model(tmp_path / "model", SMALL)
     write_run(tmp_path / "run", rows=[], hf_dir=tmp_path / "model")
-    with pytest.raises(ConfigError, match="no step has been timed yet"):
+    with pytest.raises(ConfigError, match=mentions(tmp_path / "run", "timed")):
         read_observation(tmp_path / "run", mean_prompt_tokens=1.0)
 
 
@@ -513,6 +512,6 @@ def test_sizes_of_a_probe_are_two_loads():
 
 def test_prompts_cannot_be_counted_without_data():
     with pytest.raises(
-        ConfigError, match=r"data.train_path \(/nowhere.jsonl\).*--mean-prompt-tokens"
+        ConfigError, match=mentions("data.train_path", "/nowhere.jsonl", "--mean-prompt-tokens")
     ):
         mean_prompt_tokens(config())

@@ -6,7 +6,8 @@ import torch
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.scaling import hardware
 from gapo_megatron.scaling.efficiency import Efficiency
-from gapo_megatron.scaling.hardware import find_gpu, measure_cpu
+from gapo_megatron.scaling.hardware import GPUS, find_gpu, measure_cpu
+from tests.messages import mentions
 from tests.scaling_setup import H200
 
 
@@ -20,11 +21,11 @@ def test_groups_over_several_nodes_use_the_adapters_of_their_members():
 
 
 def test_wrong_efficiencies_and_devices_are_refused():
-    with pytest.raises(ConfigError, match=r"matmul \(1.5\) must be above 0 and at most 1"):
+    with pytest.raises(ConfigError, match=r"\bmatmul\W+1\.5\b"):
         Efficiency(matmul=1.5)
-    with pytest.raises(ConfigError, match=r"layer_s \(0\) must be above 0"):
+    with pytest.raises(ConfigError, match=r"\blayer_s\W+0\b"):
         Efficiency(layer_s=0)
-    with pytest.raises(ConfigError, match="'h300' is not one of h100, h200, h20, cpu"):
+    with pytest.raises(ConfigError, match=mentions("'h300'", *GPUS, "cpu")):
         find_gpu("h300")
 
 

@@ -54,10 +54,10 @@ def test_layout_of_a_config_and_back() -> None:
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
     config = make_config("/nowhere", parallel=parallel_of(2, 3))
-    with pytest.raises(ConfigError, match=r"world size \(8\)"):
+    with pytest.raises(ConfigError, match=r"\bworld size\W+8\b"):
         Layout.of(config, world_size=8)
     config = make_config("/nowhere", rollout={"tensor_parallel_size": 3})
-    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel_size \(3\)"):
+    with pytest.raises(ConfigError, match=r"\brollout\.tensor_parallel_size\W+3\b"):
         Layout.of(config, world_size=8)
 
 

@@ -32,6 +32,7 @@ from gapo_megatron.scaling.planner import (
 from gapo_megatron.scaling.tables import memory_table, nothing_fits, to_json
 from gapo_megatron.scaling.times import step_time
 from gapo_megatron.scaling.workload import Workload
+from tests.messages import mentions
 from tests.scaling_setup import H200, WORKLOAD, config, hf, layout, parallel_of
 
 
@@ -73,24 +74,25 @@ def test_fp8_takes_no_layout_whose_matrices_it_cannot_multiply():
         run = config(model={"precision": precision})
         plans = plan(model, run, num_nodes=1, gpu=H200, workload=WORKLOAD, efficiency=Efficiency())
         sizes = {candidate.layout.tp_size for candidate in plans.ranked}
-        found[precision] = sizes, [reason for reason in plans.refusals if "multiples" in reason]
+        found[precision] = sizes, [reason for reason in plans.refusals if "fp8" in reason]
         headings = [column.header for column in memory_table(plans, top=1).columns]
         assert ("fp8 copies" in headings) == (precision == "fp8")
     assert found["bf16"] == ({1, 2, 4, 8}, [])
     sizes, (reason,) = found["fp8"]
-    assert sizes == {1, 2, 4} and "linear_fc2.weight is 3584 x 2360" in reason
+    assert sizes == {1, 2, 4}
+    assert re.search(mentions("linear_fc2.weight", 3584, 2360), reason)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "runs_on", "words"),
+    ("recipe", "runs_on", "bounds"),
     [
-        ("mxfp8", (10.0, 10.3), "10.0 or more and below 12.0: h200 has"),
-        ("blockwise", (9.0, 10.0, 10.3, 12.0), "9.0 or more: h200 has"),
-        ("tensorwise", (8.9, 9.0, 10.0, 10.3, 12.0), "8.9 or more: h200 has"),
-        ("delayed", (8.9, 9.0, 10.0, 10.3, 12.0), "8.9 or more: h200 has"),
+        ("mxfp8", (10.0, 10.3), r"10\.0\b.*\b12\.0"),
+        ("blockwise", (9.0, 10.0, 10.3, 12.0), r"9\.0"),
+        ("tensorwise", (8.9, 9.0, 10.0, 10.3, 12.0), r"8\.9"),
+        ("delayed", (8.9, 9.0, 10.0, 10.3, 12.0), r"8\.9"),
     ],
 )
-def test_an_fp8_recipe_is_planned_where_it_runs_alone(recipe, runs_on, words):
+def test_an_fp8_recipe_is_planned_where_it_runs_alone(recipe, runs_on, bounds):
     def on(capability, **model):
         gpu = dataclasses.replace(H200, compute_capability=capability, gpus_per_node=1)
         run, model_1_5b = config(model=model), hf("Qwen2.5-1.5B")
@@ -103,8 +105,8 @@ def test_an_fp8_recipe_is_planned_where_it_runs_alone(recipe, runs_on, words):
             assert on(capability, precision="fp8", fp8_recipe=recipe).ranked
             continue
         shown = capability or "none"
-        message = rf"^model.fp8_recipe \('{recipe}'\) needs .* capability {words} {shown}$"
-        with pytest.raises(ConfigError, match=message):
+        named = rf"(?=.*\bmodel\.fp8_recipe\W+{recipe}\b)(?=.*\b{bounds}\b).*\bh200\b.*\b{shown}\b"
+        with pytest.raises(ConfigError, match=named):
             on(capability, precision="fp8", fp8_recipe=recipe)
     assert on(0.0, precision="bf16").ranked
 
@@ -153,19 +155,21 @@ def test_the_configs_own_layout_is_always_there(on_one_node):
     assert on_one_node.current.max_tokens_per_microbatch == 32768
     wrong = planned(parallel={"tensor_model_parallel_size": 8, "sequence_parallel": True})
     assert wrong.current is None
-    assert "must divide the model's num_attention_heads (28)" in wrong.current_refusal
-    assert any("num_attention_heads (28)" in reason for reason in wrong.refusals)
+    named = mentions("parallel.tensor_model_parallel_size (8)", "num_attention_heads (28)")
+    assert re.search(named, wrong.current_refusal)
+    assert any(re.search(named, reason) for reason in wrong.refusals)
 
 
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(8, "must divide the model's num_attention_heads"), (4, r"at most the GPUs of a node \(2\)")],
+    [(8, r"\bnum_attention_heads\W+28\b"), (4, r"\bnode\W+2\b")],
 )
 def test_an_engine_that_vllm_refuses_does_not_run(size, words):
     small = dataclasses.replace(H200, gpus_per_node=2)
     found = planned(nodes=8, gpu=small, rollout={"tensor_parallel_size": size})
     assert found.current is None
-    assert re.search(words, found.current_refusal)
+    named = rf"\brollout\.tensor_parallel_size\W+{size}\b.*{words}"
+    assert re.search(named, found.current_refusal)
 
 
 def test_layouts_that_the_trainer_refuses_are_not_ranked():
@@ -179,7 +183,8 @@ def test_layouts_that_the_trainer_refuses_are_not_ranked():
     assert found.ranked
     for candidate in found.ranked:
         check_world_size(candidate.layout.apply(config()).parallel, 320)
-    assert any("one must divide the other" in reason for reason in found.refusals)
+    sizes = ("parallel.expert_model_parallel_size", "parallel.tensor_model_parallel_size")
+    assert any(re.search(mentions(*sizes), reason) for reason in found.refusals)
 
 
 def test_what_does_not_fit_says_which_part():
@@ -209,12 +214,12 @@ def test_the_hint_is_the_commonest_reasons(on_one_node):
         }
         refusals = {reasons[name]: Refusals(count) for name, count in counts.items()}
         nothing = dataclasses.replace(on_one_node, ranked=[], refusals=refusals)
-        return nothing_fits(nothing, config()).removeprefix("Nothing fits")
+        return set(re.findall(r"\b(nodes|smaller|larger)\b", nothing_fits(nothing, config())))
 
-    assert hint(gradients=2, activations=2, smaller=3, heads=9).startswith(": more nodes")
-    assert hint(gradients=1, activations=1, smaller=3, heads=9).startswith(": a smaller ")
-    assert hint(smaller=3, larger=4).startswith(": a larger ")
-    assert hint(heads=9) == "."
+    assert hint(gradients=2, activations=2, smaller=3, heads=9) == {"nodes"}
+    assert hint(gradients=1, activations=1, smaller=3, heads=9) == {"smaller"}
+    assert hint(smaller=3, larger=4) == {"larger"}
+    assert hint(heads=9) == set()
 
 
 def test_a_smaller_device_takes_fewer_layouts():
@@ -359,7 +364,9 @@ def test_the_configs_own_virtual_and_unequal_stages_are_shown():
     given = overrides(found.ranked[0])
     assert not any(name in override for name in names[1:] for override in given)
     with_wrong = planned(parallel=parallel_of(1, 2, last=13, vpp=2))
-    assert with_wrong.current is None and "must divide the 15 layers" in with_wrong.current_refusal
+    assert with_wrong.current is None
+    named = r"\bparallel\.virtual_pipeline_model_parallel_size\W+2\b.*\b15\b"
+    assert re.search(named, with_wrong.current_refusal)
 
 
 def test_overrides_take_virtual_stages_back(tmp_path):
@@ -406,12 +413,12 @@ def test_virtual_stages_trade_memory_for_time():
 
 
 def test_nodes_must_be_positive():
-    with pytest.raises(ConfigError, match=r"nodes \(0\) must be 1 or more"):
+    with pytest.raises(ConfigError, match=r"\bnodes\W+0\b"):
         planned(nodes=0)
 
 
 def test_a_model_that_is_not_here():
-    with pytest.raises(ConfigError, match=r"no config.json here.*hf download \S+/x config.json"):
+    with pytest.raises(ConfigError, match=r"\bmodel\.hf_dir\b.*\bhf download \S+/x config\.json\b"):
         read_model(config())
 
 

@@ -32,13 +32,13 @@ def test_spread_comes_back_from_the_truncated_share():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mean_response_tokens": 4000}, r"mean response tokens \(4000\)"),
-        ({"active_share": 1.2}, r"active_share \(1.2\) must be from 0 to 1"),
-        ({"spread": 0.0}, "spread"),
-        ({"spread": float("nan")}, "spread"),
-        ({"mean_prompt_tokens": 0.0}, r"mean prompt tokens \(0\) must be above 0"),
-        ({"mean_prompt_tokens": float("nan")}, "mean prompt tokens"),
-        ({"mean_response_tokens": float("nan")}, "mean response tokens"),
+        ({"mean_response_tokens": 4000}, r"\bmean.response.tokens\W+4000\b"),
+        ({"active_share": 1.2}, r"\bactive_share\W+1\.2\b"),
+        ({"spread": 0.0}, r"\bspread\W+0\b"),
+        ({"spread": float("nan")}, r"\bspread\W+nan\b"),
+        ({"mean_prompt_tokens": 0.0}, r"\bmean.prompt.tokens\W+0\b"),
+        ({"mean_prompt_tokens": float("nan")}, r"\bmean.prompt.tokens\W+nan\b"),
+        ({"mean_response_tokens": float("nan")}, r"\bmean.response.tokens\W+nan\b"),
     ],
 )
 def test_wrong_workloads_are_refused(changes, words):

@@ -172,7 +172,7 @@ def test_a_loss_that_is_not_finite_is_not_skipped(
             total = total + (log_probs.sum() * value if has_gradient else value)
         return total, outputs
 
-    with pytest.raises(DivergenceError, match="update 1: gradient norm"):
+    with pytest.raises(DivergenceError, match=r"\bupdate 1\b.*\bnorm\b"):
         update(policy, MICROBATCHES, loss)
     assert equal(state(policy), before) and policy.num_updates == 1
 
@@ -185,7 +185,7 @@ def test_a_gradient_that_is_not_finite_is_not_skipped(folder: Path, groups: Para
     def loss(i: int, log_probs: Tensor, _: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         return (log_probs - log_probs.detach()).square().sum().sqrt(), {}
 
-    with pytest.raises(DivergenceError, match="gradient norm nan"):
+    with pytest.raises(DivergenceError, match=r"\bnorm\b.*\bnan\b"):
         update(policy, MICROBATCHES, loss)
     assert equal(state(policy), before)
 

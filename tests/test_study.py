@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from gapo_megatron.scaling.planner import Candidate
 from gapo_megatron.scaling.times import step_time
 from gapo_megatron.scaling.workload import default_workload
 from gapo_megatron.toml_tree import to_toml
+from tests.messages import mentions
 from tests.scaling_setup import write_model
 from tests.test_convert_models import CONFIGS as MODELS
 
@@ -121,7 +121,7 @@ def test_branches_are_told_apart_by_what_they_left(tmp_path: Path) -> None:
     assert runs[1].config.checkpoint.branch_from == "runs/a/checkpoints/step_150"
     assert len({run.run_dir for run in runs} | {tmp_path / "runs" / "s"}) == 4
     path = study_file(tmp_path, HEAD + 3 * branch.format(100))
-    with pytest.raises(ConfigError, match="two runs are called 'seed_1-a-step_100'"):
+    with pytest.raises(ConfigError, match=mentions("two", "seed_1-a-step_100")):
         read_study(path)
 
 
@@ -150,11 +150,10 @@ def test_a_run_that_has_begun_keeps_its_settings(
     assert [one.name for one in unfinished(read_study(other))] == left
     free = ["metrics.tensorboard=false"]
     assert [one.name for one in unfinished(read_study(other, free))] == left
-    how = "is finished" if finished else "has begun"
-    message = f"run seed_1 {how} in {run.run_dir}, but with other settings: "
-    with pytest.raises(ConfigError) as caught:
+    how = "finished" if finished else "begun"
+    named = mentions("seed_1", run.run_dir, "optimizer.learning_rate", 5e-05, 0.5)
+    with pytest.raises(ConfigError, match=rf"{named}.*\b{how}\b"):
         unfinished(read_study(other, ["optimizer.learning_rate=0.5"]))
-    assert f"{message}optimizer.learning_rate (5e-05 there, 0.5 here)" in str(caught.value)
 
 
 HOW = {
@@ -185,22 +184,22 @@ WHAT = {
 def test_how_a_run_computes_may_change_once_it_has_begun(tmp_path: Path, finished: bool) -> None:
     """When it is out of memory, above all; but not what it computes."""
     text = HEAD.replace("runs/s", str(tmp_path / "s")) + "[[runs]]\nrun.seed = 1\n"
-    begun(tmp_path, text, finished=finished)
+    run_dir = begun(tmp_path, text, finished=finished).run_dir
     path = study_file(tmp_path, text)
     others = [f"{key}={json.dumps(value)}" for key, value in HOW.items()]
     assert len(unfinished(read_study(path, others))) == 1 - finished
     for key, value in WHAT.items():
-        with pytest.raises(ConfigError, match=f"but with other settings: {re.escape(key)} "):
+        with pytest.raises(ConfigError, match=mentions(run_dir, key, value)):
             unfinished(read_study(path, [f"{key}={json.dumps(value)}"]))
 
 
 def test_over_sampled_runs_keep_what_decides_which_groups_are_first(tmp_path: Path) -> None:
     text = HEAD.replace("runs/s", str(tmp_path / "s")) + "[[runs]]\nbatch.oversampling = 1.5\n"
-    begun(tmp_path, text, finished=False)
+    run_dir = begun(tmp_path, text, finished=False).run_dir
     path = study_file(tmp_path, text)
     assert len(unfinished(read_study(path, ["model.recompute=full"]))) == 1
     for key in ("memory_fraction", "cpu_kv_cache_gib", "enforce_eager", "tensor_parallel_size"):
-        with pytest.raises(ConfigError, match=rf"with other settings: rollout\.{key} "):
+        with pytest.raises(ConfigError, match=mentions(run_dir, f"rollout.{key}")):
             unfinished(read_study(path, [f"rollout.{key}={json.dumps(HOW[f'rollout.{key}'])}"]))
 
 
@@ -216,10 +215,9 @@ def test_a_branch_stays_one_of_its_branch_point(
         assert len(unfinished(read_study(path))) == 1 - finished
     for given in ("runs/a/checkpoints/step_150", "runs/b/checkpoints/step_100", ""):
         path = study_file(tmp_path, HEAD + BRANCH.format(given))
-        with pytest.raises(ConfigError) as caught:
+        values = ("'runs/a/checkpoints/step_100'", repr(given))
+        with pytest.raises(ConfigError, match=mentions("checkpoint.branch_from", *values)):
             unfinished(read_study(path))
-        shown = f"checkpoint.branch_from ('runs/a/checkpoints/step_100' there, {given!r} here)"
-        assert shown in str(caught.value)
 
 
 def test_a_plain_config_is_a_study_of_one(tmp_path: Path) -> None:
@@ -244,67 +242,59 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "words"),
     [
-        (HEAD, "needs [grid] or [[runs]]"),
-        (HEAD + "grids = 1\n", "grids: unknown key; known keys: config, output_dir, grid, runs"),
-        (HEAD + "[resources]\nnode = 2\n", "resources.node: unknown key; known keys: nodes,"),
-        (HEAD + "[resources]\nnodes = 0\n", "resources.nodes (0): Input should be greater than 0"),
-        (
-            HEAD + "[grid]\nresources.nodes = [0]\n",
-            "run nodes_0: resources.nodes (0): Input should",
-        ),
+        (HEAD, mentions("[grid]", "[[runs]]")),
+        (HEAD + "grids = 1\n", r"\bgrids\b.*\bconfig, output_dir, grid, runs\b"),
+        (HEAD + "[resources]\nnode = 2\n", r"\bresources\.node\b.*\bnodes, tasks_per_node\b"),
+        (HEAD + "[resources]\nnodes = 0\n", r"\bresources\.nodes\W+0\b"),
+        (HEAD + "[grid]\nresources.nodes = [0]\n", r"\bnodes_0\b.*\bresources\.nodes\W+0\b"),
         (
             HEAD + "[[runs]]\nrun.seed = 1\n[runs.resources]\nnode = 2\n",
-            "run seed_1: resources.node: unknown key; known keys: nodes, tasks_per_node,",
+            r"\bseed_1\b.*\bresources\.node\b.*\bnodes, tasks_per_node\b",
         ),
-        (
-            HEAD + "[grid]\nresources.time = ['30']\n",
-            "a run of {'resources.time': '30'} has no name",
-        ),
-        (HEAD + "[resources]\nnodes = 1.5\n", "resources.nodes (1.5): Input should be a valid int"),
-        (HEAD + "[resources]\ntime = 'long'\n", "resources.time ('long'): String should match"),
-        (HEAD + "[grid]\nrun.seed = []\n", "grid.run.seed ([]) must be a list of values"),
-        (HEAD + "[grid]\nrun.seed = 3\n", "grid.run.seed (3) must be a list of values"),
-        (HEAD + "[grid]\nseed = [3]\n", "override 'seed=3' must have the form section.key=value"),
-        (HEAD + "[grid]\nrun.sed = [0, 1]\n", "run sed_0: "),
-        (HEAD + "[grid]\nrun.seed = [0, -1]\n", "run seed_-1: "),
-        (HEAD + "[grid]\nrun.output_dir = ['a']\n", "run.output_dir must not be set"),
-        (HEAD + "[[runs]]\nrun.output_dir = 'a'\n", "run.output_dir must not be set"),
-        (HEAD + "[grid]\nrun.seed = [1, 1]\n", "two runs are called 'seed_1'"),
-        (HEAD + "[grid]\nrun.seed = [1]\n[[runs]]\nrun.seed = 1\n", "two runs are called 'seed_1'"),
-        (HEAD + "[[runs]]\n", "a run of {} has no name, and would write to output_dir itself"),
-        ("config = 'x.toml'\n", "output_dir: required, but not given"),
-        ("config = 1\noutput_dir = 'a'\n", "config (1): Input should be a valid string"),
-        ("config = 'no.toml'\noutput_dir = 'a'\n[grid]\nrun.seed=[1, 2]\n", "no.toml: cannot read"),
-        ("config = \n", "not valid TOML"),
+        (HEAD + "[grid]\nresources.time = ['30']\n", r"\bresources\.time\W+30\b.*\bname\b"),
+        (HEAD + "[resources]\nnodes = 1.5\n", r"\bresources\.nodes\W+1\.5\b"),
+        (HEAD + "[resources]\ntime = 'long'\n", r"\bresources\.time\W+long\b"),
+        (HEAD + "[grid]\nrun.seed = []\n", r"\bgrid\.run\.seed\b.*\[\]"),
+        (HEAD + "[grid]\nrun.seed = 3\n", r"\bgrid\.run\.seed\W+3\b"),
+        (HEAD + "[grid]\nseed = [3]\n", mentions("seed=3", "section.key=value")),
+        (HEAD + "[grid]\nrun.sed = [0, 1]\n", r"\bsed_0\b.*\brun\.sed\b"),
+        (HEAD + "[grid]\nrun.seed = [0, -1]\n", r"\bseed_-1\b.*\brun\.seed\W+-1\b"),
+        (HEAD + "[grid]\nrun.output_dir = ['a']\n", r"\brun\.output_dir\b"),
+        (HEAD + "[[runs]]\nrun.output_dir = 'a'\n", r"\brun\.output_dir\b"),
+        (HEAD + "[grid]\nrun.seed = [1, 1]\n", mentions("two", "'seed_1'")),
+        (HEAD + "[grid]\nrun.seed = [1]\n[[runs]]\nrun.seed = 1\n", mentions("two", "'seed_1'")),
+        (HEAD + "[[runs]]\n", mentions("{}", "name")),
+        ("config = 'x.toml'\n", r"\boutput_dir\b"),
+        ("config = 1\noutput_dir = 'a'\n", r"\bconfig\W+1\b"),
+        ("config = 'no.toml'\noutput_dir = 'a'\n[grid]\nrun.seed=[1, 2]\n", r"\bno\.toml\b"),
+        ("config = \n", r"\bTOML\b"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
+def test_mistakes_are_named(tmp_path: Path, text: str, words: str) -> None:
     path = study_file(tmp_path, text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=words) as caught:
         read_study(path)
-    assert message in str(caught.value)
     assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "words"),
     [
-        ("run.seed=3", "the study itself varies this key"),
-        ("run.output_dir=a", "run.output_dir must not be set"),
-        ("run.num_step=3", "run.num_step: unknown key"),
+        ("run.seed=3", mentions("run.seed=3", "varies")),
+        ("run.output_dir=a", r"\brun\.output_dir\b"),
+        ("run.num_step=3", r"\brun\.num_step\b"),
     ],
 )
-def test_overrides_that_contradict_the_study(tmp_path: Path, override: str, message: str) -> None:
+def test_overrides_that_contradict_the_study(tmp_path: Path, override: str, words: str) -> None:
     path = study_file(tmp_path, HEAD + "[grid]\nrun.seed = [0, 1]\n")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=words):
         read_study(path, [override])
-    assert message in str(caught.value)
 
 
 def test_no_file() -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.toml: cannot read the file: No such file"):
+    with pytest.raises(ConfigError, match=r"\bnowhere\.toml\b"):
         read_study("nowhere.toml")
 
 
@@ -317,7 +307,7 @@ def test_resources_are_replaced_one_by_one() -> None:
     replaced = asked.replaced({"time": "30"})
     assert (replaced.nodes, replaced.time) == (2, "30")
     assert replaced.model_fields_set == {"nodes", "tasks_per_node", "time"}
-    with pytest.raises(ConfigError, match=r"nodes \(0\)"):
+    with pytest.raises(ConfigError, match=r"\bnodes\W+0\b"):
         asked.replaced({"nodes": 0})
 
 
@@ -355,7 +345,7 @@ def test_runs_that_differ_in_how_they_are_placed_alone_have_names(tmp_path: Path
         path = study_file(
             tmp_path, HEAD + f"[grid]\nrun.seed = [0]\nresources.{field} = {values}\n"
         )
-        with pytest.raises(ConfigError, match="two runs are called 'seed_0'"):
+        with pytest.raises(ConfigError, match=mentions("two", "'seed_0'")):
             read_study(path)
 
 
@@ -371,9 +361,9 @@ def test_a_command_line_asks_for_every_run_but_not_for_what_the_study_varies(
     asked = [(run.resources.nodes, run.resources.tasks_per_node) for run in runs]
     assert asked == [(1, 1), (4, 1), (2, 3)]
     assert {run.resources.time for run in runs} == {"30"}
-    with pytest.raises(ConfigError, match=r"nodes \(8\): the study itself varies it \(1, 2, 4\)"):
+    with pytest.raises(ConfigError, match=r"\bnodes\W+8\b.*\b1, 2, 4\b"):
         study.asking({"nodes": 8}, default={})
-    with pytest.raises(ConfigError, match=r"^time \('long'\): String should match"):
+    with pytest.raises(ConfigError, match=r"^time\W+long\b"):
         study.asking({"time": "long"}, default={})
 
 

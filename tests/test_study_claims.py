@@ -184,26 +184,26 @@ def without(runs, *words):
 
 def test_what_cannot_be_judged_is_named(study, worlds):
     runs = worlds[True]
-    with pytest.raises(SystemExit, match="no run of grpo with k = 8: a claim is about it"):
+    with pytest.raises(SystemExit, match=r"\bgrpo\b.*\b8\b"):
         study.table(without(runs, "grpo-8"))
-    with pytest.raises(SystemExit, match=r"gapo with k = 8 and eps_high_max = 0\.01"):
+    with pytest.raises(SystemExit, match=r"\bgapo\b.*\b8\b.*\beps_high_max\b.*\b0\.01\b"):
         study.table(without(runs, "gapo-8-0.01"))
-    with pytest.raises(SystemExit, match="gapo, branched"):
+    with pytest.raises(SystemExit, match=r"\bgapo\b.*\bbranched\b"):
         study.table(without(runs, "branch"))
-    with pytest.raises(SystemExit, match=r"seeds \[0\] and \[0\]: two at least"):
+    with pytest.raises(SystemExit, match=r"\bseeds\b.*\[0\].*\[0\]"):
         study.table(without(runs, "gspo_asym-8-0.005", "-1"))
 
 
 def test_a_run_that_is_not_finished_is_named(study, tmp_path):
     whole = write_run(tmp_path / "whole", seed=0)
     cut = write_run(tmp_path / "cut", seed=1, num_steps=30)
-    with pytest.raises(SystemExit, match="cut has 30 steps, others 40: finish it first"):
+    with pytest.raises(SystemExit, match=r"\bcut\b.*\b30\b.*\b40\b"):
         study.Study([read_run(whole), read_run(cut)])
 
 
 def test_two_arms_that_no_claim_tells_apart_are_named(study, tmp_path):
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "optimizer.learning_rate=1e-3")]
-    with pytest.raises(SystemExit, match="the same to a claim"):
+    with pytest.raises(SystemExit, match=r"\bsame\b.*\bclaim\b"):
         study.Study([read_run(folder) for folder in folders])
 
 

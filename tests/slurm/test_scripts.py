@@ -128,8 +128,8 @@ def test_one_job_per_run_and_none_after_scancel(launch: Launch) -> None:
 @pytest.mark.parametrize(
     ("end", "exit_code", "of_srun", "of_launcher"),
     [
-        ("exit 1 7", 7, "Exited with exit code 7", "ended first, with exit code 7"),
-        ("kill 1", 137, "Killed", "was ended by a signal: Killed"),
+        ("exit 1 7", 7, "Exited with exit code 7", "exit code 7"),
+        ("kill 1", 137, "Killed", "Killed"),
     ],
 )
 def test_failures_are_bounded_and_named(
@@ -143,14 +143,15 @@ def test_failures_are_bounded_and_named(
         errors = (launch.run_dir / "attempts" / attempt / "launch.log").read_text()
         assert f"task 1: {of_srun}" in errors
     second = launch.cluster.nodes[1]
-    assert launch.log(job).count(f"rank 1 on {second} {of_launcher}") == 2
-    assert "giving up" in launch.log(job)
+    told = re.compile(rf"\brank 1\b.*\b{re.escape(second)}\b.*\b{of_launcher}\b")
+    assert len(told.findall(launch.log(job))) == 2
+    assert "MAX_FAILURES" in launch.log(job)
 
 
 def test_says_what_to_do_where_slurm_does_not_requeue(launch: Launch) -> None:
     job = launch.submit("stop", "--no-requeue")
     assert launch.cluster.wait(job, "FAILED")["ExitCode"] == "75:0"
-    assert "the same command" in launch.log(job)
+    assert "same command" in launch.log(job)
 
 
 def test_every_start_in_an_allocation_by_hand_is_its_own(launch: Launch) -> None:
@@ -212,7 +213,7 @@ exec {sys.executable} "$@"
 
     assert cluster.wait(with_spare, "COMPLETED")["Restarts"] == "0"
     assert [rank["SLURMD_NODENAME"] for rank in spare.ranks(f"{with_spare}.0")] == good
-    assert f"bad nodes: {bad}" in spare.log(with_spare)
+    assert re.search(rf"\bbad\b.*\b{re.escape(bad)}\b", spare.log(with_spare))
 
     fields = cluster.wait(without, "COMPLETED")
     assert (fields["Restarts"], fields["ExcNodeList"]) == ("1", bad)

@@ -143,7 +143,8 @@ def write_model(folder: Path, num_bytes: int) -> None:
     import torch
     from transformers import Qwen2Config
 
-    from gapo_megatron.convert import Place, Rule, new_folder, rules_for, write_hf_weights
+    from gapo_megatron.convert import Place, Rule, new_folder, rules_for
+    from gapo_megatron.convert.hf import write_hf_weights
 
     layer_bytes = 2 * HIDDEN * (2 * HIDDEN + 2 * KV + 3 * INTERMEDIATE)
     num_layers = 3 * num_bytes // 4 // layer_bytes

@@ -139,7 +139,7 @@ def run_ours(setting: Setting, folder: Path) -> list[float]:
     """The stages of `train.py`, without evaluation, checkpoints and files."""
     from gapo_megatron.batching import plan, sequence_lengths
     from gapo_megatron.config import parse_config
-    from gapo_megatron.convert import read_hf
+    from gapo_megatron.convert.hf import read_hf
     from gapo_megatron.launch import environment
     from gapo_megatron.learn import learn
     from gapo_megatron.metrics import Stopwatch

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 from gapo_megatron import rewards
 from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.convert import read_hf
+from gapo_megatron.convert.hf import read_hf
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer

@@ -29,7 +29,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron import learn, train
+from gapo_megatron import learn, loop, train
 from gapo_megatron.batching import plan
 from gapo_megatron.config import load_config
 from gapo_megatron.metrics import MetricsWriter
@@ -43,7 +43,7 @@ PARTS = {
     "exchange": (learn, "_add_over_ranks"),
     "means": (diagnostics, "summarize"),
     "correlation window": (diagnostics.CorrelationWindow, "add"),
-    "rollouts": (train, "count_by_correct"),
+    "rollouts": (loop, "count_by_correct"),
     "writing": (MetricsWriter, "log"),
 }
 

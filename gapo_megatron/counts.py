@@ -150,3 +150,11 @@ def check_world_size(config: ParallelConfig, world_size: int) -> None:
             f"of parallel.{ep} ({experts}) and parallel.{tp} x parallel.{cp} ({sequence}) one must "
             "divide the other"
         )
+
+
+def bucket_size(num_copies: int) -> int:
+    """Elements that fill a bucket of gradients.
+
+    As Megatron-core's default, more where more ranks cut it.
+    """
+    return max(40_000_000, 1_000_000 * num_copies)

@@ -9,30 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from gapo_megatron import rewards
-from gapo_megatron.checkpoint import check_branch
-from gapo_megatron.checkpoint.manifest import list_steps
 from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.convert import rules_for
-from gapo_megatron.convert.rules import Rule
+from gapo_megatron.convert.config_json import ModelFacts
+from gapo_megatron.convert.rules import Rule, shard_size
 from gapo_megatron.counts import Arithmetic, arithmetic, layers_of_stages, num_begun
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.fp8 import is_quantised
 from gapo_megatron.launch.run_folder import checkpoints_dir
-from gapo_megatron.objective import upper_clip
-from gapo_megatron.policy.load import check_megatron_dir
-from gapo_megatron.policy.model import check_shapes, read_hf_config
-from gapo_megatron.policy.policy import shard_size
-from gapo_megatron.policy.precision import is_quantised
+from gapo_megatron.model_checks import check_shapes
+from gapo_megatron.model_shapes import find_model
 from gapo_megatron.toml_tree import to_toml
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 GIB = 2**30
 BYTES_PER_PARAMETER = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp8": (2, 4, 12)}
@@ -61,14 +53,11 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
         if world_size > 1:
             raise
         raise ConfigError(f"{error}; --rank 0/N makes it a dry run of N processes") from None
-    hf_config = None
-    if Path(config.model.hf_dir).is_dir():
-        hf_config = read_hf_config(config.model.hf_dir)
+    hf_config, shipped = find_model(config.model.hf_dir)
+    if hf_config is not None:
         check_shapes(hf_config, config.parallel, config.model)
-        if config.model.megatron_dir and Path(config.model.megatron_dir).is_dir():
-            check_megatron_dir(config, hf_config)
-
-    branch = _branch_note(config, hf_config)
+    _check_megatron_dir(config)
+    branch = _branch_note(config)
     console.print(to_toml(config), markup=False, highlight=False, soft_wrap=True)
     console.print(_counts_table(config, counts))
     console.print(_method_table(config))
@@ -78,6 +67,8 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
             markup=False,
         )
     else:
+        if shipped:
+            console.print(shipped, markup=False, highlight=False, soft_wrap=True)
         rules = rules_for(hf_config)
         console.print(_shapes_table(rules, config.parallel))
         console.print(_memory_table(rules, config, counts))
@@ -187,13 +178,7 @@ def _method_table(config: Config) -> Table:
     for key in ("name", "ratio", "aggregation", "normalize_std", "focal_gamma", "eps_low"):
         table.add_row(key, str(getattr(method, key)))
     if method.adaptive:
-        clips = upper_clip(
-            torch.arange(1, k),
-            group_size=k,
-            eps_low=method.eps_low,
-            eps_high_max=method.eps_high_max,
-        )
-        shown = "  ".join(f"{clip:.4g}" for clip in clips.tolist())
+        shown = "  ".join(f"{method.eps_high(c, group_size=k):.4g}" for c in range(1, k))
         table.add_row(f"eps_high, c=1..{k - 1}", shown)
     else:
         table.add_row("eps_high, every c", str(method.eps_high_max))
@@ -246,12 +231,33 @@ def _memory_table(rules: list[Rule], config: Config, counts: Arithmetic) -> Tabl
     return table
 
 
-def _branch_note(config: Config, hf_config: PretrainedConfig | None) -> str:
-    given = config.checkpoint.branch_from
-    has_begun = bool(list_steps(checkpoints_dir(config.run.output_dir)))
+def _check_megatron_dir(config: Config) -> None:
+    """Check the weights to begin with, where they and the model are here."""
+    model = config.model
+    if not model.megatron_dir or not Path(model.megatron_dir).is_dir():
+        return
+    if Path(model.hf_dir).is_dir():
+        # Reads Megatron-core's own files with Megatron-core: seconds that others need not wait.
+        from gapo_megatron.policy.load import check_megatron_dir
+        from gapo_megatron.policy.model import read_hf_config
+
+        check_megatron_dir(config, read_hf_config(model.hf_dir))
+
+
+def _branch_note(config: Config) -> str:
+    given, folder = config.checkpoint.branch_from, checkpoints_dir(config.run.output_dir)
+    if not given and not folder.exists():
+        return ""
+    # Seconds of imports: only where there are checkpoints.
+    from gapo_megatron.checkpoint import check_branch
+    from gapo_megatron.checkpoint.manifest import list_steps
+    from gapo_megatron.policy.model import read_hf_config
+
+    has_begun = bool(list_steps(folder))
     if given and not has_begun and not Path(given).parent.is_dir():
         return f"Branch: no folder {Path(given).parent} here: {given} is not checked."
-    point = check_branch(config, hf_config)
+    hf_dir = config.model.hf_dir
+    point = check_branch(config, read_hf_config(hf_dir) if Path(hf_dir).is_dir() else None)
     if point is None:
         return f"Branch: begun at {given}; goes on from its own checkpoints." if given else ""
     changed = [
@@ -265,8 +271,8 @@ def _branch_note(config: Config, hf_config: PretrainedConfig | None) -> str:
     )
 
 
-def _positions_note(config: Config, hf_config: PretrainedConfig | Any) -> str:
-    positions = hf_config.max_position_embeddings
+def _positions_note(config: Config, hf_config: ModelFacts) -> str:
+    positions: int = hf_config.max_position_embeddings
     if positions >= config.max_sequence_tokens:
         return ""
     return (

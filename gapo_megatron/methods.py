@@ -28,6 +28,13 @@ class Method:
     stop_gradient_ratio: bool = False
     """CISPO: the clipped ratio weights the log-probability and carries no gradient itself."""
 
+    def eps_high(self, num_correct: int, *, group_size: int) -> float:
+        """Upper clip at c >= 1 of k >= 2 correct; of whole batches: `objective.upper_clip`."""
+        if not self.adaptive:
+            return self.eps_high_max
+        share = (group_size - num_correct) / (group_size - 1)
+        return self.eps_low + (self.eps_high_max - self.eps_low) * share
+
 
 GRPO = Method(
     name="grpo",

@@ -10,7 +10,8 @@ from rich.console import Console
 from benchmarks.planned import nodes_of
 from gapo_megatron.config import load_config
 from gapo_megatron.dry_run import print_dry_run
-from gapo_megatron.policy.model import check_shapes, read_hf_config
+from gapo_megatron.model_checks import check_shapes
+from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.scaling.hardware import GPUS
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import memory

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from gapo_megatron.convert import Entry, hf_shapes, rules_for
+from gapo_megatron.convert import hf_shapes, rules_for
 from gapo_megatron.convert.config_check import check_config, compare_configs
+from gapo_megatron.convert.hf import Entry
 from gapo_megatron.convert.megatron_record import from_args, to_args
 from gapo_megatron.convert.rope import Rope, read_rope
 from gapo_megatron.convert.tables import ARCHITECTURES

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from gapo_megatron.convert import HfFolder, check_hf_dir, new_folder, read_hf, write_hf
+from gapo_megatron.convert import new_folder
+from gapo_megatron.convert.hf import HfFolder, check_hf_dir, read_hf, write_hf
 from gapo_megatron.convert.tables import ARCHITECTURES
 from gapo_megatron.errors import ConfigError, ConversionError
 from tests.convert_setup import make_config, make_model, written_weights

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gapo_megatron import checkpoint
-from gapo_megatron.convert import read_hf
+from gapo_megatron.convert.hf import read_hf
 from gapo_megatron.policy import Policy, destroy, initialize
 from tests.attempt_setup import make_attempt
 from tests.convert_tools_setup import (

@@ -19,17 +19,9 @@ from transformers import PretrainedConfig
 
 from gapo_megatron import cpu
 from gapo_megatron.checkpoint.save import _InProcessSave
-from gapo_megatron.convert import (
-    MegatronFolder,
-    Place,
-    Rule,
-    find_rule,
-    rules_for,
-    torch_dist,
-    write_hf_weights,
-    write_megatron,
-)
-from gapo_megatron.convert.hf import in_model_order
+from gapo_megatron.convert import Place, Rule, find_rule, rules_for, torch_dist
+from gapo_megatron.convert.hf import in_model_order, write_hf_weights
+from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron
 from gapo_megatron.errors import ConversionError
 from tests.convert_setup import make_config
 from tests.dist import single_rank

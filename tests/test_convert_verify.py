@@ -26,16 +26,9 @@ from gapo_megatron.conversion.verify import (
     part_of,
     verify,
 )
-from gapo_megatron.convert import (
-    HfFolder,
-    MegatronFolder,
-    Place,
-    Rule,
-    hf_shapes,
-    rules_for,
-    write_hf_weights,
-    write_megatron,
-)
+from gapo_megatron.convert import Place, Rule, hf_shapes, rules_for
+from gapo_megatron.convert.hf import HfFolder, write_hf_weights
+from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron
 from gapo_megatron.errors import ConversionError
 from tests.convert_setup import make_config
 from tests.messages import mentions

@@ -11,13 +11,8 @@ import pytest
 import torch
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.environment import (
-    Placement,
-    first_host,
-    read_placement,
-    seed_everything,
-    world_size,
-)
+from gapo_megatron.launch.environment import seed_everything
+from gapo_megatron.launch.placement import Placement, first_host, read_placement, world_size
 
 TORCHRUN = {
     "RANK": "3",

@@ -29,7 +29,8 @@ from transformers import (
 )
 
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.convert import rules_for, to_hf, to_megatron, write_hf
+from gapo_megatron.convert import rules_for, to_hf, to_megatron
+from gapo_megatron.convert.hf import write_hf
 from gapo_megatron.errors import ConfigError, DataError, RolloutError, WeightSyncError
 from gapo_megatron.launch.environment import share_of_cores
 from gapo_megatron.rollout import (

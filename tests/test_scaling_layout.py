@@ -7,9 +7,10 @@ from unittest.mock import patch
 
 import pytest
 
+from gapo_megatron import counts
 from gapo_megatron.convert import rules_for
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.policy import Policy, reduction
+from gapo_megatron.policy import Policy
 from gapo_megatron.scaling.deep_dry_run import allocated_bytes
 from gapo_megatron.scaling.fake import fake_groups
 from gapo_megatron.scaling.layout import Layout
@@ -142,7 +143,7 @@ def test_bytes_of_gradients_that_are_reduced_in_several_buckets(
     rules = rules_for(read_model(tmp_path, fields))
     layout = Layout.of(config, world_size=world_size)
     with (
-        patch.object(reduction, "bucket_size", lambda _: size),
+        patch.object(counts, "bucket_size", lambda _: size),
         fake_groups(config.parallel, rank=rank, world_size=world_size) as groups,
     ):
         found = allocated_bytes(Policy.build(config, groups, "cpu"))

@@ -13,7 +13,7 @@ from gapo_megatron.batching import plan as plan_batch
 from gapo_megatron.config import load_config
 from gapo_megatron.counts import check_world_size
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.policy.model import check_shapes
+from gapo_megatron.model_checks import check_shapes
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.layout import Layout

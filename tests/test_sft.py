@@ -18,7 +18,8 @@ from gapo_megatron.data import arithmetic
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.policy import destroy
-from gapo_megatron.sft import _learning_rate, _read_examples, train_supervised
+from gapo_megatron.sft import train_supervised
+from gapo_megatron.supervised import _learning_rate, _read_examples
 from tests.messages import mentions
 
 LINES = [

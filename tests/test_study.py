@@ -12,7 +12,7 @@ from gapo_megatron.counts import arithmetic
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.run_folder import mark_finished
 from gapo_megatron.launch.study import Resources, Run, read_study, unfinished
-from gapo_megatron.policy.model import check_shapes
+from gapo_megatron.model_checks import check_shapes
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import GIB, GPUS

@@ -482,7 +482,7 @@ def test_partial_rollouts_are_resumed_bitwise(root: Path, partial_run: Path) -> 
 
 ROOM = """
 import sys
-from gapo_megatron import train
+from gapo_megatron import loop, train
 from gapo_megatron.config import load_config
 from gapo_megatron.policy import Policy
 
@@ -493,7 +493,7 @@ def start(*_, **__):
     (buffer,) = built[0].model[0].buffers
     sys.exit(f"{buffer.grad_data.untyped_storage().nbytes()} bytes of gradients")
 
-train.RolloutEngine = start
+loop.RolloutEngine = start
 train.train(load_config(sys.argv[1], sys.argv[2:]))
 """
 

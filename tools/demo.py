@@ -16,21 +16,21 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
-from transformers.utils import logging as transformers_logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.data import arithmetic
 from gapo_megatron.data.schema import read_jsonl
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.counts import Counts, read_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
-from gapo_megatron.evaluate.statistics import Interval, mean_interval, paired_difference
-from gapo_megatron.report import write_picture
+
+if TYPE_CHECKING:
+    from gapo_megatron.evaluate.statistics import Interval
 
 NUM_EVAL = 256
 NUM_TRAIN = 2400
@@ -42,7 +42,6 @@ console = Console()
 def main() -> int:
     """Run the demo for every seed asked for; 0 done, 1 failed, 2 usage."""
     arguments = _parse()
-    transformers_logging.disable_progress_bar()  # a bar for one file of 3 MB
     folders = []
     try:
         if arguments.prepare:
@@ -153,6 +152,12 @@ def _stage(title: str, start: float) -> None:
 
 
 def _write_task(config: Config) -> None:
+    # Torch and transformers: neither --help nor a wrong setting waits for them.
+    from transformers.utils import logging as transformers_logging
+
+    from gapo_megatron.data import arithmetic
+
+    transformers_logging.disable_progress_bar()  # a bar for one file of 3 MB
     supervised = config.supervised
     assert supervised is not None
     arithmetic.write_task(
@@ -217,6 +222,8 @@ def _shown(interval: Interval) -> str:
 
 def _report(config: Config) -> None:
     """Print the table of held-out accuracy by level, before and after, and draw the picture."""
+    from gapo_megatron.evaluate.statistics import paired_difference  # scipy: most of a second
+
     folder = Path(config.run.output_dir)
     before, after = _read_before_and_after(folder)
     k = config.evaluation.samples_per_prompt
@@ -242,12 +249,20 @@ def _report(config: Config) -> None:
             style="bold" if level is None else None,
         )
     console.print(table)
-    picture = write_picture([folder], folder / "report.png")
+    picture = _draw([folder], folder / "report.png")
     console.print(f"picture        {picture}\nmodel          {folder / 'hf'}", highlight=False)
+
+
+def _draw(folders: Sequence[Path], output: Path) -> Path:
+    from gapo_megatron.report import write_picture  # seconds that the command line need not wait
+
+    return write_picture(folders, output)
 
 
 def _compare_seeds(seeds: Sequence[int], folders: Sequence[Path]) -> None:
     """Print each seed's accuracy and the interval of the gain over seeds; draw one picture."""
+    from gapo_megatron.evaluate.statistics import mean_interval
+
     table = Table(title="held-out pass@1, %, by seed")
     for name in ("seed", "before", "after", "gain [95 % interval over seeds]"):
         table.add_column(name, justify="right")
@@ -261,7 +276,7 @@ def _compare_seeds(seeds: Sequence[int], folders: Sequence[Path]) -> None:
         )
     table.add_row("mean", "", "", _shown(mean_interval(gains)), style="bold")
     console.print(table)
-    picture = write_picture(folders, folders[0] / "report_seeds.png")
+    picture = _draw(folders, folders[0] / "report_seeds.png")
     console.print(f"picture        {picture}", highlight=False)
 
 

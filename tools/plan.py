@@ -58,7 +58,6 @@ _TOP = 5
 def main(command_line: Sequence[str] | None = None) -> int:
     """Plan, calibrate or compare; 0 done, 1 nothing fits or wrong input, 2 usage."""
     arguments = _parse(command_line)
-    # torch and Megatron-core: seconds that --help does not need.
     from gapo_megatron.errors import GapoError
 
     console = Console()
@@ -84,7 +83,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.scaling.workload import default_workload
 
     config = load_config(arguments.config, arguments.overrides)
-    hf_config = read_model(config)
+    hf_config, note = read_model(config)
     found = _calibration(arguments)
     workload = default_workload(
         config,
@@ -107,6 +106,8 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         values = tables.to_json(result, config, workload, found.efficiency, top=top)
         print(json.dumps(values, indent=2, allow_nan=False))
         return 0 if result.ranked else 1
+    if note:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"A step: {config.batch.rollout_prompts} prompts of {workload.mean_prompt_tokens:g} tokens "
         f"x {config.batch.rollouts_per_prompt} responses of {workload.mean_response_tokens:g} "

@@ -3,7 +3,7 @@
 from gapo_megatron.checkpoint.branch import BranchPoint, begin_branch, check_branch, record_branch
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.checkpoint.resume import LoadedState, check_resume, load_latest
-from gapo_megatron.checkpoint.save import check_writable, save
+from gapo_megatron.checkpoint.save import save
 
 __all__ = [
     "BranchPoint",
@@ -12,7 +12,6 @@ __all__ = [
     "begin_branch",
     "check_branch",
     "check_resume",
-    "check_writable",
     "load_latest",
     "record_branch",
     "save",

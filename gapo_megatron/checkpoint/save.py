@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from gapo_megatron.checkpoint.manifest import Branch
 from gapo_megatron.checkpoint.open_groups import save_open_groups
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.config import Config
-from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.errors import CheckpointError
 from gapo_megatron.launch.attempt import Attempt
 from gapo_megatron.launch.run_folder import checkpoints_dir
 from gapo_megatron.policy import ParallelGroups, Policy
@@ -63,24 +62,6 @@ _MODEL_FIELDS = (
     "rms_norm_eps",
     "rope_parameters",
 )
-
-
-def check_writable(run_dir: str | Path) -> None:
-    """Create the run's folder and prove that files can be written there.
-
-    Raises:
-        ConfigError: it cannot be created or written.
-    """
-    try:
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir) as probe:
-            probe.write(b"x")
-            probe.flush()
-    except OSError as error:
-        raise ConfigError(
-            f"run.output_dir ({str(run_dir)!r}) must be a folder this user can write to: "
-            f"{error.strerror}"
-        ) from None
 
 
 def save(

@@ -31,18 +31,7 @@ from gapo_megatron.conversion.verify import (
     num_bytes_to_read,
     verify,
 )
-from gapo_megatron.convert import (
-    HfFolder,
-    MegatronFolder,
-    Place,
-    Rule,
-    carry_over,
-    find_megatron,
-    new_folder,
-    rules_for,
-    write_hf_weights,
-    write_megatron,
-)
+from gapo_megatron.convert import Place, Rule, new_folder, rules_for
 from gapo_megatron.convert.config_check import (
     check_config,
     check_dtypes,
@@ -50,10 +39,11 @@ from gapo_megatron.convert.config_check import (
     read_config,
 )
 from gapo_megatron.convert.folder import REPORT_NAME
-from gapo_megatron.convert.hf import MAX_SHARD_BYTES
-from gapo_megatron.convert.megatron_record import TRACKER
+from gapo_megatron.convert.hf import MAX_SHARD_BYTES, HfFolder, carry_over, write_hf_weights
+from gapo_megatron.convert.megatron_record import TRACKER, find_megatron
 from gapo_megatron.convert.rope import read_rope
 from gapo_megatron.convert.tables import Geometry
+from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron
 from gapo_megatron.errors import ConfigError, ConversionError
 
 OVERWRITE = "; --overwrite replaces it"

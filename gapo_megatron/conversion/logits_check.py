@@ -27,10 +27,11 @@ from gapo_megatron.conversion.progress import size
 from gapo_megatron.convert import hf_shapes, rules_for
 from gapo_megatron.data.tokenizer import VOCABULARY_FILES
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.model_checks import check_shapes, num_experts
 from gapo_megatron.policy import destroy, initialize
 from gapo_megatron.policy.load import find_weights, load_weights
 from gapo_megatron.policy.logits import logits
-from gapo_megatron.policy.model import build_model, check_shapes, num_experts, read_hf_config
+from gapo_megatron.policy.model import build_model, read_hf_config
 from gapo_megatron.types import Batch
 
 TOLERANCE = 1e-4

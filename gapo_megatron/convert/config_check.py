@@ -7,7 +7,6 @@ a bad model. Both are named here, before a tensor is read.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,9 +16,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
+from gapo_megatron.convert.config_json import read_facts
 from gapo_megatron.convert.hf import Entry
 from gapo_megatron.convert.rope import read_rope
-from gapo_megatron.convert.tables import ARCHITECTURES, Geometry, rules_for
+from gapo_megatron.convert.tables import Geometry
 from gapo_megatron.errors import ConfigError, ConversionError
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -51,30 +51,18 @@ _MODEL_FIELDS = (
 
 
 def read_config(root: Path) -> PretrainedConfig:
-    """Read config.json of a folder, provided a table covers its model.
+    """Read config.json of a folder as transformers does, provided a table covers its model.
 
     Raises:
-        ConfigError: it cannot be used: not supported, invalid, or contradicting itself
-            (architecture and model type, rope stated twice).
+        ConfigError: see `config_json.read_facts`, which a dry run and a plan go by; or transformers
+            cannot use it.
     """
-    path = root / "config.json"
-    fields = _read_fields(path)
-    read_rope(fields, source=str(path))
+    read_facts(root)
     try:
         hf_config = AutoConfig.from_pretrained(root)
     except (StrictDataclassError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is not a usable config: {error}") from None
-    rules_for(hf_config)
+        raise ConfigError(f"{root / 'config.json'} is not a usable config: {error}") from None
     return hf_config
-
-
-def check_engine_heads(hf_config: PretrainedConfig, size: int) -> None:
-    """Raise ConfigError unless `rollout.tensor_parallel_size` divides the model's heads."""
-    if hf_config.num_attention_heads % size:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size ({size}) must divide the model's num_attention_heads "
-            f"({hf_config.num_attention_heads})"
-        )
 
 
 def check_config(root: Path, entries: Mapping[str, Entry]) -> PretrainedConfig:
@@ -152,25 +140,6 @@ def compare_configs(
 
 
 # --- config.json and the weights -----------------------------------------------------------------
-
-
-def _read_fields(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
-        raise ConfigError(f"{path} names no model_type")
-    wanted = ARCHITECTURES.get(fields["model_type"])
-    named = fields.get("architectures") or []
-    if wanted and list(named) != [wanted]:
-        raise ConfigError(
-            f"{path}: architectures ({', '.join(map(str, named)) or 'none'}) is not {wanted}, "
-            f"which model_type {fields['model_type']!r} stands for"
-        )
-    return fields
 
 
 def _depth(hf_config: PretrainedConfig, entries: Mapping[str, Entry]) -> Iterator[str]:

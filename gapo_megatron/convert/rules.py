@@ -15,12 +15,12 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from gapo_megatron.errors import ConversionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -156,10 +156,10 @@ class Rule:
         if self.tp_dim is None or size == 1:
             return full
         if self.vocab_padded and (padding := shape[0] * size - full.shape[0]):
-            full = torch.cat([full, full.new_zeros(padding, *full.shape[1:])])
+            full = concatenate([full, full.new_zeros(padding, *full.shape[1:])])
         if self.glu:
             halves = [half.chunk(size)[rank] for half in full.chunk(2)]
-            return torch.cat(halves)
+            return concatenate(halves)
         return full.chunk(size, dim=self.tp_dim)[rank].contiguous()
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
@@ -175,10 +175,22 @@ class Rule:
             full = shards[0]
         elif self.glu:
             gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
-            full = torch.cat([*gates, *ups])
+            full = concatenate([*gates, *ups])
         else:
-            full = torch.cat(list(shards), dim=self.tp_dim)
+            full = concatenate(shards, dim=self.tp_dim)
         return full[: self.full_shape[0]] if self.vocab_padded else full
+
+
+def shard_size(rule: Rule, tp_size: int) -> int:
+    """Ranks that share one parameter; an expert's is whole: no tensor parallelism within it."""
+    return tp_size if rule.num_experts is None else 1
+
+
+def concatenate(tensors: Sequence[Tensor], *, dim: int = 0) -> Tensor:
+    """`torch.cat`. Torch is imported here: names and shapes are wanted where no tensor is."""
+    import torch
+
+    return torch.cat(list(tensors), dim=dim)
 
 
 def find_rule(rules: Sequence[Rule], megatron_name: str) -> tuple[Rule, Place]:
@@ -328,7 +340,7 @@ def _is_redundant(name: str) -> bool:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
+    return one.dtype == other.dtype and one.equal(other)
 
 
 def _misshapen(name: str, tensor: Tensor, shape: Shape) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from gapo_megatron.convert.rules import Rule, Shape
+from gapo_megatron.convert.rules import Rule, Shape, concatenate
 from gapo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MCORE, _HF = "decoder.layers.{layer}", "model.layers.{layer}"
 
@@ -24,13 +24,18 @@ def rules_for(hf_config: Any) -> list[Rule]:
     Raises:
         ConfigError: the architecture has no table, or a setting that its table does not cover.
     """
-    if hf_config.model_type not in _TABLES:
-        raise ConfigError(
-            f"config.json: model_type {hf_config.model_type!r} is not supported; "
-            f"supported are {', '.join(_TABLES)}"
-        )
+    check_model_type(hf_config.model_type)
     _refuse(hf_config, "quantization_config")
     return _TABLES[hf_config.model_type][1](hf_config)
+
+
+def check_model_type(model_type: str, *, source: str = "config.json") -> None:
+    """Raise ConfigError unless the architecture has a table; `source` is for the error."""
+    if model_type not in _TABLES:
+        raise ConfigError(
+            f"{source}: model_type {model_type!r} is not supported; "
+            f"supported are {', '.join(_TABLES)}"
+        )
 
 
 # --- architectures -------------------------------------------------------------------------------
@@ -231,7 +236,7 @@ def _fused_qkv(megatron: str, hf: tuple[str, str, str], geometry: Geometry) -> R
     sizes = [geometry.heads // groups * head_dim, head_dim, head_dim]
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([t.reshape(groups, -1, *rest) for t in tensors], dim=1).flatten(0, 1)
+        return concatenate([t.reshape(groups, -1, *rest) for t in tensors], dim=1).flatten(0, 1)
 
     def part(full: Tensor) -> tuple[Tensor, ...]:
         grouped = full.reshape(groups, -1, *rest)
@@ -248,7 +253,7 @@ def _gated(megatron: str, hf: tuple[str, str], shape: Shape, **flags: Any) -> Ru
         hf,
         (shape, shape),
         0,
-        join=lambda tensors: torch.cat(list(tensors)),
+        join=concatenate,
         part=lambda full: full.chunk(2),
         glu=True,
         **flags,

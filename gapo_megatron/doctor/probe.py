@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from gapo_megatron.config import Config, load_config, parse_config
-from gapo_megatron.convert import HfFolder, hf_shapes, rules_for
+from gapo_megatron.convert import hf_shapes, rules_for
+from gapo_megatron.convert.hf import HfFolder
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.launch import environment
 from gapo_megatron.logprob import choose_implementation
@@ -53,8 +54,9 @@ def policy(**model: str) -> None:
         model: settings of `model`, `hf_dir` apart.
     """
     os.environ |= {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}  # read when it is imported
+    from gapo_megatron.fp8 import RECIPES
     from gapo_megatron.policy import Policy, initialize, update
-    from gapo_megatron.policy.precision import RECIPES, check_fp8
+    from gapo_megatron.policy.precision import check_fp8
 
     def why_not(fp8_recipe: str) -> str:
         try:
@@ -146,8 +148,9 @@ def _or_error(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _model(settings: Config) -> dict[str, Any]:
     """Opens the model as the trainer does; of the weights it reads headers."""
     from gapo_megatron.data.tokenizer import load_tokenizer
+    from gapo_megatron.model_checks import check_shapes
     from gapo_megatron.policy.load import check_megatron_dir
-    from gapo_megatron.policy.model import check_shapes, read_hf_config
+    from gapo_megatron.policy.model import read_hf_config
 
     hf_dir, megatron_dir = settings.model.hf_dir, settings.model.megatron_dir
     hf_config = read_hf_config(hf_dir)

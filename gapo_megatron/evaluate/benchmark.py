@@ -7,8 +7,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from gapo_megatron import rewards
 from gapo_megatron.data.benchmarks import Benchmark, Problem
@@ -25,6 +24,9 @@ from gapo_megatron.evaluate.samples import (
 )
 from gapo_megatron.rewards import instructions
 from gapo_megatron.types import Outcome, Prompt, Rollout, Verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("gapo_megatron.evaluate")
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
+
+from gapo_megatron.errors import ConfigError
 
 BRANCH_NAME = "branch.json"
 """Of a branched run: where it left another one (`checkpoint.manifest.Branch`)."""
@@ -13,6 +16,24 @@ BRANCH_NAME = "branch.json"
 def checkpoints_dir(run_dir: str | Path) -> Path:
     """Where a run keeps its checkpoints."""
     return Path(run_dir) / "checkpoints"
+
+
+def check_writable(run_dir: str | Path) -> None:
+    """Create the run's folder and prove that files can be written there.
+
+    Raises:
+        ConfigError: it cannot be created or written.
+    """
+    try:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir) as probe:
+            probe.write(b"x")
+            probe.flush()
+    except OSError as error:
+        raise ConfigError(
+            f"run.output_dir ({str(run_dir)!r}) must be a folder this user can write to: "
+            f"{error.strerror}"
+        ) from None
 
 
 def is_finished(run_dir: str | Path, *, num_steps: int) -> bool:

@@ -13,9 +13,10 @@ from transformers import PretrainedConfig
 
 from gapo_megatron import cpu
 from gapo_megatron.config import Config
-from gapo_megatron.convert import MegatronFolder, rules_for
+from gapo_megatron.convert import rules_for
 from gapo_megatron.convert.config_check import compare_configs
 from gapo_megatron.convert.disk_keys import find_spelling
+from gapo_megatron.convert.torch_dist import MegatronFolder
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.policy.model import PolicyModel
 
@@ -24,7 +25,7 @@ def find_weights(path: str | Path, hf_config: PretrainedConfig) -> Path:
     """The folder with the tensors of a Megatron folder, provided it holds the model.
 
     Args:
-        path: the folder, or one that leads to it; see `convert.find_megatron`.
+        path: the folder, or one that leads to it; see `convert.megatron_record.find_megatron`.
         hf_config: of the model.
 
     Raises:

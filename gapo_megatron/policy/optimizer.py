@@ -16,6 +16,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from gapo_megatron import counts
 from gapo_megatron.config import OptimizerConfig
 from gapo_megatron.policy import reduction
 from gapo_megatron.policy.model import PolicyModel
@@ -48,7 +49,7 @@ def wrap_model(
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap_grad_reduce,
         # Of the first pipeline stage; Megatron-core gives the others one bucket.
-        bucket_size=reduction.bucket_size(groups.dp_cp_group.size()),
+        bucket_size=counts.bucket_size(groups.dp_cp_group.size()),
         # The head reads its weight outside of the layer whose hooks would wait for it.
         overlap_param_gather=False,
         check_for_nan_in_grad=False,

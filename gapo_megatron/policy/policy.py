@@ -15,20 +15,18 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from gapo_megatron import convert, cpu
+from gapo_megatron import cpu
 from gapo_megatron.batching import pack
 from gapo_megatron.config import Config
-from gapo_megatron.convert import Place, Rule
+from gapo_megatron.convert import Place, Rule, find_rule, to_hf, to_megatron
+from gapo_megatron.convert.hf import read_hf
+from gapo_megatron.convert.rules import shard_size
 from gapo_megatron.counts import layers_of_stages
+from gapo_megatron.fp8 import fp8_multiple
+from gapo_megatron.model_checks import check_shapes, num_experts
 from gapo_megatron.policy.context import num_chunks
 from gapo_megatron.policy.load import find_weights, load_weights
-from gapo_megatron.policy.model import (
-    PolicyModel,
-    build_model,
-    check_shapes,
-    num_experts,
-    read_hf_config,
-)
+from gapo_megatron.policy.model import PolicyModel, build_model, read_hf_config
 from gapo_megatron.policy.offload import Offload
 from gapo_megatron.policy.optimizer import (
     CHECKPOINT_METADATA,
@@ -38,7 +36,7 @@ from gapo_megatron.policy.optimizer import (
     wrap_model,
 )
 from gapo_megatron.policy.parallel import ParallelGroups
-from gapo_megatron.policy.precision import check_fp8, check_head, fp8_multiple, free_fp8_copies
+from gapo_megatron.policy.precision import check_fp8, check_head, free_fp8_copies
 from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.types import Batch, Microbatch
 
@@ -154,12 +152,12 @@ class Policy:
         Collectives: those of `load_megatron_weights`.
 
         Raises:
-            ConfigError, ConversionError: see `load_megatron_weights` and `convert.read_hf`.
+            ConfigError, ConversionError: see `load_megatron_weights`, `convert.hf.read_hf`.
         """
         if self.config.model.megatron_dir:
             self.load_megatron_weights(self.config.model.megatron_dir)
         else:
-            self.load_hf_weights(convert.read_hf(self.config.model.hf_dir))
+            self.load_hf_weights(read_hf(self.config.model.hf_dir))
 
     @torch.no_grad()
     def load_hf_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -173,10 +171,10 @@ class Policy:
             ConversionError: a tensor is missing, extra or misshapen.
         """
         groups = self.groups
-        for name, full in convert.to_megatron(self._rules, tensors):
+        for name, full in to_megatron(self._rules, tensors):
             if name not in self._parameters:
                 continue  # another pipeline stage's
-            rule, _ = convert.find_rule(self._rules, name)
+            rule, _ = find_rule(self._rules, name)
             size = shard_size(rule, groups.tp_size)
             self._parameters[name].copy_(rule.shard(full, groups.tp_rank % size, size))
         self._start_from_weights()
@@ -223,7 +221,7 @@ class Policy:
         tensor parallel group; of an expert's, over the expert parallel group instead, which brings
         one of every rank's experts. Every rank must consume the iterator to its end.
         """
-        for name, tensor in convert.to_hf(self._rules, self._whole_parameters()):
+        for name, tensor in to_hf(self._rules, self._whole_parameters()):
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     def sharded_state_dict(self, *, is_loading: bool = False) -> dict[str, Any]:
@@ -292,7 +290,7 @@ class Policy:
         first_expert = self.groups.ep_rank * self._experts_per_rank
         for stage, layers in zip(self.stages, self._layers[self.groups.pp_rank], strict=True):
             for name, parameter in stage.named_parameters():
-                rule, place = convert.find_rule(self._rules, name)
+                rule, place = find_rule(self._rules, name)
                 if place.layer is not None:
                     place = place._replace(layer=layers[place.layer])
                 if place.expert is not None:
@@ -367,11 +365,6 @@ class Policy:
     def _restore(self, weights: dict[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
-
-
-def shard_size(rule: Rule, tp_size: int) -> int:
-    """Ranks that share one parameter; an expert's is whole: no tensor parallelism within it."""
-    return tp_size if rule.num_experts is None else 1
 
 
 def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

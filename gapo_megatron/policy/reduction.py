@@ -21,11 +21,6 @@ from megatron.core.distributed import DistributedDataParallel
 from torch.nn import Parameter
 
 
-def bucket_size(num_copies: int) -> int:
-    """Elements that fill a bucket; as Megatron-core's default, more where more ranks cut it."""
-    return max(40_000_000, 1_000_000 * num_copies)
-
-
 class OverlappingModel(DistributedDataParallel):
     """A virtual stage that tells `reduction` when autograd is done with a parameter."""
 

@@ -14,10 +14,10 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMM
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from gapo_megatron.config import Config
-from gapo_megatron.convert import check_hf_dir
-from gapo_megatron.convert.config_check import check_engine_heads
+from gapo_megatron.convert.hf import check_hf_dir
 from gapo_megatron.convert.tables import Geometry
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.model_checks import check_engine_heads
 
 logger = logging.getLogger(__name__)
 

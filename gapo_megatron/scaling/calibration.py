@@ -21,7 +21,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from gapo_megatron.config import CONFIG_NAME, Config, load_config
-from gapo_megatron.convert.config_check import read_config
+from gapo_megatron.convert.config_json import read_facts
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.metrics import METRICS_NAME, TIMINGS_NAME, read_rows
 from gapo_megatron.scaling.arithmetic import Shape
@@ -342,7 +342,7 @@ def _model_of(folder: Path, config: Config) -> Any:
     """Of `model.hf_dir`, or of what the run has exported: both are the same model."""
     for candidate in (Path(config.model.hf_dir), folder / "hf"):
         if (candidate / "config.json").is_file():
-            return read_config(candidate)
+            return read_facts(candidate)
     raise ConfigError(
         f"{folder}: no config.json in model.hf_dir ({config.model.hf_dir}) nor in {folder / 'hf'}"
     )

@@ -23,8 +23,9 @@ from gapo_megatron.config import Config, ModelConfig
 from gapo_megatron.convert import rules_for
 from gapo_megatron.counts import arithmetic
 from gapo_megatron.logprob import tiles
+from gapo_megatron.model_checks import check_shapes
 from gapo_megatron.policy import Policy, step
-from gapo_megatron.policy.model import PolicyModel, check_shapes, read_hf_config
+from gapo_megatron.policy.model import PolicyModel, read_hf_config
 from gapo_megatron.scaling.activations import kept_activations
 from gapo_megatron.scaling.fake import fake_groups
 from gapo_megatron.scaling.hardware import GIB

@@ -7,10 +7,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from gapo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GIB = 2**30
 CPU_NAME = "cpu"
@@ -139,6 +141,8 @@ def measure_cpu() -> Gpu:
     One process is one device, as on a GPU node; several processes share what is measured here. A
     process has OMP_NUM_THREADS threads, one if that is not set: so slurm/launch.sh starts it.
     """
+    import torch  # a second of CPU: a plan for GPUs needs none
+
     threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:  # else they are so many already
         torch.set_num_threads(1)
@@ -149,7 +153,10 @@ def measure_cpu() -> Gpu:
 
 
 def _measure_cpu() -> Gpu:
-    rates = {dtype: _product_flops(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    import torch
+
+    matrix = torch.ones(1024, 1024)
+    rates = {dtype: _product_flops(matrix.to(dtype)) for dtype in (torch.float32, torch.bfloat16)}
     source = torch.ones(2**26 // 4)  # 64 MiB: beyond most caches
     copy_s = _best_s(source.clone)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -170,9 +177,8 @@ def _measure_cpu() -> Gpu:
     )
 
 
-def _product_flops(dtype: torch.dtype, *, size: int = 1024) -> float:
-    matrix = torch.ones(size, size, dtype=dtype)
-    return 2.0 * size**3 / _best_s(lambda: matrix @ matrix)
+def _product_flops(matrix: Tensor) -> float:
+    return 2.0 * len(matrix) ** 3 / _best_s(lambda: matrix @ matrix)
 
 
 def _best_s(work: Callable[[], object], *, repeats: int = 8) -> float:

@@ -10,14 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gapo_megatron.config import Config
 from gapo_megatron.convert import Rule, rules_for
+from gapo_megatron.convert.rules import shard_size
 from gapo_megatron.dry_run import FP8_COPY_BYTES
-from gapo_megatron.logprob import tiles
-from gapo_megatron.policy.policy import shard_size
-from gapo_megatron.policy.precision import is_quantised
+from gapo_megatron.fp8 import is_quantised
 from gapo_megatron.scaling.activations import (
     kept_activations,
     most_microbatches,
@@ -34,8 +31,9 @@ if TYPE_CHECKING:
     from gapo_megatron.scaling.hardware import Gpu
 
 MIB = 2**20
-_TILES_PER_BLOCK = 8
-"""Of the head's rows: `logprob.tiles.block_shape`."""
+_TILE_COLUMNS, _TILE_LOGITS = 8192, 2**24
+_TILES_PER_BLOCK, _BLOCK_ROWS = 8, 4096
+"""Of the head on an accelerator: `logprob.tiles.block_shape`, which needs torch."""
 CONTEXT_BYTES = 1024 * MIB
 """CUDA context and the kernels of the libraries: assumed."""
 COMMUNICATOR_BYTES = 256 * MIB
@@ -226,13 +224,18 @@ def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:
     e = element_bytes(config)
     sp = layout.tp_size if layout.sequence_parallel else 1
     vocab = -(-hf_config.vocab_size // layout.tp_size)
-    # Of any accelerator; the Triton kernels' are the same (`triton_kernels.block_shape`).
-    block_rows, columns = tiles.block_shape(torch.empty(vocab, h, device="meta"))
+    block_rows, columns = block_shape(vocab)
     rows, columns = min(block_rows, tokens), min(columns, vocab)
     gathered = 2 * tokens * h * e if layout.sequence_parallel else 0  # shards, and joined
     block = rows * (h * (e + 2 * 4) + columns * e)
     tile = 4 * min(block_rows // _TILES_PER_BLOCK, rows) * columns
     return tokens * h * e // sp + gathered + block + tile
+
+
+def block_shape(num_columns: int) -> tuple[int, int]:
+    """`logprob.tiles.block_shape` of so many columns on any accelerator, Triton's kernels too."""
+    num_rows = _TILE_LOGITS // max(min(_TILE_COLUMNS, num_columns), 64)
+    return max(_TILES_PER_BLOCK * num_rows, _BLOCK_ROWS), _TILE_COLUMNS
 
 
 def _communication_bytes(layout: Layout) -> int:

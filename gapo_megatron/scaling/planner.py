@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gapo_megatron.config import Config, ParallelConfig
-from gapo_megatron.convert.config_check import check_engine_heads
 from gapo_megatron.counts import check_world_size
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.policy.model import check_shapes, num_experts, read_hf_config
-from gapo_megatron.policy.precision import check_capability
+from gapo_megatron.fp8 import check_capability
+from gapo_megatron.model_checks import check_engine_heads, check_shapes, num_experts
+from gapo_megatron.model_shapes import find_model
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.generation import generation_s
@@ -354,17 +354,22 @@ def gib(num_bytes: float) -> float:
     return num_bytes / GIB
 
 
-def read_model(config: Config) -> Any:
-    """config.json of `model.hf_dir`: no weights, no tokenizer.
+def read_model(config: Config) -> tuple[Any, str]:
+    """The model of `model.hf_dir`: config.json alone, or shapes that are shipped.
+
+    Returns:
+        The model, and a sentence where it is not the folder's own; see `model_shapes.find_model`.
 
     Raises:
         ConfigError: it is not there, and how to get it alone; or it cannot be used.
     """
     folder = Path(config.model.hf_dir)
-    if not (folder / "config.json").is_file():
+    is_absent = folder.is_dir() and not (folder / "config.json").is_file()
+    model, note = (None, "") if is_absent else find_model(config.model.hf_dir)
+    if model is None:
         raise ConfigError(
             f"model.hf_dir ({folder}): no config.json here. The planner needs that file alone: "
             f"copy it from where the model is, or `hf download ORGANISATION/{folder.name} "
             f"config.json --local-dir {folder}`"
         )
-    return read_hf_config(str(folder))
+    return model, note

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gapo_megatron import counts
 from gapo_megatron.config import Config
-from gapo_megatron.convert.rules import Rule
+from gapo_megatron.convert.rules import Rule, shard_size
 from gapo_megatron.dry_run import BYTES_PER_PARAMETER
-from gapo_megatron.policy import reduction
-from gapo_megatron.policy.policy import shard_size
 from gapo_megatron.scaling.layout import Layout
 
 # Of a layer's parameters, as our layer spec registers them. It decides which rank's part has the
@@ -112,7 +111,7 @@ def stage_states(rules: list[Rule], config: Config, layout: Layout) -> list[Stag
     """Buffers of every pipeline stage; stages with the same parameters share the computation."""
     bucket_size = None
     if config.parallel.overlap_grad_reduce:
-        bucket_size = reduction.bucket_size(layout.copies)
+        bucket_size = counts.bucket_size(layout.copies)
     first = _stage(rules, layout, 0, bucket_size=bucket_size)
     last = _stage(rules, layout, layout.pp_size - 1)
     if layout.pp_size <= 2:

@@ -13,10 +13,10 @@ from megatron.core import optimizer as mcore_optimizer
 from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
-from gapo_megatron import checkpoint
+from gapo_megatron import checkpoint, counts
 from gapo_megatron.config import Config
 from gapo_megatron.convert import rules_for
-from gapo_megatron.policy import Policy, destroy, initialize, optimizer, reduction
+from gapo_megatron.policy import Policy, destroy, initialize, optimizer
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.state import checkpoint_bytes, state_bytes
 from tests.dist import run_distributed
@@ -39,7 +39,7 @@ def build(folder: Path, name: str) -> tuple[Config, Policy]:
     model, parallel, bucket_size = CASES[name]
     config = make_config(folder / model, parallel=parallel)
     groups = initialize(config.parallel)
-    with patch.object(reduction, "bucket_size", lambda _: bucket_size):
+    with patch.object(counts, "bucket_size", lambda _: bucket_size):
         policy = Policy.build(config, groups, "cpu")
     policy.load_hf_weights(read_weights(folder / model))
     return config, policy
@@ -58,7 +58,7 @@ def host_bytes(policy: Policy) -> int:
 
 def predicted_bytes(config: Config, policy: Policy, *, bucket_size: int) -> int:
     layout = Layout.of(config, world_size=policy.groups.world_size)
-    with patch.object(reduction, "bucket_size", lambda _: bucket_size):
+    with patch.object(counts, "bucket_size", lambda _: bucket_size):
         of_stages = state_bytes(rules_for(policy.hf_config), config, layout)
     weights, _, _ = of_stages[policy.groups.pp_rank]
     return checkpoint_bytes(weights, config.model.precision)

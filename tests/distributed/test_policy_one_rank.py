@@ -17,9 +17,10 @@ from gapo_megatron import cpu
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.convert import find_rule
 from gapo_megatron.errors import ConfigError, ConversionError, DivergenceError
+from gapo_megatron.model_checks import check_shapes
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.load import load_weights
-from gapo_megatron.policy.model import build_model, check_shapes
+from gapo_megatron.policy.model import build_model
 from gapo_megatron.policy.optimizer import inner_optimizers
 from gapo_megatron.policy.step import UpdateResult, log_probs, update
 from tests.convert_setup import make_config as make_hf_config

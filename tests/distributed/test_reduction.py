@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapo_megatron import checkpoint
+from gapo_megatron import checkpoint, counts
 from gapo_megatron.config import Config
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize, reduction
+from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.policy.step import log_probs, update
 from tests.attempt_setup import make_attempt
@@ -108,7 +108,7 @@ def configure(folder: Path, case: Case, *, overlap: bool) -> Config:
 
 def train(folder: Path, case: Case, groups: ParallelGroups, *, overlap: bool) -> Report:
     config = configure(folder, case, overlap=overlap)
-    with patch.object(reduction, "bucket_size", lambda _: case.bucket_size):
+    with patch.object(counts, "bucket_size", lambda _: case.bucket_size):
         policy = Policy.build(config, groups, "cpu")
     policy.load_hf_weights(read_weights(folder / case.model))
     microbatches = [policy.pack(BATCH, indices) for indices in case.shares[groups.dp_rank]]
@@ -193,7 +193,7 @@ def resume(folder: Path, run_dir: Path) -> list[dict[str, Tensor]]:
 
     def build(overlap: bool) -> tuple[Config, Policy]:
         config = configure(folder, case, overlap=overlap)
-        with patch.object(reduction, "bucket_size", lambda _: case.bucket_size):
+        with patch.object(counts, "bucket_size", lambda _: case.bucket_size):
             policy = Policy.build(config, groups, "cpu")
         policy.load_hf_weights(read_weights(folder / case.model))
         return config, policy
@@ -270,7 +270,7 @@ def policy(folder: Path) -> Iterator[Policy]:
     """On one rank, with a bucket for each parameter."""
     case = TWO_RANKS["tied"]
     config = configure(folder, case, overlap=True)
-    with single_rank(), patch.object(reduction, "bucket_size", lambda _: 1):
+    with single_rank(), patch.object(counts, "bucket_size", lambda _: 1):
         policy = Policy.build(config, initialize(config.parallel), "cpu")
         policy.load_hf_weights(read_weights(folder / case.model))
         yield policy

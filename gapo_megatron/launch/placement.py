@@ -1,0 +1,161 @@
+"""Rank and world size of this process, from torchrun's or Slurm's environment, or alone.
+
+`read_placement` is a pure function of a mapping, so every launcher is tested without one. The
+standard library alone: a command line is read, and a dry run made, before torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gapo_megatron.errors import ConfigError
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What the environment says about this process; no master when it is alone."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started: at the top of a program, what its imports took."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since boot: proc_pid_stat(5), field 22
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+
+
+def world_size() -> int:
+    """Processes this launch would have, without starting anything: what a dry run reckons with.
+
+    Raises:
+        ConfigError: as `read_placement`.
+    """
+    return read_placement(os.environ).world_size
+
+
+def read_placement(env: Mapping[str, str]) -> Placement:
+    """Rank, world size, local rank and master from torchrun's variables, else Slurm's, else alone.
+
+    Raises:
+        ConfigError: variables are missing, malformed or contradict each other; names them.
+    """
+    given = [name for name in _TORCHRUN[:3] if env.get(name)]
+    in_slurm_step = bool(env.get("SLURM_PROCID") and env.get("SLURM_STEP_ID"))
+    if given:
+        placement = _from_torchrun(env)
+        # torchrun started by srun has ranks of its own; exported by hand they must be Slurm's.
+        if in_slurm_step and not env.get("TORCHELASTIC_RUN_ID"):
+            _require_agreement(env, placement)
+    elif in_slurm_step:
+        placement = _from_slurm(env)
+    else:
+        num_tasks = _integer(env, "SLURM_NTASKS") if env.get("SLURM_NTASKS") else 1
+        if env.get("SLURM_PROCID") and num_tasks > 1:
+            raise ConfigError(
+                f"SLURM_NTASKS={num_tasks}, but this process is the batch script's own "
+                "(no SLURM_STEP_ID): start the tasks with srun"
+            )
+        placement = Placement()
+    _require_range(placement)
+    return placement
+
+
+def first_host(nodelist: str) -> str:
+    """First host name of a Slurm node list: `gpu[007-009,12],cpu1` -> `gpu007`.
+
+    Raises:
+        ConfigError: the list is empty or has an unclosed bracket.
+    """
+    # A comma inside brackets separates numbers, outside it separates hosts.
+    match = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", nodelist)
+    if match is None:
+        raise ConfigError(f"SLURM_NODELIST ({nodelist!r}) is not a Slurm node list")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
+
+
+def _from_torchrun(env: Mapping[str, str]) -> Placement:
+    missing = [name for name in _TORCHRUN if not env.get(name)]
+    if missing:
+        given = [f"{name}={env[name]}" for name in _TORCHRUN if env.get(name)]
+        raise ConfigError(
+            f"{', '.join(given)} is set, but {', '.join(missing)} is not: set all of "
+            f"{', '.join(_TORCHRUN)} (torchrun does), or none"
+        )
+    return Placement(
+        rank=_integer(env, "RANK"),
+        world_size=_integer(env, "WORLD_SIZE"),
+        local_rank=_integer(env, "LOCAL_RANK"),
+        master_addr=env["MASTER_ADDR"],
+        master_port=_integer(env, "MASTER_PORT"),
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> Placement:
+    # The step's own variables: a step may be smaller than the job's allocation.
+    sizes = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if env.get(name)]
+    lists = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    nodes = [name for name in lists if env.get(name)]
+    missing = [name for name in _SLURM if not env.get(name)]
+    missing += [] if sizes else ["SLURM_NTASKS"]
+    missing += [] if nodes else ["SLURM_NODELIST"]
+    if missing:
+        raise ConfigError(f"SLURM_PROCID is set, but {', '.join(missing)} is not")
+    port = env.get("MASTER_PORT")
+    return Placement(
+        rank=_integer(env, "SLURM_PROCID"),
+        world_size=_integer(env, sizes[0]),
+        local_rank=_integer(env, "SLURM_LOCALID"),
+        master_addr=env.get("MASTER_ADDR") or first_host(env[nodes[0]]),
+        # Below Linux's ephemeral ports (32768+), and apart for jobs that share a node.
+        master_port=_integer(env, "MASTER_PORT")
+        if port
+        else 20000 + (_integer(env, "SLURM_JOB_ID") + _integer(env, "SLURM_STEP_ID")) % 10000,
+    )
+
+
+def _require_agreement(env: Mapping[str, str], placement: Placement) -> None:
+    size_name = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    pairs = [
+        ("RANK", placement.rank, "SLURM_PROCID"),
+        ("WORLD_SIZE", placement.world_size, size_name),
+        ("LOCAL_RANK", placement.local_rank, "SLURM_LOCALID"),
+    ]
+    for name, value, slurm_name in pairs:
+        if env.get(slurm_name) and _integer(env, slurm_name) != value:
+            raise ConfigError(
+                f"{name}={value} contradicts {slurm_name}={env[slurm_name]}: "
+                "unset one family of variables, or start with torchrun"
+            )
+
+
+def _require_range(placement: Placement) -> None:
+    if not 0 <= placement.rank < placement.world_size:
+        raise ConfigError(
+            f"RANK ({placement.rank}) must be at least 0 and below WORLD_SIZE "
+            f"({placement.world_size})"
+        )
+    if not 0 <= placement.local_rank <= placement.rank:
+        raise ConfigError(
+            f"LOCAL_RANK ({placement.local_rank}) must be at least 0 and at most RANK "
+            f"({placement.rank})"
+        )
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ConfigError(f"{name} ({env[name]!r}) must be an integer") from None

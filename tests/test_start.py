@@ -1,0 +1,100 @@
+"""Programs say what they take, what is wrong and what a run would be before they import torch.
+
+No clock decides: a program runs in a process of its own, and what it has imported when it ends is
+looked at.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ["torch", "transformers", "megatron", "vllm"]
+
+# Runs a program as `python FILE` or `python -m MODULE` would, and prints what it brought in. Errors
+# end programs by os._exit, which runs nothing that was registered.
+WATCH = """
+import os, runpy, sys
+heavy, program = sys.argv[1].split(","), sys.argv[2]
+leave = os._exit
+
+def report(code):
+    found = [name for name in heavy if name in sys.modules]
+    print("imported:", *found, file=sys.stderr, flush=True)
+    leave(code)
+
+os._exit = report
+sys.argv = sys.argv[2:]
+try:
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    report(end.code or 0)
+report(0)
+"""
+CONFIG = "configs/qwen2_5_7b/h100_8k.toml"
+TOOLS = sorted(path.name for path in (ROOT / "tools").glob("*.py"))
+
+
+def start(*command: object, code: int = 0) -> str:
+    """What a program prints that must end with `code` and import nothing heavy."""
+    words = [sys.executable, "-c", WATCH, ",".join(HEAVY), *map(str, command)]
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1].split() == ["imported:"], done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "program", ["gapo_megatron.train", "gapo_megatron.sft", *(f"tools/{name}" for name in TOOLS)]
+)
+def test_help(program: str) -> None:
+    assert "usage:" in start(program, "--help")
+
+
+def test_a_plan_and_a_dry_run() -> None:
+    assert "Memory of one rank" in start(
+        "gapo_megatron.train", CONFIG, "--dry-run", "--rank", "0/8"
+    )
+    assert "The quickest, as overrides" in start("tools/plan.py", CONFIG, "--nodes", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run.nope=1", "run.nope: unknown key"),
+        ("run.num_steps=0", "run.num_steps"),
+        ("batch.rollout_prompts=many", "batch.rollout_prompts"),
+        ("batch.minibatch_prompts=100", "minibatch_prompts (100) must divide"),
+        ("model.hf_dir=/nowhere", "/nowhere/config.json"),
+    ],
+)
+def test_a_wrong_config(words: str, said: str, tmp_path: Path) -> None:
+    found = start("gapo_megatron.train", CONFIG, words, f"run.output_dir={tmp_path}/run", code=2)
+    assert "error: " in found and said in found
+
+
+def test_a_model_that_the_layout_does_not_cut(tmp_path: Path) -> None:
+    shipped = ROOT / "gapo_megatron" / "model_shapes" / "Qwen2.5-7B.json"
+    (tmp_path / "config.json").write_text(shipped.read_text())
+    overrides = [f"model.hf_dir={tmp_path}", f"run.output_dir={tmp_path}/run"]
+    overrides += ["parallel.tensor_model_parallel_size=8", "parallel.sequence_parallel=true"]
+    found = start("gapo_megatron.train", CONFIG, *overrides, code=2)
+    assert "(8) must divide the model's num_attention_heads (28)" in found
+
+
+def test_other_programs_refuse_at_once(tmp_path: Path) -> None:
+    assert "run.nope" in start("gapo_megatron.sft", "configs/demo.toml", "run.nope=1", code=2)
+    assert "run.nope" in start("tools/plan.py", CONFIG, "run.nope=1", code=1)
+    assert "run.nope" in start("tools/demo.py", "run.nope=1", code=2)

@@ -11,12 +11,12 @@ from benchmarks.planned import nodes_of
 from gapo_megatron.config import load_config
 from gapo_megatron.dry_run import print_dry_run
 from gapo_megatron.model_checks import check_shapes
-from gapo_megatron.policy.model import read_hf_config
+from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import GPUS
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import memory
-from tests.scaling_setup import write_model
-from tests.test_convert_models import CONFIGS as CONFIGS_OF_MODELS
+from gapo_megatron.scaling.planner import plan, read_model
+from gapo_megatron.scaling.workload import default_workload
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Studies (files with a `config`) are of their own form: test_study.py.
@@ -74,10 +74,32 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_file_loads_and_dry_runs(path: Path) -> None:
+def test_file_dry_runs_and_plans_on_a_fresh_clone(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the model nor the data is there: shapes are the shipped ones, and that is said."""
+    monkeypatch.chdir(tmp_path)
     output = io.StringIO()
-    print_dry_run(load_config(path), world_size=8 * nodes_of(path), console=Console(file=output))
-    assert "World-size arithmetic" in output.getvalue()
+    config, num_nodes = load_config(path), nodes_of(path)
+    print_dry_run(config, world_size=8 * num_nodes, console=Console(file=output, width=120))
+    text = output.getvalue()
+    assert "World-size arithmetic" in text and "Memory of one rank" in text
+    model, note = read_model(config)
+    assert f"no folder {config.model.hf_dir} here; its shapes are those shipped" in note
+    assert note in text
+    if path.stem in LAYOUTS:  # seconds each, and compared with their plan below
+        return
+    workload, efficiency = default_workload(config), Efficiency()
+    found = plan(
+        model,
+        config,
+        num_nodes=num_nodes,
+        gpu=GPUS["h200"],
+        workload=workload,
+        efficiency=efficiency,
+    )
+    is_layoutless = path.parent.name in LARGER  # of one node, a base file of larger models
+    assert found.current is not None and (is_layoutless or not found.current_refusal)
 
 
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=name_of)
@@ -132,15 +154,15 @@ def test_output_folders_are_distinct() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("folder", LARGER)
-def test_a_larger_model_fits_where_it_is_planned(folder: str, layout: str, tmp_path: Path) -> None:
+def test_a_larger_model_fits_where_it_is_planned(folder: str, layout: str) -> None:
     path = CONFIGS / folder / f"{layout}.toml"
     model, _ = LARGER[folder]
-    hf_dir = write_model(tmp_path / model, CONFIGS_OF_MODELS[model])
-    config = load_config(path, [f"model.hf_dir={hf_dir}"])
+    config = load_config(path)
+    assert Path(config.model.hf_dir).name.removesuffix("-Instruct") == model
     gpu, limit = layout.split("_")
     assert config.rollout.max_response_tokens == {"8k": 8192, "24k": 24576}[limit]
     assert config.run.output_dir == f"runs/{folder}/{layout}"
-    hf_config = read_hf_config(hf_dir)
+    hf_config, _ = read_model(config)
     check_shapes(hf_config, config.parallel)
     cut = Layout.of(config, world_size=8 * nodes_of(path))
     needed = memory(hf_config, config, cut, GPUS[gpu])

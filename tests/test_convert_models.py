@@ -17,6 +17,7 @@ from gapo_megatron.convert.hf import Entry
 from gapo_megatron.convert.megatron_record import from_args, to_args
 from gapo_megatron.convert.rope import Rope, read_rope
 from gapo_megatron.convert.tables import ARCHITECTURES
+from gapo_megatron.model_shapes import shipped_fields
 
 # As published in config.json, less what decides neither a shape nor what is computed.
 QWEN2_5 = {
@@ -29,17 +30,6 @@ QWEN2_5 = {
     "use_sliding_window": False,
     "tie_word_embeddings": False,
     "vocab_size": 152064,
-}
-LLAMA3 = {
-    "model_type": "llama",
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
 }
 LLAMA3_SCALING = {
     "low_freq_factor": 1.0,
@@ -79,59 +69,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "vocab_size": 151936,
     },
-    "Qwen2.5-7B": {
-        **QWEN2_5,
-        **sizes(hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4),
-    },
-    "Qwen2.5-32B": {
-        **QWEN2_5,
-        **sizes(hidden=5120, intermediate=27648, layers=64, heads=40, kv_heads=8),
-        "rms_norm_eps": 1e-05,
-    },
-    "Qwen2.5-72B": {
-        **QWEN2_5,
-        **sizes(hidden=8192, intermediate=29568, layers=80, heads=64, kv_heads=8),
-        "rms_norm_eps": 1e-05,
-    },
-    "DeepSeek-R1-Distill-Qwen-1.5B": {
-        **QWEN2_5,
-        **SMALL_QWEN,
-        "rope_theta": 10000,
-        "sliding_window": 4096,
-        "vocab_size": 151936,
-    },
-    "Llama-3.2-3B": {
-        **LLAMA3,
-        **sizes(hidden=3072, intermediate=8192, layers=28, heads=24, kv_heads=8),
-        "head_dim": 128,
-        "rope_scaling": {"factor": 32.0, "rope_type": "llama3", **LLAMA3_SCALING},
-        "tie_word_embeddings": True,
-    },
-    "Llama-3.1-8B": {
-        **LLAMA3,
-        **sizes(hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8),
-        "rope_scaling": {"factor": 8.0, "rope_type": "llama3", **LLAMA3_SCALING},
-    },
-    "Llama-3.1-70B": {
-        **LLAMA3,
-        **sizes(hidden=8192, intermediate=28672, layers=80, heads=64, kv_heads=8),
-        "rope_scaling": {"factor": 8.0, "rope_type": "llama3", **LLAMA3_SCALING},
+    **{
+        name: shipped_fields(folder)
+        for name, folder in {
+            "Qwen2.5-7B": "Qwen2.5-7B",
+            "Qwen2.5-32B": "Qwen2.5-32B",
+            "Qwen2.5-72B": "Qwen2.5-72B",
+            "DeepSeek-R1-Distill-Qwen-1.5B": "DeepSeek-R1-Distill-Qwen-1.5B",
+            "Llama-3.2-3B": "Llama-3.2-3B-Instruct",
+            "Llama-3.1-8B": "Llama-3.1-8B-Instruct",
+            "Llama-3.1-70B": "Llama-3.1-70B-Instruct",
+            "Qwen3-30B-A3B": "Qwen3-30B-A3B",
+        }.items()
     },
     "Qwen3-8B": {
         "model_type": "qwen3",
         **QWEN3,
         **sizes(hidden=4096, intermediate=12288, layers=36, heads=32, kv_heads=8),
-    },
-    "Qwen3-30B-A3B": {
-        "model_type": "qwen3_moe",
-        **QWEN3,
-        **sizes(hidden=2048, intermediate=6144, layers=48, heads=32, kv_heads=4),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
     },
 }
 # As the model cards count them: a tied output layer not twice.

@@ -13,9 +13,11 @@ import pytest
 from rich.console import Console
 
 from gapo_megatron.config import load_config
+from gapo_megatron.convert.config_json import facts_of, read_facts
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.model_shapes import shipped_fields
 from gapo_megatron.toml_tree import to_toml
 from tests.messages import mentions
 
@@ -80,7 +82,11 @@ def test_the_task_fits_the_config(demo, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(CONFIG, [*demo._settings(_arguments(), 0), "supervised.num_steps=2"])
     demo._write_task(config)
-    tokenizer = load_tokenizer(config.supervised.initial_hf_dir)
+    initial = config.supervised.initial_hf_dir
+    # What a plan and a dry run take before there is a model (gapo_megatron/model_shapes).
+    shipped = facts_of(shipped_fields(Path(config.model.hf_dir).name), source="shipped")
+    assert read_facts(initial) == shipped
+    tokenizer = load_tokenizer(initial)
     for path, number in (
         (config.data.train_path, demo.NUM_TRAIN),
         (config.data.eval_path, demo.NUM_EVAL),

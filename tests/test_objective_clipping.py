@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.objective import upper_clip
+from gapo_megatron.objective import METHODS, upper_clip
 from tests.messages import mentions
 
 
@@ -14,6 +14,22 @@ def test_values_of_the_paper():
     expected = [5.0, 4.714, 4.429, 4.143, 3.857, 3.571, 3.286]
     assert widths.dtype == torch.float64
     assert [round(float(width) * 1e3, 3) for width in widths] == expected
+
+
+def test_a_method_says_the_same_of_one_group():
+    """What a dry run prints, which has no tensors."""
+    for method in METHODS.values():
+        for size in (2, 8, 16):
+            c = torch.arange(1, size + 1)
+            widths = (
+                upper_clip(
+                    c, group_size=size, eps_low=method.eps_low, eps_high_max=method.eps_high_max
+                )
+                if method.adaptive
+                else torch.full((size,), method.eps_high_max).double()
+            )
+            shown = [method.eps_high(int(one), group_size=size) for one in c]
+            assert shown == pytest.approx(widths.tolist(), rel=1e-6)
 
 
 @given(

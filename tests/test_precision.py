@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 import torch
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig
 
@@ -200,3 +201,5 @@ def test_tokens_are_as_many_as_a_product_takes(
 ) -> None:
     config = ModelConfig(hf_dir="unused", precision=precision, fp8_recipe=recipe)
     assert fp8_multiple(config) == expected
+    if precision == "fp8":
+        assert get_fp8_align_size(recipe) == expected

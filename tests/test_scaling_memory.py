@@ -12,6 +12,7 @@ import torch
 from gapo_megatron.batching import pack
 from gapo_megatron.convert import rules_for
 from gapo_megatron.counts import arithmetic
+from gapo_megatron.logprob import tiles
 from gapo_megatron.policy import Policy, step
 from gapo_megatron.scaling.activations import (
     kept_activations,
@@ -23,7 +24,7 @@ from gapo_megatron.scaling.fake import fake_groups
 from gapo_megatron.scaling.hardware import GPUS
 from gapo_megatron.scaling.kept import KeptForBackward
 from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.memory import Memory, memory, step_bytes
+from gapo_megatron.scaling.memory import Memory, block_shape, memory, step_bytes
 from gapo_megatron.scaling.state import state_bytes
 from gapo_megatron.types import Batch
 from tests.scaling_setup import (
@@ -324,3 +325,10 @@ def test_the_head_and_a_layer_never_work_at_once(tmp_path: Path) -> None:
     assert stage.training - stage.fragmentation == (
         stage.state + stage.activations + max(stage.layer, stage.head)
     )
+
+
+@pytest.mark.parametrize("vocab", [16, 64, 97, 2048, 8191, 8192, 151936])
+def test_the_heads_block_is_that_of_its_code(vocab: int) -> None:
+    """Written down once more, for a plan must not wait for torch."""
+    weight = torch.empty(vocab, 32, device="meta")
+    assert block_shape(vocab) == tiles.block_shape(weight)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig
 from gapo_megatron.convert.config_json import read_facts
 from gapo_megatron.convert.hf import Entry
 from gapo_megatron.convert.rope import read_rope
-from gapo_megatron.convert.tables import Geometry
+from gapo_megatron.convert.tables import Geometry, rules_for
 from gapo_megatron.errors import ConfigError, ConversionError
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -62,6 +62,7 @@ def read_config(root: Path) -> PretrainedConfig:
         hf_config = AutoConfig.from_pretrained(root)
     except (StrictDataclassError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{root / 'config.json'} is not a usable config: {error}") from None
+    rules_for(hf_config)
     return hf_config
 
 

@@ -176,6 +176,11 @@ def facts_of(fields: Any, *, source: str) -> ModelFacts:
     for name, value in stated.items():
         _check(name, value, model_type=model_type, source=source)
     rope = read_rope(fields, source=source)
+    if model_type == "mistral" and "layer_types" in stated:
+        raise ConfigError(
+            f"{source}: layer_types is not supported for mistral models: with it transformers "
+            "takes them for ministral"
+        )
     layers = stated.pop("layer_types", None)
     facts = _DEFAULTS[model_type] | stated
     if layers is not None and len(layers) != facts["num_hidden_layers"]:
@@ -245,7 +250,7 @@ def _fill(facts: dict[str, Any], *, model_type: str, source: str) -> None:
         raise ConfigError(
             f"{source}: num_attention_heads ({heads}) must divide hidden_size ({hidden})"
         )
-    if "mlp_only_layers" in facts and facts["mlp_only_layers"] is None:
+    if model_type == "qwen3_moe" and facts["mlp_only_layers"] is None:
         facts["mlp_only_layers"] = []
     if "use_sliding_window" in _DEFAULTS[model_type] and not facts["use_sliding_window"]:
         facts["sliding_window"] = None

@@ -86,7 +86,7 @@ def _stated(fields: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]
         if fields.get(name) is not None:
             stated.setdefault(name, {})[name] = fields[name]
     for section in ("rope_scaling", "rope_parameters"):
-        settings = fields.get(section) or {}
+        settings = {} if fields.get(section) is None else fields[section]
         if not isinstance(settings, Mapping):
             raise ConfigError(f"{source}: {section} ({settings!r}) must be a table")
         for key, value in settings.items():

@@ -13,6 +13,7 @@ from gapo_megatron.config import Config, load_config
 from gapo_megatron.convert.folder import check_replaceable, is_marked
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.fail_fast import fail_fast
+from gapo_megatron.launch.imports import without_garbage_collection
 
 
 def train_supervised(config: Config) -> float:
@@ -38,7 +39,8 @@ def train_supervised(config: Config) -> float:
     is_ours = is_marked(target, made_by="sft")
     check_replaceable(target, field="model.hf_dir", inputs=inputs, is_ours=is_ours)
     # Torch, transformers, Megatron-core: seconds that nothing above needs.
-    from gapo_megatron import supervised
+    with without_garbage_collection():
+        from gapo_megatron import supervised
 
     return supervised.run(config, settings)
 

@@ -15,6 +15,7 @@ from gapo_megatron.config import Config, load_config
 from gapo_megatron.convert.config_json import read_model_facts
 from gapo_megatron.convert.folder import check_replaceable, is_marked
 from gapo_megatron.launch.fail_fast import fail_fast
+from gapo_megatron.launch.imports import without_garbage_collection
 from gapo_megatron.launch.placement import world_size
 from gapo_megatron.launch.run_folder import check_writable, has_finished
 from gapo_megatron.metrics import check_sinks
@@ -38,7 +39,8 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
     """
     check_before_imports(config)
     # Torch, transformers, Megatron-core, vLLM: seconds that nothing above needs.
-    from gapo_megatron import loop
+    with without_garbage_collection():
+        from gapo_megatron import loop
 
     loop.run(config, keep_weights=keep_weights)
 

@@ -4,12 +4,15 @@ No clock decides: a program runs in a process of its own, and what it has import
 looked at.
 """
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from gapo_megatron.launch.imports import without_garbage_collection
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ["torch", "transformers", "megatron", "vllm"]
@@ -92,6 +95,20 @@ def test_a_model_that_the_layout_does_not_cut(tmp_path: Path) -> None:
     overrides += ["parallel.tensor_model_parallel_size=8", "parallel.sequence_parallel=true"]
     found = start("gapo_megatron.train", CONFIG, *overrides, code=2)
     assert "(8) must divide the model's num_attention_heads (28)" in found
+
+
+def test_imports_leave_garbage_collection_as_it_was() -> None:
+    was_enabled = gc.isenabled()
+    try:
+        for switch in (gc.enable, gc.disable):
+            switch()
+            before = gc.isenabled()
+            with without_garbage_collection():
+                assert not gc.isenabled()
+            assert gc.isenabled() == before
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+        gc.unfreeze()
 
 
 def test_other_programs_refuse_at_once(tmp_path: Path) -> None:

@@ -18,11 +18,10 @@ from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import GPUS
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import memory
-from gapo_megatron.scaling.planner import gib
+from gapo_megatron.scaling.planner import gib, read_model
 from gapo_megatron.scaling.tables import anchors_table
 from gapo_megatron.scaling.times import step_time
 from gapo_megatron.scaling.workload import default_workload
-from tests.scaling_setup import hf
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 LAYOUTS = sorted(CONFIGS.glob("*/h?00_*.toml"))
@@ -67,7 +66,7 @@ def nodes_of(path: Path) -> int:
 
 def _cells(path: Path) -> list[str]:
     config, gpu = load_config(path), GPUS[path.stem.partition("_")[0]]
-    hf_config = hf(Path(config.model.hf_dir).name.removesuffix("-Instruct"))
+    hf_config, _ = read_model(config)
     layout = Layout.of(config, world_size=gpu.gpus_per_node * nodes_of(path))
     needed = memory(hf_config, config, layout, gpu)
     workload = default_workload(config)

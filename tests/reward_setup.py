@@ -25,6 +25,9 @@ def verify(response: str, answer: str, *, suffix: str = "") -> Verdict:
             return Verdict(Outcome.CORRECT, str("torch" in sys.modules))
         case "sleep":
             time.sleep(float(argument))
+        case "await":
+            while not os.path.exists(argument):
+                time.sleep(0.01)
         case "hang":  # a single instruction: neither a signal's handler nor a thread gets a turn
             all(itertools.repeat(True))
         case "exit":
@@ -49,7 +52,7 @@ def verify(response: str, answer: str, *, suffix: str = "") -> Verdict:
             os.write(_channel(), b"hello\n")
         case "forge":
             os.write(_channel(), b'[0, "correct", ""]\n')
-            time.sleep(600)
+            time.sleep(3600)
     return Verdict(Outcome.CORRECT)
 
 

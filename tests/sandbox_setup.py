@@ -20,6 +20,8 @@ from gapo_megatron.rewards.sandbox.check import check_sandbox
 from tests.needs import needs
 
 ROOT = Path(__file__).parents[1]
+PATIENT = {"cpu_s": 60, "wall_s": 300, "total_s": 300}
+"""Limits of a program that is not about them: a busy machine is never late for these."""
 
 
 def _obstacle(sandbox: str) -> str:

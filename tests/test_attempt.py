@@ -9,24 +9,47 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from gapo_megatron.errors import ConfigError, FencedError
+from gapo_megatron.launch import attempt as module
 from gapo_megatron.launch.run_folder import is_finished, mark_finished
 from gapo_megatron.metrics import Expectation
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed, single_rank
+from tests.waiting import HANG_S
 
 
-def test_a_stop_file_stops_and_a_fresh_attempt_starts_unasked(tmp_path: Path) -> None:
+class Clock:
+    """What time the tested module finds it is: none passes but by a test's doing."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_a_stop_file_stops_and_a_fresh_attempt_starts_unasked(tmp_path: Path, clock: Clock) -> None:
     with single_rank():
         attempt = make_attempt(tmp_path, folder=tmp_path)
         assert not attempt.stop_asked() and not attempt.must_stop(Expectation(0, 0))
         (tmp_path / "stop").touch()
+        clock.now += 0.99
         assert not attempt.stop_asked(), "looks at the shared disk once a second at most"
-        time.sleep(1.01)
+        clock.now += 0.02
         assert attempt.stop_asked() and attempt.must_stop(Expectation(0, 0))
         attempt.end("stopped")
         assert (tmp_path / "outcome").read_text() == "stopped\n"
@@ -34,29 +57,29 @@ def test_a_stop_file_stops_and_a_fresh_attempt_starts_unasked(tmp_path: Path) ->
         assert not make_attempt(tmp_path, name="7.1", folder=tmp_path / "next").stop_asked()
 
 
-@pytest.mark.parametrize(("left_s", "stops"), [(75.0, False), (65.0, True), (-5.0, True)])
+@pytest.mark.parametrize(("left_s", "stops"), [(70.1, False), (69.9, True), (-5.0, True)])
 def test_the_jobs_time_limit_stops_before_what_no_longer_fits(
-    tmp_path: Path, left_s: float, stops: bool
+    tmp_path: Path, clock: Clock, left_s: float, stops: bool
 ) -> None:
     """60 s for the next part and a save, and 10 s of margin, counted from the job's own clock."""
     with single_rank():
-        attempt = make_attempt(tmp_path, job_end_unix_s=time.time() + 1000)
+        attempt = make_attempt(tmp_path, job_end_unix_s=clock.now + 1000)
         assert not attempt.must_stop(Expectation(40, 60))
-        attempt._job_end = time.time() + left_s
+        attempt._job_end = clock.now + left_s
         assert attempt.must_stop(Expectation(40, 60)) is stops
 
 
-def test_a_time_limit_too_short_for_any_work_is_said_at_once(tmp_path: Path) -> None:
+def test_a_time_limit_too_short_for_any_work_is_said_at_once(tmp_path: Path, clock: Clock) -> None:
     with single_rank():
-        attempt = make_attempt(tmp_path, job_end_unix_s=time.time() + 45)
-        with pytest.raises(ConfigError, match=r"too short for any work.*4[45] s.*40 s.*is 10"):
+        attempt = make_attempt(tmp_path, job_end_unix_s=clock.now + 45)
+        with pytest.raises(ConfigError, match=r"too short.*45 s.*40 s.*stop_margin_s.*10"):
             attempt.must_stop(Expectation(40, 60))
 
 
-def test_the_first_part_is_tried_if_it_may_just_fit(tmp_path: Path) -> None:
+def test_the_first_part_is_tried_if_it_may_just_fit(tmp_path: Path, clock: Clock) -> None:
     """One slow rollout of an earlier attempt must not keep a run from ever working again."""
     with single_rank():
-        attempt = make_attempt(tmp_path, job_end_unix_s=time.time() + 65)
+        attempt = make_attempt(tmp_path, job_end_unix_s=clock.now + 65)
         assert not attempt.must_stop(Expectation(40, 60))
         assert attempt.must_stop(Expectation(40, 60))
 
@@ -68,12 +91,14 @@ def test_stage_times_outlive_an_attempt(tmp_path: Path) -> None:
         assert make_attempt(tmp_path, name="7.1").stage_seconds() == {"rollout": [1.5, 2.5]}
 
 
-def test_work_that_cannot_be_saved_is_broken_off_when_that_loses_less(tmp_path: Path) -> None:
+def test_work_that_cannot_be_saved_is_broken_off_when_that_loses_less(
+    tmp_path: Path, clock: Clock
+) -> None:
     with single_rank():
         attempt = make_attempt(tmp_path, folder=tmp_path)
         assert not attempt.patience(Expectation(30, 30))(1)
         (tmp_path / "stop").touch()
-        time.sleep(1.01)
+        clock.now += 1.01
         assert attempt.patience(Expectation(30, 30))(1), "29 s to go, 1 s to repeat"
         assert not attempt.patience(Expectation(30, 30))(22), "8 s to go, 22 s to repeat"
         assert attempt.patience(Expectation(300, 300))(200), (
@@ -102,10 +127,10 @@ def test_ownership_is_lost_to_a_newer_attempt(tmp_path: Path) -> None:
         attempt = make_attempt(tmp_path)
         attempt.require_ownership()
         (tmp_path / "OWNER").write_text("8.0\n")
-        with pytest.raises(FencedError, match=r"attempt 8\.0; this is attempt 7\.0"):
+        with pytest.raises(FencedError, match=r"8\.0.*7\.0"):
             attempt.must_stop(Expectation(0, 0))
         (tmp_path / "OWNER").unlink()
-        with pytest.raises(FencedError, match="OWNER is gone"):
+        with pytest.raises(FencedError, match="OWNER"):
             attempt.require_ownership()
 
 
@@ -128,15 +153,21 @@ def somewhere_deep():
 
 with fail_fast():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    attempt = Attempt.begin(sys.argv[1], hang_timeout_s=2, stop_margin_s=1)
+    attempt = Attempt.begin(sys.argv[1], hang_timeout_s={hang_timeout_s}, stop_margin_s=1)
     somewhere_deep()
     attempt.end("finished")
 """
 
 
-def run(body: str, run_dir: Path, **env: str) -> subprocess.Popen[str]:
+def program(body: str, *, hang_timeout_s: float = 600) -> str:
+    return PROGRAM.format(body=body, hang_timeout_s=hang_timeout_s)
+
+
+def run(
+    body: str, run_dir: Path, *, hang_timeout_s: float = 600, **env: str
+) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(body=body), str(run_dir)],
+        [sys.executable, "-c", program(body, hang_timeout_s=hang_timeout_s), str(run_dir)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -150,23 +181,47 @@ def run(body: str, run_dir: Path, **env: str) -> subprocess.Popen[str]:
 def test_a_hang_shows_where_and_ends_even_in_a_c_call_that_holds_the_interpreter(
     tmp_path: Path,
 ) -> None:
-    # A regular expression with catastrophic backtracking never returns to Python.
-    process = run("import re; re.match('(a*)*b', 'a' * 64)", tmp_path)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "Timeout (0:00:02)!" in errors and "in somewhere_deep" in errors
-
-
-def test_progress_keeps_a_slow_process_alive(tmp_path: Path) -> None:
-    body = "[(time.sleep(0.5), attempt.alive()) for _ in range(6)]"
+    # A regular expression with catastrophic backtracking never returns to Python. Only from here on
+    # the limit is short: what comes before may take its time.
+    body = "import re; attempt._hang_timeout_s = 1; attempt.alive(); re.match('(a*)*b', 'a' * 64)"
     process = run(body, tmp_path)
-    assert process.communicate(timeout=60)[1] == "" and process.returncode == 0
+    _, errors = process.communicate(timeout=HANG_S)
+    assert process.returncode == 1
+    assert "Timeout (0:00:01)!" in errors and "in somewhere_deep" in errors
+
+
+def test_progress_starts_the_watch_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watches: list[tuple[float, bool]] = []
+
+    def watch(timeout: float, *, exit: bool, file: object) -> None:
+        watches.append((timeout, exit))
+
+    monkeypatch.setattr(module, "faulthandler", SimpleNamespace(dump_traceback_later=watch))
+    with single_rank():
+        attempt = make_attempt(tmp_path, hang_timeout_s=7)
+        for progress in (
+            attempt.alive,
+            attempt.stop_asked,
+            lambda: attempt.enter("rollout"),
+            lambda: attempt.must_stop(Expectation(0, 0)),
+        ):
+            watches.clear()
+            progress()
+            assert set(watches) == {(7, True)}
+
+
+@pytest.mark.system
+def test_progress_keeps_a_slow_process_alive(tmp_path: Path) -> None:
+    """For three times as long as it may hang, in parts of a tenth of that."""
+    body = "[(time.sleep(1), attempt.alive()) for _ in range(30)]"
+    process = run(body, tmp_path, hang_timeout_s=10)
+    assert process.communicate(timeout=HANG_S)[1] == "" and process.returncode == 0
 
 
 def test_a_terminated_rank_shows_where_it_was_and_dies(tmp_path: Path) -> None:
-    process = run("time.sleep(1.9)", tmp_path)
+    process = run("time.sleep(3600)", tmp_path)
     process.terminate()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == -signal.SIGTERM
     assert "in somewhere_deep" in errors
 
@@ -174,18 +229,20 @@ def test_a_terminated_rank_shows_where_it_was_and_dies(tmp_path: Path) -> None:
 def test_an_error_is_left_for_the_launcher(tmp_path: Path) -> None:
     (tmp_path / "OWNER").write_text("7.3\n")
     env = {"GAPO_ATTEMPT": "7.3", "GAPO_ATTEMPT_DIR": str(tmp_path), "RANK": "5"}
+    before = time.time()
     process = run("raise RuntimeError('two\\nlines')", tmp_path, **env)
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     record = json.loads((tmp_path / "failure_5.json").read_text())
     assert (record["rank"], record["exit_code"]) == (5, 1)
     assert (record["error"], record["message"]) == ("RuntimeError", "two lines")
-    assert "in somewhere_deep" in record["traceback"] and time.time() - record["unix_s"] < 60
+    assert "in somewhere_deep" in record["traceback"]
+    assert before <= record["unix_s"] <= time.time()
 
 
 def test_an_attempt_that_is_not_the_newest_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "OWNER").write_text("7.4\n")
-    code = PROGRAM.format(body="pass")
+    code = program("pass")
     env = {"GAPO_ATTEMPT": "7.3", "GAPO_ATTEMPT_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],

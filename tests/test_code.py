@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from gapo_megatron.rewards.code.program import extract_program
 from gapo_megatron.rewards.sandbox.inside.values import decode, encode, list_node, tree_node
 from gapo_megatron.types import Outcome, Verdict
 from tests.messages import mentions
-from tests.sandbox_setup import needs_sandbox
+from tests.sandbox_setup import PATIENT, needs_sandbox
 
 ROOT = Path(__file__).parents[1]
 REAL_DATA = ROOT.parent / "shared" / "data"
@@ -35,7 +34,7 @@ def fenced(program: str) -> str:
 
 
 def judge(program: str, tests: object, **limits: int) -> Verdict:
-    return verify(fenced(program), json.dumps(tests), limits=limits)
+    return verify(fenced(program), json.dumps(tests), limits=PATIENT | limits)
 
 
 # What is in a response
@@ -74,10 +73,8 @@ def test_the_last_program_of_the_final_part_is_judged(response, program):
     ],
 )
 def test_a_long_response_is_read_in_linear_time(line):
-    response = line * (10**6 // len(line))
-    start = time.process_time()
-    extract_program(response)
-    assert time.process_time() - start < 5
+    """A second; hours, which no test has, where each place is read from all before it."""
+    extract_program(line * (10**6 // len(line)))
 
 
 # Comparing outputs
@@ -248,7 +245,7 @@ READS = "a, b = map(int, input().split())\n"
          "t.stack_size(2**26)\nt.Thread(target=x).start()", SUM, None),
         ("import multiprocessing, subprocess, asyncio\n" + READS + "print(a + b)", SUM, None),
         ("import signal\n" + READS + "def ring(*_): print(a + b); exit()\n"
-         "signal.signal(signal.SIGALRM, ring)\nsignal.alarm(1)\nsignal.pause()", SUM, None),
+         "signal.signal(signal.SIGALRM, ring)\nsignal.setitimer(0, 0.1)\nsignal.pause()", SUM, None),
         (READS + "def f(n): return n and 1 + f(n - 1)\nprint(a + b + f(9000) - 9000)", SUM, None),
         (READS + "open('x', 'w').write(str(a + b))\nprint(open('/tmp/x').read())", SUM, None),
         ("print('ü')\n1/0", SUM, "ZeroDivisionError"),
@@ -380,8 +377,8 @@ def test_large_inputs_and_outputs_pass():
 @needs_sandbox
 def test_all_tests_together_have_a_limit():
     tests = {"inputs": ["1"] * 20, "outputs": ["1"] * 20}
-    verdict = judge("import time\ntime.sleep(0.4)\nprint(input())", tests, total_s=2)
-    assert (verdict.outcome, "2 s" in verdict.reason) == (Outcome.WRONG, True)
+    verdict = judge("import time\ntime.sleep(0.2)\nprint(input())", tests, total_s=1)
+    assert (verdict.outcome, "1 s" in verdict.reason) == (Outcome.WRONG, True)
 
 
 @needs_sandbox

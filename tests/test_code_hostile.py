@@ -1,4 +1,7 @@
-"""Programs that attack: none scores, none escapes, none takes longer than its limits."""
+"""Programs that attack: none scores, none escapes, none takes longer than its limits.
+
+In the first stage one for each wall; all of them, and their seconds, in the second.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ LIMITS = {
     "output_mib": 1,
 }
 
-PATIENT = LIMITS | {"cpu_s": 10, "wall_s": 200, "total_s": 600}
+PATIENT = LIMITS | {"cpu_s": 10, "wall_s": 100, "total_s": 600}
 """For a program that a busy machine has ended before it did what it is there for."""
 
 NUM_TESTS = 2
@@ -46,6 +49,33 @@ TEXT_TESTS = {"inputs": ["3 4", "10 20"], "outputs": ["7", "30"]}
 CALL_TESTS = {"fn_name": "add", "inputs": [[3, 4], [10, 20]], "outputs": [7, 30]}
 ASSERTS = {"test_list": ["assert add(3, 4) == 7", "assert add(10, 20) == 30"]}
 
+
+ONE_FOR_EACH_WALL = {
+    "fork bomb",
+    "hundred processes",
+    "memory bomb",
+    "full disk",
+    "endless output",
+    "network",
+    "/etc/passwd",
+    "the trainer's files",
+    "a process of the machine",
+    "trace of process 1",
+    "inherited files",
+    "writing to the libraries",
+    "killing everyone",
+    "new user namespace",
+    "becoming root",
+    "exit before the answer",
+    "daemon for the next test",
+    "searching its memory",
+    "exit in the call (asserts)",
+    "equal to everything (asserts)",
+    "patched checker (calls)",
+    "forged verdict (asserts)",
+    "noise on the channel (calls)",
+}
+"""Those of the first stage."""
 
 THROUGH_A_SERVICE = {
     "fork bomb",
@@ -71,7 +101,7 @@ def host(tmp_path_factory):
     secret = folder / "secret"
     secret.write_text("the trainer's")
     secret.chmod(0o644)
-    sleeper = subprocess.Popen(["sleep", "600"])
+    sleeper = subprocess.Popen(["sleep", "infinity"])
     listener = socket.create_server(("127.0.0.1", 0))
     service = socket.socket(socket.AF_UNIX)
     service.bind(str(folder / "socket"))
@@ -124,6 +154,27 @@ def cases(host: dict[str, str]) -> list[tuple[str, str, str, dict[str, object]]]
     return found
 
 
+def failures(results: dict[str, tuple[str, Verdict]]) -> list[str]:
+    """By name the reason for which it must fail, and how it was judged."""
+    return [
+        f"{name}: {verdict}; should fail by {reason!r}"
+        for name, (reason, verdict) in results.items()
+        if verdict.outcome is not Outcome.WRONG or not re.search(reason, verdict.reason)
+    ]
+
+
+def test_each_wall_stops_a_program(host, bubblewrap):
+    chosen = [case for case in cases(host) if case[0] in ONE_FOR_EACH_WALL]
+    assert len(chosen) == len(ONE_FOR_EACH_WALL)
+    with ThreadPoolExecutor(4) as pool:  # beside each other
+        results = pool.map(lambda case: judge(*case[1:], sandbox=bubblewrap)[0], chosen)
+        judged = {
+            case[0]: (case[2], verdict) for case, verdict in zip(chosen, results, strict=True)
+        }
+    assert not failures(judged)
+
+
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["bubblewrap", "service", "apptainer"])
 def test_hostile_programs_neither_score_nor_escape_nor_delay(host, kind, request):
     sandbox = request.getfixturevalue(kind)
@@ -151,13 +202,13 @@ def test_hostile_programs_neither_score_nor_escape_nor_delay(host, kind, request
         honest.result()
     slowest = max(seconds for _, seconds in beside)
     longest = NUM_TESTS * LIMITS["wall_s"] + SLACK * slowest
-    failures = []
-    for (name, _, reason, _), (verdict, seconds) in zip(all_cases, results, strict=True):
-        if verdict.outcome is not Outcome.WRONG or not re.search(reason, verdict.reason):
-            failures.append(f"{name}: {verdict}; should fail by {reason!r}")
-        if seconds > longest:
-            failures.append(f"{name}: took {seconds:.1f} s, more than {longest:.1f}")
-    assert not failures, "\n".join(failures)
+    both = list(zip(all_cases, results, strict=True))
+    assert not failures({case[0]: (case[2], verdict) for case, (verdict, _) in both})
+    assert not [
+        f"{case[0]}: took {seconds:.1f} s, more than {longest:.1f}"
+        for case, (_, seconds) in both
+        if seconds > longest
+    ]
     # One thread judges honest programs beside four that judge hostile ones.
     assert len(beside) >= len(all_cases) / 8
     assert {verdict for verdict, _ in beside} == {Verdict(Outcome.CORRECT)}

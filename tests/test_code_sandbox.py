@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -29,11 +30,14 @@ from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.rewards.sandbox.inside.seccomp import compile_filter
 from gapo_megatron.rewards.sandbox.process import ProcessSandbox
 from gapo_megatron.types import Outcome, Verdict
-from tests.sandbox_setup import needs_sandbox, processes_with
+from tests.sandbox_setup import PATIENT, needs_sandbox, processes_with
+from tests.waiting import HANG_S, wait_until
 
 pytestmark = needs_sandbox
 
 ROOT = Path(__file__).parents[1]
+NUM_PROCESSES = 4
+"""Of a program with one child: bubblewrap, ours, the two."""
 READS = "a, b = map(int, input().split())\n"
 SUM = {"inputs": ["3 4\n", "10 20\n"], "outputs": ["7\n", "30\n"]}
 
@@ -43,7 +47,7 @@ def fenced(program: str) -> str:
 
 
 def judge(program: str, tests: object) -> Verdict:
-    return verify(fenced(program), json.dumps(tests))
+    return verify(fenced(program), json.dumps(tests), limits=PATIENT)
 
 
 def test_verdicts_without_a_sandbox_are_unknown(monkeypatch):
@@ -93,29 +97,26 @@ def test_a_program_that_stuffs_its_channel_is_wrong_and_not_unknown():
         box.send({"program": program, "prelude": ""})
         box.send({"calls": True})
         box.send({"function": ["f"], "args": [], "kwargs": {}})
-        assert box._process.wait(timeout=60) == 0  # it cannot say why, and yet ends in order
+        assert box._process.wait(timeout=HANG_S) == 0  # it cannot say why, and yet ends in order
         with pytest.raises(ProgramError, match="broke off"):
             box.receive()
 
 
 def _wait_until_gone(marker: str) -> None:
-    until = time.monotonic() + 60
-    while processes_with(marker):
-        assert time.monotonic() < until, "processes are left behind"
-        time.sleep(0.02)
+    wait_until(lambda: not processes_with(marker), "the end of a sandbox's processes")
 
 
 def test_nothing_is_left_of_a_sandbox_when_it_closes_or_its_judge_is_killed():
-    limits = Limits(num_processes=17, disk_mib=61)  # recognised by its command line
+    limits = Limits(num_processes=17, disk_mib=61, **PATIENT)  # recognised by its command line
     marker = f"{61 * 2**20}"
     with ProcessSandbox(limits, kind="bubblewrap", python=SYSTEM_PYTHON) as box:
-        box.send({"program": "import os, time\nos.fork()\ntime.sleep(99)", "prelude": ""})
+        box.send({"program": "import os, time\nos.fork()\ntime.sleep(3600)", "prelude": ""})
         box.send({"stdin": ""})
-        time.sleep(0.2)
+        _wait_for_child(box)
         assert processes_with(marker)
     _wait_until_gone(marker)
 
-    program = "while True: pass"
+    program = "import time\ntime.sleep(3600)"  # no limit of its own ends it
     script = (
         "from gapo_megatron.rewards.sandbox import *\n"
         "box = start_sandbox(Limits(disk_mib=61), sandbox='bubblewrap', python=SYSTEM_PYTHON)\n"
@@ -144,21 +145,34 @@ def _tree(root: int) -> list[int]:
     return found
 
 
+def _wait_for_child(box: ProcessSandbox) -> list[int]:
+    """The sandbox's processes, the program's child last, once it has one."""
+
+    def grown() -> list[int]:  # bubblewrap, ours, the program, its child
+        tree = _tree(box._process.pid)
+        return tree if len(tree) >= NUM_PROCESSES else []
+
+    return wait_until(grown, "a child of the program")
+
+
 def test_signals_of_the_job_do_not_reach_programs():
-    tests = {"inputs": [""], "outputs": ["done"]}
-    program = "import time\ntime.sleep(1)\nprint('done')"
-    with ProcessSandbox(Limits(), kind="bubblewrap", python=SYSTEM_PYTHON) as box:
+    program = (
+        "import os, signal\n"
+        "if os.fork() == 0:\n"
+        "    while True: signal.pause()\n"
+        "_, status = os.wait()\n"
+        "print(os.waitstatus_to_exitcode(status))"
+    )
+    limits = Limits(**PATIENT)
+    with ProcessSandbox(limits, kind="bubblewrap", python=SYSTEM_PYTHON) as box:
         box.send({"program": program, "prelude": ""})
-        box.send({"stdin": tests["inputs"][0]})
-        until = time.monotonic() + 60
-        while len(tree := _tree(box._process.pid)) < 3:  # bubblewrap, ours, the program
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        time.sleep(0.2)  # so that the program has begun
+        box.send({"stdin": ""})
+        tree = _wait_for_child(box)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             for member in tree:
                 os.kill(member, number)
-        assert box.receive() == {"stdout": "done\n", "failure": ""}
+        os.kill(tree[-1], signal.SIGKILL)  # what alone ends it, and with it the program
+        assert box.receive() == {"stdout": "-9\n", "failure": ""}
 
 
 def test_the_check_tries_the_walls():
@@ -173,13 +187,13 @@ def test_the_check_names_a_wall_that_is_missing(monkeypatch):
         return [part.replace("module.main()()", unfiltered) for part in original(*args, **options)]
 
     monkeypatch.setattr(process, "start_command", start_command)
-    with pytest.raises(ConfigError, match="isolated on this machine: network sockets can be open"):
+    with pytest.raises(ConfigError, match="sockets"):
         check_sandbox(sandbox="bubblewrap", python=SYSTEM_PYTHON, limits=Limits(memory_mib=128))
 
 
 def test_the_check_says_what_to_install(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(ConfigError, match=r"reward\.sandbox .*bubblewrap.*bwrap.*the package"):
+    with pytest.raises(ConfigError, match=r"reward\.sandbox .*bwrap"):
         check_sandbox(sandbox="bubblewrap", python=SYSTEM_PYTHON, limits=Limits())
 
 
@@ -193,16 +207,20 @@ def test_the_check_names_an_interpreter_that_programs_could_not_see(tmp_path):
         pytest.skip("the tests' folder is not in /tmp")
     python = tmp_path / "python"
     python.symlink_to(SYSTEM_PYTHON)
-    with pytest.raises(ConfigError, match=r"a /tmp of their own"):
+    with pytest.raises(ConfigError, match=r"/tmp "):
         check_sandbox(sandbox="bubblewrap", python=str(python), limits=Limits())
 
 
 def test_without_a_sandbox_programs_run_only_when_told_and_with_a_warning():
-    with pytest.warns(UserWarning, match="WITH YOUR RIGHTS"):
+    with pytest.warns(UserWarning, match="RIGHTS"):
         check_sandbox(sandbox="unsafe", python=sys.executable, limits=Limits(num_processes=2))
     answer = json.dumps(SUM)
     verdict = verify(
-        fenced(READS + "print(a + b)"), answer, sandbox="unsafe", python=sys.executable
+        fenced(READS + "print(a + b)"),
+        answer,
+        limits=PATIENT,
+        sandbox="unsafe",
+        python=sys.executable,
     )
     assert verdict == Verdict(Outcome.CORRECT)
 
@@ -215,20 +233,61 @@ def test_without_a_namespace_nothing_is_left_of_a_program_either():
         box.send({"program": program, "prelude": ""})
         with pytest.raises(ProgramError, match="longer than 1 s"):
             box.ask({"stdin": ""})
-        assert processes_with(repr(seconds))
-    assert not processes_with(repr(seconds))
+        wait_until(lambda: processes_with(repr(seconds)), "the program's other command line")
+    _wait_until_gone(repr(seconds))
 
 
-def test_only_what_is_waited_for_the_program_is_its_time():
-    limits = Limits(total_s=2, wall_s=2)
+class Waits:
+    """Stands in for the clock of sandboxes, and for `poll`: a wait takes what a test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.each_s = 0.0
+        self.allowed_s: list[float] = []
+        self.is_over = False
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def poll(self) -> SimpleNamespace:
+        real = select.poll()
+
+        def wait(milliseconds: float) -> list[tuple[int, int]]:
+            self.allowed_s.append(milliseconds / 1000)
+            self.now += self.each_s
+            return [] if self.is_over else real.poll(1000 * HANG_S)
+
+        return SimpleNamespace(register=real.register, poll=wait)
+
+
+def test_only_what_is_waited_for_the_program_is_its_time(monkeypatch):
+    waits = Waits()
+    monkeypatch.setattr(process, "time", waits)
+    monkeypatch.setattr(
+        process,
+        "select",
+        SimpleNamespace(
+            poll=waits.poll,
+            **{name: getattr(select, name) for name in ("POLLIN", "POLLOUT", "POLLRDHUP")},
+        ),
+    )
+    limits = Limits(total_s=50, wall_s=40)
     with ProcessSandbox(limits, kind="bubblewrap", python=SYSTEM_PYTHON) as box:
-        box.send({"program": "def f(s): __import__('time').sleep(s)", "prelude": ""})
+        box.send({"program": "def f(): pass", "prelude": ""})
         box.send({"calls": True})
-        for seconds in (0, 0.8):
-            assert box.ask({"function": ["f"], "args": [seconds], "kwargs": {}}) == {"value": None}
-            time.sleep(1.5)
-        with pytest.raises(ProgramError, match="longer than 2 s"):
-            box.ask({"function": ["f"], "args": [1.9], "kwargs": {}})
+        call = {"function": ["f"], "args": [], "kwargs": {}}
+        for _ in range(2):
+            box.send(call)
+            waits.each_s = 20
+            assert box.receive() == {"value": None}
+            waits.each_s = 0
+            waits.now += 1000  # between two calls
+        assert waits.allowed_s[-1] == 30
+        box.send(call)
+        waits.is_over = True
+        with pytest.raises(ProgramError, match="50 s"):
+            box.receive()
+        assert waits.allowed_s[-1] == 10
 
 
 def test_the_filter_names_each_architecture_and_no_other():
@@ -240,8 +299,8 @@ def test_the_filter_names_each_architecture_and_no_other():
 def test_the_pool_judges_programs_beside_one_that_hangs():
     good, slow = fenced(READS + "print(a + b)"), fenced("while True: pass")
     answer = json.dumps(SUM)
-    options = {"limits": {"cpu_s": 1, "wall_s": 10}}
-    with Pool("gapo_megatron.rewards.code", num_workers=2, timeout_s=200, options=options) as pool:
+    options = {"limits": PATIENT | {"cpu_s": 2}}
+    with Pool("gapo_megatron.rewards.code", num_workers=2, timeout_s=600, options=options) as pool:
         verdicts = pool.judge([(good, answer), (slow, answer), (good, answer), (good, answer)])
     outcomes = [verdict.outcome for verdict in verdicts]
     assert outcomes == [Outcome.CORRECT, Outcome.WRONG, Outcome.CORRECT, Outcome.CORRECT]
@@ -268,10 +327,10 @@ def test_one_setting_names_the_sandbox_and_its_place(setting, kind, place):
      "tcp://judge:x", "tcp://judge:99999", "tcp://judge:7420/x", "http://judge:7420"],
 )  # fmt: skip
 def test_a_sandbox_of_no_known_form_is_refused(setting):
-    with pytest.raises(ValidationError, match=r"sandbox '.*' must be 'bubblewrap', 'apptainer:/"):
+    with pytest.raises(ValidationError, match="sandbox"):
         RewardConfig(kind="code", sandbox=setting)
 
 
 def test_a_service_has_its_own_interpreter():
-    with pytest.raises(ValidationError, match=r"python \('/x'\) does not go with sandbox \('tcp:"):
+    with pytest.raises(ValidationError, match=r"python.*/x.*sandbox.*tcp:"):
         RewardConfig(kind="code", sandbox="tcp://judge:7420", python="/x")

@@ -9,9 +9,11 @@ import re
 import signal
 import socket
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,13 +24,15 @@ from gapo_megatron.rewards.sandbox import (
     Limits,
     ProgramError,
     SandboxError,
+    process,
     server,
     start_sandbox,
 )
 from gapo_megatron.rewards.sandbox import service as client
 from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.types import Outcome, Verdict
-from tests.sandbox_setup import needs_sandbox, processes_with, running_server, service
+from tests.sandbox_setup import PATIENT, needs_sandbox, processes_with, running_server, service
+from tests.waiting import HANG_S, wait_until
 
 __all__ = ["service"]  # a fixture
 pytestmark = needs_sandbox
@@ -41,26 +45,34 @@ CORRECT = Verdict(Outcome.CORRECT)
 
 
 def judge(program: str, tests: object, *, sandbox: str, **limits: int) -> Verdict:
-    return verify(f"```\n{program}\n```", json.dumps(tests), sandbox=sandbox, limits=limits)
+    return verify(
+        f"```\n{program}\n```", json.dumps(tests), sandbox=sandbox, limits=PATIENT | limits
+    )
 
 
-def sleeping(sandbox: str, *, seconds: int, **limits: int) -> threading.Thread:
-    """A thread with a program that takes a place; it has it when this returns."""
-    started = threading.Event()
-    limits = {"wall_s": 300, "total_s": 300} | limits
+@contextmanager
+def server_in_this_process() -> Iterator[tuple[server.Server, str]]:
+    """With one place; and `reward.sandbox` for it. The secret must be there."""
+    served = server.Server(
+        host="127.0.0.1", port=0, python=SYSTEM_PYTHON, num_programs=1, largest=Limits(**PATIENT)
+    )
+    threading.Thread(target=served.serve, daemon=True).start()
+    yield served, f"tcp://127.0.0.1:{served.port}"
+    served._places.shutdown()
 
-    def run() -> None:
-        with start_sandbox(Limits(**limits), sandbox=sandbox, python="") as box:
-            program = f"import time\ntime.sleep({seconds})\nprint(7)"
-            box.send({"program": program, "prelude": ""})
-            box.send({"stdin": ""})
-            started.set()
-            box.receive()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert started.wait(60)
-    return thread
+@pytest.fixture
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    client.make_secret()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Of the sandboxes of this process: time passes only where a test sets `now`."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
 
 
 @pytest.mark.parametrize(
@@ -68,7 +80,7 @@ def sleeping(sandbox: str, *, seconds: int, **limits: int) -> threading.Thread:
     [
         (GOOD_SUM, SUM, None),
         ("print(8)", SUM, "test 1: another output"),
-        ("while True: pass", SUM, "longer than 2 s|CPU time"),
+        ("while True: pass", SUM, "CPU time"),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", SUM, "killed by signal 11"),
         (GOOD_ADD, ASSERTS, None),
         ("def add(a, b): return a - b", ASSERTS, "AssertionError"),
@@ -79,7 +91,7 @@ def sleeping(sandbox: str, *, seconds: int, **limits: int) -> threading.Thread:
     ],
 )  # fmt: skip
 def test_verdicts_are_those_of_bubblewrap(service, program, tests, reason):
-    verdict = judge(program, tests, sandbox=service, cpu_s=2, wall_s=2)
+    verdict = judge(program, tests, sandbox=service, cpu_s=1 if "while True" in program else 60)
     if reason is None:
         assert verdict == CORRECT
     else:
@@ -93,18 +105,18 @@ def test_the_check_tries_the_walls_over_there(service):
 
 
 def test_larger_limits_than_the_service_has_are_refused_at_the_start(service):
-    with pytest.raises(ConfigError, match=r"total_s \(601\) is more than .* allows \(600\)"):
+    with pytest.raises(ConfigError, match=r"total_s \(601\).*600"):
         check_sandbox(sandbox=service, python="", limits=Limits(total_s=601))
-    with pytest.raises(ConfigError, match=r"memory_mib \(4096\) is more than"):
+    with pytest.raises(ConfigError, match=r"memory_mib \(4096\)"):
         check_sandbox(sandbox=service, python="", limits=Limits(memory_mib=4096))
 
 
 def test_a_service_may_allow_less_than_a_minute(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    with running_server(tmp_path, "--max-total-s", "15", num_programs=1) as (_, sandbox):
-        check_sandbox(sandbox=sandbox, python="", limits=Limits(total_s=15, memory_mib=128))
-        with pytest.raises(ConfigError, match=r"total_s \(16\).*reward\.timeout_s.*--max-total-s"):
-            check_sandbox(sandbox=sandbox, python="", limits=Limits(total_s=16))
+    with running_server(tmp_path, "--max-total-s", "59", num_programs=1) as (_, sandbox):
+        check_sandbox(sandbox=sandbox, python="", limits=Limits(total_s=59, memory_mib=128))
+        with pytest.raises(ConfigError, match=r"total_s \(60\).*reward\.timeout_s.*--max-total-s"):
+            check_sandbox(sandbox=sandbox, python="", limits=Limits(total_s=60))
 
 
 def test_a_service_may_listen_on_ipv6(tmp_path, monkeypatch):
@@ -118,15 +130,10 @@ def test_a_service_may_listen_on_ipv6(tmp_path, monkeypatch):
         assert judge(GOOD_SUM, SUM, sandbox=sandbox) == CORRECT
 
 
-def test_strangers_neither_end_a_service_nor_hold_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_strangers_neither_end_a_service_nor_hold_it(secret, monkeypatch):
     monkeypatch.setattr(server, "MAX_GREETINGS", 2)
-    monkeypatch.setattr(server, "GREETING_TIMEOUT_S", 0.5)
-    client.make_secret()
-    options = {"python": SYSTEM_PYTHON, "num_programs": 1, "largest": Limits()}
-    service = server.Server(host="127.0.0.1", port=0, **options)
-    address = ("127.0.0.1", service.port)
     original, fails = threading.Thread.start, [True]
+    greet, at_a_time, most = server._read_greeting, [], []
 
     def start(thread: threading.Thread) -> None:
         if isinstance(thread._target, functools.partial) and fails:  # one of the service's
@@ -134,34 +141,51 @@ def test_strangers_neither_end_a_service_nor_hold_it(tmp_path, monkeypatch):
             raise RuntimeError("can't start new thread")
         original(thread)
 
+    def counted(stranger: socket.socket) -> bytes:
+        at_a_time.append(stranger)
+        most.append(len(at_a_time))
+        try:
+            return greet(stranger)
+        finally:
+            at_a_time.remove(stranger)
+
     monkeypatch.setattr(threading.Thread, "start", start)
-    threading.Thread(target=service.serve, daemon=True).start()
-    with socket.create_connection(address) as stranger:
-        stranger.settimeout(60)
-        assert stranger.recv(1) == b""  # there was no thread for it
-    num_threads = threading.active_count()
-    strangers = [socket.create_connection(address) for _ in range(6)]
-    until = time.monotonic() + 60
-    while strangers:  # each sends a little now and then, and is sent away for it
-        assert time.monotonic() < until
-        assert threading.active_count() <= num_threads + 2
-        for stranger in list(strangers):
-            try:
-                stranger.send(b"x")
-            except OSError:
-                strangers.remove(stranger)
-                stranger.close()
-        time.sleep(0.1)
-    assert judge(GOOD_SUM, SUM, sandbox=f"tcp://127.0.0.1:{service.port}") == CORRECT
+    monkeypatch.setattr(server, "_read_greeting", counted)
+    with server_in_this_process() as (served, sandbox):
+        address = ("127.0.0.1", served.port)
+        with socket.create_connection(address) as stranger:
+            stranger.settimeout(HANG_S)
+            assert stranger.recv(1) == b""  # there was no thread for it
+        with monkeypatch.context() as patch:
+            patch.setattr(server, "GREETING_TIMEOUT_S", 0.3)
+            strangers = [socket.create_connection(address) for _ in range(6)]
+
+            def all_are_sent_away() -> bool:
+                """Each sends a little now and then, which saves none."""
+                for stranger in list(strangers):
+                    try:
+                        stranger.send(b"x")
+                    except OSError:
+                        strangers.remove(stranger)
+                        stranger.close()
+                return not strangers
+
+            wait_until(all_are_sent_away, "the end of the strangers")
+            wait_until(lambda: not at_a_time, "the end of their threads")
+        assert len(most) == 6
+        assert max(most) == 2
+        assert judge(GOOD_SUM, SUM, sandbox=sandbox) == CORRECT
 
 
-def test_a_client_that_pauses_costs_its_program_no_time(service):
-    with start_sandbox(Limits(total_s=2), sandbox=service, python="") as box:
+def test_a_client_that_pauses_costs_its_program_no_time(secret, clock):
+    with (
+        server_in_this_process() as (_, sandbox),
+        start_sandbox(Limits(total_s=100), sandbox=sandbox, python="") as box,
+    ):
         box.send({"program": "print(7)", "prelude": ""})
-        for _ in range(2):
+        for _ in range(3):
             assert box.ask({"stdin": ""}) == {"stdout": "7\n", "failure": ""}
-            time.sleep(2.5)
-        assert box.ask({"stdin": ""}) == {"stdout": "7\n", "failure": ""}
+            clock.now += 1000
 
 
 def test_who_has_another_secret_is_refused(service, tmp_path, monkeypatch):
@@ -170,13 +194,13 @@ def test_who_has_another_secret_is_refused(service, tmp_path, monkeypatch):
     verdict = judge(GOOD_SUM, SUM, sandbox=service)
     assert verdict.outcome is Outcome.UNKNOWN
     assert "the secret is another than this service's" in verdict.reason
-    with pytest.raises(ConfigError, match="the secret is another"):
+    with pytest.raises(ConfigError, match="secret"):
         check_sandbox(sandbox=service, python="", limits=Limits())
 
 
 def test_a_secret_has_to_be_there_and_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(SandboxError, match=r"No such file.*copy the file"):
+    with pytest.raises(SandboxError, match=r"No such file"):
         client.read_secret()
     client.make_secret()
     secret = client.read_secret()
@@ -185,11 +209,11 @@ def test_a_secret_has_to_be_there_and_secret(tmp_path, monkeypatch):
     assert len(secret) == 64
     path = Path(client.SECRET_PATH).expanduser()
     path.chmod(0o640)
-    with pytest.raises(SandboxError, match=r"mode 640.*chmod 600"):
+    with pytest.raises(SandboxError, match=r"640.*chmod 600"):
         client.read_secret()
     path.chmod(0o600)
     path.write_text("\n")
-    with pytest.raises(SandboxError, match="is empty"):
+    with pytest.raises(SandboxError, match="empty"):
         client.read_secret()
 
 
@@ -198,7 +222,7 @@ def test_whoever_talks_nonsense_is_sent_away_and_takes_no_place(service):
     silent = socket.create_connection((host, int(port)))
     for line in (b"\n", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000):
         with socket.create_connection((host, int(port))) as stranger:
-            stranger.settimeout(60)
+            stranger.settimeout(HANG_S)
             stranger.sendall(line)
             answer = b"".join(iter(lambda: stranger.recv(4096), b""))
             assert answer.splitlines()[1:] == [b"sthe secret is another than this service's"]
@@ -206,12 +230,24 @@ def test_whoever_talks_nonsense_is_sent_away_and_takes_no_place(service):
     silent.close()
 
 
-def test_a_queue_costs_a_program_none_of_its_time(service):
-    other = sleeping(service, seconds=3)
-    start = time.monotonic()
-    assert judge(GOOD_SUM, SUM, sandbox=service, wall_s=2, total_s=2) == CORRECT
-    assert time.monotonic() - start > 2
-    other.join()
+def test_a_queue_costs_a_program_none_of_its_time(secret, clock, monkeypatch):
+    with server_in_this_process() as (served, sandbox), ThreadPoolExecutor(1) as pool:
+        submit, queued = served._places.submit, threading.Event()
+
+        def noted(serve: functools.partial[None]) -> Future[None]:
+            future = submit(serve)
+            queued.set()
+            return future
+
+        with start_sandbox(Limits(**PATIENT), sandbox=sandbox, python="") as box:
+            box.send({"program": "print(7)", "prelude": ""})  # it has the place when this returns
+            monkeypatch.setattr(served._places, "submit", noted)
+            verdict = pool.submit(judge, GOOD_SUM, SUM, sandbox=sandbox)
+            assert queued.wait(HANG_S)
+            clock.now += 1000
+            assert box.ask({"stdin": ""}) == {"stdout": "7\n", "failure": ""}
+            assert not verdict.done()
+        assert verdict.result(timeout=HANG_S) == CORRECT
 
 
 def test_one_place_is_enough_for_programs_that_need_two_sandboxes(service):
@@ -221,75 +257,67 @@ def test_one_place_is_enough_for_programs_that_need_two_sandboxes(service):
 
 
 def test_the_place_of_a_client_that_has_gone_is_free_again(service):
-    limits = Limits(wall_s=300, total_s=300, disk_mib=59)
+    limits = Limits(wall_s=600, total_s=600, disk_mib=59)
     with start_sandbox(limits, sandbox=service, python="") as box:
-        box.send({"program": "import time\ntime.sleep(299)", "prelude": ""})
+        box.send({"program": "import time\ntime.sleep(3600)", "prelude": ""})
         box.send({"stdin": ""})
         box._send(client.READ + b"\n")  # so that the server waits for the program
         assert processes_with(str(59 * 2**20))
-    start = time.monotonic()
     assert judge(GOOD_SUM, SUM, sandbox=service) == CORRECT
-    assert time.monotonic() - start < 60
     assert not processes_with(str(59 * 2**20))
 
 
 def test_a_sandbox_that_dies_over_there_says_nothing_about_the_program(service):
     limits = Limits(disk_mib=58)
     with start_sandbox(limits, sandbox=service, python="") as box:
-        box.send({"program": "import time\ntime.sleep(99)", "prelude": ""})
-        for process in processes_with(str(58 * 2**20)):
-            os.kill(process, signal.SIGKILL)
-        with pytest.raises(SandboxError, match=r"service at 127.*ended with code -9"):
+        box.send({"program": "import time\ntime.sleep(3600)", "prelude": ""})
+        for pid in processes_with(str(58 * 2**20)):
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(SandboxError, match=r"127\.0\.0\.1.*-9"):
             box.ask({"stdin": ""})
 
 
 def test_a_server_that_is_killed_or_falls_silent_leaves_programs_unknown(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(client, "START_TIMEOUT_S", 0.5)  # what a silent service gets beside wall_s
-    limits = {"wall_s": 1, "total_s": 60}
+    monkeypatch.setattr(client, "START_TIMEOUT_S", 0.2)  # what a silent service gets beside wall_s
+    limits = {"wall_s": 1, "total_s": 600}
     with running_server(tmp_path, num_programs=2) as (running, sandbox):
         with ThreadPoolExecutor(1) as pool:
             running.send_signal(signal.SIGSTOP)
             with monkeypatch.context() as patch:
-                patch.setattr(client, "CONNECT_TIMEOUT_S", 0.5)
+                patch.setattr(client, "CONNECT_TIMEOUT_S", 0.2)
                 silent = judge(GOOD_SUM, SUM, sandbox=sandbox, **limits)
             running.send_signal(signal.SIGCONT)
             assert silent.outcome is Outcome.UNKNOWN
-            assert "was lost: timed out" in silent.reason
+            assert "timed out" in silent.reason
 
             with start_sandbox(Limits(**limits), sandbox=sandbox, python="") as box:
                 box.send({"program": "print(7)", "prelude": ""})
                 running.send_signal(signal.SIGSTOP)
-                with pytest.raises(SandboxError, match="was lost: timed out"):
+                with pytest.raises(SandboxError, match="timed out"):
                     box.ask({"stdin": ""})
                 running.send_signal(signal.SIGCONT)
 
-            sleep = "import time\ntime.sleep(99)"
-            sleeper = {"wall_s": 99, "total_s": 99, "disk_mib": 57}
+            sleep = "import time\ntime.sleep(3600)"
+            sleeper = {"wall_s": 600, "total_s": 600, "disk_mib": 57}
             verdict = pool.submit(judge, sleep, SUM, sandbox=sandbox, **sleeper)
-            until = time.monotonic() + 60
-            while not processes_with(str(57 * 2**20)):
-                assert time.monotonic() < until
-                time.sleep(0.02)
+            wait_until(lambda: processes_with(str(57 * 2**20)), "a program")
             running.kill()
-            killed = verdict.result(timeout=60)
+            killed = verdict.result(timeout=HANG_S)
             assert killed.outcome is Outcome.UNKNOWN
             assert "was lost" in killed.reason
-            assert time.monotonic() < until
-        while processes_with(str(57 * 2**20)):
-            assert time.monotonic() < until, "processes are left behind"
-            time.sleep(0.02)
+        wait_until(lambda: not processes_with(str(57 * 2**20)), "the end of the program")
         refused = judge(GOOD_SUM, SUM, sandbox=sandbox)
         assert refused.outcome is Outcome.UNKNOWN
         # The kernel may still take a connection for a process that it is ending, and reset it.
         gone = "cannot be reached|was lost"
         assert re.search(gone, refused.reason)
-        with pytest.raises(ConfigError, match=rf"isolated there: .* ({gone})"):
+        with pytest.raises(ConfigError, match=gone):
             check_sandbox(sandbox=sandbox, python="", limits=Limits())
 
 
 def test_a_late_program_is_wrong_through_the_service_too(service):
     with start_sandbox(Limits(wall_s=1), sandbox=service, python="") as box:
-        box.send({"program": "import time\ntime.sleep(9)", "prelude": ""})
-        with pytest.raises(ProgramError, match="took longer than 1 s"):
+        box.send({"program": "import time\ntime.sleep(3600)", "prelude": ""})
+        with pytest.raises(ProgramError, match="longer than 1 s"):
             box.ask({"stdin": ""})

@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from gapo_megatron.launch import node_checks
 from gapo_megatron.launch.node_checks import (
@@ -27,13 +29,14 @@ from gapo_megatron.launch.node_checks import (
     visible_gpus,
 )
 from gapo_megatron.launch.preflight import Preflight
+from tests.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[1]
 # Addresses of the loopback: names that resolve, in the order of their names.
 A, B, C = NODES = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
-TIMEOUT_S = 120.0
-"""A third must suffice to import torch three times on two busy cores."""
-NO_WAIT_S = 900.0
+TIMEOUT_S = 180.0
+"""A third, which is waited in vain, must suffice to import torch three times on two busy cores."""
+NO_WAIT_S = 3600.0
 """Where nobody is waited for in vain."""
 
 # What nvidia-smi prints: --format=csv,noheader,nounits of node_checks._GPU_FIELDS.
@@ -51,7 +54,8 @@ class Nodes:
 
     folder: Path
     num_nodes: int
-    timeout_s: float = TIMEOUT_S
+    timeout_s: float = NO_WAIT_S
+    began: float = field(default_factory=time.time)
     tasks: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
     @property
@@ -76,7 +80,7 @@ class Nodes:
 
     def end(self) -> dict[str, str]:
         """Wait for all; what each printed."""
-        said = {node: task.communicate(timeout=600)[0] for node, task in self.tasks.items()}
+        said = {node: task.communicate(timeout=HANG_S)[0] for node, task in self.tasks.items()}
         assert {task.returncode for task in self.tasks.values()} <= {0, -9}, said
         return said
 
@@ -89,7 +93,7 @@ class Nodes:
         assert set(verdict) == {"node", "ok", "checks", "unix_s"}
         assert verdict["node"] == node
         assert verdict["ok"] == all(check["ok"] for check in verdict["checks"])
-        assert abs(verdict["unix_s"] - time.time()) < 300
+        assert self.began <= verdict["unix_s"] <= time.time()
         return {check["name"]: check["detail"] for check in verdict["checks"] if not check["ok"]}
 
     def link(self, node: str) -> str:
@@ -105,13 +109,6 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     for task in running.tasks.values():
         task.kill()
         task.wait()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def without_network() -> tuple[str, ...]:
@@ -135,7 +132,6 @@ def stand_in(folder: Path, script: str) -> str:
 
 
 def test_a_node_that_lacks_a_gpu_stays_out_of_the_all_reduce(nodes: Nodes) -> None:
-    nodes.timeout_s = NO_WAIT_S
     for count in (7, 8):
         (nodes.folder / f"smi_{count}").write_text(gpu_lines(count))
     shows = f"[ $SLURMD_NODENAME = {B} ] && n=7 || n=8; cat {nodes.folder}/smi_$n"
@@ -153,13 +149,13 @@ def test_a_node_that_lacks_a_gpu_stays_out_of_the_all_reduce(nodes: Nodes) -> No
 
 @pytest.mark.system
 def test_a_node_that_never_starts_is_not_waited_for_and_comes_too_late(nodes: Nodes) -> None:
-    start = time.monotonic()
+    nodes.timeout_s = TIMEOUT_S
     nodes.start(A)
     nodes.start(C)
     nodes.end()
     assert nodes.good() == [A, C]
     assert "over 2 of 3 nodes" in nodes.link(A)
-    assert time.monotonic() - start < 2 * TIMEOUT_S / 3
+    assert not (nodes.check / ".members_1").exists()  # the first all_reduce was enough
     nodes.start(B)
     nodes.end()
     assert nodes.good() == [A, C]
@@ -168,9 +164,10 @@ def test_a_node_that_never_starts_is_not_waited_for_and_comes_too_late(nodes: No
 
 @pytest.mark.system
 def test_the_others_go_on_without_a_node_that_died_after_its_verdict(nodes: Nodes) -> None:
+    nodes.timeout_s = TIMEOUT_S
     # The first of the list, which would open the port.
     nodes.start(A)
-    until((nodes.check / f"{A}.json").exists)
+    wait_until((nodes.check / f"{A}.json").exists, "its verdict")
     nodes.tasks[A].kill()
     nodes.tasks[A].wait()
     nodes.start(B)
@@ -184,6 +181,7 @@ def test_the_others_go_on_without_a_node_that_died_after_its_verdict(nodes: Node
 
 @pytest.mark.system
 def test_a_node_without_network_is_the_only_bad_one(nodes: Nodes) -> None:
+    nodes.timeout_s = TIMEOUT_S
     nodes.start(A)
     nodes.start(B, prefix=without_network())
     nodes.start(C)
@@ -224,13 +222,16 @@ def test_a_process_that_dies_is_the_nodes_own_fault(nodes: Nodes) -> None:
 
 
 def test_a_crash_among_others_is_the_nodes_own_fault_too(nodes: Nodes) -> None:
-    nodes.num_nodes, nodes.timeout_s = 2, NO_WAIT_S
+    nodes.num_nodes = 2
     nodes.start(B)
-    until((nodes.check / f"{B}.json").exists)
+    wait_until((nodes.check / f"{B}.json").exists, "its verdict")
     nodes.tasks[B].kill()
     nodes.start(A)
-    until((nodes.check / ".port_0").exists)
-    time.sleep(2)  # it waits for B now
+    wait_until((nodes.check / ".port_0").exists, "the port")
+    store = dist.TCPStore(
+        A, int((nodes.check / ".port_0").read_text()), timeout=timedelta(seconds=HANG_S)
+    )
+    store.wait([f"met_{A}"])  # it waits for B now
     pid = nodes.tasks[A].pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     (child,) = [c for c in children if "spawn_main" in Path(f"/proc/{c}/cmdline").read_text()]
@@ -242,15 +243,18 @@ def test_a_crash_among_others_is_the_nodes_own_fault_too(nodes: Nodes) -> None:
 
 
 def test_a_process_that_hangs_is_ended(nodes: Nodes) -> None:
-    (nodes.folder / "torch.py").write_text("import time; time.sleep(600)\n")
-    nodes.num_nodes, nodes.timeout_s = 1, 30.0
+    (nodes.folder / "torch.py").write_text("import time; time.sleep(3600)\n")
+    nodes.num_nodes, nodes.timeout_s = 1, 6.0
     nodes.start(A, PYTHONPATH=str(nodes.folder))
     nodes.end()
-    assert nodes.verdict(A) == {"link": "stopped after 10 s while importing torch"}
+    # A busy machine may need that for the interpreter alone.
+    why = "stopped after 2 s while (importing torch|starting python)"
+    assert re.fullmatch(why, nodes.verdict(A)["link"])
 
 
+@pytest.mark.system
 def test_the_first_node_is_unfit_when_it_does_not_reach_itself(nodes: Nodes) -> None:
-    nodes.num_nodes, nodes.timeout_s = 1, 60.0
+    nodes.num_nodes, nodes.timeout_s = 1, TIMEOUT_S
     nodes.start(A, prefix=without_network())
     nodes.end()
     assert re.search(f"(cannot reach|connecting to) {A}", nodes.verdict(A)["link"])
@@ -304,12 +308,12 @@ def test_it_starts_without_anything_heavy() -> None:
 def test_who_tries_again(tmp_path: Path, ended: dict[str, str], again: list[str]) -> None:
     for node, outcome in ended.items():
         (tmp_path / f".ended_{node}").write_text(outcome)
-    task = Preflight(A, tmp_path, num_nodes=3, third_s=1.0)
+    task = Preflight(A, tmp_path, num_nodes=3, third_s=600.0)
     assert task._remaining(NODES, time.monotonic()) == again
 
 
 def test_the_first_proposal_counts_for_all(tmp_path: Path) -> None:
-    first, second = (Preflight(node, tmp_path, num_nodes=3, third_s=1.0) for node in (A, B))
+    first, second = (Preflight(node, tmp_path, num_nodes=3, third_s=600.0) for node in (A, B))
     assert second._agree(0, [B, C]) == [B, C]
     assert first._agree(0, NODES) == [B, C]
 
@@ -356,7 +360,7 @@ def test_a_gpu_off_its_bus_makes_the_node_bad(
 def test_an_nvidia_smi_that_hangs_makes_the_node_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", stand_in(tmp_path, "exec sleep 600"))
+    monkeypatch.setenv("PATH", stand_in(tmp_path, "exec sleep infinity"))
     monkeypatch.setattr(node_checks, "_COMMAND_TIMEOUT_S", 0.2)
     (check,) = check_gpus({"SLURM_GPUS_ON_NODE": "8"})
     assert not check.ok

@@ -65,7 +65,7 @@ def test_score_judges_every_rollout_by_its_text(tokenizer):
 def test_score_says_how_many_are_unknown_and_why(tokenizer, caplog):
     rollouts = [[_rollout(tokenizer, text) for text in ("1", "2", "1")]]
     # To this verifier "1" is unknown and everything else correct.
-    with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=60) as pool:
+    with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=600) as pool:
         [verdicts] = rewards.score(pool, [Prompt("a", (1,), "")], rollouts, tokenizer=tokenizer)
     assert [verdict.outcome for verdict in verdicts] == ["unknown", "correct", "unknown"]
     (message,) = caplog.messages
@@ -87,10 +87,10 @@ def test_ranks_end_judging_together_or_break_off_together(tokenizer, others, kep
         return [*ours, others[len(asked) - 1]]
 
     def should_abandon(elapsed_s: float) -> bool:
-        assert 0 <= elapsed_s < 600
+        assert elapsed_s >= 0
         return False
 
-    with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=60) as pool:
+    with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=600) as pool:
         verdicts = rewards.score(
             pool,
             [Prompt("a", (1,), "")],

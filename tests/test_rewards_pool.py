@@ -8,24 +8,36 @@ import select
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gapo_megatron.errors import RewardError
 from gapo_megatron.rewards import Pool
+from gapo_megatron.rewards import pool as module
 from gapo_megatron.types import Outcome
+from tests.waiting import HANG_S, wait_until
 
 OBEDIENT = "tests.reward_setup"
+PATIENCE_S = 600
+"""Only what never ends takes longer, on a busy machine too."""
 
 
 @pytest.fixture(scope="module")
 def pool():
-    # Long enough that only what never ends takes longer, on a busy machine too.
-    with Pool(OBEDIENT, num_workers=2, timeout_s=60) as pool:
+    with Pool(OBEDIENT, num_workers=2, timeout_s=PATIENCE_S) as pool:
         pool.wait_until_ready()
         yield pool
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """The pool's: time passes only where a test sets `now`."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
 
 
 def _pids(pool: Pool) -> set[int]:
@@ -40,12 +52,8 @@ def _exists(pid: int) -> bool:
     return state != "Z"
 
 
-def _wait_for_end(pids: set[int]) -> set[int]:
-    """Those that are still there after a while."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and any(map(_exists, pids)):
-        time.sleep(0.05)
-    return set(filter(_exists, pids))
+def _wait_for_end(pids: set[int]) -> None:
+    wait_until(lambda: not any(map(_exists, pids)), f"the end of {pids}")
 
 
 def test_verdicts_come_in_order_whoever_finishes_first(pool):
@@ -69,7 +77,7 @@ def test_responses_of_any_size_and_any_text_arrive_whole(pool):
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        ("hang", "took longer than 5 s"),
+        ("hang", "took longer than 0.5 s"),
         ("exit", "the verifier crashed (exit code 3)"),
         ("kill", "the verifier crashed (SIGKILL)"),  # as the kernel does when memory runs out
         ("segfault", "the verifier crashed (SIGSEGV)"),
@@ -78,8 +86,12 @@ def test_responses_of_any_size_and_any_text_arrive_whole(pool):
     ],
 )
 def test_a_worker_that_fails_is_replaced_and_its_item_unknown(pool, command, reason, monkeypatch):
-    if command == "hang":
-        monkeypatch.setattr(pool, "timeout_s", 5)
+    take = module._Worker.take
+
+    def impatient(worker, index, item, *, timeout_s):
+        take(worker, index, item, timeout_s=0.5 if item[0] == "hang" else timeout_s)
+
+    monkeypatch.setattr(module._Worker, "take", impatient)
     before = _pids(pool)
     # The failure among others, on both sides of it, all of which must be judged as ever.
     items = [(f"echo {number}", "") for number in range(20)]
@@ -89,10 +101,10 @@ def test_a_worker_that_fails_is_replaced_and_its_item_unknown(pool, command, rea
     others = [verdict.reason for index, verdict in enumerate(verdicts) if index != 7]
     assert others == [f"{index} for " for index in range(20) if index != 7]
     assert len(before - _pids(pool)) == 1
-    assert not _wait_for_end(before - _pids(pool))
+    _wait_for_end(before - _pids(pool))
     # The one in its place works.
     pool.wait_until_ready()
-    served = {verdict.reason for verdict in pool.judge([("sleep 0.2", ""), ("pid", "")] * 10)}
+    served = {verdict.reason for verdict in pool.judge([("sleep 0.05", ""), ("pid", "")] * 10)}
     assert served - {""} <= {str(pid) for pid in _pids(pool)}
 
 
@@ -113,7 +125,7 @@ def test_an_error_is_unknown_and_the_worker_stays(pool, command, reason):
 
 
 def test_what_a_verifier_prints_is_neither_a_verdict_nor_seen(capfd):
-    with Pool(OBEDIENT, num_workers=1, timeout_s=60) as pool:
+    with Pool(OBEDIENT, num_workers=1, timeout_s=PATIENCE_S) as pool:
         assert pool.judge([("print", ""), ("echo", "")])[1].reason == " for "
     assert capfd.readouterr() == ("", "")
 
@@ -130,7 +142,7 @@ def test_a_long_reason_is_cut(pool):
 
 
 def test_options_reach_the_verifier():
-    with Pool(OBEDIENT, num_workers=1, timeout_s=60, options={"suffix": "!"}) as pool:
+    with Pool(OBEDIENT, num_workers=1, timeout_s=PATIENCE_S, options={"suffix": "!"}) as pool:
         assert pool.judge([("echo a", "b")])[0].reason == "a for b!"
 
 
@@ -138,25 +150,45 @@ def test_workers_start_without_torch(pool):
     assert pool.judge([("torch", "")])[0].reason == "False"
 
 
-def test_waiting_for_a_worker_does_not_count_as_judging():
-    with Pool(OBEDIENT, num_workers=1, timeout_s=3) as pool:
-        # Nothing is ready yet, and the last has waited for 4 s: longer than any of them may take.
-        verdicts = pool.judge([("sleep 0.5", "")] * 9)
+def test_waiting_for_a_worker_does_not_count_as_judging(clock, monkeypatch):
+    rest = module._Worker.rest
+
+    def late(worker):
+        rest(worker)
+        clock.now += 100
+
+    monkeypatch.setattr(module._Worker, "rest", late)
+    with Pool(OBEDIENT, num_workers=1, timeout_s=150) as pool:
+        # Nothing is ready yet, and the last has waited for 300 s: longer than any of them may take.
+        verdicts = pool.judge([("sleep 0", "")] * 3)
     assert {verdict.outcome for verdict in verdicts} == {Outcome.CORRECT}
+    assert clock.now == 400
+
+
+def test_an_item_is_late_when_its_time_is_over_and_no_sooner(clock, tmp_path):
+    with Pool(OBEDIENT, num_workers=1, timeout_s=150) as pool:
+        pool.wait_until_ready()
+        [worker] = pool._workers
+        worker.take(pool._next_index, (f"await {tmp_path}/go", ""), timeout_s=pool.timeout_s)
+        clock.now += 150
+        assert pool._settle() == {}
+        clock.now += 0.1
+        [verdict] = pool._settle().values()
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNKNOWN, "took longer than 150 s")
 
 
 def test_a_worker_killed_between_two_batches_is_replaced_and_no_item_lost():
-    with Pool(OBEDIENT, num_workers=1, timeout_s=60) as pool:
+    with Pool(OBEDIENT, num_workers=1, timeout_s=PATIENCE_S) as pool:
         [before] = pool.judge([("pid", "")])
         os.kill(int(before.reason), signal.SIGKILL)
-        assert not _wait_for_end({int(before.reason)})
+        _wait_for_end({int(before.reason)})
         [after] = pool.judge([("pid", "")])
     assert after.outcome is Outcome.CORRECT
     assert after.reason != before.reason
 
 
 def test_a_worker_killed_in_its_start_is_replaced_too():
-    with Pool(OBEDIENT, num_workers=1, timeout_s=60) as pool:
+    with Pool(OBEDIENT, num_workers=1, timeout_s=PATIENCE_S) as pool:
         pool.wait_until_ready()
         for _ in range(3):
             os.kill(pool._workers[0].process.pid, signal.SIGKILL)
@@ -165,35 +197,44 @@ def test_a_worker_killed_in_its_start_is_replaced_too():
         assert pool.judge([("echo", "")])[0].outcome is Outcome.WRONG
 
 
-def test_it_is_asked_whether_to_go_on_while_it_judges_and_when_it_has(monkeypatch):
-    monkeypatch.setattr("gapo_megatron.rewards.pool.QUESTION_S", 0.1)
+@pytest.mark.parametrize(("question_s", "least"), [(0.01, 3), (PATIENCE_S, 0)])
+def test_it_is_asked_whether_to_go_on_while_it_judges_and_when_it_has(
+    monkeypatch, tmp_path, question_s, least
+):
+    monkeypatch.setattr(module, "QUESTION_S", question_s)
+    go = tmp_path / "go"
+    if not least:
+        go.touch()
     answers = iter([False, False, True])  # of the end: others are still judging
     questions = []
 
     def may_end(is_done: bool) -> bool:
         questions.append(is_done)
+        if questions.count(False) == least:
+            go.touch()
         return is_done and next(answers)
 
-    with Pool(OBEDIENT, num_workers=2, timeout_s=60) as pool:
+    with Pool(OBEDIENT, num_workers=2, timeout_s=PATIENCE_S) as pool:
         pool.wait_until_ready()
-        items = [("sleep 2", ""), ("1", ""), ("echo", "")]
-        start = time.monotonic()
+        items = [(f"await {go}", ""), ("1", ""), ("echo", "")]
         outcomes = [one.outcome for one in pool.judge(items, may_end=may_end)]
     assert outcomes == [Outcome.CORRECT, Outcome.UNKNOWN, Outcome.WRONG]
-    assert 3 <= questions.count(False) <= (time.monotonic() - start) / 0.1 + 1
+    assert questions.count(False) >= least
+    assert least or not questions.count(False)
     assert questions[-3:] == [True] * 3 and questions.count(True) == 3
 
 
-def test_what_was_broken_off_is_no_verdict_on_what_follows(monkeypatch):
-    monkeypatch.setattr("gapo_megatron.rewards.pool.QUESTION_S", 0.1)
+def test_what_was_broken_off_is_no_verdict_on_what_follows(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "QUESTION_S", 0.01)
 
     def stop(_: bool) -> bool:
         raise InterruptedError
 
-    with Pool(OBEDIENT, num_workers=1, timeout_s=60) as pool:
+    with Pool(OBEDIENT, num_workers=1, timeout_s=PATIENCE_S) as pool:
         pool.wait_until_ready()
         with pytest.raises(InterruptedError):
-            pool.judge([("sleep 0.5", "")], may_end=stop)
+            pool.judge([(f"await {tmp_path}/go", "")], may_end=stop)
+        (tmp_path / "go").touch()
         assert pool.judge([("echo new", "it")])[0].reason == "new for it"
 
 
@@ -207,29 +248,31 @@ def test_a_stopped_worker_is_given_up():
 @pytest.mark.parametrize("verifier", ["no_such_module", "json"])
 def test_a_verifier_that_cannot_start_is_an_error(verifier, capfd):
     with Pool(verifier, num_workers=2, timeout_s=1) as pool:
-        with pytest.raises(RewardError, match=rf"worker for {verifier} cannot start: .*code 1"):
+        with pytest.raises(RewardError, match=rf"{verifier}.*start.*code 1"):
             pool.wait_until_ready()
-        with pytest.raises(RewardError, match="cannot start"):
+        with pytest.raises(RewardError, match="start"):
             pool.judge([("echo", "")])
     assert "Error: " in capfd.readouterr().err  # the worker's own, for the user to see
 
 
-def test_a_worker_that_was_ready_in_time_is_not_late_because_nobody_listened(monkeypatch):
-    monkeypatch.setattr("gapo_megatron.rewards.pool.START_TIMEOUT_S", 1)
-    with Pool(OBEDIENT, num_workers=1, timeout_s=60) as pool:  # then the model is built ...
-        assert select.select([pool._workers[0].channel], [], [], 60)[0]
-        time.sleep(1.1)
+def test_a_worker_that_was_ready_in_time_is_not_late_because_nobody_listened(clock):
+    with Pool(OBEDIENT, num_workers=1, timeout_s=PATIENCE_S) as pool:  # then the model is built ...
+        assert select.select([pool._workers[0].channel], [], [], HANG_S)[0]
+        clock.now += 2 * module.START_TIMEOUT_S
         pool.wait_until_ready()
-    monkeypatch.setattr("gapo_megatron.rewards.pool.START_TIMEOUT_S", 0.001)
+
+
+def test_workers_that_are_never_ready_are_an_error(monkeypatch):
+    monkeypatch.setattr(module, "START_TIMEOUT_S", 0.001)
     with (
-        Pool(OBEDIENT, num_workers=1, timeout_s=60) as pool,
-        pytest.raises(RewardError, match=r"cannot start: took longer than 0\.001 s"),
+        Pool(OBEDIENT, num_workers=1, timeout_s=PATIENCE_S) as pool,
+        pytest.raises(RewardError, match=r"start.*0\.001 s"),
     ):
         pool.wait_until_ready()
 
 
 def test_closing_leaves_no_process():
-    with Pool(OBEDIENT, num_workers=2, timeout_s=60) as pool:
+    with Pool(OBEDIENT, num_workers=2, timeout_s=PATIENCE_S) as pool:
         pool.wait_until_ready()
         pids = _pids(pool)
         assert all(map(_exists, pids))
@@ -241,16 +284,18 @@ def test_closing_leaves_no_process():
 TRAINER = """
 import sys
 from gapo_megatron.rewards import Pool
-idle, hanging = (Pool("tests.reward_setup", num_workers=1, timeout_s=600) for _ in range(2))
+idle, hanging = (Pool("tests.reward_setup", num_workers=1, timeout_s=3600) for _ in range(2))
 idle.wait_until_ready(); hanging.wait_until_ready()
-starting = Pool("tests.reward_setup", num_workers=1, timeout_s=600)
+starting = Pool("tests.reward_setup", num_workers=1, timeout_s=3600)
 print(*(p._workers[0].process.pid for p in (idle, hanging, starting)), flush=True)
 hanging.judge([("hang", "")])
 """
 
 
-def _start_trainer() -> tuple[subprocess.Popen, set[int]]:
-    trainer = subprocess.Popen(
+@pytest.fixture
+def trainer() -> Iterator[tuple[subprocess.Popen, list[int]]]:
+    """It, and its three workers."""
+    process = subprocess.Popen(
         [sys.executable, "-c", TRAINER],
         cwd=Path(__file__).parents[1],
         stdout=subprocess.PIPE,
@@ -258,28 +303,42 @@ def _start_trainer() -> tuple[subprocess.Popen, set[int]]:
         text=True,
         start_new_session=True,
     )
-    return trainer, {int(pid) for pid in trainer.stdout.readline().split()}
+    idle, hanging, starting = map(int, process.stdout.readline().split())
+    yield process, [idle, hanging, starting]
+    process.kill()
+    process.wait()
 
 
-def test_workers_end_with_a_trainer_that_is_killed():
-    trainer, pids = _start_trainer()
-    assert len(pids) == 3
-    trainer.kill()
-    _, errors = trainer.communicate(timeout=60)
-    assert not _wait_for_end(pids)
+def _signals(pid: int, field: str) -> set[int]:
+    """Those of a mask of /proc/PID/status: SigBlk, SigCgt, ..."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(re.search(rf"^{field}:\s*(\w+)", status, re.MULTILINE)[1], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
+def test_workers_end_with_a_trainer_that_is_killed(trainer):
+    process, pids = trainer
+    process.kill()
+    _, errors = process.communicate(timeout=HANG_S)
+    _wait_for_end(set(pids))
     assert errors == ""
 
 
-def test_signals_to_the_whole_job_are_the_trainers_alone():
-    trainer, pids = _start_trainer()
+def test_signals_to_the_whole_job_are_the_trainers_alone(trainer):
+    process, pids = trainer
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
     for pid in pids:  # Slurm signals every process of the job, wherever it is
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        for number in numbers:
             os.kill(pid, number)
-    time.sleep(1)  # the time to die in
+    # The last of them begins with the signals blocked. Those that are pending would end it now.
+    wait_until(
+        lambda: all(numbers <= _signals(pid, "SigCgt") - _signals(pid, "SigBlk") for pid in pids),
+        "the workers' handlers",
+    )
     assert all(map(_exists, pids))
-    os.killpg(trainer.pid, signal.SIGINT)  # Ctrl-C
-    _, errors = trainer.communicate(timeout=60)
-    assert not _wait_for_end(pids)
+    os.killpg(process.pid, signal.SIGINT)  # Ctrl-C
+    _, errors = process.communicate(timeout=HANG_S)
+    _wait_for_end(set(pids))
     # One traceback, the trainer's own.
     assert len(re.findall("Traceback", errors)) == 1
     assert errors.strip().endswith("KeyboardInterrupt")

@@ -7,7 +7,7 @@ STEPS          how many steps make the run finished, of 0.1 s each (default 3)
 BAD_NODES      nodes whose check says nothing
 PREPARE_EXIT   exit code of prepare
 SHOW           variables that the ranks print
-SLOW           the program that takes 8 s: prepare or preflight
+SLOW           the program that waits for RUN_DIR.go, from RUN_DIR.waits on: prepare or preflight
 """
 
 import os
@@ -78,7 +78,7 @@ def train() -> None:
     if action == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if action == "parent":  # as vLLM may be, of processes that outlive it
-        child = subprocess.Popen(["sleep", "600"])
+        child = subprocess.Popen(["sleep", "infinity"])
         (attempt / f"child_{rank}").write_text(str(child.pid))
     (attempt / f"ready_{rank}").touch()
     if rank == size - 1:
@@ -121,7 +121,11 @@ def main() -> None:
     if module == "gapo_megatron.train":
         train()
     name = module.rpartition(".")[2]
-    time.sleep(8 if os.environ.get("SLOW") == name else 0)
+    if os.environ.get("SLOW") == name:
+        run_dir = Path(os.environ["RUN_DIR"])
+        run_dir.with_suffix(".waits").touch()
+        while not run_dir.with_suffix(".go").exists():
+            time.sleep(0.02)
     program = {
         "prepare": prepare,
         "preflight": preflight,

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import HANG_S
+
 ROOT = Path(__file__).parents[1]
 SUBMIT = [sys.executable, str(ROOT / "tools" / "submit.py")]
 
@@ -107,5 +109,5 @@ def submit(folder: Path, *arguments: str, **changes: str) -> subprocess.Complete
         env=environment(folder, **changes),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )

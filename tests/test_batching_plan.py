@@ -195,10 +195,16 @@ def test_ranks_finish_together(ranks, longest, imbalance):
         assert len(minibatch.microbatches[0]) <= needed + max(1, needed // 7)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("ranks", [1, 1024])
 def test_a_large_cluster_does_not_wait_for_its_plan(ranks):
+    """0.5 s for 1,024 ranks, 1.8 s for one, which sorts as many numbers fifty times meanwhile."""
     lengths, advantages = realistic(65_536, longest=26_624)
-    start = time.perf_counter()
+    start = time.process_time()
+    for _ in range(10):
+        sorted(lengths.tolist())
+    sorting_s = (time.process_time() - start) / 10
+    start = time.process_time()
     plan(
         lengths,
         advantages,
@@ -206,8 +212,7 @@ def test_a_large_cluster_does_not_wait_for_its_plan(ranks):
         max_tokens_per_microbatch=32_768,
         data_parallel_size=ranks,
     )
-    # Measured 0.5 s (1,024 ranks) and 1.8 s (one) on one core; a step of that size takes minutes.
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 1000 * sorting_s
 
 
 def table_batch(pairs, seed):

@@ -244,8 +244,8 @@ READS = "a, b = map(int, input().split())\n"
         ("import threading as t\nx = lambda: print(sum(map(int, input().split())))\n"
          "t.stack_size(2**26)\nt.Thread(target=x).start()", SUM, None),
         ("import multiprocessing, subprocess, asyncio\n" + READS + "print(a + b)", SUM, None),
-        ("import signal\n" + READS + "def ring(*_): print(a + b); exit()\n"
-         "signal.signal(signal.SIGALRM, ring)\nsignal.setitimer(0, 0.1)\nsignal.pause()", SUM, None),
+        ("from signal import *\n" + READS + "def ring(*_): print(a + b); exit()\n"
+         "signal(SIGALRM, ring)\nsetitimer(ITIMER_REAL, 0.1)\npause()", SUM, None),
         (READS + "def f(n): return n and 1 + f(n - 1)\nprint(a + b + f(9000) - 9000)", SUM, None),
         (READS + "open('x', 'w').write(str(a + b))\nprint(open('/tmp/x').read())", SUM, None),
         ("print('ü')\n1/0", SUM, "ZeroDivisionError"),

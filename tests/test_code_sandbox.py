@@ -54,7 +54,6 @@ def test_verdicts_without_a_sandbox_are_unknown(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     verdict = judge(READS + "print(a + b)", SUM)
     assert verdict.outcome is Outcome.UNKNOWN
-    assert "the sandbox cannot start" in verdict.reason
     assert "bwrap" in verdict.reason
 
 

@@ -193,7 +193,7 @@ def test_who_has_another_secret_is_refused(service, tmp_path, monkeypatch):
     client.make_secret()
     verdict = judge(GOOD_SUM, SUM, sandbox=service)
     assert verdict.outcome is Outcome.UNKNOWN
-    assert "the secret is another than this service's" in verdict.reason
+    assert "secret" in verdict.reason
     with pytest.raises(ConfigError, match="secret"):
         check_sandbox(sandbox=service, python="", limits=Limits())
 
@@ -225,7 +225,9 @@ def test_whoever_talks_nonsense_is_sent_away_and_takes_no_place(service):
             stranger.settimeout(HANG_S)
             stranger.sendall(line)
             answer = b"".join(iter(lambda: stranger.recv(4096), b""))
-            assert answer.splitlines()[1:] == [b"sthe secret is another than this service's"]
+            _, refusal = answer.splitlines()
+            assert refusal.startswith(b"s")
+            assert b"secret" in refusal
     assert judge(GOOD_SUM, SUM, sandbox=service) == CORRECT
     silent.close()
 

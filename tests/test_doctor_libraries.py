@@ -24,6 +24,7 @@ from gapo_megatron.doctor.libraries import (
 from gapo_megatron.launch.node_checks import CommandError
 from tests.doctor_setup import install, install_nvidia_apex, install_web_apex, path_with
 from tests.messages import mentions
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
 CPU = {"version": "2.13.0+cpu", "cuda": None, "num_gpus": 0, "cudnn": None, "seconds": 1.0}
@@ -53,7 +54,7 @@ def look(site: Path, torch: dict[str, Any]) -> dict[str, Finding]:
     env = path_with(site)
     env["PYTHONPATH"] += f":{ROOT}"
     command = [sys.executable, "-c", LOOK, json.dumps(torch)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return {name: Finding(**one) for name, one in json.loads(done.stdout).items()}
 

@@ -26,6 +26,7 @@ from gapo_megatron.evaluate.statistics import stars
 from gapo_megatron.evaluate.table import Table, with_interval
 from gapo_megatron.evaluate.tables import powers_of_two, results_tables
 from tests.messages import mentions
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
 SIX = [name for name, benchmark in BENCHMARKS.items() if benchmark.in_average]
@@ -378,7 +379,7 @@ def test_the_tool_compares(tmp_path) -> None:
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=600,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     assert "gapo (published)  17.9/63.3" in done.stdout

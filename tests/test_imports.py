@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import HANG_S
+
 PACKAGE = Path(__file__).parents[1] / "gapo_megatron"
 PURE = ["objective", "rewards", "batching", "evaluate", "logprob", "convert"]
 
@@ -42,7 +44,7 @@ def test_importing_a_pure_room_loads_neither_megatron_nor_vllm() -> None:
         capture_output=True,
         text=True,
         cwd=PACKAGE.parent,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
 

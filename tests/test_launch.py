@@ -13,6 +13,7 @@ import torch
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.environment import seed_everything
 from gapo_megatron.launch.placement import Placement, first_host, read_placement, world_size
+from tests.waiting import HANG_S
 
 TORCHRUN = {
     "RANK": "3",
@@ -135,7 +136,7 @@ def run_program(body: str, **env: str) -> subprocess.CompletedProcess[str]:
         env=clean | env,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
 
 
@@ -144,7 +145,7 @@ def test_start_alone_brings_up_a_group_and_what_vllm_reads():
         """
         import os, torch, torch.distributed as dist
         from gapo_megatron.launch import environment
-        world = environment.start(60, cpu_kv_cache_gib=3)
+        world = environment.start(600, cpu_kv_cache_gib=3)
         dist.all_reduce(torch.ones(1, device=world.device))
         dist.new_group([0], backend="gloo").rank()
         print(world.rank, world.world_size, world.local_rank, dist.is_initialized())

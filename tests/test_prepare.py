@@ -13,6 +13,7 @@ from gapo_megatron.config import load_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.prepare import prepare
 from tests.messages import mentions
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -25,7 +26,7 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | env,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
 
 

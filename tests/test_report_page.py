@@ -16,6 +16,7 @@ from gapo_megatron.report import write_report
 from gapo_megatron.report.report import MAKERS, some
 from tests.needs import needs
 from tests.report_setup import write_run
+from tests.waiting import HANG_S
 from tools import report as report_tool
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +139,7 @@ def test_runs_without_a_folder_in_common_need_an_output(capsys):
 
 
 def test_nothing_is_imported_that_is_not_needed():
-    done = subprocess.run([*TOOL, "--help"], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([*TOOL, "--help"], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0
     program = (
         "import sys, gapo_megatron.report;"
@@ -176,7 +177,7 @@ def browse(page, folder, *options):
         *("--disable-background-networking", "--disable-component-update", "--no-first-run"),
         *(*options, f"--print-to-pdf={folder}/page.pdf", page.as_uri()),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     assert (folder / "page.pdf").read_bytes().startswith(b"%PDF")
     return done.stderr

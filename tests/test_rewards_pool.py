@@ -77,12 +77,12 @@ def test_responses_of_any_size_and_any_text_arrive_whole(pool):
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        ("hang", "took longer than 0.5 s"),
-        ("exit", "the verifier crashed (exit code 3)"),
-        ("kill", "the verifier crashed (SIGKILL)"),  # as the kernel does when memory runs out
-        ("segfault", "the verifier crashed (SIGSEGV)"),
-        ("flood", "the verifier sent more than 65536 bytes"),
-        ("babble", "the verifier sent something other than its verdict"),
+        ("hang", "0.5 s"),
+        ("exit", "exit code 3"),
+        ("kill", "SIGKILL"),  # as the kernel does when memory runs out
+        ("segfault", "SIGSEGV"),
+        ("flood", "65536 bytes"),
+        ("babble", "other than its verdict"),
     ],
 )
 def test_a_worker_that_fails_is_replaced_and_its_item_unknown(pool, command, reason, monkeypatch):
@@ -97,7 +97,8 @@ def test_a_worker_that_fails_is_replaced_and_its_item_unknown(pool, command, rea
     items = [(f"echo {number}", "") for number in range(20)]
     items[7] = (command, "")
     verdicts = pool.judge(items)
-    assert (verdicts[7].outcome, verdicts[7].reason) == (Outcome.UNKNOWN, reason)
+    assert verdicts[7].outcome is Outcome.UNKNOWN
+    assert reason in verdicts[7].reason
     others = [verdict.reason for index, verdict in enumerate(verdicts) if index != 7]
     assert others == [f"{index} for " for index in range(20) if index != 7]
     assert len(before - _pids(pool)) == 1
@@ -110,7 +111,7 @@ def test_a_worker_that_fails_is_replaced_and_its_item_unknown(pool, command, rea
 
 def test_every_worker_may_fail_at_once_and_again(pool):
     verdicts = pool.judge([("exit", "")] * 6 + [("echo last", "")])
-    assert {verdict.reason for verdict in verdicts[:6]} == {"the verifier crashed (exit code 3)"}
+    assert all("exit code 3" in verdict.reason for verdict in verdicts[:6])
     assert verdicts[6].reason == "last for "
 
 
@@ -134,7 +135,7 @@ def test_a_verdict_forged_for_another_item_does_not_count(pool):
     # Item 0 is judged by the other worker, or was; this one answers for it in vain.
     verdicts = pool.judge([("echo zero", ""), ("forge", "")])
     assert verdicts[0].reason == "zero for "
-    assert verdicts[1].reason == "the verifier sent something other than its verdict"
+    assert "other than its verdict" in verdicts[1].reason
 
 
 def test_a_long_reason_is_cut(pool):
@@ -174,7 +175,8 @@ def test_an_item_is_late_when_its_time_is_over_and_no_sooner(clock, tmp_path):
         assert pool._settle() == {}
         clock.now += 0.1
         [verdict] = pool._settle().values()
-    assert (verdict.outcome, verdict.reason) == (Outcome.UNKNOWN, "took longer than 150 s")
+    assert verdict.outcome is Outcome.UNKNOWN
+    assert "150 s" in verdict.reason
 
 
 def test_a_worker_killed_between_two_batches_is_replaced_and_no_item_lost():
@@ -242,7 +244,7 @@ def test_a_stopped_worker_is_given_up():
     with Pool(OBEDIENT, num_workers=1, timeout_s=1) as pool:
         pool.wait_until_ready()
         os.kill(pool._workers[0].process.pid, signal.SIGSTOP)
-        assert pool.judge([("echo", "")])[0].reason == "took longer than 1 s"
+        assert "1 s" in pool.judge([("echo", "")])[0].reason
 
 
 @pytest.mark.parametrize("verifier", ["no_such_module", "json"])

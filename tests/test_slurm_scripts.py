@@ -19,6 +19,7 @@ import pytest
 
 from gapo_megatron.config import load_config
 from gapo_megatron.counts import arithmetic
+from tests.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted([*ROOT.glob("slurm/*.sbatch"), *ROOT.glob("slurm/*.sh"), *ROOT.glob("tools/*.sh")])
@@ -74,7 +75,7 @@ def dry_run(path: Path, folder: Path, python: str) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -117,21 +118,25 @@ class Run:
             text=True,
         )
 
-    def wait_for(self, what: Callable[[], bool]) -> None:
-        end = time.monotonic() + 600
-        while not what():
-            assert self.process.poll() is None, self.end()
-            assert time.monotonic() < end, "nothing happened"
-            time.sleep(0.02)
+    def wait_for(self, happened: Callable[[], bool], what: str) -> None:
+        """Until it has happened, while the launcher runs."""
+
+        def asked() -> bool:
+            assert happened() or self.process.poll() is None, self.end()
+            return happened()
+
+        wait_until(asked, what)
 
     def wait_for_ranks(self) -> None:
         """Until the ranks of the first attempt are up."""
         logs = [self.folder / "attempts" / "latest" / f"rank_{rank}.log" for rank in (0, 1)]
-        self.wait_for(lambda: all(log.exists() and "rank" in log.read_text() for log in logs))
+        self.wait_for(
+            lambda: all(log.exists() and "rank" in log.read_text() for log in logs), "ranks"
+        )
 
     def end(self) -> tuple[int, str]:
         """Exit code and output."""
-        output, _ = self.process.communicate(timeout=600)
+        output, _ = self.process.communicate(timeout=HANG_S)
         return self.process.returncode, output
 
     @property
@@ -192,13 +197,6 @@ def test_a_run_ends_finished_and_stays_so(start: Start, run_dir: Path) -> None:
     assert again.attempts == [attempt]
 
 
-def seconds_undisturbed(start: Start, run_dir: Path) -> float:
-    """What a busy machine makes of two seconds."""
-    started = time.monotonic()
-    assert start(run_dir.with_name("undisturbed")).end()[0] == 0
-    return time.monotonic() - started
-
-
 @pytest.mark.parametrize(
     ("action", "message", "exit_code"),
     [("exit:7", "task 1: Exited with exit code 7", 7), ("kill", "task 1: Killed", 137)],
@@ -206,11 +204,8 @@ def seconds_undisturbed(start: Start, run_dir: Path) -> float:
 def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on(
     start: Start, run_dir: Path, action: str, message: str, exit_code: int
 ) -> None:
-    usual = seconds_undisturbed(start, run_dir)
     run = start(run_dir, ACTIONS=f"{action},train")
-    started = time.monotonic()
-    assert run.end()[0] == 0
-    assert time.monotonic() - started < max(10, 5 * usual)  # rank 0 sleeps for an hour
+    assert run.end()[0] == 0  # though rank 0 sleeps for an hour
     first, second = run.attempts
     assert (first / "launch.log").read_text() == f"{message}\ntask 0: Terminated\n"
     assert (second / "outcome").read_text() == "finished\n"
@@ -223,7 +218,7 @@ def test_failures_in_a_row_are_bounded(start: Start, run_dir: Path) -> None:
     run = start(run_dir, ACTIONS="exit:7")
     exit_code, output = run.end()
     assert exit_code == 7
-    assert "MAX_FAILURES in a row without a new checkpoint: giving up" in output
+    assert "MAX_FAILURES" in output
     assert len(run.attempts) == 3
 
 
@@ -238,7 +233,7 @@ def test_a_launcher_that_lost_the_run_starts_nothing_more(start: Start, run_dir:
     (run_dir / "OWNER").write_text("99.1\n")
     (run.attempts[0] / "stop").touch()
     exit_code, output = run.end()
-    assert exit_code == 3 and "attempt 99.1 owns the run by now" in output
+    assert exit_code == 3 and "99.1" in output
     assert len(run.attempts) == 1 and not (run_dir / "failures").exists()
 
 
@@ -269,7 +264,7 @@ def test_restarts_are_bounded(start: Start, run_dir: Path) -> None:
     run = start(run_dir, ACTIONS="save:7", MAX_RESTARTS="2")
     exit_code, output = run.end()
     assert exit_code == 7
-    assert "2 restarts (MAX_RESTARTS): giving up" in output
+    assert "2 restarts (MAX_RESTARTS)" in output
     assert len(run.attempts) == 3
 
 
@@ -310,7 +305,7 @@ def test_a_stop_saves_and_the_next_start_goes_on(
     run.process.send_signal(number)
     exit_code, output = run.end()
     assert exit_code == 0
-    assert "asked to save and end" in output
+    assert "asked to save" in output
     assert "stopped" in output
     assert (run.attempts[0] / "stop").exists()
     done = len(run.steps)
@@ -337,7 +332,7 @@ def test_a_cancelled_run_ends_its_ranks(
     run.wait_for_ranks()
     for number in signals[:-1]:
         run.process.send_signal(number)
-        run.wait_for((run.attempts[0] / "stop").exists)
+        run.wait_for((run.attempts[0] / "stop").exists, "a request to stop")
     run.process.send_signal(signals[-1])
     exit_code, output = run.end()
     assert exit_code == 143
@@ -353,7 +348,7 @@ def test_a_folder_in_use_is_refused(start: Start, run_dir: Path) -> None:
     owner = run.attempts[0].name.removesuffix(".0")
     exit_code, output = start(run_dir).end()
     assert exit_code == 2
-    assert f"is in use: job {owner} is running" in output
+    assert f"job {owner} " in output
     run.process.terminate()
     run.end()
     assert start(run_dir).end()[0] == 0
@@ -394,12 +389,40 @@ def test_site_settings_and_a_container(start: Start, run_dir: Path) -> None:
 
 
 def test_a_rank_that_ignores_its_end_is_killed(start: Start, run_dir: Path) -> None:
-    usual = seconds_undisturbed(start, run_dir)
-    run = start(run_dir, ACTIONS="deaf:7", MAX_FAILURES="1")
-    started = time.monotonic()
+    """Its launcher sleeps for ten seconds, by a `sleep` that only says so."""
+    sleep, slept = run_dir.parent / "bin" / "sleep", run_dir.parent / "slept"
+    sleep.parent.mkdir()
+    sleep.write_text(f'#!/bin/bash\necho "$1" >>{slept}\n')
+    sleep.chmod(0o755)
+    path = f"{sleep.parent}:{os.environ['PATH']}"
+    run = start(run_dir, ACTIONS="deaf:7", MAX_FAILURES="1", PATH=path)
     assert run.end()[0] == 7
-    assert 10 < time.monotonic() - started < 10 + max(10, 5 * usual)
+    assert sum(map(float, slept.read_text().split())) == pytest.approx(10)
     assert "rank 0" in (run.attempts[0] / "rank_0.log").read_text()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("action", "grace_s"), [("exit:7", 0), ("kill", 0), ("deaf:7", 10)])
+def test_the_other_ranks_end_within_seconds(
+    start: Start, run_dir: Path, action: str, grace_s: int
+) -> None:
+    """Ten more than the launcher leaves them, or five times what a run takes undisturbed."""
+    seconds = []
+    for name, actions in (("undisturbed", "train"), ("run", action)):
+        started = time.monotonic()
+        run = start(run_dir.with_name(name), ACTIONS=actions, MAX_FAILURES="1")
+        run.end()
+        seconds.append(time.monotonic() - started)
+    undisturbed, taken = seconds
+    assert grace_s < taken < grace_s + max(10, 5 * undisturbed)
+
+
+def has_ended(pid: str) -> bool:
+    """Gone, or dead and waiting for a parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def test_children_end_with_their_ranks(start: Start, run_dir: Path) -> None:
@@ -407,21 +430,21 @@ def test_children_end_with_their_ranks(start: Start, run_dir: Path) -> None:
     assert run.end()[0] == 7
     children = [path.read_text() for path in run.attempts[0].glob("child_*")]
     assert len(children) == 2
-    for child in children:  # gone, or dead and waiting for a parent to notice
-        status = Path(f"/proc/{child}/stat")
-        assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    for child in children:
+        wait_until(lambda child=child: has_ended(child), "the end of a rank's child")
 
 
 @pytest.mark.parametrize("program", ["prepare", "preflight"])
 def test_signals_before_the_ranks_are_heard(start: Start, run_dir: Path, program: str) -> None:
-    stopped = start(run_dir, SLOW=program, STEPS="20")
+    stopped = start(run_dir, SLOW=program)
     cancelled = start(run_dir.with_name("cancelled"), SLOW=program)
-    time.sleep(3)
-    stopped.process.send_signal(signal.SIGUSR1)
-    cancelled.process.send_signal(signal.SIGTERM)
+    for run, number in ((stopped, signal.SIGUSR1), (cancelled, signal.SIGTERM)):
+        run.wait_for(run.folder.with_suffix(".waits").exists, program)
+        run.process.send_signal(number)
+        run.folder.with_suffix(".go").touch()
     exit_code, output = stopped.end()
     assert (exit_code, "stopped" in output) == (0, True)
-    assert len(stopped.steps if (run_dir / "steps.log").exists() else []) < 20
+    assert not (run_dir / "steps.log").exists()
     assert cancelled.end()[0] == 143
     assert not list(cancelled.folder.glob("attempts/*/rank_0.log"))
 

@@ -14,8 +14,6 @@ import subprocess
 import sys
 import termios
 import threading
-import time
-from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +30,7 @@ from gapo_megatron.launch.status import Status
 from gapo_megatron.launch.study import Resources
 from gapo_megatron.launch.submit import Submission
 from tests.submit_setup import ROOT, SUBMIT, environment, steps_of, submit, write_study
+from tests.waiting import HANG_S, wait_until
 
 GOLDEN = Path(__file__).parent / "golden"
 ONE = Submission(
@@ -114,29 +113,29 @@ def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["study.toml", "run.sed=1"], "run.sed: unknown key"),
+        (["study.toml", "run.sed=1"], "run.sed"),
         (
             ["study.toml", "parallel.tensor_model_parallel_size=3", "--dry-run"],
-            "the world size (2) must be a multiple of",
+            "world size (2)",
         ),
-        (["study.toml", "--nodes=0"], "nodes (0): Input should be greater than 0"),
-        (["study.toml", "--chain=0"], "--chain (0) must be at least 1"),
-        (["study.toml", "--parallel=0"], "--parallel (0) must be at least 1"),
-        (["study.toml", "--local", "--nodes=2"], "nodes (2) must be 1 with --local"),
-        (["study.toml", "--local", "--chain=2"], "--chain (2) must be 1 with --local"),
-        (["study.toml", "--local", "--dry-run"], "--local goes with neither --dry-run nor --wait"),
+        (["study.toml", "--nodes=0"], "nodes (0)"),
+        (["study.toml", "--chain=0"], "--chain (0)"),
+        (["study.toml", "--parallel=0"], "--parallel (0)"),
+        (["study.toml", "--local", "--nodes=2"], "nodes (2)"),
+        (["study.toml", "--local", "--chain=2"], "--chain (2)"),
+        (["study.toml", "--local", "--dry-run"], "--local goes"),
         (
             ["study.toml", "--local", "--parallel=2", "--gpus-per-node=1"],
-            "must be at most the GPUs of CUDA_VISIBLE_DEVICES (7)",
+            "CUDA_VISIBLE_DEVICES (7)",
         ),
         (
             ["study.toml", "--local", "checkpoint.branch_from=gone/checkpoints/step_5"],
-            "checkpoint.branch_from ('gone/checkpoints/step_5') does not exist",
+            "checkpoint.branch_from ('gone/checkpoints/step_5')",
         ),
-        (["study.toml"], "no sbatch here"),
-        (["--status=runs"], "neither a run's folder nor one of runs"),
-        ([], "give a config or --status DIR"),
-        (["study.toml", "--status=runs"], "give a config or --status DIR"),
+        (["study.toml"], "sbatch"),
+        (["--status=runs"], "neither"),
+        ([], "give a config"),
+        (["study.toml", "--status=runs"], "give a config"),
     ],
 )
 def test_usage_errors_leave_nothing(
@@ -204,10 +203,10 @@ def test_gpus_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_shares(2, number=2) == [[0, 1], [2, 3]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1f3a")
     assert gpu_shares(0, number=2) == [[], []]
-    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES \(GPU-1f3a\) must be numbers"):
+    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES \(GPU-1f3a\)"):
         gpu_shares(1, number=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ConfigError, match="must be at most the GPUs"):
+    with pytest.raises(ConfigError, match=r"gpus_per_node \(1\)"):
         gpu_shares(1, number=1)
 
 
@@ -224,13 +223,6 @@ def processes_of(folder: Path) -> list[str]:
         except OSError:
             continue
     return found
-
-
-def until(condition: Callable[[], object], what: str, timeout_s: float = 600) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
 
 
 def states(folder: Path) -> dict[str, str]:
@@ -323,17 +315,17 @@ def test_a_study_runs_here_and_survives_a_rank(tmp_path: Path) -> None:
         devices.append(env["CUDA_VISIBLE_DEVICES"])
     assert sorted(devices[:2]) == ["1,3", "5,7"]
     assert devices[2] in devices[:2]
-    assert not processes_of(tmp_path)
+    wait_until(lambda: not processes_of(tmp_path), "the end of all processes")
     # Again, with one more seed: what is done stays as it is, and the last table has all.
     write_study(tmp_path, num_runs=4, num_steps=8)
     done = submit(tmp_path, *arguments, **outside)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 of 4 runs were finished before" in done.stdout
+    assert "3 of 4 runs" in done.stdout
     assert [len(list((tmp_path / f"runs/seed_{i}/code").iterdir())) for i in range(4)] == [1] * 4
     assert all(f"seed_{i}" in done.stdout.rpartition("before")[2] for i in range(4))
     done = submit(tmp_path, *arguments, "optimizer.learning_rate=0.5", **outside)
     assert done.returncode == 2
-    assert "run seed_0 is finished in " in done.stderr
+    assert "run seed_0 " in done.stderr
     assert "optimizer.learning_rate (5e-05 there, 0.5 here)" in done.stderr
 
 
@@ -344,10 +336,10 @@ def test_ctrl_c_saves_and_ends_and_the_same_command_goes_on(tmp_path: Path) -> N
     hold = tmp_path / "hold"
     hold.touch()
     with in_a_terminal(tmp_path, "study.toml", "--local", HOLD=str(hold)) as (process, terminal):
-        until((run_dir / "checkpoints" / "step_00000003").exists, "steps")
+        wait_until((run_dir / "checkpoints" / "step_00000003").exists, "steps")
         terminal.type(b"\x03")
-        assert process.wait(timeout=30) == 1
-    assert not processes_of(tmp_path)
+        assert process.wait(timeout=HANG_S) == 1
+    wait_until(lambda: not processes_of(tmp_path), "the end of all processes")
     assert states(tmp_path) == {"seed_0": "stopped", "seed_1": "queued"}
     # The job ended as one that was asked to, not by the terminal's signal.
     (result,) = (tmp_path / "runs" / "submitit").glob("*_result.pkl")
@@ -362,17 +354,17 @@ def test_ctrl_c_saves_and_ends_and_the_same_command_goes_on(tmp_path: Path) -> N
     assert len(list(run_dir.glob("attempts/*.*"))) == 2
 
 
-@pytest.mark.parametrize("how", ["hang-up", "SIGTERM"])
+@pytest.mark.parametrize("how", ["hang-up", pytest.param("SIGTERM", marks=pytest.mark.system)])
 def test_so_do(tmp_path: Path, how: str) -> None:
-    write_study(tmp_path, num_runs=2, num_steps=20_000)  # 1000 s
+    write_study(tmp_path, num_runs=2, num_steps=100_000)  # an hour and more
     with in_a_terminal(tmp_path, "study.toml", "--local") as (process, terminal):
-        until((tmp_path / "runs/seed_0/checkpoints/step_00000003").exists, "steps")
+        wait_until((tmp_path / "runs/seed_0/checkpoints/step_00000003").exists, "steps")
         if how == "hang-up":
             terminal.hang_up()
         else:
             process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 1
-    assert not processes_of(tmp_path)
+        assert process.wait(timeout=HANG_S) == 1
+    wait_until(lambda: not processes_of(tmp_path), "the end of all processes")
     assert states(tmp_path) == {"seed_0": "stopped", "seed_1": "queued"}
     # The job ended as one that was asked to, not by the terminal's signal.
     (result,) = (tmp_path / "runs" / "submitit").glob("*_result.pkl")
@@ -381,45 +373,47 @@ def test_so_do(tmp_path: Path, how: str) -> None:
 
 
 def test_a_second_request_ends_at_once(tmp_path: Path) -> None:
-    write_study(tmp_path, num_runs=2, num_steps=20_000)  # 1000 s
+    write_study(tmp_path, num_runs=2, num_steps=100_000)  # an hour and more
     run_dir = tmp_path / "runs" / "seed_0"
     with in_a_terminal(tmp_path, "study.toml", "--local", EVENTS="0:deaf") as (process, terminal):
-        until((run_dir / "checkpoints" / "step_00000003").exists, "steps")
+        wait_until((run_dir / "checkpoints" / "step_00000003").exists, "steps")
         terminal.type(b"\x03")
-        until((run_dir / "attempts" / "latest" / "stop").exists, "a request to stop")
-        time.sleep(1)
+        wait_until((run_dir / "attempts" / "latest" / "stop").exists, "a request to stop")
+        goes_on = run_dir / "checkpoints" / f"step_{len(steps_of(run_dir)) + 20:08d}"
+        wait_until(goes_on.exists, "steps after that request")
         assert process.poll() is None
         terminal.type(b"\x03")
-        assert process.wait(timeout=30) == 1
-    assert not processes_of(tmp_path)
+        assert process.wait(timeout=HANG_S) == 1
+    wait_until(lambda: not processes_of(tmp_path), "the end of all processes")
     assert states(tmp_path) == {"seed_0": "failed", "seed_1": "queued"}
 
 
 def test_no_rank_outlives_its_job(tmp_path: Path) -> None:
     """Killed is submitit's process, which started launch.sh: the ranks end with it."""
-    write_study(tmp_path, num_runs=1, num_steps=40_000)  # 2000 s
+    write_study(tmp_path, num_runs=1, num_steps=100_000)  # an hour and more
     with in_a_terminal(tmp_path, "study.toml", "--local") as (process, _):
-        until((tmp_path / "runs/seed_0/checkpoints/step_00000003").exists, "steps")
+        wait_until((tmp_path / "runs/seed_0/checkpoints/step_00000003").exists, "steps")
         (pickle,) = (tmp_path / "runs" / "submitit").glob("*_submitted.pkl")
         controller = pickle.name.partition("_")[0]
         (task,) = Path(f"/proc/{controller}/task/{controller}/children").read_text().split()
         os.kill(int(task), signal.SIGKILL)
-        assert process.wait(timeout=30) == 1
-    until(lambda: not processes_of(tmp_path), "the end of all processes", timeout_s=15)
+        assert process.wait(timeout=HANG_S) == 1
+    wait_until(lambda: not processes_of(tmp_path), "the end of all processes")
 
 
+@pytest.mark.system
 def test_runs_survive_the_death_of_the_foreground(tmp_path: Path) -> None:
     write_study(tmp_path, num_runs=2, num_steps=20)
     hold = tmp_path / "hold"
     hold.touch()
     with in_a_terminal(tmp_path, "study.toml", "--local", HOLD=str(hold)) as (process, _):
-        until((tmp_path / "runs/seed_0/checkpoints/step_00000003").exists, "steps")
+        wait_until((tmp_path / "runs/seed_0/checkpoints/step_00000003").exists, "steps")
         process.kill()
         process.wait()
         assert states(tmp_path) == {"seed_0": "running", "seed_1": "queued"}
         hold.unlink()
-        until((tmp_path / "runs/seed_0/finished.json").exists, "the end of the run")
-    until(lambda: not processes_of(tmp_path), "the end of all processes", timeout_s=15)
+        wait_until((tmp_path / "runs/seed_0/finished.json").exists, "the end of the run")
+    wait_until(lambda: not processes_of(tmp_path), "the end of all processes")
     assert states(tmp_path) == {"seed_0": "finished", "seed_1": "queued"}
 
 

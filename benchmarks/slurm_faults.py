@@ -142,7 +142,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gapo-") as name:
         folder = Path(name)
         make_checkout(folder / "checkout")
-        with running_cluster(folder / "cluster", first_job=FIRST_JOB) as cluster:
+        with running_cluster(folder / "cluster", first_job=FIRST_JOB, patience=1) as cluster:
             undisturbed = new_run(cluster, folder, "undisturbed")
             measure_start_up(undisturbed)
             print("\n| fault | " + " | ".join(HEADER) + " |\n|" + "---|" * (1 + len(HEADER)))

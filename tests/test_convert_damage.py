@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.conversion import directions
-from gapo_megatron.convert import Rule
+from gapo_megatron.convert import Rule, workers
 from gapo_megatron.convert.hf import HfFolder
 from gapo_megatron.convert.torch_dist import MegatronFolder
 from tests.convert_tools_setup import (
@@ -36,6 +37,7 @@ from tests.convert_tools_setup import (
     to_megatron,
 )
 from tests.slurm.training import fill, small_disk
+from tests.waiting import HANG_S
 
 NUM_BYTES = 353_344
 """Of the model's weights."""
@@ -346,12 +348,15 @@ def kill(
         capture_output=True,
         text=True,
         cwd=TOOLS.parent,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-@pytest.mark.parametrize(("convert", "source"), [(to_megatron, "hf"), (to_hf, "megatron")])
+@pytest.mark.parametrize(
+    ("convert", "source"),
+    [(to_megatron, "hf"), pytest.param(to_hf, "megatron", marks=pytest.mark.system)],
+)
 def test_a_killed_conversion_leaves_nothing_under_the_name(root, tmp_path, convert, source):
     output = tmp_path / "out"
     kill(WHILE_WRITING, convert, root / source, output)
@@ -379,17 +384,24 @@ def test_a_folder_that_is_being_replaced_outlives_a_kill(root, tmp_path):
 @pytest.mark.parametrize(("convert", "source"), [(to_megatron, "hf"), (to_hf, "megatron")])
 def test_an_interrupt_removes_what_was_written(root, tmp_path, monkeypatch, convert, source):
     reads = []
+    is_ending = threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, *arguments: Any, **options: Any) -> None:
+            is_ending.set()
+            super().shutdown(*arguments, **options)
 
     def interrupted(read: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*arguments: Any) -> Tensor:
             reads.append(list(tmp_path.glob(".out.*.tmp/**/*.*")))
             if len(reads) == 10:
                 os.kill(os.getpid(), signal.SIGINT)
-                threading.main_thread().join(1)  # it ends the pool, which waits for this thread
+                assert is_ending.wait(HANG_S)  # the main thread ends the pool, which waits for us
             return read(*arguments)
 
         return call
 
+    monkeypatch.setattr(workers, "ThreadPoolExecutor", Pool)
     for folder in (HfFolder, MegatronFolder):
         monkeypatch.setattr(folder, "read", interrupted(folder.read))
     done = convert(root / source, tmp_path / "out", "--workers", "1")

@@ -35,6 +35,7 @@ from tests.doctor_setup import install
 from tests.messages import mentions
 from tests.needs import need
 from tests.slurm.cluster import missing_programs, running_cluster
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
 
@@ -91,7 +92,7 @@ def run(*arguments: str, **env: str) -> tuple[int, dict[str, dict[str, str]]]:
         env=kept | env,
         capture_output=True,
         text=True,
-        timeout=1500,
+        timeout=HANG_S,
     )
     assert done.stdout, done.stderr
     return done.returncode, {one["name"]: one for one in json.loads(done.stdout)}
@@ -140,6 +141,7 @@ def look_at_config(path: str, *, world_size: int = 1) -> dict[str, Finding]:
     return {one.name: one for one in judge_config(answer, path)[1]}
 
 
+@pytest.mark.system
 def test_this_machine_can_train(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"id": "1"}\n\n{"id": "2"}\n')
@@ -279,6 +281,7 @@ def test_a_config_beside_a_torch_that_does_not_load(tmp_path: Path) -> None:
     assert "cpu" in found
 
 
+@pytest.mark.system
 def test_a_machine_with_gpus_but_a_torch_for_cpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +352,7 @@ def test_how_long_a_restart_takes() -> None:
         assert f" {seconds} s" in found["restart"].detail
 
 
+@pytest.mark.system
 def test_on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> None:
     if missing := missing_programs():
         need(f"not installed: {', '.join(missing)} (apt-get install slurm-wlm munge)")

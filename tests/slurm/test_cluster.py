@@ -11,6 +11,8 @@ import pytest
 
 from tests.slurm.cluster import REPOSITORY, Cluster, ClusterError, until
 
+pytestmark = pytest.mark.system
+
 # Starts a cluster with a job whose process leaves its session, says so, and waits to be killed.
 _PROGRAM = """
 import sys, time
@@ -19,10 +21,11 @@ from tests.slurm.cluster import running_cluster, until
 folder = Path(sys.argv[1])
 with running_cluster(folder, num_nodes=2) as cluster:
     started = folder / "started"
-    cluster.submit("--output=/dev/null", f"--wrap=srun setsid bash -c 'touch {started}; sleep 600'")
+    job = f"srun setsid bash -c 'touch {started}; sleep infinity'"
+    cluster.submit("--output=/dev/null", f"--wrap={job}")
     until(started.exists, "a job", seen=cluster.logs)
     print("ready", flush=True)
-    time.sleep(600)
+    time.sleep(3600)
 """
 
 
@@ -43,7 +46,7 @@ def test_jobs_see_their_nodes_and_gpus(cluster: Cluster, tmp_path: Path) -> None
 
 
 def test_refuses_more_than_a_node_has(cluster: Cluster) -> None:
-    with pytest.raises(ClusterError, match="Requested node configuration is not available"):
+    with pytest.raises(ClusterError, match="configuration"):
         cluster.submit("--gpus-per-node=9", "--wrap=true")
 
 
@@ -77,6 +80,5 @@ def test_nothing_outlives_a_killed_parent(tmp_path_factory: pytest.TempPathFacto
     until(
         lambda: not other.processes(),
         "the end of all processes",
-        timeout_s=10,
         seen=lambda: str(other.processes()),
     )

@@ -1,7 +1,8 @@
 """The batch scripts on a cluster: what they ask for, where tasks run, when a job starts again.
 
 The trainer is a stand-in (`stand_in.py`); everything else is what a user starts. What a real
-training survives: test_survives.py.
+training survives: test_survives.py. The first stage has three, for all of this folder: a job runs
+to its end, one that is requeued goes on, one that is cancelled ends.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def launch(cluster: Cluster, tmp_path: Path) -> Launch:
     return Launch(cluster, tmp_path)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_slurm_accepts_the_script(path: Path, cluster: Cluster) -> None:
     (num_nodes,) = re.findall(r"^#SBATCH --nodes=(\d+)$", path.read_text(), re.MULTILINE)
@@ -78,7 +80,7 @@ def test_slurm_accepts_the_script(path: Path, cluster: Cluster) -> None:
 
 
 def test_every_task_knows_its_place(launch: Launch) -> None:
-    """Also: one log per rank, the frozen code and no other, and a finished run stays finished."""
+    """Also: one log per rank, the frozen code and no other."""
     job = launch.submit("finish", "--ntasks-per-node=2", "--cpus-per-task=3")
     launch.cluster.wait(job, "COMPLETED")
     ranks = launch.ranks(f"{job}.0")
@@ -100,6 +102,11 @@ def test_every_task_knows_its_place(launch: Launch) -> None:
     assert (launch.run_dir / "attempts" / "latest").readlink() == Path(f"{job}.0")
     assert (launch.run_dir / "OWNER").read_text() == f"{job}.0\n"
 
+
+@pytest.mark.system
+def test_a_finished_run_stays_finished(launch: Launch) -> None:
+    job = launch.submit("finish")
+    launch.cluster.wait(job, "COMPLETED")
     launch.cluster.run("scontrol", "requeue", job)
     until(lambda: launch.cluster.job(job)["Restarts"] == "1", "a restart")
     launch.cluster.wait(job, "COMPLETED")
@@ -119,12 +126,13 @@ def test_one_job_per_run_and_none_after_scancel(launch: Launch) -> None:
     launch.cluster.run("scancel", job)
     launch.cluster.wait(job, "CANCELLED")
     # A requeue would come from the batch script, which is gone with its last process.
-    until(lambda: not launch.cluster.processes(SLURM_JOB_ID=job), "the job's end", timeout_s=30)
+    until(lambda: not launch.cluster.processes(SLURM_JOB_ID=job), "the job's end")
     fields = launch.cluster.job(job)
     assert (fields["JobState"], fields["Restarts"]) == ("CANCELLED", "0")
     assert launch.attempts() == [f"{job}.0"]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("end", "exit_code", "of_srun", "of_launcher"),
     [
@@ -148,12 +156,14 @@ def test_failures_are_bounded_and_named(
     assert "MAX_FAILURES" in launch.log(job)
 
 
+@pytest.mark.system
 def test_says_what_to_do_where_slurm_does_not_requeue(launch: Launch) -> None:
     job = launch.submit("stop", "--no-requeue")
     assert launch.cluster.wait(job, "FAILED")["ExitCode"] == "75:0"
     assert "same command" in launch.log(job)
 
 
+@pytest.mark.system
 def test_every_start_in_an_allocation_by_hand_is_its_own(launch: Launch) -> None:
     """salloc counts no restarts: what the first start left must not speak for the second."""
     command = "bash slurm/gapo_demo.sbatch; echo code=$?; sleep 1"
@@ -193,6 +203,7 @@ def test_a_restart_reads_nothing_of_the_checkout(cluster: Cluster, tmp_path: Pat
     cluster.wait(job, "CANCELLED")
 
 
+@pytest.mark.system
 def test_a_bad_node_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
     """With a spare node its place is taken; without one the job moves. Both at once: 50 s each.
 

@@ -20,6 +20,9 @@ from gapo_megatron.launch.study import Resources
 from gapo_megatron.launch.submit import Submission
 from tests.slurm.cluster import Cluster, tail, until
 from tests.submit_setup import SUBMIT, environment, steps_of, write_study
+from tests.waiting import HANG_S
+
+pytestmark = pytest.mark.system
 
 Submit = Callable[..., "subprocess.Popen[str]"]
 
@@ -51,7 +54,7 @@ def hold(tmp_path: Path) -> Path:
 
 
 def done(process: subprocess.Popen[str], exit_code: int = 0) -> str:
-    output, _ = process.communicate(timeout=600)
+    output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == exit_code, output
     return output
 
@@ -102,7 +105,6 @@ def a_rank_of(run_dir: Path) -> int:
     raise AssertionError(f"no rank 1 of {run_dir}")
 
 
-@pytest.mark.system
 def test_an_array_survives_what_befalls_its_runs(
     cluster: Cluster, submit: Submit, hold: Path, tmp_path: Path
 ) -> None:
@@ -163,7 +165,6 @@ def test_an_array_survives_what_befalls_its_runs(
         assert env["config"] == f"{run_dir}/code/{code.name}/config.toml"
 
 
-@pytest.mark.system
 def test_a_requeue_leaves_no_result_and_a_cancelled_job_an_error(
     cluster: Cluster, submit: Submit, tmp_path: Path
 ) -> None:
@@ -189,7 +190,6 @@ def test_a_requeue_leaves_no_result_and_a_cancelled_job_an_error(
     assert steps_of(run_dir) == list(range(len(steps_of(run_dir))))
 
 
-@pytest.mark.system
 def test_a_chain_goes_on_where_a_link_stopped(
     cluster: Cluster, submit: Submit, hold: Path, tmp_path: Path
 ) -> None:
@@ -217,7 +217,6 @@ def test_a_chain_goes_on_where_a_link_stopped(
     ]
 
 
-@pytest.mark.system
 def test_a_cancelled_link_ends_its_chain_alone(
     cluster: Cluster, submit: Submit, hold: Path, tmp_path: Path
 ) -> None:
@@ -237,7 +236,6 @@ def test_a_cancelled_link_ends_its_chain_alone(
             cluster.wait(job, state)
 
 
-@pytest.mark.system
 def test_runs_of_other_resources_are_arrays_of_their_own(
     cluster: Cluster, submit: Submit, tmp_path: Path
 ) -> None:

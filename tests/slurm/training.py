@@ -144,7 +144,6 @@ class Training:
         until(
             arrived,
             f"{stage or 'a stage'} of step {step}, not in attempt {not_in or 'none'}",
-            timeout_s=600,
             every_s=0.003,
             seen=self.describe,
         )
@@ -153,9 +152,9 @@ class Training:
     def until_stop_asked(self) -> None:
         """Wait until the launcher has passed a request to stop on to the ranks."""
         stop = self.attempt_dir() / "stop"
-        until(stop.exists, "a request to stop", timeout_s=600, seen=self.describe)
+        until(stop.exists, "a request to stop", seen=self.describe)
 
-    def until_ended(self, attempt: str, *, timeout_s: float = 600) -> None:
+    def until_ended(self, attempt: str) -> None:
         """Wait until the job has left its nodes after `attempt`: requeued, or for good."""
         job, _, count = attempt.rpartition(".")
 
@@ -163,7 +162,7 @@ class Training:
             fields = self.cluster.job(job)
             return int(fields["Restarts"]) > int(count) or fields["JobState"] in FINAL_STATES
 
-        until(ended, f"the end of {attempt}", timeout_s=timeout_s, seen=self.describe)
+        until(ended, f"the end of {attempt}", seen=self.describe)
 
     # -- disturbing ------------------------------------------------------------------------------
 

@@ -12,14 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 
 from gapo_megatron.errors import ConfigError, FencedError
 from gapo_megatron.launch import attempt as module
 from gapo_megatron.launch.run_folder import is_finished, mark_finished
 from gapo_megatron.metrics import Expectation
 from tests.attempt_setup import make_attempt
-from tests.dist import run_distributed, single_rank
+from tests.dist import single_rank
 from tests.waiting import HANG_S
 
 
@@ -108,18 +107,23 @@ def test_work_that_cannot_be_saved_is_broken_off_when_that_loses_less(
         assert attempt.patience(Expectation(0, 0))(5), "the first of its kind: no telling how long"
 
 
-def decide_for_all(folder: Path) -> list[bool]:
-    attempt = make_attempt(folder, folder=folder)
-    seen = []
-    for rank in (1, 0):  # only what rank 0 sees counts for all
-        if dist.get_rank() == rank:
-            attempt._on_signal(signal.SIGUSR1, None)
-        seen.append(attempt.must_stop(Expectation(0, 0)))
-    return seen
+def test_rank_0_decides_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    now = 0
 
+    def broadcast(objects: list[str], *, src: int, group: object) -> None:
+        if now == src:
+            sent[:] = objects
+        objects[:] = sent
 
-def test_rank_0_decides_for_all(tmp_path: Path) -> None:
-    assert run_distributed(decide_for_all, 2, tmp_path) == [[False, True]] * 2
+    with single_rank():
+        attempts = [make_attempt(tmp_path, folder=tmp_path) for _ in range(2)]
+        ranks = SimpleNamespace(get_rank=lambda: now, broadcast_object_list=broadcast)
+        monkeypatch.setattr(module, "dist", ranks)
+        for asked, stop in ((1, False), (0, True)):  # only what rank 0 sees counts for all
+            attempts[asked]._on_signal(signal.SIGUSR1, None)
+            for now, attempt in enumerate(attempts):  # noqa: B007
+                assert attempt.must_stop(Expectation(0, 0)) is stop
 
 
 def test_ownership_is_lost_to_a_newer_attempt(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import signal
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,11 @@ _FIRST = (
 )
 
 gc.disable()  # while a million objects are imported, none of them garbage
+
+# A shell starts what is put into the background with SIGINT ignored, and every process of a test
+# would inherit that: Ctrl-C is among what is tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

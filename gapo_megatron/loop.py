@@ -17,7 +17,6 @@ from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.carry import carry
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.config import CONFIG_NAME, Config
-from gapo_megatron.convert.folder import mark
 from gapo_megatron.convert.hf import write_hf
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import PromptSource
@@ -260,13 +259,12 @@ def run(config: Config, *, keep_weights: bool) -> None:
     attempt.enter("export")
     if world.rank == 0:
         attempt.require_ownership()
-        if has_finished(run_dir):
-            mark(run_dir / "hf", made_by="train", made_at=run_dir / "hf")  # older versions did not
     write_hf(
         policy.iterate_hf_weights(),
         source_dir=config.model.hf_dir,
         output_dir=run_dir / "hf",
         made_by="train",
+        or_unmarked=has_finished(run_dir),  # by a version that did not mark it
         write=world.rank == 0,
     )
     if world.rank == 0:

@@ -1,4 +1,4 @@
-"""Which models are computed, and which parallel sizes cut them. Needs no torch: for a dry run, too.
+"""Which models this package computes, and which parallel sizes divide them. Imports no torch.
 
 A model is given by its config.json: `convert.config_json.ModelFacts`, transformers'
 `PretrainedConfig`, or any object with the same attributes.

@@ -37,7 +37,7 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
     Raises:
         GapoError: what a user can get wrong is checked before any model is built.
     """
-    check_before_imports(config)
+    check_before_imports(config, keep_weights=keep_weights)
     # Torch, transformers, Megatron-core, vLLM: seconds that nothing above needs.
     with without_garbage_collection():
         from gapo_megatron import loop
@@ -45,8 +45,8 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
     loop.run(config, keep_weights=keep_weights)
 
 
-def check_before_imports(config: Config) -> None:
-    """Refuse what can be told without torch; the loop goes on with what cannot.
+def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
+    """Refuse what can be told without torch; `loop` checks the rest, before any model is built.
 
     Raises:
         ConfigError: the output folder, a metrics sink, the verifier or the model's config.json
@@ -55,7 +55,8 @@ def check_before_imports(config: Config) -> None:
     check_writable(config.run.output_dir)
     check_sinks(config.metrics)
     rewards.check(config.reward)
-    _check_export(config)
+    if keep_weights:
+        _check_export(config)
     check_shapes(read_model_facts(config.model.hf_dir), config.parallel, config.model)
 
 
@@ -70,7 +71,8 @@ def _check_export(config: Config) -> None:
         "data.eval_path": config.data.eval_path,
         "checkpoint.branch_from": config.checkpoint.branch_from,
     }
-    is_ours = has_finished(run_dir) or is_marked(export, made_by="train")
+    # A version that did not mark it made it, if the run was finished.
+    is_ours = is_marked(export, made_by="train", or_unmarked=has_finished(run_dir))
     check_replaceable(export, field="run.output_dir/hf", inputs=inputs, is_ours=is_ours)
 
 

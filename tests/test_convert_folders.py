@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gapo_megatron.convert import new_folder
+from gapo_megatron.convert.folder import MARKER_NAME, is_marked
 from gapo_megatron.convert.hf import HfFolder, check_hf_dir, read_hf, write_hf
 from gapo_megatron.convert.tables import ARCHITECTURES
 from gapo_megatron.errors import ConfigError, ConversionError
@@ -77,9 +78,33 @@ def test_an_earlier_result_is_replaced_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.chdir(output)
     with pytest.raises(ConfigError, match=re.escape(str(output))):
         write(output)
+    monkeypatch.chdir(tmp_path)
     # What says that a folder may be replaced is of that folder alone.
     for _ in range(2):
         write_hf(weights.items(), source_dir=output, output_dir=tmp_path / "next", made_by="test")
+
+
+def test_a_result_is_known_where_it_was_moved_and_by_its_own_command_alone(tmp_path):
+    weights, source, output = save(tmp_path), tmp_path / "source", tmp_path / "out"
+    write_hf(weights.items(), source_dir=source, output_dir=output, made_by="train")
+    moved = output.rename(tmp_path / "moved")
+    assert is_marked(moved, made_by="train") and not is_marked(moved, made_by="sft")
+    (tmp_path / "link").symlink_to(moved)
+    assert is_marked(tmp_path / "link", made_by="train")
+    shutil.copytree(moved, tmp_path / "copy")
+    for or_unmarked in (False, True):
+        assert not is_marked(tmp_path / "copy", made_by="train", or_unmarked=or_unmarked)
+        # A version that left no mark; a folder that is gone.
+        assert is_marked(source, made_by="train", or_unmarked=or_unmarked) == or_unmarked
+        assert is_marked(output, made_by="train", or_unmarked=or_unmarked) == or_unmarked
+    write_hf(
+        weights.items(), source_dir=source, output_dir=output, made_by="train", or_unmarked=True
+    )
+    (moved / MARKER_NAME).unlink()
+    write_hf(
+        weights.items(), source_dir=source, output_dir=moved, made_by="train", or_unmarked=True
+    )
+    assert is_marked(moved, made_by="train")
 
 
 def test_dtype_of_the_written_folder(tmp_path):

@@ -116,11 +116,11 @@ def test_a_config_without_the_section_is_refused() -> None:
         ("initial/x/..", "supervised.initial_hf_dir"),
         ("link", "supervised.initial_hf_dir"),
         ("data", "supervised.train_path"),
-        ("file", "file"),
-        ("", "model.hf_dir"),
-        (".", "model.hf_dir"),
-        ("..", "model.hf_dir"),
-        ("other", "other"),
+        ("file", "is a file"),
+        ("", "working directory"),
+        (".", "working directory"),
+        ("..", "supervised.initial_hf_dir"),
+        ("other", "new, empty"),
     ],
 )
 def test_only_an_earlier_result_is_replaced(

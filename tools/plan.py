@@ -103,7 +103,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         efficiency=found.efficiency,
     )
     if arguments.json:
-        values = tables.to_json(result, config, workload, found.efficiency, top=top)
+        values = tables.to_json(result, config, workload, found.efficiency, top=top, note=note)
         print(json.dumps(values, indent=2, allow_nan=False))
         return 0 if result.ranked else 1
     if note:

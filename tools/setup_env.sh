@@ -5,8 +5,8 @@
 #   tools/setup_env.sh dev      the same + what `make test` needs        (requirements/dev.txt)
 #   tools/setup_env.sh system   the same + a second Megatron-core beside it, in .mcore-alt
 #
-# PYTHON names the interpreter (default python3.11). Nothing outside this folder is touched. Indexes,
-# folders of wheels and certificates are those that pip is configured with (or uv, by UV_*).
+# PYTHON names the interpreter (default python3.11). Nothing outside this folder is touched but the
+# caches of pip and uv. Indexes, folders of wheels, proxy and certificates are those of pip's settings.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -40,25 +40,38 @@ make_venv() {
   "$python" -m venv .venv || fail "cannot make .venv (on Debian and Ubuntu: apt install python3.11-venv)"
 }
 
-pip_setting() { "$venv_python" -m pip config get "$1" 2> /dev/null || true; }
+# What pip is configured with holds for uv, which does not read it: a cluster's mirror is set there.
+pip_setting() { # a name like find-links: PIP_FIND_LINKS, or the [install] or [global] section of pip.conf
+  local variable=PIP_${1^^}
+  variable=${variable//-/_}
+  if [ -n "${!variable:-}" ]; then echo "${!variable}" && return; fi
+  "$venv_python" -m pip config get "install.$1" 2> /dev/null ||
+    "$venv_python" -m pip config get "global.$1" 2> /dev/null || true
+}
 
-use_pips_settings() { # uv does not read them, and a cluster's mirror is set there
+uv_options=()
+prepare_uv() {
   "$venv_python" -m pip install --quiet --disable-pip-version-check "uv==$uv_version"
-  export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-$(pip_setting global.index-url)}}
-  export UV_INDEX=${UV_INDEX:-${PIP_EXTRA_INDEX_URL:-$(pip_setting global.extra-index-url)}}
-  export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-$(pip_setting global.find-links)}}
-  export SSL_CERT_FILE=${SSL_CERT_FILE:-${PIP_CERT:-$(pip_setting global.cert)}}
-  local name
-  for name in UV_DEFAULT_INDEX UV_INDEX UV_FIND_LINKS SSL_CERT_FILE; do
-    [ -n "${!name}" ] || unset "$name"
-  done
+  local value
+  value=$(pip_setting index-url)
+  [ -z "$value" ] || uv_options+=(--default-index "$value")
+  for value in $(pip_setting extra-index-url); do uv_options+=(--index "$value"); done
+  for value in $(pip_setting find-links); do uv_options+=(--find-links "$value"); done
+  for value in $(pip_setting trusted-host); do uv_options+=(--allow-insecure-host "$value"); done
+  case $(pip_setting no-index) in 1 | [Tt]rue | [Yy]es | on) uv_options+=(--no-index) ;; esac
+  value=$(pip_setting cert)
+  [ -z "$value" ] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$value}
+  value=$(pip_setting proxy)
+  [ -z "$value" ] || export HTTPS_PROXY=${HTTPS_PROXY:-$value} HTTP_PROXY=${HTTP_PROXY:-$value}
 }
 
 # Bytecode is compiled here, on every core: where PYTHONDONTWRITEBYTECODE is set, as images like to,
 # or .venv cannot be written to later, every process would compile all that it imports.
 install() {
-  .venv/bin/uv pip install --quiet --python "$venv_python" --no-deps --compile-bytecode \
-    --index-strategy unsafe-best-match "$@"
+  local quiet=(--quiet)
+  [ ! -t 2 ] || quiet=() # gigabytes, with a bar of uv's
+  .venv/bin/uv pip install "${quiet[@]}" --python "$venv_python" --no-deps --compile-bytecode \
+    --index-strategy unsafe-best-match "${uv_options[@]}" "$@"
 }
 
 install_torch() {
@@ -76,7 +89,7 @@ install_run() {
   key=$(fingerprint requirements/cpu.txt)
   is_fresh "$stamp" "$key" && return
   make_venv
-  use_pips_settings
+  prepare_uv
   install_torch
   say "installing $(grep -c '==' requirements/cpu.txt) packages of requirements/cpu.txt"
   install -r requirements/cpu.txt
@@ -91,7 +104,7 @@ install_dev() {
   local stamp=.venv/.stamp-dev key
   key=$(fingerprint requirements/cpu.txt requirements/dev.txt)
   is_fresh "$stamp" "$key" && return
-  use_pips_settings
+  [ ${#uv_options[@]} -gt 0 ] || prepare_uv
   say "installing $(grep -c '==' requirements/dev.txt) packages of requirements/dev.txt"
   install -r requirements/dev.txt
   echo "$key" > "$stamp"
@@ -100,7 +113,6 @@ install_dev() {
 install_alt() { # its absence costs a few skipped tests, which say so
   local stamp=.mcore-alt/.stamp
   is_fresh "$stamp" "$alt_version" && return
-  use_pips_settings
   say "installing megatron-core $alt_version beside it, in .mcore-alt"
   rm -rf .mcore-alt
   # It declares CPython 3.12 and has a build for 3.11.

@@ -39,7 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="cast every tensor (default: keep each one's own)",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace an output that exists, once all is well"
+        "--overwrite",
+        action="store_true",
+        help="replace the result of an earlier conversion, once all is well",
     )
     parser.add_argument(
         "--workers",

@@ -46,7 +46,7 @@ from gapo_megatron.convert.tables import Geometry
 from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron
 from gapo_megatron.errors import ConfigError, ConversionError
 
-OVERWRITE = "; --overwrite replaces it"
+OVERWRITE = "; --overwrite replaces the result of a conversion"
 """What the two tools offer where an output exists."""
 
 

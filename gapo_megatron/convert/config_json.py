@@ -133,7 +133,7 @@ _NULLABLE = {
     "llama": (),
     "mistral": (),
 }
-"""Fields with a default of another kind that may be null as well."""
+"""Fields that may be null although their default is not."""
 
 
 class ModelFacts(SimpleNamespace):

@@ -25,7 +25,9 @@ from gapo_megatron.errors import ConfigError
 REPORT_NAME = "conversion.json"
 """What a folder was converted from; of that folder alone, so it is not carried on."""
 MARKER_NAME = ".gapo_megatron.json"
-"""In a model folder that may be replaced: who made it, and where: a copy of it may not."""
+"""In a model folder that may be replaced: which command made it, and at which path and inode.
+
+A folder that was moved is still the command's own; a copy of it, which has neither, is not."""
 
 
 def check_replaceable(
@@ -56,27 +58,39 @@ def check_replaceable(
             )
     if Path.cwd().is_relative_to(folder):
         raise ConfigError(f"{field} ({output}) must not hold the working directory ({Path.cwd()})")
-    if folder.is_dir() and any(folder.iterdir()) and not is_ours:
+    try:
+        is_empty = not folder.is_dir() or not any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{field} ({output}) cannot be read: {error.strerror}") from None
+    if not (is_empty or is_ours):
         raise ConfigError(
-            f"{field} ({output}) holds files that this command did not write there; it must be "
-            "new, empty or an earlier result: name another folder, or move that one away"
+            f"{field} ({output}) is not an earlier result of this command, made there (see its "
+            f"{MARKER_NAME}, if any): it must be new, empty or such a result; name another folder, "
+            "or move that one away"
         )
 
 
 def mark(folder: Path, *, made_by: str, made_at: Path) -> None:
     """Let a later call of the same command replace the folder that `folder` is to become."""
-    text = json.dumps({"made_by": made_by, "made_at": str(made_at.resolve())})
-    (folder / MARKER_NAME).write_text(text + "\n", encoding="utf-8")
+    marker = {
+        "made_by": made_by,
+        "made_at": str(made_at.resolve()),
+        "inode": folder.stat().st_ino,
+    }
+    (folder / MARKER_NAME).write_text(json.dumps(marker) + "\n", encoding="utf-8")
 
 
-def is_marked(folder: str | Path, *, made_by: str) -> bool:
-    """Whether `folder` is where the command made it."""
+def is_marked(folder: str | Path, *, made_by: str, or_unmarked: bool = False) -> bool:
+    """Whether the command made `folder`; `or_unmarked`: also if nothing says who did."""
     folder = Path(folder).resolve()
     try:
         marker = json.loads((folder / MARKER_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        is_here = marker["made_at"] == str(folder) or marker["inode"] == folder.stat().st_ino
+        return bool(marker["made_by"] == made_by and is_here)
+    except FileNotFoundError:
+        return or_unmarked
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    return bool(marker == {"made_by": made_by, "made_at": str(folder)})
 
 
 @contextlib.contextmanager

@@ -137,6 +137,7 @@ def write_hf(
     source_dir: str | Path,
     output_dir: str | Path,
     made_by: str,
+    or_unmarked: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     write: bool = True,
 ) -> None:
@@ -152,6 +153,7 @@ def write_hf(
             to name the dtype of the tensors, if they have one.
         output_dir: folder to make, or an earlier result of the same command to replace.
         made_by: the command.
+        or_unmarked: a folder that does not say who made it counts as its own, too.
         max_shard_bytes: of one file, unless a single tensor is larger.
         write: False on every rank but one.
 
@@ -171,7 +173,7 @@ def write_hf(
         return
     first = next(tensors)  # its dtype stands for all of them: the space is about what they need
     num_bytes = _num_bytes(hf_shapes(rules).values(), first[1].dtype)
-    is_ours = is_marked(output_dir, made_by=made_by)
+    is_ours = is_marked(output_dir, made_by=made_by, or_unmarked=or_unmarked)
     with new_folder(output_dir, num_bytes=num_bytes, replace=True, is_ours=is_ours) as temporary:
         dtypes = _write_stream(itertools.chain([first], tensors), temporary, max_shard_bytes)
         carry_over(source, temporary, dtype=dtypes.pop() if len(dtypes) == 1 else None)

@@ -67,7 +67,8 @@ def frozen_code(folder: Path) -> str:
     if commit and not origin["has_local_changes"]:
         return commit
     digest = hashlib.sha256()
-    for path in sorted((folder / "gapo_megatron").rglob("*.py")):
+    package = folder / "gapo_megatron"
+    for path in sorted([*package.rglob("*.py"), *package.rglob("*.json")]):
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
     return f"{commit}+{digest.hexdigest()[:8]}"
 

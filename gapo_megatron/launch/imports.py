@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 
 
@@ -14,11 +15,12 @@ def without_garbage_collection() -> Iterator[None]:
     Modules make hundreds of thousands of objects that stay. Python searches them for cyclic garbage
     again and again, and there is none; what is there afterwards is left out of later searches, too.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if len(sys.modules) > num_modules:  # a second training in this process imports nothing
+            gc.freeze()
         if was_enabled:
             gc.enable()

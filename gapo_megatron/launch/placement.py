@@ -31,7 +31,7 @@ class Placement:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started: at the top of a program, what its imports took."""
+    """Seconds since this process was started, its imports among them."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since boot: proc_pid_stat(5), field 22
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

@@ -204,15 +204,23 @@ def anchors_table(anchors: Sequence[Anchor], efficiency: Efficiency) -> Table:
 
 
 def to_json(
-    plan: Plan, config: Config, workload: Workload, efficiency: Efficiency, *, top: int
+    plan: Plan,
+    config: Config,
+    workload: Workload,
+    efficiency: Efficiency,
+    *,
+    top: int,
+    note: str = "",
 ) -> dict[str, Any]:
-    """Everything of the tables as plain values. Bytes and seconds.
+    """Everything of the tables as plain values. Bytes and seconds. `note`: where shapes are from.
 
     `leave_out` names the config's settings that have to go before a layout's overrides are added.
     """
     return {
         "gpu": dataclasses.asdict(plan.gpu),
         "num_gpus": plan.num_gpus,
+        "model": config.model.hf_dir,
+        "model_note": note,
         "workload": dataclasses.asdict(workload),
         "efficiency": dataclasses.asdict(efficiency),
         "layouts": [_values(plan, one, config) for one in plan.ranked[:top]],

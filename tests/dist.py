@@ -115,7 +115,7 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     with open(Path(folder) / f"stacks{rank}", "w") as stacks:
-        faulthandler.dump_traceback_later(HANG_S - _STACKS_S, file=stacks)
+        faulthandler.dump_traceback_later(max(1, HANG_S - _STACKS_S), file=stacks)
         try:
             _join_group(rank, world_size, folder)
             result = fn(*args)

@@ -9,9 +9,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-HANG_S = 0.9 * float(os.environ.get("PYTEST_TIMEOUT") or 120)
+_DAY_S = 24 * 3600.0
+
+HANG_S = 0.9 * (float(os.environ.get("PYTEST_TIMEOUT") or 120) or _DAY_S)
 """Seconds after which whatever a test waits for counts as hung. Less than the test's own limit
-(`PYTEST_TIMEOUT`, which the Makefile sets), so that the wait can say what it waited for."""
+(`PYTEST_TIMEOUT`, which the Makefile sets), so that the wait can say what it waited for. A limit of
+0 is none: whoever sits in a debugger has a day."""
 
 
 def wait_until(happened: Callable[[], T], what: str) -> T:

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from benchmarks.planned import nodes_of
 from gapo_megatron.config import load_config
-from gapo_megatron.dry_run import print_dry_run
+from gapo_megatron.convert import rules_for
+from gapo_megatron.dry_run import per_rank_parameters, print_dry_run
 from gapo_megatron.model_checks import check_shapes
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import GPUS
@@ -83,9 +84,11 @@ def test_file_dry_runs_and_plans_on_a_fresh_clone(
     config, num_nodes = load_config(path), nodes_of(path)
     print_dry_run(config, world_size=8 * num_nodes, console=Console(file=output, width=120))
     text = output.getvalue()
-    assert "World-size arithmetic" in text and "Memory of one rank" in text
+    assert f" {8 * num_nodes} = tensor " in text
     model, note = read_model(config)
-    assert f"no folder {config.model.hf_dir} here; its shapes are those shipped" in note
+    for count in per_rank_parameters(rules_for(model), config.parallel):
+        assert f" {count:,} " in text
+    assert config.model.hf_dir in note and f"/{Path(config.model.hf_dir).name}.json" in note
     assert note in text
     if path.stem in LAYOUTS:  # seconds each, and compared with their plan below
         return

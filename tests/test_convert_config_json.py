@@ -15,6 +15,7 @@ from gapo_megatron.convert.rope import read_rope
 from gapo_megatron.convert.tables import ARCHITECTURES, Geometry
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.model_shapes import find_model, shipped_fields, shipped_names
+from tests.messages import mentions
 from tests.test_convert_models import CONFIGS
 
 # Everything that this package asks of a model's config, beside rope.
@@ -153,44 +154,47 @@ def test_what_transformers_refuses_is_refused(model_type: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "named"),
     [
-        ({"hidden_size": 0}, r"hidden_size \(0\) must be a whole number of 1 or more"),
-        ({"vocab_size": "50"}, r'vocab_size \("50"\) must be a whole number of 1 or more'),
-        ({"num_hidden_layers": True}, r"num_hidden_layers \(true\) must be a whole number"),
-        ({"rms_norm_eps": math.inf}, r"rms_norm_eps \(Infinity\) must be a positive number"),
-        ({"tie_word_embeddings": 1}, r"tie_word_embeddings \(1\) must be true or false"),
-        ({"layer_types": ["full_attention"]}, r"layer_types has 1 entries, .*num_hidden_.* \(2\)"),
-        ({"head_dim": None, "hidden_size": 2}, r"hidden_size \(2\) must be num_attention_heads"),
-        ({"num_experts": 4, "num_local_experts": 8}, "num_experts is 4, but num_local_.* is 8"),
-        ({"architectures": "Qwen2"}, "architectures .'Qwen2'. is not Qwen2ForCausalLM"),
+        ({"hidden_size": 0}, ["hidden_size (0)"]),
+        ({"vocab_size": "50"}, ['vocab_size ("50")']),
+        ({"num_hidden_layers": True}, ["num_hidden_layers (true)"]),
+        ({"rms_norm_eps": math.inf}, ["rms_norm_eps (Infinity)"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings (1)"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", 1, "num_hidden_layers (2)"]),
+        (
+            {"head_dim": None, "hidden_size": 2},
+            ["hidden_size (2)", "num_attention_heads (4)"],
+        ),
+        ({"num_experts": 4, "num_local_experts": 8}, ["num_experts", 4, "num_local_experts", 8]),
+        ({"architectures": "Qwen2"}, ["architectures", "'Qwen2'", "Qwen2ForCausalLM"]),
         (
             {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "layer_types": []},
-            "layer_types is not supported for mistral models",
+            ["layer_types", "mistral"],
         ),
-        ({"rope_scaling": False}, r"rope_scaling \(False\) must be a table"),
-        ({"model_type": "qwen9"}, "model_type 'qwen9' is not supported; supported are qwen2"),
-        ({"quantization_config": {"a": 1}}, "quantization_config .* is not supported"),
+        ({"rope_scaling": False}, ["rope_scaling (False)"]),
+        ({"model_type": "qwen9"}, ["model_type", "qwen9", *ARCHITECTURES]),
+        ({"quantization_config": {"a": 1}}, ["quantization_config"]),
     ],
 )
-def test_errors_name_file_field_value_and_rule(fields: dict[str, Any], said: str) -> None:
-    named = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-    with pytest.raises(ConfigError, match=f"config.json: {said}"):
-        facts_of(named | SMALL | fields, source="config.json")
+def test_errors_name_file_field_and_value(fields: dict[str, Any], named: list[object]) -> None:
+    whole = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]} | SMALL | fields
+    with pytest.raises(ConfigError, match=mentions("config.json", *named)):
+        facts_of(whole, source="config.json")
 
 
 def test_shipped_shapes_are_used_where_the_folder_is_not_there(tmp_path: Path) -> None:
     for name in shipped_names():
         facts, note = find_model(f"models/{name}")
         assert facts is not None
-        assert note.startswith(f"Model: no folder models/{name} here; its shapes are those shipped")
+        assert f"models/{name} " in note and f"/{name}.json" in note
     assert find_model("models/another") == (None, "")
     here = tmp_path / "Qwen2.5-7B"
     here.mkdir()
     facts, note = find_model(str(write(here, "qwen2", SMALL)))
     assert (facts and facts.hidden_size, note) == (64, "")
     (here / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"model\.hf_dir .*cannot read .*config\.json"):
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir", here / "config.json")):
         find_model(str(here))
 
 

@@ -6,6 +6,7 @@ looked at.
 
 import gc
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.launch.imports import without_garbage_collection
+from tests.messages import mentions
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ["torch", "transformers", "megatron", "vllm"]
@@ -66,26 +68,27 @@ def test_help(program: str) -> None:
     assert "usage:" in start(program, "--help")
 
 
-def test_a_plan_and_a_dry_run() -> None:
-    assert "Memory of one rank" in start(
-        "gapo_megatron.train", CONFIG, "--dry-run", "--rank", "0/8"
-    )
-    assert "The quickest, as overrides" in start("tools/plan.py", CONFIG, "--nodes", "1")
+def test_a_plan_and_a_dry_run(tmp_path: Path) -> None:
+    config = (CONFIG, f"run.output_dir={tmp_path}/run")
+    found = start("gapo_megatron.train", *config, "--dry-run", "--rank", "0/8")
+    assert "3,807,910,400" in found  # parameters of one rank
+    found = start("tools/plan.py", *config, "--nodes", "1")
+    assert " parallel.tensor_model_parallel_size=1 " in found
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("run.nope=1", "run.nope: unknown key"),
+        ("run.nope=1", "run.nope"),
         ("run.num_steps=0", "run.num_steps"),
         ("batch.rollout_prompts=many", "batch.rollout_prompts"),
-        ("batch.minibatch_prompts=100", "minibatch_prompts (100) must divide"),
+        ("batch.minibatch_prompts=100", "minibatch_prompts (100)"),
         ("model.hf_dir=/nowhere", "/nowhere/config.json"),
     ],
 )
 def test_a_wrong_config(words: str, said: str, tmp_path: Path) -> None:
     found = start("gapo_megatron.train", CONFIG, words, f"run.output_dir={tmp_path}/run", code=2)
-    assert "error: " in found and said in found
+    assert said in found.partition("error: ")[2]
 
 
 def test_a_model_that_the_layout_does_not_cut(tmp_path: Path) -> None:
@@ -94,7 +97,7 @@ def test_a_model_that_the_layout_does_not_cut(tmp_path: Path) -> None:
     overrides = [f"model.hf_dir={tmp_path}", f"run.output_dir={tmp_path}/run"]
     overrides += ["parallel.tensor_model_parallel_size=8", "parallel.sequence_parallel=true"]
     found = start("gapo_megatron.train", CONFIG, *overrides, code=2)
-    assert "(8) must divide the model's num_attention_heads (28)" in found
+    assert re.search(mentions("tensor_model_parallel_size (8)", "num_attention_heads (28)"), found)
 
 
 def test_imports_leave_garbage_collection_as_it_was() -> None:

@@ -1,9 +1,9 @@
 """Megatron folders against megatron-core itself: it loads what we write, we read what it saves."""
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +19,13 @@ from transformers import PretrainedConfig
 
 from gapo_megatron import cpu
 from gapo_megatron.checkpoint.save import _InProcessSave
-from gapo_megatron.convert import Place, Rule, find_rule, rules_for, torch_dist
+from gapo_megatron.convert import Place, Rule, find_rule, rules_for, torch_dist, workers
 from gapo_megatron.convert.hf import in_model_order, write_hf_weights
 from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron
 from gapo_megatron.errors import ConversionError
 from tests.convert_setup import make_config
 from tests.dist import single_rank
+from tests.waiting import HANG_S
 
 MODELS = [
     ("qwen2", False),
@@ -189,17 +190,19 @@ def test_a_large_model_has_more_files_than_threads(tmp_path, monkeypatch, weight
 
 
 @pytest.mark.parametrize("write", [write_megatron, write_hf_weights])
-def test_a_failure_ends_the_other_files_too(tmp_path, llama, write):
-    reads, has_failed = [], threading.Event()
+def test_a_failure_ends_the_other_files_too(tmp_path, llama, write, monkeypatch):
+    reads, waits, has_begun, stopping = [], [], threading.Event(), threading.Event()
+    monkeypatch.setattr(workers, "threading", SimpleNamespace(Event=lambda: stopping))
 
     def read(rule: Rule, place: Place) -> Tensor:
         if rule.megatron == "embedding.word_embeddings.weight":
-            has_failed.wait(60)
-            time.sleep(2)  # the failure gets round
+            waits.append(threading.get_ident())
+            has_begun.set()
+            assert stopping.wait(HANG_S)
         elif rule.megatron == "output_layer.weight":
-            has_failed.set()
+            assert has_begun.wait(HANG_S)
             raise ConversionError("damaged")
-        elif has_failed.is_set():
+        elif threading.get_ident() in waits:
             reads.append(rule.megatron)
         return llama.read(rule, place)
 
@@ -210,7 +213,7 @@ def test_a_failure_ends_the_other_files_too(tmp_path, llama, write):
         options["max_shard_bytes"] = sum(tensor.nbytes for tensor in llama.tensors.values()) // 2
     with pytest.raises(ConversionError, match=r"^damaged$"):
         write(read, llama.rules, **options)
-    assert reads == []
+    assert waits and reads == []
 
 
 @pytest.mark.parametrize("file", ["common.pt", "metadata.json", ".metadata.tmp"])

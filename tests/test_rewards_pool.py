@@ -18,6 +18,7 @@ from gapo_megatron.errors import RewardError
 from gapo_megatron.rewards import Pool
 from gapo_megatron.rewards import pool as module
 from gapo_megatron.types import Outcome
+from tests.messages import mentions
 from tests.waiting import HANG_S, wait_until
 
 OBEDIENT = "tests.reward_setup"
@@ -264,13 +265,21 @@ def test_a_worker_that_was_ready_in_time_is_not_late_because_nobody_listened(clo
         pool.wait_until_ready()
 
 
-def test_workers_that_are_never_ready_are_an_error(monkeypatch):
-    monkeypatch.setattr(module, "START_TIMEOUT_S", 0.001)
-    with (
-        Pool(OBEDIENT, num_workers=1, timeout_s=PATIENCE_S) as pool,
-        pytest.raises(RewardError, match=r"start.*0\.001 s"),
-    ):
-        pool.wait_until_ready()
+def test_workers_that_are_never_ready_are_an_error(clock, monkeypatch, tmp_path):
+    (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with Pool("endless", num_workers=1, timeout_s=PATIENCE_S) as pool:
+        for _ in range(module.MAX_FAILED_STARTS):
+            clock.now += module.START_TIMEOUT_S
+            before = _pids(pool)
+            pool._settle()
+            assert _pids(pool) == before  # it is not late yet
+            clock.now += 0.1
+            pool._settle()
+            assert not _pids(pool) & before
+        clock.now += module.START_TIMEOUT_S + 0.1
+        with pytest.raises(RewardError, match=mentions("endless", "start", "300 s")):
+            pool.wait_until_ready()
 
 
 def test_closing_leaves_no_process():
@@ -305,10 +314,12 @@ def trainer() -> Iterator[tuple[subprocess.Popen, list[int]]]:
         text=True,
         start_new_session=True,
     )
-    idle, hanging, starting = map(int, process.stdout.readline().split())
-    yield process, [idle, hanging, starting]
-    process.kill()
-    process.wait()
+    try:
+        idle, hanging, starting = map(int, process.stdout.readline().split())
+        yield process, [idle, hanging, starting]
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _signals(pid: int, field: str) -> set[int]:

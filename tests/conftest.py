@@ -14,9 +14,8 @@ from hypothesis import settings
 settings.register_profile("repository", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repository")
 
-# Files of a minute and more, in the order in which processes take them (`--dist loadfile`): the
-# longest first, so that none is left alone at the end. The first two go together: one has two ranks
-# work, the other mostly waits for Slurm.
+# Files that are long in one stage or the other, in the order in which processes take them (`--dist
+# loadfile`): of each stage the longest first, so that none is left alone at the end.
 _FIRST = (
     "slurm/test_survives.py",
     "slurm/test_scripts.py",

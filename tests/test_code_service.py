@@ -11,9 +11,10 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
@@ -56,9 +57,30 @@ def server_in_this_process() -> Iterator[tuple[server.Server, str]]:
     served = server.Server(
         host="127.0.0.1", port=0, python=SYSTEM_PYTHON, num_programs=1, largest=Limits(**PATIENT)
     )
-    threading.Thread(target=served.serve, daemon=True).start()
-    yield served, f"tcp://127.0.0.1:{served.port}"
-    served._places.shutdown()
+    listener = served._listener
+
+    class IsOver(Exception):
+        pass
+
+    def serve() -> None:
+        with suppress(IsOver):
+            served.serve()
+
+    def accept() -> NoReturn:
+        raise IsOver
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield served, f"tcp://127.0.0.1:{served.port}"
+    finally:
+        # It goes on after errors of the system: what ends it is one of another kind.
+        served._listener = SimpleNamespace(accept=accept)
+        listener.shutdown(socket.SHUT_RDWR)  # wakes it where it waits for a client
+        thread.join(HANG_S)
+        listener.close()
+        served._places.shutdown()
+        assert not thread.is_alive()
 
 
 @pytest.fixture

@@ -245,6 +245,7 @@ def test_kills_at_any_moment_repeat_the_run_bitwise(root: Path, run_of_two: Path
     """The same within stages, at three moments that the machine's load decides."""
     killed = root / "killed"
     arguments = (root / "config.toml", f"run.output_dir={killed}")
+    exit_codes = []
     for num_steps, delay_s in ((1, 0.05), (2, 0.2), (4, 0.11)):
         before = last_write(killed)
         process = Program("gapo_megatron.train", *arguments, ranks=2)
@@ -255,6 +256,8 @@ def test_kills_at_any_moment_repeat_the_run_bitwise(root: Path, run_of_two: Path
         time.sleep(delay_s)
         os.kill(process.pids[num_steps % 2], signal.SIGKILL)
         process.communicate(timeout=HANG_S)
+        exit_codes.append(process.returncode)
+    assert any(exit_codes), "every run had ended before it was killed"
     finish(Program("gapo_megatron.train", *arguments, ranks=2))
     assert_same_run(killed, run_of_two)
 

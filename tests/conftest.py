@@ -18,15 +18,21 @@ settings.load_profile("repository")
 # loadfile`): of each stage the longest first, so that none is left alone at the end.
 _FIRST = (
     "slurm/test_survives.py",
-    "slurm/test_scripts.py",
     "test_train.py",
-    "test_cpu.py",
-    "distributed/test_checkpoint.py",
-    "peers/test_conversion.py",
-    "test_rollout.py",
-    "test_submit.py",
+    "slurm/test_scripts.py",
+    "test_preflight.py",
     "slurm/test_submitit.py",
+    "test_cpu.py",
+    "test_rollout.py",
+    "peers/test_conversion.py",
+    "test_slurm_scripts.py",
+    "distributed/test_checkpoint.py",
+    "test_convert_damage.py",
+    "test_scaling_layout.py",
+    "test_scaling_deep.py",
+    "test_submit.py",
     "test_evaluate_tool.py",
+    "test_rollout_fp8.py",
     "test_code_hostile.py",
 )
 

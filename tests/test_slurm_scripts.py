@@ -116,6 +116,8 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            # Also under nohup: a shell cannot trap what it was started to ignore.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
     def wait_for(self, happened: Callable[[], bool], what: str) -> None:

@@ -166,6 +166,10 @@ def test_what_transformers_refuses_is_refused(model_type: str, tmp_path: Path) -
             {"head_dim": None, "hidden_size": 2},
             ["hidden_size (2)", "num_attention_heads (4)"],
         ),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 66},
+            ["hidden_size (66)", "num_attention_heads (4)"],
+        ),
         ({"num_experts": 4, "num_local_experts": 8}, ["num_experts", 4, "num_local_experts", 8]),
         ({"architectures": "Qwen2"}, ["architectures", "'Qwen2'", "Qwen2ForCausalLM"]),
         (

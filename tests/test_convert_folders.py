@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gapo_megatron.convert import new_folder
-from gapo_megatron.convert.folder import MARKER_NAME, is_marked
+from gapo_megatron.convert.folder import MARKER_NAME, check_replaceable, is_marked
 from gapo_megatron.convert.hf import HfFolder, check_hf_dir, read_hf, write_hf
 from gapo_megatron.convert.tables import ARCHITECTURES
 from gapo_megatron.errors import ConfigError, ConversionError
 from tests.convert_setup import make_config, make_model, written_weights
+from tests.messages import mentions
 
 
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -82,6 +83,15 @@ def test_an_earlier_result_is_replaced_and_nothing_else(tmp_path, monkeypatch):
     # What says that a folder may be replaced is of that folder alone.
     for _ in range(2):
         write_hf(weights.items(), source_dir=output, output_dir=tmp_path / "next", made_by="test")
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    def denied(_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir", tmp_path)):
+        check_replaceable(tmp_path, field="model.hf_dir", is_ours=True)
 
 
 def test_a_result_is_known_where_it_was_moved_and_by_its_own_command_alone(tmp_path):

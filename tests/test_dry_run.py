@@ -207,6 +207,12 @@ def test_over_sampling_is_said() -> None:
     assert re.search(r"384 prompts \(batch\.oversampling 1\.5\).* 256 .* 128 ", text)
 
 
+def test_what_is_offloaded_is_in_host_memory(tmp_path: Path) -> None:
+    model = {"hf_dir": write_model(tmp_path / "m")}
+    offloaded = text_of(make_config(model=model, optimizer={"offload": True}))
+    assert "host memory" in offloaded and "host memory" not in text_of(make_config(model=model))
+
+
 def test_how_responses_are_judged_is_said() -> None:
     assert re.search(r"math,.* 10 s ", text_of(make_config(reward={"kind": "math"})))
     reward = {"kind": "instructions", "timeout_s": 3, "num_workers": 5}

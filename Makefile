@@ -27,7 +27,7 @@ demo: ## Train a small model with GAPO on this CPU (WORLD_SIZE=1 TP=1 PP=1 SEED=
 	$(PY) tools/demo.py --config configs/demo.toml --world-size $(WORLD_SIZE) --tp $(TP) --pp $(PP) --seed $(SEED) $(ARGS)
 
 # After a worker's death pytest-xdist waits for ever with --dist loadfile, unless it may start no other.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q \
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q --durations=10 \
 	--dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 test: export PYTEST_TIMEOUT ?= 120

@@ -101,6 +101,8 @@ def test_a_result_is_known_where_it_was_moved_and_by_its_own_command_alone(tmp_p
     assert is_marked(moved, made_by="train") and not is_marked(moved, made_by="sft")
     (tmp_path / "link").symlink_to(moved)
     assert is_marked(tmp_path / "link", made_by="train")
+    (tmp_path / "link to the source").symlink_to(source)
+    assert not is_marked(tmp_path / "link to the source", made_by="train", or_unmarked=True)
     shutil.copytree(moved, tmp_path / "copy")
     for or_unmarked in (False, True):
         assert not is_marked(tmp_path / "copy", made_by="train", or_unmarked=or_unmarked)

@@ -81,14 +81,14 @@ def mark(folder: Path, *, made_by: str, made_at: Path) -> None:
 
 
 def is_marked(folder: str | Path, *, made_by: str, or_unmarked: bool = False) -> bool:
-    """Whether the command made `folder`; `or_unmarked`: also if nothing says who did."""
-    folder = Path(folder).resolve()
+    """Whether the command made `folder`; `or_unmarked`: also one without a marker, not a link."""
+    is_link, folder = Path(folder).is_symlink(), Path(folder).resolve()
     try:
         marker = json.loads((folder / MARKER_NAME).read_text(encoding="utf-8"))
         is_here = marker["made_at"] == str(folder) or marker["inode"] == folder.stat().st_ino
         return bool(marker["made_by"] == made_by and is_here)
     except FileNotFoundError:
-        return or_unmarked
+        return or_unmarked and not is_link
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -4,7 +4,7 @@ What is imported here needs no torch: names and shapes of a model. Weights are i
 folders) and `torch_dist` (Megatron folders).
 """
 
-from gapo_megatron.convert.folder import check_replaceable, is_marked, mark, new_folder
+from gapo_megatron.convert.folder import new_folder
 from gapo_megatron.convert.rules import (
     Place,
     Rule,
@@ -21,12 +21,9 @@ __all__ = [
     "Place",
     "Rule",
     "check_names",
-    "check_replaceable",
     "checked",
     "find_rule",
     "hf_shapes",
-    "is_marked",
-    "mark",
     "new_folder",
     "rules_for",
     "to_hf",

@@ -1,0 +1,113 @@
+"""JSON and TOML from outside: what the parsers let through is refused by name."""
+
+import json
+import os
+
+import pytest
+
+from gapo_megatron.documents import (
+    MAX_DEPTH,
+    open_file,
+    parse_json,
+    parse_toml,
+    read_json,
+    read_text,
+    read_toml,
+)
+from gapo_megatron.errors import ConfigError, DataError
+from tests.messages import mentions
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        pytest.param("", "Expecting value", id="empty"),
+        pytest.param('{"a": 1', "column", id="cut"),
+        pytest.param("[1] [2]", "Extra data", id="goes on"),
+        pytest.param("9" * 5000, "digits", id="a number of 5,000 digits"),
+        pytest.param("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), str(MAX_DEPTH), id="deep"),
+        pytest.param("[" * 100_000, str(MAX_DEPTH), id="deeper than the parser's stack"),
+        pytest.param('{"a": {"b": 1, "b": 2}}', "'b'", id="a key twice"),
+        pytest.param('{"a": NaN}', "NaN", id="NaN"),
+        pytest.param("[-Infinity]", "-Infinity", id="Infinity"),
+        pytest.param('{"a": ["x\\ud800y"]}', "ud800", id="half of a pair"),
+        pytest.param('{"\\udfff": 1}', "udfff", id="half of a pair in a key"),
+        pytest.param(b'"\xff"', "UTF-8", id="no UTF-8"),
+        pytest.param('\ufeff{"a": 1}', "BOM", id="a byte order mark"),
+    ],
+)
+def test_json_that_only_a_parser_takes_is_refused_with_its_place(text, what):
+    with pytest.raises(DataError, match=mentions("FILE:7", what)):
+        parse_json(text, where="FILE:7", error=DataError)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a": [1, 2.5, null, true]}', {"a": [1, 2.5, None, True]}),
+        ('"\\ud83d\\ude00"', "😀"),
+        ("[" * MAX_DEPTH + "]" * MAX_DEPTH, json.loads("[" * MAX_DEPTH + "]" * MAX_DEPTH)),
+        (json.dumps([{"a": 1}] * 200), [{"a": 1}] * 200),
+        (b" 1 ", 1),
+    ],
+)
+def test_json_is_read_as_it_is(text, value):
+    assert parse_json(text, where="FILE", error=DataError) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        pytest.param("a = ", "Invalid value", id="cut"),
+        pytest.param("a = " + "9" * 5000, "digits", id="a number of 5,000 digits"),
+        pytest.param("a = " + "[" * 70 + "]" * 70, str(MAX_DEPTH), id="deep"),
+        pytest.param("a = " + "[" * 100_000, str(MAX_DEPTH), id="deeper than the parser's stack"),
+        pytest.param(".".join("a" * 100) + " = 1", str(MAX_DEPTH), id="deep by dots"),
+    ],
+)
+def test_toml_that_only_a_parser_takes_is_refused_with_its_place(text, what):
+    with pytest.raises(ConfigError, match=mentions("FILE", what)):
+        parse_toml(text, where="FILE")
+
+
+@pytest.mark.parametrize("read", [read_text, read_json, read_toml])
+class TestFiles:
+    def test_one_that_is_not_there_is_left_to_the_caller(self, read, tmp_path):
+        with pytest.raises(FileNotFoundError):
+            read(tmp_path / "absent")
+
+    def test_a_fifo_is_refused_and_not_waited_for(self, read, tmp_path):
+        os.mkfifo(tmp_path / "fifo")
+        with pytest.raises(DataError, match=mentions("fifo", "regular file")):
+            read(tmp_path / "fifo", error=DataError)
+
+    def test_a_folder_is_refused(self, read, tmp_path):
+        with pytest.raises(DataError, match=mentions(str(tmp_path))):
+            read(tmp_path, error=DataError)
+
+    def test_links_in_a_circle_are_refused(self, read, tmp_path):
+        (tmp_path / "loop").symlink_to(tmp_path / "loop")
+        with pytest.raises(DataError, match=mentions("loop")):
+            read(tmp_path / "loop", error=DataError)
+
+    def test_a_name_with_a_nul_is_refused(self, read):
+        with pytest.raises(DataError, match=mentions("NUL")):
+            read("a\0b", error=DataError)
+
+    def test_bytes_that_are_no_text_are_refused(self, read, tmp_path):
+        (tmp_path / "file").write_bytes(b"\xff\xfe")
+        with pytest.raises(DataError, match=mentions("file", "UTF-8")):
+            read(tmp_path / "file", error=DataError)
+
+
+def test_a_file_that_is_too_long_is_not_read_whole(tmp_path):
+    (tmp_path / "file").write_bytes(b"1" * 11)
+    with pytest.raises(ConfigError, match=mentions("file", "10")):
+        read_text(tmp_path / "file", max_bytes=10)
+    assert read_text(tmp_path / "file", max_bytes=11) == "1" * 11
+
+
+def test_an_open_file_gives_bytes(tmp_path):
+    (tmp_path / "file").write_bytes(b"\x00\xff")
+    with open_file(tmp_path / "file") as file:
+        assert file.read() == b"\x00\xff"

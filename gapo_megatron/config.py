@@ -8,19 +8,37 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gapo_megatron.config_errors import explain
+from gapo_megatron.config_rules import check_together
+from gapo_megatron.config_types import (
+    AdamEps,
+    Count,
+    CountOrZero,
+    GroupSize,
+    LearningRate,
+    NonNegative,
+    OptionalPath,
+    PathText,
+    Positive,
+    Samples,
+    Seconds,
+    Seed,
+    Temperature,
+    Text,
+    Tokens,
+    WandbProject,
+    Workers,
+)
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.methods import METHODS, Method
 from gapo_megatron.rewards.sandbox import SYSTEM_PYTHON, split_setting
-from gapo_megatron.toml_tree import apply_override, read_tree
-
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+from gapo_megatron.toml_tree import apply_override, read_tree, set_value
 
 CONFIG_NAME = "config.toml"
 """In the run folder: the resolved config of the newest start."""
@@ -33,24 +51,24 @@ class _Section(BaseModel):
 
 
 class RunConfig(_Section):
-    output_dir: str
+    output_dir: PathText
     """Everything the run writes lands here."""
-    seed: NonNegative = 0
-    num_steps: Positive
+    seed: Seed = 0
+    num_steps: Count
     """Rollout batches to train on."""
-    hang_timeout_s: Positive = 1200
+    hang_timeout_s: Seconds = 1200
     """A process without progress for so long prints where it is and ends. More than the longest
     mini-batch, save or load takes, and than one engine may wait for another to finish generating;
     less than parallel.timeout_s, which would end it without a word about where."""
-    stop_margin_s: Positive = 120
+    stop_margin_s: Seconds = 120
     """Kept free before the job's time limit, beyond what a stage and a save took so far; and the
     longest that generation may still go on after a request to stop (docs/slurm.md)."""
 
 
 class ModelConfig(_Section):
-    hf_dir: str
+    hf_dir: PathText
     """Hugging Face folder (config.json, tokenizer, safetensors) of the initial policy."""
-    megatron_dir: str = ""
+    megatron_dir: OptionalPath = ""
     """Megatron checkpoint that the weights are read from instead; `hf_dir` then needs none."""
     precision: Literal["fp32", "bf16", "fp8"] = "bf16"
     """bf16 and fp8 keep fp32 master weights; fp8 needs Transformer Engine."""
@@ -72,25 +90,25 @@ class ModelConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    tensor_model_parallel_size: Positive = 1
-    pipeline_model_parallel_size: Positive = 1
-    virtual_pipeline_model_parallel_size: Positive = 1
+    tensor_model_parallel_size: Count = 1
+    pipeline_model_parallel_size: Count = 1
+    virtual_pipeline_model_parallel_size: Count = 1
     """Stages of every pipeline rank, each with a part of its layers: a shorter bubble for more
     messages. Micro-batches are then filled up to a multiple of the pipeline's ranks."""
-    num_layers_in_first_pipeline_stage: Positive | None = None
+    num_layers_in_first_pipeline_stage: Count | None = None
     """Layers of the first pipeline rank, which has the embedding too, and (below) of the last one,
     which has the head. Not given: as many as the others, which share the rest evenly."""
-    num_layers_in_last_pipeline_stage: Positive | None = None
-    context_parallel_size: Positive = 1
+    num_layers_in_last_pipeline_stage: Count | None = None
+    context_parallel_size: Count = 1
     """Ranks that share every sequence and its activations, where one cannot hold them: for that,
     attention has to be Transformer Engine's; ours gathers all keys and values on every rank."""
-    expert_model_parallel_size: Positive = 1
+    expert_model_parallel_size: Count = 1
     """Neighbours (tensor, context or data parallel) that divide a layer's experts."""
     sequence_parallel: bool = False
     """Shard activations between tensor-parallel regions along the sequence."""
     overlap_grad_reduce: bool = False
     """Add up gradients over data-parallel ranks while the last micro-batch still goes back."""
-    timeout_s: Positive = 1800
+    timeout_s: Seconds = 1800
     """A collective that waits longer ends the job."""
 
     @model_validator(mode="after")
@@ -116,11 +134,11 @@ class ParallelConfig(_Section):
 
 
 class DataConfig(_Section):
-    train_path: str
+    train_path: PathText
     """JSONL with one problem a line: id, prompt, answer, optional level (docs/data.md)."""
-    eval_path: str = ""
+    eval_path: OptionalPath = ""
     """Held-out problems in the same form; empty: no evaluation."""
-    max_prompt_tokens: Positive = 2048
+    max_prompt_tokens: Tokens = 2048
     chat_template: bool = False
     """Wrap `prompt` as a user message in the tokenizer's chat template."""
 
@@ -128,13 +146,13 @@ class DataConfig(_Section):
 class BatchConfig(_Section):
     """The paper's batch words. Sequences are prompts x rollouts_per_prompt."""
 
-    rollout_prompts: Positive = 256
+    rollout_prompts: Count = 256
     """Prompts of one rollout batch (one step)."""
-    minibatch_prompts: Positive = 64
+    minibatch_prompts: Count = 64
     """Prompts of one optimizer update; divides rollout_prompts."""
-    rollouts_per_prompt: Annotated[int, Field(ge=2)] = 8
-    """k. One rollout has no group to compare with."""
-    dynamic_sampling_rounds: NonNegative = 0
+    rollouts_per_prompt: GroupSize = 8
+    """k."""
+    dynamic_sampling_rounds: CountOrZero = 0
     """How often groups that teach nothing, all correct or all wrong, are replaced by those of
     further prompts (DAPO's dynamic sampling); 0: they stay, at no cost but their generation."""
     oversampling: Annotated[float, Field(ge=1, le=4)] = 1.0
@@ -142,7 +160,7 @@ class BatchConfig(_Section):
     what it breaks off comes again later. Prefers short responses (docs/data.md)."""
     partial_rollouts: bool = False
     """Go on with what is broken off at the next step instead, from the tokens that are there."""
-    max_tokens_per_microbatch: Positive = 32768
+    max_tokens_per_microbatch: Count = 32768
     """Packed tokens (prompt + response) of one forward pass on one data-parallel rank. Its context
     parallel ranks share them; every sequence must fit whole."""
 
@@ -163,24 +181,24 @@ class BatchConfig(_Section):
 
 
 class RolloutConfig(_Section):
-    max_response_tokens: Positive
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_response_tokens: Tokens
+    temperature: Temperature = 1.0
     """Of sampling, and of the trainer's log-probs alike."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    tensor_parallel_size: Positive = 1
+    tensor_parallel_size: Count = 1
     """vLLM's own tensor parallelism, inside a node, apart from the trainer's."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Share of GPU memory vLLM may take while it is awake."""
-    cpu_kv_cache_gib: Positive = 1
+    cpu_kv_cache_gib: Count = 1
     """KV cache when running on CPU, in GiB per rank."""
     enforce_eager: bool = False
     """Skip compilation and graph capture: slower tokens, faster start."""
     quantization: Literal["", "fp8"] = ""
     """`fp8`: vLLM keeps and multiplies the layers' weights in fp8, quantised anew by every weight
     sync (docs/scaling.md); empty: as in training, but bf16 where that is fp8."""
-    verify_sequences: Positive = 4
+    verify_sequences: Count = 4
     """Sequences whose log-probs are compared with the trainer's after every weight sync."""
-    verify_bound: Annotated[float, Field(gt=0)] = 0.1
+    verify_bound: Positive = 0.1
     """Largest mean difference per token that passes; fp32 on CPU reaches 1e-5, bf16 is open."""
 
 
@@ -188,15 +206,15 @@ class RewardConfig(_Section):
     kind: Literal["math", "code", "instructions", "exact"]
     """`math`: boxed answers; `code`: unit tests; `instructions`: IFEval's checks; `exact`: the last
     field of the response (demo)."""
-    num_workers: NonNegative = 0
+    num_workers: Workers = 0
     """Processes of each rank that judge; 0: the rank's share of the node's cores, at most 8."""
-    timeout_s: Positive | None = None
+    timeout_s: Seconds | None = None
     """Wall-clock time to judge one response (10 s by default); longer is unknown, and left out. Of
     code, the time its tests may take together (60 s by default); longer is wrong."""
-    sandbox: str = "bubblewrap"
+    sandbox: Text = "bubblewrap"
     """Of code: `bubblewrap`, `apptainer:/PATH/OF/IMAGE`, `tcp://HOST:PORT` (a service on another
     machine) or `unsafe`, which runs the model's programs with your rights."""
-    python: str = SYSTEM_PYTHON
+    python: PathText = SYSTEM_PYTHON
     """Interpreter of code, in the image where there is one: it and its libraries are all that a
     program sees. A service has its own."""
 
@@ -217,17 +235,17 @@ class RewardConfig(_Section):
 class ObjectiveConfig(_Section):
     """A method of the paper; the other keys override its preset where given."""
 
-    method: str = "gapo"
-    eps_low: Annotated[float, Field(gt=0)] | None = None
-    eps_high_max: Annotated[float, Field(gt=0)] | None = None
+    method: Text = "gapo"
+    eps_low: Positive | None = None
+    eps_high_max: Positive | None = None
     aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
     normalize_std: bool | None = None
-    focal_gamma: Annotated[float, Field(ge=0)] | None = None
-    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    focal_gamma: NonNegative | None = None
+    kl_coef: NonNegative = 0.0
     """Weight of KL(policy || initial policy); above 0 every sequence is computed."""
-    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus; above 0 every sequence is computed."""
-    importance_weight_max: Annotated[float, Field(ge=1)] | None = None
+    importance_weight_max: Annotated[Positive, Field(ge=1)] | None = None
     """Correct for a rollout engine that samples from another policy than the trainer's (its
     kernels, its precision): every response counts times its importance weight, cut off here
     (docs/objective.md). Not given: no correction."""
@@ -262,14 +280,14 @@ class ObjectiveConfig(_Section):
 class OptimizerConfig(_Section):
     """AdamW, constant learning rate (the paper's table)."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    learning_rate: LearningRate = 1e-6
+    weight_decay: NonNegative = 0.01
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    eps: AdamEps = 1e-8
+    clip_grad: Positive = 1.0
     """Largest global gradient norm."""
-    warmup_steps: NonNegative = 0
+    warmup_steps: CountOrZero = 0
     """Optimizer updates over which the learning rate rises linearly from 0."""
     offload: bool = False
     """Keep moments and fp32 master weights in host memory while vLLM is awake."""
@@ -278,24 +296,25 @@ class OptimizerConfig(_Section):
 class SupervisedConfig(_Section):
     """`python -m gapo_megatron.sft`: supervised training that makes `model.hf_dir`."""
 
-    initial_hf_dir: str
+    initial_hf_dir: PathText
     """Hugging Face folder the supervised training starts from."""
-    train_path: str
+    train_path: PathText
     """JSONL with one example a line: prompt, response."""
-    num_steps: Positive
-    batch_sequences: Positive = 128
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    num_steps: Count
+    batch_sequences: Annotated[Count, Field(le=2**20)] = 128
+    """All in memory; drawn again where the file has fewer."""
+    learning_rate: LearningRate = 1e-3
     """Peak: linear warm-up over a tenth of the steps, then linear decay to a tenth."""
 
 
 class CheckpointConfig(_Section):
-    every_steps: NonNegative = 50
+    every_steps: CountOrZero = 50
     """Save every so many steps (0: only at the end)."""
-    keep_last: Positive = 2
+    keep_last: Count = 2
     """Newest checkpoints to keep. One that a stop made in between takes the place of none."""
-    keep_steps: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
+    keep_steps: Annotated[tuple[Count, ...], Field(strict=False)] = ()
     """Steps to save after as well, and never to remove: what another run is to branch from."""
-    branch_from: str = ""
+    branch_from: OptionalPath = ""
     """Checkpoint of another run, RUN/checkpoints/step_N, that this one goes on from under another
     objective (docs/slurm.md). Once begun, it resumes from its own."""
 
@@ -306,19 +325,19 @@ class CheckpointConfig(_Section):
 
 
 class EvaluationConfig(_Section):
-    every_steps: NonNegative = 0
+    every_steps: CountOrZero = 0
     """Evaluate before the first step, every so many steps, and at the end (0: never)."""
-    samples_per_prompt: Positive = 8
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    samples_per_prompt: Samples = 8
+    temperature: Temperature = 1.0
 
 
 class MetricsConfig(_Section):
     tensorboard: bool = True
-    wandb_project: str = ""
+    wandb_project: WandbProject = ""
     """Weights & Biases project; empty: off."""
-    noise_floor_every_steps: NonNegative = 50
+    noise_floor_every_steps: CountOrZero = 50
     """Measure the noise floor (docs/numerics.md) at step 0 and every so many steps (0: never)."""
-    noise_floor_limit: Annotated[float, Field(gt=0)] = 1.0
+    noise_floor_limit: Positive = 1.0
     """A new run whose mean noise floor is more than so many times eps_low does not start: its
     clip would decide on rounding."""
 
@@ -342,36 +361,7 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.run.hang_timeout_s >= self.parallel.timeout_s:
-            raise ValueError(
-                f"run.hang_timeout_s ({self.run.hang_timeout_s}) must be below "
-                f"parallel.timeout_s ({self.parallel.timeout_s})"
-            )
-        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        if self.batch.max_tokens_per_microbatch < longest:
-            raise ValueError(
-                f"batch.max_tokens_per_microbatch ({self.batch.max_tokens_per_microbatch}) must "
-                "hold one sequence: data.max_prompt_tokens + rollout.max_response_tokens = "
-                f"{longest}"
-            )
-        if self.supervised and self.model.megatron_dir:
-            raise ValueError(
-                f"model.megatron_dir ({self.model.megatron_dir}) would replace the weights that "
-                "supervised training makes in model.hf_dir"
-            )
-        if self.objective.importance_weight_max is not None and self.rollout.top_p < 1:
-            raise ValueError(
-                f"rollout.top_p ({self.rollout.top_p}) must be 1 with "
-                "objective.importance_weight_max: the log-probs of a cut-off distribution are no "
-                "measure of the engine's error"
-            )
-        if self.rollout.quantization and self.model.precision == "fp32":
-            raise ValueError(
-                f"rollout.quantization ({self.rollout.quantization!r}) needs model.precision "
-                "'bf16' or 'fp8', not 'fp32': vLLM quantises layers of 16-bit activations alone"
-            )
-        if self.evaluation.every_steps and not self.data.eval_path:
-            raise ValueError("evaluation.every_steps needs data.eval_path")
+        check_together(self)
         return self
 
     @property
@@ -379,15 +369,27 @@ class Config(_Section):
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a TOML file (and the file its `base` names), apply `section.key=value`, validate.
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    settings: Mapping[str, Any] = {},
+) -> Config:
+    """Read a TOML file (and the file its `base` names), replace single values, validate.
+
+    Args:
+        path: of the file.
+        overrides: `section.key=value`, as of a command line.
+        settings: over these, values by `section.key`.
 
     Raises:
         ConfigError: names the file or override, the field, the value and the rule.
     """
     tree = read_tree(Path(path))
-    for override in overrides or []:
+    for override in overrides:
         apply_override(tree, override)
+    for name, value in settings.items():
+        set_value(tree, name, value)
     return parse_config(tree, source=str(path))
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any, get_args
 
 from pydantic import BaseModel
+
+from gapo_megatron.errors import shown
+
+_WORD = re.compile(r"[\w-]{1,80}")
 
 
 def explain(item: Any, model: type[BaseModel]) -> str:
@@ -15,18 +20,25 @@ def explain(item: Any, model: type[BaseModel]) -> str:
         item: of a pydantic `ValidationError`.
         model: that was to be.
     """
-    where = ".".join(str(part) for part in item["loc"]) or "config"
+    where = place(item["loc"]) or "config"
     if item["type"] == "extra_forbidden":
         known = _fields_at(model, item["loc"][:-1])
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.4)
+        key = str(item["loc"][-1])[:80]
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
         return f"{where}: unknown key; {hint}"
     if item["type"] == "missing":
         return f"{where}: required, but not given"
     message = item["msg"].removeprefix("Value error, ")
     value = item["input"]
-    shown = "" if isinstance(value, dict | BaseModel) else f" ({value!r})"
-    return f"{where}{shown}: {message}"
+    is_section = len(item["loc"]) < 2 and isinstance(value, dict | BaseModel)
+    given = "" if is_section else f" ({shown(value)})"
+    return f"{where}{given}: {message}"
+
+
+def place(loc: tuple[int | str, ...]) -> str:
+    """`section.key`; a key that is no word, of a file with mistakes, as Python writes it."""
+    return ".".join(str(part) if _WORD.fullmatch(str(part)) else shown(part) for part in loc)
 
 
 def _fields_at(model: Any, path: tuple[Any, ...]) -> list[str]:

@@ -24,6 +24,8 @@ MAX_BYTES = 2**28
 """Of one document: some ten times the largest tokenizer.json there is."""
 MAX_DEPTH = 64
 """Lists and objects inside each other."""
+MAX_BITS = 1024
+"""Of a whole number: TOML's hexadecimal ones may have more digits than Python writes again."""
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -159,6 +161,8 @@ def _check_tree(value: Any, *, where: str, error: type[GapoError]) -> None:
                 below += one
             elif isinstance(one, str) and not one.isascii() and _has_surrogate(one):
                 raise error(f"{where}: {ascii(one)[:60]} has half of a surrogate pair")
+            elif isinstance(one, int) and one.bit_length() > MAX_BITS:
+                raise error(f"{where} has a number of more than {MAX_BITS} bits")
         level = below
 
 

@@ -1,5 +1,15 @@
 """Errors a user can act on. Each is a standard exception too: `except ValueError` works."""
 
+from typing import Any
+
+_LONGEST = 200
+
+
+def shown(value: Any) -> str:
+    """A value in a message: as Python writes it, no longer than a message can be."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
 
 class GapoError(Exception):
     """Base of every error this package raises on purpose."""

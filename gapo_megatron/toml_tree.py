@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-import tomllib
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.documents import parse_toml, read_toml
+from gapo_megatron.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+_NAME = re.compile(r"([\w-]+)\.([\w-]+)")
+_MOST_BASES = 16
+"""Files of which each is the next one's base."""
 
-def read_tree(path: Path, *, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+
+def read_tree(path: Path, *, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     """Read a TOML file over the one that its `base` names.
 
     Args:
@@ -23,20 +29,21 @@ def read_tree(path: Path, *, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     Raises:
         ConfigError: names the file and what is wrong with it.
     """
-    if path.resolve() in seen:
-        raise ConfigError(f"{path}: `base` goes round in a circle")
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        tree = read_toml(path)
+    except FileNotFoundError as error:
         raise ConfigError(f"{path}: cannot read the config file: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
     base = tree.pop("base", None)
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise ConfigError(f"{path}: base ({base!r}) must be the path of another TOML file")
-    return _merge(read_tree(path.parent / base, seen=(*seen, path.resolve())), tree)
+        raise ConfigError(f"{path}: base ({shown(base)}) must be the path of another TOML file")
+    here = os.path.realpath(path)
+    if here in seen:
+        raise ConfigError(f"{path}: `base` goes round in a circle")
+    if len(seen) == _MOST_BASES:
+        raise ConfigError(f"{path}: base ({base!r}): more than {_MOST_BASES} files on each other")
+    return _merge(read_tree(path.parent / base, seen=(*seen, here)), tree)
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -48,23 +55,41 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one value of `tree`; what is no TOML value is a string.
+    """Set one value of `tree` by `section.key=value`; what is no TOML value is a string.
 
     Raises:
-        ConfigError: not of the form section.key=value.
+        ConfigError: not of that form.
     """
-    dotted, equals, text = override.partition("=")
-    section, dot, key = dotted.partition(".")
-    if not (equals and dot and section and key) or "." in key:
-        raise ConfigError(f"override {override!r} must have the form section.key=value")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string: objective.method=gapo
-    node = tree.setdefault(section, {})
+    name, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"override {shown(override)} must have the form section.key=value")
+    set_value(tree, name, _value(text))
+
+
+def set_value(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set one value of `tree` by its name, `section.key`.
+
+    Raises:
+        ConfigError: not of that form, or the section is a value.
+    """
+    parts = _NAME.fullmatch(name)
+    if not parts:
+        raise ConfigError(
+            f"override {shown(f'{name}={value}')} must have the form section.key=value"
+        )
+    node = tree.setdefault(parts[1], {})
     if not isinstance(node, dict):
-        raise ConfigError(f"override {override!r}: {section} is not a section")
-    node[key] = value
+        raise ConfigError(f"override {shown(f'{name}={value}')}: {parts[1]} is not a section")
+    node[parts[2]] = value
+
+
+def _value(text: str) -> Any:
+    try:
+        tree = parse_toml(f"value = {text}", where="override")
+    except ConfigError:
+        return text  # a bare word is a string: objective.method=gapo
+    # A second line would be another key, or a section: no value, and not to be set either.
+    return tree["value"] if len(tree) == 1 else text
 
 
 def to_toml(config: BaseModel) -> str:
@@ -72,7 +97,8 @@ def to_toml(config: BaseModel) -> str:
     lines: list[str] = []
     for section, values in config.model_dump(mode="python", exclude_none=True).items():
         lines.append(f"[{section}]")
-        # JSON's strings, numbers and booleans are TOML's.
+        # JSON's strings, numbers and booleans are TOML's: no text has the one character that only
+        # TOML escapes (`config_types.check_text`), no number is NaN.
         lines += [
             f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()
         ]

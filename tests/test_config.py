@@ -164,7 +164,7 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ("parallel.sequence_parallel=1", "parallel.sequence_parallel", "1", "boolean"),
         ("batch.rollouts_per_prompt=1", "batch.rollouts_per_prompt", "1", "equal to 2"),
         ("batch.rollout_prompts=true", "batch.rollout_prompts", "True", "integer"),
-        ("rollout.temperature=0", "rollout.temperature", "0", "greater than 0"),
+        ("rollout.temperature=0", "rollout.temperature", "0", "equal to 0.01"),
         ("rollout.quantization=int8", "rollout.quantization", "'int8'", "'' or 'fp8'"),
         ("rollout.top_p=1.5", "rollout.top_p", "1.5", "less than or equal to 1"),
         ("rollout.memory_fraction=1.0", "rollout.memory_fraction", "1.0", "less than 1"),
@@ -183,7 +183,7 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ("optimizer.beta2=1.0", "optimizer.beta2", "1.0", "less than 1"),
         ("optimizer.clip_grad=0", "optimizer.clip_grad", "0", "greater than 0"),
         ("checkpoint.keep_last=0", "checkpoint.keep_last", "0", "greater than 0"),
-        ("evaluation.temperature=0", "evaluation.temperature", "0", "greater than 0"),
+        ("evaluation.temperature=0", "evaluation.temperature", "0", "equal to 0.01"),
         (
             "metrics.noise_floor_every_steps=-1",
             "metrics.noise_floor_every_steps",

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from gapo_megatron.documents import (
+    MAX_BITS,
     MAX_DEPTH,
     open_file,
     parse_json,
@@ -60,6 +61,7 @@ def test_json_is_read_as_it_is(text, value):
     [
         pytest.param("a = ", "Invalid value", id="cut"),
         pytest.param("a = " + "9" * 5000, "digits", id="a number of 5,000 digits"),
+        pytest.param("a = 0x" + "f" * 5000, str(MAX_BITS), id="more digits than Python writes"),
         pytest.param("a = " + "[" * 70 + "]" * 70, str(MAX_DEPTH), id="deep"),
         pytest.param("a = " + "[" * 100_000, str(MAX_DEPTH), id="deeper than the parser's stack"),
         pytest.param(".".join("a" * 100) + " = 1", str(MAX_DEPTH), id="deep by dots"),

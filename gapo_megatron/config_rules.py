@@ -1,0 +1,78 @@
+"""What settings of different sections demand of each other, and paths of the machine."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from gapo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gapo_megatron.config import Config
+
+
+def check_together(config: Config) -> None:
+    """Refuse settings that are fine alone, and cannot run together.
+
+    Raises:
+        ValueError: names both settings, their values and the rule.
+    """
+    if config.run.hang_timeout_s >= config.parallel.timeout_s:
+        raise ValueError(
+            f"run.hang_timeout_s ({config.run.hang_timeout_s}) must be below "
+            f"parallel.timeout_s ({config.parallel.timeout_s})"
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if config.batch.max_tokens_per_microbatch < longest:
+        raise ValueError(
+            f"batch.max_tokens_per_microbatch ({config.batch.max_tokens_per_microbatch}) must "
+            "hold one sequence: data.max_prompt_tokens + rollout.max_response_tokens = "
+            f"{longest}"
+        )
+    if config.supervised and config.model.megatron_dir:
+        raise ValueError(
+            f"model.megatron_dir ({config.model.megatron_dir}) would replace the weights that "
+            "supervised training makes in model.hf_dir"
+        )
+    if config.objective.importance_weight_max is not None and config.rollout.top_p < 1:
+        raise ValueError(
+            f"rollout.top_p ({config.rollout.top_p}) must be 1 with "
+            "objective.importance_weight_max: the log-probs of a cut-off distribution are no "
+            "measure of the engine's error"
+        )
+    if config.rollout.quantization and config.model.precision == "fp32":
+        raise ValueError(
+            f"rollout.quantization ({config.rollout.quantization!r}) needs model.precision "
+            "'bf16' or 'fp8', not 'fp32': vLLM quantises layers of 16-bit activations alone"
+        )
+    if config.evaluation.every_steps and not config.data.eval_path:
+        raise ValueError(
+            f"evaluation.every_steps ({config.evaluation.every_steps}) needs data.eval_path"
+        )
+
+
+def check_paths(config: Config) -> None:
+    """Refuse paths that lead nowhere on this machine; one where nothing is yet may be fine.
+
+    Raises:
+        ConfigError: names field, path and reason: links in a circle, a folder that this user must
+            not enter, a name too long for the disk.
+    """
+    paths = {
+        "run.output_dir": config.run.output_dir,
+        "model.hf_dir": config.model.hf_dir,
+        "model.megatron_dir": config.model.megatron_dir,
+        "data.train_path": config.data.train_path,
+        "data.eval_path": config.data.eval_path,
+        "checkpoint.branch_from": config.checkpoint.branch_from,
+    }
+    if config.supervised:
+        paths["supervised.initial_hf_dir"] = config.supervised.initial_hf_dir
+        paths["supervised.train_path"] = config.supervised.train_path
+    for name, path in paths.items():
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise ConfigError(f"{name} ({path!r}) cannot be followed: {error.strerror}") from None

@@ -1,0 +1,104 @@
+"""What a setting may be: types whose limits are those of the code and libraries that use them.
+
+A value beyond them passes as a number or a string, and fails only after minutes: in a C library, in
+vLLM, in a file that cannot be read again. So the schema refuses it.
+"""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+# --- whole numbers --------------------------------------------------------------------------------
+
+_COUNTS = 2**31
+"""Offsets of packed sequences, and what vLLM counts, have 32 bits and a sign."""
+
+Count = Annotated[int, Field(gt=0, lt=_COUNTS)]
+CountOrZero = Annotated[int, Field(ge=0, lt=_COUNTS)]
+
+Seed = Annotated[int, Field(ge=0, lt=2**64)]
+"""As `torch.manual_seed` takes it; NumPy's and Python's generators take any."""
+
+Seconds = Annotated[int, Field(gt=0, le=2_000_000)]
+"""23 days: `poll` counts milliseconds in 32 bits, and some who call it add a minute."""
+
+Tokens = Annotated[int, Field(gt=0, le=2**24)]
+"""Of one sequence, at the most: vLLM makes a table of rotary positions as long, before it starts.
+The longest contexts that models are trained on have 10 million."""
+
+_MOST_SAMPLES = 2**12
+Samples = Annotated[int, Field(gt=0, le=_MOST_SAMPLES)]
+"""Of one prompt; metrics have a column for each number of correct ones."""
+GroupSize = Annotated[int, Field(ge=2, le=_MOST_SAMPLES)]
+"""Samples that are compared with each other: one alone has nothing to compare with."""
+
+Workers = Annotated[int, Field(ge=0, le=1024)]
+"""Processes of one rank, started all at once."""
+
+# --- numbers --------------------------------------------------------------------------------------
+
+_MOST = 1e30
+"""Computed with in float32, where it may be multiplied: torch refuses a scalar beyond 3.4e38."""
+
+Positive = Annotated[float, Field(gt=0, le=_MOST)]
+NonNegative = Annotated[float, Field(ge=0, le=_MOST)]
+
+Temperature = Annotated[float, Field(ge=0.01, le=2)]
+"""vLLM refuses more, and takes less for 0.01 with a warning."""
+
+LearningRate = Annotated[float, Field(gt=0, le=1)]
+"""Adam moves every weight by about as much in each update."""
+
+AdamEps = Annotated[float, Field(ge=1e-30, le=1)]
+"""Below float32's smallest number it is 0, and a weight without gradient becomes 0/0."""
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def check_text(text: str) -> str:
+    """Refuse all but one printable line, the same in TOML, in a shell script and in a log.
+
+    Raises:
+        ValueError: says which character.
+    """
+    for character in text:
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
+            raise ValueError(f"must be one line without control characters: {character!a}")
+    return text
+
+
+_PATH_BYTES, _NAME_BYTES = 2048, 200
+"""Half of what Linux takes of a path, and its 255 of a name less what drafts add: the rest is for
+the files in a folder, and for the working directory."""
+
+
+def _check_path(path: str) -> str:
+    if path != path.strip():
+        raise ValueError("must not begin or end with a blank")
+    if path.startswith("~"):
+        raise ValueError("must be written out: nobody replaces the ~ (a folder of that name: ./~)")
+    encoded = os.fsencode(path)
+    if len(encoded) > _PATH_BYTES or max(map(len, encoded.split(b"/"))) > _NAME_BYTES:
+        raise ValueError(
+            f"must have at most {_PATH_BYTES} bytes, and {_NAME_BYTES} between two slashes"
+        )
+    return path
+
+
+def _check_given(path: str) -> str:
+    if not path:
+        raise ValueError("must not be empty, which would be the working directory")
+    return path
+
+
+Text = Annotated[str, Field(max_length=_PATH_BYTES), AfterValidator(check_text)]
+OptionalPath = Annotated[str, AfterValidator(check_text), AfterValidator(_check_path)]
+"""Empty: none."""
+PathText = Annotated[OptionalPath, AfterValidator(_check_given)]
+
+WandbProject = Annotated[Text, Field(max_length=128, pattern=r"^[^/\\#?%:]*$")]
+"""What Weights & Biases takes for a name."""

@@ -127,6 +127,8 @@ def layers_of_stages(config: ParallelConfig, num_layers: int) -> list[list[range
 
 def check_world_size(config: ParallelConfig, world_size: int) -> None:
     """Raise ConfigError unless the parallel sizes divide the number of processes, and fit."""
+    if world_size < 1:
+        raise ConfigError(f"the world size ({world_size}) must be at least 1")
     sizes = {
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "context_parallel_size": config.context_parallel_size,

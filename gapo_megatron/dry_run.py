@@ -12,9 +12,11 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, ParallelConfig
+from gapo_megatron.config_rules import check_paths
 from gapo_megatron.convert import rules_for
 from gapo_megatron.convert.config_json import ModelFacts
 from gapo_megatron.convert.rules import Rule, shard_size
@@ -40,13 +42,14 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
     What cannot be computed or checked (a folder or the dataset is not there) is said in its place.
 
     Raises:
-        ConfigError: world size, model and parallel sizes do not fit each other; what a branch may
-            not change is changed.
+        ConfigError: world size, model and parallel sizes do not fit each other; a path cannot be
+            followed; what a branch may not change is changed.
         CheckpointError: the branch point is damaged, or another model's.
     """
     console = console or Console()
     if not console.is_terminal:
         console.width = 120
+    check_paths(config)
     try:
         counts = arithmetic(config, world_size=world_size)
     except ConfigError as error:
@@ -155,7 +158,7 @@ def _counts_table(config: Config, counts: Arithmetic) -> Table:
     }
     table = Table(title="World-size arithmetic", title_justify="left", show_header=False)
     for name, text in rows.items():
-        table.add_row(name, text)
+        table.add_row(name, Text(text))  # no markup: a path may have brackets
     return table
 
 
@@ -163,8 +166,11 @@ def _epochs(config: Config) -> str:
     path = Path(config.data.train_path)
     if not path.is_file():
         return f"unknown: no file {path} here"
-    with path.open("rb") as lines:
-        num_prompts = sum(1 for line in lines if line.strip())
+    try:
+        with path.open("rb") as lines:
+            num_prompts = sum(1 for line in lines if line.strip())
+    except OSError as error:
+        raise ConfigError(f"data.train_path ({path}) cannot be read: {error.strerror}") from None
     if not num_prompts:
         raise ConfigError(f"data.train_path ({path}) has no problems")
     steps = num_prompts / config.batch.rollout_prompts

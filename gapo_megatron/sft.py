@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 
 from gapo_megatron.config import Config, load_config
+from gapo_megatron.config_rules import check_paths
 from gapo_megatron.convert.folder import check_replaceable, is_marked
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.fail_fast import fail_fast
@@ -31,6 +32,7 @@ def train_supervised(config: Config) -> float:
     settings = config.supervised
     if settings is None:
         raise ConfigError("supervised: this command needs a [supervised] section in the config")
+    check_paths(config)
     target = config.model.hf_dir
     inputs = {
         "supervised.initial_hf_dir": settings.initial_hf_dir,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, load_config
+from gapo_megatron.config_rules import check_paths
 from gapo_megatron.convert.config_json import read_model_facts
 from gapo_megatron.convert.folder import check_replaceable, is_marked
 from gapo_megatron.launch.fail_fast import fail_fast
@@ -52,6 +53,7 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
         ConfigError: the output folder, a metrics sink, the verifier or the model's config.json
             cannot be used, or the parallel sizes do not cut the model.
     """
+    check_paths(config)
     check_writable(config.run.output_dir)
     check_sinks(config.metrics)
     rewards.check(config.reward)

@@ -1,5 +1,6 @@
 """The dry run: right numbers, no GPU, and no silence about what it could not compute."""
 
+import errno
 import io
 import json
 import re
@@ -19,6 +20,7 @@ from gapo_megatron.counts import arithmetic
 from gapo_megatron.dry_run import per_rank_parameters, print_dry_run
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.toml_tree import to_toml
+from tests.messages import mentions
 
 TINY = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -104,6 +106,7 @@ def test_arithmetic_by_hand() -> None:
             6,
             ["expert_model_parallel_size (2)", "context_parallel_size (3)", "must divide"],
         ),
+        ({}, 0, ["world size (0)"]),
         (
             {"rollout": {"tensor_parallel_size": 3}},
             8,
@@ -161,6 +164,34 @@ def test_absences_are_said() -> None:
     text = text_of(make_config())
     assert "no folder /nowhere here" in text
     assert "no file /nowhere.jsonl here" in text
+
+
+def test_paths_with_brackets_are_no_markup() -> None:
+    data = {"train_path": "/nowhere/[/x].jsonl"}
+    reward = {"kind": "code", "sandbox": "apptainer:/[/x].sif"}
+    text = text_of(make_config(data=data, reward=reward))
+    assert "no file /nowhere/[/x].jsonl here" in text
+    assert "apptainer:/[/x].sif" in text
+
+
+def test_a_path_that_leads_nowhere_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    for section, key in (("run", "output_dir"), ("model", "hf_dir"), ("data", "eval_path")):
+        for path in (str(loop), f"{loop}/x"):
+            with pytest.raises(ConfigError, match=mentions(f"{section}.{key}", path)):
+                text_of(make_config(**{section: {key: path}}))
+    rows = tmp_path / "rows.jsonl"
+    rows.touch()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match=mentions("data.train_path", rows)):
+        text_of(make_config(data={"train_path": str(rows)}))
 
 
 def test_a_megatron_folder_is_checked_where_it_is(tmp_path: Path) -> None:

@@ -668,6 +668,12 @@ def test_a_head_dim_vllm_has_no_kernel_for_is_a_config_error(tmp_path):
         check_engine(make_config(tmp_path), config, CPU, world_size=1)
 
 
+def test_a_cache_larger_than_the_machine_is_a_config_error(tmp_path):
+    config = make_config(tmp_path, cpu_kv_cache_gib=10**6)
+    with pytest.raises(ConfigError, match=mentions("rollout.cpu_kv_cache_gib", 10**6)):
+        check_engine(config, make_model(True).config, CPU, world_size=1)
+
+
 def test_sequences_beyond_the_trained_positions_are_warned_about(tmp_path, caplog):
     config = make_config(tmp_path)
     assert engine_args(config, LlamaConfig(**SIZES), CPU).max_model_len == 165

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,9 @@ def check_engine(
 
     Raises:
         ConfigError: the rollout's tensor parallel size does not fit the world or the model, vLLM
-            has no kernel for the model's head_dim or, on a CPU, for its layers in fp8, or the model
-            folder is incomplete (its weights count where they are read from it) or names no EOS
-            token.
+            has no kernel for the model's head_dim or, on a CPU, for its layers in fp8, the KV cache
+            is larger than the machine, or the model folder is incomplete (its weights count where
+            they are read from it) or names no EOS token.
     """
     size = config.rollout.tensor_parallel_size
     if world_size % size:
@@ -61,6 +62,12 @@ def check_engine(
             raise ConfigError(
                 f"model.hf_dir ({config.model.hf_dir}): head_dim ({head_dim}) must be one of "
                 f"{', '.join(map(str, supported))} for vLLM on a CPU"
+            )
+        memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _GIB
+        if config.rollout.cpu_kv_cache_gib > memory_gib:
+            raise ConfigError(
+                f"rollout.cpu_kv_cache_gib ({config.rollout.cpu_kv_cache_gib}) must be at most "
+                f"this machine's memory, {memory_gib} GiB"
             )
         if config.rollout.quantization:
             has_kernel, reason = CPUFp8BlockScaledMMKernel.is_supported()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -96,10 +96,14 @@ def broken_rules(before: Mapping[str, Any], config: Config) -> list[str]:
     """What a branch may not change, and does: a line for each with field, both values and rule."""
     free = _free(config)
     return [
-        f"{name} is {there!r} there and {here!r} here: {_WHY_A_BRANCH_KEEPS[name.split('.')[0]]}"
+        f"{name} is {there!r} there and {here!r} here: {_why(name)}"
         for name, (there, here) in _differing(before, config).items()
         if not name.startswith(free)
     ]
+
+
+def _why(name: str) -> str:
+    return _WHY_A_BRANCH_KEEPS.get(name.split(".")[0], "this version does not know it")
 
 
 def _free(config: Config) -> tuple[str, ...]:
@@ -121,7 +125,8 @@ def _differing(before: Mapping[str, Any], config: Config) -> Changes:
 
 def _agree(name: str, there: Any, here: Any) -> bool:
     if name in _PATHS and there and here:
-        return Path(there).resolve() == Path(here).resolve()
+        there = str(there)
+        return "\0" not in there and os.path.realpath(there) == os.path.realpath(here)
     return bool(there == here)
 
 

@@ -194,6 +194,23 @@ def test_a_run_older_than_a_setting_had_its_default(root: Path) -> None:
     assert re.search(mentions("rollout.top_p", 1.0, 0.9), line)
 
 
+def test_a_damaged_config_of_a_manifest_is_compared_all_the_same(
+    root: Path, tmp_path: Path
+) -> None:
+    """A section of no version, paths that are none, links in a circle: what differs is named."""
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    config = make_config(root)
+    before = config.model_dump(mode="json")
+    before |= {"later": {"key": 1}, "optimizer": 3}
+    before["model"] |= {"hf_dir": "a\0b"}
+    before["data"] |= {"train_path": str(loop)}
+    before["run"] |= {"seed": 2**400}
+    lines = settings.broken_rules(before, config)
+    for name in ("later.key", "optimizer", "model.hf_dir", "data.train_path", "run.seed"):
+        assert any(line.startswith(f"{name} is ") for line in lines), (name, lines)
+
+
 def test_changes_are_those_of_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither another spelling of a path nor how the model was made before."""
     monkeypatch.chdir(root)

@@ -105,3 +105,35 @@ def test_a_frozen_folder_that_is_gone_is_an_error(
     monkeypatch.setenv("GAPO_CODE", str(tmp_path / "gone"))
     with pytest.raises(ConfigError, match=r"gone/config\.toml\b"):
         prepare(DEMO, [], world_size=1, job="17")
+
+
+@pytest.mark.parametrize(
+    ("folder", "in_slurm", "character"),
+    [("a:b", False, "':'"), ("a%j", True, "'%'"), ("a\\b", True, r"'\\'"), ("a%j", False, None)],
+)
+def test_a_folder_that_the_launcher_would_misread_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str,
+    in_slurm: bool,
+    character: str | None,
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if in_slurm:
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+    overrides = [f"run.output_dir={tmp_path}/{folder}"]
+    if character is None:
+        prepare(DEMO, overrides, world_size=1, job="17")
+        return
+    with pytest.raises(ConfigError, match=mentions("run.output_dir", character)):
+        prepare(DEMO, overrides, world_size=1, job="17")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_working_directory_of_two_lines_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a\nb").mkdir()
+    monkeypatch.chdir(tmp_path / "a\nb")
+    with pytest.raises(ConfigError, match=mentions("run.output_dir", r"a\nb")):
+        prepare(DEMO, [], world_size=1, job="17")

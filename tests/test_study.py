@@ -99,9 +99,9 @@ def test_listed_runs_join_the_grids_and_their_settings_go_together(tmp_path: Pat
 
 def test_a_name_is_of_the_runs_own_settings(tmp_path: Path) -> None:
     """Another value, added later, must not give the first runs other folders."""
-    text = HEAD + "[grid]\nrun.num_steps = [5]\nmetrics.wandb_project = ['a b/c', 'd']\n"
+    text = HEAD + "[grid]\nrun.num_steps = [5]\nmetrics.wandb_project = ['a b+c', 'd']\n"
     names = [run.name for run in read_study(study_file(tmp_path, text)).runs]
-    assert names == ["num_steps_5-a_b_c", "num_steps_5-d"]
+    assert names == ["num_steps_5-a_b+c", "num_steps_5-d"]
     text = HEAD + "[grid]\nrun.num_steps = [5]\nmetrics.wandb_project = ['d']\n"
     assert [run.name for run in read_study(study_file(tmp_path, text)).runs] == names[1:]
 
@@ -266,6 +266,24 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (HEAD + "[grid]\nrun.seed = [1, 1]\n", mentions("two", "'seed_1'")),
         (HEAD + "[grid]\nrun.seed = [1]\n[[runs]]\nrun.seed = 1\n", mentions("two", "'seed_1'")),
         (HEAD + "[[runs]]\n", mentions("{}", "name")),
+        (HEAD + "[grid]\nmetrics.wandb_project = ['..']\n", mentions("'..'", "name")),
+        (HEAD + "[grid]\nmetrics.wandb_project = ['submitit']\n", mentions("'submitit'", "name")),
+        (
+            HEAD + f"[grid]\nmetrics.wandb_project = ['{'x' * 128}', '{'x' * 300}']\n",
+            "wandb_project",
+        ),
+        (HEAD + "[grid]\nrun.seed = [2024-01-01]\n", mentions("run.seed", "datetime.date")),
+        (HEAD + "[grid]\nrun.seed = [{a = 1}]\n", mentions("run.seed", "{'a': 1}")),
+        (HEAD + "[grid]\nrun.seed = [nan]\n", mentions("run.seed", "nan")),
+        (HEAD + "[grid]\n'run\\n.seed' = [1]\n", mentions("section.key=value")),
+        (HEAD + "[grid]\n'run.seed=1 #' = [1]\n", mentions("section.key=value")),
+        (
+            HEAD + "[grid]\n" + "".join(f"a.b{n} = {[0] * 100}\n" for n in range(9)),
+            mentions(100**9, "runs"),
+        ),
+        (HEAD.replace("runs/s", "runs/s\\u0000") + "[grid]\nrun.seed = [1]\n", "output_dir"),
+        (HEAD.replace("demo.toml", "demo.toml\\u0000") + "[grid]\nrun.seed = [1]\n", "config"),
+        (HEAD + "grid = " + "[" * 5000 + "\n", mentions(64)),
         ("config = 'x.toml'\n", r"\boutput_dir\b"),
         ("config = 1\noutput_dir = 'a'\n", r"\bconfig\W+1\b"),
         ("config = 'no.toml'\noutput_dir = 'a'\n[grid]\nrun.seed=[1, 2]\n", r"\bno\.toml\b"),
@@ -291,6 +309,13 @@ def test_overrides_that_contradict_the_study(tmp_path: Path, override: str, word
     path = study_file(tmp_path, HEAD + "[grid]\nrun.seed = [0, 1]\n")
     with pytest.raises(ConfigError, match=words):
         read_study(path, [override])
+
+
+def test_values_of_a_study_are_not_read_twice(tmp_path: Path) -> None:
+    """A string stays one, whatever it would be as an override."""
+    text = HEAD + "[[runs]]\nmetrics.wandb_project = '7'\n[[runs]]\nmetrics.wandb_project = 'a'\n"
+    runs = read_study(study_file(tmp_path, text)).runs
+    assert [run.config.metrics.wandb_project for run in runs] == ["7", "a"]
 
 
 def test_no_file() -> None:

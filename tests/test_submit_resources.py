@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.launch.prepare import check_before_nodes
 from gapo_megatron.launch.run_folder import mark_finished
 from gapo_megatron.launch.study import Resources, read_study
 from gapo_megatron.launch.submit import Submission
@@ -134,3 +140,112 @@ def test_what_is_wrong_with_a_runs_branch_point_names_the_run(tmp_path: Path) ->
     done = submit(tmp_path, "study.toml", "--dry-run")
     assert (done.returncode, done.stdout) == (2, "")
     assert re.search(r"^error: .*\bseed_7\b.*\bstep_00000002\b", done.stderr)
+
+
+# -- what is written into a batch script -----------------------------------------------------------
+
+PLAIN = Submission(
+    name="clips",
+    folder=Path("/runs/clips/submitit"),
+    codes=[Path("/runs/clips/seed_0/code/submitted")],
+    resources=Resources(),
+    parallel=1,
+    chain=1,
+)
+ODD = [
+    *("a b", "it's", 'a "b"', "#SBATCH --account=x", "$(touch x)", "`touch x`", "${HOME}", "a;b"),
+    *("a&b", "a|b", "a>b", "*", "?", "{a,b}", "!", "=", "-x", "é", "(", "')"),
+]
+BREAKING = ["a\nb", "a\r", "a\n#SBATCH --account=x", "\0", "\x1b", "\x7f", "\x85", "\u2028"]
+
+
+def options(script: str) -> dict[str, str]:
+    """As sbatch reads them: up to the first line that is no comment."""
+    found = {}
+    for line in script.split("# setup")[0].splitlines():
+        if line.startswith("#SBATCH "):
+            (word,) = shlex.split(line.removeprefix("#SBATCH "))
+            key, _, value = word.removeprefix("--").partition("=")
+            found[key] = value
+    return found
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_name_is_one_word_of_the_script(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / name
+    odd = replace(PLAIN, name=name, folder=folder, codes=[folder / "code" / "submitted"])
+    monkeypatch.setattr(sys, "executable", f"/envs/{name}/python")
+    (script,) = odd.scripts()
+    (usual,) = PLAIN.scripts()
+    assert len(script.splitlines()) == len(usual.splitlines())
+    assert options(script) == options(usual) | {
+        "job-name": name,
+        "output": f"{folder}/%j_0_log.out",
+    }
+    # The shell's part, as it runs: what would be started, and its environment.
+    show = 'exec() { printf \'%s\\n\' "$PYTHONPATH" "$PYTHON" "$@"; }\n'
+    done = subprocess.run(
+        ["bash", "-c", show + script], env={"HOME": "/"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        str(odd.codes[0]),
+        sys.executable,
+        *(sys.executable, "-u", "-m", "submitit.core._submit", str(folder)),
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [*BREAKING, "\\", "%j"])
+def test_a_name_that_is_none_there_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path("/runs") / name
+    for odd in (
+        replace(PLAIN, folder=folder),
+        replace(PLAIN, codes=[folder / "code" / "x"]),
+        *([replace(PLAIN, name=name)] if name != "%j" else []),
+    ):
+        for use in (odd.scripts, odd.submit):
+            with pytest.raises(ConfigError, match=mentions(repr(name)[1:-1])):
+                use()
+    if name in BREAKING:
+        monkeypatch.setattr(sys, "executable", f"/envs/{name}/python")
+        with pytest.raises(ConfigError, match=mentions(repr(name)[1:-1])):
+            PLAIN.scripts()
+
+
+def test_what_is_asked_for_is_a_word(tmp_path: Path) -> None:
+    """By a study or on the command line; also what only Slurm would refuse, after a freeze."""
+    for field in ("partition", "account"):
+        for name in [*ODD, *BREAKING, "", "a" * 300]:
+            if name in ("=", "-x"):
+                continue
+            with pytest.raises(ConfigError, match=mentions(field, repr(name)[1:200])):
+                Resources().replaced({field: name})
+        for name in ("h100,h200", "abc@v100", "def-smith_gpu"):
+            (script,) = replace(PLAIN, resources=Resources().replaced({field: name})).scripts()
+            assert options(script)[field] == name
+    for name in ("1\n#SBATCH --account=x", "1\n", "٣", "9" * 30, "", "1 2", "1:", "$(x)"):
+        with pytest.raises(ConfigError, match=mentions("time", repr(name)[1:-1])):
+            Resources().replaced({"time": name})
+    for field in ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task"):
+        with pytest.raises(ConfigError, match=mentions(field, 65536)):
+            Resources().replaced({field: 2**16})
+
+
+def test_a_study_whose_folder_would_be_a_line_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = write_study(tmp_path, num_runs=1, num_steps=5)
+    text = study.read_text()
+    for value in (r"runs\n#SBATCH --account=x", r"runs\u0000", "runs:x", "", "~/runs"):
+        study.write_text(text.replace('output_dir = "runs"', f'output_dir = "{value}"'))
+        with pytest.raises(ConfigError, match="output_dir"):
+            check_before_nodes(read_study(study).runs[0].config, world_size=2)
+    study.write_text(text + 'partition = "a\\n#SBATCH --account=x"\n')
+    done = submit(tmp_path, str(study), "--dry-run")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "resources.partition" in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("runs*"))

@@ -41,6 +41,8 @@ from gapo_megatron.toml_tree import to_toml
 if TYPE_CHECKING:
     from gapo_megatron.launch.study import Run, Study
 
+_LONGEST_CHAIN = 1000
+
 console = Console()
 if not console.is_terminal:
     console.width = 160
@@ -87,6 +89,9 @@ def _submit(arguments: argparse.Namespace) -> int:
     if not (arguments.local or arguments.dry_run):
         runs = _idle(runs)
     submissions = _submissions(arguments, study, runs)
+    if not arguments.local:
+        for _, submission in submissions:
+            submission.check()  # before any code is frozen
     if arguments.dry_run:
         print("\n".join(script for _, one in submissions for script in one.scripts()), end="")
         return 0
@@ -96,7 +101,8 @@ def _submit(arguments: argparse.Namespace) -> int:
         for members, submission in submissions:
             _freeze(members, submission)
         arrays = [one for _, one in submissions]
-        run_locally(arrays, console, title=study.name, parallel=arguments.parallel or 1)
+        parallel = min(arguments.parallel or 1, len(runs))
+        run_locally(arrays, console, title=study.name, parallel=parallel)
     if num_finished:
         console.print(
             f"{num_finished} of {len(study.runs)} runs were finished before", markup=False
@@ -185,8 +191,8 @@ def _exit_code(statuses: list[Status]) -> int:
 
 
 def _check(arguments: argparse.Namespace, runs: Sequence[Run]) -> None:
-    if arguments.chain < 1:
-        raise ConfigError(f"--chain ({arguments.chain}) must be at least 1")
+    if not 1 <= arguments.chain <= _LONGEST_CHAIN:
+        raise ConfigError(f"--chain ({arguments.chain}) must be from 1 to {_LONGEST_CHAIN}")
     if arguments.parallel is not None and arguments.parallel < 1:
         raise ConfigError(f"--parallel ({arguments.parallel}) must be at least 1")
     if arguments.local:
@@ -198,7 +204,7 @@ def _check(arguments: argparse.Namespace, runs: Sequence[Run]) -> None:
         if arguments.dry_run or arguments.wait:
             raise ConfigError("--local goes with neither --dry-run nor --wait: it waits anyway")
         most = max((run.resources.num_gpus_per_node for run in runs), default=0)
-        gpu_shares(most, number=arguments.parallel or 1)
+        gpu_shares(most, number=min(arguments.parallel or 1, max(len(runs), 1)))
     elif not arguments.dry_run and shutil.which("sbatch") is None:
         raise ConfigError(
             "no sbatch here: --local runs on this machine, --dry-run prints the script"

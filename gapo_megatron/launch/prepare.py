@@ -11,7 +11,9 @@ import os
 from pathlib import Path
 
 from gapo_megatron.config import Config, load_config
+from gapo_megatron.config_rules import check_paths
 from gapo_megatron.counts import arithmetic
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.launch.freeze import freeze, repository
 from gapo_megatron.launch.run_folder import checkpoints_dir, is_finished
@@ -50,14 +52,31 @@ def check_before_nodes(config: Config, *, world_size: int) -> None:
     """Check what needs neither the model nor a device.
 
     Raises:
-        ConfigError, CheckpointError: the parallel sizes on `world_size` processes, or where the run
-            branches from.
+        ConfigError, CheckpointError: a path, the parallel sizes on `world_size` processes, or where
+            the run branches from.
     """
+    check_paths(config)
+    _check_run_dir(Path(config.run.output_dir).absolute())
     arithmetic(config, world_size=world_size)
     if config.checkpoint.branch_from or checkpoints_dir(config.run.output_dir).exists():
         from gapo_megatron.checkpoint import check_branch  # imports torch: seconds
 
         check_branch(config, None)
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    """Refuse a folder that launch.sh would take for something else."""
+    refused = {
+        "\n": "the launcher reads a line for each folder",
+        ":": "the frozen code in it is a part of PYTHONPATH",
+    }
+    if "SLURM_JOB_ID" in os.environ:
+        refused |= dict.fromkeys("\\%", "srun takes it for something else in the name of a log")
+    for character, why in refused.items():
+        if character in str(run_dir):
+            raise ConfigError(
+                f"run.output_dir ({str(run_dir)!r}) must not have {character!r}: {why}"
+            )
 
 
 def main() -> None:

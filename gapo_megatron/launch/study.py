@@ -17,9 +17,8 @@ time = "12:00:00"
 from __future__ import annotations
 
 import itertools
-import json
+import math
 import re
-import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Annotated, Any
@@ -27,7 +26,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gapo_megatron.config import CONFIG_NAME, Config, load_config
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.config_errors import place
+from gapo_megatron.config_types import PathText
+from gapo_megatron.documents import read_toml
+from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.launch.run_folder import is_finished
 from gapo_megatron.settings import Changes, changed_work
 
@@ -36,6 +38,15 @@ _NAMING_RESOURCES = ("resources.nodes", "resources.tasks_per_node", "resources.p
 """Those that make another run of the same settings; the others may change while it lasts, and name
 a run only where one before it has its name."""
 _NEVER_NAMING = ("resources.time", "resources.account")
+_NO_NAMES = ("", ".", "..", "submitit")
+"""Of a run: they are other folders than one of its own."""
+_MOST_RUNS = 10_000
+
+_TIME = r"^[0-9]{1,7}(-[0-9]{1,7}(:[0-9]{1,7}){0,2}|(:[0-9]{1,7}){0,2})$"
+_Slots = Annotated[int, Field(gt=0, lt=2**16)]
+"""As Slurm counts tasks and CPUs of a node: in 16 bits."""
+_Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_@%+=:,./-]{1,200}$")]
+"""One that needs no quotes in a batch script; Slurm's own names have no other characters."""
 
 
 class _Table(BaseModel):
@@ -47,18 +58,18 @@ class _Table(BaseModel):
 class Resources(_Table):
     """What one run asks Slurm for. What is not said here is left to SBATCH_* or the site."""
 
-    nodes: Annotated[int, Field(gt=0)] = 1
-    tasks_per_node: Annotated[int, Field(gt=0)] = 8
+    nodes: _Slots = 1
+    tasks_per_node: _Slots = 8
     """Ranks; one per GPU."""
-    gpus_per_node: Annotated[int, Field(ge=0)] | None = None
+    gpus_per_node: Annotated[int, Field(ge=0, lt=2**16)] | None = None
     """As many as tasks when it is not said; 0 trains on CPUs."""
-    cpus_per_task: Annotated[int, Field(gt=0)] = 12
-    time: Annotated[str, Field(pattern=r"^\d+(-\d+(:\d+){0,2}|(:\d+){0,2})$")] = "1-00:00:00"
+    cpus_per_task: _Slots = 12
+    time: Annotated[str, Field(pattern=_TIME)] = "1-00:00:00"
     """As sbatch reads it: minutes, hh:mm:ss or days-hh:mm:ss. A run that needs longer requeues."""
     exclusive: bool = True
     """Whole nodes, with all their memory."""
-    partition: str | None = None
-    account: str | None = None
+    partition: _Word | None = None
+    account: _Word | None = None
 
     @property
     def num_gpus_per_node(self) -> int:
@@ -82,8 +93,8 @@ class Resources(_Table):
 
 
 class _StudyFile(_Table):
-    config: str
-    output_dir: str
+    config: PathText
+    output_dir: PathText
     grid: dict[str, Any] | list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     resources: Resources = Resources()
@@ -146,11 +157,9 @@ def read_study(path: str | Path, overrides: list[str] | None = None) -> Study:
     """
     path, overrides = Path(path), overrides or []
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        tree = read_toml(path)
+    except FileNotFoundError as error:
         raise ConfigError(f"{path}: cannot read the file: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
     if "config" not in tree:
         config = load_config(path, overrides)
         run = Run(Path(config.run.output_dir).name, config, Resources())
@@ -205,8 +214,13 @@ def _changes(run: Run) -> Changes:
 
 
 def _runs(path: Path, file: _StudyFile, overrides: list[str]) -> list[Run]:
-    grids = file.grid if isinstance(file.grid, list) else [file.grid]
-    chosen = [one for grid in grids for one in _combinations(path, grid)]
+    grids = [
+        _axes(path, one) for one in (file.grid if isinstance(file.grid, list) else [file.grid])
+    ]
+    number = len(file.runs) + sum(math.prod(map(len, axes.values())) for axes in grids if axes)
+    if number > _MOST_RUNS:
+        raise ConfigError(f"{path}: {number} runs: a study has at most {_MOST_RUNS}")
+    chosen = [one for axes in grids if axes for one in _combinations(axes)]
     chosen += [_settings(one) for one in file.runs]
     if not chosen:
         raise ConfigError(f"{path}: needs [grid] or [[runs]]: without them, submit the config")
@@ -222,40 +236,40 @@ def _runs(path: Path, file: _StudyFile, overrides: list[str]) -> list[Run]:
         name = _name(settings)
         if not name or name in runs:
             name = _name(settings, in_full=True)
-        if not name:
+        if name in _NO_NAMES:
             raise ConfigError(
-                f"{path}: a run of {settings} has no name, and would write to output_dir itself: "
-                "give it a setting that names it"
+                f"{path}: a run of {shown(settings)} has the name {name!r}, so no folder of its "
+                "own: give it a setting that names it"
             )
         if name in runs:
-            raise ConfigError(f"{path}: two runs are called {name!r}: their settings must differ")
-        own = [
-            f"{key}={json.dumps(value)}"
-            for key, value in settings.items()
-            if not key.startswith(_RESOURCES)
-        ]
+            raise ConfigError(
+                f"{path}: two runs are called {shown(name)}: their settings must differ"
+            )
         asked = {
             key.removeprefix(_RESOURCES): value
             for key, value in settings.items()
             if key.startswith(_RESOURCES)
         }
-        folder = f"run.output_dir={json.dumps(f'{file.output_dir}/{name}')}"
+        own = {key: one for key, one in settings.items() if not key.startswith(_RESOURCES)}
+        own["run.output_dir"] = f"{file.output_dir}/{name}"
         try:
-            config = load_config(path.parent / file.config, [*overrides, *own, folder])
+            config = load_config(path.parent / file.config, overrides, settings=own)
             resources = file.resources.replaced(asked, table=_RESOURCES)
         except ConfigError as error:
-            raise ConfigError(f"{path}: run {name}: {error}") from None
+            raise ConfigError(f"{path}: run {name[:200]}: {error}") from None
         runs[name] = Run(name, config, resources)
     return list(runs.values())
 
 
-def _combinations(path: Path, grid: dict[str, Any]) -> list[dict[str, Any]]:
+def _axes(path: Path, grid: dict[str, Any]) -> dict[str, list[Any]]:
     axes = _settings(grid)
     for key, values in axes.items():
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"{path}: grid.{key} ({values!r}) must be a list of values")
-    if not axes:
-        return []
+            raise ConfigError(f"{path}: grid.{key} ({shown(values)}) must be a list of values")
+    return axes
+
+
+def _combinations(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
@@ -291,11 +305,11 @@ def _name(settings: dict[str, Any], *, in_full: bool = False) -> str:
 
 def _explain(item: Any, *, table: str = "") -> str:
     """A mistake; `table` is what its place is in."""
-    where = table + ".".join(str(part) for part in item["loc"])
+    where = table + place(item["loc"])
     if item["type"] == "extra_forbidden":
         of_resources = where.startswith(_RESOURCES)
         fields = Resources.model_fields if of_resources else _StudyFile.model_fields
         return f"{where}: unknown key; known keys: {', '.join(fields)}"
     if item["type"] == "missing":
         return f"{where}: required, but not given"
-    return f"{where} ({item['input']!r}): {item['msg']}"
+    return f"{where} ({shown(item['input'])}): {item['msg'].removeprefix('Value error, ')}"

@@ -25,7 +25,7 @@ import submitit
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import _make_sbatch_string
 
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.launch.status import JOBS_NAME, read_status
 
 if TYPE_CHECKING:
@@ -93,8 +93,32 @@ class Submission:
     chain: int
     """Jobs per run, each starting when the one before has stopped well."""
 
+    def check(self) -> None:
+        """Refuse names that would be something else in the batch script, quoted as they are.
+
+        Raises:
+            ConfigError: names which one, and the character.
+        """
+        # sbatch and srun read a backslash also between quotes, and in the name of a log a %.
+        names = [
+            ("the study's name", self.name, "\\"),
+            ("the folder of its jobs", str(self.folder), "\\%"),
+            *(("the folder of a run's code", str(code), "\\%") for code in self.codes),
+            ("the interpreter", sys.executable, ""),
+        ]
+        for what, name, refused in names:
+            for character in name:
+                # One that is not printable may end a line.
+                if character in refused or not character.isprintable():
+                    raise ConfigError(f"{what} ({name!r}) must not have {character!a}")
+
     def scripts(self) -> list[str]:
-        """The batch script of every link of the chain."""
+        """The batch script of every link of the chain.
+
+        Raises:
+            ConfigError: as `check`.
+        """
+        self.check()
         command = f"{_python()} -u -m submitit.core._submit {shlex.quote(str(self.folder))}"
         num_tasks = len(self.codes) if len(self.codes) > 1 else None
         return [
@@ -111,9 +135,11 @@ class Submission:
         """Submit; returns the jobs of every link, and notes them in the run folders.
 
         Raises:
+            ConfigError: as `check`.
             FailedJobError: sbatch refused; has its words. Where no link before is queued, the
                 frozen code is gone again: nothing will run it.
         """
+        self.check()
         links: list[list[submitit.Job[dict[str, Any]]]] = []
         for _ in range(self.chain):
             executor = submitit.SlurmExecutor(self.folder, python=_python())
@@ -202,8 +228,10 @@ def world_sizes(asked: Sequence[Resources]) -> list[int]:
             differ in their nodes.
     """
     used = os.environ.get("NUM_NODES")
-    if used and not (used.isdecimal() and int(used)):
-        raise ConfigError(f"NUM_NODES ({used}) of the environment must be a whole number from 1 on")
+    if used and not re.fullmatch("[1-9][0-9]{0,4}", used):
+        raise ConfigError(
+            f"NUM_NODES ({shown(used)}) of the environment must be a whole number from 1 to 99999"
+        )
     nodes = sorted({resources.nodes for resources in asked})
     if used and len(nodes) > 1:
         raise ConfigError(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.launch.freeze import ROOMS, freeze, frozen_code, repository
+from tests.messages import mentions
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -151,3 +154,17 @@ def test_frozen_code_is_told_apart(checkout: Path, tmp_path: Path) -> None:
     shutil.rmtree(checkout / ".git")
     freeze(checkout, tmp_path / "unknown", config="")
     assert frozen_code(tmp_path / "unknown") == found[0].removeprefix(commit)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"commit": 3}', '{"commit": ["a"]}', "[" * 5000])
+def test_a_damaged_origin_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "code.json").write_text(text)
+    with pytest.raises(DataError, match=mentions(tmp_path / "code.json")):
+        frozen_code(tmp_path)
+
+
+def test_a_checkout_that_cannot_be_copied_leaves_no_draft(checkout: Path, tmp_path: Path) -> None:
+    os.mkfifo(checkout / "slurm" / "pipe")
+    with pytest.raises(ConfigError, match=mentions(checkout, "pipe")):
+        freeze(checkout, tmp_path / "run" / "code" / "17", config="")
+    assert list((tmp_path / "run" / "code").iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.status import (
     JOBS_NAME,
     Status,
@@ -19,6 +21,7 @@ from gapo_megatron.launch.status import (
     read_statuses,
     status_table,
 )
+from tests.messages import mentions
 
 
 def write(path: Path, text: str) -> None:
@@ -213,3 +216,61 @@ def test_table(tmp_path: Path) -> None:
     assert [cell.strip() for cell in row.split("│")[1:-1]] == [
         *("gapo-seed_1", "", "stopped", "1", "4/250", "0.300", "0.280", "0:00:12", "")
     ]
+
+
+def test_names_with_brackets_are_no_markup(tmp_path: Path) -> None:
+    make_run(tmp_path / "[bold]x")
+    status = read_status(tmp_path / "[bold]x")
+    broken = dataclasses.replace(status, why="rank 0: [/tmp/x] is gone", job="[/17]")
+    console = Console(file=io.StringIO(), width=160)
+    console.print(status_table([status, broken], title=f"{tmp_path}/[/x]"))
+    text = console.file.getvalue()
+    assert all(part in text for part in ("[bold]x", "[/tmp/x]", "[/17]", "/[/x]"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 5000,
+        '{"step": ' + "9" * 5000 + ', "reward/mean": 1}',
+        '{"step": "4", "reward/mean": "x"}',
+        '{"step": [4], "reward/mean": null, "startup/x": "y"}',
+        '{"step": 1e999, "reward/mean": 1e999, "time/step_s": 1e999}',
+        '{"step": true, "reward/mean": NaN, "time/step_s": NaN}',
+        "\x00",
+    ],
+)
+def test_a_damaged_line_counts_nothing(tmp_path: Path, line: str) -> None:
+    make_run(tmp_path, steps=4, outcome="stopped")
+    expected = read_status(tmp_path)
+    for name in ("metrics.jsonl", "timings.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write(line + "\n")
+    assert read_status(tmp_path) == expected
+    status_table([expected], title="")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=1, outcome="stopped")
+    config = tmp_path / "code" / "17" / "config.toml"
+    for text in ("", "[run", "run = 3\n", "[run]\nnum_steps = 'x'\n", "a = " + "[" * 5000):
+        config.write_text(text)
+        with pytest.raises(ConfigError, match=mentions(config)):
+            read_status(tmp_path)
+    config.unlink()
+    config.symlink_to("config.toml")  # to itself: as if there were none
+    assert read_status(tmp_path).num_steps == 0
+    for name in ("metrics.jsonl", "timings.jsonl", "OWNER", "jobs"):
+        path = tmp_path / name
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        with pytest.raises(ConfigError, match=mentions(path)):
+            read_statuses([tmp_path])
+        path.unlink()
+
+
+@pytest.mark.parametrize("owner", ["local-x-../../etc.0", "local-x-1\x00.0", "local-" + "9" * 9000])
+def test_an_owner_that_is_none_is_not_alive(tmp_path: Path, owner: str) -> None:
+    make_run(tmp_path)
+    write(tmp_path / "OWNER", owner)
+    assert read_status(tmp_path).state == "failed"

@@ -1,6 +1,6 @@
 """The code of a job, copied when it is submitted: editing the checkout later never changes the job.
 
-Imports nothing but the standard library.
+Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
+
+from gapo_megatron.documents import read_json
+from gapo_megatron.errors import ConfigError, DataError, shown
 
 ROOMS = ("gapo_megatron", "slurm", "tools", "configs")
 """What a job reads of a checkout."""
@@ -34,18 +37,27 @@ def freeze(repository: Path, folder: Path, *, config: str) -> None:
         repository: a checkout, or a folder with the package alone (installed, in a container).
         folder: must not exist yet; its parents need not.
         config: text of `config.toml`.
+
+    Raises:
+        ConfigError: something in the checkout cannot be copied, or the folder not be written.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
-    for room in ROOMS:
-        if (repository / room).is_dir():
-            shutil.copytree(
-                repository / room, draft / room, ignore=shutil.ignore_patterns("__pycache__")
-            )
-    (draft / "config.toml").write_text(config, encoding="utf-8")
-    origin = json.dumps(_origin(repository), indent=1)
-    (draft / "code.json").write_text(origin + "\n", encoding="utf-8")
-    draft.rename(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for room in ROOMS:
+            if (repository / room).is_dir():
+                shutil.copytree(
+                    repository / room, draft / room, ignore=shutil.ignore_patterns("__pycache__")
+                )
+        (draft / "config.toml").write_text(config, encoding="utf-8")
+        origin = json.dumps(_origin(repository), indent=1)
+        (draft / "code.json").write_text(origin + "\n", encoding="utf-8")
+        draft.rename(folder)
+    except OSError as error:  # also copytree's, of several files
+        shutil.rmtree(draft, ignore_errors=True)
+        raise ConfigError(
+            f"the code of {repository} cannot be copied to {folder}: {error}"
+        ) from None
 
 
 def frozen_code(folder: Path) -> str:
@@ -59,12 +71,16 @@ def frozen_code(folder: Path) -> str:
         package: `1a2b3c4d5e6f+01234567`, `+01234567`.
 
     Raises:
-        OSError: code.json cannot be read.
-        ValueError: code.json is damaged.
+        FileNotFoundError: there is no code.json.
+        DataError: it is damaged.
     """
-    origin = json.loads((folder / "code.json").read_text(encoding="utf-8"))
-    commit = (origin["commit"] or "")[:12]
-    if commit and not origin["has_local_changes"]:
+    path = folder / "code.json"
+    origin = read_json(path, error=DataError)
+    commit = origin.get("commit") if isinstance(origin, dict) else 0
+    if not isinstance(commit, str | None):
+        raise DataError(f"{path}: commit ({shown(commit)}) must be that of a checkout, or null")
+    commit = (commit or "")[:12]
+    if commit and not origin.get("has_local_changes"):
         return commit
     digest = hashlib.sha256()
     package = folder / "gapo_megatron"

@@ -6,24 +6,28 @@ Light on purpose: the standard library, and rich for the table.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
+from gapo_megatron.documents import open_file, parse_json, read_toml
+from gapo_megatron.errors import ConfigError, DataError, shown
 from gapo_megatron.launch.postmortem import Evidence
 from gapo_megatron.launch.run_folder import is_finished
 
 JOBS_NAME = "jobs"
 """In a run folder: ids of the Slurm jobs it was submitted as, one a line, oldest first."""
+_BEYOND_METRICS = 1e10
 _ACTIVE = (
     *("pending", "configuring", "running", "signaling", "suspended", "completing", "stage_out"),
     *("requeued", "unknown"),
@@ -70,6 +74,9 @@ def read_status(run_dir: Path) -> Status:
     """What the folder alone tells, and why a run failed.
 
     A state that only Slurm knows is `failed` or `queued` here.
+
+    Raises:
+        ConfigError: a file of it cannot be read; names it.
     """
     return _explain(_read_folder(run_dir))
 
@@ -87,7 +94,7 @@ def _read_folder(run_dir: Path) -> Status:
     newest = run_dir / "attempts" / "latest"
     metrics = _lines(run_dir / "metrics.jsonl")
     trained, evaluated = _newest(metrics, "reward/mean"), _newest(metrics, "eval/pass@1")
-    steps, num_steps = trained.get("step", -1) + 1, _num_steps(run_dir)
+    steps, num_steps = int(trained.get("step", -1)) + 1, _num_steps(run_dir)
     timings = map(_values, _lines(run_dir / "timings.jsonl"))
     owner = _text(run_dir / "OWNER")
     state = "queued"
@@ -144,7 +151,8 @@ def ask_slurm(jobs: Iterable[str]) -> dict[str, str]:
 
 def status_table(statuses: Sequence[Status], *, title: str) -> Table:
     """A row per run."""
-    table = Table(title=title, title_justify="left", padding=0)
+    # Text, not markup: names and messages may have brackets.
+    table = Table(title=Text(title, style="table.title"), title_justify="left", padding=0)
     # Names and ids give way where a terminal is narrow; numbers are useless in part.
     table.add_column("run", overflow="fold")
     table.add_column("job", overflow="fold")
@@ -154,15 +162,15 @@ def status_table(statuses: Sequence[Status], *, title: str) -> Table:
     table.add_column("why", overflow="fold")
     for one in statuses:
         table.add_row(
-            Path(one.run_dir).name,
-            one.job,
-            one.state,
+            Text(Path(one.run_dir).name),
+            Text(one.job),
+            Text(one.state),
             str(one.attempts),
             f"{one.steps}/{one.num_steps}",
             "" if one.reward is None else f"{one.reward:.3f}",
             "" if one.pass_at_1 is None else f"{one.pass_at_1:.3f}",
             str(timedelta(seconds=round(one.elapsed_s))),
-            one.why,
+            Text(one.why),
         )
     return table
 
@@ -177,7 +185,8 @@ def live_table(console: Console, *, title: str) -> Iterator[Callable[[Sequence[S
             live.update(status_table(statuses, title=title), refresh=True)
             for one in statuses:
                 if not console.is_terminal and shown.get(one.run_dir) != one.state:
-                    console.print(f"{Path(one.run_dir).name}: {one.state}", highlight=False)
+                    line = f"{Path(one.run_dir).name}: {one.state}"
+                    console.print(line, markup=False, highlight=False)
                 shown[one.run_dir] = one.state
 
         yield show
@@ -202,38 +211,47 @@ def _correct(status: Status, jobs: list[str], states: dict[str, str]) -> Status:
 
 
 def _num_steps(run_dir: Path) -> int:
-    configs = sorted(run_dir.glob("code/*/config.toml"), key=lambda path: path.stat().st_mtime_ns)
+    configs = [path for path in run_dir.glob("code/*/config.toml") if path.is_file()]
     if not configs:
         return 0
-    return int(tomllib.loads(configs[-1].read_text(encoding="utf-8"))["run"]["num_steps"])
+    newest = max(configs, key=lambda path: path.stat().st_mtime_ns)
+    section = read_toml(newest).get("run")
+    num_steps = section.get("num_steps") if isinstance(section, dict) else None
+    if not isinstance(num_steps, int):
+        raise ConfigError(f"{newest}: run.num_steps ({shown(num_steps)}) must be a whole number")
+    return num_steps
 
 
 def _is_alive(attempt: str) -> bool:
     """Whether a local attempt, `local-<time>-<process id>.<count>`, still runs on this machine."""
-    job = attempt.rpartition(".")[0]
-    if not job.startswith("local-"):
-        return False
-    return "launch.sh" in _text(Path("/proc") / job.rpartition("-")[2] / "cmdline")
+    local = re.fullmatch(r"local-[^.]*-([0-9]{1,10})\..*", attempt)
+    return local is not None and "launch.sh" in _text(Path("/proc") / local[1] / "cmdline")
 
 
 def _lines(path: Path) -> list[bytes]:
     """Whole lines; the last one may be in the making."""
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return _content(path).split(b"\n")[:-1]
 
 
-def _newest(lines: list[bytes], key: str) -> dict[str, Any]:
+def _newest(lines: list[bytes], key: str) -> dict[str, float]:
     quoted = json.dumps(key).encode()
     rows = (_values(line) for line in reversed(lines) if quoted in line)
     return next((row for row in rows if key in row), {})
 
 
-def _values(line: bytes) -> dict[str, Any]:
-    """Of one line; none of one that is damaged."""
+def _values(line: bytes) -> dict[str, float]:
+    """Numbers of one line; none of one that is damaged."""
     try:
-        values = json.loads(line)
-    except ValueError:
+        values = parse_json(line, where="", error=DataError)
+    except DataError:
         return {}
-    return values if isinstance(values, dict) else {}
+    if not isinstance(values, dict):
+        return {}
+    return {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, int | float) and abs(value) < _BEYOND_METRICS  # nor infinity
+    }
 
 
 def _seconds(timings: dict[str, float]) -> float:
@@ -243,10 +261,22 @@ def _seconds(timings: dict[str, float]) -> float:
 
 
 def _text(path: Path) -> str:
+    return _content(path).decode("utf-8", errors="replace").strip()
+
+
+def _content(path: Path) -> bytes:
+    """Of a file; empty where there is none.
+
+    Raises:
+        ConfigError: it cannot be read; names it.
+    """
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+        with open_file(path) as file:
+            return file.read()
     except (FileNotFoundError, ProcessLookupError):  # the latter below /proc
-        return ""
+        return b""
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _ask(command: list[str], jobs: list[str]) -> dict[str, str] | None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.scaling.calibration import Calibration, write_calibration
+from gapo_megatron.scaling.calibration import Calibration
+from gapo_megatron.scaling.calibration_file import write_calibration
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import GPUS
 from tests.scaling_setup import write_model

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 
 import pytest
 from transformers import AutoConfig
@@ -17,12 +18,11 @@ from gapo_megatron.scaling.calibration import (
     Calibration,
     Observation,
     fit,
-    read_calibration,
     read_observation,
     seconds,
     worst_misses,
-    write_calibration,
 )
+from gapo_megatron.scaling.calibration_file import read_calibration, write_calibration
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import GPUS, Gpu
 from gapo_megatron.scaling.layout import Layout
@@ -215,7 +215,7 @@ def test_a_calibration_comes_back(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[gpu", "[gpu]\nname='x'\n[efficiency]\n"],
+    ["", "[gpu", "[gpu]\nname='x'\n[efficiency]\n", "gpu = 3", "a = " + "[" * 5000],
 )
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "bad.toml"
@@ -224,6 +224,33 @@ def test_other_files_are_refused(tmp_path, text):
         read_calibration(path)
     with pytest.raises(ConfigError, match=r"missing\.toml"):
         read_calibration(tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("gpu", "name", "3"),
+        ("gpu", "gpus_per_node", "8.0"),
+        ("gpu", "gpus_per_node", "0"),
+        ("gpu", "bandwidth", "0"),
+        ("gpu", "bandwidth", "inf"),
+        ("gpu", "memory_bytes", "'x'"),
+        ("gpu", "colour", "1"),
+        ("efficiency", "matmul", "nan"),
+        ("efficiency", "matmul", "true"),
+        ("efficiency", "layer_s", "[1]"),
+        ("worst", "update", "'x'"),
+        ("workload", "spread", "-1"),
+        ("workload", "clipped_share", "{}"),
+    ],
+)
+def test_a_damaged_value_is_named(tmp_path, section, key, value):
+    path = tmp_path / "one.toml"
+    write_calibration(Calibration(GPUS["h20"], TRUE, {"update": 0.04}), path)
+    text = re.sub(rf"(?m)^{key} = .*\n", "", path.read_text())
+    path.write_text(text.replace(f"[{section}]\n", f"[{section}]\n{key} = {value}\n"))
+    with pytest.raises(ConfigError, match=mentions(path, key)):
+        read_calibration(path)
 
 
 def write_run(folder, *, rows, hf_dir, ranks=1, **sections):
@@ -289,6 +316,26 @@ def test_a_run_is_read_as_it_was(tmp_path):
     assert workload.active_share == 0.75
     assert workload.clipped_share == pytest.approx(0.2)  # 0.6 of 0.75 went back
     assert workload.survival()[1][-1] == pytest.approx(0.05, abs=0.003)
+
+
+@pytest.mark.parametrize(
+    ("of_metrics", "key", "value"),
+    [
+        (True, "rollout/replaced_group_share", 1.0),
+        (True, "rollout/response_length/mean", 1e300),
+        (False, "time/step_s", 0.0),
+        (False, "time/step_s", -1),
+        (False, "perf/tokens_per_s", 1e300),
+    ],
+)
+def test_a_number_that_no_step_has_is_named(tmp_path, of_metrics, key, value):
+    write_model(tmp_path / "model", SMALL)
+    metrics, timings = a_step()
+    (metrics if of_metrics else timings)[key] = value
+    write_run(tmp_path / "run", rows=[(metrics, timings)] * 3, hf_dir=tmp_path / "model")
+    name = "metrics.jsonl" if of_metrics else "timings.jsonl"
+    with pytest.raises(DataError, match=mentions(tmp_path / "run" / name, key)):
+        read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
 
 
 def test_a_run_with_dynamic_sampling_is_read_as_its_rounds(tmp_path):

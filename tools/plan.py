@@ -140,7 +140,8 @@ def _calibration(arguments: argparse.Namespace) -> Calibration:
     import dataclasses
 
     from gapo_megatron.errors import ConfigError
-    from gapo_megatron.scaling.calibration import Calibration, read_calibration
+    from gapo_megatron.scaling.calibration import Calibration
+    from gapo_megatron.scaling.calibration_file import read_calibration
     from gapo_megatron.scaling.efficiency import Efficiency
     from gapo_megatron.scaling.hardware import find_gpu
 
@@ -161,7 +162,8 @@ def _calibration(arguments: argparse.Namespace) -> Calibration:
 
 def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.errors import ConfigError
-    from gapo_megatron.scaling.calibration import fit, worst_misses, write_calibration
+    from gapo_megatron.scaling.calibration import fit, worst_misses
+    from gapo_megatron.scaling.calibration_file import write_calibration
     from gapo_megatron.scaling.hardware import find_gpu
     from gapo_megatron.scaling.tables import comparison_table, efficiencies_table
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gapo_megatron.documents import read_toml
 
 PAPER_TABLES = Path(__file__).parents[2] / "docs" / "paper_tables.toml"
 
@@ -45,7 +46,7 @@ class Setting:
 def read_settings(path: Path = PAPER_TABLES) -> dict[str, Setting]:
     """The paper's settings by name."""
     settings = {}
-    for name, table in tomllib.loads(path.read_text(encoding="utf-8"))["settings"].items():
+    for name, table in read_toml(path)["settings"].items():
         settings[name] = Setting(
             name=name,
             title=table["title"],

@@ -8,10 +8,8 @@ was one rank) stays at its default.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
-import tomllib
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from scipy.optimize import least_squares
 
 from gapo_megatron.config import CONFIG_NAME, Config, load_config
 from gapo_megatron.convert.config_json import read_facts
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.metrics import METRICS_NAME, TIMINGS_NAME, read_rows
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.scaling.efficiency import SHARES, Efficiency
@@ -49,6 +47,9 @@ _PRIOR_WEIGHT = 0.02
 prediction and its measurement."""
 _LEAST_S = 1e-9
 _MOVED = 0.01
+_REPLACED = "rollout/replaced_group_share"
+_MOST = 1e30
+"""Of a metric or a time; more is damage, and infinity in what is made of it."""
 _Row = Mapping[str, float]
 
 
@@ -236,6 +237,8 @@ def read_observation(
     ranks = world_size or int(started.get(_WORLD_SIZE, 0)) or _ranks_by_logs(folder)
     prompt = mean_prompt_tokens(config) if callable(mean_prompt_tokens) else mean_prompt_tokens
     rows = [metrics[int(row["step"])] for row in timings]
+    _check_numbers(folder / METRICS_NAME, rows)
+    _check_numbers(folder / TIMINGS_NAME, timings)
     tokens = [row["perf/tokens_per_s"] * row["time/step_s"] for row in timings]
     steps_s = [_whole_step_s(row) for row in timings]
     shape = Shape.of(_model_of(folder, config))
@@ -257,14 +260,24 @@ def read_observation(
             for whole, row in zip(steps_s, timings, strict=True)
         ),
         num_prompts=statistics.fmean(
-            config.batch.rollout_prompts / (1 - row.get("rollout/replaced_group_share", 0.0))
-            for row in rows
+            config.batch.rollout_prompts / (1 - row.get(_REPLACED, 0.0)) for row in rows
         ),
         num_tokens=statistics.fmean(tokens),
         tokens_per_s=statistics.median(
             num / whole for num, whole in zip(tokens, steps_s, strict=True)
         ),
     )
+
+
+def _check_numbers(path: Path, rows: Sequence[_Row]) -> None:
+    """Refuse numbers that no step has: most would end in a division by zero, or as infinity."""
+    for row in rows:
+        for key, value in row.items():
+            fits = (
+                0 <= value < 1 if key == _REPLACED else value > 0 if key == "time/step_s" else True
+            )
+            if not (fits and abs(value) < _MOST):
+                raise DataError(f"{path}: step {row['step']}: {key} = {value!r}")
 
 
 def _newest_start(rows: Sequence[_Row], trained: Container[int]) -> tuple[_Row, list[_Row]]:
@@ -325,7 +338,7 @@ def _workload(config: Config, rows: Sequence[_Row], mean_prompt_tokens: float) -
     head_skipped = mean("skip/head_backward_token_share")
     # Rounds of dynamic sampling draw (1 - (1 - a)^rounds) / a times as many groups as are trained
     # on, of which 1 - (1 - a)^rounds have A != 0.
-    active = trained * (1 - mean("rollout/replaced_group_share"))
+    active = trained * (1 - mean(_REPLACED))
     response = mean("rollout/response_length/mean")
     longest = config.rollout.max_response_tokens
     return Workload(
@@ -346,38 +359,3 @@ def _model_of(folder: Path, config: Config) -> Any:
     raise ConfigError(
         f"{folder}: no config.json in model.hf_dir ({config.model.hf_dir}) nor in {folder / 'hf'}"
     )
-
-
-def write_calibration(calibration: Calibration, path: str | Path) -> None:
-    """A TOML file that `read_calibration` reads."""
-    sections = {
-        "gpu": dataclasses.asdict(calibration.gpu),
-        "efficiency": dataclasses.asdict(calibration.efficiency),
-        "worst": calibration.worst,
-        "workload": {"spread": calibration.spread, "clipped_share": calibration.clipped_share},
-    }
-    lines = ["# Written by tools/plan.py. [worst]: largest |predicted / measured - 1| by stage."]
-    for name, values in sections.items():
-        # JSON's strings and numbers are TOML's.
-        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in values.items())]
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def read_calibration(path: str | Path) -> Calibration:
-    """Read what `write_calibration` wrote.
-
-    Raises:
-        ConfigError: no such file, or not one of these; names what is wrong.
-    """
-    try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        return Calibration(
-            gpu=Gpu(**tree["gpu"]),
-            efficiency=Efficiency(**tree["efficiency"]),
-            worst=tree["worst"],
-            **tree["workload"],
-        )
-    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not a calibration of tools/plan.py: {error}") from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None

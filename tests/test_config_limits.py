@@ -9,7 +9,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +22,9 @@ from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.documents import parse_toml
 from gapo_megatron.dry_run import print_dry_run
 from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.sft import train_supervised
 from gapo_megatron.toml_tree import apply_override, to_toml
+from gapo_megatron.train import check_before_imports
 from tests.messages import mentions
 
 MINIMAL = """
@@ -142,26 +144,42 @@ def test_a_dry_run_ends_well_or_names_what_is_wrong() -> None:
     assert num_refused >= 8 * 2  # links in a circle
 
 
+@pytest.mark.parametrize("start", [check_before_imports, train_supervised])
+def test_a_start_names_a_path_that_leads_nowhere(
+    here: Path, start: Callable[[Config], object]
+) -> None:
+    config = parse_config(tree_with("data", "eval_path", "loop/x"), source="FILE")
+    before = sorted(here.rglob("*"))
+    with pytest.raises(ConfigError, match=mentions("data.eval_path", "'loop/x'")):
+        start(config)
+    assert sorted(here.rglob("*")) == before
+
+
 # --- what the limits are for ----------------------------------------------------------------------
 
 
-def largest(section: str, key: str) -> Any:
-    """The largest number that the field takes, of powers of two and of ten."""
-    candidates = sorted([2.0**power for power in range(-9, 90)] + [2**64 - 1, 2_000_000, 2**31 - 1])
-    for value in reversed(candidates):
-        for one in (int(value), value):
-            try:
-                config = parse_config(tree_with(section, key, one), source="FILE")
-            except ConfigError:
-                continue
-            return getattr(getattr(config, section), key)
-    raise AssertionError((section, key))
+def taken(section: str, key: str) -> list[float]:
+    """Numbers that the field takes, of powers of two and those beside them: whole ones, or all."""
+    whole = [2**power + more for power in range(140) for more in (-1, 0)]
+    values = []
+    for one in [2.0**-power for power in range(1, 400)] + [2_000_000, *whole]:
+        try:
+            config = parse_config(tree_with(section, key, one), source="FILE")
+        except ConfigError:
+            continue
+        values.append(getattr(getattr(config, section), key))
+    return values
+
+
+def largest(section: str, key: str) -> float:
+    return max(taken(section, key))
 
 
 def test_the_largest_values_are_those_of_the_libraries() -> None:
-    torch.Generator().manual_seed(largest("run", "seed"))
+    seed = int(largest("run", "seed"))
+    torch.Generator().manual_seed(seed)
     with pytest.raises(ValueError, match="Overflow"):
-        torch.Generator().manual_seed(largest("run", "seed") + 1)
+        torch.Generator().manual_seed(seed + 1)
     for section, key in (
         ("parallel", "timeout_s"),
         ("reward", "timeout_s"),
@@ -184,22 +202,29 @@ def test_temperatures_are_those_that_vllm_takes_as_they_are() -> None:
 
 
 def test_no_optimizer_setting_overflows_float32() -> None:
-    """AdamW as the policy's, on the largest and smallest values together."""
-    for learning_rate in (1e-300, largest("optimizer", "learning_rate")):
-        for eps in (1e-30, largest("optimizer", "eps")):
-            weight = torch.nn.Parameter(torch.ones(2))
-            weight.grad = torch.tensor([0.0, 1.0])
-            adam = torch.optim.AdamW(
-                [weight],
-                lr=learning_rate,
-                betas=(1 - 2**-53, 1 - 2**-53),
-                eps=eps,
-                weight_decay=largest("optimizer", "weight_decay"),
-            )
-            adam.step()
+    """AdamW's first update, written out as torch does it: its module takes seconds to import."""
+    beta, weight_decay = 1 - 2**-53, largest("optimizer", "weight_decay")
+    rates, epsilons = taken("optimizer", "learning_rate"), taken("optimizer", "eps")
+    for learning_rate in (min(rates), max(rates)):
+        for eps in (min(epsilons), max(epsilons)):
+            weight, gradient = torch.ones(2), torch.tensor([0.0, 1.0])
+            first, second = gradient * (1 - beta), gradient**2 * (1 - beta)
+            weight.mul_(1 - learning_rate * weight_decay)
+            denominator = second.sqrt().div_(math.sqrt(1 - beta)).add_(eps)
+            weight.addcdiv_(first, denominator, value=-learning_rate / (1 - beta))
             assert weight.isfinite().all(), (learning_rate, eps)
     for section, key in (("objective", "importance_weight_max"), ("objective", "eps_high_max")):
         torch.ones(2).clamp(max=largest(section, key))
+
+
+@pytest.mark.parametrize(("section", "key"), [("run", "output_dir"), ("data", "eval_path")])
+def test_a_path_leaves_room_for_what_is_in_it(section: str, key: str) -> None:
+    """In bytes: Linux takes 255 of a name, and 4,095 of a path."""
+    for path in ("x" * 200, "ü" * 100, "/".join(["x" * 127] * 16)):
+        parse_config(tree_with(section, key, path), source="FILE")
+    for path in ("x" * 201, "ü" * 101, "x/" + "x" * 201, "/".join(["x" * 127] * 17)):
+        with pytest.raises(ConfigError, match=mentions(f"{section}.{key}", 2048, 200)):
+            parse_config(tree_with(section, key, path), source="FILE")
 
 
 # --- files and overrides --------------------------------------------------------------------------

@@ -269,6 +269,14 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         path.unlink()
 
 
+@pytest.mark.parametrize("job", ["17\x00", "--help", "1" * 3000, "17;18"])
+def test_a_damaged_id_of_a_job_is_named(tmp_path: Path, job: str) -> None:
+    make_run(tmp_path)
+    write(tmp_path / JOBS_NAME, f"16\n{job}\n")
+    with pytest.raises(ConfigError, match=mentions(tmp_path / JOBS_NAME, repr(job)[1:200])):
+        read_statuses([tmp_path])
+
+
 @pytest.mark.parametrize("owner", ["local-x-../../etc.0", "local-x-1\x00.0", "local-" + "9" * 9000])
 def test_an_owner_that_is_none_is_not_alive(tmp_path: Path, owner: str) -> None:
     make_run(tmp_path)

@@ -120,7 +120,7 @@ def _read_folder(run_dir: Path) -> Status:
 def read_statuses(run_dirs: Sequence[Path]) -> list[Status]:
     """As `read_status`, corrected by what Slurm says of the runs' jobs."""
     found = [_read_folder(run_dir) for run_dir in run_dirs]
-    jobs = [_text(run_dir / JOBS_NAME).split() for run_dir in run_dirs]
+    jobs = [_jobs(run_dir / JOBS_NAME) for run_dir in run_dirs]
     for ids, status in zip(jobs, found, strict=True):
         # Started by sbatch, so not recorded; an array's task is known by its own name already.
         if status.job.isdigit() and not ids:
@@ -208,6 +208,14 @@ def _correct(status: Status, jobs: list[str], states: dict[str, str]) -> Status:
     job = next((job for job in known if states[job] in _ACTIVE), known[-1])
     state = status.state if states[job] == "completed" else states[job]
     return replace(status, job=job, state=state)
+
+
+def _jobs(path: Path) -> list[str]:
+    jobs = _text(path).split()
+    for job in jobs:
+        if not re.fullmatch(r"[0-9]{1,20}(_[0-9]{1,20})?", job):
+            raise ConfigError(f"{path}: {shown(job)} is no id of a Slurm job")
+    return jobs
 
 
 def _num_steps(run_dir: Path) -> int:

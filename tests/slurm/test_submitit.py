@@ -310,6 +310,22 @@ def test_what_is_asked_for_outranks_the_environment(
         cluster.wait(job, "COMPLETED")  # while it is under way it is not submitted again
 
 
+def test_names_are_words_also_to_slurm(submit: Submit, cluster: Cluster, tmp_path: Path) -> None:
+    name = "it's $(touch x) `y` #1"
+    study = write_study(tmp_path, num_runs=2, num_steps=2, tasks=1)
+    text = study.read_text().replace('"runs"', f'"{name}"')
+    study = study.with_name(f"{name}.toml")
+    study.write_text(text)
+    done(submit(str(study)))
+    for seed in range(2):
+        (job,) = jobs_of(tmp_path / name / f"seed_{seed}")
+        shown = cluster.run("scontrol", "show", "job", job).stdout
+        assert f" JobName={name}\n" in shown
+        cluster.wait(job, "COMPLETED")
+        assert steps_of(tmp_path / name / f"seed_{seed}") == [0, 1]
+    assert not (tmp_path / "x").exists()
+
+
 def test_sbatch_has_the_last_word(submit: Submit, cluster: Cluster, tmp_path: Path) -> None:
     study = write_study(tmp_path, num_runs=1, num_steps=2)
     output = done(submit(str(study), "--partition=nowhere"), exit_code=1)

@@ -87,13 +87,17 @@ def read_json(
     )
 
 
-def parse_json(text: str | bytes, *, where: str, error: type[GapoError] = ConfigError) -> Any:
+def parse_json(
+    text: str | bytes, *, where: str, error: type[GapoError] = ConfigError, is_data: bool = False
+) -> Any:
     """The value that JSON text stands for.
 
     Args:
         text: of one value; bytes are UTF-8.
         where: the text is from, e.g. `FILE:LINE`; every message begins with it.
         error: to raise.
+        is_data: a row of a data set, which may hold NaN, Infinity and halves of surrogate pairs
+            where nobody looks: those are left to who uses a value.
 
     Raises:
         GapoError: of class `error`: where, and what is wrong.
@@ -101,7 +105,8 @@ def parse_json(text: str | bytes, *, where: str, error: type[GapoError] = Config
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+        constant = None if is_data else _no_number
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=constant)
     except UnicodeDecodeError as problem:
         raise error(f"{where} is not valid UTF-8: {problem.reason}") from None
     except ValueError as problem:  # the parser's, ours, and int's: a number of too many digits
@@ -109,8 +114,9 @@ def parse_json(text: str | bytes, *, where: str, error: type[GapoError] = Config
     except RecursionError:
         raise error(f"{where} is nested deeper than {MAX_DEPTH} levels") from None
     # The walk is for the few that may need it: rows are read by the million.
-    if text.count("[") + text.count("{") > MAX_DEPTH or _ESCAPED_SURROGATE.search(text):
-        _check_tree(value, where=where, error=error)
+    may_be_deep = text.count("[") + text.count("{") > MAX_DEPTH
+    if may_be_deep or (not is_data and _ESCAPED_SURROGATE.search(text)):
+        _check_tree(value, where=where, error=error, is_data=is_data)
     return value
 
 
@@ -145,7 +151,9 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _check_tree(value: Any, *, where: str, error: type[GapoError]) -> None:
+def _check_tree(
+    value: Any, *, where: str, error: type[GapoError], is_data: bool = False
+) -> None:
     """Refuse what is nested too deep and text that cannot be written; without recursion."""
     level, depth = [value], 0
     while level:
@@ -159,16 +167,17 @@ def _check_tree(value: Any, *, where: str, error: type[GapoError]) -> None:
                 below += [*one.keys(), *one.values()]
             elif isinstance(one, list):
                 below += one
-            elif isinstance(one, str) and not one.isascii() and _has_surrogate(one):
+            elif isinstance(one, str) and not is_data and not is_unicode(one):
                 raise error(f"{where}: {ascii(one)[:60]} has half of a surrogate pair")
             elif isinstance(one, int) and one.bit_length() > MAX_BITS:
                 raise error(f"{where} has a number of more than {MAX_BITS} bits")
         level = below
 
 
-def _has_surrogate(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether text can be written: no half of a surrogate pair stands alone in it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return True
-    return False
+        return False
+    return True

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 
 import pytest
 
 from gapo_megatron.data import rows as rows_module
-from gapo_megatron.data.rows import read_rows
+from gapo_megatron.data.rows import check_format, read_rows
 from gapo_megatron.errors import DataError
 from tests.messages import mentions
 from tests.prepare_data_setup import put
@@ -36,8 +37,9 @@ def test_an_empty_list_and_blank_lines_have_no_rows(tmp_path):
     assert list(read_rows(put(tmp_path / "a.json", []), columns=())) == []
     (tmp_path / "b.jsonl").write_text('\n{"a": 1}\n\n')
     assert read(tmp_path / "b.jsonl", columns=()) == [(2, {"a": 1})]
-    (tmp_path / "c.json").write_text('\ufeff[{"a": 1}]', encoding="utf-8")  # Windows' mark
-    assert read(tmp_path / "c.json", columns=()) == [(1, {"a": 1})]
+    for name, text in (("c.json", '\ufeff[{"a": 1}]'), ("c.jsonl", '\ufeff{"a": 1}\n')):
+        (tmp_path / name).write_text(text, encoding="utf-8")  # Windows' mark
+        assert read(tmp_path / name, columns=()) == [(1, {"a": 1})]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
@@ -73,7 +75,11 @@ def test_a_parquet_file_is_read_a_few_rows_at_a_time_and_only_its_columns(tmp_pa
     ("name", "content", "named"),
     [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', ("a.jsonl:2:", "JSON")),
-        ("a.jsonl", b'{"a": "\xff"}\n', ("a.jsonl:1:", "JSON")),
+        ("a.jsonl", b'{"a": "\xff"}\n', ("a.jsonl:1:", "UTF-8")),
+        ("a.jsonl", b'{}\n{"a": 1' + b"0" * 5000 + b"}", ("a.jsonl:2:", "digits")),
+        ("a.jsonl", b'{}\n{"a": ' + b"[" * 100_000, ("a.jsonl:2:", "64")),
+        ("a.jsonl", b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", ("a.jsonl:1:", "64")),
+        ("a.jsonl", b'{"a": 1, "a": 2}', ("a.jsonl:1:", "'a'")),
         ("a.jsonl", b"[1]\n", ("a.jsonl:1:", "object", "list")),
         ("a.json", b'{"a": 1}', ("a.json:", "JSON list")),
         ("a.json", b'[{"a": 1}, {"a": ', ("a.json:2:", "JSON")),
@@ -83,6 +89,8 @@ def test_a_parquet_file_is_read_a_few_rows_at_a_time_and_only_its_columns(tmp_pa
         ("a.json", b'[{"a": 1}] [{"a": 2}]', ("a.json:", "behind")),
         ("a.json", b"[] 1", ("a.json:", "behind")),
         ("a.json", b'[{"a": 1' + b"0" * 5000 + b"}]", ("a.json:1:", "JSON", "Exceeds")),
+        ("a.json", b'[{}, {"a": ' + b"[" * 100_000, ("a.json:2:", "64")),
+        ("a.json", b'[{}, {"a": 1, "a": 2}]', ("a.json:2:", "'a'")),
         ("a.parquet", b"PAR1", ("a.parquet:", "Parquet")),
         ("gone.jsonl", None, ("gone.jsonl:", "No such file")),
     ],
@@ -94,6 +102,28 @@ def test_a_file_that_cannot_be_read_is_named_with_the_row(tmp_path, name, conten
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=mentions(*named)):
         list(read_rows(tmp_path / name, columns=()))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, suffix):
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    path = tmp_path / f"a{suffix}"
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=mentions(path, "regular file")):
+        list(read_rows(path))
+    with pytest.raises(DataError, match=mentions(path, "regular file")):
+        check_format(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match=mentions(path, "directory")):
+        list(read_rows(path))
+
+
+def test_what_nobody_reads_of_a_row_may_be_what_json_has_not(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": [NaN, Infinity, "\\ud800"]}\n')
+    ((_, row),) = read(tmp_path / "a.jsonl")
+    assert str(row["a"][:2]) == "[nan, inf]"
 
 
 def test_a_parquet_file_without_a_column_says_which_it_has(tmp_path):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
+from gapo_megatron.documents import open_file, parse_json
 from gapo_megatron.errors import ConfigError, DataError
 
 Row = dict[str, Any]
@@ -20,13 +24,16 @@ PARQUET_ROWS = 16
 
 
 def check_format(path: Path) -> None:
-    """Refuse a file that `read_rows` cannot read, by its name.
+    """Refuse what `read_rows` cannot read, by its name and kind.
 
     Raises:
         ConfigError: the suffix is another.
+        DataError: it cannot be opened, or is no file.
     """
     if path.suffix not in _READERS:
         raise ConfigError(f"input {path} must be one of *{', *'.join(_READERS)}")
+    with _opened(path):
+        pass
 
 
 def read_rows(
@@ -48,57 +55,72 @@ def read_rows(
         DataError: the file cannot be read, or lacks a column, or a row is no object; names file
             and row.
     """
-    try:
-        for number, row, share in _READERS[path.suffix](path, columns, optional, after):
+    with _opened(path) as file:
+        for number, row, share in _READERS[path.suffix](file, path, columns, optional, after):
             if number <= after:
                 continue
             if not isinstance(row, dict):
                 raise DataError(f"{path}:{number}: must be an object, not {type(row).__name__}")
             yield number, row, share
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Read the JSON of each line that is not blank, whatever the file's name.
+
+    Yields:
+        Line number, from 1, and the value.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no JSON; names file and line.
+    """
+    with _opened(path) as file:
+        for number, value, _ in _jsonl(file, path, (), (), 0):
+            yield number, value
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with open_file(path) as file:
+            yield file
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not valid UTF-8: {error.reason}") from None
 
 
+def _parse(text: str | bytes, path: Path, number: int) -> Any:
+    return parse_json(text, where=f"{path}:{number}: the row", error=DataError, is_data=True)
+
+
 def _jsonl(
-    path: Path, columns: Sequence[str], optional: Sequence[str], after: int
+    file: BinaryIO, path: Path, columns: Sequence[str], optional: Sequence[str], after: int
 ) -> Iterator[tuple[int, Any, float]]:
-    size, done = path.stat().st_size, 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            done += len(line)
-            if number <= after or not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:  # of the JSON, or of the UTF-8
-                raise DataError(f"{path}:{number}: not valid JSON: {error}") from None
-            yield number, row, done / size
+    size, done = os.fstat(file.fileno()).st_size, 0
+    for number, line in enumerate(file, start=1):
+        done += len(line)
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)  # Windows' mark
+        if number > after and line.strip():
+            yield number, _parse(line, path, number), done / size
 
 
 def _json(
-    path: Path, columns: Sequence[str], optional: Sequence[str], after: int
+    data: BinaryIO, path: Path, columns: Sequence[str], optional: Sequence[str], after: int
 ) -> Iterator[tuple[int, Any, float]]:
-    size = path.stat().st_size
-    with open(path, "rb") as data, io.TextIOWrapper(data, encoding="utf-8-sig") as file:
-        text = _JsonText(file)
-        if text.take() != "[":
-            raise DataError(f"{path}: must hold a JSON list")
-        number, separator = 0, text.take() if text.look() == "]" else ","
-        while separator == ",":
-            number += 1
-            try:
-                row = text.take_value()
-            except ValueError as error:  # of the JSON, or a number longer than Python reads
-                why = error.msg if isinstance(error, json.JSONDecodeError) else error
-                raise DataError(f"{path}:{number}: not valid JSON: {why}") from None
-            yield number, row, data.tell() / size
-            separator = text.take()
-            if separator not in (",", "]"):
-                raise DataError(f"{path}: no ',' or ']' after row {number}")
-        if text.look():
-            raise DataError(f"{path}: goes on behind the end of its list")
+    size = os.fstat(data.fileno()).st_size
+    text = _JsonText(io.TextIOWrapper(data, encoding="utf-8-sig"))
+    if text.take() != "[":
+        raise DataError(f"{path}: must hold a JSON list")
+    number, separator = 0, text.take() if text.look() == "]" else ","
+    while separator == ",":
+        number += 1
+        yield number, _parse(text.take_value(), path, number), data.tell() / size
+        separator = text.take()
+        if separator not in (",", "]"):
+            raise DataError(f"{path}: no ',' or ']' after row {number}")
+    if text.look():
+        raise DataError(f"{path}: goes on behind the end of its list")
 
 
 class _JsonText:
@@ -127,15 +149,22 @@ class _JsonText:
         self._position += len(character)
         return character
 
-    def take_value(self) -> Any:
+    def take_value(self) -> str:
+        """Text of the next value; all that is left where it is none, which its parser says."""
         self.look()
         while True:
             try:
-                value, self._position = self._decode(self._text, self._position)
-                return value
+                _, end = self._decode(self._text, self._position)
+                break
             except json.JSONDecodeError:  # perhaps only cut off
-                if not self._grow():
-                    raise
+                if self._grow():
+                    continue
+            except (ValueError, RecursionError):  # a number too long to read, or nested too deep
+                pass
+            end = len(self._text)
+            break
+        value, self._position = self._text[self._position : end], end
+        return value
 
     def _grow(self) -> bool:
         more = self._file.read(max(CHUNK, len(self._text)))
@@ -144,12 +173,12 @@ class _JsonText:
 
 
 def _parquet(
-    path: Path, columns: Sequence[str], optional: Sequence[str], after: int
+    data: BinaryIO, path: Path, columns: Sequence[str], optional: Sequence[str], after: int
 ) -> Iterator[tuple[int, Any, float]]:
     from pyarrow import ArrowException, parquet
 
     try:
-        with parquet.ParquetFile(path, buffer_size=CHUNK, pre_buffer=False) as file:
+        with parquet.ParquetFile(data, buffer_size=CHUNK, pre_buffer=False) as file:
             names = file.schema_arrow.names
             if absent := [name for name in columns if name not in names]:
                 raise DataError(

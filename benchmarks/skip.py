@@ -123,6 +123,7 @@ def sample(config: Config, device: torch.device, *, num_prompts: int) -> list[Gr
         config.data.train_path,
         tokenizer=tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
+        kind=config.reward.kind,
     )
     engine = RolloutEngine(config, read_hf_config(config.model.hf_dir), device=device)
     prompts = PromptSource(problems, seed=config.run.seed).next_batch(num_prompts)

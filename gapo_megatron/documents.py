@@ -151,9 +151,7 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _check_tree(
-    value: Any, *, where: str, error: type[GapoError], is_data: bool = False
-) -> None:
+def _check_tree(value: Any, *, where: str, error: type[GapoError], is_data: bool = False) -> None:
     """Refuse what is nested too deep and text that cannot be written; without recursion."""
     level, depth = [value], 0
     while level:

@@ -280,6 +280,7 @@ def _read_problems(
     limits: dict[str, Any] = {
         "tokenizer": tokenizer,
         "max_prompt_tokens": data.max_prompt_tokens,
+        "kind": config.reward.kind,
         "chat_template": data.chat_template,
     }
     problems = read_prompts(data.train_path, **limits)

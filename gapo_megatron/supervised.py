@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.config import Config, ObjectiveConfig, SupervisedConfig
 from gapo_megatron.convert.hf import write_hf
-from gapo_megatron.data.schema import encode_prompt, read_jsonl
+from gapo_megatron.data.schema import LengthError, check_length, encode_prompt, read_jsonl
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import DataError
 from gapo_megatron.launch import environment
@@ -103,16 +103,24 @@ def _read_examples(
     """Token ids of every prompt, as in training with rewards, and of every response, with EOS."""
     examples = []
     for number, row in read_jsonl(path, keys=("prompt", "response")):
-        prompt = encode_prompt(row["prompt"], tokenizer, chat_template=config.data.chat_template)
-        response = tokenizer.encode(row["response"], add_special_tokens=False)
-        response.append(tokenizer.eos_token_id)
-        length = len(prompt) + len(response)
-        if not prompt or length > config.max_sequence_tokens:
-            raise DataError(
-                f"{path}:{number}: {len(prompt)} prompt and {len(response)} response tokens; the "
-                "prompt must have one, and data.max_prompt_tokens + rollout.max_response_tokens "
-                f"({config.max_sequence_tokens}) must hold both"
+        longest = config.max_sequence_tokens
+        try:
+            prompt = encode_prompt(
+                row["prompt"],
+                tokenizer,
+                chat_template=config.data.chat_template,
+                max_tokens=longest - 1,
             )
+            check_length(row["response"], tokenizer, max_tokens=longest)
+            response = tokenizer.encode(row["response"], add_special_tokens=False)
+            response.append(tokenizer.eos_token_id)
+            if len(prompt) + len(response) > longest:
+                raise LengthError(len(prompt) + len(response))
+        except LengthError as error:
+            raise DataError(
+                f"{path}:{number}: {error} of prompt and response; the prompt must have one, and "
+                f"data.max_prompt_tokens + rollout.max_response_tokens ({longest}) must hold both"
+            ) from None
         examples.append((np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32)))
     if not examples:
         raise DataError(f"{path}: holds no examples")

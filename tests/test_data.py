@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,8 @@ def _row(id: str = "a", prompt: str = "1+2=", answer: str = "3", **more: object)
 
 
 def _read(path: Path, tokenizer, **options) -> list[Prompt]:
-    return read_prompts(path, tokenizer=tokenizer, **{"max_prompt_tokens": 16, **options})
+    defaults = {"max_prompt_tokens": 16, "kind": "exact"}
+    return read_prompts(path, tokenizer=tokenizer, **(defaults | options))
 
 
 def test_a_good_file_is_read_in_order_with_its_tokens(tmp_path, tokenizer):
@@ -87,7 +89,8 @@ def test_a_bad_line_is_named_with_the_rule_it_breaks(tmp_path, tokenizer, line, 
 def test_an_answer_may_lie_in_a_file_beside_the_problems(tmp_path, tokenizer):
     (tmp_path / "tests.jsonl").write_bytes(b'["first"]\n["second"]\n')
     reference = {"file": "tests.jsonl", "offset": 10, "length": 10}
-    (prompt,) = _read(_write(tmp_path / "p.jsonl", _row(answer=reference)), tokenizer)
+    path = _write(tmp_path / "p.jsonl", _row(answer=reference))
+    (prompt,) = _read(path, tokenizer, kind="code")
     assert json.loads(prompt.answer) == reference | {"file": str(tmp_path / "tests.jsonl")}
 
 
@@ -100,14 +103,85 @@ def test_an_answer_may_lie_in_a_file_beside_the_problems(tmp_path, tokenizer):
         ({"offset": None}, ["string", "file", "offset", "length"]),
         ({"length": True}, ["string", "file", "offset", "length"]),
         ({"file": "gone.jsonl"}, ["gone.jsonl", "No such file"]),
+        ({"file": "."}, ["directory"]),
+        ({"file": "/dev/null", "offset": 0}, ["/dev/null", "regular file"]),
+        ({"file": "fifo"}, ["fifo", "regular file"]),
+        ({"file": "a\0b"}, ["NUL"]),
+        ({"file": "\ud800"}, ["string", "file"]),
+        ({"file": "x" * 300}, ["too long"]),
+        ({"offset": 10**4299}, ["string", "offset"]),
+        ({"offset": 9}, ["reward.kind 'code'", "JSON"]),
+        ({"length": 9}, ["reward.kind 'code'", "JSON"]),
     ],
 )
 def test_an_answer_that_is_not_where_it_should_be_is_an_error(tmp_path, tokenizer, change, named):
     (tmp_path / "tests.jsonl").write_bytes(b'["first"]\n["second"]')
+    os.mkfifo(tmp_path / "fifo")
     reference = {"file": "tests.jsonl", "offset": 10, "length": 10} | change
-    path = _write(tmp_path / "p.jsonl", _row(), _row("b", answer=reference))
+    path = _write(tmp_path / "p.jsonl", _row(answer=json.dumps(TESTS)), _row("b", answer=reference))
     with pytest.raises(DataError, match=mentions(f"{path}:2:", "answer", *named)):
+        _read(path, tokenizer, kind="code")
+
+
+TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}
+REFERENCE = {"file": "tests.jsonl", "offset": 0, "length": 9}
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "named"),
+    [
+        ("exact", REFERENCE, ["row"]),
+        ("math", REFERENCE, ["row"]),
+        ("instructions", REFERENCE, ["row"]),
+        ("exact", "11>25", ["'>'"]),
+        ("math", "\\frac{1", ["frac"]),
+        ("math", "$ $", ["read"]),
+        ("code", "25", ["object or list"]),
+        ("code", json.dumps({"inputs": ["1"]}), ["inputs"]),
+        ("code", json.dumps(TESTS | {"fn_name": 3}), ["fn_name", "3"]),
+        ("code", json.dumps({"file": "gone", "offset": 0, "length": 1}), ["gone"]),
+        ("code", "[" * 100_000, ["deep"]),
+        ("instructions", "no comma", ["instructions"]),
+        ("instructions", '{"instructions": [{"id": "no:such"}]}', ["no:such"]),
+        (
+            "instructions",
+            '{"instructions": [{"id": "keywords:existence", "keywords": "abc"}]}',
+            ["keywords", "list"],
+        ),
+    ],
+)
+def test_an_answer_that_no_verifier_could_judge_by_is_refused(
+    tmp_path, tokenizer, kind, answer, named
+):
+    (tmp_path / "tests.jsonl").write_bytes(b'["first"]\n')
+    path = _write(tmp_path / "p.jsonl", _row(answer=answer))
+    with pytest.raises(
+        DataError, match=mentions(f"{path}:1:", "answer", f"reward.kind '{kind}'", *named)
+    ):
+        _read(path, tokenizer, kind=kind)
+
+
+@pytest.mark.parametrize("key", ["id", "prompt", "answer", "level"])
+def test_text_that_cannot_be_written_again_is_refused(tmp_path, tokenizer, key):
+    path = _write(tmp_path / "p.jsonl", _row(source="\ud800"), _row("b") | {key: "half \ud800"})
+    with pytest.raises(DataError, match=mentions(f"{path}:2:", key, "surrogate")):
         _read(path, tokenizer)
+
+
+def test_a_prompt_of_megabytes_is_refused_untokenised(tmp_path, tokenizer, monkeypatch):
+    path = _write(tmp_path / "p.jsonl", _row(), _row("b", "1+2=" * 100_000))
+    real, tokenised = type(tokenizer).__call__, []
+
+    def tokenise(self, text, **options):
+        tokenised.append(len(text))
+        return real(self, text, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", tokenise)
+    with pytest.raises(DataError, match=mentions(f"{path}:2:", "data.max_prompt_tokens", 16)):
+        _read(path, tokenizer)
+    assert tokenised == [4]
+    # What may fit is tokenised, whatever its length.
+    assert len(_read(path, tokenizer, max_prompt_tokens=400_000)[1].token_ids) == 400_000
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path, tokenizer):

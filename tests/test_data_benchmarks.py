@@ -83,6 +83,9 @@ def test_answers_are_text_numbers_or_lists_of_equally_good_ones(tmp_path) -> Non
         ([{"problem": "p", "answer": None}], ["a.json:1:", "aime24", "answer"]),
         ([{"problem": 3, "answer": "1"}], ["a.json:1:", "problem", "int"]),
         ([{"problem": "p", "answer": " "}], ["a.json:1:", "empty"]),
+        ([{"problem": "p", "answer": math.nan}], ["a.json:1:", "answer", "NaN"]),
+        ([{"problem": "p", "answer": "\\frac{1"}], ["a.json:1:", "answer", "'math'"]),
+        ([{"problem": "\ud800", "answer": "1"}], ["a.json:1:", "surrogate"]),
         ([], ["no problems", "aime24"]),
         ({"a": 1}, ["JSON list"]),
     ],
@@ -119,7 +122,7 @@ def livecodebench_row(date: str, private: str, *, function: str = "") -> dict:
         "difficulty": "easy",
         "starter_code": "class Solution: ..." if function else "",
         "metadata": json.dumps({"func_name": function} if function else {}),
-        "public_test_cases": json.dumps([{"input": "1 2", "output": "3", "testtype": "stdin"}]),
+        "public_test_cases": json.dumps([{"input": "1\n2", "output": "3", "testtype": "stdin"}]),
         "private_test_cases": private,
     }
 
@@ -143,7 +146,7 @@ def test_livecodebench_lies_in_parts_and_its_tests_are_not_decoded_for_its_words
 
 
 def test_livecodebench_takes_its_window_and_all_tests(tmp_path) -> None:
-    tests = json.dumps([{"input": "2 2", "output": "4", "testtype": "stdin"}])
+    tests = json.dumps([{"input": "2\n2", "output": "4", "testtype": "stdin"}])
     packed = base64.b64encode(zlib.compress(pickle.dumps(tests))).decode()
     rows = [
         livecodebench_row("2024-07-31T00:00:00", tests),
@@ -155,8 +158,8 @@ def test_livecodebench_takes_its_window_and_all_tests(tmp_path) -> None:
     assert "standard input" in text.prompt
     assert "class Solution" in call.prompt
     assert json.loads(text.answers[0]) == [
-        {"input": "1 2", "output": "3", "fn_name": None},
-        {"input": "2 2", "output": "4", "fn_name": None},
+        {"input": "1\n2", "output": "3", "fn_name": None},
+        {"input": "2\n2", "output": "4", "fn_name": None},
     ]
     assert [test["fn_name"] for test in json.loads(call.answers[0])] == ["add", "add"]
 
@@ -164,7 +167,24 @@ def test_livecodebench_takes_its_window_and_all_tests(tmp_path) -> None:
 def test_livecodebench_unpickles_text_alone(tmp_path) -> None:
     packed = base64.b64encode(zlib.compress(pickle.dumps(print))).decode()
     path = put(tmp_path, "lcb.jsonl", [livecodebench_row("2024-08-01", packed)])
-    with pytest.raises(DataError, match=mentions("private_test_cases", "builtins.print")):
+    with pytest.raises(DataError, match=mentions("private_test_cases", "STACK_GLOBAL")):
+        BENCHMARKS["livecodebench"].load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"metadata": "[1]"}, ["AttributeError"]),
+        ({"metadata": "[" * 100_000}, ["RecursionError"]),
+        ({"private_test_cases": "[" * 100_000}, ["RecursionError"]),
+        ({"private_test_cases": '[{"input": 1, "output": "2"}]'}, ["answer", "'code'"]),
+        ({"private_test_cases": base64.b64encode(zlib.compress(b"\x80\x04N.")).decode()}, ["NONE"]),
+        ({"private_test_cases": base64.b64encode(zlib.compress(b"\x80\x04")).decode()}, ["STOP"]),
+    ],
+)
+def test_livecodebench_rows_that_cannot_be_decoded_are_named(tmp_path, change, named) -> None:
+    path = put(tmp_path, "lcb.jsonl", [livecodebench_row("2024-09-01", "[]") | change])
+    with pytest.raises(DataError, match=mentions("lcb.jsonl:1:", *named)):
         BENCHMARKS["livecodebench"].load(path)
 
 

@@ -92,7 +92,10 @@ def test_the_task_fits_the_config(demo, tmp_path, monkeypatch):
         (config.data.eval_path, demo.NUM_EVAL),
     ):
         prompts = read_prompts(
-            path, tokenizer=tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
+            path,
+            tokenizer=tokenizer,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            kind=config.reward.kind,
         )
         assert len(prompts) == number
         longest = max(len(prompt.token_ids) for prompt in prompts)

@@ -133,7 +133,10 @@ def test_prompts_that_are_too_long_are_dropped_and_what_stays_can_be_read(run, t
     assert (dropped["rule"], dropped["tokens"]) == ("too_long", limit + 1)
     tokenizer = load_tokenizer(hf_dir)
     (prompt,) = read_prompts(
-        tmp_path / "out" / "problems.jsonl", tokenizer=tokenizer, max_prompt_tokens=limit
+        tmp_path / "out" / "problems.jsonl",
+        tokenizer=tokenizer,
+        max_prompt_tokens=limit,
+        kind="math",
     )
     assert (prompt.id, prompt.answer, len(prompt.token_ids)) == ("deepscaler-0", "1", limit)
 
@@ -212,7 +215,10 @@ def test_deepcoder_reads_every_sets_rows_and_puts_tests_apart(run, tmp_path, hf_
     assert run("deepcoder", files) == 0
     folder = tmp_path / "out"
     prompts = read_prompts(
-        folder / "problems.jsonl", tokenizer=load_tokenizer(hf_dir), max_prompt_tokens=2048
+        folder / "problems.jsonl",
+        tokenizer=load_tokenizer(hf_dir),
+        max_prompt_tokens=2048,
+        kind="code",
     )
     assert [prompt.level for prompt in prompts] == ["primeintellect", "taco", "lcbv5", "leetcode"]
     assert [json.loads(prompt.answer)["file"] for prompt in prompts] == [
@@ -235,7 +241,10 @@ def test_what_deepcoder_wrote_is_judged_by_the_reward(run, tmp_path, hf_dir):
     files = [put(tmp_path / "a.json", [PRIME, LCB])]
     assert run("deepcoder", files) == 0
     prompts = read_prompts(
-        tmp_path / "out" / "problems.jsonl", tokenizer=load_tokenizer(hf_dir), max_prompt_tokens=99
+        tmp_path / "out" / "problems.jsonl",
+        tokenizer=load_tokenizer(hf_dir),
+        max_prompt_tokens=99,
+        kind="code",
     )
     # The sandbox has tests of its own.
     options = {"sandbox": "unsafe", "python": sys.executable}
@@ -352,7 +361,7 @@ def test_an_interrupted_run_says_how_to_go_on(run, tmp_path, monkeypatch, capsys
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(Lengths, "count", interrupt)
+        broken.setattr(Lengths, "check", interrupt)
         assert run("deepscaler", [problem("a")]) == 130
     assert "same command" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -49,6 +49,7 @@ def test_deepscaler_as_published_is_accounted_for_row_by_row(run, tmp_path, hf_d
         tmp_path / "out" / "problems.jsonl",
         tokenizer=load_tokenizer(hf_dir),
         max_prompt_tokens=10_000,
+        kind="math",
     )
     assert len(prompts) == counts["written"]
 
@@ -63,6 +64,7 @@ def test_the_programs_of_the_published_samples_are_all_read(run, tmp_path, hf_di
         tmp_path / "out" / "problems.jsonl",
         tokenizer=load_tokenizer(hf_dir),
         max_prompt_tokens=2048,
+        kind="code",
     )
     rows = json.loads((folder / "codeforces_test.json").read_text())
     for prompt, row in zip(prompts, rows, strict=False):

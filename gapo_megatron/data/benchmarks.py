@@ -7,9 +7,8 @@ under a folder of the user's (docs/evaluation.md lists them).
 from __future__ import annotations
 
 import base64
-import io
 import json
-import pickle
+import pickletools
 import string
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gapo_megatron import rewards
 from gapo_megatron.data.rows import Row, read_rows
+from gapo_megatron.documents import is_unicode
 from gapo_megatron.errors import ConfigError, DataError
 
 BOXED = " Let's think step by step and output the final answer within \\boxed{}."
@@ -55,8 +56,8 @@ class Benchmark:
     folder: str
     """Where its file lies, below the data folder."""
     read: Callable[[Row], tuple[str, str] | None]
-    """Prompt and level of a row; None for a row outside the benchmark. KeyError, TypeError and
-    ValueError mean another file shape."""
+    """Prompt and level of a row; None for a row outside the benchmark. Errors of `_OTHER_SHAPE`
+    mean another file shape."""
     answers: Callable[[Row], tuple[str, ...]]
     """Of a row; raises the same. Apart from `read`, since tests of programs take long to decode."""
     in_parts: bool = False
@@ -85,21 +86,19 @@ class Benchmark:
         Raises:
             DataError: a file cannot be read or has another shape; names file, row and rule.
         """
-        return list(self._problems(paths, self.answers))
+        return list(self._problems(paths, with_answers=True))
 
     def prompts(self, *paths: Path) -> Iterator[tuple[str, str]]:
         """Id and prompt of each problem; raises as `load`, but for what the answers are."""
-        return ((one.id, one.prompt) for one in self._problems(paths, lambda row: ("-",)))
+        return ((one.id, one.prompt) for one in self._problems(paths, with_answers=False))
 
-    def _problems(
-        self, paths: Sequence[Path], answers_of: Callable[[Row], tuple[str, ...]]
-    ) -> Iterator[Problem]:
+    def _problems(self, paths: Sequence[Path], *, with_answers: bool) -> Iterator[Problem]:
         rows = ((path, *row) for path in paths for row in read_rows(path, columns=()))
         found = False
         for index, (path, number, row, _) in enumerate(rows):
             try:
                 parts = self.read(row)
-                answers = answers_of(row) if parts else ()
+                answers = self.answers(row) if parts and with_answers else ()
             except _OTHER_SHAPE as error:
                 raise DataError(
                     f"{path}:{number}: not a row of {self.name}: "
@@ -108,8 +107,15 @@ class Benchmark:
             if parts is None:
                 continue
             prompt, level = parts
-            if not prompt.strip() or not answers or not all(answers):
+            if not prompt.strip() or (with_answers and not (answers and all(answers))):
                 raise DataError(f"{path}:{number}: the prompt or the answer is empty")
+            if not is_unicode(prompt + level):
+                raise DataError(f"{path}:{number}: the prompt has half of a surrogate pair")
+            for answer in answers:
+                try:
+                    rewards.check_answer(self.kind, answer)
+                except DataError as error:
+                    raise DataError(f"{path}:{number}: answer: {error}") from None
             found = True
             yield Problem(f"{self.name}-{index}", prompt, answers, level)
         if not found:
@@ -150,6 +156,8 @@ def _one_answer(value: Any) -> str:
         return value.strip()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"answer ({value!r}) must be text or a number")
+    if value != value:
+        raise ValueError("answer is NaN")
     return str(int(value)) if isinstance(value, int) or value.is_integer() else repr(value)
 
 
@@ -228,17 +236,20 @@ def _livecodebench_answers(row: Row) -> tuple[str, ...]:
 
 
 def _unpickle_text(data: bytes) -> str:
-    text = _TextUnpickler(io.BytesIO(data)).load()
-    if not isinstance(text, str):
-        raise TypeError(f"private_test_cases hold {type(text).__name__}, not text")
+    """The text that a pickle holds; read, not run, for a pickle may call any function."""
+    texts = []
+    for operation, argument, _ in pickletools.genops(data):
+        if isinstance(argument, str) and "UNICODE" in operation.name:
+            texts.append(argument)
+        elif operation.name not in _AROUND_TEXT:
+            shown = f"{operation.name} {argument!s:.60}"
+            raise ValueError(f"private_test_cases hold more than text: {shown}")
+    [text] = texts
     return text
 
 
-class _TextUnpickler(pickle.Unpickler):
-    """A pickle may name any function to call: this one may name none."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        raise ValueError(f"private_test_cases name {module_name}.{global_name}")
+_AROUND_TEXT = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
+"""Operations of a pickle that hold nothing."""
 
 
 # The reference gives the expected values: those of HumanEval's own asserts are part of its inputs.
@@ -304,8 +315,8 @@ Complete this Python code. Answer with one Python code block that holds the whol
 """
 
 _OTHER_SHAPE = (
-    *(KeyError, TypeError, ValueError, OverflowError),
-    *(zlib.error, pickle.UnpicklingError),
+    *(KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError),
+    zlib.error,
 )
 
 _SIX = {

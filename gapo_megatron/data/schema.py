@@ -13,15 +13,27 @@ says where:
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from gapo_megatron import rewards
+from gapo_megatron.data.rows import read_lines
+from gapo_megatron.documents import is_unicode, open_file
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+EXCERPT_BYTES = 64
+"""Of either end of an answer in another file, which are all that is read of it at the start."""
+
+QUICK_CHARACTERS = 2**16
+"""So many are tokenised in no time; a hundred times as many take a minute."""
 
 
 def read_prompts(
@@ -29,6 +41,7 @@ def read_prompts(
     *,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
+    kind: str,
     chat_template: bool = False,
 ) -> list[Prompt]:
     """Read, check and tokenise a problem file.
@@ -37,6 +50,7 @@ def read_prompts(
         path: JSONL file in UTF-8; blank lines are skipped.
         tokenizer: of the policy; adds its own special tokens (a BOS where it has one).
         max_prompt_tokens: longest prompt that passes, in tokens, template included.
+        kind: of the verifier that is to read the answers, `reward.kind`.
         chat_template: wrap `prompt` as a user message in the tokenizer's chat template.
 
     Returns:
@@ -53,52 +67,86 @@ def read_prompts(
         )
     prompts: list[Prompt] = []
     line_of: dict[str, int] = {}
-    sizes: dict[Path, int] = {}
-    for number, row in read_jsonl(path, keys=("id", "prompt"), optional=("level",)):
-        where = f"{path}:{number}"
-        answer = _answer(row, Path(path).parent, sizes, where=where)
-        if row["id"] in line_of:
-            raise DataError(f"{where}: id {row['id']!r} was used in line {line_of[row['id']]}")
-        line_of[row["id"]] = number
-        token_ids = encode_prompt(row["prompt"], tokenizer, chat_template=chat_template)
-        if not 0 < len(token_ids) <= max_prompt_tokens:
-            raise DataError(
-                f"{where}: the prompt of {row['id']!r} has {len(token_ids)} tokens; "
-                f"data.max_prompt_tokens allows 1 to {max_prompt_tokens}"
-            )
-        prompts.append(Prompt(row["id"], token_ids, answer, row.get("level", "")))
+    with closing(_Answers(Path(path).parent, kind)) as answers:
+        for number, row in read_jsonl(path, keys=("id", "prompt"), optional=("level",)):
+            where = f"{path}:{number}"
+            answer, shown = answers.read(row, where=where), f"{row['id'][:60]!r}"
+            if row["id"] in line_of:
+                raise DataError(f"{where}: id {shown} was used in line {line_of[row['id']]}")
+            line_of[row["id"]] = number
+            try:
+                token_ids = encode_prompt(
+                    row["prompt"],
+                    tokenizer,
+                    chat_template=chat_template,
+                    max_tokens=max_prompt_tokens,
+                )
+            except LengthError as error:
+                raise DataError(
+                    f"{where}: the prompt of {shown} has {error}; "
+                    f"data.max_prompt_tokens allows 1 to {max_prompt_tokens}"
+                ) from None
+            prompts.append(Prompt(row["id"], token_ids, answer, row.get("level", "")))
     if not prompts:
         raise DataError(f"{path}: holds no problems")
     return prompts
 
 
-def _answer(row: dict[str, Any], folder: Path, sizes: dict[Path, int], *, where: str) -> str:
-    """The answer; of one in another file the reference, as JSON text, whose file is there.
+class _Answers:
+    """Reads the answers of a file's rows, and has the verifier check them."""
 
-    `sizes` remembers files that were looked at: every line may name the same one.
-    """
-    reference = row.get("answer")
-    if not isinstance(reference, dict):
-        _check(row, ("answer",), (), where=where)
-        return str(row["answer"])
-    file, offset, length = (reference.get(key) for key in ("file", "offset", "length"))
-    if not (isinstance(file, str) and type(offset) is int and type(length) is int):
-        raise DataError(
-            f"{where}: answer ({_shown(reference)}) must be a string, or name file, offset and "
-            "length of one"
-        )
-    there = folder / file
-    try:
-        if there not in sizes:
-            sizes[there] = there.stat().st_size
-    except OSError as error:
-        raise DataError(f"{where}: answer: {there} cannot be read: {error.strerror}") from None
-    if not 0 <= offset < offset + length <= sizes[there]:
-        raise DataError(
-            f"{where}: answer: bytes {offset} to {offset + length} are not in {there}, which has "
-            f"{sizes[there]}"
-        )
-    return json.dumps({"file": str(there), "offset": offset, "length": length})
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._folder, self._kind = folder, kind
+        self._path = Path()
+        self._file: BinaryIO | None = None
+        """At `_path`: the last one that was read from, since every line may name the same."""
+
+    def read(self, row: dict[str, Any], *, where: str) -> str:
+        """The answer; of one in another file the reference, as JSON text, with its whole path."""
+        answer = row.get("answer")
+        if not isinstance(answer, dict):
+            _check(row, ("answer",), (), where=where)
+        try:
+            if isinstance(answer, dict):
+                return self._reference(answer)
+            rewards.check_answer(self._kind, row["answer"])
+        except DataError as error:
+            raise DataError(f"{where}: answer ({_shown(answer)}): {error}") from None
+        return str(answer)
+
+    def _reference(self, reference: dict[str, Any]) -> str:
+        file, offset, length = (reference.get(key) for key in ("file", "offset", "length"))
+        if (
+            not (isinstance(file, str) and type(offset) is int and type(length) is int)
+            or not is_unicode(file)
+            or max(abs(offset), abs(length)) >= 2**63
+        ):
+            raise DataError("it must be a string, or name file, offset and length of one")
+        path = self._folder / file
+        shown = repr(str(path))
+        try:
+            number = self._open(path).fileno()
+            size = os.fstat(number).st_size
+            if not 0 <= offset < offset + length <= size:
+                raise DataError(
+                    f"bytes {offset} to {offset + length} are not in {shown}, which has {size}"
+                )
+            short = min(length, EXCERPT_BYTES)
+            head, tail = (os.pread(number, short, at) for at in (offset, offset + length - short))
+        except OSError as error:
+            raise DataError(f"{shown} cannot be read: {error.strerror}") from None
+        rewards.check_excerpt(self._kind, head, tail)
+        return json.dumps({"file": str(path), "offset": offset, "length": length})
+
+    def _open(self, path: Path) -> BinaryIO:
+        if self._file is None or path != self._path:
+            self.close()
+            self._path, self._file = path, open_file(path)
+        return self._file
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def read_jsonl(
@@ -117,22 +165,8 @@ def read_jsonl(
     Raises:
         DataError: names the file, the line and the rule it breaks.
     """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{path}:{number}: not valid JSON: {error.msg} (column {error.colno})"
-            ) from None
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{number}: not valid UTF-8: {error.reason}") from None
+    for number, row in read_lines(Path(path)):
         _check(row, keys, optional, where=f"{path}:{number}")
         rows.append((number, row))
     return rows
@@ -147,6 +181,8 @@ def _check(row: Any, keys: Sequence[str], optional: Sequence[str], *, where: str
     for key in (*keys, *(key for key in optional if key in row)):
         if not isinstance(row[key], str):
             raise DataError(f"{where}: {key} ({_shown(row[key])}) must be a string")
+        if not is_unicode(row[key]):
+            raise DataError(f"{where}: {key} ({_shown(row[key])}) has half of a surrogate pair")
         if key in keys and not row[key].strip():
             raise DataError(f"{where}: {key} is empty")
 
@@ -156,13 +192,41 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+class LengthError(DataError):
+    """A prompt without tokens, or with too many: `num_tokens`, or more."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
 def encode_prompt(
-    text: str, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool
+    text: str, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool, max_tokens: int
 ) -> tuple[int, ...]:
-    """Tokens of a prompt as the model sees it, special tokens and template included."""
+    """Tokens of a prompt as the model sees it, special tokens and template included.
+
+    Raises:
+        LengthError: they are none, or more than `max_tokens`.
+    """
+    check_length(text, tokenizer, max_tokens=max_tokens)
     if chat_template:
         # The template writes every special token itself.
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
-    return tuple(tokenizer(text, add_special_tokens=not chat_template)["input_ids"])
+    token_ids = tuple(tokenizer(text, add_special_tokens=not chat_template)["input_ids"])
+    if not 0 < len(token_ids) <= max_tokens:
+        raise LengthError(len(token_ids))
+    return token_ids
+
+
+def check_length(text: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int) -> None:
+    """Refuse a text whose tokens must be too many, without tokenising it.
+
+    Raises:
+        LengthError: they are more than `max_tokens`, each as long as the longest there is.
+    """
+    if len(text) > QUICK_CHARACTERS:
+        least = math.ceil(len(text) / max(map(len, tokenizer.get_vocab())))
+        if least > max_tokens:
+            raise LengthError(least)

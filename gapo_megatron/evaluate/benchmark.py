@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gapo_megatron import rewards
 from gapo_megatron.data.benchmarks import Benchmark, Problem
-from gapo_megatron.data.schema import encode_prompt
+from gapo_megatron.data.schema import LengthError, encode_prompt
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.evaluate import Engine, evaluation_seed
 from gapo_megatron.evaluate.paper import Sampling
@@ -61,14 +61,18 @@ class Task:
         problems = benchmark.load(*paths)
         prompts = []
         for problem in problems:
-            if benchmark.kind == "instructions":
-                instructions.parse(problem.answers[0])  # raises what is wrong with it
-            token_ids = encode_prompt(problem.prompt, tokenizer, chat_template=chat_template)
-            if len(token_ids) > max_prompt_tokens:
-                raise DataError(
-                    f"{paths[0].parent}: the prompt of {problem.id} has {len(token_ids)} tokens; "
-                    f"--max-prompt-tokens allows {max_prompt_tokens}"
+            try:
+                token_ids = encode_prompt(
+                    problem.prompt,
+                    tokenizer,
+                    chat_template=chat_template,
+                    max_tokens=max_prompt_tokens,
                 )
+            except LengthError as error:
+                raise DataError(
+                    f"{paths[0].parent}: the prompt of {problem.id} has {error}; "
+                    f"--max-prompt-tokens allows 1 to {max_prompt_tokens}"
+                ) from None
             prompts.append(Prompt(problem.id, token_ids, problem.answers[0], problem.level))
         return cls(benchmark, tuple(problems), tuple(prompts))
 

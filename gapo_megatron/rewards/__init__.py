@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from gapo_megatron.errors import DataError
 from gapo_megatron.rewards.pool import Pool
 from gapo_megatron.rewards.sandbox import Limits, start_timeout_s
 from gapo_megatron.rewards.sandbox.check import check_sandbox
@@ -42,6 +46,54 @@ def check(config: RewardConfig) -> None:
         check_sandbox(sandbox=config.sandbox, python=config.python, limits=limits)
 
 
+def check_answer(kind: str, answer: str) -> None:
+    """Refuse an answer that the verifier cannot read: it could judge no response by it.
+
+    Args:
+        kind: which verifier, as `reward.kind`.
+        answer: of a problem.
+
+    Raises:
+        DataError: says what is amiss.
+    """
+    with _explained(kind):
+        _verifier(kind).check_answer(answer)
+
+
+def check_excerpt(kind: str, head: bytes, tail: bytes) -> None:
+    """Refuse an answer that lies in a file of its own and begins and ends otherwise than its kind.
+
+    Args:
+        kind: which verifier, as `reward.kind`.
+        head: first bytes of the answer.
+        tail: last bytes of the answer.
+
+    Raises:
+        DataError: says what is amiss; of most verifiers, that they read no such file.
+    """
+    if not (check := getattr(_verifier(kind), "check_excerpt", None)):
+        raise DataError(f"reward.kind {kind!r} reads what is in the row, and no other file")
+    with _explained(kind):
+        check(head, tail)
+
+
+@contextmanager
+def _explained(kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        why = f"{error!s:.300}"  # it may show all of the answer
+        raise DataError(f"the verifier of reward.kind {kind!r} cannot read it: {why}") from None
+
+
+def _verifier(kind: str) -> ModuleType:
+    return importlib.import_module(_module(kind))
+
+
+def _module(kind: str) -> str:
+    return f"gapo_megatron.rewards.{kind}"
+
+
 def start_pool(config: RewardConfig, *, num_workers: int) -> Pool:
     """Start the worker processes of a verifier; returns at once, they import it meanwhile.
 
@@ -59,7 +111,7 @@ def start_pool(config: RewardConfig, *, num_workers: int) -> Pool:
         }
         limit_s += start_timeout_s(config.sandbox)
     return Pool(
-        f"gapo_megatron.rewards.{config.kind}",
+        _module(config.kind),
         num_workers=num_workers,
         timeout_s=limit_s,
         options=options,
@@ -133,4 +185,4 @@ def score(
     return [tuple(next(remaining) for _ in group) for group in rollouts]
 
 
-__all__ = ["Pool", "check", "score", "start_pool", "timeout_s"]
+__all__ = ["Pool", "check", "check_answer", "check_excerpt", "score", "start_pool", "timeout_s"]

@@ -14,3 +14,13 @@ def verify(response: str, answer: str) -> Verdict:
     if given == answer:
         return Verdict(Outcome.CORRECT)
     return Verdict(Outcome.WRONG, f"answered {given!r}, expected {answer!r}")
+
+
+def check_answer(answer: str) -> None:
+    """Refuse an answer that no response can give.
+
+    Raises:
+        ValueError: it has the separator in it, behind which a response is read.
+    """
+    if FIELD_SEPARATOR in answer:
+        raise ValueError(f"no response can give it: {FIELD_SEPARATOR!r} ends a field")

@@ -25,6 +25,7 @@ from typing import Any
 
 from langdetect import DetectorFactory, LangDetectException, detect
 
+from gapo_megatron.documents import parse_json
 from gapo_megatron.errors import DataError
 from gapo_megatron.types import Outcome, Verdict
 
@@ -68,7 +69,7 @@ def parse(answer: str) -> tuple[list[Instruction], bool]:
         DataError: not JSON of this form, or an instruction or argument is unknown or missing.
     """
     try:
-        document = json.loads(answer)
+        document = parse_json(answer, where="the text", error=DataError)
         rows = [dict(row) for row in document["instructions"]]
         instructions = [(row.pop("id"), row) for row in rows]
     except (ValueError, KeyError, TypeError) as error:
@@ -79,19 +80,47 @@ def parse(answer: str) -> tuple[list[Instruction], bool]:
     if not instructions:
         raise DataError("instructions: the list is empty")
     for name, arguments in instructions:
-        if name not in _CHECKS:
+        if not isinstance(name, str) or name not in _CHECKS:
             raise DataError(f"instruction {name!r} is not one of {', '.join(_CHECKS)}")
         try:
             inspect.signature(_CHECKS[name]).bind("", **arguments)
         except TypeError as error:
             raise DataError(f"instruction {name} with {arguments}: {error}") from None
         for key in arguments.keys() & {"relation", "let_relation", "capital_relation"}:
-            if arguments[key] not in _RELATIONS:
+            if not isinstance(arguments[key], str) or arguments[key] not in _RELATIONS:
                 raise DataError(
                     f"instruction {name}: {key} ({arguments[key]!r}) must be one of "
                     f"{', '.join(_RELATIONS)}"
                 )
     return instructions, document.get("loose", False)
+
+
+def check_answer(answer: str) -> None:
+    """Refuse instructions that no response could be judged by.
+
+    Raises:
+        DataError: they are none of `parse`, or an argument is of another type than its check takes.
+    """
+    instructions, loose = parse(answer)
+    if not isinstance(loose, bool):
+        raise DataError(f"instructions: loose ({loose!r}) must be true or false")
+    for name, arguments in instructions:
+        parameters = inspect.signature(_CHECKS[name]).parameters
+        for key, value in arguments.items():
+            needed, is_one = _ARGUMENTS[parameters[key].annotation]
+            if not is_one(value):
+                raise DataError(f"instruction {name}: {key} ({value!r}) must be {needed}")
+
+
+_ARGUMENTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("text", lambda value: isinstance(value, str)),
+    "int": ("a number", lambda value: isinstance(value, int | float)),
+    "Sequence[str]": (
+        "a list of texts",
+        lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+    ),
+}
+"""By annotation of a check's argument: what it must be."""
 
 
 def split(answer: str) -> list[str]:

@@ -30,12 +30,10 @@ def verify(response: str, answer: str) -> Verdict:
         response: what the model wrote; thoughts, ended by `</think>`, are no part of the answer.
         answer: the reference, bare or between dollar signs or in a box.
     """
-    unreadable = Verdict(Outcome.UNKNOWN, f"the reference answer {answer!r} cannot be read")
-    if _closing_brace(f"{{{answer}}}", 0) != len(answer) + 2:
-        return unreadable
-    reference = _clean(answer)
-    if not reference:
-        return unreadable
+    try:
+        reference = _read_reference(answer)
+    except ValueError as error:
+        return Verdict(Outcome.UNKNOWN, str(error))
     boxes = _boxes(final_part(response))
     if not boxes:
         return Verdict(Outcome.WRONG, "no boxed answer in the final part")
@@ -49,6 +47,24 @@ def verify(response: str, answer: str) -> Verdict:
         if _equal_lists(", ".join(parts), reference):
             return _CORRECT
     return verdict
+
+
+def check_answer(answer: str) -> None:
+    """Refuse a reference that no response could be compared with; nothing is parsed.
+
+    Raises:
+        ValueError: shows it.
+    """
+    _read_reference(answer)
+
+
+def _read_reference(answer: str) -> str:
+    """The reference, cleaned; ValueError if there is none, or its braces are not closed."""
+    is_closed = _closing_brace(f"{{{answer}}}", 0) == len(answer) + 2
+    reference = _clean(answer) if is_closed else ""
+    if not reference:
+        raise ValueError(f"the reference answer {answer!r} cannot be read")
+    return reference
 
 
 def _boxes(text: str) -> list[str | None]:

@@ -149,18 +149,23 @@ def mean_prompt_tokens(config: Config) -> float:
             )
     data = config.data
     return _mean_length(
-        data.train_path, config.model.hf_dir, data.max_prompt_tokens, data.chat_template
+        data.train_path,
+        config.model.hf_dir,
+        data.max_prompt_tokens,
+        config.reward.kind,
+        data.chat_template,
     )
 
 
 @functools.cache  # the runs of a study have one data set, of tens of thousands of problems
 def _mean_length(
-    train_path: str, hf_dir: str, max_prompt_tokens: int, chat_template: bool
+    train_path: str, hf_dir: str, max_prompt_tokens: int, kind: str, chat_template: bool
 ) -> float:
     prompts = read_prompts(
         train_path,
         tokenizer=load_tokenizer(hf_dir),
         max_prompt_tokens=max_prompt_tokens,
+        kind=kind,
         chat_template=chat_template,
     )
     return statistics.fmean(len(prompt.token_ids) for prompt in prompts)

@@ -12,7 +12,8 @@ from gapo_megatron.data.prepare.duplicates import Duplicates
 from gapo_megatron.data.prepare.held_out import HeldOut
 from gapo_megatron.data.prepare.sources import Candidate, Source, UnreadableError
 from gapo_megatron.data.rows import Row
-from gapo_megatron.data.schema import encode_prompt
+from gapo_megatron.data.schema import LengthError, encode_prompt
+from gapo_megatron.documents import is_unicode
 from gapo_megatron.errors import DataError
 
 Entry = dict[str, Any]
@@ -31,8 +32,14 @@ class Lengths:
     chat_template: bool
     """Prompts will be wrapped in the tokenizer's template."""
 
-    def count(self, prompt: str) -> int:
-        return len(encode_prompt(prompt, self.tokenizer, chat_template=self.chat_template))
+    def check(self, prompt: str) -> None:
+        """Raise the `LengthError` of a prompt that has none, or too many."""
+        encode_prompt(
+            prompt,
+            self.tokenizer,
+            chat_template=self.chat_template,
+            max_tokens=self.max_prompt_tokens,
+        )
 
 
 class Rules:
@@ -66,9 +73,12 @@ class Rules:
         entry: Entry = {"id": f"{source.name}-{index}", "file": str(path), "row": number}
         entry |= {"level": "", "rule": "", "details": {}, "problem": "", "prompt": "", "answer": ""}
         try:
-            entry["level"] = source.level_of(row, path)
-            entry["id"] = source.id_of(row) or entry["id"]
+            entry["level"] = _unicode("level", source.level_of(row, path))
+            entry["id"] = _unicode("id", source.id_of(row)) or entry["id"]
             one = source.read(row)
+            _unicode("problem", one.text)
+            _unicode("prompt", one.prompt)
+            _unicode("answer", one.answer)
         except UnreadableError as error:
             return entry | {"rule": "unreadable", "details": {"reason": str(error)}}, ""
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -114,7 +124,15 @@ class Rules:
         if self._held_out and (hit := self._held_out.find(one.text)):
             shown = {"same_as": hit.id, "share": round(hit.share, 3), "benchmark_problem": hit.text}
             return "held_out", shown
-        num_tokens = self._lengths.count(one.prompt)
-        if num_tokens > self._lengths.max_prompt_tokens:
-            return "too_long", {"tokens": num_tokens}
+        try:
+            self._lengths.check(one.prompt)
+        except LengthError as error:
+            rule = "too_long" if error.num_tokens else "no_tokens"
+            return rule, {"tokens": error.num_tokens}
         return None
+
+
+def _unicode(key: str, text: str) -> str:
+    if not is_unicode(text):  # half of a surrogate pair, which no tokenizer takes
+        raise UnreadableError(f"{key} is not Unicode")
+    return text

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from gapo_megatron.documents import open_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,40 +68,52 @@ def read_tests(answer: str) -> Tests:
         ValueError: none of these, or without a single test; says what is amiss.
         OSError: the file of a reference cannot be read.
     """
-    value = json.loads(answer)
+    value = _json(answer)
     if isinstance(value, Mapping) and "file" in value:
-        value = json.loads(_read_range(value))
+        value = _json(_read_range(value))
     if isinstance(value, list):
         return _read_list(value)
     if not isinstance(value, Mapping):
         raise ValueError(f"tests must be a JSON object or list, not {type(value).__name__}")
     if "functional" in value:
-        return AssertTests(_text(value, "functional"))
+        return AssertTests(_text(value, "functional", needed=True))
     if "test" in value:
-        return AssertTests(_text(value, "test"), value.get("prompt", ""), value["entry_point"])
+        if "entry_point" not in value:
+            raise ValueError("test of the tests goes with entry_point, the function it checks")
+        entry_point = _text(value, "entry_point")
+        return AssertTests(_text(value, "test", needed=True), _text(value, "prompt"), entry_point)
     if "test_list" in value:
-        if not isinstance(value["test_list"], list):
-            raise ValueError("test_list of the tests must be a list, an item a test")
-        setup = [*value.get("test_imports", []), value.get("test_setup_code", "")]
-        return AssertTests("\n".join(value["test_list"]), "\n".join(filter(None, setup)))
+        tests, imports = (_texts(value.get(key, []), key) for key in ("test_list", "test_imports"))
+        if not any(map(str.strip, tests)):
+            raise ValueError("test_list of the tests has no test")
+        setup = [*imports, _text(value, "test_setup_code")]
+        return AssertTests("\n".join(tests), "\n".join(filter(None, setup)))
     if "inputs" in value and "outputs" in value:
         return _read_pairs(
             value["inputs"],
             value["outputs"],
-            function=value.get("fn_name"),
+            function=_text(value, "fn_name"),
             tolerance=value.get("tolerance"),
         )
     raise ValueError(f"tests have no known form; their keys are {', '.join(value) or 'none'}")
 
 
+def _json(text: str | bytes) -> Any:
+    """Any JSON that Python reads: a test may well expect NaN, or half of a surrogate pair."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("the tests are nested too deep") from None
+
+
 def _read_range(reference: Mapping[str, Any]) -> bytes:
-    with open(reference["file"], "rb") as file:
-        data = os.pread(file.fileno(), reference["length"], reference["offset"])
-    if len(data) != reference["length"]:
-        raise ValueError(
-            f"{reference['file']} ends before byte {reference['offset'] + reference['length']}"
-        )
-    return data
+    path, offset, length = (reference.get(key) for key in ("file", "offset", "length"))
+    if not (isinstance(path, str) and type(offset) is int and type(length) is int):
+        raise ValueError("a file of tests goes with offset and length, whole numbers of bytes")
+    with open_file(path) as file:
+        if not 0 <= offset < offset + length <= os.fstat(file.fileno()).st_size:
+            raise ValueError(f"{path} does not have the bytes {offset} to {offset + length}")
+        return os.pread(file.fileno(), length, offset)
 
 
 def _read_list(tests: list[Any]) -> Tests:
@@ -106,27 +122,31 @@ def _read_list(tests: list[Any]) -> Tests:
             raise ValueError("a test of the list has no input or no output")
     functions = {_function_of(test) for test in tests}
     if len(functions) > 1:
-        raise ValueError(f"tests name different functions: {sorted(map(str, functions))}")
+        raise ValueError(f"tests name different functions: {sorted(functions)}")
     return _read_pairs(
         [test["input"] for test in tests],
         [test["output"] for test in tests],
-        function=functions.pop() if functions else None,
+        function=functions.pop() if functions else "",
     )
 
 
-def _function_of(test: Mapping[str, Any]) -> str | None:
+def _function_of(test: Mapping[str, Any]) -> str:
+    if function := _text(test, "fn_name"):
+        return function
     metadata = test.get("metadata") or {}
     if isinstance(metadata, str):
-        metadata = json.loads(metadata)
-    return test.get("fn_name") or metadata.get("func_name") or None
+        metadata = _json(metadata)
+    if not isinstance(metadata, Mapping):
+        raise ValueError("metadata of a test is no object")
+    return _text(metadata, "func_name")
 
 
 def _read_pairs(
     inputs: Any,
     outputs: Any,
     *,
-    function: str | None,
-    tolerance: float | None = None,
+    function: str,
+    tolerance: Any = None,
 ) -> Tests:
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise ValueError("inputs and outputs of the tests must be lists, an item a test")
@@ -137,6 +157,9 @@ def _read_pairs(
         if not any(map(str.strip, texts)):
             raise ValueError("every expected output is empty: a program that does nothing passes")
         return TextTests(tuple(map(_lines, inputs)), texts)
+    is_number = type(tolerance) in (int, float) and 0 <= tolerance < math.inf
+    if tolerance is not None and not is_number:
+        raise ValueError(f"tolerance of the tests ({_shown(tolerance)}) must be a number from 0 on")
     arguments, values = zip(*map(_call, inputs, outputs), strict=True)
     if all(value is None for value in values):
         raise ValueError("every expected value is None: a function that does nothing passes")
@@ -147,24 +170,35 @@ def _read_pairs(
 
 
 def _lines(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(line, str) for line in value):
-        return "\n".join(value)
-    raise ValueError(f"text of a test is {json.dumps(value)[:60]}")
+    return value if isinstance(value, str) else "\n".join(_texts(value, "text of a test"))
 
 
 def _call(arguments: Any, value: Any) -> tuple[Sequence[Any], Any]:
     """One test of a function: JSON text, an argument a line, or values as they are."""
     if isinstance(arguments, str):
-        lines = [line for line in arguments.split("\n") if line.strip()]
-        return [json.loads(line) for line in lines], json.loads(value)
+        if not isinstance(value, str):
+            raise ValueError(f"a test with arguments as text expects {_shown(value)}, no text")
+        return [_json(line) for line in arguments.split("\n") if line.strip()], _json(value)
     if not isinstance(arguments, list):
-        raise ValueError(f"arguments of a test are {json.dumps(arguments)[:60]}")
+        raise ValueError(f"arguments of a test are {_shown(arguments)}")
     return arguments, value
 
 
-def _text(tests: Mapping[str, Any], key: str) -> str:
-    if not isinstance(tests[key], str) or not tests[key].strip():
-        raise ValueError(f"{key} of the tests is not code")
-    return str(tests[key])
+def _text(tests: Mapping[str, Any], key: str, *, needed: bool = False) -> str:
+    value = tests.get(key)
+    if value is None and not needed:
+        return ""
+    if not isinstance(value, str) or (needed and not value.strip()):
+        raise ValueError(f"{key} of the tests ({_shown(value)}) is no text")
+    return value
+
+
+def _texts(value: Any, what: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{what} ({_shown(value)}) must be a list, each item text")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A few characters of a value, which may be nested deeper than can be written."""
+    return reprlib.repr(value)

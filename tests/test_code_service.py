@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import functools
+import errno
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -79,7 +81,11 @@ def server_in_this_process() -> Iterator[tuple[server.Server, str]]:
         listener.shutdown(socket.SHUT_RDWR)  # wakes it where it waits for a client
         thread.join(HANG_S)
         listener.close()
+        for stranger in served._strangers:
+            stranger.socket.close()
+        served._selector.close()
         served._places.shutdown()
+        served._second_places.shutdown()
         assert not thread.is_alive()
 
 
@@ -152,51 +158,160 @@ def test_a_service_may_listen_on_ipv6(tmp_path, monkeypatch):
         assert judge(GOOD_SUM, SUM, sandbox=sandbox) == CORRECT
 
 
-def test_strangers_neither_end_a_service_nor_hold_it(secret, monkeypatch):
-    monkeypatch.setattr(server, "MAX_GREETINGS", 2)
+def greet(address: tuple[str, int], wish: bytes) -> bytes:
+    """What the service answers to a wish of who has the secret."""
+    with socket.create_connection(address) as connection, connection.makefile("rb") as lines:
+        connection.settimeout(HANG_S)
+        nonce = lines.readline().rstrip(b"\n")
+        connection.sendall(client.proof(client.read_secret(), nonce, wish) + b" " + wish + b"\n")
+        return lines.readline()
+
+
+def test_strangers_who_stay_keep_no_client_out(secret, monkeypatch):
+    monkeypatch.setattr(server, "GREETING_TIMEOUT_S", 1e6)  # no time sends them away
+    with server_in_this_process() as (served, sandbox), ExitStack() as stack:
+        address = ("127.0.0.1", served.port)
+        strangers = [
+            stack.enter_context(socket.create_connection(address))
+            for _ in range(server.MAX_STRANGERS + 40)
+        ]
+        assert judge(GOOD_SUM, SUM, sandbox=sandbox) == CORRECT
+        for number, stranger in enumerate(strangers[:41]):  # the last one for the client
+            stranger.settimeout(HANG_S)
+            said = b"".join(iter(lambda one=stranger: one.recv(4096), b""))
+            assert len(said.splitlines()) == 1, number
+        assert len(served._strangers) <= server.MAX_STRANGERS
+
+
+@pytest.mark.system
+def test_a_service_that_strangers_fill_serves_on(service):
+    host, _, port = service.removeprefix("tcp://").partition(":")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1300):
+            stack.enter_context(socket.create_connection((host, int(port))))
+        check_sandbox(sandbox=service, python="", limits=Limits(memory_mib=128))
+
+
+def test_a_crowd_from_one_machine_sends_nobody_of_another_away(secret, monkeypatch):
+    monkeypatch.setattr(server, "GREETING_TIMEOUT_S", 1e6)
+    monkeypatch.setattr(server, "MAX_STRANGERS", 3)
+    with server_in_this_process() as (served, _), ExitStack() as stack:
+        address = ("127.0.0.1", served.port)
+        other = socket.create_connection(address, source_address=("127.0.0.2", 0))
+        stack.enter_context(other).settimeout(HANG_S)
+        crowd = [stack.enter_context(socket.create_connection(address)) for _ in range(9)]
+        for stranger in crowd[:-2]:
+            stranger.settimeout(HANG_S)
+            while stranger.recv(4096):
+                pass  # until it is sent away
+        other.sendall(b"me\n")
+        _, refusal = b"".join(iter(lambda: other.recv(4096), b"")).splitlines()
+        assert b"secret" in refusal
+
+
+def test_a_stranger_has_a_short_time_however_often_it_speaks(secret, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    passes = SimpleNamespace(monotonic=lambda: clock.now, sleep=None)
+    monkeypatch.setattr(server, "time", passes)
+    with server_in_this_process() as (served, sandbox):
+        with socket.create_connection(("127.0.0.1", served.port)) as stranger:
+            stranger.settimeout(HANG_S)
+            assert stranger.recv(4096).endswith(b"\n")
+            clock.now = server.GREETING_TIMEOUT_S / 2
+            stranger.sendall(b"x")
+            wait_until(lambda: served._strangers[0].greeting == b"x", "its first letter")
+            clock.now = server.GREETING_TIMEOUT_S
+            stranger.sendall(b"x")
+            assert stranger.recv(4096) == b""
+        assert judge(GOOD_SUM, SUM, sandbox=sandbox) == CORRECT
+
+
+def test_a_service_without_threads_or_files_serves_on_when_it_has_some(secret, monkeypatch):
     original, fails = threading.Thread.start, [True]
-    greet, at_a_time, most = server._read_greeting, [], []
 
     def start(thread: threading.Thread) -> None:
-        if isinstance(thread._target, functools.partial) and fails:  # one of the service's
+        if "program" in thread.name and fails:
             fails.clear()
             raise RuntimeError("can't start new thread")
         original(thread)
 
-    def counted(stranger: socket.socket) -> bytes:
-        at_a_time.append(stranger)
-        most.append(len(at_a_time))
-        try:
-            return greet(stranger)
-        finally:
-            at_a_time.remove(stranger)
-
     monkeypatch.setattr(threading.Thread, "start", start)
-    monkeypatch.setattr(server, "_read_greeting", counted)
     with server_in_this_process() as (served, sandbox):
         address = ("127.0.0.1", served.port)
-        with socket.create_connection(address) as stranger:
-            stranger.settimeout(HANG_S)
-            assert stranger.recv(1) == b""  # there was no thread for it
+        accept, full = served._listener.accept, [OSError(errno.EMFILE, "Too many open files")]
+
+        def accept_soon() -> tuple[socket.socket, object]:
+            if full:
+                raise full.pop()
+            return accept()
+
+        monkeypatch.setattr(served, "_listener", SimpleNamespace(accept=accept_soon))
+        limits = json.dumps({"limits": asdict(Limits()), "is_second": False}).encode()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(greet, address, limits)
+            wait_until(lambda: not fails, "the thread that does not start")
+            assert judge(GOOD_SUM, SUM, sandbox=sandbox) == CORRECT
+            assert waiting.result(HANG_S) == b"+\n"
+
+
+@pytest.fixture
+def door(secret) -> Iterator[Callable[[str], bytes]]:
+    """What a service of one place says to a wish; the place is free afterwards."""
+    with server_in_this_process() as (served, _):
+        yield lambda wish: greet(("127.0.0.1", served.port), wish.encode())
+        assert served._places.submit(int).result(HANG_S) == 0
+
+
+@pytest.mark.parametrize("name", [*asdict(Limits())])
+@pytest.mark.parametrize("value", ["NaN", "null", '"1"', "true", "0", "-1", "1.0", "[]", "1e999"])
+def test_a_limit_that_is_none_is_refused_by_name(door, name, value):
+    limits = {**asdict(Limits()), name: "?"}
+    wish = json.dumps({"limits": limits, "is_second": False}).replace('"?"', value)
+    refusal = door(wish)
+    assert refusal.startswith(b"s")
+    assert name.encode() in refusal
+
+
+@pytest.mark.parametrize(
+    ("wish", "named"),
+    [
+        ("", b"JSON"),
+        ("[" * 3000, b"nested"),
+        ("[]", b"version"),
+        ('{"limits": [], "is_second": false}', b"version"),
+        ('{"limits": {"\\ud800\\n": 1}, "is_second": false}', b"version"),
+        ('{"limits": {}, "is_second": false}', b"cpu_s"),
+        (json.dumps({"limits": asdict(Limits()), "is_second": None}), b"is_second"),
+        (json.dumps({"limits": asdict(Limits(total_s=10**3000))}), b"is_second"),
+        (json.dumps({"limits": asdict(Limits(cpu_s=10**3000)), "is_second": True}), b"cpu_s"),
+    ],
+)
+def test_a_wish_of_another_form_is_refused_by_name(door, wish, named):
+    refusal = door(wish)
+    assert refusal.startswith(b"s")
+    assert refusal.endswith(b"\n")
+    assert named in refusal
+
+
+def test_second_sandboxes_have_places_too(secret, monkeypatch):
+    with (
+        server_in_this_process() as (_, sandbox),
+        start_sandbox(Limits(**PATIENT), sandbox=sandbox, python="", is_second=True) as box,
+    ):
+        box.send({"program": "print(7)", "prelude": ""})
         with monkeypatch.context() as patch:
-            patch.setattr(server, "GREETING_TIMEOUT_S", 0.3)
-            strangers = [socket.create_connection(address) for _ in range(6)]
-
-            def all_are_sent_away() -> bool:
-                """Each sends a little now and then, which saves none."""
-                for stranger in list(strangers):
-                    try:
-                        stranger.send(b"x")
-                    except OSError:
-                        strangers.remove(stranger)
-                        stranger.close()
-                return not strangers
-
-            wait_until(all_are_sent_away, "the end of the strangers")
-            wait_until(lambda: not at_a_time, "the end of their threads")
-        assert len(most) == 6
-        assert max(most) == 2
-        assert judge(GOOD_SUM, SUM, sandbox=sandbox) == CORRECT
+            patch.setattr(client, "QUEUE_TIMEOUT_S", 0.5)  # as long as it waits, in vain
+            patch.setattr(client, "START_TIMEOUT_S", 0.0)
+            with (
+                start_sandbox(Limits(), sandbox=sandbox, python="", is_second=True) as other,
+                pytest.raises(SandboxError, match="timed out"),
+            ):
+                other.send({"program": "print(7)", "prelude": ""})
+        assert judge(GOOD_SUM, SUM, sandbox=sandbox) == CORRECT  # a first one has its own
+        assert box.ask({"stdin": ""}) == {"stdout": "7\n", "failure": ""}
 
 
 def test_a_client_that_pauses_costs_its_program_no_time(secret, clock):
@@ -258,8 +373,8 @@ def test_a_queue_costs_a_program_none_of_its_time(secret, clock, monkeypatch):
     with server_in_this_process() as (served, sandbox), ThreadPoolExecutor(1) as pool:
         submit, queued = served._places.submit, threading.Event()
 
-        def noted(serve: functools.partial[None]) -> Future[None]:
-            future = submit(serve)
+        def noted(*call: Any) -> Future[None]:
+            future = submit(*call)
             queued.set()
             return future
 

@@ -1,7 +1,8 @@
 """A service that runs programs for judges on other machines, behind bubblewrap on this one.
 
 What goes over a connection: `service`. One program has one place; a second sandbox, of its asserts,
-comes with it. Whoever gets no place waits, first come, first served.
+has one of as many others. Whoever gets no place waits, first come, first served. Who has not
+proved yet that it may waits in one thread, which never waits for any of them.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hmac
-import json
 import logging
 import secrets
+import selectors
 import socket
-import threading
 import time
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from io import BufferedReader
 from typing import NoReturn
 
+from gapo_megatron.documents import parse_json
 from gapo_megatron.rewards.sandbox.base import (
     START_TIMEOUT_S,
     Limits,
@@ -41,11 +43,26 @@ from gapo_megatron.rewards.sandbox.service import (
 
 logger = logging.getLogger(__name__)
 
-MAX_GREETINGS = 256
-"""At a time: strangers, who may connect as often as they like, take no more of this machine."""
+MAX_STRANGERS = 256
+"""At a time: who connects and has not proved yet that it has the secret. One more takes the place
+of another, so that they cannot keep a client out by staying, and take no more of this machine."""
 
 GREETING_TIMEOUT_S = 10.0
 """For a client to prove that it has the secret: half of what it waits for our first line."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Stranger:
+    """A connection that has not proved yet that it may."""
+
+    socket: socket.socket
+    host: str
+    name: str
+    nonce: bytes
+    until: float
+    """When it is sent away."""
+    greeting: bytes = b""
+    """What it has said of its first line."""
 
 
 class Server:
@@ -71,9 +88,17 @@ class Server:
         self._python, self._largest = python, largest
         [(family, *_), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self._listener = socket.create_server((host, port), family=family, backlog=1024)
-        self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
-        # The kernel ends a sandbox together with its thread, and these stay.
-        self._places = ThreadPoolExecutor(num_programs, thread_name_prefix="program")
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._strangers: list[_Stranger] = []
+        """In the order in which they came."""
+        # The kernel ends a sandbox together with its thread, and these stay. Second sandboxes have
+        # places of their own, as many: a program that has one place never waits for the other.
+        self._places, self._second_places = (
+            ThreadPoolExecutor(num_programs, thread_name_prefix=name)
+            for name in ("program", "second")
+        )
 
     @property
     def port(self) -> int:
@@ -84,42 +109,82 @@ class Server:
     def serve(self) -> NoReturn:
         """Let clients in, for ever."""
         while True:
-            self._greetings.acquire()
-            client = None
-            try:
-                client, address = self._listener.accept()
-                greet = partial(self._greet, client, name=f"{address[0]}:{address[1]}")
-                threading.Thread(target=greet, daemon=True).start()
-            except (OSError, RuntimeError) as error:  # it has gone again, or there are too many
-                self._greetings.release()
-                if client:
-                    client.close()
-                logger.warning("let nobody in: %s", error)
-                time.sleep(0.1)
+            waits = bool(self._strangers)
+            left_s = max(0.0, self._strangers[0].until - time.monotonic()) if waits else None
+            ready = [key.data for key, _ in self._selector.select(left_s)]
+            for stranger in filter(None, ready):  # first: whose line has come is not sent away
+                self._hear(stranger)
+            if None in ready:
+                self._accept()
+            while self._strangers and self._strangers[0].until <= time.monotonic():
+                self._send_away(self._strangers[0])
 
-    def _greet(self, client: socket.socket, *, name: str) -> None:
-        """Let one client in, or say why not."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.suppress(OSError))  # it has gone
-            stack.enter_context(client)
-            with contextlib.ExitStack() as greeting:
-                greeting.callback(self._greetings.release)
-                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                nonce = secrets.token_hex(16).encode()
-                client.settimeout(GREETING_TIMEOUT_S)
-                client.sendall(nonce + b"\n")
-                try:
-                    limits, is_second = self._read_wish(nonce, _read_greeting(client))
-                except ValueError as error:
-                    logger.warning("refused %s: %s", name, error)
-                    client.sendall(SANDBOX_FAILED + str(error).encode() + b"\n")
-                    return
-            lines = stack.enter_context(client.makefile("rb"))
-            serve = partial(self._serve, client, lines, limits, stack.pop_all())
-            if is_second:
-                serve()
-            else:
-                self._places.submit(serve).add_done_callback(_raise)
+    def _accept(self) -> None:
+        """Take whoever has connected for a stranger."""
+        try:
+            client, (host, port, *_) = self._listener.accept()
+        except OSError as error:
+            if not isinstance(error, BlockingIOError | ConnectionError):  # too many open files
+                logger.warning("let nobody in: %s", error)
+                if self._strangers:
+                    self._send_away(self._least_welcome())
+                else:
+                    time.sleep(0.1)
+            return
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._send_away(self._least_welcome())
+        client.setblocking(False)
+        nonce, until = secrets.token_hex(16).encode(), time.monotonic() + GREETING_TIMEOUT_S
+        stranger = _Stranger(client, host, f"{host}:{port}", nonce, until)
+        self._strangers.append(stranger)
+        self._selector.register(client, selectors.EVENT_READ, stranger)
+        with contextlib.suppress(OSError):  # it has gone
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client.send(nonce + b"\n")
+
+    def _least_welcome(self) -> _Stranger:
+        """The one that came first of the host from which most have come."""
+        crowd = Counter(one.host for one in self._strangers)
+        return max(self._strangers, key=lambda one: crowd[one.host])
+
+    def _send_away(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        stranger.socket.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        self._strangers.remove(stranger)
+        self._selector.unregister(stranger.socket)
+
+    def _hear(self, stranger: _Stranger) -> None:
+        """Read on in a stranger's first line; let it in when that is whole, or say why not."""
+        try:
+            received = stranger.socket.recv(2**16)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        stranger.greeting += received
+        if not received:
+            self._send_away(stranger)
+            return
+        # It says nothing more before it is answered.
+        if not received.endswith(b"\n") and len(stranger.greeting) < MAX_GREETING_BYTES:
+            return
+        try:
+            limits, is_second = self._read_wish(stranger.nonce, stranger.greeting)
+        except ValueError as error:
+            logger.warning("refused %s: %s", stranger.name, error)
+            with contextlib.suppress(OSError):
+                stranger.socket.send(_failure(SandboxError(str(error))))
+            self._send_away(stranger)
+            return
+        self._forget(stranger)
+        stranger.socket.setblocking(True)
+        places = self._second_places if is_second else self._places
+        try:
+            places.submit(self._serve, stranger.socket, limits).add_done_callback(_raise)
+        except RuntimeError as error:  # there are too many threads: it waits for one of those
+            logger.warning("%s has to wait: %s", stranger.name, error)
 
     def _read_wish(self, nonce: bytes, line: bytes) -> tuple[Limits, bool]:
         """The limits, and whether it is the second sandbox of a program.
@@ -130,29 +195,32 @@ class Server:
         code, _, wish = line.rstrip(b"\n").partition(b" ")
         if not hmac.compare_digest(code, proof(self._secret, nonce, wish)):
             raise ValueError("the secret is another than this service's")
+        fields = parse_json(wish, where="the greeting", is_data=True)  # NaN is named below
+        largest = dataclasses.asdict(self._largest)
         try:
-            fields = json.loads(wish)
-            limits, is_second = Limits(**fields["limits"]), bool(fields["is_second"])
-        except (TypeError, KeyError) as error:
+            asked, is_second = fields["limits"], fields["is_second"]
+            odd = largest.keys() ^ asked.keys()
+        except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the service is of another version: {error}") from None
-        for name, most in dataclasses.asdict(self._largest).items():
-            if (asked := getattr(limits, name)) > most:
+        if odd:
+            raise ValueError(f"the service is of another version: limits differ in {sorted(odd)}")
+        if not isinstance(is_second, bool):
+            raise ValueError(f"is_second ({is_second!r:.40}) must be true or false")
+        for name, most in largest.items():
+            value = asked[name]
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} ({value!r:.40}) must be a whole number, at least 1")
+            if value > most:
                 cure = "lower reward.timeout_s, or raise --max-total-s of the service"
                 raise ValueError(
-                    f"{name} ({asked}) is more than this service allows ({most})"
+                    f"{name} ({value!s:.40}) is more than this service allows ({most})"
                     + (f": {cure}" if name == "total_s" else "")
                 )
-        return limits, is_second
+        return Limits(**asked), is_second
 
-    def _serve(
-        self,
-        client: socket.socket,
-        lines: BufferedReader,
-        limits: Limits,
-        stack: contextlib.ExitStack,
-    ) -> None:
+    def _serve(self, client: socket.socket, limits: Limits) -> None:
         """Run one sandbox for one client, until either has ended."""
-        with stack:
+        with contextlib.suppress(OSError), client, client.makefile("rb") as lines:  # it may go
             # A judge that says nothing for longer than that has gone, and its machine with it.
             client.settimeout(limits.total_s + START_TIMEOUT_S)
             try:
@@ -164,23 +232,6 @@ class Server:
                     _relay(client, lines, box, limits=limits)
             except SandboxError as error:
                 client.sendall(_failure(error))
-
-
-def _read_greeting(client: socket.socket) -> bytes:
-    """The first line of a client, which says nothing more before it is answered.
-
-    Raises:
-        OSError: it has gone, or is too slow.
-    """
-    until = time.monotonic() + GREETING_TIMEOUT_S
-    greeting = b""
-    while not greeting.endswith(b"\n") and len(greeting) < MAX_GREETING_BYTES:
-        client.settimeout(max(0.001, until - time.monotonic()))
-        received = client.recv(2**16)
-        if not received:
-            break
-        greeting += received
-    return greeting
 
 
 def _relay(
@@ -208,7 +259,7 @@ def _relay(
 
 def _failure(error: ProgramError | SandboxError) -> bytes:
     letter = PROGRAM_FAILED if isinstance(error, ProgramError) else SANDBOX_FAILED
-    return letter + " ".join(str(error).split()).encode() + b"\n"
+    return letter + " ".join(str(error).split()).encode("utf-8", "replace") + b"\n"
 
 
 def _raise(future: Future[None]) -> None:

@@ -13,6 +13,7 @@ from gapo_megatron import rewards
 from gapo_megatron.config import RewardConfig, parse_config
 from gapo_megatron.data import arithmetic
 from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.counts import read_counts
 from gapo_megatron.evaluate.evaluate import evaluate, evaluation_seed
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k, pass_at_k
@@ -247,3 +248,23 @@ def test_welch_does_not_assume_equal_variances():
     t = (np.mean(first) - np.mean(second)) / math.sqrt(v1 + v2)
     df = (v1 + v2) ** 2 / (v1**2 / (n1 - 1) + v2**2 / (n2 - 1))
     assert welch_p_value(first, second) == pytest.approx(2 * stats.t.sf(abs(t), df))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", ["JSON"]),
+        ("[]", ["problems"]),
+        ('{"problems": {}}', ["problems"]),
+        ('{"problems": [3]}', ["problem 1", "id"]),
+        ('{"problems": [{"id": "a", "num_samples": 2, "num_correct": 3}]}', ["problem 1", "a"]),
+        ('{"problems": [{"id": "a", "num_samples": 2, "num_correct": 0.5}]}', ["problem 1", 0.5]),
+        ('{"problems": [{"id": [], "num_samples": 2, "num_correct": 1}]}', ["problem 1"]),
+        ('{"problems": [{"id": "a", "num_samples": 2, "num_correct": NaN}]}', ["NaN"]),
+    ],
+)
+def test_an_evaluation_that_is_damaged_is_refused_by_problem(tmp_path, text, named):
+    path = tmp_path / "step_3.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=mentions(path, *named)):
+        read_counts(path)

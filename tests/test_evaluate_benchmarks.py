@@ -259,6 +259,53 @@ def test_damaged_and_repeated_samples_are_refused(tmp_path) -> None:
         read_samples(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda text: text[:-20], ["a.jsonl:2", "JSON"]),
+        (lambda text: text.replace('"id": "b"', '"id": 3'), ["a.jsonl:2", "id"]),
+        (lambda text: text.replace('tokens": 3', 'tokens": "3"'), ["a.jsonl:1", "num_tokens"]),
+        (lambda text: text.replace("false", "0"), ["a.jsonl:1", "truncated"]),
+        (lambda text: text.replace('"wrong"', '"bad"'), ["a.jsonl:1", "bad"]),
+        (lambda text: text.replace('"samples": [{', '"samples": ["a", {'), ["a.jsonl:1"]),
+        (lambda text: text.replace('"samples"', '"samples_"'), ["a.jsonl:1", "samples"]),
+        (
+            lambda text: text.replace('"reason"', '"instructions": ["correct"], "reason"'),
+            ["a.jsonl:1", "instructions"],
+        ),
+        (lambda text: "[" * 100_000 + "\n", ["a.jsonl:1", "64"]),
+        (lambda text: text.encode() + b"\xff\n", ["a.jsonl:3", "UTF-8"]),
+    ],
+)  # fmt: skip
+def test_samples_that_are_damaged_are_named_with_the_way_out(tmp_path, change, named) -> None:
+    write_samples(tmp_path, [solved("a", CORRECT, WRONG), solved("b", WRONG)])
+    damaged = change((tmp_path / "a.jsonl").read_text())
+    (tmp_path / "a.jsonl").write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
+    with pytest.raises(DataError, match=mentions(*named, "remove")):
+        read_samples(tmp_path)
+
+
+def test_a_problem_with_too_few_samples_is_named(tmp_path) -> None:
+    write_samples(tmp_path / "aime24" / "seed_0", [solved("aime24-0", CORRECT)])
+    with pytest.raises(DataError, match=mentions(tmp_path, "aime24-0", 1, 2, "remove")):
+        collect(
+            tmp_path,
+            model="m",
+            setting="",
+            sampling=SAMPLING,
+            files={"aime24": "x"},
+            problem_ids={"aime24": ["aime24-0"]},
+            seeds=[0],
+        )
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"temperature": 1.0', '{"temperature": NaN}'])
+def test_settings_that_are_damaged_are_named(tmp_path, text) -> None:
+    (tmp_path / "settings.json").write_text(text)
+    with pytest.raises(ConfigError, match=mentions(tmp_path / "settings.json")):
+        keep_settings(tmp_path / "settings.json", {"temperature": 1.0})
+
+
 def test_samples_of_other_settings_do_not_mix(tmp_path) -> None:
     path = tmp_path / "settings.json"
     keep_settings(path, {"temperature": 1.0, "num_samples": 4})

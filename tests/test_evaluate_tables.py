@@ -21,7 +21,13 @@ from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.evaluate.compare import Method, compare
 from gapo_megatron.evaluate.heat_map import draw_solve_rates
 from gapo_megatron.evaluate.paper import Sampling, read_settings
-from gapo_megatron.evaluate.results import RESULTS_FILE, Results, SeedResult, write_results
+from gapo_megatron.evaluate.results import (
+    RESULTS_FILE,
+    Results,
+    SeedResult,
+    read_results,
+    write_results,
+)
 from gapo_megatron.evaluate.statistics import stars
 from gapo_megatron.evaluate.table import Table, with_interval
 from gapo_megatron.evaluate.tables import powers_of_two, results_tables
@@ -328,10 +334,10 @@ def test_methods_are_read_by_label_and_folders(tmp_path) -> None:
     assert Method.read(f"{tmp_path}/gapo").label == "gapo"
     labelled = Method.read(f"x={tmp_path}/gapo,{tmp_path}/gapo_1")
     assert (labelled.label, len(labelled.evaluations)) == ("x", 2)
-    with pytest.raises(DataError, match=mentions(tmp_path, "results.json", "No such file")):
+    with pytest.raises(DataError, match=mentions(tmp_path, "results.json")):
         Method.read(str(tmp_path))
     (tmp_path / "gapo" / RESULTS_FILE).write_text('{"model": "m"}')
-    with pytest.raises(DataError, match=mentions(tmp_path / "gapo" / RESULTS_FILE, "'setting'")):
+    with pytest.raises(DataError, match=mentions(tmp_path / "gapo" / RESULTS_FILE, "setting")):
         Method.read(f"{tmp_path}/gapo")
     other = results({"aime24": [seed_result(0.5, 0.6)]}, setting="llama-3.2-3b-instruct")
     write_results(other, tmp_path / "gapo")
@@ -339,6 +345,38 @@ def test_methods_are_read_by_label_and_folders(tmp_path) -> None:
         Method.read(f"x={tmp_path}/gapo,{tmp_path}/gapo_1")
     with pytest.raises(ConfigError, match=mentions("--compare", "gapo", "LABEL=DIR")):
         compare([method("gapo", GAPO), method("gapo", GSPO)], {})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("{", "", ["JSON"]),
+        ("0.125", "NaN", ["NaN"]),
+        ("0.125", "1" + "0" * 5000, ["digits"]),
+        ('"model": "runs/gapo/hf"', '"model": null', ["model"]),
+        ('"num_samples": 2', '"num_samples": "2"', ["sampling.num_samples"]),
+        ('"num_samples": 2', '"num_samples": 3', ["sampling.num_samples", "pass_at_k", "aime24"]),
+        ('"problems_at_k": [\n     4', '"problems_at_k": [\n     4,4', ["problems_at_k", "aime24"]),
+        ('"aime24": {', '"aime23": {', ["benchmarks.aime23", "aime24"]),
+        ('"0": {', '"x": {', ["benchmarks.aime24.x"]),
+        ('"aime24": "', '"aime25": "', ["aime24", "file"]),
+        ('"p-0": [\n      2', '"p-0": [\n      0', ["aime24", "counts"]),
+        ('"instructions": {', '"instructions": {"prompt": 1.0', ["instructions", "prompt_strict"]),
+    ],
+)
+def test_results_that_are_damaged_are_refused_by_field(tmp_path, old, new, named) -> None:
+    path = write_results(results({"aime24": [seed_result(0.5)]}), _folder(tmp_path / "gapo"))
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(DataError, match=mentions(path, *named)):
+        read_results(path.parent)
+
+
+def test_results_that_are_no_file_are_refused(tmp_path) -> None:
+    os.mkfifo(tmp_path / RESULTS_FILE)
+    with pytest.raises(DataError, match=mentions(tmp_path / RESULTS_FILE, "regular file")):
+        read_results(tmp_path)
 
 
 def _folder(path: Path) -> Path:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gapo_megatron.documents import read_json
 from gapo_megatron.errors import DataError
 
 Counts = list[dict[str, Any]]
@@ -28,18 +29,22 @@ def read_counts(path: Path) -> Counts:
     Raises:
         DataError: names the file and what is wrong in it.
     """
-    try:
-        counts: Counts = json.loads(path.read_text(encoding="utf-8"))["problems"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not an evaluation's file: {error!r}") from None
+    raw = read_json(path, error=DataError)
+    counts: Counts | None = raw.get("problems") if isinstance(raw, dict) else None
+    if not isinstance(counts, list):
+        raise DataError(f"{path}: not an evaluation's file: it has no list `problems`")
     for number, entry in enumerate(counts, start=1):
-        try:
-            is_whole = 0 <= entry["num_correct"] <= entry["num_samples"] and entry["id"] != ""
-        except (KeyError, TypeError):
-            is_whole = False
-        if not is_whole:
+        if not _is_whole(entry):
             raise DataError(
-                f"{path}: problem {number} ({entry!r}) needs an id and "
+                f"{path}: problem {number} ({entry!r:.200}) needs an id and "
                 "0 <= num_correct <= num_samples"
             )
     return counts
+
+
+def _is_whole(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not entry.get("id") or not isinstance(entry["id"], str):
+        return False
+    correct, samples = entry.get("num_correct"), entry.get("num_samples")
+    are_numbers = type(correct) is int and type(samples) is int and 0 <= correct <= samples
+    return are_numbers and isinstance(entry.get("level", ""), str)

@@ -10,7 +10,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from gapo_megatron.data.benchmarks import BENCHMARKS
+from gapo_megatron.documents import read_json
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.paper import Sampling
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
@@ -156,6 +159,9 @@ def collect(
         files: as of `Results`.
         problem_ids: of every benchmark.
         seeds: to look for.
+
+    Raises:
+        DataError: samples or results that are there are damaged.
     """
     found: dict[str, dict[int, SeedResult]] = {}
     if (output_dir / RESULTS_FILE).exists():
@@ -165,6 +171,13 @@ def collect(
         for seed in seeds:
             kept = read_samples(seed_folder(output_dir, name, seed))
             ids = list(problem_ids[name])
+            for one in kept.values():
+                if len(one.samples) != sampling.num_samples:
+                    raise DataError(
+                        f"{seed_folder(output_dir, name, seed)}: problem {one.id} has "
+                        f"{len(one.samples)} samples, not {sampling.num_samples}; remove its file, "
+                        "and its problems are sampled again"
+                    )
             if all(problem in kept for problem in ids):
                 found.setdefault(name, {})[seed] = measure(
                     [kept[problem] for problem in ids],
@@ -189,29 +202,53 @@ def read_results(output_dir: Path) -> Results:
     """
     path = output_dir / RESULTS_FILE
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        return Results(
-            model=raw["model"],
-            setting=raw["setting"],
-            sampling=Sampling(**raw["sampling"]),
-            files=raw["files"],
-            benchmarks={
-                name: {int(seed): _seed_result(one) for seed, one in seeds.items()}
-                for name, seeds in raw["benchmarks"].items()
-            },
-        )
-    except OSError as error:
-        raise DataError(
-            f"{output_dir}: holds no {RESULTS_FILE} of an evaluation: {error.strerror}"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: damaged: {type(error).__name__}: {error}") from None
+        raw = read_json(path, error=DataError)
+    except FileNotFoundError:
+        raise DataError(f"{output_dir}: holds no {RESULTS_FILE} of an evaluation") from None
+    try:
+        # Of a number null is NaN, which is no number of JSON, and nothing else has one.
+        text = json.dumps(_with_nan(raw))
+        results = TypeAdapter(Results).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise DataError(f"{path}: damaged: {place}: {first['msg']}{_IF_DAMAGED}") from None
+    for name, seeds in results.benchmarks.items():
+        if why := _flaw(results, name, seeds):
+            raise DataError(f"{path}: damaged: benchmarks.{name}: {why}{_IF_DAMAGED}")
+    return results
 
 
-def _seed_result(raw: dict[str, Any]) -> SeedResult:
-    counts = {problem: (known, correct) for problem, (known, correct) in raw["counts"].items()}
-    pass_at_k = [math.nan if value is None else value for value in raw["pass_at_k"]]
-    return SeedResult(**(raw | {"counts": counts, "pass_at_k": pass_at_k}))
+_IF_DAMAGED = "; remove it, and the command that wrote it does so again"
+
+
+def _flaw(results: Results, name: str, seeds: dict[int, SeedResult]) -> str:
+    """What in a benchmark's figures does not go together, or ""."""
+    if name not in BENCHMARKS:
+        return f"is not one of {', '.join(BENCHMARKS)}"
+    if name not in results.files or not seeds:
+        return "has no file, or no seed"
+    for seed, one in seeds.items():
+        if not results.sampling.num_samples == len(one.pass_at_k) == len(one.problems_at_k):
+            return f"{seed}: pass_at_k and problems_at_k are not of sampling.num_samples numbers"
+        if not one.counts or not all(0 <= right <= known for known, right in one.counts.values()):
+            return f"{seed}: counts must be of known verdicts, and how many of them are correct"
+        if {*one.instructions} not in (set(), _ACCURACIES):
+            return f"{seed}: instructions must be {', '.join(sorted(_ACCURACIES))}"
+    return ""
+
+
+_ACCURACIES = {
+    f"{unit}_{mode}" for unit in ("prompt", "instruction") for mode in ("strict", "loose")
+}
+
+
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_nan(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_nan(one) for one in value]
+    return math.nan if value is None else value
 
 
 def _without_nan(value: Any) -> Any:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gapo_megatron.data.rows import read_lines
+from gapo_megatron.documents import read_json
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.types import Outcome, Verdict
 
@@ -84,19 +86,17 @@ def read_ids(folder: Path) -> set[str]:
 def _read(folder: Path) -> Iterator[Solved]:
     found: set[str] = set()
     for path in sorted(folder.glob("*.jsonl")):
-        # Not splitlines: responses may hold other line separators than "\n".
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
-            try:
-                problem = _from_json(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(
-                    f"{path}:{number}: not a problem with samples ({type(error).__name__}: "
-                    f"{error}); remove the file, and its problems are sampled again"
-                ) from None
-            if problem.id in found:
-                raise DataError(f"{path}:{number}: problem {problem.id} is in another file too")
-            found.add(problem.id)
-            yield problem
+        try:
+            for number, row in read_lines(path):
+                problem = _from_json(row, where=f"{path}:{number}")
+                if problem.id in found:
+                    raise DataError(f"{path}:{number}: problem {problem.id} is in another file too")
+                found.add(problem.id)
+                yield problem
+        except DataError as error:
+            raise DataError(
+                f"{error}; remove the file, and its problems are sampled again"
+            ) from None
 
 
 def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") -> None:
@@ -108,10 +108,16 @@ def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") 
         done: to the samples under these settings, for the message: `drawn` or `judged`.
 
     Raises:
-        ConfigError: they were not; names what differs.
+        ConfigError: they were not, and what differs is named; or the file is damaged.
     """
-    if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        before = read_json(path)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(settings, indent=2) + "\n")
+    else:
+        if not isinstance(before, dict):
+            raise ConfigError(f"{path} must hold an object, not {type(before).__name__}")
         differences = [
             f"{key} was {before.get(key)!r}, is {settings.get(key)!r}"
             for key in sorted(before.keys() | settings.keys())
@@ -122,9 +128,6 @@ def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") 
                 f"{path.parent} holds samples {done} otherwise ({'; '.join(differences)}): give "
                 "another --output, or remove it"
             )
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(settings, indent=2) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -152,18 +155,29 @@ def _to_json(problem: Solved) -> dict[str, Any]:
     }
 
 
-def _from_json(row: dict[str, Any]) -> Solved:
-    return Solved(
-        id=row["id"],
-        level=row["level"],
-        samples=tuple(
-            Sample(
-                response=sample["response"],
-                verdict=Verdict(Outcome(sample["outcome"]), sample["reason"]),
-                num_tokens=sample["num_tokens"],
-                truncated=sample["truncated"],
-                instructions=tuple(map(Outcome, sample.get("instructions", ()))),
-            )
-            for sample in row["samples"]
-        ),
+def _from_json(row: Any, *, where: str) -> Solved:
+    try:
+        samples = tuple(map(_sample, row["samples"]))
+        return Solved(_typed(row, "id", str), _typed(row, "level", str), samples)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error!s:.200}"
+        raise DataError(f"{where}: not a problem with samples ({why})") from None
+
+
+def _sample(row: Any) -> Sample:
+    outcomes = tuple(map(Outcome, row.get("instructions", ())))
+    if len(outcomes) % 2:
+        raise ValueError("instructions are not as many strict as loose")
+    return Sample(
+        response=_typed(row, "response", str),
+        verdict=Verdict(Outcome(row["outcome"]), _typed(row, "reason", str)),
+        num_tokens=_typed(row, "num_tokens", int),
+        truncated=_typed(row, "truncated", bool),
+        instructions=outcomes,
     )
+
+
+def _typed(row: dict[str, Any], key: str, kind: type) -> Any:
+    if type(row[key]) is not kind:
+        raise TypeError(f"{key} ({row[key]!r:.60}) must be {kind.__name__}")
+    return row[key]

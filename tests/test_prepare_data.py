@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -108,6 +109,48 @@ def test_rows_without_problem_or_answer_are_dropped_not_fatal(run, tmp_path):
     assert "problem" in reasons[0]
     assert "answer" in reasons[1]
     assert re.search(mentions("problem", "Unicode"), reasons[2])
+
+
+def test_own_rows_with_text_that_cannot_be_written_or_numbers_that_are_none(run, tmp_path):
+    half = "half a pair \ud83d"
+    rows = [
+        {"prompt": half, "answer": "1"},
+        {"prompt": "b", "answer": half},
+        {"prompt": "c", "answer": "1", "level": half},
+        {"prompt": "d", "answer": "1", "id": half},
+        {"prompt": "e", "answer": float("nan")},
+        {"prompt": "f", "answer": "1>2"},
+        {"prompt": "g", "answer": "1", "level": float("nan"), "id": float("nan")},
+    ]
+    assert run("own", rows, "--kind", "exact") == 0
+    assert written(tmp_path / "out") == [{"id": "own-6", "prompt": "g", "answer": "1"}]
+    dropped = written(tmp_path / "out", "dropped")
+    assert {row["rule"] for row in dropped} == {"unreadable"}
+    named = ("problem", "answer", "level", "id", "answer", "'>'")
+    for row, name in zip(dropped, named, strict=True):
+        assert name in row["reason"]
+
+
+def test_tests_that_are_nested_too_deep_to_read_are_dropped(run, tmp_path):
+    deep = "[" * 100_000
+    rows = [PRIME, PRIME | {"tests": deep}, LCB | {"metadata": deep}]
+    rows.append(PRIME | {"tests": json.dumps([{"input": "1", "output": "1", "metadata": deep}])})
+    assert run("deepcoder", rows) == 0
+    rules = [row["rule"] for row in written(tmp_path / "out", "dropped")]
+    assert rules == ["unreadable"] * 3
+
+
+def test_an_input_that_is_no_file_is_refused_and_not_waited_for(run, tmp_path, capsys):
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    assert run("own", [tmp_path / "fifo.jsonl"]) == 1
+    assert re.search(mentions("fifo.jsonl", "regular file"), capsys.readouterr().err)
+
+
+def test_a_prompt_of_megabytes_is_dropped_untokenised(run, tmp_path):
+    assert run("own", [{"prompt": "a", "answer": "1"}, {"prompt": "w" * 10**6, "answer": "1"}]) == 0
+    (dropped,) = written(tmp_path / "out", "dropped")
+    assert dropped["rule"] == "too_long"
+    assert dropped["tokens"] > 10**5  # by letters: to this tokenizer it is one word
 
 
 def test_answers_of_other_kinds_differ_by_their_letters_and_tests_do_not():

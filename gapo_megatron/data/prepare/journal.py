@@ -2,7 +2,8 @@
 
 Beside the folder that is being made lies `.OUT.unfinished`:
 
-- rows.jsonl: first what it belongs to (inputs, options, code), then one line for each row.
+- rows.jsonl: first what it belongs to (inputs, options, code), then one line for each row, all with
+  their checksums.
 - tests.jsonl: of code, the tests that the lines name; the output has the same file, by a link.
 - lock: locked for as long as the process that writes lives.
 """
@@ -15,6 +16,7 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -104,7 +106,7 @@ class Journal:
         self._flush()
         with open(self._rows.name, "rb") as file:
             next(file)
-            yield from map(json.loads, file)
+            yield from (json.loads(line)["entry"] for line in file)
 
     @property
     def num_bytes(self) -> int:
@@ -145,6 +147,11 @@ class Journal:
             logger.warning(
                 "starting from the first row: an interrupted run had other %s", ", ".join(others)
             )
+        elif head:
+            logger.warning(
+                "starting from the first row: what an interrupted run left is damaged, or another "
+                "version's"
+            )
         for file, end in ((self._rows, rows_end), (self._tests, tests_end)):
             file.truncate(end)
             file.seek(end)
@@ -153,14 +160,16 @@ class Journal:
 
 
 def _line(entry: dict[str, Any]) -> bytes:
-    return json.dumps(entry, sort_keys=True).encode() + b"\n"
+    data = json.dumps(entry, sort_keys=True).encode()
+    return b'{"crc32": %d, "entry": %s}\n' % (zlib.crc32(data), data)
 
 
 def _whole(line: bytes) -> dict[str, Any] | None:
-    """The entry of a line; None of one that was not written to its end."""
+    """The entry of a line; None of one that is not as it was written."""
     try:
-        return dict(json.loads(line)) if line.endswith(b"\n") else None
-    except (ValueError, TypeError):
+        entry: dict[str, Any] = json.loads(line)["entry"]
+        return entry if line == _line(entry) else None
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

@@ -52,7 +52,7 @@ def prepare(
     Raises:
         ConfigError: the output exists or another process makes it, an input is given twice or has
             another format, or the tokenizer has no chat template.
-        DataError: an input cannot be read or has another form, or no problem stays.
+        DataError: an input is no file, cannot be read or has another form, or no problem stays.
         RewardError: answers cannot be compared; see `Pool.judge`.
     """
     _check(inputs, lengths)
@@ -90,6 +90,7 @@ def _check(inputs: Sequence[Path], lengths: Lengths) -> None:
         raise ConfigError("a chat template is asked for and the tokenizer has none")
     for path in inputs:
         check_format(path)
+    for path in inputs:
         if [other.resolve() for other in inputs].count(path.resolve()) > 1:
             raise ConfigError(f"input {path} is given twice")
 

@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -170,6 +171,11 @@ def _check_tree(value: Any, *, where: str, error: type[GapoError], is_data: bool
             elif isinstance(one, int) and one.bit_length() > MAX_BITS:
                 raise error(f"{where} has a number of more than {MAX_BITS} bits")
         level = below
+
+
+def keys_of(row: Mapping[str, Any]) -> str:
+    """The keys of an object, for a message: what cannot be written is escaped."""
+    return ", ".join(row).encode("utf-8", "backslashreplace").decode()[:500] or "none"
 
 
 def is_unicode(text: str) -> bool:

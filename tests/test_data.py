@@ -73,6 +73,7 @@ def test_a_good_file_is_read_in_order_with_its_tokens(tmp_path, tokenizer):
         ('{"id": "b", "prompt": ', ["JSON"]),
         ("[1, 2]", ["[1, 2]"]),
         ({"id": "b", "prompt": "1+2="}, ["'answer'", "missing", "id, prompt"]),
+        ({"id": "b", "prompt": "1+2=", "\ud800": ""}, ["'answer'", "missing", "prompt, \\ud800"]),
         (_row("b", answer=3), ["answer (3)"]),
         (_row("b", level=2), ["level (2)"]),
         (_row("b", prompt="  "), ["prompt", "empty"]),

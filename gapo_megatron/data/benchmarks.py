@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from gapo_megatron import rewards
 from gapo_megatron.data.rows import Row, read_rows
-from gapo_megatron.documents import is_unicode
+from gapo_megatron.documents import is_unicode, keys_of
 from gapo_megatron.errors import ConfigError, DataError
 
 BOXED = " Let's think step by step and output the final answer within \\boxed{}."
@@ -102,7 +102,7 @@ class Benchmark:
             except _OTHER_SHAPE as error:
                 raise DataError(
                     f"{path}:{number}: not a row of {self.name}: "
-                    f"{type(error).__name__}: {error}; it has {', '.join(row)}"
+                    f"{type(error).__name__}: {error}; it has {keys_of(row)}"
                 ) from None
             if parts is None:
                 continue

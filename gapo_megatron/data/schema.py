@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gapo_megatron import rewards
 from gapo_megatron.data.rows import read_lines
-from gapo_megatron.documents import is_unicode, open_file
+from gapo_megatron.documents import is_unicode, keys_of, open_file
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.types import Prompt
 
@@ -177,7 +177,7 @@ def _check(row: Any, keys: Sequence[str], optional: Sequence[str], *, where: str
         raise DataError(f"{where}: needs a JSON object, not {_shown(row)}")
     for key in keys:
         if key not in row:
-            raise DataError(f"{where}: key {key!r} is missing; it has {', '.join(row) or 'none'}")
+            raise DataError(f"{where}: key {key!r} is missing; it has {keys_of(row)}")
     for key in (*keys, *(key for key in optional if key in row)):
         if not isinstance(row[key], str):
             raise DataError(f"{where}: {key} ({_shown(row[key])}) must be a string")

@@ -13,7 +13,7 @@ from gapo_megatron.data.prepare.held_out import HeldOut
 from gapo_megatron.data.prepare.sources import Candidate, Source, UnreadableError
 from gapo_megatron.data.rows import Row
 from gapo_megatron.data.schema import LengthError, encode_prompt
-from gapo_megatron.documents import is_unicode
+from gapo_megatron.documents import is_unicode, keys_of
 from gapo_megatron.errors import DataError
 
 Entry = dict[str, Any]
@@ -84,7 +84,7 @@ class Rules:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 f"{where}: not a row of {source.name}: {type(error).__name__}: {error}; "
-                f"it has {', '.join(row) or 'nothing'}"
+                f"it has {keys_of(row)}"
             ) from None
         is_code = source.kind == "code"
         entry |= {

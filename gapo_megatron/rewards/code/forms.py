@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gapo_megatron.documents import open_file
+from gapo_megatron.documents import keys_of, open_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def read_tests(answer: str) -> Tests:
             function=_text(value, "fn_name"),
             tolerance=value.get("tolerance"),
         )
-    raise ValueError(f"tests have no known form; their keys are {', '.join(value) or 'none'}")
+    raise ValueError(f"tests have no known form; their keys are {keys_of(value)}")
 
 
 def _json(text: str | bytes) -> Any:

@@ -15,7 +15,7 @@
 # MAX_FAILURES      failed attempts in a row without a new checkpoint (default 3)
 # PYTHON, CONTAINER, SRUN_OPTIONS     see slurm/site.example.sh
 #
-# Exit codes: 0 finished, or stopped as asked; 2 a mistake in config or usage; 75 stopped, to be started
+# Exit codes: 0 finished, or stopped as asked; 2 a mistake in config, data or usage; 75 stopped, to be started
 # again; 90 too few healthy nodes; 143 cancelled; else that of the rank that failed first (1 if it has none).
 
 main() {
@@ -23,7 +23,7 @@ main() {
   [ "${DRY_RUN:-0}" != 1 ] || dry_run "$@"
   trap on_stop USR1 USR2
   trap on_interrupt INT
-  trap on_term TERM HUP
+  trap on_term TERM HUP QUIT
   describe_job
   prepare "$@"
   while :; do
@@ -57,7 +57,7 @@ dry_run() {
 describe_job() {
   restart=${SLURM_RESTART_COUNT:-0}
   if [ "$mode" = slurm ]; then
-    job=$SLURM_JOB_ID number=$SLURM_JOB_ID
+    job=$SLURM_JOB_ID
     # By hand in an allocation (salloc), where nothing counts: every start is a job of its own.
     [ "${SLURM_PROCID:-}" ] || job+=-$(date -u +%Y%m%dT%H%M%S)
     # For Slurm's commands: the number of an array's last task stands for all of them.
@@ -67,7 +67,7 @@ describe_job() {
     [ "$tasks_per_node" ] || die 2 "ask Slurm for --ntasks-per-node: one task per GPU"
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   else
-    job=local-$(date -u +%Y%m%dT%H%M%S)-$$ number=$$
+    job=local-$(date -u +%Y%m%dT%H%M%S)-$$
     tasks_per_node=${WORLD_SIZE:-1}
     nodes=(localhost)
   fi
@@ -159,8 +159,15 @@ check_nodes() { # leaves the nodes to train on in `used`
 # --- the ranks ---------------------------------------------------------------------------------------------
 
 run_ranks() {
-  # The port: below those the kernel hands out; jobs with neighbouring numbers may share a node.
-  export MASTER_ADDR=${used[0]} MASTER_PORT=$((20000 + (number * 50 + restart) % 10000))
+  export MASTER_ADDR=${used[0]} MASTER_PORT
+  if [ "$mode" = slurm ]; then
+    # Below those the kernel hands out; jobs with neighbouring numbers may share a node.
+    MASTER_PORT=$((20000 + (SLURM_JOB_ID * 50 + restart) % 10000))
+  else
+    # A free one. Should another program take it before rank 0 does, the next attempt has another.
+    MASTER_PORT=$("${python[@]}" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])') ||
+      die 1 "no free port"
+  fi
   touch "$attempt_dir/launch.log" "$attempt_dir/rank_0.log"
   if ((stop_asked)); then # before anything began
     echo stopped >"$attempt_dir/outcome"
@@ -190,7 +197,8 @@ await() { # its exit code; a trap interrupts `wait`
 
 slurm_ranks() {
   # Every task sees all GPUs of its node (peer-to-peer needs that). srun does not inherit --cpus-per-task.
-  exec "${srun[@]}" --nodes="$num_nodes" --nodelist="$(IFS=, && echo "${used[*]}")" --ntasks="$world_size" \
+  # In a session of its own: a terminal's Ctrl-C is for this script.
+  exec setsid "${srun[@]}" --nodes="$num_nodes" --nodelist="$(IFS=, && echo "${used[*]}")" --ntasks="$world_size" \
     --ntasks-per-node="$tasks_per_node" ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
     --kill-on-bad-exit=1 --wait=60 --output="$attempt_dir/rank_%t.log" \
     "${python[@]}" -m gapo_megatron.train "$code/config.toml" 2>"$attempt_dir/launch.log"
@@ -198,10 +206,14 @@ slurm_ranks() {
 
 local_ranks() { # what srun does: the first rank that fails ends the others
   local left groups=()
-  set -m # each rank leads a process group, so that its children end with it
+  # Of a terminal, Ctrl-C and its end are for this script, which asks the ranks.
+  trap '' INT QUIT HUP
   trap : TERM
   for ((left = 0; left < world_size; left++)); do
-    local_rank "$left" </dev/null &
+    # Each leads a session, so that its children end with it. Not by job control (set -m), which
+    # would take the terminal, and Ctrl-C with it, from this script.
+    RANK=$left LOCAL_RANK=$left WORLD_SIZE=$world_size setsid bash -c "$(declare -f local_rank)"'; local_rank "$@"' \
+      "$0" "${python[@]}" -m gapo_megatron.train "$code/config.toml" </dev/null &
     groups+=("-$!")
   done
   while ((left-- > 0)); do wait -n || break; done
@@ -213,17 +225,16 @@ local_ranks() { # what srun does: the first rank that fails ends the others
   kill -KILL -- "${groups[@]}"
 } 2>/dev/null
 
-local_rank() { # RANK; says in launch.log how it failed, in srun's words
+local_rank() { # COMMAND ...; says in launch.log how it failed, in srun's words
   trap : TERM
-  RANK=$1 LOCAL_RANK=$1 WORLD_SIZE=$world_size \
-    "${python[@]}" -m gapo_megatron.train "$code/config.toml" >"$attempt_dir/rank_$1.log" 2>&1
+  "$@" >"$GAPO_ATTEMPT_DIR/rank_$RANK.log" 2>&1
   local exit_code=$?
   case $exit_code in
     0) ;;
-    137) echo "task $1: Killed" ;;
-    143) echo "task $1: Terminated" ;;
-    *) echo "task $1: Exited with exit code $exit_code" ;;
-  esac >>"$attempt_dir/launch.log"
+    137) echo "task $RANK: Killed" ;;
+    143) echo "task $RANK: Terminated" ;;
+    *) echo "task $RANK: Exited with exit code $exit_code" ;;
+  esac >>"$GAPO_ATTEMPT_DIR/launch.log"
   return "$exit_code"
 }
 
@@ -247,7 +258,7 @@ conclude() {
     *)
       local verdict=0
       here -m gapo_megatron.launch.postmortem "$attempt_dir" || verdict=$?
-      exit_code=$(cat "$attempt_dir/exit_code" 2>/dev/null || first_exit_code)
+      exit_code=$(grep -xE '[0-9]{1,3}' "$attempt_dir/exit_code" 2>/dev/null || first_exit_code)
       ((verdict != 4)) || exit "$exit_code" # it would fail again
       count_failure || die "$exit_code" "MAX_FAILURES in a row without a new checkpoint: giving up"
       ;;
@@ -279,7 +290,7 @@ count_failure() { # [LIMIT]; fails when so many attempts of this job in a row ma
   local count=0 seen='' now checkpoints=("$run_dir"/checkpoints/step_*)
   now=$job:${checkpoints[-1]##*/}
   read -r count seen 2>/dev/null <"$run_dir/failures"
-  [ "$seen" = "$now" ] || count=0
+  [ "$seen" = "$now" ] && [[ $count =~ ^[1-9][0-9]{0,3}$ ]] || count=0
   echo "$((count + 1)) $now" >"$run_dir/failures"
   ((count + 1 < ${1:-${MAX_FAILURES:-3}}))
 }

@@ -4,6 +4,7 @@
 RUN_DIR        the run folder
 ACTIONS        what the ranks of attempt 0, 1, ... do, by comma; the last one from there on
 STEPS          how many steps make the run finished, of 0.1 s each (default 3)
+SAVE_S         how long a stop takes (default 0)
 BAD_NODES      nodes whose check says nothing
 PREPARE_EXIT   exit code of prepare
 SHOW           variables that the ranks print
@@ -103,6 +104,7 @@ def _steps(run_dir: Path, attempt: Path, rank: int) -> None:
         steps = len(done.read_text().splitlines()) if done.exists() else 0
         finished = steps >= int(os.environ.get("STEPS", "3"))
         if finished or (attempt / "stop").exists():
+            time.sleep(0 if finished else float(os.environ.get("SAVE_S", "0")))
             break
         time.sleep(0.1)
         if rank == 0:
@@ -116,7 +118,10 @@ def _steps(run_dir: Path, attempt: Path, rank: int) -> None:
 
 
 def main() -> None:
-    """Dispatch on the module that follows -m."""
+    """Dispatch on the module that follows -m; a program that follows -c is run as it is."""
+    if sys.argv[1] == "-c":
+        exec(sys.argv[2])
+        return
     module, arguments = sys.argv[2], sys.argv[3:]
     if module == "gapo_megatron.train":
         train()

@@ -4,12 +4,16 @@ launch.sh runs as it is, on local ranks; tests/stand_in_python.py takes the inte
 What only Slurm can do is tested on a private cluster, in tests/slurm.
 """
 
+import contextlib
+import fcntl
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,17 +111,18 @@ class Run:
 
     def __init__(self, folder: Path, *, launch: Path = LAUNCH, **env: str) -> None:
         self.folder = folder
-        self.process = subprocess.Popen(
+        self.process = self._start(
             ["bash", str(launch), "config.toml", "run.seed=7"],
             env=without_launcher_variables(
                 **{"PYTHON": str(STAND_IN), "RUN_DIR": str(folder), "WORLD_SIZE": "2"} | env
             ),
             cwd=folder.parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             text=True,
-            # Also under nohup: a shell cannot trap what it was started to ignore.
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        )
+
+    def _start(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=_hear, **options
         )
 
     def wait_for(self, happened: Callable[[], bool], what: str) -> None:
@@ -152,6 +157,51 @@ class Run:
         return [line[: line.index(" ")] + line[line.rindex(".") :] for line in lines]
 
 
+def _hear() -> None:
+    """Also under nohup: a shell cannot trap what it was started to ignore."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+class RunInTerminal(Run):
+    """The same, in the foreground of a terminal of its own."""
+
+    def _start(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        self._master, slave = pty.openpty()
+
+        def take_the_terminal() -> None:
+            _hear()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        process = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=take_the_terminal,
+            **options,
+        )
+        os.close(slave)
+        return process
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def hang_up(self) -> None:
+        """Close the terminal, as its window or a connection that breaks does."""
+        os.close(self._master)
+        self._master = -1
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output; a terminal that is gone has none."""
+        exit_code, said = self.process.wait(timeout=HANG_S), b""
+        with contextlib.suppress(OSError):  # closed: by us, or by all who wrote to it
+            while text := os.read(self._master, 4096):
+                said += text
+        return exit_code, said.decode()
+
+
 Start = Callable[..., Run]
 
 
@@ -165,8 +215,8 @@ def start() -> Iterator[Start]:
     """Makes a `Run`; what a failed test leaves is ended."""
     runs = []
 
-    def start_one(folder: Path, **arguments: Any) -> Run:
-        runs.append(Run(folder, **arguments))
+    def start_one(folder: Path, *, kind: type[Run] = Run, **arguments: Any) -> Run:
+        runs.append(kind(folder, **arguments))
         return runs[-1]
 
     yield start_one
@@ -316,6 +366,64 @@ def test_a_stop_saves_and_the_next_start_goes_on(
     again = start(run_dir, STEPS=str(done + 3))
     assert again.end()[0] == 0
     assert again.steps == [f"{step}.0" for step in range(1, done + 4)]
+
+
+def ranks_of(run: Run) -> list[str]:
+    """Processes of the newest attempt's ranks that are alive, whoever their parent is by now."""
+    attempt = f"GAPO_ATTEMPT_DIR={run.attempts[-1]}\0".encode()
+    alive = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # ended, or another user's
+            told = path.read_bytes() + b"\0"
+            if attempt in told and b"LOCAL_RANK=" in told:
+                alive.append(path.parent.name)
+    return alive
+
+
+def test_ctrl_c_in_a_terminal_saves_and_ends(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, kind=RunInTerminal, STEPS="10000", SAVE_S="0.5")
+    assert isinstance(run, RunInTerminal)
+    run.wait_for_ranks()
+    assert len(ranks_of(run)) >= 2
+    run.type(b"\x03")
+    exit_code, output = run.end()
+    assert ranks_of(run) == []
+    assert exit_code == 0 and "asked to save" in output
+    assert (run.attempts[0] / "outcome").read_text() == "stopped\n"
+
+
+@pytest.mark.parametrize("way", ["a second Ctrl-C", "Ctrl-backslash", "the terminal is closed"])
+def test_who_is_in_a_hurry_at_a_terminal_leaves_nobody_behind(
+    start: Start, run_dir: Path, way: str
+) -> None:
+    run = start(run_dir, kind=RunInTerminal, ACTIONS="hang")
+    assert isinstance(run, RunInTerminal)
+    run.wait_for_ranks()
+    if way == "the terminal is closed":
+        run.hang_up()
+    elif way == "Ctrl-backslash":
+        run.type(b"\x1c")
+    else:
+        run.type(b"\x03")
+        run.wait_for((run.attempts[0] / "stop").exists, "a request to stop")
+        run.type(b"\x03")
+    assert run.end()[0] == 143
+    assert ranks_of(run) == []
+    log = (run.attempts[0] / "launch.log").read_text()
+    assert sorted(log.splitlines()) == ["task 0: Terminated", "task 1: Terminated"]
+
+
+def test_local_starts_take_a_port_of_their_own(start: Start, run_dir: Path) -> None:
+    """One that is free: process numbers may differ by any number."""
+    runs = [start(run_dir.with_name(name), SHOW="MASTER_PORT") for name in ("one", "other")]
+    assert [run.end()[0] for run in runs] == [0, 0]
+    ports = []
+    for run in runs:
+        logs = [(run.attempts[0] / f"rank_{rank}.log").read_text() for rank in (0, 1)]
+        assert logs[0].splitlines()[0] == logs[1].splitlines()[0]
+        ports.append(int(logs[0].splitlines()[0].removeprefix("MASTER_PORT=")))
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert ports[0] != ports[1] and all(low <= port <= high for port in ports)
 
 
 def test_a_stop_that_fails_is_not_retried(start: Start, run_dir: Path) -> None:

@@ -49,3 +49,7 @@ class DivergenceError(GapoError, FloatingPointError):
 
 class FencedError(GapoError, RuntimeError):
     """A newer attempt has taken over the run: this one must not write any more."""
+
+
+class MachineError(GapoError, OSError):
+    """A disk or a network that does not do its part; elsewhere, or later, the same may work."""

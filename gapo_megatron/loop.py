@@ -22,15 +22,11 @@ from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.evaluate.evaluate import evaluate
+from gapo_megatron.files import write_atomically
 from gapo_megatron.launch import environment
 from gapo_megatron.launch.attempt import Attempt
 from gapo_megatron.launch.placement import process_age_s
-from gapo_megatron.launch.run_folder import (
-    has_finished,
-    is_finished,
-    mark_finished,
-    write_atomically,
-)
+from gapo_megatron.launch.run_folder import has_finished, is_finished, mark_finished
 from gapo_megatron.learn import learn
 from gapo_megatron.metrics import MetricsWriter, Stopwatch
 from gapo_megatron.noise_floor import watch_noise_floor
@@ -41,6 +37,7 @@ from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout import RolloutEngine, check_engine
 from gapo_megatron.sample import check_problems, sample
+from gapo_megatron.settings import flat
 from gapo_megatron.toml_tree import to_toml
 from gapo_megatron.types import OpenGroup, Prompt
 from gapo_megatron.weight_sync import first_sequences, prompts_as_sequences, sync
@@ -70,7 +67,9 @@ def run(config: Config, *, keep_weights: bool) -> None:
     environment.seed_everything(config.run.seed)
     with startup("process_group"):
         world = environment.start(
-            config.parallel.timeout_s, cpu_kv_cache_gib=config.rollout.cpu_kv_cache_gib
+            config.parallel.timeout_s,
+            alike={"program": "train", "run": str(run_dir.absolute()), **flat(config)},
+            cpu_kv_cache_gib=config.rollout.cpu_kv_cache_gib,
         )
         attempt = Attempt.begin(
             run_dir,
@@ -79,7 +78,7 @@ def run(config: Config, *, keep_weights: bool) -> None:
         )
     startup.on_enter = lambda part: attempt.enter(f"startup: {part}")
     check_engine(config, hf_config, world.device, world_size=world.world_size)
-    if is_finished(run_dir, num_steps=num_steps):
+    if attempt.agree(is_finished(run_dir, num_steps=num_steps)):
         logger.info("all %d steps are done: %s", num_steps, run_dir / "hf")
         return attempt.end("finished")
     if branch_point is not None:

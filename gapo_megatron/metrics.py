@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from gapo_megatron.config import Config, MetricsConfig
+from gapo_megatron.documents import open_file, parse_json, read_text
 from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.files import fsync, naming, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -149,17 +152,20 @@ class MetricsWriter:
 
         Raises:
             ConfigError: a configured sink's library is not installed.
+            DataError: metrics of a step that does not come again are damaged.
+            MachineError: the disk is full or fails; what was there before is as it was.
         """
         check_sinks(config.metrics)
         self._enabled = enabled
         if not enabled:
             return
-        run_dir = Path(run_dir)
-        self._files = {
-            name: _open_truncated(run_dir / name, resume_step=resume_step)
-            for name in (METRICS_NAME, TIMINGS_NAME)
-        }
-        self._tensorboard = _open_tensorboard(run_dir, config.metrics, resume_step)
+        run_dir = self._run_dir = Path(run_dir)
+        self._files = {}
+        for name in (METRICS_NAME, TIMINGS_NAME):
+            with naming(run_dir / name):
+                self._files[name] = _open_truncated(run_dir / name, resume_step=resume_step)
+        with naming(run_dir / "tensorboard"):
+            self._tensorboard = _open_tensorboard(run_dir, config.metrics, resume_step)
         self._wandb = _open_wandb(run_dir, config)
         self._console = _ConsoleTable(num_steps=config.run.num_steps)
         self._not_finite: set[str] = set()
@@ -174,6 +180,9 @@ class MetricsWriter:
             metrics: reproducible values only; tensors of one element are accepted. What is not
                 finite is written as null, with a warning the first time.
             timings: from `Stopwatch.lap`; without them nothing is shown on the console.
+
+        Raises:
+            MachineError: the disk is full or fails; a line cut off by it is dropped by a resume.
         """
         if not self._enabled:
             return
@@ -184,9 +193,11 @@ class MetricsWriter:
             self._append(TIMINGS_NAME, {"step": step, "time/unix_s": time.time(), **clock})
         present = {key: value for key, value in {**values, **clock}.items() if value is not None}
         if self._tensorboard is not None:
-            _add_scalars(self._tensorboard, present, step)
+            with naming(self._tensorboard.log_dir):
+                _add_scalars(self._tensorboard, present, step)
         if self._wandb is not None:
-            self._wandb.log(present, step=step)
+            with naming(self._run_dir / "wandb"):
+                self._wandb.log(present, step=step)
         if clock:
             self._console.show(step, present)
 
@@ -208,9 +219,11 @@ class MetricsWriter:
         if not self._enabled:
             return
         for file in self._files.values():
-            file.close()
+            with naming(file.name):
+                file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with naming(self._tensorboard.log_dir):
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -233,9 +246,10 @@ class MetricsWriter:
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         file = self._files[name]
-        file.write(json.dumps(record, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+        with naming(file.name):
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
@@ -247,47 +261,61 @@ def read_rows(path: Path) -> list[dict[str, float]]:
     if not path.exists():
         return []
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            row = {key: value for key, value in json.loads(line).items() if value is not None}
-            int(row["step"])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f"{path}:{number}: not a JSON object with a step") from None
+    with naming(path), open_file(path) as file:
+        whole = file.read().split(b"\n")[:-1]
+    for number, line in enumerate(whole, start=1):
+        row = {k: v for k, v in _parse(path, number, line).items() if v is not None}
         for key, value in row.items():
-            if not isinstance(value, int | float):
+            if type(value) not in (int, float):
                 raise DataError(f"{path}:{number}: {key} = {value!r} is not a number")
         rows.append(row)
     return rows
 
 
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    row = parse_json(line, where=f"{path}:{number}", error=DataError)
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise DataError(f"{path}:{number}: not a JSON object with a step")
+    return row
+
+
 def _open_truncated(path: Path, *, resume_step: int) -> Any:
-    """Open a JSONL file for appending after dropping lines of step `resume_step` and later."""
-    kept = b""
-    if path.exists():
-        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-            step = _step_of(line)
-            if step is None:
-                logger.warning("%s line %d was cut off or damaged; dropped", path, number)
-            elif step < resume_step or b'"startup/' in line:  # those of every attempt stay
-                kept += line
+    """Open a JSONL file for appending after dropping lines of step `resume_step` and later.
+
+    Raises:
+        DataError: a line of metrics is damaged, and kept ones follow: the run would not write it
+            again. Timings are no results: such a line is dropped with a warning.
+    """
+    path = path.resolve()  # of a link, what it leads to
+    kept: list[bytes] = []
+    damage: DataError | None = None
+    try:
+        with open_file(path) as file:
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        lines = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if not line.endswith(b"\n"):
+                raise DataError(f"{path}:{number}: cut off")
+            step = _parse(path, number, line)["step"]
+        except DataError as error:
+            damage = damage or error
+            logger.warning("%s; dropped", error)
+            continue
+        if step < resume_step or b'"startup/' in line:  # those of every attempt stay
+            if damage and path.name == METRICS_NAME:
+                raise DataError(f"{damage}; mend or remove it: that step does not come again")
+            kept.append(line)
     # By a rename, so that a kill in between loses no line.
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:
-        file.write(kept)
+        file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
+    fsync(path.parent)
     return open(path, "a", encoding="utf-8")
-
-
-def _step_of(line: bytes) -> int | None:
-    """Step of a whole line; None for a torn one."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def _open_tensorboard(run_dir: Path, config: MetricsConfig, resume_step: int) -> Any:
@@ -320,11 +348,14 @@ def _open_wandb(run_dir: Path, config: Config) -> Any:
 
     id_path = run_dir / "wandb_run_id.txt"
     if not id_path.exists():
-        id_path.write_text(wandb.util.generate_id(), encoding="utf-8")
+        write_atomically(id_path, wandb.util.generate_id())
+    run_id = read_text(id_path).strip()
+    if not re.fullmatch(r"[\w-]+", run_id):
+        raise ConfigError(f"{id_path} ({run_id!r}) is no id of W&B; remove it to begin a new run")
     return wandb.init(
         project=config.metrics.wandb_project,
         name=run_dir.name,
-        id=id_path.read_text(encoding="utf-8").strip(),
+        id=run_id,
         resume="allow",
         dir=str(run_dir),
         config=config.model_dump(mode="json"),

@@ -113,9 +113,14 @@ def _free(config: Config) -> tuple[str, ...]:
     return _FREE_IN_A_BRANCH
 
 
+def flat(config: Config) -> dict[str, Any]:
+    """Every setting by its whole name, `section.key`, as JSON has it."""
+    return dict(_flat(config.model_dump(mode="json")))
+
+
 def _differing(before: Mapping[str, Any], config: Config) -> Changes:
     there = dict(_flat(_DEFAULTS)) | dict(_flat(before))
-    here = dict(_flat(config.model_dump(mode="json")))
+    here = flat(config)
     return {
         name: (there.get(name), here.get(name))
         for name in dict.fromkeys([*there, *here])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import DataError
 from gapo_megatron.launch import environment
 from gapo_megatron.policy import Policy, initialize, update
+from gapo_megatron.settings import flat
 from gapo_megatron.types import Batch
 
 
@@ -27,7 +29,10 @@ def run(config: Config, settings: SupervisedConfig) -> float:
     tokenizer = load_tokenizer(settings.initial_hf_dir)
     examples = _read_examples(settings.train_path, tokenizer, config)
 
-    world = environment.start(config.parallel.timeout_s)
+    model = str(Path(config.model.hf_dir).absolute())
+    world = environment.start(
+        config.parallel.timeout_s, alike={"program": "sft", "model": model, **flat(config)}
+    )
     groups = initialize(config.parallel)
     start = config.model_copy(
         update={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -12,14 +13,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from gapo_megatron.errors import ConfigError, FencedError
 from gapo_megatron.launch import attempt as module
 from gapo_megatron.launch.run_folder import is_finished, mark_finished
 from gapo_megatron.metrics import Expectation
 from tests.attempt_setup import make_attempt
-from tests.dist import single_rank
-from tests.waiting import HANG_S
+from tests.dist import run_distributed, single_rank
+from tests.messages import mentions
+from tests.waiting import HANG_S, wait_until
 
 
 class Clock:
@@ -138,6 +141,93 @@ def test_ownership_is_lost_to_a_newer_attempt(tmp_path: Path) -> None:
             attempt.require_ownership()
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\0\0\0",
+        b"[1]",
+        b'"rollout"',
+        b'{"rollout": 1}',
+        b'{"rollout": []}',
+        b'{"rollout": [null]}',
+        b'{"rollout": [-1]}',
+        b'{"rollout": [true]}',
+        b'{"rollout": [NaN]}',
+    ],
+)
+def test_damaged_stage_times_are_measured_anew(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "stage_seconds.json").write_bytes(content)
+    with single_rank(), caplog.at_level(logging.WARNING):
+        assert make_attempt(tmp_path).stage_seconds() == {}
+    assert str(tmp_path / "stage_seconds.json") in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff", b"[5]", b"{}", b'{"num_steps": null}', b'{"num_steps": "5"}', b"5"],
+)
+def test_a_damaged_word_that_a_run_is_finished_is_refused_by_name(
+    tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "finished.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=mentions(path, "remove")):
+        is_finished(tmp_path, num_steps=5)
+
+
+def test_the_launcher_hears_of_an_end_when_all_ranks_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 keeps the store: gone, it would take a rank with it that is still being set up."""
+    told_before = []
+
+    def barrier(*, group: object) -> None:
+        told_before.append((tmp_path / "outcome").exists())
+
+    with single_rank():
+        attempt = make_attempt(tmp_path, folder=tmp_path)
+        monkeypatch.setattr(module.dist, "barrier", barrier)
+        attempt.end("finished")
+    assert told_before == [False]
+    assert (tmp_path / "outcome").read_text() == "finished\n"
+
+
+def _end_one_by_one(folder: Path) -> bool:
+    """Rank 1 goes on for as long as rank 0 is there, but a while at most; what it saw then."""
+    attempt = make_attempt(folder / str(dist.get_rank()))
+    gone = folder / "gone"
+    if dist.get_rank() == 0:
+        (folder / "ends").touch()
+        attempt.end("finished")
+        gone.touch()
+        return True
+    wait_until((folder / "ends").exists, "rank 0 at its end")
+    for _ in range(20):
+        if gone.exists():
+            break
+        time.sleep(0.02)
+    still_there = not gone.exists()
+    attempt.end("finished")
+    return still_there
+
+
+def test_no_rank_leaves_before_the_last_one_can(tmp_path: Path) -> None:
+    assert run_distributed(_end_one_by_one, 2, tmp_path) == [True, True]
+
+
+def _agree(folder: Path) -> list[bool]:
+    attempt = make_attempt(folder / str(dist.get_rank()))
+    return [attempt.agree(dist.get_rank() == 0), attempt.agree(dist.get_rank() == 1)]
+
+
+def test_ranks_agree_on_what_rank_0_sees(tmp_path: Path) -> None:
+    assert run_distributed(_agree, 2, tmp_path) == [[True, False]] * 2
+
+
 def test_a_run_of_more_steps_is_not_finished(tmp_path: Path) -> None:
     assert not is_finished(tmp_path, num_steps=5)
     mark_finished(tmp_path, num_steps=5)
@@ -195,12 +285,8 @@ def test_a_hang_shows_where_and_ends_even_in_a_c_call_that_holds_the_interpreter
 
 
 def test_progress_starts_the_watch_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watches: list[tuple[float, bool]] = []
-
-    def watch(timeout: float, *, exit: bool, file: object) -> None:
-        watches.append((timeout, exit))
-
-    monkeypatch.setattr(module, "faulthandler", SimpleNamespace(dump_traceback_later=watch))
+    watches: list[float] = []
+    monkeypatch.setattr(module, "end_after", watches.append)
     with single_rank():
         attempt = make_attempt(tmp_path, hang_timeout_s=7)
         for progress in (
@@ -211,7 +297,7 @@ def test_progress_starts_the_watch_anew(tmp_path: Path, monkeypatch: pytest.Monk
         ):
             watches.clear()
             progress()
-            assert set(watches) == {(7, True)}
+            assert set(watches) == {7}
 
 
 @pytest.mark.system

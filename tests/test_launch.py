@@ -1,18 +1,24 @@
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
 import sys
+import socket
 import textwrap
+import threading
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.environment import seed_everything
+from gapo_megatron.errors import ConfigError, MachineError
+from gapo_megatron.launch import environment
+from gapo_megatron.launch.environment import recognize, seed_everything
 from gapo_megatron.launch.placement import Placement, first_host, read_placement, world_size
+from tests.messages import mentions
 from tests.waiting import HANG_S
 
 TORCHRUN = {
@@ -169,11 +175,156 @@ def test_start_alone_brings_up_a_group_and_what_vllm_reads():
     ]
 
 
+class Process:
+    """One that comes to a store, with an environment and a number of its own."""
+
+    def __init__(self, rank: int, pid: int, *, launch: str = "", **alike: object) -> None:
+        self.rank, self.pid, self.launch, self.alike = rank, pid, launch, alike
+
+    def come(self, store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Raises what `recognize` does."""
+        with monkeypatch.context() as patch:
+            patch.setattr(environment.os, "getpid", lambda: self.pid)
+            for name in ("SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"):
+                patch.delenv(name, raising=False)
+            patch.setenv("GAPO_ATTEMPT", self.launch)
+            recognize(store, self.rank, self.alike, where="host:29500")
+
+
+RUN = {"run": "/runs/a", "run.seed": 1, "WORLD_SIZE": 2}
+
+
+def test_ranks_of_one_run_recognize_each_other(monkeypatch):
+    store = dist.HashStore()
+    for rank in range(3):
+        Process(rank, 100 + rank, launch="7.0", **RUN).come(store, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"run.seed": 2}, ConfigError, ["run.seed", 1, 2]),
+        ({"run": "/runs/b"}, ConfigError, ["run", "/runs/a", "/runs/b"]),
+        ({"WORLD_SIZE": 3}, ConfigError, ["WORLD_SIZE", 2, 3]),
+        ({"objective.method": "gspo"}, ConfigError, ["objective.method", "gspo"]),
+        # At another port, which the launcher gives its next attempt, it may work.
+        ({"launch": "8.0"}, MachineError, ["launch", "7.0", "8.0"]),
+        ({"launch": "8.0", "run": "/runs/b"}, MachineError, ["/runs/a", "/runs/b"]),
+    ],
+)
+def test_a_stranger_is_told_of_and_the_run_that_it_met_goes_on(monkeypatch, changes, error, words):
+    store = dist.HashStore()
+    Process(0, 100, **{"launch": "7.0", **RUN}).come(store, monkeypatch)
+    stranger = Process(1, 201, **{"launch": "7.0", **RUN, **changes})
+    with pytest.raises(error, match=mentions(":100", ":201", "host:29500", *words)):
+        stranger.come(store, monkeypatch)
+    Process(1, 101, **{"launch": "7.0", **RUN}).come(store, monkeypatch)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_run_started_twice_is_told_of(monkeypatch, rank):
+    """Nothing tells the two apart but that a rank is there already."""
+    store = dist.HashStore()
+    for one in range(2):
+        Process(one, 100 + one, **RUN).come(store, monkeypatch)
+    with pytest.raises(ConfigError, match=mentions(f"{100 + rank}", ":200", f"rank {rank}")):
+        Process(rank, 200, **RUN).come(store, monkeypatch)
+
+
+def test_a_rank_0_of_another_run_is_told_of_where_the_store_is_an_agents(monkeypatch):
+    store = dist.HashStore()
+    Process(0, 100, **RUN).come(store, monkeypatch)
+    with pytest.raises(ConfigError, match=mentions(":100", ":200", "/runs/a", "/runs/b")):
+        Process(0, 200, **RUN | {"run": "/runs/b"}).come(store, monkeypatch)
+
+
+def rank_of(rank: int, port: int, **env: str) -> dict[str, str]:
+    shared = {"LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    return {"RANK": str(rank), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", **shared, **env}
+
+
+MEET = """
+    import os
+    from gapo_megatron.launch import environment
+    from gapo_megatron.launch.fail_fast import fail_fast
+    environment._GRACE_S = 0.5
+    with fail_fast():
+        world = environment.start({timeout_s}, alike={alike})
+        import torch.distributed as dist
+        names = [None, None]
+        dist.all_gather_object(names, os.environ["GAPO_ATTEMPT"])
+        print(*names)
+        dist.barrier()
+"""
+
+
+def test_a_port_that_never_answers_does_not_keep_a_rank():
+    """Torch knows no limit for one that accepts, and tries another one twice."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        done = run_program(
+            MEET.format(timeout_s=0.5, alike={}),
+            **rank_of(1, mute.getsockname()[1], GAPO_ATTEMPT="7.0"),
+        )
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr and "in _meet" in done.stderr
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run_program(
+            MEET.format(timeout_s=60, alike={}), **rank_of(0, port, GAPO_ATTEMPT="7.0")
+        )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "MASTER_PORT" in done.stderr and str(port) in done.stderr
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("same_config", [False, True])
+def test_two_launches_with_one_port_never_become_one_group(tmp_path, same_config):
+    """The one that has the port goes on; both ranks of the other say why they do not."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    done: dict[tuple[str, int], subprocess.CompletedProcess[str]] = {}
+
+    def start(launch: str, rank: int) -> None:
+        run = {"run": "/runs/a" if same_config else f"/runs/{launch}"}
+        env = rank_of(rank, port, GAPO_ATTEMPT=launch, GAPO_ATTEMPT_DIR=str(tmp_path / launch))
+        done[launch, rank] = run_program(MEET.format(timeout_s=60, alike=run), **env)
+
+    for launch in ("one", "other"):
+        (tmp_path / launch).mkdir()
+    threads = [
+        threading.Thread(target=start, args=(launch, rank))
+        for rank in (0, 1)
+        for launch in ("one", "other")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lost, won = sorted(("one", "other"), key=lambda launch: done[launch, 0].returncode == 0)
+    for rank in (0, 1):
+        assert done[won, rank].returncode == 0, done[won, rank].stderr
+        assert done[won, rank].stdout.splitlines()[-1] == f"{won} {won}"
+        assert done[lost, rank].returncode == 1
+        assert "Traceback" not in done[lost, rank].stderr
+        record = json.loads((tmp_path / lost / f"failure_{rank}.json").read_text())
+        assert record["error"] == "MachineError"
+    assert f"launch {lost}" in record["message"] and f"launch {won}" in record["message"]
+
+
 @pytest.mark.parametrize(
     ("statement", "code", "shows_traceback"),
     [
         ("raise ConfigError('batch.x (3) must be even')", 2, False),
+        ("raise DataError('train.jsonl:3: no answer')", 2, False),
+        ("raise ConversionError('a tensor has no place')", 2, False),
         ("raise CheckpointError('step_3 is damaged')", 1, False),
+        ("raise MachineError('metrics.jsonl: No space left on device')", 1, False),
+        ("raise OSError(errno.ENOSPC, 'No space left on device', 'metrics.jsonl')", 1, False),
+        ("raise OSError(errno.EIO, 'Input/output error')", 1, False),
+        ("raise FileNotFoundError(errno.ENOENT, 'No such file', 'x')", 1, True),
         ("raise ZeroDivisionError('oops')", 1, True),
         ("raise SystemExit(7)", 7, False),
         ("raise KeyboardInterrupt", 130, False),
@@ -184,8 +335,8 @@ def test_fail_fast_exit_codes_and_messages(statement, code, shows_traceback):
     # The atexit handler stands for the teardown of a process group in which nobody answers.
     result = run_program(
         f"""
-        import atexit
-        from gapo_megatron.errors import CheckpointError, ConfigError
+        import atexit, errno
+        from gapo_megatron.errors import *
         from gapo_megatron.launch.fail_fast import fail_fast
         atexit.register(lambda: print("teardown ran"))
         with fail_fast():
@@ -198,6 +349,26 @@ def test_fail_fast_exit_codes_and_messages(statement, code, shows_traceback):
     failed = code in (1, 2, 130)
     assert ("rank 3" in result.stderr) == failed
     assert ("teardown ran" in result.stdout) == (not failed)
-    if code == 2:
+    if failed and not shows_traceback:
         (line,) = result.stderr.splitlines()
-        assert line.endswith("batch.x (3) must be even")
+        assert code == 130 or line.endswith(
+            ("even", "answer", "place", "damaged", "device", "error")
+        )
+
+
+def test_a_full_disk_below_the_log_does_not_keep_a_rank():
+    """Its launcher waits for the exit code; the teardown of a group may never end."""
+    result = run_program(
+        """
+        import atexit, os, sys
+        from gapo_megatron.errors import ConfigError
+        from gapo_megatron.launch.fail_fast import fail_fast
+        atexit.register(lambda: os.write(2, b"teardown ran"))
+        full = open("/dev/full", "w")
+        with fail_fast():
+            sys.stderr = sys.stdout = full
+            print("a line that is not written yet")
+            raise ConfigError("batch.x (3) must be even")
+        """
+    )
+    assert (result.returncode, result.stderr) == (2, "")

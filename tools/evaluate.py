@@ -25,7 +25,8 @@ from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.digest import code_sha256, file_sha256
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.paper import Sampling, Setting, read_settings
-from gapo_megatron.evaluate.samples import keep_settings, write_whole
+from gapo_megatron.evaluate.samples import keep_settings
+from gapo_megatron.files import write_atomically
 from gapo_megatron.launch.fail_fast import fail_fast
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     from gapo_megatron.data.tokenizer import load_tokenizer
     from gapo_megatron.evaluate.benchmark import Task
     from gapo_megatron.launch import environment
+    from gapo_megatron.settings import flat
 
     sampling = _sampling(arguments, settings)
     config = _config(arguments, sampling)
@@ -84,7 +86,9 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
         for benchmark in chosen
     ]
     world = environment.start(
-        config.parallel.timeout_s, cpu_kv_cache_gib=config.rollout.cpu_kv_cache_gib
+        config.parallel.timeout_s,
+        alike={"program": "evaluate", **vars(arguments), **flat(config)},
+        cpu_kv_cache_gib=config.rollout.cpu_kv_cache_gib,
     )
     shared: list[Remaining] = [{}]
     if world.rank == 0:
@@ -217,8 +221,8 @@ def _print_tables(tables: Sequence[Table]) -> None:
 
 
 def _write_tables(tables: Sequence[Table], path: Path) -> None:
-    write_whole(path.with_suffix(".md"), "\n".join(table.to_markdown() for table in tables))
-    write_whole(path.with_suffix(".tex"), "\n".join(table.to_latex() for table in tables))
+    write_atomically(path.with_suffix(".md"), "\n".join(table.to_markdown() for table in tables))
+    write_atomically(path.with_suffix(".tex"), "\n".join(table.to_latex() for table in tables))
 
 
 def _sampling(arguments: argparse.Namespace, settings: dict[str, Setting]) -> Sampling:

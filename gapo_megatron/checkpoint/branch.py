@@ -24,15 +24,10 @@ from gapo_megatron.checkpoint.manifest import Branch, Manifest
 from gapo_megatron.checkpoint.resume import require_same_model
 from gapo_megatron.checkpoint.save import TRAINER_STATE_NAME, model_identity
 from gapo_megatron.config import Config
-from gapo_megatron.convert.folder import fsync
 from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.files import fsync, write_atomically
 from gapo_megatron.launch.attempt import Attempt
-from gapo_megatron.launch.run_folder import (
-    BRANCH_NAME,
-    checkpoints_dir,
-    is_finished,
-    write_atomically,
-)
+from gapo_megatron.launch.run_folder import BRANCH_NAME, checkpoints_dir, is_finished
 from gapo_megatron.metrics import METRICS_NAME
 from gapo_megatron.settings import broken_rules, changes
 

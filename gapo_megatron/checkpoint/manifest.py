@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from gapo_megatron.config import CheckpointConfig
-from gapo_megatron.convert.folder import fsync
 from gapo_megatron.errors import CheckpointError
+from gapo_megatron.files import fsync
 
 MANIFEST_NAME = "manifest.json"
 VERSION = 2

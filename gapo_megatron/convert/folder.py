@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.files import fsync
 
 REPORT_NAME = "conversion.json"
 """What a folder was converted from; of that folder alone, so it is not carried on."""
@@ -145,15 +146,6 @@ def new_folder(
         yield temporary
         _flush(temporary)
         _publish(temporary, output, aside=Path(f"{stem}.old") if replace else None)
-
-
-def fsync(path: Path) -> None:
-    """Force a file, or the names in a folder, to disk; without it power loss may undo a rename."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _flush(folder: Path) -> None:

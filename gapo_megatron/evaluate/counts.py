@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from gapo_megatron.documents import read_json
 from gapo_megatron.errors import DataError
+from gapo_megatron.files import write_atomically
 
 Counts = list[dict[str, Any]]
 """One entry per problem, in file order: id, level, num_samples (verdicts known), num_correct."""
@@ -17,10 +17,8 @@ Counts = list[dict[str, Any]]
 def write_counts(counts: Counts, path: Path) -> None:
     """Write the file; a killed run leaves the old one or the new one, never a half."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
     lines = ",\n".join(json.dumps(entry) for entry in counts)
-    partial.write_text(f'{{"problems": [\n{lines}\n]}}\n', encoding="utf-8")
-    os.replace(partial, path)
+    write_atomically(path, f'{{"problems": [\n{lines}\n]}}')
 
 
 def read_counts(path: Path) -> Counts:

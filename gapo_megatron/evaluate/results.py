@@ -22,8 +22,8 @@ from gapo_megatron.evaluate.samples import (
     Solved,
     read_samples,
     seed_folder,
-    write_whole,
 )
+from gapo_megatron.files import write_atomically
 from gapo_megatron.types import Outcome
 
 RESULTS_FILE = "results.json"
@@ -190,7 +190,7 @@ def collect(
 def write_results(results: Results, output_dir: Path) -> Path:
     """Write `results.json`; NaN becomes null."""
     path = output_dir / RESULTS_FILE
-    write_whole(path, json.dumps(_without_nan(dataclasses.asdict(results)), indent=1) + "\n")
+    write_atomically(path, json.dumps(_without_nan(dataclasses.asdict(results)), indent=1) + "\n")
     return path
 
 

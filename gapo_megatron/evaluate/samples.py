@@ -11,7 +11,6 @@ was being generated; which rank wrote it does not matter.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from gapo_megatron.data.rows import read_lines
 from gapo_megatron.documents import read_json
 from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.files import write_atomically
 from gapo_megatron.types import Outcome, Verdict
 
 
@@ -66,7 +66,7 @@ def write_samples(folder: Path, problems: Sequence[Solved]) -> None:
     lines = (json.dumps(_to_json(problem), ensure_ascii=False) + "\n" for problem in problems)
     # A lone half of a surrogate pair, in a response or a program's complaint, has no form in UTF-8.
     text = "".join(lines).encode("utf-8", "replace").decode("utf-8")
-    write_whole(folder / f"{problems[0].id}.jsonl", text)
+    write_atomically(folder / f"{problems[0].id}.jsonl", text)
 
 
 def read_samples(folder: Path) -> dict[str, Solved]:
@@ -114,7 +114,7 @@ def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") 
         before = read_json(path)
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(settings, indent=2) + "\n")
+        write_atomically(path, json.dumps(settings, indent=2) + "\n")
     else:
         if not isinstance(before, dict):
             raise ConfigError(f"{path} must hold an object, not {type(before).__name__}")
@@ -128,13 +128,6 @@ def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") 
                 f"{path.parent} holds samples {done} otherwise ({'; '.join(differences)}): give "
                 "another --output, or remove it"
             )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that a kill leaves as it was, or whole."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(partial, path)
 
 
 def _to_json(problem: Solved) -> dict[str, Any]:

@@ -13,16 +13,18 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Self, TextIO
+from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
+from gapo_megatron.documents import read_json
 from gapo_megatron.errors import ConfigError, FencedError
-from gapo_megatron.launch.run_folder import write_atomically
+from gapo_megatron.files import naming, write_atomically
+from gapo_megatron.launch.fail_fast import end_after, stderr
 from gapo_megatron.metrics import Expectation
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 STAGE_SECONDS_NAME = "stage_seconds.json"
 _LOOK_EVERY_S = 1.0
+_GRACE_S = 60.0
 
 
 class Attempt:
@@ -61,7 +64,10 @@ class Attempt:
         self._asked = ""
         self._has_worked = False
         self._next_look = 0.0
-        self._group = dist.new_group(backend="gloo")
+        # The watch ends a wait, and shows where, before this group's own limit would.
+        self._group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=hang_timeout_s + _GRACE_S)
+        )
 
     @classmethod
     def begin(cls, run_dir: str | Path, *, hang_timeout_s: float, stop_margin_s: float) -> Self:
@@ -79,6 +85,7 @@ class Attempt:
         Raises:
             FencedError: on rank 0, when a newer attempt has taken the run already.
         """
+        end_after(hang_timeout_s)
         env, run_dir = os.environ, Path(run_dir)
         names = [env.get("GAPO_ATTEMPT", "")]
         if not names[0] and dist.get_rank() == 0:
@@ -96,24 +103,31 @@ class Attempt:
         for number in STOP_SIGNALS:
             signal.signal(number, attempt._on_signal)
         # A rank that is ended by its launcher, because another one failed, shows where it was.
-        faulthandler.register(signal.SIGTERM, file=_stderr(), all_threads=True, chain=True)
+        faulthandler.register(signal.SIGTERM, file=stderr(), all_threads=True, chain=True)
         attempt.alive()
         if dist.get_rank() == 0:
             attempt.require_ownership()
         return attempt
 
     def alive(self) -> None:
-        """Say that this rank makes progress; the time to a hang counts from here.
+        """Say that this rank makes progress; the time to a hang counts from here."""
+        end_after(self._hang_timeout_s)
 
-        The watch runs outside Python: it also ends a process that is stuck in a C call.
+    def agree(self, value: bool) -> bool:
+        """Rank 0's value: files of a shared disk may look different to the others.
+
+        Collectives: a broadcast over all ranks.
         """
-        faulthandler.dump_traceback_later(self._hang_timeout_s, exit=True, file=_stderr())
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
 
     def enter(self, stage: str) -> None:
         """As `alive`; rank 0 also leaves the stage's name in the attempt's folder."""
         self.alive()
         if self.folder is not None and dist.get_rank() == 0:
-            (self.folder / "stage").write_text(f"{stage}\n", encoding="utf-8")
+            with naming(self.folder / "stage"):
+                (self.folder / "stage").write_text(f"{stage}\n", encoding="utf-8")
 
     def stop_asked(self) -> bool:
         """Whether this rank has seen a request to stop. No collective; a `stat` a second at most.
@@ -178,13 +192,22 @@ class Attempt:
             write_atomically(self.run_dir / STAGE_SECONDS_NAME, json.dumps(recent))
 
     def stage_seconds(self) -> dict[str, list[float]]:
-        """What `keep_stage_seconds` kept last; empty in a new run."""
+        """What `keep_stage_seconds` kept last; empty in a new run.
+
+        They are advice: damaged, they are measured anew.
+        """
+        path = self.run_dir / STAGE_SECONDS_NAME
         try:
-            text = (self.run_dir / STAGE_SECONDS_NAME).read_text(encoding="utf-8")
+            recent = read_json(path)
         except FileNotFoundError:
             return {}
-        recent: dict[str, list[float]] = json.loads(text)
-        return recent
+        except ConfigError as error:
+            logger.warning("%s; stages are measured anew", error)
+            return {}
+        if not _are_stage_seconds(recent):
+            logger.warning("%s has no seconds by stage; stages are measured anew", path)
+            return {}
+        return dict(recent)
 
     def require_ownership(self) -> None:
         """Refuse to go on when a newer attempt has taken the run folder. No collective.
@@ -210,8 +233,13 @@ class Attempt:
 
         What is left is to take libraries and their threads down. Should that hang, the process ends
         after a minute all the same; the outcome stands.
+
+        Collectives: a barrier over all ranks: rank 0 keeps the store through which the others may
+        still be building a group, and any rank may owe them a message.
         """
-        faulthandler.dump_traceback_later(60, exit=True, file=_stderr())
+        self.alive()  # rank 0 may still be writing what the others need not wait for
+        dist.barrier(group=self._group)
+        end_after(_GRACE_S)
         if dist.get_rank() != 0:
             return
         if outcome == "stopped":
@@ -241,7 +269,11 @@ class Attempt:
         self._asked = f"signal {signal.Signals(number).name}"
 
 
-def _stderr() -> TextIO:
-    """The process's own, whatever `sys.stderr` is now: faulthandler needs a file descriptor."""
-    assert sys.__stderr__ is not None
-    return sys.__stderr__
+def _are_stage_seconds(value: Any) -> bool:
+    """Whether it is what `keep_stage_seconds` writes."""
+    return isinstance(value, dict) and all(
+        isinstance(seconds, list)
+        and seconds
+        and all(type(one) in (int, float) and one >= 0 for one in seconds)
+        for seconds in value.values()
+    )

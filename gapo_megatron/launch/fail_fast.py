@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import faulthandler
 import json
 import logging
 import os
@@ -12,11 +14,20 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
-from gapo_megatron.errors import ConfigError, FencedError, GapoError
-from gapo_megatron.launch.run_folder import write_atomically
+from gapo_megatron.errors import (
+    ConfigError,
+    ConversionError,
+    DataError,
+    FencedError,
+    GapoError,
+)
+from gapo_megatron.files import write_atomically
 
 logger = logging.getLogger(__name__)
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 
 
 @contextlib.contextmanager
@@ -26,9 +37,11 @@ def fail_fast() -> Iterator[None]:
     Peers may be waiting in a collective this rank will never join; tearing the process group down
     would hang here too. The launcher sees the exit code and ends the peers.
 
-    Exit codes: 2 for a ConfigError, 3 for a FencedError, 1 for any other error, 130 for Ctrl-C.
-    Errors a user can act on print one message; anything else prints its traceback. The launcher
-    finds the error in the attempt's folder, where the earliest of all ranks explains the others.
+    Exit codes: 2 for what another attempt would meet again (a ConfigError, DataError or
+    ConversionError), 3 for a FencedError, 1 for any other error, 130 for Ctrl-C. Errors a user can
+    act on print one message, and so does a disk that is full or fails; anything else prints its
+    traceback. The launcher finds the error in the attempt's folder, where the earliest of all ranks
+    explains the others.
     """
     try:
         yield
@@ -39,16 +52,25 @@ def fail_fast() -> Iterator[None]:
         _record_failure(error, exit_code=exit_code, trace=traceback.format_exc())
         rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
         where = f" (rank {rank})" if rank else ""
-        if isinstance(error, GapoError):
-            print(f"error{where}: {error}", file=sys.stderr)
-        elif isinstance(error, KeyboardInterrupt):
-            print(f"interrupted{where}", file=sys.stderr)
-        else:
-            print(f"uncaught error{where}:", file=sys.stderr)
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):  # stderr is on the full disk, or closed
+            print(_message(error, where), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
         os._exit(exit_code)
+
+
+def end_after(timeout_s: float) -> None:
+    """End this process, its stacks shown, unless this is called again in time.
+
+    The watch runs outside Python: it also ends a process that is stuck in a C call.
+    """
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=stderr())
+
+
+def stderr() -> TextIO:
+    """The process's own, whatever `sys.stderr` is now: faulthandler needs a file descriptor."""
+    assert sys.__stderr__ is not None
+    return sys.__stderr__
 
 
 def _exit_code(error: BaseException) -> int:
@@ -56,7 +78,17 @@ def _exit_code(error: BaseException) -> int:
         return 130
     if isinstance(error, FencedError):
         return 3
-    return 2 if isinstance(error, ConfigError) else 1
+    return 2 if isinstance(error, ConfigError | DataError | ConversionError) else 1
+
+
+def _message(error: BaseException, where: str) -> str:
+    if isinstance(error, GapoError):
+        return f"error{where}: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return f"interrupted{where}"
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return f"error{where}: {error.filename or 'a file'}: {error.strerror}"
+    return f"uncaught error{where}:\n{traceback.format_exc().rstrip()}"
 
 
 def _record_failure(error: BaseException, *, exit_code: int, trace: str) -> None:

@@ -73,6 +73,15 @@ def read_placement(env: Mapping[str, str]) -> Placement:
     return placement
 
 
+def launch_name(env: Mapping[str, str]) -> str:
+    """What all ranks of one launch, and no other, are told by who started them; may be empty."""
+    if attempt := env.get("GAPO_ATTEMPT"):
+        return attempt
+    if env.get("SLURM_STEP_ID"):
+        return f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    return env.get("TORCHELASTIC_RUN_ID", "")
+
+
 def first_host(nodelist: str) -> str:
     """First host name of a Slurm node list: `gpu[007-009,12],cpu1` -> `gpu007`.
 

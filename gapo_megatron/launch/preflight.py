@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
+from gapo_megatron.files import write_atomically
 from gapo_megatron.launch.node_checks import MIN_FREE_GIB, Check, check_local
 
 Outcome = Literal["ok", "broken", "apart", "unfit"]
@@ -95,7 +96,7 @@ class Preflight:
             return "apart", f"too late: {', '.join(members)} went on without this node"
         end = time.monotonic() + self.third_s
         outcome, detail = self._all_reduce(0, members, end)
-        _write_whole(self.folder / f".ended_{self.node}", outcome)
+        write_atomically(self.folder / f".ended_{self.node}", outcome)
         if outcome in ("ok", "unfit"):
             return outcome, detail
         remaining = self._remaining(members, end + _GRACE_S)
@@ -171,7 +172,7 @@ class Preflight:
             "checks": [asdict(check) for check in checks],
             "unix_s": time.time(),
         }
-        _write_whole(self.folder / f"{self.node}.json", json.dumps(verdict, indent=1) + "\n")
+        write_atomically(self.folder / f"{self.node}.json", json.dumps(verdict, indent=1))
 
     def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Return when it is true, or the time is over."""
@@ -215,7 +216,7 @@ def _all_reduce_main(
         say(lonely, f"cannot reach {first}: {_one_line(error)}")
         os._exit(0)
     if rank == 0:
-        _write_whole(port_path, str(store.port))
+        write_atomically(port_path, str(store.port))
 
     say("broken", f"waiting for {', '.join(members)}")
     try:
@@ -262,12 +263,6 @@ def _listing(folder: Path, pattern: str) -> list[Path]:
     probe.touch()
     probe.unlink()
     return sorted(folder.glob(pattern))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    draft = path.with_name(f".draft_{path.name}_{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.rename(path)
 
 
 def _one_line(error: Exception) -> str:

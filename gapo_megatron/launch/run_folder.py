@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 
+from gapo_megatron.documents import read_json
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.files import write_atomically
 
 BRANCH_NAME = "branch.json"
 """Of a branched run: where it left another one (`checkpoint.manifest.Branch`)."""
+
+FINISHED_NAME = "finished.json"
+_IF_DAMAGED = (
+    "remove the file: the run then goes on from its last checkpoint and, if all steps are done, "
+    "exports the model again"
+)
 
 
 def checkpoints_dir(run_dir: str | Path) -> Path:
@@ -37,26 +44,29 @@ def check_writable(run_dir: str | Path) -> None:
 
 
 def is_finished(run_dir: str | Path, *, num_steps: int) -> bool:
-    """Whether a run of `num_steps` steps was completed in this folder, model exported and all."""
+    """Whether a run of `num_steps` steps was completed in this folder, model exported and all.
+
+    Raises:
+        ConfigError: finished.json is damaged: nothing else tells a finished run from one that a
+            stop has ended before its last evaluation.
+    """
+    path = Path(run_dir) / FINISHED_NAME
     try:
-        text = (Path(run_dir) / "finished.json").read_text(encoding="utf-8")
+        found = read_json(path)
     except FileNotFoundError:
         return False
-    return bool(json.loads(text)["num_steps"] >= num_steps)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_IF_DAMAGED}") from None
+    if not isinstance(found, dict) or type(done := found.get("num_steps")) is not int:
+        raise ConfigError(f"{path} has no whole number num_steps; {_IF_DAMAGED}")
+    return bool(done >= num_steps)
 
 
 def has_finished(run_dir: str | Path) -> bool:
     """Whether a run of any number of steps was completed in this folder."""
-    return (Path(run_dir) / "finished.json").exists()
+    return (Path(run_dir) / FINISHED_NAME).exists()
 
 
 def mark_finished(run_dir: str | Path, *, num_steps: int) -> None:
     """Make `is_finished` true. Rank 0, once everything is written."""
-    write_atomically(Path(run_dir) / "finished.json", json.dumps({"num_steps": num_steps}))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a line or more, which a reader sees whole or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text + "\n", encoding="utf-8")
-    draft.replace(path)
+    write_atomically(Path(run_dir) / FINISHED_NAME, json.dumps({"num_steps": num_steps}))

@@ -1,0 +1,60 @@
+"""Files that are whole or not there, whatever happens. The standard library alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gapo_megatron.errors import GapoError, MachineError
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """What the system says while the block reads or writes `path`, as an error that names it.
+
+    By itself a write that fails does not say of which file.
+
+    Raises:
+        MachineError: instead of any other OSError; a full disk is the usual one.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, GapoError):
+            raise
+        raise MachineError(f"{path}: {error.strerror or error}") from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that a reader sees whole or as it was; so does one after a loss of power.
+
+    Args:
+        path: in a folder that exists. A link gives way to the file; what it led to stays.
+        text: whole lines; a newline is added to a last one that lacks it.
+
+    Raises:
+        MachineError: the disk is full or fails; the file is as it was.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with naming(path):
+        try:
+            with open(draft, "w", encoding="utf-8", newline="\n") as file:
+                file.write(text if not text or text.endswith("\n") else f"{text}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+        fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Force a file, or the names in a folder, to disk; without it power loss may undo a rename."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -199,7 +199,8 @@ class MetricsWriter:
             with naming(self._run_dir / "wandb"):
                 self._wandb.log(present, step=step)
         if clock:
-            self._console.show(step, present)
+            with naming("standard output"):
+                self._console.show(step, present)
 
     def log_startup(self, step: int, seconds: Mapping[str, Value], *, world_size: int) -> None:
         """One line of timings, `startup/<part>_s`, before the first step of this process.

@@ -136,6 +136,9 @@ def test_ownership_is_lost_to_a_newer_attempt(tmp_path: Path) -> None:
         (tmp_path / "OWNER").write_text("8.0\n")
         with pytest.raises(FencedError, match=r"8\.0.*7\.0"):
             attempt.must_stop(Expectation(0, 0))
+        (tmp_path / "OWNER").write_bytes(b"\xff\0")  # of a disk that was full, or is damaged
+        with pytest.raises(FencedError, match=r"7\.0"):
+            attempt.require_ownership()
         (tmp_path / "OWNER").unlink()
         with pytest.raises(FencedError, match="OWNER"):
             attempt.require_ownership()

@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
-import socket
 import textwrap
 import threading
 
@@ -351,9 +351,8 @@ def test_fail_fast_exit_codes_and_messages(statement, code, shows_traceback):
     assert ("teardown ran" in result.stdout) == (not failed)
     if failed and not shows_traceback:
         (line,) = result.stderr.splitlines()
-        assert code == 130 or line.endswith(
-            ("even", "answer", "place", "damaged", "device", "error")
-        )
+        words = ("even", "answer", "place", "damaged", "device", "error")
+        assert code == 130 or line.endswith(words)
 
 
 def test_a_full_disk_below_the_log_does_not_keep_a_rank():

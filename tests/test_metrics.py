@@ -5,6 +5,7 @@ import logging
 import math
 import re
 import sys
+import threading
 import types
 
 import pytest
@@ -13,9 +14,11 @@ from rich.console import Console
 
 from gapo_megatron import metrics
 from gapo_megatron.config import Config, MetricsConfig, parse_config
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, DataError, MachineError
 from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_sinks
+from tests.full_disk import full_disk
 from tests.messages import mentions
+from tests.waiting import HANG_S
 
 
 def make_config(**sinks) -> Config:
@@ -69,6 +72,71 @@ def test_torn_last_line_is_dropped_even_if_its_step_is_kept(tmp_path, caplog):
         write_steps(tmp_path, [], resume_step=9)
     assert [line["step"] for line in lines(path)] == [0, 1]
     assert re.search(rf"{re.escape(str(path))}\b.*\b3\b", caplog.text)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b'{"step": "1"}', b"\0\0", b'{"a": 1}'])
+def test_a_damaged_line_that_does_not_come_again_is_refused(tmp_path, damage):
+    write_steps(tmp_path, range(3))
+    path = tmp_path / "metrics.jsonl"
+    first, _, third = path.read_bytes().splitlines()
+    damaged = b"\n".join([first, damage, third]) + b"\n"
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=re.escape(f"{path}:2")):
+        write_steps(tmp_path, [], resume_step=3)
+    assert path.read_bytes() == damaged, "nothing is lost"
+    # Where no kept line follows, those steps come again.
+    write_steps(tmp_path, [1, 2], resume_step=1)
+    assert [line["step"] for line in lines(path)] == [0, 1, 2]
+
+
+def test_a_damaged_line_of_timings_is_dropped(tmp_path):
+    write_steps(tmp_path, range(3))
+    path = tmp_path / "timings.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'{"step": 1,', b'{"step" 1,'))
+    write_steps(tmp_path, [], resume_step=3)
+    assert [line["step"] for line in lines(path)] == [0, 2]
+
+
+@pytest.mark.parametrize(("name", "num_metrics"), [("metrics.jsonl", 20), ("timings.jsonl", 1)])
+def test_a_full_disk_is_named_and_the_resumed_run_equals_the_uninterrupted_one(
+    tmp_path, capsys, name, num_metrics
+):
+    whole, full = tmp_path / "whole", tmp_path / "full"
+
+    def write(run_dir, first):
+        run_dir.mkdir(exist_ok=True)
+        with MetricsWriter(run_dir, config=make_config(), resume_step=first) as writer:
+            for step in range(first, 8):
+                metrics = {f"metric/{index}": step / 3 for index in range(num_metrics)}
+                writer.log(step, metrics, {"time/step_s": 0.5})
+
+    write(whole, 0)
+    num_bytes = (whole / name).stat().st_size // 2 + 1  # in the midst of a line
+    with full_disk(num_bytes), pytest.raises(MachineError, match=mentions(full / name)):
+        write(full, 0)
+    write(full, 2)
+    assert (full / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert [line["step"] for line in lines(full / "timings.jsonl")] == list(range(8))
+
+
+def test_a_full_disk_below_tensorboard_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of its own thread
+    writer = MetricsWriter(tmp_path, config=make_config(tensorboard=True))
+    with full_disk(100), pytest.raises(MachineError, match=mentions(tmp_path / "tensorboard")):
+        for step in range(2):
+            writer.log(step, {"x": 1.0})
+    writer._tensorboard.file_writer.event_writer._async_writer._worker.join(HANG_S)
+
+
+@pytest.mark.parametrize("content", ["", "a b", "../x"])
+def test_a_damaged_wandb_id_is_named(tmp_path, monkeypatch, content):
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = types.SimpleNamespace(name="wandb")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    path = tmp_path / "wandb_run_id.txt"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=mentions(path, content)):
+        MetricsWriter(tmp_path, config=make_config(wandb_project="gapo"))
 
 
 def test_a_new_run_starts_with_empty_files(tmp_path):

@@ -8,6 +8,7 @@ those of an all_reduce over gloo there; memory limits and NCCL are quoted from r
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.launch.postmortem import main
+from tests.full_disk import full_disk
 from tests.messages import mentions
 
 ROOT = Path(__file__).parents[1]
@@ -411,6 +413,40 @@ def test_nothing_known(attempt: Attempt) -> None:
     assert code == 0
     assert "nothing" in first
     assert error == said and "A/rank_0.log" in log
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[1]",
+        "{}",
+        '{"rank": 1}',
+        '{"rank": "1", "exit_code": 2}',
+        "[" * 100_000,
+        "1" * 9999,
+    ],
+)
+def test_damaged_files_hide_nothing(attempt: Attempt, content: str) -> None:
+    """Of a disk that was full; a FIFO is waited for by nobody."""
+    attempt.launch("task 0: Exited with exit code 7\n")
+    attempt.failure(0, "ValueError", "a cause of its own", exit_code=7)
+    (attempt.folder / "failure_1.json").write_text(content)
+    (attempt.folder / "rank_x.log").write_text(content)
+    os.mkfifo(attempt.folder / "rank_1.log")
+    (attempt.folder / "rank_2.log").mkdir()
+    code, first, _ = attempt.told()
+    assert code == 0 and names(first, "rank 0", "a cause of its own")
+
+
+def test_a_full_disk_changes_no_verdict(attempt: Attempt) -> None:
+    attempt.launch("task 0: Exited with exit code 2\n")
+    with full_disk():
+        code = main([str(attempt.folder)])
+    assert code == 4
+    said = attempt.capsys.readouterr().out
+    assert names(said, "rank 0", attempt.folder / "exit_code")
 
 
 def test_a_thousand_ranks_fit_on_a_screen(attempt: Attempt) -> None:

@@ -29,6 +29,7 @@ from gapo_megatron.launch.node_checks import (
     visible_gpus,
 )
 from gapo_megatron.launch.preflight import Preflight
+from tests.messages import mentions
 from tests.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -218,7 +219,7 @@ def test_a_process_that_dies_is_the_nodes_own_fault(nodes: Nodes) -> None:
     nodes.end()
     assert nodes.good() == []
     assert re.search("-11.*importing torch", nodes.verdict(A)["link"])
-    assert (nodes.check / f".ended_{A}").read_text() == "unfit"
+    assert (nodes.check / f".ended_{A}").read_text() == "unfit\n"
 
 
 def test_a_crash_among_others_is_the_nodes_own_fault_too(nodes: Nodes) -> None:
@@ -238,7 +239,7 @@ def test_a_crash_among_others_is_the_nodes_own_fault_too(nodes: Nodes) -> None:
     os.kill(int(child), signal.SIGSEGV)
     nodes.end()
     assert re.search(f"-11.*waiting for {A}, {B}", nodes.verdict(A)["link"])
-    assert (nodes.check / f".ended_{A}").read_text() == "unfit"
+    assert (nodes.check / f".ended_{A}").read_text() == "unfit\n"
 
 
 def test_a_process_that_hangs_is_ended(nodes: Nodes) -> None:
@@ -256,7 +257,7 @@ def test_the_first_node_is_unfit_when_it_does_not_reach_itself(nodes: Nodes) -> 
     nodes.start(A, prefix=without_network())
     nodes.end()
     assert re.search(f"(cannot reach|connecting to) {A}", nodes.verdict(A)["link"])
-    assert (nodes.check / f".ended_{A}").read_text() == "unfit"
+    assert (nodes.check / f".ended_{A}").read_text() == "unfit\n"
 
 
 def test_a_disk_that_takes_no_verdict_says_so(nodes: Nodes) -> None:
@@ -314,6 +315,29 @@ def test_the_first_proposal_counts_for_all(tmp_path: Path) -> None:
     first, second = (Preflight(node, tmp_path, num_nodes=3, third_s=600.0) for node in (A, B))
     assert second._agree(0, [B, C]) == [B, C]
     assert first._agree(0, NODES) == [B, C]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"ok": 1}', '{"node": "b"}'])
+def test_a_node_whose_verdict_is_damaged_takes_no_part(
+    tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{A}.json").write_text('{"ok": true}')
+    (tmp_path / f"{B}.json").write_text(content)
+    task, asked = Preflight(A, tmp_path, num_nodes=2, third_s=600.0), []
+
+    def all_reduce(_: Preflight, __: int, members: list[str], ___: float) -> tuple[str, str]:
+        asked.append(members)
+        return "ok", ""
+
+    monkeypatch.setattr(Preflight, "_all_reduce", all_reduce)
+    assert task._link()[0] == "ok" and asked == [[A]]
+
+
+@pytest.mark.parametrize("content", ["{\n", "[1]\n", '"a"\n'])
+def test_a_damaged_proposal_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / ".members_0").write_text(content)
+    with pytest.raises(OSError, match=mentions(tmp_path / ".members_0")):
+        Preflight(A, tmp_path, num_nodes=2, third_s=600.0)._agree(0, [A])
 
 
 # --- GPUs, memory, packages -----------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
-from gapo_megatron.documents import read_json
+from gapo_megatron.documents import open_file, read_json
 from gapo_megatron.errors import ConfigError, FencedError
 from gapo_megatron.files import naming, write_atomically
 from gapo_megatron.launch.fail_fast import end_after, stderr
@@ -33,6 +33,7 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 STAGE_SECONDS_NAME = "stage_seconds.json"
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 60.0
+_MAX_NAME_BYTES = 1024
 
 
 class Attempt:
@@ -218,10 +219,13 @@ class Attempt:
         Raises:
             FencedError: names the owner.
         """
-        try:
-            owner = (self.run_dir / "OWNER").read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            owner = ""
+        path = self.run_dir / "OWNER"
+        with naming(path):
+            try:
+                with open_file(path) as file:
+                    owner = file.read(_MAX_NAME_BYTES).decode(errors="replace").strip()
+            except FileNotFoundError:
+                owner = ""
         if owner != self.name:
             raise FencedError(
                 f"{self.run_dir} belongs to attempt {owner or '(none: OWNER is gone)'}; this is "

@@ -21,8 +21,9 @@ Exit codes: 0 worth another attempt; 1 not (a mistake in the config; another att
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import math
+import os
 import re
 import signal
 import sys
@@ -32,9 +33,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-NEVER_AGAIN = (2, 3)
-"""Exit codes of a mistake in the config, and of a newer attempt that owns the run."""
+from gapo_megatron.documents import open_file, read_json
+from gapo_megatron.errors import ConfigError, MachineError
+from gapo_megatron.files import write_atomically
 
+NEVER_AGAIN = (2, 3)
+"""Exit codes of a mistake in config or data, and of a newer attempt that owns the run."""
+
+# What `fail_fast` writes.
+_FAILURE = {
+    **dict.fromkeys(("rank", "exit_code"), int),
+    **dict.fromkeys(("host", "error", "message", "traceback"), str),
+    "unix_s": float,
+}
+_MAX_BYTES = 2**24
 _TAIL_BYTES = 2**18
 _ABORT_BYTES = 2**14
 """Of a log's end, in which an abort is explained."""
@@ -121,12 +133,7 @@ class Log:
     @cached_property
     def text(self) -> str:
         """Its last 256 KiB; empty where there is no log."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(max(self.path.stat().st_size - _TAIL_BYTES, 0))
-                return file.read().decode(errors="replace")
-        except FileNotFoundError:
-            return ""
+        return _read(self.path, last_bytes=_TAIL_BYTES)
 
     @cached_property
     def hang(self) -> str:
@@ -165,7 +172,8 @@ class Evidence:
         self.launch = read_launch_log(_read(folder / "launch.log"))
         self.failures = _read_failures(folder)
         ranks = {end.rank for end in self.launch.ends} | set(self.failures)
-        ranks |= {int(path.stem[5:]) for path in folder.glob("rank_*.log")}
+        named = (re.fullmatch(r"rank_(\d+)\.log", path.name) for path in folder.glob("rank_*.log"))
+        ranks |= {int(found[1]) for found in named if found}
         self.logs = {rank: Log(folder / f"rank_{rank}.log") for rank in sorted(ranks)}
 
     def diagnose(self) -> Diagnosis:
@@ -350,22 +358,25 @@ def _shorten(ranks: Sequence[int]) -> str:
 
 
 def _read_failures(folder: Path) -> dict[int, dict[str, Any]]:
-    """Records that are whole, by rank."""
+    """Records that are whole, by rank; a disk that was full leaves others."""
     records = {}
     for path in folder.glob("failure_*.json"):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:  # a disk that was full
-            continue
-        records[record["rank"]] = record
+        with contextlib.suppress(ConfigError):
+            record = read_json(path)
+            if isinstance(record, dict) and all(
+                type(record.get(key)) is kind for key, kind in _FAILURE.items()
+            ):
+                records[record["rank"]] = record
     return dict(sorted(records.items()))
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
+def _read(path: Path, *, last_bytes: int | None = None) -> str:
+    """A text, or its end; nothing of one that is not there or cannot be read."""
+    with contextlib.suppress(OSError), open_file(path) as file:
+        if last_bytes is not None:
+            file.seek(max(os.fstat(file.fileno()).st_size - last_bytes, 0))
+        return file.read(_MAX_BYTES).decode(errors="replace")
+    return ""
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -387,7 +398,10 @@ def main(command_line: Sequence[str] | None = None) -> int:
     for line in diagnosis.lines:
         print(line if len(line) <= _WIDTH else f"{line[:_WIDTH]}...")
     if diagnosis.exit_code is not None:
-        (folder / "exit_code").write_text(f"{diagnosis.exit_code}\n", encoding="utf-8")
+        try:
+            write_atomically(folder / "exit_code", str(diagnosis.exit_code))
+        except MachineError as error:  # the verdict counts all the same
+            print(error)
     return 0 if diagnosis.worth_a_retry else 4
 
 

@@ -33,6 +33,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
+from gapo_megatron.documents import read_json
+from gapo_megatron.errors import MachineError
 from gapo_megatron.files import write_atomically
 from gapo_megatron.launch.node_checks import MIN_FREE_GIB, Check, check_local
 
@@ -90,7 +92,7 @@ class Preflight:
 
     def _link(self) -> tuple[Outcome, str]:
         self._wait_until(lambda: len(self._verdicts()) == self.num_nodes, self.third_s)
-        good = [path.stem for path in self._verdicts() if json.loads(path.read_text())["ok"]]
+        good = [path.stem for path in self._verdicts() if _is_good(path)]
         members = self._agree(0, good)
         if self.node not in members:
             return "apart", f"too late: {', '.join(members)} went on without this node"
@@ -116,7 +118,9 @@ class Preflight:
         with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
             file.write(json.dumps(proposal) + "\n")
         self._wait_until(lambda: path.read_text(encoding="utf-8").endswith("\n"), _GRACE_S)
-        members: list[str] = json.loads(path.read_text(encoding="utf-8"))
+        members = read_json(path, error=MachineError)
+        if not isinstance(members, list) or not all(isinstance(one, str) for one in members):
+            raise MachineError(f"{path} is not a list of nodes")
         return members
 
     def _all_reduce(self, round_: int, members: list[str], end: float) -> tuple[Outcome, str]:
@@ -158,7 +162,7 @@ class Preflight:
             return _listing(self.folder, ".ended_*")
 
         self._wait_until(lambda: len(files()) == len(members), end - time.monotonic())
-        ended = {path.name.removeprefix(".ended_"): path.read_text() for path in files()}
+        ended = {path.name.removeprefix(".ended_"): path.read_text().strip() for path in files()}
         met = [node for node in members if ended.get(node) == "broken"]
         apart = [node for node in members if ended.get(node) == "apart"]
         if "ok" in ended.values():
@@ -263,6 +267,14 @@ def _listing(folder: Path, pattern: str) -> list[Path]:
     probe.touch()
     probe.unlink()
     return sorted(folder.glob(pattern))
+
+
+def _is_good(verdict: Path) -> bool:
+    """A node whose verdict is damaged is not: its disk may be full."""
+    with contextlib.suppress(MachineError):
+        found = read_json(verdict, error=MachineError)
+        return isinstance(found, dict) and found.get("ok") is True
+    return False
 
 
 def _one_line(error: Exception) -> str:

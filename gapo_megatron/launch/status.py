@@ -9,7 +9,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -102,8 +102,10 @@ def _read_folder(run_dir: Path) -> Status:
         state = _text(newest / "outcome") or ("running" if _is_alive(owner) else "failed")
         if state == "finished" and steps < num_steps:  # submitted again, for more steps
             state = "stopped"
-    elif is_finished(run_dir, num_steps=max(num_steps, 1)):  # without a launcher
-        state = "finished"
+    else:
+        with suppress(ConfigError):  # damaged: its next start says so
+            if is_finished(run_dir, num_steps=max(num_steps, 1)):  # without a launcher
+                state = "finished"
     return Status(
         run_dir=str(run_dir),
         state=state,

@@ -105,10 +105,11 @@ def test_a_full_disk_is_named_and_the_resumed_run_equals_the_uninterrupted_one(
 
     def write(run_dir, first):
         run_dir.mkdir(exist_ok=True)
-        with MetricsWriter(run_dir, config=make_config(), resume_step=first) as writer:
-            for step in range(first, 8):
-                metrics = {f"metric/{index}": step / 3 for index in range(num_metrics)}
-                writer.log(step, metrics, {"time/step_s": 0.5})
+        writer = MetricsWriter(run_dir, config=make_config(), resume_step=first)
+        for step in range(first, 8):
+            metrics = {f"metric/{index}": step / 3 for index in range(num_metrics)}
+            writer.log(step, metrics, {"time/step_s": 0.5})
+        writer.close()
 
     write(whole, 0)
     num_bytes = (whole / name).stat().st_size // 2 + 1  # in the midst of a line

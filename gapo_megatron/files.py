@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gapo_megatron.errors import GapoError, MachineError
+from gapo_megatron.errors import ConfigError, GapoError, MachineError
 
 
 @contextmanager
@@ -49,6 +49,28 @@ def write_atomically(path: Path, text: str) -> None:
             draft.unlink(missing_ok=True)
             raise
         fsync(path.parent)
+
+
+def check_overwritable(
+    folder: str | Path, names: Iterable[str], *, field: str, is_ours: bool
+) -> None:
+    """Refuse to overwrite files that the command did not make; others in the folder do not matter.
+
+    Args:
+        folder: to write to; need not exist.
+        names: of the files that will be written there, or removed.
+        field: setting or option that names the folder, for errors.
+        is_ours: what is there is known to be an earlier result of the same command.
+
+    Raises:
+        ConfigError: names the field, the folder and the first file in the way.
+    """
+    for name in [] if is_ours else names:
+        if os.path.lexists(Path(folder, name)):
+            raise ConfigError(
+                f"{field} ({folder}) holds {name}, which this command would overwrite and has not "
+                "made: name another folder, or move it away"
+            )
 
 
 def fsync(path: Path) -> None:

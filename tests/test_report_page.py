@@ -102,6 +102,7 @@ def test_the_tool_prints_the_summary_and_what_is_missing(study, tmp_path, capsys
     (tmp_path / "figures").mkdir()
     older = tmp_path / "figures" / "solve_rates.png"  # of a report of more runs
     older.touch()
+    (tmp_path / "report.html").write_text("<html><title>Training report: gapo</title></html>")
     arguments = [study / "gapo<&0", study / "waiting", "--output", tmp_path]
     assert report_tool.main(list(map(str, arguments))) == 0
     printed = capsys.readouterr().out

@@ -24,10 +24,12 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.config import Config, load_config
+from gapo_megatron.convert.folder import check_replaceable, is_marked, mark
 from gapo_megatron.data.schema import read_jsonl
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.counts import Counts, read_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
+from gapo_megatron.files import check_overwritable
 
 if TYPE_CHECKING:
     from gapo_megatron.evaluate.statistics import Interval
@@ -160,8 +162,16 @@ def _write_task(config: Config) -> None:
     transformers_logging.disable_progress_bar()  # a bar for one file of 3 MB
     supervised = config.supervised
     assert supervised is not None
+    task, initial = Path(config.data.train_path).parent, Path(supervised.initial_hf_dir)
+    is_ours = {folder: is_marked(folder, made_by="demo") for folder in (task, initial)}
+    names = [f"{split}.jsonl" for split in ("train", "eval", "supervised")]
+    check_overwritable(task, names, field="data.train_path", is_ours=is_ours[task])
+    check_replaceable(initial, field="supervised.initial_hf_dir", is_ours=is_ours[initial])
+    for folder in is_ours:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark(folder, made_by="demo", made_at=folder)
     arithmetic.write_task(
-        Path(config.data.train_path).parent,
+        task,
         seed=config.run.seed,
         num_eval=NUM_EVAL,
         num_train=NUM_TRAIN,
@@ -169,9 +179,9 @@ def _write_task(config: Config) -> None:
     )
     rows = read_jsonl(supervised.train_path, keys=("prompt", "response"))
     tokenizer = arithmetic.write_tokenizer(
-        arithmetic.training_texts([row for _, row in rows]), Path(supervised.initial_hf_dir)
+        arithmetic.training_texts([row for _, row in rows]), initial
     )
-    arithmetic.write_initial_model(tokenizer, Path(supervised.initial_hf_dir), seed=config.run.seed)
+    arithmetic.write_initial_model(tokenizer, initial, seed=config.run.seed)
     for _, row in rows[:4]:
         console.print(f"  {row['prompt']} {row['response']}", highlight=False)
 

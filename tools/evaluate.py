@@ -21,12 +21,13 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
+from gapo_megatron.convert.folder import is_marked, mark
 from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.digest import code_sha256, file_sha256
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.paper import Sampling, Setting, read_settings
 from gapo_megatron.evaluate.samples import keep_settings
-from gapo_megatron.files import write_atomically
+from gapo_megatron.files import check_overwritable, write_atomically
 from gapo_megatron.launch.fail_fast import fail_fast
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from gapo_megatron.evaluate.table import Table
     from gapo_megatron.launch.environment import World
 
+_RESULTS = ("results.json", "results.md", "results.tex", "solve_rates.png")
 console = Console()
 
 Remaining = dict[tuple[str, int], list[str]]
@@ -203,7 +205,11 @@ def _compare(arguments: argparse.Namespace, settings: dict[str, Setting]) -> Non
     _print_tables(tables)
     if arguments.output is None:
         return
+    names = [f"comparison{kind}" for kind in (".md", ".tex", ".png")]
+    is_ours = is_marked(arguments.output, made_by="evaluate")
+    check_overwritable(arguments.output, names, field="--output", is_ours=is_ours)
     arguments.output.mkdir(parents=True, exist_ok=True)
+    mark(arguments.output, made_by="evaluate", made_at=arguments.output)
     _write_tables(tables, arguments.output / "comparison")
     everyones = [name for name in BENCHMARKS if all(name in method for method in methods)]
     rates = {
@@ -280,6 +286,12 @@ def _keep_settings(
     """Make sure that samples of other weights, prompts or settings do not mix with those there."""
     from gapo_megatron.data.tokenizer import TOKENIZER_FILES
 
+    check_overwritable(
+        arguments.output,
+        (*_RESULTS, *arguments.benchmarks),
+        field="--output",
+        is_ours=(arguments.output / "settings.json").exists(),  # `keep_settings` looks at it
+    )
     folder, model = Path(arguments.model), hashlib.sha256()
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"--model {folder}: holds no .safetensors, whose weights are evaluated")

@@ -163,7 +163,7 @@ def _calibration(arguments: argparse.Namespace) -> Calibration:
 def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.errors import ConfigError
     from gapo_megatron.scaling.calibration import fit, worst_misses
-    from gapo_megatron.scaling.calibration_file import write_calibration
+    from gapo_megatron.scaling.calibration_file import check_calibration, write_calibration
     from gapo_megatron.scaling.hardware import find_gpu
     from gapo_megatron.scaling.tables import comparison_table, efficiencies_table
 
@@ -171,6 +171,8 @@ def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
         raise ConfigError(
             f"--calibration ({arguments.calibration}): no folder {arguments.calibration.parent}"
         )
+    if arguments.calibration:
+        check_calibration(arguments.calibration)
     gpu = find_gpu(arguments.gpu)
     with tempfile.TemporaryDirectory(prefix="gapo_probe_") as scratch:
         observed = _probed(arguments, Path(scratch)) if arguments.probe else _finished(arguments)
@@ -234,9 +236,11 @@ def _observe(arguments: argparse.Namespace, folder: Path, *, name: str = "") -> 
 
 def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.report.scaling import observe, scaling_rows, scaling_tables
-    from gapo_megatron.report.scaling_figures import write_scaling
+    from gapo_megatron.report.scaling_figures import check_scaling, write_scaling
     from gapo_megatron.scaling.tables import times_rest_on
 
+    folder = arguments.output or arguments.measured[0] / "scaling"
+    check_scaling(folder)
     found = _calibration(arguments)
     observed, left_out = observe(
         arguments.measured, lambda folder, name: _observe(arguments, folder, name=name)
@@ -246,7 +250,6 @@ def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
         console.print(table)
     for line in (times_rest_on(found), *left_out):
         console.print(line, markup=False, highlight=False)
-    folder = arguments.output or arguments.measured[0] / "scaling"
     for exhibit, paths in write_scaling(observed, rows, gpu=found.gpu, folder=folder):
         console.print("\n" + " ".join([exhibit.aid, *exhibit.notes]), markup=False, highlight=False)
         for path in paths:

@@ -254,6 +254,7 @@ def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> list[Path]:
     kept |= {path for path in between if _step(path) in settings.keep_steps}
     refused = sorted(checkpoints_dir.glob(".damaged_step_*"))
     removed = [*(path for path in steps if path not in kept), *refused]
+    removed = [path for path in removed if not path.is_symlink()]  # somebody else's
     for path in removed:
         shutil.rmtree(path)
     return removed

@@ -25,6 +25,7 @@ from gapo_megatron.documents import open_file, read_json
 from gapo_megatron.errors import ConfigError, FencedError
 from gapo_megatron.files import naming, write_atomically
 from gapo_megatron.launch.fail_fast import end_after, stderr
+from gapo_megatron.launch.run_folder import OWNER_NAME
 from gapo_megatron.metrics import Expectation
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Attempt:
         names = [env.get("GAPO_ATTEMPT", "")]
         if not names[0] and dist.get_rank() == 0:
             names = [f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"]
-            write_atomically(run_dir / "OWNER", names[0])
+            write_atomically(run_dir / OWNER_NAME, names[0])
         dist.broadcast_object_list(names, src=0)
         attempt = cls(
             run_dir,
@@ -219,7 +220,7 @@ class Attempt:
         Raises:
             FencedError: names the owner.
         """
-        path = self.run_dir / "OWNER"
+        path = self.run_dir / OWNER_NAME
         with naming(path):
             try:
                 with open_file(path) as file:

@@ -16,7 +16,7 @@ from gapo_megatron.counts import arithmetic
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.launch.freeze import freeze, repository
-from gapo_megatron.launch.run_folder import checkpoints_dir, is_finished
+from gapo_megatron.launch.run_folder import check_ours, checkpoints_dir, is_finished
 from gapo_megatron.toml_tree import to_toml
 
 
@@ -52,11 +52,12 @@ def check_before_nodes(config: Config, *, world_size: int) -> None:
     """Check what needs neither the model nor a device.
 
     Raises:
-        ConfigError, CheckpointError: a path, the parallel sizes on `world_size` processes, or where
-            the run branches from.
+        ConfigError, CheckpointError: a path, or an output folder that is not a run's, the parallel
+            sizes on `world_size` processes, or where the run branches from.
     """
     check_paths(config)
     _check_run_dir(Path(config.run.output_dir).absolute())
+    check_ours(config.run.output_dir)
     arithmetic(config, world_size=world_size)
     if config.checkpoint.branch_from or checkpoints_dir(config.run.output_dir).exists():
         from gapo_megatron.checkpoint import check_branch  # imports torch: seconds

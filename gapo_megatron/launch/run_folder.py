@@ -8,12 +8,20 @@ from pathlib import Path
 
 from gapo_megatron.documents import read_json
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.files import write_atomically
+from gapo_megatron.files import check_overwritable, write_atomically
 
 BRANCH_NAME = "branch.json"
 """Of a branched run: where it left another one (`checkpoint.manifest.Branch`)."""
 
 FINISHED_NAME = "finished.json"
+OWNER_NAME = "OWNER"
+"""Of the attempt that may write."""
+_WRITTEN = (
+    *("config.toml", "metrics.jsonl", "timings.jsonl", "evaluations", "checkpoints", "tensorboard"),
+    *("wandb_run_id.txt", "stage_seconds.json", "failures", BRANCH_NAME),
+)
+"""What a run begins anew, replaces or removes; launchers make other folders before its first start,
+and `hf` has an owner of its own (`convert.folder`)."""
 _IF_DAMAGED = (
     "remove the file: the run then goes on from its last checkpoint and, if all steps are done, "
     "exports the model again"
@@ -25,12 +33,24 @@ def checkpoints_dir(run_dir: str | Path) -> Path:
     return Path(run_dir) / "checkpoints"
 
 
+def check_ours(run_dir: str | Path) -> None:
+    """Refuse a folder that holds somebody else's files under names that a run writes.
+
+    Raises:
+        ConfigError: names the folder and the first such file.
+    """
+    # Every start leaves its name in OWNER before it writes anything else.
+    is_ours = (Path(run_dir) / OWNER_NAME).exists()
+    check_overwritable(run_dir, _WRITTEN, field="run.output_dir", is_ours=is_ours)
+
+
 def check_writable(run_dir: str | Path) -> None:
     """Create the run's folder and prove that files can be written there.
 
     Raises:
-        ConfigError: it cannot be created or written.
+        ConfigError: it cannot be created or written, or as of `check_ours`.
     """
+    check_ours(run_dir)
     try:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir) as probe:

@@ -20,7 +20,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from gapo_megatron.config import Config
-from gapo_megatron.errors import DataError
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.files import check_overwritable
+from gapo_megatron.report.exhibit import csv_names
 from gapo_megatron.report.runs import Run, Values
 from gapo_megatron.report.series import Row
 
@@ -47,6 +49,20 @@ _KEPT = "|".join(
 def is_archive(folder: Path) -> bool:
     """Whether `write_archive` has been here."""
     return (folder / RUNS_NAME).exists()
+
+
+def check_archive(folder: Path, archives: Sequence[Path]) -> None:
+    """Refuse to write an archive over somebody else's files, or over one that is read.
+
+    Raises:
+        ConfigError: names the folder and what is in the way.
+    """
+    for archive in archives:
+        if archive.resolve() == folder.resolve():
+            raise ConfigError(f"--archive ({folder}) is read ({archive}): name another folder")
+    is_ours = {"run", "config", "branch"} <= csv_names(folder / RUNS_NAME)
+    names = (RUNS_NAME, METRICS_NAME, TIMINGS_NAME, SOLVE_RATES_NAME)
+    check_overwritable(folder, names, field="--archive", is_ours=is_ours)
 
 
 def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from gapo_megatron.documents import open_file
 from gapo_megatron.evaluate.table import Table
+from gapo_megatron.files import naming
 from gapo_megatron.report.arms import Comparison
 from gapo_megatron.report.series import Row
 
@@ -48,8 +50,20 @@ class Exhibit:
         return paths
 
 
+KINDS = (".csv", *(f".{kind}" for kind in _METADATA), ".tex")
+"""Endings of what `Exhibit.write` writes."""
 Maker = Callable[[Comparison], Exhibit]
 """Makes an exhibit, or raises NoData with the reason."""
+
+
+def csv_names(path: Path) -> set[str]:
+    """The names in the first line of a CSV file, whoever wrote it; none where there is no file."""
+    with naming(path):
+        try:
+            with open_file(path) as file:
+                return set(file.readline(2**16).decode(errors="replace").strip().split(","))
+        except FileNotFoundError:
+            return set()
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

@@ -7,14 +7,17 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from gapo_megatron.convert.folder import is_marked, mark
+from gapo_megatron.documents import open_file
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.table import Table
+from gapo_megatron.files import check_overwritable, naming, write_atomically
 from gapo_megatron.report.ablations import clip_sweep, over_k
-from gapo_megatron.report.archive import is_archive, read_archive, write_archive
+from gapo_megatron.report.archive import check_archive, is_archive, read_archive, write_archive
 from gapo_megatron.report.arms import Arm, Comparison
 from gapo_megatron.report.clipping import by_c, clip_fraction_per_c, correlation, deviation_per_c
 from gapo_megatron.report.costs import noise_floor, skipped_work, step_time
-from gapo_megatron.report.exhibit import Exhibit, Maker
+from gapo_megatron.report.exhibit import KINDS, Exhibit, Maker
 from gapo_megatron.report.intervention import intervention
 from gapo_megatron.report.learning import pass_at_k, reward
 from gapo_megatron.report.page import Written, render
@@ -26,6 +29,9 @@ from gapo_megatron.report.summary import others, summary
 
 PAGE_NAME = "report.html"
 FIGURES_NAME = "figures"
+_MADE_BY = "report"
+_TITLE = "Training report: "
+_HEAD_BYTES = 2**12
 MOST_NAMES = 5
 """Of runs, in a sentence."""
 
@@ -82,19 +88,24 @@ def write_report(
     Raises:
         DataError: names the folder or file and the rule (`find_runs`, `read_run`, `read_archive`,
             `Comparison.of`, `write_archive`); a folder to write to cannot be made.
-        ConfigError: a run's config is not valid.
+        ConfigError: a run's config is not valid, or a folder to write to holds somebody else's
+            files under the names of ours.
     """
     archives = [folder for folder in folders if is_archive(folder)]
     runs = [run for folder in archives for run in read_archive(folder)]
     others = [folder for folder in folders if folder not in archives]
     found, waiting = find_runs(others) if others else ([], [])
     figures_dir = output_dir / FIGURES_NAME
+    if archive_dir is not None:
+        check_archive(archive_dir, archives)
+    _check_output(output_dir)
     for folder in (figures_dir, archive_dir):
         try:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(f"{folder}: cannot make this folder: {error.strerror}") from None
+    mark(output_dir, made_by=_MADE_BY, made_at=output_dir)
     total = len(found) + len(MAKERS)
     for number, folder in enumerate(found):
         on_part(f"reading {folder.name}", number, total)
@@ -107,8 +118,8 @@ def write_report(
     for number, (title, make) in enumerate(MAKERS.items()):
         on_part(f"drawing {title}", len(found) + number, total)
         stem = figures_dir / make.__name__
-        for old in figures_dir.glob(f"{stem.name}.*"):  # of an earlier report, maybe left out now
-            old.unlink()
+        for kind in KINDS:  # of an earlier report, maybe left out now
+            stem.with_suffix(kind).unlink(missing_ok=True)
         try:
             with style():
                 exhibit = note_missing(make(comparison), comparison)
@@ -127,11 +138,23 @@ def write_report(
         folder=output_dir,
     )
     path = output_dir / PAGE_NAME
-    path.write_text(page, encoding="utf-8")
+    write_atomically(path, page)
     on_part("done", total, total)
     table = written[0].exhibit.table
     assert table is not None, written[0].title
     return Report(path, table, left_out, waiting)
+
+
+def _check_output(folder: Path) -> None:
+    """Refuse to overwrite what no report has written; `figures` of an older one has no marker."""
+    stems = [f"{FIGURES_NAME}/{make.__name__}" for make in MAKERS.values()]
+    figures = [f"{stem}{kind}" for stem in stems for kind in KINDS]
+    page = folder / PAGE_NAME
+    is_ours = is_marked(folder, made_by=_MADE_BY)
+    if not is_ours and page.is_file():
+        with naming(page), open_file(page) as file:
+            is_ours = f"<title>{_TITLE}".encode() in file.read(_HEAD_BYTES)
+    check_overwritable(folder, [PAGE_NAME, *figures], field="--output", is_ours=is_ours)
 
 
 def note_missing(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
@@ -147,7 +170,7 @@ def _title(comparison: Comparison) -> str:
     labels = [arm.label for arm in comparison.curves]
     if len(labels) > 4:
         labels = [*labels[:3], f"{len(labels) - 3} more"]
-    return "Training report: " + " · ".join(labels)
+    return _TITLE + " · ".join(labels)
 
 
 def some(names: Sequence[str]) -> str:

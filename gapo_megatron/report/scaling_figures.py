@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from gapo_megatron.files import check_overwritable
 from gapo_megatron.report.costs import SMALL, draw_time
-from gapo_megatron.report.exhibit import Exhibit
+from gapo_megatron.report.exhibit import KINDS, Exhibit, csv_names
 from gapo_megatron.report.scaling import (
     layout_items,
     num_gpus,
@@ -42,6 +43,7 @@ _LEGEND_LETTERS = 50
 """Of a line's name, a line."""
 _LETTERS_INCHES, _GAP_INCHES = 0.115, 0.06
 """Height of a line of a bar's name, and between two names."""
+NAMES = ("throughput", "step_split")
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
@@ -58,14 +60,25 @@ def write_scaling(
 
     Returns:
         Each with its files.
+
+    Raises:
+        ConfigError: the folder holds files of these names that are not those of an earlier call.
     """
+    check_scaling(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with style():
         exhibits = {
-            "throughput": throughput(observations, rows, gpu),
-            "step_split": step_split(observations, rows, gpu),
+            name: draw(observations, rows, gpu)
+            for name, draw in zip(NAMES, (throughput, step_split), strict=True)
         }
         return [(one, one.write(folder / name)) for name, one in exhibits.items()]
+
+
+def check_scaling(folder: Path) -> None:
+    """Refuse to overwrite what `write_scaling` has not written: its data, which is first, tells."""
+    is_ours = {"mfu", "tokens_per_gpu_s"} <= csv_names(folder / f"{NAMES[0]}.csv")
+    names = [f"{name}{kind}" for name in NAMES for kind in KINDS]
+    check_overwritable(folder, names, field="--output", is_ours=is_ours)
 
 
 # -- tokens a second ------------------------------------------------------------------------------

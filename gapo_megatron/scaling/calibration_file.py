@@ -7,15 +7,33 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron.documents import read_toml
+from gapo_megatron.documents import open_file, read_toml
 from gapo_megatron.errors import ConfigError, shown
+from gapo_megatron.files import naming, write_atomically
 from gapo_megatron.scaling.calibration import Calibration
 from gapo_megatron.scaling.efficiency import Efficiency
 from gapo_megatron.scaling.hardware import Gpu
 
+_HEAD = "# Written by tools/plan.py."
 _MOST = 1e30
 """Of a rate or a time; more is damage, and infinity in what is made of it."""
 _MAY_BE_0 = ("worst", "workload", "gpu.compute_capability")
+
+
+def check_calibration(path: str | Path) -> None:
+    """Refuse to overwrite a file that `write_calibration` has not written.
+
+    Raises:
+        ConfigError: names it.
+    """
+    with naming(path):
+        try:
+            with open_file(path) as file:
+                is_ours = file.readline(2**12).startswith(_HEAD.encode())
+        except FileNotFoundError:
+            return
+    if not is_ours:
+        raise ConfigError(f"--calibration ({path}) is another file: name one that may be written")
 
 
 def write_calibration(calibration: Calibration, path: str | Path) -> None:
@@ -26,11 +44,11 @@ def write_calibration(calibration: Calibration, path: str | Path) -> None:
         "worst": calibration.worst,
         "workload": {"spread": calibration.spread, "clipped_share": calibration.clipped_share},
     }
-    lines = ["# Written by tools/plan.py. [worst]: largest |predicted / measured - 1| by stage."]
+    lines = [f"{_HEAD} [worst]: largest |predicted / measured - 1| by stage."]
     for name, values in sections.items():
         # JSON's strings and numbers are TOML's.
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in values.items())]
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_atomically(Path(path), "\n".join(lines))
 
 
 def read_calibration(path: str | Path) -> Calibration:

@@ -67,6 +67,7 @@ class Journal:
         folder = output.with_name(f".{output.name}.unfinished")
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            _check_ours(folder)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
         with ExitStack() as stack:
@@ -157,6 +158,19 @@ class Journal:
             file.seek(end)
         if not rows_end:
             self._unwritten.append(_line(belongs_to))
+
+
+def _check_ours(folder: Path) -> None:
+    """Refuse a folder that holds anything but a journal: it is written to, and removed at the end.
+
+    Raises:
+        ConfigError: names it and what is in it.
+        OSError: it cannot be read.
+    """
+    others = sorted({path.name for path in folder.iterdir()} - {"lock", ROWS, TESTS})
+    if folder.is_symlink() or others:
+        what = f"holds {', '.join(others[:3])}" if others else "is a link"
+        raise ConfigError(f"{folder} {what}: it must be new, or what an interrupted run has left")
 
 
 def _line(entry: dict[str, Any]) -> bytes:

@@ -24,7 +24,7 @@ from gapo_megatron.launch.prepare import check_before_nodes
 from gapo_megatron.launch.run_folder import check_writable
 from gapo_megatron.report.report import MAKERS, write_report
 from gapo_megatron.report.scaling_figures import check_scaling
-from gapo_megatron.scaling.calibration import check_calibration
+from gapo_megatron.scaling.calibration_file import check_calibration
 from tests.messages import mentions
 from tests.report_setup import write_run
 

@@ -256,7 +256,7 @@ def _branch_note(config: Config) -> str:
         return ""
     # Seconds of imports: only where there are checkpoints.
     from gapo_megatron.checkpoint import check_branch
-    from gapo_megatron.checkpoint.manifest import list_steps
+    from gapo_megatron.manifest import list_steps
     from gapo_megatron.policy.model import read_hf_config
 
     has_begun = bool(list_steps(folder))

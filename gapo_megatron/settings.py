@@ -129,9 +129,9 @@ def _differing(before: Mapping[str, Any], config: Config) -> Changes:
 
 
 def _agree(name: str, there: Any, here: Any) -> bool:
-    if name in _PATHS and there and here:
-        there = str(there)
-        return "\0" not in there and os.path.realpath(there) == os.path.realpath(here)
+    # A manifest may say anything.
+    if name in _PATHS and there and here and isinstance(there, str) and "\0" not in there:
+        return os.path.realpath(there) == os.path.realpath(here)
     return bool(there == here)
 
 

@@ -8,13 +8,15 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from gapo_megatron.checkpoint import begin_branch, branch, check_branch, manifest, record_branch
+from gapo_megatron import manifest
+from gapo_megatron.checkpoint import begin_branch, branch, check_branch, record_branch
 from gapo_megatron.convert.folder import fsync
 from gapo_megatron.errors import CheckpointError, FencedError
 from tests.attempt_setup import make_attempt
@@ -72,7 +74,7 @@ def test_the_branch_point_becomes_the_first_checkpoint(root: Path) -> None:
         "changes": {"objective.method": ["gspo_asym", "gapo"]},
         "parent": None,
     }
-    assert manifest.Branch.read(record) == found.branch
+    assert asdict(found.branch) == record
     record_branch(root / "new", None)  # what began again in this folder, and is no branch
     assert not (root / "new/branch.json").exists()
 

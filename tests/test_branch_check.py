@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
-from gapo_megatron import settings
-from gapo_megatron.checkpoint import BranchPoint, check_branch, manifest
+from gapo_megatron import manifest, settings
+from gapo_megatron.checkpoint import BranchPoint, check_branch
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.launch.run_folder import mark_finished
 from tests.branch_setup import MODEL, begin, make_checkpoint, make_config, make_old_run

@@ -15,12 +15,13 @@ import torch
 from pydantic import ValidationError
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-from gapo_megatron.checkpoint import check_resume, manifest, rng
-from gapo_megatron.checkpoint.manifest import Manifest
+from gapo_megatron import manifest
+from gapo_megatron.checkpoint import check_resume, rng
 from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.config import CheckpointConfig, parse_config
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.launch.run_folder import check_writable, checkpoints_dir
+from gapo_megatron.manifest import Manifest
 from tests.messages import mentions
 
 OURS = parse_config(

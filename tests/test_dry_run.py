@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gapo_megatron.checkpoint import manifest
+from gapo_megatron import manifest
 from gapo_megatron.config import Config, ParallelConfig, parse_config
 from gapo_megatron.convert import rules_for
 from gapo_megatron.counts import arithmetic

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gapo_megatron.checkpoint.manifest import read_manifest
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.data import arithmetic
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
+from gapo_megatron.manifest import read_manifest
 from gapo_megatron.scaling.calibration import read_observation
 from gapo_megatron.train import train
 from tests.distributed.conversion_setup import convert

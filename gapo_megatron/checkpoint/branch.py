@@ -19,8 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from gapo_megatron.checkpoint import manifest
-from gapo_megatron.checkpoint.manifest import Branch, Manifest
+from gapo_megatron import manifest
 from gapo_megatron.checkpoint.resume import require_same_model
 from gapo_megatron.checkpoint.save import TRAINER_STATE_NAME, model_identity
 from gapo_megatron.config import Config
@@ -28,6 +27,7 @@ from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.files import fsync, write_atomically
 from gapo_megatron.launch.attempt import Attempt
 from gapo_megatron.launch.run_folder import BRANCH_NAME, checkpoints_dir, is_finished
+from gapo_megatron.manifest import Branch, Manifest
 from gapo_megatron.metrics import METRICS_NAME
 from gapo_megatron.settings import broken_rules, changes
 
@@ -194,7 +194,7 @@ def _require_same_origin(run_dir: Path, own: Manifest, given: str) -> None:
 
     The same words pass too: a run may have been moved together with the one it left.
     """
-    began, branch = own.config["checkpoint"]["branch_from"], own.branch
+    began, branch = (own.config.get("checkpoint") or {}).get("branch_from", ""), own.branch
     if given == began:
         return
     if branch is not None:

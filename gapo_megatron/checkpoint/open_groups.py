@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from gapo_megatron.checkpoint.manifest import Manifest
 from gapo_megatron.checkpoint.open_step import write
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.manifest import Manifest
 from gapo_megatron.settings import changes
 from gapo_megatron.types import Carried, OpenGroup, Prompt, Rollout
 

@@ -14,9 +14,8 @@ from megatron.core import __version__ as megatron_version
 from megatron.core import dist_checkpointing
 from transformers import PretrainedConfig
 
-from gapo_megatron import cpu
-from gapo_megatron.checkpoint import manifest, rng
-from gapo_megatron.checkpoint.manifest import Branch, Manifest
+from gapo_megatron import cpu, manifest
+from gapo_megatron.checkpoint import rng
 from gapo_megatron.checkpoint.open_groups import load_open_groups, require_same_sampling
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.checkpoint.save import (
@@ -27,6 +26,7 @@ from gapo_megatron.checkpoint.save import (
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.launch.run_folder import checkpoints_dir, is_finished
+from gapo_megatron.manifest import Branch, Manifest
 from gapo_megatron.policy import Policy
 from gapo_megatron.settings import changes
 from gapo_megatron.types import OpenGroup

@@ -26,15 +26,15 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import CheckpointException
 from transformers import PretrainedConfig
 
-from gapo_megatron import cpu
-from gapo_megatron.checkpoint import manifest, rng
-from gapo_megatron.checkpoint.manifest import Branch
+from gapo_megatron import cpu, manifest
+from gapo_megatron.checkpoint import rng
 from gapo_megatron.checkpoint.open_groups import save_open_groups
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.launch.attempt import Attempt
 from gapo_megatron.launch.run_folder import checkpoints_dir
+from gapo_megatron.manifest import Branch
 from gapo_megatron.policy import ParallelGroups, Policy
 from gapo_megatron.types import OpenGroup
 

@@ -40,11 +40,13 @@ from gapo_megatron.convert.config_check import (
 )
 from gapo_megatron.convert.folder import REPORT_NAME
 from gapo_megatron.convert.hf import MAX_SHARD_BYTES, HfFolder, carry_over, write_hf_weights
-from gapo_megatron.convert.megatron_record import TRACKER, find_megatron
+from gapo_megatron.convert.megatron_record import TRACKER, Found, find_megatron
 from gapo_megatron.convert.rope import read_rope
 from gapo_megatron.convert.tables import Geometry
 from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron
+from gapo_megatron.convert.workers import worker_pool
 from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.manifest import MANIFEST_NAME, find_damage
 
 OVERWRITE = "; --overwrite replaces the result of a conversion"
 """What the two tools offer where an output exists."""
@@ -149,7 +151,7 @@ def megatron_to_hf(
 
     Raises:
         ConfigError, ConversionError: see `hf_to_megatron`; also a Megatron folder that states
-            another model than config.json does.
+            another model than config.json does, or a file that is not what its manifest says.
     """
     found = find_megatron(megatron_dir)
     side_files = hf_config_dir or found.hf_dir
@@ -163,7 +165,7 @@ def megatron_to_hf(
     for source, record in found.records.items():
         compare_configs(hf_config, record, source=str(source))
     rules = rules_for(hf_config)
-    megatron = MegatronFolder(found.root, rules)
+    megatron = MegatronFolder(found, rules)
     check_dtypes(megatron.root, megatron.entries)
     dtypes = _all(rules, options.dtype) or kept_dtypes(megatron, rules)
     checks = {
@@ -176,6 +178,7 @@ def megatron_to_hf(
         checks["padding"] = (
             f"{padding} rows behind the vocabulary's {hf_config.vocab_size} left out"
         )
+    checks["files"] = _check_digests(found, options.num_threads)
 
     def read(rule: Rule, place: Place) -> Tensor:
         where = f"{found.root}: {rule.megatron_name(place)}"
@@ -206,6 +209,24 @@ def megatron_to_hf(
         checks |= more
         write_report(folder, source=found.root, dtypes=dtypes.values(), checks=checks)
     return Result(hf_dir, parts, checks, written)
+
+
+def _check_digests(found: Found, num_threads: int) -> str:
+    """Compare all files with the digests of the manifest, where there is one; what was found."""
+    if found.manifest is None:
+        return f"not compared with a digest: there is no {MANIFEST_NAME}, which a run's have"
+    files = found.manifest.files
+    num_bytes = sum(entry.num_bytes for entry in files.values())
+    with (
+        progress("digests", num_bytes) as (reading, on_bytes),
+        worker_pool(num_threads, on_bytes) as (pool, on_bytes),
+    ):
+        for damage in pool.map(
+            lambda item: find_damage(found.root, dict([item]), on_bytes=on_bytes), files.items()
+        ):
+            if damage:
+                raise ConversionError(damage)
+    return f"{len(files)} files have the SHA-256 that {MANIFEST_NAME} says ({reading})"
 
 
 def _gate(

@@ -123,7 +123,7 @@ def compare_logits(
     hf_config = read_hf_config(str(hf_dir))
     check_shapes(hf_config, ParallelConfig())
     sequences = _sequences(Path(hf_dir), hf_config)
-    folder = find_weights(megatron_dir, hf_config)
+    folder = find_weights(megatron_dir, hf_config).root
     ours = _megatron_logits(hf_config, folder, sequences, dtype)
     theirs = _transformers_logits(Path(hf_dir), sequences, dtype)
     # NaN would hide in a comparison.

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from gapo_megatron.convert import shard
 from gapo_megatron.convert.rules import Shape
+from gapo_megatron.documents import open_file
 from gapo_megatron.errors import ConversionError
 
 
@@ -113,10 +114,8 @@ class Chunks:
     def _load(self, chunk: ChunkStorageMetadata, info: Any) -> Tensor:
         path = self._root / info.relative_path
         at = f"{path}: {self._key} at {list(chunk.offsets)}"
-        if info.transform_descriptors:
-            raise ConversionError(f"{at} is stored as {info.transform_descriptors}: not supported")
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open_file(path) as file:
                 stream: Any = _Part(file.fileno(), info.offset, info.length)
                 tensor = torch.load(stream, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:

@@ -8,20 +8,21 @@
 from __future__ import annotations
 
 import argparse
-import json
-import pickle
-import re
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch.distributed.checkpoint import Metadata
 from transformers import PretrainedConfig
 
 from gapo_megatron.convert.rope import read_rope
 from gapo_megatron.convert.tables import Geometry
-from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.convert.unpickle import read_common, read_metadata
+from gapo_megatron.documents import read_json, read_text
+from gapo_megatron.errors import CheckpointError, ConfigError, ConversionError
+from gapo_megatron.manifest import MANIFEST_NAME, Manifest, is_plain_name, list_steps, read_manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -51,17 +52,13 @@ _FIXED = {
     "moe_router_score_function": "softmax",
     "moe_router_topk_scaling_factor": None,
 }
+_PLAIN = (bool, int, float, str, list, tuple, type(None))
 # Of rope_type "llama3": fixed in megatron-core's rotary embedding, only the factor is an argument.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# Of libraries, in the common.pt of a run of Megatron-LM: not data for us, and harmless.
-_KNOWN = re.compile(
-    r"megatron\.core\.[\w.]+|types\.SimpleNamespace|pathlib\.\w*Path|signal\.Signals|_io\.BytesIO"
-    r"|numpy\.(ndarray|dtype|dtypes\.\w+|_?core\.multiarray\.(_reconstruct|scalar))"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +71,14 @@ class Found:
     """The Hugging Face folder its model came from, without weights perhaps; None: not known."""
     records: dict[Path, dict[str, Any]]
     """What it states of its model, by names of config.json's fields: every file that does."""
+    metadata: Metadata
+    """Of its tensors."""
+    manifest: Manifest | None
+    """With a digest of every file; None: there is none, as in what no run of ours wrote."""
 
 
 def find_megatron(path: str | Path) -> Found:
-    """Find the checkpoint that a path stands for; reads no tensor and no metadata of tensors.
+    """Find the checkpoint that a path stands for; reads no tensor.
 
     Args:
         path: a checkpoint, a folder with latest_checkpointed_iteration.txt, or a run of ours (its
@@ -85,23 +86,24 @@ def find_megatron(path: str | Path) -> Found:
 
     Raises:
         ConfigError: there is none, or not a whole one of the format torch_dist.
-        ConversionError: common.pt or a JSON file is damaged, or holds what is not data.
+        ConversionError: .metadata, common.pt or a JSON file is damaged, or holds what is not data.
     """
     root = _find(Path(path))
     try:
-        backend = json.loads((root / "metadata.json").read_text(encoding="utf-8"))
-        backend = backend["sharded_backend"]
+        backend = read_json(root / "metadata.json", error=ConversionError)["sharded_backend"]
     except FileNotFoundError:
         raise ConfigError(
             f"Megatron folder {root} is not whole: metadata.json, which is written last, is missing"
         ) from None
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         raise ConfigError(f"{root / 'metadata.json'} is not megatron-core's") from None
     if backend != "torch_dist":
         raise ConfigError(f"Megatron folder {root} has the format {backend!r}, not 'torch_dist'")
-    if not (root / ".metadata").is_file():
+    if not (root / ".metadata").exists():
         raise ConfigError(f"Megatron folder {root} is not whole: .metadata is missing")
-    return Found(root, _hf_dir_of(root), _read_records(root))
+    manifest, metadata = _read_manifest(root), read_metadata(root)
+    records = _read_records(root, metadata, manifest)
+    return Found(root, _hf_dir_of(root, manifest), records, metadata, manifest)
 
 
 def _find(path: Path) -> Path:
@@ -109,45 +111,44 @@ def _find(path: Path) -> Path:
         raise ConfigError(f"Megatron folder {path} does not exist")
     if (path / ".metadata").exists() or (path / "metadata.json").exists():
         return path
-    if (path / TRACKER).is_file():
-        name = (path / TRACKER).read_text(encoding="utf-8").strip()
+    if (path / TRACKER).exists():
+        name = read_text(path / TRACKER, max_bytes=256).strip()
         name = f"iter_{int(name):07d}" if name.isdecimal() else name
-        if not (path / name).is_dir():
-            raise ConfigError(f"{path / TRACKER} names {name}, which is not there")
+        if not is_plain_name(name) or not (path / name).is_dir():
+            raise ConfigError(f"{path / TRACKER} names {name!r}, which is not there")
         return path / name
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    # step_00000052_3 lies three updates behind step_00000052.
-    steps = [
-        (int(found[1]), int(found[2] or -1), child)
-        for child in folder.iterdir()
-        if (found := re.fullmatch(r"step_(\d+)(?:_(\d+))?", child.name))
-    ]
-    if not steps:
-        raise ConfigError(
-            f"Megatron folder {path} holds no checkpoint: neither .metadata, nor {TRACKER}, "
-            "nor step_*"
-        )
-    return max(steps)[2]
+    try:
+        steps = list_steps(folder)
+    except CheckpointError as error:
+        raise ConversionError(str(error)) from None
+    if steps:
+        return steps[0]
+    raise ConfigError(
+        f"Megatron folder {path} holds no checkpoint: neither .metadata, nor {TRACKER}, nor step_*"
+    )
 
 
-def _hf_dir_of(root: Path) -> Path | None:
+def _hf_dir_of(root: Path, manifest: Manifest | None) -> Path | None:
     beside = root.parent / "hf"
     if (beside / "config.json").is_file():
         return beside
-    settings = _read_manifest(root).get("config", {}).get("model", {})
-    named = Path(settings["hf_dir"]) if "hf_dir" in settings else None
-    return named if named and (named / "config.json").is_file() else None
+    named = ((manifest and manifest.config.get("model")) or {}).get("hf_dir")
+    is_there = isinstance(named, str) and os.path.isfile(os.path.join(named, "config.json"))
+    return Path(named) if named and is_there else None
 
 
-def _read_records(root: Path) -> dict[Path, dict[str, Any]]:
+def _read_records(
+    root: Path, metadata: Metadata, manifest: Manifest | None
+) -> dict[Path, dict[str, Any]]:
     common, beside = root / "common.pt", root.parent / "hf" / "config.json"
-    args = _read_common(common).get("args")
+    args = read_common(root, metadata).get("args")
     records = {
         common: from_args(vars(args), source=str(common))
         if isinstance(args, argparse.Namespace)
         else {},
-        root / "manifest.json": _read_manifest(root).get("model", {}),
-        beside: _read_json(beside) if beside.is_file() else {},
+        root / MANIFEST_NAME: dict(manifest.model) if manifest else {},
+        beside: _read_table(beside) if beside.exists() else {},
     }
     return {path: record for path, record in records.items() if record}
 
@@ -196,6 +197,9 @@ def from_args(
     Raises:
         ConversionError: they describe a model that no config.json of a supported one can.
     """
+    for name in (*_ARGS, *_FIXED):
+        if not isinstance(args.get(name), _PLAIN):
+            raise ConversionError(f"{source}: {name} is no plain value: {args[name]!r:.40}")
     for name, value in _FIXED.items():
         if args.get(name) is not None and args[name] != value:
             raise ConversionError(
@@ -224,50 +228,17 @@ def from_args(
     return {field: value for field, value in record.items() if value is not None}
 
 
-class _Opaque:
-    """Stands in for a known library's object, so that nothing but data is ever made."""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def __setstate__(self, _: Any) -> None: ...
-
-
-def _read_common(path: Path) -> dict[str, Any]:
-    """common.pt; nothing that it names is imported or called."""
+def _read_manifest(root: Path) -> Manifest | None:
+    if not os.path.lexists(root / MANIFEST_NAME):
+        return None
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        foreign = [n for n in names if n != "argparse.Namespace" and not _KNOWN.fullmatch(n)]
-        if foreign:
-            raise ConversionError(
-                f"{path} refused: it would run {', '.join(sorted(foreign))}, which is no data"
-            )
-        allowed: list[Any] = [(_Opaque, name) for name in names if name != "argparse.Namespace"]
-        if argparse.Namespace not in torch.serialization.get_safe_globals():
-            # Not otherwise: Megatron-core allows it for good, and leaving the block forbids it.
-            allowed.append(argparse.Namespace)
-        with torch.serialization.safe_globals(allowed):
-            common = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise ConversionError(f"{path} is missing") from None
-    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
-        if isinstance(error, ConversionError):
-            raise
-        raise ConversionError(f"{path} is damaged: {error}") from None
-    if not isinstance(common, dict):
-        raise ConversionError(f"{path} holds {type(common).__name__}, not a dictionary")
-    return common
+        return read_manifest(root)
+    except CheckpointError as error:
+        raise ConversionError(str(error)) from None
 
 
-def _read_manifest(root: Path) -> dict[str, Any]:
-    path = root / "manifest.json"
-    return _read_json(path) if path.is_file() else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConversionError(f"{path} is damaged: {error}") from None
+def _read_table(path: Path) -> dict[str, Any]:
+    content = read_json(path, error=ConversionError)
     if not isinstance(content, dict):
         raise ConversionError(f"{path} is damaged: it holds {content!r:.40}, not a table")
     return content

@@ -10,14 +10,13 @@ from __future__ import annotations
 import io
 import json
 import math
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
@@ -25,7 +24,6 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.filesystem import WriteResult
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -42,10 +40,11 @@ from transformers import PretrainedConfig
 from gapo_megatron.convert import disk_keys
 from gapo_megatron.convert.chunks import Chunks
 from gapo_megatron.convert.hf import Entry, in_model_order
-from gapo_megatron.convert.megatron_record import find_megatron, to_args
+from gapo_megatron.convert.megatron_record import Found, find_megatron, to_args
 from gapo_megatron.convert.rules import Place, Rule
 from gapo_megatron.convert.workers import Read, worker_pool
 from gapo_megatron.errors import ConversionError
+from gapo_megatron.manifest import MANIFEST_NAME, Manifest
 
 _PART_BYTES = 4 * 2**30
 
@@ -68,14 +67,14 @@ class MegatronFolder:
         entries: every tensor of the model by its key on disk.
         ignored: keys of all else: optimizer tensors and objects (random states, `_extra_state`).
         homes: keys of every parameter, by (`Rule.megatron`, place); see `disk_keys.find_homes`.
-        hf_dir, records: see `Found`.
+        hf_dir, records, manifest: see `Found`.
     """
 
-    def __init__(self, path: str | Path, rules: Sequence[Rule]) -> None:
+    def __init__(self, path: str | Path | Found, rules: Sequence[Rule]) -> None:
         """Find the checkpoint, and check that it holds the model; no tensor is read.
 
         Args:
-            path: see `find_megatron`.
+            path: see `find_megatron`; or what that has found.
             rules: of the model.
 
         Raises:
@@ -83,9 +82,9 @@ class MegatronFolder:
             ConversionError: a key is missing, extra or misshapen, or a file is missing or cut;
                 names key and file.
         """
-        found = find_megatron(path)
+        found = path if isinstance(path, Found) else find_megatron(path)
         self.root, self.hf_dir, self.records = found.root, found.hf_dir, found.records
-        metadata = _read_metadata(self.root)
+        self.manifest, metadata = found.manifest, found.metadata
         tensors = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
@@ -104,6 +103,8 @@ class MegatronFolder:
             for key, entry in tensors.items()
         }
         _check_files(self.root, self._chunks)
+        if self.manifest is not None:
+            _check_listed(self.root, self._chunks, self.manifest)
 
     def read(self, rule: Rule, place: Place) -> Tensor:
         """One whole parameter on the CPU, without vocabulary padding, in the dtype on disk.
@@ -189,18 +190,6 @@ def write_megatron(
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _read_metadata(root: Path) -> Metadata:
-    try:
-        # A pickle by the format's own design, and torch's reader runs what it names: open only
-        # checkpoints of people you trust, as with every program that reads them.
-        return FileSystemReader(root).read_metadata()
-    except (
-        *(pickle.UnpicklingError, EOFError, OSError, ImportError, MemoryError, OverflowError),
-        *(AttributeError, LookupError, TypeError, ValueError),
-    ) as error:
-        raise ConversionError(f"{root / '.metadata'} is damaged: {error}") from None
-
-
 def _check_files(root: Path, chunks: Mapping[str, Chunks]) -> None:
     for key, parts in chunks.items():
         for file, end in parts.ends.items():
@@ -209,6 +198,16 @@ def _check_files(root: Path, chunks: Mapping[str, Chunks]) -> None:
                 raise ConversionError(f"{path} is missing; it holds {key}")
             if (size := path.stat().st_size) < end:
                 raise ConversionError(f"{path} has {size} bytes; {key} ends at {end}")
+
+
+def _check_listed(root: Path, chunks: Mapping[str, Chunks], manifest: Manifest) -> None:
+    """Nothing is read that the manifest has no digest of."""
+    used = {file for parts in chunks.values() for file in parts.ends}
+    used |= {".metadata", "metadata.json"}
+    if (root / "common.pt").exists():
+        used.add("common.pt")
+    if unlisted := sorted(used - manifest.files.keys()):
+        raise ConversionError(f"{root / MANIFEST_NAME} does not list {unlisted[0]}")
 
 
 # --- writing -------------------------------------------------------------------------------------

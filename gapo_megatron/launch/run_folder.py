@@ -11,7 +11,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.files import check_overwritable, write_atomically
 
 BRANCH_NAME = "branch.json"
-"""Of a branched run: where it left another one (`checkpoint.manifest.Branch`)."""
+"""Of a branched run: where it left another one (`manifest.Branch`)."""
 
 FINISHED_NAME = "finished.json"
 OWNER_NAME = "OWNER"

@@ -1,14 +1,20 @@
-"""A model's weights from a Megatron folder, read by Megatron-core's own loader."""
+"""Tensors of a Megatron folder, by Megatron-core's own loader: nothing is unpickled but data."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+import logging
+import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
 from transformers import PretrainedConfig
 
 from gapo_megatron import cpu
@@ -17,12 +23,24 @@ from gapo_megatron.convert import rules_for
 from gapo_megatron.convert.config_check import compare_configs
 from gapo_megatron.convert.disk_keys import find_spelling
 from gapo_megatron.convert.torch_dist import MegatronFolder
+from gapo_megatron.convert.unpickle import check_extra_state, read_metadata
 from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.manifest import MANIFEST_NAME, Manifest, find_damage
 from gapo_megatron.policy.model import PolicyModel
 
+logger = logging.getLogger(__name__)
 
-def find_weights(path: str | Path, hf_config: PretrainedConfig) -> Path:
-    """The folder with the tensors of a Megatron folder, provided it holds the model.
+# What Megatron-core raises of a folder that is damaged, or made to mislead it.
+_DAMAGE = (
+    *(CheckpointingException, CheckpointException, OSError),
+    *(AttributeError, LookupError, TypeError, ValueError),
+)
+_DATA_ALONE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_NOT_ALONE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+def find_weights(path: str | Path, hf_config: PretrainedConfig) -> MegatronFolder:
+    """The Megatron folder that a path stands for, provided it holds the model.
 
     Args:
         path: the folder, or one that leads to it; see `convert.megatron_record.find_megatron`.
@@ -35,7 +53,7 @@ def find_weights(path: str | Path, hf_config: PretrainedConfig) -> Path:
     folder = MegatronFolder(path, rules_for(hf_config))
     for source, record in folder.records.items():
         compare_configs(hf_config, record, source=str(source))
-    return folder.root
+    return folder
 
 
 def check_megatron_dir(config: Config, hf_config: PretrainedConfig) -> None:
@@ -46,7 +64,7 @@ def check_megatron_dir(config: Config, hf_config: PretrainedConfig) -> None:
     """
     megatron_dir, output_dir = config.model.megatron_dir, config.run.output_dir
     try:
-        folder = find_weights(megatron_dir, hf_config)
+        folder = find_weights(megatron_dir, hf_config).root
     except (ConfigError, ConversionError) as error:
         raise ConfigError(f"model.megatron_dir ({megatron_dir}): {error}") from None
     if folder.resolve().is_relative_to(Path(output_dir).resolve()):
@@ -54,6 +72,39 @@ def check_megatron_dir(config: Config, hf_config: PretrainedConfig) -> None:
             f"model.megatron_dir ({megatron_dir}) must lie outside run.output_dir ({output_dir}): "
             "a run continues from its checkpoints by itself, and removes old ones"
         )
+
+
+def check_digests(folder: MegatronFolder) -> None:
+    """Compare every file with the digest that a manifest says, or log that there is none.
+
+    Collectives, over all ranks: a gather of damage reports; every rank reads its share.
+
+    Raises:
+        ConversionError: on every rank; names the file.
+    """
+    if folder.manifest is not None:
+        if damage := find_damage_together(folder.root, folder.manifest):
+            raise ConversionError(damage)
+    elif dist.get_rank() == 0:
+        logger.warning("%s is not compared with a digest: it has no %s", folder.root, MANIFEST_NAME)
+
+
+def find_damage_together(folder: Path, found: Manifest) -> str | None:
+    """As `manifest.find_damage` of all files of a manifest; the same on every rank.
+
+    Collectives, over all ranks: a gather of damage reports; every rank reads its share.
+    """
+    # Largest first, dealt out in turn: about the same number of bytes for every rank.
+    by_size = sorted(found.files, key=lambda name: (-found.files[name].num_bytes, name))
+    share = by_size[dist.get_rank() :: dist.get_world_size()]
+    return first_problem(find_damage(folder, {name: found.files[name] for name in share}))
+
+
+def first_problem(problem: str | None) -> str | None:
+    """The first rank's that has one. Collective, over all ranks."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return next((one for one in problems if one is not None), None)
 
 
 def load_weights(stage: PolicyModel, folder: str | Path) -> None:
@@ -66,28 +117,90 @@ def load_weights(stage: PolicyModel, folder: str | Path) -> None:
         stage: as built.
         folder: with the `.metadata`; see `find_weights`.
 
-    Collectives: those of `dist_checkpointing.load`.
+    Collectives: those of `load_sharded`.
 
     Raises:
         ConversionError: a tensor is missing or misshapen, or a file is damaged.
     """
     folder = Path(folder)
     with cpu.device_scope():
-        keys = FileSystemReader(folder).read_metadata().state_dict_metadata.keys()
+        keys = read_metadata(folder).state_dict_metadata.keys()
         wanted = stage.sharded_state_dict(metadata=_layout_of(keys))
         # Transformer Engine's modules ask for what they keep beside their weights: scales of fp8.
         # A start does without, and a folder of other layers has none.
         wanted = {name: part for name, part in wanted.items() if not _is_extra_state(name)}
         for part in wanted.values():
             part.key = find_spelling(stage.rules, part.key, keys)
-        try:
-            state = dist_checkpointing.load({"model": wanted}, str(folder))["model"]
-        except (CheckpointingException, CheckpointException, KeyError) as error:
-            raise ConversionError(f"{folder}: {error}") from error
+        state = load_sharded({"model": wanted}, folder)["model"]
         missing, unexpected = stage.load_state_dict(state, strict=False)
     lost = [name for name in missing if not _is_extra_state(name)]
     assert not lost and not unexpected, (lost, unexpected)
     stage.clear_padding()
+
+
+def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """As `dist_checkpointing.load`, but that nothing is unpickled except data.
+
+    Args:
+        state: sharded state dict; tensors in it are filled in place.
+        folder: with the `.metadata`.
+
+    Collectives: those of Megatron-core's load.
+
+    Raises:
+        ConversionError: a tensor is missing or misshapen, or a file is damaged or cannot be read,
+            or would run something.
+    """
+    try:
+        with cpu.device_scope(), _data_alone():
+            loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+        _check_extra_states(loaded, source=str(folder))
+    except CheckpointException as error:
+        causes = {f"rank {rank}: {cause}": cause for rank, (cause, _) in error.failures.items()}
+        if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes.values()):
+            raise  # not the folder's fault
+        raise ConversionError(f"{folder}: {'; '.join(causes)}") from error
+    except _DAMAGE as error:
+        if isinstance(error, ConversionError):
+            raise
+        raise ConversionError(f"{folder}: {type(error).__name__}: {error}") from error
+    return loaded
+
+
+@contextlib.contextmanager
+def _data_alone() -> Iterator[None]:
+    """Let torch.distributed.checkpoint unpickle nothing but data.
+
+    `.metadata` goes to our reader. Objects beside the tensors torch would load as any pickle, and
+    common.pt too where the user's environment says so: its own switch forbids it.
+    """
+    replaced, before = FileSystemReader.read_metadata, dict(os.environ)
+    os.environ[_DATA_ALONE] = "1"
+    os.environ.pop(_NOT_ALONE, None)
+    FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        FileSystemReader.read_metadata = replaced  # type: ignore[method-assign]
+        for name in (_DATA_ALONE, _NOT_ALONE):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
+
+
+def _read_metadata(reader: FileSystemReader, *_: Any, **__: Any) -> Metadata:
+    metadata = read_metadata(Path(reader.path))
+    metadata.storage_meta = StorageMeta(load_id=reader.load_id)
+    return metadata
+
+
+def _check_extra_states(tree: Any, *, source: str) -> None:
+    """Before Transformer Engine unpickles them, which it does without a look."""
+    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        if isinstance(value, dict | list):
+            _check_extra_states(value, source=source)
+        elif _is_extra_state(str(name)):
+            check_extra_state(value, source=f"{source}: {name}")
 
 
 def _layout_of(keys: Collection[str]) -> dict[str, Any]:

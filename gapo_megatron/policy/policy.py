@@ -25,7 +25,7 @@ from gapo_megatron.counts import layers_of_stages
 from gapo_megatron.fp8 import fp8_multiple
 from gapo_megatron.model_checks import check_shapes, num_experts
 from gapo_megatron.policy.context import num_chunks
-from gapo_megatron.policy.load import find_weights, load_weights
+from gapo_megatron.policy.load import check_digests, find_weights, load_weights
 from gapo_megatron.policy.model import PolicyModel, build_model, read_hf_config
 from gapo_megatron.policy.offload import Offload
 from gapo_megatron.policy.optimizer import (
@@ -187,15 +187,16 @@ class Policy:
         Args:
             folder: see `find_weights`.
 
-        Collectives: those of Megatron-core's load.
+        Collectives: those of `check_digests` and of Megatron-core's load.
 
         Raises:
             ConfigError: there is no whole checkpoint of this format.
             ConversionError: it does not hold the model of `model.hf_dir`, or a file is damaged.
         """
         weights = find_weights(folder, self.hf_config)
+        check_digests(weights)
         for stage in self.stages:
-            load_weights(stage, weights)
+            load_weights(stage, weights.root)
         self._start_from_weights()
 
     def _start_from_weights(self) -> None:

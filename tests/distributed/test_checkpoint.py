@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gapo_megatron import checkpoint
-from gapo_megatron.checkpoint import OpenStep, manifest
+from gapo_megatron import checkpoint, manifest
+from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.errors import CheckpointError, FencedError
 from gapo_megatron.launch.run_folder import checkpoints_dir
 from gapo_megatron.learn import Progress

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gapo_megatron.checkpoint import manifest
+from gapo_megatron import manifest
 from gapo_megatron.launch.freeze import freeze
 from tests.slurm.cluster import FINAL_STATES, REPOSITORY, Cluster, ClusterError, tail, until
 

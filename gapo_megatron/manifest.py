@@ -15,26 +15,52 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Self
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from gapo_megatron.config import CheckpointConfig
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from gapo_megatron.documents import open_file, read_json
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.files import fsync
 
+if TYPE_CHECKING:
+    from gapo_megatron.config import CheckpointConfig
+
 MANIFEST_NAME = "manifest.json"
 VERSION = 2
-_STEP_NAME = re.compile(r"step_(\d+)(?:_(\d+))?")
+_STEP_NAME = re.compile(r"step_([0-9]+)(?:_([0-9]+))?")
+_READ_BYTES = 2**20
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether it names a file inside of a folder: relative, without `..`, in one spelling."""
+    parts = PurePosixPath(name).parts
+    return name == "/".join(parts) != "" and not {"/", ".."} & {*parts} and "\0" not in name
+
+
+def _plain(name: str) -> str:
+    if not is_plain_name(name):
+        raise ValueError("must name a file inside of the folder")
+    return name
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_Name = Annotated[str, AfterValidator(_plain)]
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     """One file of a checkpoint."""
 
-    num_bytes: int
-    sha256: str
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    num_bytes: _Count
+    sha256: _Sha256
     """Hexadecimal digest of the content."""
 
 
@@ -42,43 +68,40 @@ class FileEntry:
 class Branch:
     """Where a run left another one: the branch point."""
 
-    run: str
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    run: Annotated[str, Field(pattern=r"^[^\x00]+$")]
     """Folder of the other run, absolute."""
-    checkpoint: str
+    checkpoint: _Name
     """Name of its checkpoint's folder."""
-    step: int
+    step: _Count
     """Steps finished there."""
-    manifest_sha256: str
+    manifest_sha256: _Sha256
     """Digest of that checkpoint's manifest, which has a digest of every file."""
-    changes: Mapping[str, list[Any]]
+    changes: Mapping[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
     """Settings that decide what is computed: name -> [there, here] where they differ."""
     parent: Branch | None = None
     """Where the other run had left a third one, if it had."""
-
-    @classmethod
-    def read(cls, document: Mapping[str, Any] | None) -> Self | None:
-        """What `asdict` made of one, or of none."""
-        if document is None:
-            return None
-        return cls(**{**document, "parent": cls.read(document.get("parent"))})
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The contents of manifest.json: what the checkpoint is, and what must be in its folder."""
 
-    step: int
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    step: _Count
     """Steps finished when it was written: the step a resumed run starts with."""
     model: Mapping[str, Any]
     """Fields of the Hugging Face config that decide names and shapes of the weights."""
-    config: Mapping[str, Any]
+    config: Mapping[str, Mapping[str, Any] | None]
     """The resolved run config."""
-    layout: Mapping[str, int]
+    layout: Mapping[str, Annotated[int, Field(ge=1)]]
     """Parallel sizes of the run that wrote it."""
     megatron_version: str
-    files: Mapping[str, FileEntry]
+    files: Mapping[_Name, FileEntry]
     """By name relative to the folder; every file but the manifest."""
-    open_updates: int | None = None
+    open_updates: _Count | None = None
     """Updates done of a step that is not finished; None between steps."""
     branch: Branch | None = None
     """None for a run that began by itself."""
@@ -94,6 +117,9 @@ class Manifest:
         return asdict(self) | {"config_sha256": hashlib.sha256(_canonical(self.config)).hexdigest()}
 
 
+_MANIFEST = TypeAdapter(Manifest)
+
+
 def step_dir(checkpoints_dir: Path, step: int, open_updates: int | None = None) -> Path:
     """Final name of the checkpoint after `step` steps, and some updates of the next if given."""
     suffix = "" if open_updates is None else f"_{open_updates}"
@@ -101,16 +127,23 @@ def step_dir(checkpoints_dir: Path, step: int, open_updates: int | None = None) 
 
 
 def list_steps(checkpoints_dir: Path) -> list[Path]:
-    """Published checkpoint folders, newest first; half-written and refused ones are not listed."""
-    if not checkpoints_dir.is_dir():
+    """Published checkpoint folders, newest first; half-written and refused ones are not listed.
+
+    Raises:
+        CheckpointError: the folder is there, and cannot be read.
+    """
+    try:
+        named = [(_STEP_NAME.fullmatch(path.name), path) for path in checkpoints_dir.iterdir()]
+        steps = [
+            # The end of a step comes before the first update of the next.
+            (int(match[1]), -1 if match[2] is None else int(match[2]), path)
+            for match, path in named
+            if match and path.is_dir()
+        ]
+    except FileNotFoundError:
         return []
-    named = ((_STEP_NAME.fullmatch(path.name), path) for path in checkpoints_dir.iterdir())
-    steps = [
-        # The end of a step comes before the first update of the next.
-        (int(match[1]), -1 if match[2] is None else int(match[2]), path)
-        for match, path in named
-        if match and path.is_dir()
-    ]
+    except OSError as error:
+        raise CheckpointError(f"{checkpoints_dir} cannot be read: {error.strerror}") from None
     return [path for _, _, path in sorted(steps, reverse=True)]
 
 
@@ -134,20 +167,39 @@ def list_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in paths if path.name != MANIFEST_NAME)
 
 
-def find_damage(folder: Path, files: Mapping[str, FileEntry]) -> str | None:
+def find_damage(
+    folder: Path,
+    files: Mapping[str, FileEntry],
+    *,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> str | None:
     """First way in which the files differ from their entries, naming the file; None if they do not.
 
-    Sizes are compared before any content is read, so a missing or cut file costs nothing.
+    Sizes are compared before any content is read, so a missing or cut file costs nothing. A file
+    that cannot be read is damaged, whatever the reason.
+
+    Args:
+        folder: of the files.
+        files: by name; some of a manifest's, or all.
+        on_bytes: called with the bytes that have been read.
     """
-    for name, entry in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if (size := path.stat().st_size) != entry.num_bytes:
-            return f"{path} has {size} bytes instead of {entry.num_bytes}"
-    for name, entry in files.items():
-        if _digest(folder / name) != entry.sha256:
-            return f"{folder / name} does not match its SHA-256"
+    path = folder
+    try:
+        for name, entry in files.items():
+            path = folder / name
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                return f"{path} is not a regular file"
+            if status.st_size != entry.num_bytes:
+                return f"{path} has {status.st_size} bytes instead of {entry.num_bytes}"
+        for name, entry in files.items():
+            path = folder / name
+            if _digest(path, on_bytes) != entry.sha256:
+                return f"{path} does not match its SHA-256"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
     return None
 
 
@@ -161,35 +213,56 @@ def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json.
 
     Raises:
-        CheckpointError: the manifest is missing, cut, altered, or of a newer format.
+        CheckpointError: the manifest is missing, cut, altered, misshapen, or of a newer format; or
+            it is not that of the step which the folder's name tells.
     """
     path = folder / MANIFEST_NAME
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        digest = document.pop("sha256")
-        version = document["version"]
+        document = read_json(path, error=CheckpointError)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path} is not a whole manifest") from None
+    if not isinstance(document, dict) or not {"sha256", "version"} <= document.keys():
+        raise CheckpointError(f"{path} is not a manifest: {document!r:.40}")
+    digest = document.pop("sha256")
     if hashlib.sha256(_canonical(document)).hexdigest() != digest:
         raise CheckpointError(f"{path} does not match its own SHA-256")
-    if version != VERSION:
-        raise CheckpointError(f"{path} has format version {version}; this program reads {VERSION}")
-    del document["config_sha256"]
-    files = {name: FileEntry(**entry) for name, entry in document.pop("files").items()}
-    branch = Branch.read(document.pop("branch"))
-    # Manifests from before there was context parallelism have no word of it.
-    document["layout"].setdefault("context_parallel_size", 1)
-    return Manifest(files=files, branch=branch, **document)
+    if document["version"] != VERSION:
+        raise CheckpointError(
+            f"{path} has format version {document['version']!r:.40}; this program reads {VERSION}"
+        )
+    document.pop("config_sha256", None)
+    if isinstance(document.get("layout"), dict):
+        # Manifests from before there was context parallelism have no word of it.
+        document["layout"].setdefault("context_parallel_size", 1)
+    try:
+        found = _MANIFEST.validate_json(json.dumps(document), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"{path}: {field} ({first['input']!r:.40}) is wrong: {first['msg']}"
+        ) from None
+    named = _STEP_NAME.fullmatch(folder.name)
+    if named and (int(named[1]), named[2] and int(named[2])) != (found.step, found.open_updates):
+        raise CheckpointError(
+            f"{path} has step {found.step} and open_updates {found.open_updates}, which is not "
+            "what the name of its folder says"
+        )
+    return found
 
 
 def stored_sha256(folder: Path) -> str:
     """Digest of a manifest that `read_manifest` has read, as manifest.json has it.
 
     That of an older format, read and written again, would be another one.
+
+    Raises:
+        CheckpointError: it cannot be read any more.
     """
-    digest: str = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["sha256"]
+    try:
+        digest: str = read_json(folder / MANIFEST_NAME, error=CheckpointError)["sha256"]
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder / MANIFEST_NAME} is missing") from None
     return digest
 
 
@@ -265,9 +338,13 @@ def _step(folder: Path) -> int:
     return int(folder.name.split("_")[1])
 
 
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest(path: Path, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
+    with open_file(path) as file:
+        while number := file.readinto(buffer):  # type: ignore[attr-defined]
+            digest.update(buffer[:number])
+            on_bytes(number)
+    return digest.hexdigest()
 
 
 def _canonical(value: Mapping[str, Any]) -> bytes:

@@ -23,7 +23,9 @@ from gapo_megatron.convert.rules import Rule, shard_size
 from gapo_megatron.counts import Arithmetic, arithmetic, layers_of_stages, num_begun
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.fp8 import is_quantised
+from gapo_megatron.launch.restart import check_not_lost
 from gapo_megatron.launch.run_folder import checkpoints_dir
+from gapo_megatron.manifest import list_steps
 from gapo_megatron.model_checks import check_shapes
 from gapo_megatron.model_shapes import find_model
 from gapo_megatron.toml_tree import to_toml
@@ -43,7 +45,7 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
 
     Raises:
         ConfigError: world size, model and parallel sizes do not fit each other; a path cannot be
-            followed; what a branch may not change is changed.
+            followed; what a branch may not change is changed; the run's checkpoints are gone.
         CheckpointError: the branch point is damaged, or another model's.
     """
     console = console or Console()
@@ -59,6 +61,7 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
     hf_config, shipped = find_model(config.model.hf_dir)
     if hf_config is not None:
         check_shapes(hf_config, config.parallel, config.model)
+    check_not_lost(config)
     _check_megatron_dir(config)
     branch = _branch_note(config)
     console.print(to_toml(config), markup=False, highlight=False, soft_wrap=True)
@@ -256,7 +259,6 @@ def _branch_note(config: Config) -> str:
         return ""
     # Seconds of imports: only where there are checkpoints.
     from gapo_megatron.checkpoint import check_branch
-    from gapo_megatron.manifest import list_steps
     from gapo_megatron.policy.model import read_hf_config
 
     has_begun = bool(list_steps(folder))

@@ -280,6 +280,18 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return row
 
 
+def last_step(path: Path) -> int | None:
+    """Step of the last whole line of metrics; None where there is none."""
+    try:
+        with open_file(path) as file:
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    return next((step for step in map(_step_of, reversed(lines)) if step is not None), None)
+
+
 def _open_truncated(path: Path, *, resume_step: int) -> Any:
     """Open a JSONL file for appending after dropping lines of step `resume_step` and later.
 

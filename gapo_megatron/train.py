@@ -18,6 +18,7 @@ from gapo_megatron.convert.folder import check_replaceable, is_marked
 from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.launch.imports import without_garbage_collection
 from gapo_megatron.launch.placement import world_size
+from gapo_megatron.launch.restart import check_not_lost
 from gapo_megatron.launch.run_folder import check_writable, has_finished
 from gapo_megatron.metrics import check_sinks
 from gapo_megatron.model_checks import check_shapes
@@ -50,11 +51,13 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     """Refuse what can be told without torch; `loop` checks the rest, before any model is built.
 
     Raises:
-        ConfigError: the output folder, a metrics sink, the verifier or the model's config.json
+        ConfigError: the output folder (also where its checkpoints are gone), a metrics sink, the verifier or the model's config.json
             cannot be used, or the parallel sizes do not cut the model.
     """
     check_paths(config)
     check_writable(config.run.output_dir)
+    if keep_weights:
+        check_not_lost(config)
     check_sinks(config.metrics)
     rewards.check(config.reward)
     if keep_weights:

@@ -22,6 +22,7 @@ from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.types import Batch, Carried, OpenGroup, Prompt, Rollout
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed, single_rank
+from tests.distributed.checkpoint_setup import trainer_state
 from tests.distributed.policy_setup import (
     VOCAB_SIZE,
     make_config,
@@ -243,7 +244,7 @@ def test_open_groups_go_on_as_they_have_begun(
             tmp_path,
             step=step,
             policy=policy,
-            trainer_state={},
+            trainer_state=trainer_state(step),
             config=config,
             attempt=make_attempt(tmp_path),
             open_groups=groups,

@@ -21,7 +21,8 @@ from transformers import PretrainedConfig
 
 from gapo_megatron import manifest
 from gapo_megatron.checkpoint.resume import require_same_model
-from gapo_megatron.checkpoint.save import TRAINER_STATE_NAME, model_identity
+from gapo_megatron.checkpoint.save import model_identity
+from gapo_megatron.checkpoint.trainer_state import TRAINER_STATE_NAME, read_trainer_state
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.files import fsync, write_atomically
@@ -51,12 +52,14 @@ class BranchPoint:
         Raises:
             CheckpointError: the file is damaged or gone.
         """
-        entry = {TRAINER_STATE_NAME: self.manifest.files[TRAINER_STATE_NAME]}
-        if damage := manifest.find_damage(self.path, entry):
+        name = TRAINER_STATE_NAME
+        if name not in self.manifest.files:
+            damage: str | None = f"{self.path / manifest.MANIFEST_NAME} does not list {name}"
+        else:
+            damage = manifest.find_damage(self.path, {name: self.manifest.files[name]})
+        if damage:
             raise CheckpointError(f"cannot branch from {self.path}: {damage}")
-        text = (self.path / TRAINER_STATE_NAME).read_text(encoding="utf-8")
-        state: dict[str, Any] = json.loads(text)
-        return state
+        return read_trainer_state(self.path, step=self.manifest.step)
 
 
 def check_branch(config: Config, hf_config: PretrainedConfig | None) -> BranchPoint | None:

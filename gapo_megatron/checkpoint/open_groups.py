@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gapo_megatron.checkpoint.open_step import write
+from gapo_megatron.checkpoint import files
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.manifest import Manifest
@@ -37,19 +37,23 @@ def save_open_groups(folder: Path, groups: Sequence[OpenGroup]) -> None:
             {"prompt": asdict(group.prompt), "rollouts": list(map(_to_fields, group.rollouts))}
             for group in groups
         ]
-        write(folder / OPEN_GROUPS_NAME, {"groups": content})
+        files.write(folder / OPEN_GROUPS_NAME, {"groups": content})
 
 
 def load_open_groups(folder: Path) -> list[OpenGroup]:
-    """Read what `save_open_groups` wrote, whatever layout wrote it. No collective."""
+    """Read what `save_open_groups` wrote, whatever layout wrote it. No collective.
+
+    Raises:
+        CheckpointError: the file is missing, damaged or misshapen; names it.
+    """
     path = folder / OPEN_GROUPS_NAME
     if not path.exists():
         return []
-    content: list[dict[str, Any]] = torch.load(path, weights_only=True)["groups"]
-    return [
-        OpenGroup(Prompt(**one["prompt"]), tuple(map(_from_fields, one["rollouts"])))
-        for one in content
-    ]
+    with files.reading(path) as content:
+        return [
+            OpenGroup(_to_prompt(one["prompt"]), tuple(map(_from_fields, one["rollouts"])))
+            for one in files.plain(content["groups"], list)
+        ]
 
 
 def require_same_sampling(path: Path, found: Manifest, config: Config) -> None:
@@ -87,14 +91,27 @@ def _to_fields(rollout: Rollout) -> dict[str, Any]:
     }
 
 
+def _to_prompt(fields: dict[str, Any]) -> Prompt:
+    prompt = Prompt(**fields)
+    for text in (prompt.id, prompt.answer, prompt.level):
+        files.plain(text, str)
+    for number in files.plain(prompt.token_ids, tuple):
+        files.plain(number, int)
+    return prompt
+
+
 def _from_fields(fields: dict[str, Any]) -> Rollout:
+    token_ids = files.column(fields["token_ids"], torch.int32)
     carried = None
     if fields["old_log_probs"] is not None:
-        carried = Carried(fields["oldest_version"], fields["old_log_probs"].numpy())
+        old = files.column(fields["old_log_probs"], torch.float32, length=len(token_ids))
+        carried = Carried(files.plain(fields["oldest_version"], int), old.numpy())
+    elif len(token_ids):
+        raise ValueError("tokens without old log-probs")
     return Rollout(
-        token_ids=fields["token_ids"].numpy(),
-        log_probs=fields["log_probs"].numpy(),
-        truncated=fields["truncated"],
-        finished=fields["finished"],
+        token_ids=token_ids.numpy(),
+        log_probs=files.column(fields["log_probs"], torch.float32, length=len(token_ids)).numpy(),
+        truncated=files.plain(fields["truncated"], bool),
+        finished=files.plain(fields["finished"], bool),
         carried=carried,
     )

@@ -7,7 +7,6 @@ given.
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -15,11 +14,23 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from gapo_megatron.checkpoint import files
 from gapo_megatron.learn import Progress
 from gapo_megatron.types import Batch
 
 BATCH_NAME = "batch.pt"
-_ARRAYS = ("prompt_ids", "response_ids", "rollout_log_probs", "carried_log_probs")
+_ARRAYS = {
+    "prompt_ids": torch.int32,
+    "response_ids": torch.int32,
+    "rollout_log_probs": torch.float32,
+    "carried_log_probs": torch.float32,
+}
+_COLUMNS = {
+    "advantages": torch.float64,
+    "num_correct": torch.int64,
+    "group_size": torch.int64,
+    "valid": torch.bool,
+}
 
 
 @dataclass(frozen=True)
@@ -37,37 +48,37 @@ class OpenStep:
 
     def save(self, folder: Path) -> None:
         """Write this rank's progress; rank 0 the rest. No collective."""
-        write(folder / progress_name(dist.get_rank()), asdict(self.progress))
+        files.write(folder / progress_name(dist.get_rank()), asdict(self.progress))
         if dist.get_rank() == 0:
             fields = {name: getattr(self.batch, name) for name in Batch.__slots__}
             for name in _ARRAYS:
                 fields[name] = [torch.from_numpy(array) for array in fields[name]]
-            write(
+            files.write(
                 folder / BATCH_NAME,
                 {"batch": fields, "metrics": self.metrics, "evaluated": self.evaluated},
             )
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device) -> Self:
-        """Read what `save` wrote on this rank of the same parallel layout. No collective."""
-        shared: dict[str, Any] = torch.load(folder / BATCH_NAME, weights_only=True)
-        fields = shared["batch"]
-        for name in _ARRAYS:
-            # One written before there were carried tokens has none.
-            fields[name] = [tensor.numpy() for tensor in fields.get(name, [])]
-        progress: dict[str, Any] = torch.load(
-            folder / progress_name(dist.get_rank()), weights_only=True
-        )
-        progress["old_log_probs"] = [
-            one and [values if values is None else values.to(device) for values in one]
-            for one in progress["old_log_probs"]
-        ]
-        return cls(
-            batch=Batch(**fields),
-            metrics=shared["metrics"],
-            evaluated=shared["evaluated"],
-            progress=Progress(**progress),
-        )
+    def load(cls, folder: Path, device: torch.device, *, num_updates: int) -> Self:
+        """Read what `save` wrote on this rank of the same parallel layout. No collective.
+
+        Args:
+            folder: of the checkpoint.
+            device: for what this rank goes on with.
+            num_updates: that its manifest says.
+
+        Raises:
+            CheckpointError: a file is missing, damaged or misshapen; names it.
+        """
+        with files.reading(folder / BATCH_NAME) as shared:
+            batch = _to_batch(shared["batch"])
+            metrics = files.numbers(shared["metrics"])
+            evaluated = files.numbers(shared["evaluated"])
+        with files.reading(folder / progress_name(dist.get_rank())) as fields:
+            progress = _to_progress(fields, device)
+            if progress.num_updates != num_updates:
+                raise ValueError(f"{progress.num_updates} updates in place of {num_updates}")
+        return cls(batch, metrics, evaluated, progress)
 
 
 def progress_name(rank: int) -> str:
@@ -75,9 +86,41 @@ def progress_name(rank: int) -> str:
     return f"progress_{rank:05d}.pt"
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Write tensors and plain values; they are on disk when it returns."""
-    with open(path, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())  # another node could not flush what this one wrote
+def _to_batch(fields: dict[str, Any]) -> Batch:
+    # One written before there were carried tokens has none.
+    fields = {"carried_log_probs": [], **fields}
+    tokens, responses, log_probs, carried = (
+        [files.column(one, dtype).numpy() for one in files.plain(fields.pop(name), list)]
+        for name, dtype in _ARRAYS.items()
+    )
+    batch = Batch(
+        tokens, responses, log_probs, carried_log_probs=carried,
+        **{name: files.column(one, _COLUMNS[name], length=len(responses))
+           for name, one in fields.items()},
+    )  # fmt: skip
+    lengths = [*map(len, responses)]
+    if len(tokens) != len(lengths) or [*map(len, log_probs)] != lengths:
+        raise ValueError("prompts, responses and log-probs differ in number or length")
+    if carried and not all(
+        len(one) <= length for one, length in zip(carried, lengths, strict=True)
+    ):
+        raise ValueError("more carried tokens than a response has")
+    return batch
+
+
+def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
+    progress = Progress(**fields)
+    progress.old_log_probs = [
+        one
+        and [
+            values if values is None else files.column(values, torch.float32).to(device)
+            for values in files.plain(one, list)
+        ]
+        for one in files.plain(progress.old_log_probs, list)
+    ]
+    for name, total in files.plain(progress.sums, dict).items():
+        if not isinstance(total, torch.Tensor) or total.ndim > 1:
+            raise ValueError(f"{total!r:.40} in place of the sum {name}")
+    for number in (*files.plain(progress.grad_norms, list), progress.learning_rate):
+        files.plain(number, float, int)
+    return progress

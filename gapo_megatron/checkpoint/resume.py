@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,23 +10,26 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
-from megatron.core import dist_checkpointing
 from transformers import PretrainedConfig
 
-from gapo_megatron import cpu, manifest
+from gapo_megatron import manifest
 from gapo_megatron.checkpoint import rng
-from gapo_megatron.checkpoint.open_groups import load_open_groups, require_same_sampling
-from gapo_megatron.checkpoint.open_step import OpenStep
-from gapo_megatron.checkpoint.save import (
-    TRAINER_STATE_NAME,
-    layout,
-    model_identity,
+from gapo_megatron.checkpoint.open_groups import (
+    OPEN_GROUPS_NAME,
+    load_open_groups,
+    require_same_sampling,
 )
+from gapo_megatron.checkpoint.open_step import BATCH_NAME, OpenStep, progress_name
+from gapo_megatron.checkpoint.save import layout, model_identity
+from gapo_megatron.checkpoint.trainer_state import TRAINER_STATE_NAME, read_trainer_state
 from gapo_megatron.config import Config
-from gapo_megatron.errors import CheckpointError
+from gapo_megatron.convert.unpickle import read_common, read_metadata
+from gapo_megatron.errors import CheckpointError, ConversionError
 from gapo_megatron.launch.run_folder import checkpoints_dir, is_finished
 from gapo_megatron.manifest import Branch, Manifest
+from gapo_megatron.metrics import METRICS_NAME, last_step
 from gapo_megatron.policy import Policy
+from gapo_megatron.policy.load import find_damage_together, first_problem, load_sharded
 from gapo_megatron.settings import changes
 from gapo_megatron.types import OpenGroup
 
@@ -76,11 +78,11 @@ def check_resume(run_dir: str | Path, hf_config: PretrainedConfig, config: Confi
 def load_latest(run_dir: str | Path, *, policy: Policy, config: Config) -> LoadedState | None:
     """Load the newest whole checkpoint into `policy`, whatever parallel layout wrote it.
 
-    A damaged checkpoint is skipped with a warning that names the file, and set aside once an older
-    whole one is found, so that a later resume cannot jump ahead to it. A half-written one has no
-    final name and is never considered. Random state is restored when the layout is the same. A
-    checkpoint within a step needs the layout and the settings it was written with: with others it
-    counts as damaged.
+    A damaged checkpoint, or one that cannot be read, is skipped with a warning that names the file,
+    and set aside once an older whole one is loaded, so that a later resume cannot jump ahead to it.
+    A half-written one has no final name and is never considered. Random state is restored when the
+    layout is the same. A checkpoint within a step needs the layout and the settings it was written
+    with: with others it counts as damaged.
 
     Args:
         run_dir: the run's output folder, on a file system all ranks share.
@@ -91,49 +93,47 @@ def load_latest(run_dir: str | Path, *, policy: Policy, config: Config) -> Loade
         Step and trainer state, the same on every rank; None when there is no checkpoint.
 
     Collectives, over all ranks: a broadcast of the candidates; per candidate a broadcast of its
-    manifest and a gather of damage reports (every rank reads its share of the files); then those of
-    Megatron-core's load; a barrier.
+    manifest and gathers of damage reports (every rank reads its share of the files), and of the
+    first that is whole those of Megatron-core's load; a barrier.
 
     Raises:
         CheckpointError: the checkpoint is another model's (names the fields), or there are
             checkpoints and none is whole.
         ConfigError: as of `check_resume`, of a checkpoint that is not the newest.
     """
-    path, found, damaged = _newest_usable(checkpoints_dir(run_dir), layout(policy.groups), config)
-    if found is None:
-        return None
-    require_same_model(path, found.model, model_identity(policy.hf_config))
-    require_same_sampling(path, found, config)
-    if dist.get_rank() == 0:
-        for other in damaged:
-            logger.warning("set aside as %s; the next save removes it", manifest.set_aside(other))
-        _log_changes(found, config)
-    return _load(path, found, policy, config)
-
-
-def _newest_usable(
-    folder: Path, sizes: Mapping[str, int], config: Config
-) -> tuple[Path, Manifest | None, list[Path]]:
-    """Newest whole checkpoint, its manifest (None: there is none), and the newer ones refused.
-
-    `sizes` are this run's parallel sizes. The same on every rank. Collective.
-    """
-    refused: list[Path] = []
+    folder, sizes = checkpoints_dir(run_dir), layout(policy.groups)
+    refused: dict[Path, str] = {}
     for path in _from_rank_0(manifest.list_steps(folder)):
-        found, reason = _inspect(path)
+        found, reason = _inspect(path, sizes, config)
+        state = None
         if found is not None and reason is None:
-            reason = _why_not_go_on_within(found, sizes, config)
-        if reason is None:
-            return path, found, refused
-        refused.append(path)
+            require_same_model(path, found.model, model_identity(policy.hf_config))
+            require_same_sampling(path, found, config)
+            state, reason = _load(path, found, policy, config)
+        if state is not None and reason is None:
+            break
+        refused[path] = reason or ""
         if dist.get_rank() == 0:
             logger.warning("skipping %s: %s", path.name, reason)
-    if refused:
-        raise CheckpointError(
-            f"none of the {len(refused)} checkpoints in {folder} can be used ({path.name}: "
-            f"{reason}); remove the folder to start over"
-        )
-    return folder, None, []
+    else:
+        if refused:
+            path, reason = refused.popitem()
+            raise CheckpointError(
+                f"none of the {len(refused) + 1} checkpoints in {folder} can be used ({path.name}: "
+                f"{reason}); to start over, move {run_dir} away"
+            )
+        return None
+    if dist.get_rank() == 0:
+        for other in refused:
+            logger.warning("set aside as %s; the next save removes it", manifest.set_aside(other))
+        assert found is not None
+        _log_changes(found, config)
+        _warn_of_lost_metrics(Path(run_dir), found)
+    # Nobody trains on, and prunes, while a peer still reads.
+    dist.barrier()
+    if dist.get_rank() == 0:
+        logger.info("resumed from %s", path)
+    return state
 
 
 def _why_not_go_on_within(found: Manifest, sizes: Mapping[str, int], config: Config) -> str | None:
@@ -150,13 +150,53 @@ def _why_not_go_on_within(found: Manifest, sizes: Mapping[str, int], config: Con
     return None
 
 
-def _load(path: Path, found: Manifest, policy: Policy, config: Config) -> LoadedState:
-    state = policy.sharded_state_dict(is_loading=True)
-    with cpu.device_scope():
-        loaded = dist_checkpointing.load(state, str(path))
-    policy.load_state_dict(loaded)
-    if found.layout == layout(policy.groups):
-        rng.load(path / rng.file_name(dist.get_rank()))
+def _load(
+    path: Path, found: Manifest, policy: Policy, config: Config
+) -> tuple[LoadedState | None, str | None]:
+    """Load one candidate, or say what is wrong with it, the same on every rank. Collective.
+
+    All but the tensors is read before anything is changed. After a failure among the tensors, the
+    next candidate's replace what has been read.
+    """
+    branch, changed = found.branch, {*changes(found.config, config)}
+    if branch is not None and branch.step == found.step:
+        changed |= {*branch.changes}
+    random_state, state, problem = None, None, None
+    try:
+        is_same_layout = found.layout == layout(policy.groups)
+        _check_contents(path, found, is_same_layout=is_same_layout)
+        if is_same_layout:
+            random_state = rng.read(path / rng.file_name(dist.get_rank()))
+        state = LoadedState(
+            step=found.step,
+            trainer_state=read_trainer_state(path, step=found.step),
+            path=path,
+            branch=branch,
+            open_step=None
+            if found.open_updates is None
+            else OpenStep.load(path, policy.device, num_updates=found.open_updates),
+            changes_objective=any(name.startswith("objective.") for name in changed),
+            open_groups=load_open_groups(path) if OPEN_GROUPS_NAME in found.files else [],
+        )
+    except (CheckpointError, ConversionError) as error:
+        problem = str(error)
+    if problem := first_problem(problem):
+        return None, problem
+    try:
+        loaded = load_sharded(policy.sharded_state_dict(is_loading=True), path)
+    except ConversionError as error:
+        problem = str(error)
+    if problem := first_problem(problem):
+        return None, problem
+    try:
+        policy.load_state_dict(loaded)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        # Of the optimizer's settings in common.pt, which Megatron-core takes as they are.
+        problem = f"{path} holds what does not fit: {type(error).__name__}: {error}"
+    if problem := first_problem(problem):
+        return None, problem
+    if random_state is not None:
+        rng.restore(random_state)
     elif dist.get_rank() == 0:
         logger.warning(
             "%s was written on another parallel layout (%s): weights and optimizer are the same, "
@@ -164,45 +204,43 @@ def _load(path: Path, found: Manifest, policy: Policy, config: Config) -> Loaded
             path,
             _shown(found.layout),
         )
-    open_step = None if found.open_updates is None else OpenStep.load(path, policy.device)
-    open_groups = load_open_groups(path)
-    trainer_state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    branch, changed = found.branch, {*changes(found.config, config)}
-    if branch is not None and branch.step == found.step:
-        changed |= {*branch.changes}
-    changes_objective = any(name.startswith("objective.") for name in changed)
-    # Nobody trains on, and prunes, while a peer still reads.
-    dist.barrier()
-    if dist.get_rank() == 0:
-        logger.info("resumed from %s", path)
-    return LoadedState(
-        step=found.step,
-        trainer_state=trainer_state,
-        path=path,
-        branch=branch,
-        open_step=open_step,
-        changes_objective=changes_objective,
-        open_groups=open_groups,
-    )
+    return state, None
+
+
+def _check_contents(path: Path, found: Manifest, *, is_same_layout: bool) -> None:
+    """Refuse what Megatron-core would run, or would read without that there is a digest of it.
+
+    Raises:
+        CheckpointError, ConversionError: names the file.
+    """
+    rank, metadata = dist.get_rank(), read_metadata(path)
+    needed = {TRAINER_STATE_NAME, ".metadata", "metadata.json"}
+    needed |= {info.relative_path for info in metadata.storage_data.values()}
+    if (path / "common.pt").exists():
+        needed.add("common.pt")
+    if is_same_layout:
+        needed.add(rng.file_name(rank))
+    if found.open_updates is not None:
+        needed |= {BATCH_NAME, progress_name(rank)}
+    if unlisted := sorted(needed - found.files.keys()):
+        raise CheckpointError(f"{path / manifest.MANIFEST_NAME} does not list {unlisted[0]}")
+    num_updates = read_common(path, metadata).get("num_updates")
+    if type(num_updates) is not int or num_updates < 0:
+        raise CheckpointError(f"{path}: num_updates ({num_updates!r:.40}) is no number of updates")
 
 
 def _shown(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
-def _inspect(path: Path) -> tuple[Manifest | None, str | None]:
-    """Manifest and first damage of one candidate, the same on every rank. Collective."""
+def _inspect(
+    path: Path, sizes: Mapping[str, int], config: Config
+) -> tuple[Manifest | None, str | None]:
+    """Manifest of one candidate, and why it cannot be used, the same on every rank. Collective."""
     found, damage = _from_rank_0(_try_manifest(path))
-    if found is None:
-        return None, damage
-    # Largest first, dealt out in turn: about the same number of bytes for every rank.
-    by_size = sorted(found.files, key=lambda name: (-found.files[name].num_bytes, name))
-    share = by_size[dist.get_rank() :: dist.get_world_size()]
-    reports: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        reports, manifest.find_damage(path, {name: found.files[name] for name in share})
-    )
-    return found, next((report for report in reports if report is not None), None)
+    if found is not None:
+        damage = find_damage_together(path, found) or _why_not_go_on_within(found, sizes, config)
+    return found, damage
 
 
 def _try_manifest(path: Path) -> tuple[Manifest | None, str | None]:
@@ -235,6 +273,19 @@ def require_same_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, 
     ]
     if differences:
         raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(differences)}")
+
+
+def _warn_of_lost_metrics(run_dir: Path, found: Manifest) -> None:
+    """Say that lines of steps before the checkpoint are not there; nobody writes them again."""
+    path, first = run_dir / METRICS_NAME, found.branch.step if found.branch else 0
+    last = last_step(path)
+    if found.step > first and (last is None or last < found.step - 1):
+        logger.warning(
+            "%s %s, though %d steps are done: its lines do not come again",
+            path,
+            "is gone or empty" if last is None else f"ends with step {last}",
+            found.step,
+        )
 
 
 def _log_changes(found: Manifest, config: Config) -> None:

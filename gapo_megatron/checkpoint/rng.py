@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from gapo_megatron import cpu
+from gapo_megatron.checkpoint import files
 
 
 def file_name(rank: int) -> str:
@@ -30,19 +30,31 @@ def save(path: Path) -> None:
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "megatron": _tracker_states(),
     }
-    with open(path, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())  # another node could not flush what this one wrote
+    files.write(path, state)
 
 
-def load(path: Path) -> None:
-    """Put back what `save` wrote; afterwards every generator continues its sequence."""
-    state: dict[str, Any] = torch.load(path, weights_only=True)
+def read(path: Path) -> dict[str, Any]:
+    """What `save` wrote; generators like those that `restore` sets have taken it.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds something else; names it.
+    """
+    with files.reading(path) as state:
+        random.Random().setstate(state["python"])
+        numpy_state = state["numpy"]
+        numpy_state["state"]["key"] = numpy_state["state"]["key"].numpy().astype(np.uint32)
+        np.random.RandomState().set_state(numpy_state)
+        torch.Generator().set_state(state["torch"])
+        states = [state["cuda"], *files.plain(state["megatron"], dict).values()]
+        for one in states:
+            files.column(torch.empty(0, dtype=torch.uint8) if one is None else one, torch.uint8)
+        return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put back what `read` gave; afterwards every generator continues its sequence."""
     random.setstate(state["python"])
-    numpy_state = state["numpy"]
-    numpy_state["state"]["key"] = numpy_state["state"]["key"].numpy().astype(np.uint32)
-    np.random.set_state(numpy_state)
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

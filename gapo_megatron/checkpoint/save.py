@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,16 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from transformers import PretrainedConfig
 
 from gapo_megatron import cpu, manifest
 from gapo_megatron.checkpoint import rng
 from gapo_megatron.checkpoint.open_groups import save_open_groups
 from gapo_megatron.checkpoint.open_step import OpenStep
+from gapo_megatron.checkpoint.trainer_state import write_trainer_state
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.launch.attempt import Attempt
@@ -40,8 +46,7 @@ from gapo_megatron.types import OpenGroup
 
 logger = logging.getLogger(__name__)
 
-TRAINER_STATE_NAME = "trainer_state.json"
-
+_PROBE_BYTES = 2**20
 # What decides names and shapes of the weights, and what the model computes with them.
 _MODEL_FIELDS = (
     "architectures",
@@ -114,7 +119,7 @@ def save(
             manifest.remove_half_written(folder)
             temporary.mkdir(parents=True)
         dist.barrier()
-        _write(temporary, policy, trainer_state)
+        _write(temporary, policy, trainer_state, step=step)
         if open_step is not None:
             open_step.save(temporary)
         if dist.get_rank() == 0:
@@ -143,12 +148,6 @@ def save(
     except CheckpointException as error:
         reasons = (f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
         raise _write_error(final, "; ".join(reasons)) from error
-    except RuntimeError as error:
-        # Of torch's own file streams, which do not say why.
-        if not re.search("iostream|inline_container|PytorchStreamWriter", str(error)):
-            raise
-        free_mib = shutil.disk_usage(folder).free / 2**20
-        raise _write_error(final, f"{error}; {free_mib:.0f} MiB are free there") from error
     # No rank goes on, and perhaps exits, before the checkpoint has its name.
     dist.barrier()
     return final
@@ -179,6 +178,39 @@ def layout(groups: ParallelGroups) -> dict[str, int]:
     }
 
 
+@contextlib.contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Say what the system says of a write that torch's own file streams fail at without a word.
+
+    Of a full disk they report that a position is unexpected.
+
+    Raises:
+        OSError: the system's.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not re.search("iostream|inline_container|PytorchStreamWriter", str(error)):
+            raise
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:  # C++ opened the file
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(bytes(_PROBE_BYTES))
+                probe.flush()
+            free_mib = shutil.disk_usage(folder).free / 2**20
+            cause = OSError(errno.EIO, f"{error}; {free_mib:.0f} MiB are free there")
+        raise cause from error
+
+
+class _Writer(torch_checkpoint.FileSystemWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As torch's; an error travels to the other ranks by itself, without what caused it."""
+        with _disk_errors(Path(self.path)):
+            return super().write_data(plan, planner)
+
+
 class _InProcessSave(TorchDistSaveShardedStrategy):
     """Megatron-core's format, written by this process itself.
 
@@ -193,7 +225,7 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
         )
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=True),
+            storage_writer=_Writer(checkpoint_dir, sync_files=True),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
 
@@ -207,18 +239,16 @@ def write_state(state: dict[str, Any], folder: Path, groups: ParallelGroups) -> 
     strategy = FullyParallelSaveStrategyWrapper(
         _InProcessSave(backend="torch_dist", version=1), groups.dp_cp_group
     )
-    with cpu.device_scope():
+    with cpu.device_scope(), _disk_errors(folder):
         dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
 
 
-def _write(folder: Path, policy: Policy, trainer_state: Mapping[str, Any]) -> None:
+def _write(folder: Path, policy: Policy, trainer_state: Mapping[str, Any], *, step: int) -> None:
     """Every file but the manifest. Collective."""
     write_state(policy.sharded_state_dict(), folder, policy.groups)
     rng.save(folder / rng.file_name(dist.get_rank()))
     if dist.get_rank() == 0:
-        text = json.dumps(trainer_state, allow_nan=False)
-        assert json.loads(text) == trainer_state, f"not plain JSON values: {trainer_state}"
-        (folder / TRAINER_STATE_NAME).write_text(text, encoding="utf-8")
+        write_trainer_state(folder, trainer_state, step=step)
 
 
 def _describe_files(folder: Path) -> dict[str, manifest.FileEntry]:

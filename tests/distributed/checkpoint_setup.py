@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,6 +88,13 @@ def train_one_update(policy: Policy, *, seed: int) -> None:
     update(policy, microbatches, lambda _, log_probs, __: (-log_probs.sum() / 28, {}))
 
 
+def trainer_state(step: int) -> dict[str, Any]:
+    return {
+        "source": {"epoch": 1, "remaining": [step], "dataset": "d"},
+        "window": [[[1, 2, 0.1, -1]]],
+    }
+
+
 def save(
     run_dir: Path,
     policy: Policy,
@@ -101,7 +109,7 @@ def save(
         run_dir,
         step=step,
         policy=policy,
-        trainer_state={"sampler": {"epoch": 1, "position": step}, "policy_version": step},
+        trainer_state=trainer_state(step),
         config=config.model_copy(update={"checkpoint": settings}),
         attempt=make_attempt(run_dir),
         open_step=open_step,

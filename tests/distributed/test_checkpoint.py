@@ -30,6 +30,7 @@ from tests.distributed.checkpoint_setup import (
     save,
     tensors_on_disk,
     train_one_update,
+    trainer_state,
 )
 from tests.messages import mentions
 
@@ -48,7 +49,7 @@ def continue_on(hf_dir: str, run_dir: Path, layouts: list[str]) -> None:
         step = 0
         if state is not None:
             step = state.step
-            assert state.trainer_state["sampler"] == {"epoch": 1, "position": step}
+            assert state.trainer_state == trainer_state(step)
             assert policy.num_updates == step
             again = save(run_dir / layout, policy, config, step=step)
             before, after = tensors_on_disk(state.path), tensors_on_disk(again)
@@ -164,12 +165,16 @@ def fill_the_disk(hf_dir: str, run_dir: Path) -> None:
     config = make_config(hf_dir, layout="single")
     policy = build(config)
     save(run_dir, policy, config, step=1)
-    # A file-size limit stands for a full disk: the write fails with an OSError half-way.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-    with pytest.raises(
-        CheckpointError, match=mentions("step_00000002", "rank 0", "File too large")
-    ):
-        save(run_dir, policy, config, step=2)
+    path = manifest.step_dir(checkpoints_dir(run_dir), 1)
+    # A file-size limit stands for a full disk: the write fails with an OSError half-way, in one
+    # file after the other. Torch's own streams hide it.
+    sizes = {file.stat().st_size for file in path.iterdir()}
+    for limit in sorted({0, *(size - 1 for size in sizes), *(size // 2 for size in sizes)}):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError, match=mentions("step_00000002", "File too large")):
+            save(run_dir, policy, config, step=2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        assert manifest.list_steps(path.parent) == [path]
     state = checkpoint.load_latest(run_dir, policy=policy, config=config)
     assert state is not None and state.step == 1
 
@@ -262,7 +267,7 @@ def lose_the_run(hf_dir: str, run_dir: Path) -> None:
     policy = build(config)
     attempt = make_attempt(run_dir)
     (run_dir / "OWNER").write_text("8.1\n")  # while this attempt computes
-    state = {"sampler": {}}
+    state = trainer_state(1)
     arguments = {"policy": policy, "trainer_state": state, "config": config}
     with pytest.raises(FencedError, match=mentions("8.1", "7.0")):
         checkpoint.save(run_dir, step=1, attempt=attempt, **arguments)

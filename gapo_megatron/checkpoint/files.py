@@ -1,0 +1,87 @@
+"""Files of tensors and plain values in a checkpoint: whole on disk, and read as what they were."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gapo_megatron.documents import open_file
+from gapo_megatron.errors import CheckpointError
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write tensors and plain values; they are on disk when it returns."""
+    # Not by torch.save, which says nothing of a full disk but that a position is unexpected.
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    with open(path, "wb") as file:
+        file.write(stream.getbuffer())
+        file.flush()
+        os.fsync(file.fileno())  # another node could not flush what this one wrote
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[dict[str, Any]]:
+    """What `write` wrote, for a block that makes something of it.
+
+    Raises:
+        CheckpointError: the file is missing, damaged or cannot be read, or the block could not make
+            anything of it; names the file.
+    """
+    try:
+        with open_file(path) as file:
+            content = torch.load(file, weights_only=True)
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {type(content).__name__}, not a dictionary")
+        yield content
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except CheckpointError:
+        raise
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        *(pickle.UnpicklingError, EOFError, OSError, RuntimeError),
+        *(AttributeError, LookupError, TypeError, ValueError, OverflowError),
+    ) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+
+
+def column(value: Any, dtype: torch.dtype, *, length: int | None = None) -> torch.Tensor:
+    """The value, provided it is such a tensor of one dimension, and of so many elements.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, torch.Tensor) or (value.dtype, value.ndim) != (dtype, 1):
+        raise ValueError(f"{value!r:.40} in place of a column of {dtype}")
+    if length is not None and len(value) != length:
+        raise ValueError(f"{len(value)} elements in place of {length}")
+    return value
+
+
+def plain(value: Any, *kinds: type) -> Any:
+    """The value, provided it is of one of these types, and of no subclass of theirs.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if type(value) not in kinds:
+        raise ValueError(f"{value!r:.40} in place of {kinds[0].__name__}")
+    return value
+
+
+def numbers(value: Any) -> dict[str, float]:
+    """The value, provided it is a dictionary of names and numbers.
+
+    Raises:
+        ValueError: it is not.
+    """
+    return {plain(name, str): plain(one, float, int) for name, one in plain(value, dict).items()}

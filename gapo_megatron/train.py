@@ -51,17 +51,17 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     """Refuse what can be told without torch; `loop` checks the rest, before any model is built.
 
     Raises:
-        ConfigError: the output folder (also where its checkpoints are gone), a metrics sink, the verifier or the model's config.json
-            cannot be used, or the parallel sizes do not cut the model.
+        ConfigError: the output folder, a metrics sink, the verifier or the model's config.json
+            cannot be used, the run's checkpoints are gone, or the parallel sizes do not cut the
+            model.
     """
     check_paths(config)
     check_writable(config.run.output_dir)
-    if keep_weights:
-        check_not_lost(config)
     check_sinks(config.metrics)
     rewards.check(config.reward)
     if keep_weights:
         _check_export(config)
+        check_not_lost(config)
     check_shapes(read_model_facts(config.model.hf_dir), config.parallel, config.model)
 
 

@@ -253,7 +253,7 @@ def test_other_mistakes_are_named(root: Path) -> None:
     (root / "old/checkpoints/step_00000600/manifest.json").write_text("{")
     with pytest.raises(
         CheckpointError,
-        match=mentions(root / "old/checkpoints/step_00000600/manifest.json", "whole"),
+        match=mentions(root / "old/checkpoints/step_00000600/manifest.json", "JSON"),
     ):
         check_branch(make_config(root), MODEL)
 

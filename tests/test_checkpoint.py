@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,16 @@ from pydantic import ValidationError
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from gapo_megatron import manifest
-from gapo_megatron.checkpoint import check_resume, rng
+from gapo_megatron.checkpoint import OpenStep, check_resume, files, rng
+from gapo_megatron.checkpoint.open_groups import load_open_groups
 from gapo_megatron.checkpoint.save import model_identity
+from gapo_megatron.checkpoint.trainer_state import read_trainer_state, write_trainer_state
 from gapo_megatron.config import CheckpointConfig, parse_config
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.launch.run_folder import check_writable, checkpoints_dir
 from gapo_megatron.manifest import Manifest
+from tests.damage import sign_document
+from tests.dist import single_rank
 from tests.messages import mentions
 
 OURS = parse_config(
@@ -43,7 +50,7 @@ def make_checkpoint(folder: Path, step: int, *, model: dict | None = None) -> Pa
     (temporary / "sub").mkdir(parents=True)
     for name in NAMES:
         (temporary / name).write_bytes(f"{name} of step {step}".encode())
-    files = manifest.describe_files(temporary, manifest.list_files(temporary))
+    entries = manifest.describe_files(temporary, manifest.list_files(temporary))
     manifest.write_manifest(
         temporary,
         Manifest(
@@ -52,7 +59,7 @@ def make_checkpoint(folder: Path, step: int, *, model: dict | None = None) -> Pa
             config={"run": {"seed": 0}},
             layout={"data_parallel_size": 1},
             megatron_version="0.16.1",
-            files=files,
+            files=entries,
         ),
     )
     final = manifest.step_dir(folder, step)
@@ -93,9 +100,9 @@ def test_any_damage_names_the_file(tmp_path, name):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda text: text[: len(text) // 2], "whole"),
-        (lambda text: "", "whole"),
-        (lambda text: "[]", "whole"),
+        (lambda text: text[: len(text) // 2], "JSON"),
+        (lambda text: "", "JSON"),
+        (lambda text: "[]", "[]"),
         (lambda text: text.replace('"step": 3', '"step": 4'), "SHA-256"),
     ],
 )
@@ -104,6 +111,174 @@ def test_a_damaged_manifest_is_found(tmp_path, change, named):
     path.write_text(change(path.read_text()))
     with pytest.raises(CheckpointError, match=mentions(path, named)):
         manifest.read_manifest(path.parent)
+
+
+def put(*keys: str, value: Any) -> Any:
+    """A change of a document: sets what the keys lead to; `...` takes it away."""
+
+    def change(document: dict[str, Any]) -> None:
+        *path, last = keys
+        for key in path:
+            document = document[key]
+        if value is ...:
+            del document[last]
+        else:
+            document[last] = value
+
+    return change
+
+
+BRANCH: dict[str, Any] = {
+    "run": "/old",
+    "checkpoint": "step_00000001",
+    "step": 1,
+    "manifest_sha256": "0" * 64,
+    "changes": {"objective.method": ["gspo", "gapo"]},
+    "parent": None,
+}
+ENTRY = ("files", "rng_00000.pt")
+MISSHAPEN: dict[str, tuple[Any, tuple[object, ...]]] = {
+    **{
+        f"no {field}": (put(field, value=...), (field,))
+        for field in ("step", "model", "config", "layout", "megatron_version", "files")
+    },
+    **{
+        f"{'.'.join(keys)} is {value!r:.20}": (put(*keys, value=value), keys)
+        for *keys, value in (
+            ("step", "3"),
+            ("step", 3.5),
+            ("step", True),
+            ("step", None),
+            ("step", -1),
+            ("step", 2**64),
+            ("open_updates", "1"),
+            ("model", []),
+            ("config", {"run": 1}),
+            ("config", None),
+            ("layout", {"data_parallel_size": "2"}),
+            ("layout", 2),
+            ("megatron_version", 0.16),
+            ("files", []),
+            (*ENTRY, "abc"),
+            (*ENTRY, {"num_bytes": 3}),
+            (*ENTRY, "num_bytes", "3"),
+            (*ENTRY, "num_bytes", -3),
+            (*ENTRY, "sha256", 5),
+            (*ENTRY, "sha256", "Z" * 64),
+            (*ENTRY, "more", 1),
+            ("branch", "there"),
+            ("branch", {"run": "/old"}),
+            ("branch", BRANCH | {"run": "a\0b"}),
+            ("branch", BRANCH | {"checkpoint": "../x"}),
+            ("branch", BRANCH | {"changes": {"run.seed": [1]}}),
+            ("branch", BRANCH | {"parent": {"run": "/old"}}),
+            ("more", 1),
+        )
+    },
+    **{
+        f"a file named {name}": (put("files", name, value={}), ("files", name))
+        for name in ("../rng", "/etc/passwd", "sub/../../x", "./x", "")
+    },
+    "another step": (put("step", value=4), ("step", 4)),
+    "within a step": (put("open_updates", value=2), ("open_updates", 2)),
+    "no version": (put("version", value=...), ("manifest",)),
+    "version of another kind": (put("version", value=[2]), ("version", "[2]")),
+}
+
+
+@pytest.mark.parametrize(("change", "named"), MISSHAPEN.values(), ids=MISSHAPEN)
+def test_a_misshapen_manifest_is_damage_whoever_signed_it(tmp_path, change, named):
+    path = sign_document(make_checkpoint(tmp_path, 3), change)
+    with pytest.raises(CheckpointError, match=mentions(path, *named)):
+        manifest.read_manifest(path.parent)
+    older = make_checkpoint(tmp_path, 2)
+    assert manifest.newest_manifest(tmp_path) == (older, manifest.read_manifest(older))
+
+
+def test_a_branch_and_a_branch_of_a_branch_are_read(tmp_path):
+    folder = make_checkpoint(tmp_path, 3)
+    sign_document(folder, put("branch", value=BRANCH | {"parent": BRANCH}))
+    found = manifest.read_manifest(folder).branch
+    assert found is not None and found.parent is not None and asdict(found.parent) == BRANCH
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path):
+    path = make_checkpoint(tmp_path, 3)
+    manifest.read_manifest(path.rename(tmp_path / "a_copy_of_mine"))
+    for name in ("step_00000004", "step_00000003_1"):
+        path = (tmp_path / "a_copy_of_mine").rename(tmp_path / name)
+        with pytest.raises(CheckpointError, match=mentions(path / "manifest.json", "step 3")):
+            manifest.read_manifest(path)
+        path.rename(tmp_path / "a_copy_of_mine")
+
+
+def test_what_is_no_file_is_damage_and_nobody_waits_for_it(tmp_path):
+    path = make_checkpoint(tmp_path, 3)
+    entries = manifest.read_manifest(path).files
+    for name in (NAMES[0], "manifest.json"):
+        (path / name).unlink()
+        os.mkfifo(path / name)
+    assert re.search(mentions(path / NAMES[0]), manifest.find_damage(path, entries) or "")
+    with pytest.raises(CheckpointError, match=mentions(path / "manifest.json")):
+        manifest.read_manifest(path)
+
+
+def test_what_the_disk_cannot_read_is_damage(tmp_path, monkeypatch):
+    path = make_checkpoint(tmp_path, 3)
+    entries = manifest.read_manifest(path).files
+    fail_to_read(monkeypatch, manifest, path / NAMES[1])
+    named = mentions(path / NAMES[1], "Input/output error")
+    assert re.search(named, manifest.find_damage(path, entries) or "")
+
+
+def fail_to_read(monkeypatch: pytest.MonkeyPatch, module: Any, path: Path) -> None:
+    """From now on, as from a disk that is breaking."""
+    opened = module.open_file
+
+    def broken(one: Path) -> Any:
+        if one == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(one))
+        return opened(one)
+
+    monkeypatch.setattr(module, "open_file", broken)
+
+
+STATE: dict[str, Any] = {
+    "source": {"epoch": 0, "remaining": [2, 0], "dataset": "d"},
+    "window": [[[1, 8.0, 0.5, -1]], []],
+}
+
+
+def test_the_trainer_state_comes_back_as_it_was(tmp_path):
+    write_trainer_state(tmp_path, STATE, step=3)
+    assert read_trainer_state(tmp_path, step=3) == STATE
+    (tmp_path / "trainer_state.json").write_text(json.dumps(STATE))  # before it said the step
+    assert read_trainer_state(tmp_path, step=3) == STATE
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (put("step", value=4), ("step", 4, 3)),
+        (put("step", value="3"), ("step", 3)),
+        (put("source", value=...), ("source",)),
+        (put("source", "epoch", value=-1), ("source.epoch", -1)),
+        (put("source", "remaining", value=[1, "2"]), ("source.remaining.1", 2)),
+        (put("source", "remaining", value=None), ("source.remaining", None)),
+        (put("source", "dataset", value=5), ("source.dataset", 5)),
+        (put("window", value={}), ("window",)),
+        (put("window", value=[[[1, 2, 3]]]), ("window.0.0",)),
+        (put("window", value=[[[-1, 2, 3, 4]]]), ("window.0.0.0", -1)),
+    ],
+)
+def test_a_misshapen_trainer_state_is_damage(tmp_path, change, named):
+    write_trainer_state(tmp_path, STATE, step=3)
+    path = tmp_path / "trainer_state.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=mentions(path, *named)):
+        read_trainer_state(tmp_path, step=3)
 
 
 def test_a_manifest_from_before_context_parallelism_is_of_one_context_rank(tmp_path):
@@ -292,6 +467,143 @@ def test_identity_is_plain_json():
     assert identity["rope_parameters"]["rope_theta"] == 1e4
 
 
+def saved_groups() -> dict[str, Any]:
+    carried = {"oldest_version": 1, "old_log_probs": torch.tensor([-0.5, -0.25])}
+    tokens = {"token_ids": torch.tensor([1, 2], dtype=torch.int32)}
+    rollout = {"log_probs": torch.tensor([-0.5, -0.25]), "truncated": False, "finished": True}
+    prompt = {"id": "a", "token_ids": (1, 2), "answer": "3", "level": ""}
+    return {"groups": [{"prompt": prompt, "rollouts": [tokens | rollout | carried]}]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.pop("groups"),
+        lambda content: content.update(groups=3),
+        lambda content: content["groups"][0].pop("prompt"),
+        lambda content: content["groups"][0]["prompt"].update(id=4),
+        lambda content: content["groups"][0]["prompt"].update(token_ids=[1]),
+        lambda content: content["groups"][0]["prompt"].update(more=4),
+        lambda content: content["groups"][0]["rollouts"][0].pop("finished"),
+        lambda content: content["groups"][0]["rollouts"][0].update(truncated=None),
+        lambda content: content["groups"][0]["rollouts"][0].update(token_ids=torch.ones(2)),
+        lambda content: content["groups"][0]["rollouts"][0].update(log_probs=torch.ones(3)),
+        lambda content: content["groups"][0]["rollouts"][0].update(old_log_probs=None),
+        lambda content: content["groups"][0]["rollouts"][0].update(oldest_version="1"),
+    ],
+)
+def test_misshapen_open_groups_are_damage(tmp_path, change):
+    path, content = tmp_path / "open_groups.pt", saved_groups()
+    files.write(path, content)
+    (group,) = load_open_groups(tmp_path)
+    assert group.prompt.token_ids == (1, 2) and group.rollouts[0].carried is not None
+    change(content)
+    files.write(path, content)
+    with pytest.raises(CheckpointError, match=mentions(path)):
+        load_open_groups(tmp_path)
+
+
+def saved_step() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A batch of one response, and the progress of rank 0."""
+    one = torch.tensor([1])
+    batch = {
+        "prompt_ids": [one.int()],
+        "response_ids": [one.int()],
+        "rollout_log_probs": [one.float()],
+        "advantages": one.double(),
+        "num_correct": one,
+        "group_size": one,
+        "valid": one.bool(),
+        "carried_log_probs": [],
+    }
+    progress = {
+        "old_log_probs": [None, [None, one.float()]],
+        "sums": {"loss": one.double().sum()},
+        "grad_norms": [0.5],
+        "learning_rate": 1e-6,
+    }
+    return {"batch": batch, "metrics": {"reward/mean": 0.5}, "evaluated": {}}, progress
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("batch.pt", lambda shared, _: shared.pop("metrics")),
+        ("batch.pt", lambda shared, _: shared.update(metrics={"reward/mean": "x"})),
+        ("batch.pt", lambda shared, _: shared.update(batch=[])),
+        ("batch.pt", lambda shared, _: shared["batch"].pop("valid")),
+        ("batch.pt", lambda shared, _: shared["batch"].update(more=torch.ones(1))),
+        ("batch.pt", lambda shared, _: shared["batch"].update(valid=torch.ones(1))),
+        ("batch.pt", lambda shared, _: shared["batch"].update(advantages=torch.ones(2).double())),
+        ("batch.pt", lambda shared, _: shared["batch"].update(prompt_ids=[])),
+        ("batch.pt", lambda shared, _: shared["batch"].update(response_ids=[[1]])),
+        ("batch.pt", lambda shared, _: shared["batch"]["carried_log_probs"].append(torch.ones(2))),
+        ("progress_00000.pt", lambda _, progress: progress.pop("sums")),
+        ("progress_00000.pt", lambda _, progress: progress.update(grad_norms=[])),
+        ("progress_00000.pt", lambda _, progress: progress.update(grad_norms=["x"])),
+        ("progress_00000.pt", lambda _, progress: progress.update(learning_rate=None)),
+        ("progress_00000.pt", lambda _, progress: progress.update(old_log_probs=[[1.0]])),
+        ("progress_00000.pt", lambda _, progress: progress.update(more=1)),
+    ],
+)
+def test_a_misshapen_open_step_is_damage(tmp_path, name, change):
+    shared, progress = saved_step()
+
+    def write_and_load() -> OpenStep:
+        files.write(tmp_path / "batch.pt", shared)
+        files.write(tmp_path / "progress_00000.pt", progress)
+        return OpenStep.load(tmp_path, torch.device("cpu"), num_updates=1)
+
+    with single_rank():
+        assert write_and_load().progress.num_updates == 1
+        change(shared, progress)
+        with pytest.raises(CheckpointError, match=mentions(tmp_path / name)):
+            write_and_load()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("torch"),
+        lambda state: state.update(torch=torch.ones(3)),
+        lambda state: state.update(python=(3, (1, 2), None)),
+        lambda state: state["numpy"].update(bit_generator="PCG64"),
+        lambda state: state["numpy"].pop("state"),
+        lambda state: state.update(megatron={"one": [1]}),
+        lambda state: state.update(cuda=5),
+    ],
+)
+def test_a_misshapen_random_state_is_damage_and_sets_nothing(tmp_path, change):
+    path = tmp_path / "rng.pt"
+    rng.save(path)
+    state = torch.load(path, weights_only=True)
+    change(state)
+    files.write(path, state)
+    before = random.getstate()
+    with pytest.raises(CheckpointError, match=mentions(path)):
+        rng.read(path)
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x04."])
+def test_a_file_that_torch_cannot_read_is_damage(tmp_path, content):
+    path = tmp_path / "rng.pt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=mentions(path)):
+        rng.read(path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=mentions(path)):
+        rng.read(path)
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=mentions(path)):
+        rng.read(path)
+    path.unlink()
+    files.write(path, {"python": 1})
+    torch.save([1], path)
+    with pytest.raises(CheckpointError, match=mentions(path, "list")):
+        rng.read(path)
+
+
 def test_rng_continues_every_sequence(tmp_path):
     def draw():
         return random.random(), float(np.random.normal()), float(torch.rand(()))
@@ -301,5 +613,5 @@ def test_rng_continues_every_sequence(tmp_path):
     first = draw()
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     assert draw() != first
-    rng.load(tmp_path / "rng.pt")
+    rng.restore(rng.read(tmp_path / "rng.pt"))
     assert draw() == first

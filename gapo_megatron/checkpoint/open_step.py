@@ -7,6 +7,7 @@ given.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -109,6 +110,8 @@ def _to_batch(fields: dict[str, Any]) -> Batch:
 
 
 def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
+    if missing := {one.name for one in dataclasses.fields(Progress)} - fields.keys():
+        raise ValueError(f"without {', '.join(sorted(missing))}")
     progress = Progress(**fields)
     progress.old_log_probs = [
         one

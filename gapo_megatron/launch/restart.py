@@ -4,7 +4,7 @@ A run that was killed before its first checkpoint has lost nothing, and does beg
 So it matters whether there ever was one. That there was shows what is written after one alone:
 
 - stage_seconds.json, finished.json and the exported model;
-- a line of metrics, or an evaluation, of the step at which the first one was due, or of a later one;
+- a line of metrics, or an evaluation, of the step at which the first one was due, or later;
 - refused checkpoints.
 """
 

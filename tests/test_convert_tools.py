@@ -17,7 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gapo_megatron import checkpoint
 from gapo_megatron.convert.hf import read_hf
+from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.policy.load import check_megatron_dir
+from gapo_megatron.policy.model import read_hf_config
 from tests.attempt_setup import make_attempt
 from tests.convert_tools_setup import (
     CHAT_TEMPLATE,
@@ -30,7 +33,9 @@ from tests.convert_tools_setup import (
     to_hf,
     to_megatron,
 )
+from tests.damage import TRAPS, sign, sign_document, trap_object
 from tests.dist import single_rank
+from tests.distributed.checkpoint_setup import trainer_state
 from tests.distributed.policy_setup import make_config, read_weights
 from tests.messages import mentions
 
@@ -93,7 +98,10 @@ def test_a_folder_says_what_it_was_made_of_and_hands_that_to_nobody(root, tmp_pa
     said = json.loads((tmp_path / "back" / "conversion.json").read_text())
     assert said["source"] == str(root / "qwen2-megatron" / "release")
     assert said["dtypes"] == ["float32"]
-    assert list(said["checks"]) == ["config", "record", "accounting", "round trip", "logits"]
+    assert list(said["checks"]) == [
+        *("config", "record", "files", "accounting", "round trip", "logits")
+    ]
+    assert "manifest.json" in said["checks"]["files"]  # there is none
     assert said["checks"]["round trip"].startswith("24 of 31 ")  # a sample
     assert to_megatron(tmp_path / "back", tmp_path / "again", "--verify", "none").exit_code == 0
     assert not (tmp_path / "again" / "hf" / "conversion.json").exists()
@@ -160,7 +168,7 @@ def run_dir(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             path,
             step=3,
             policy=policy,
-            trainer_state={},
+            trainer_state=trainer_state(3),
             config=config,
             attempt=attempt,
         )
@@ -172,10 +180,73 @@ def run_dir(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_training_run_becomes_a_model(root, tmp_path, run_dir, place):
     done = to_hf(run_dir / place, tmp_path / "out", "--verify", "full")
     assert done.exit_code == 0, done.err
-    assert "manifest.json" in done.out
+    assert re.search(r"files .*SHA-256.*manifest.json", done.out)
     expected = {name: 2 * tensor for name, tensor in weights(root / "qwen2").items()}
     assert_equal(weights(tmp_path / "out"), expected)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "rng_00000.pt"])
+def test_a_flipped_bit_of_a_training_run_is_refused(root, tmp_path, run_dir, name):
+    source = shutil.copytree(run_dir / "checkpoints/step_00000003", tmp_path / "step_00000003")
+    size = (source / name).stat().st_size
+    for at in (size // 3, size // 2):
+        content = bytearray((source / name).read_bytes())
+        content[at] ^= 4
+        (source / name).write_bytes(content)
+        assert_refused(to_hf(source, tmp_path / "out", "--verify", "none"), tmp_path / "out", name)
+        with pytest.raises((ConfigError, ConversionError), match=mentions(source / name)):
+            load_from(source, root)
+        content[at] ^= 4
+        (source / name).write_bytes(content)
+    # What the manifest does not list has no digest.
+    sign_document(source, lambda document: document["files"].pop(name))
+    if name == "rng_00000.pt":  # nobody reads it
+        assert to_hf(source, tmp_path / "out", "--verify", "none").exit_code == 0
+    else:
+        assert_refused(to_hf(source, tmp_path / "out"), tmp_path / "out", name, "manifest.json")
+
+
+def load_from(megatron_dir: Path, root: Path) -> None:
+    """What training does with `model.megatron_dir`."""
+    config = make_config(root / "qwen2")
+    model = config.model.model_copy(update={"megatron_dir": str(megatron_dir)})
+    config = config.model_copy(update={"model": model})
+    check_megatron_dir(config, read_hf_config(config.model.hf_dir))
+    with single_rank():
+        policy = Policy.build(config, initialize(config.parallel), "cpu")
+        try:
+            policy.load_initial_weights()
+        finally:
+            destroy()
+
+
+def test_training_says_that_a_folder_has_no_digests(root, tmp_path, run_dir, caplog):
+    load_from(run_dir, root)
+    assert "manifest.json" not in caplog.text
+    load_from(root / "qwen2-megatron", root)
+    assert re.search(mentions(root / "qwen2-megatron/release", "manifest.json"), caplog.text)
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__)
+@pytest.mark.parametrize("of", ["run", "tool"])
+def test_a_pickle_that_would_run_something_is_refused(root, tmp_path, run_dir, trap, of):
+    folder = run_dir / "checkpoints/step_00000003" if of == "run" else root / "qwen2-megatron"
+    source = shutil.copytree(folder, tmp_path / "step_00000003")
+    where, trace = source if of == "run" else source / "release", tmp_path / "trace"
+    name = trap(where, trace)
+    if of == "run":
+        sign(where)
+    hf_config = ("--hf-config", root / "qwen2", "--verify", "none")
+    done = to_hf(source, tmp_path / "out", *hf_config)
+    if trap is trap_object:  # of no use to a model's weights: never read
+        assert done.exit_code == 0, done.err
+        load_from(source, root)
+    else:
+        assert_refused(done, tmp_path / "out", name, "mkdir")
+        with pytest.raises(ConfigError, match=mentions(where / name, "mkdir", "megatron_dir")):
+            load_from(source, root)
+    assert not trace.exists()
 
 
 def test_a_folder_of_megatron_lm_needs_a_config(root, tmp_path, run_dir):

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import random
+import re
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 
 from gapo_megatron import checkpoint, manifest
 from gapo_megatron.checkpoint import OpenStep
+from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError, FencedError
 from gapo_megatron.launch.run_folder import checkpoints_dir
 from gapo_megatron.learn import Progress
-from gapo_megatron.policy import destroy
+from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.types import Batch
 from tests.attempt_setup import make_attempt
+from tests.damage import TRAPS, sign, sign_document
 from tests.dist import run_distributed
 from tests.distributed.checkpoint_setup import (
     assert_bitwise,
@@ -33,6 +41,7 @@ from tests.distributed.checkpoint_setup import (
     trainer_state,
 )
 from tests.messages import mentions
+from tests.slurm.training import fill, small_disk
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +108,18 @@ def test_resume_is_bitwise(hf_dir, tmp_path):
     run_distributed(resume_exactly, 2, hf_dir, tmp_path)
 
 
-def survive_damage(hf_dir: str, other_dir: str, run_dir: Path) -> list[str]:
-    """Four checkpoints, then damage after damage; returns this rank's warnings."""
+def listen() -> list[str]:
+    """Warnings of this rank, from now on."""
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("gapo_megatron.checkpoint").addHandler(handler)
+    return warnings
+
+
+def survive_damage(hf_dir: str, other_dir: str, run_dir: Path) -> list[str]:
+    """Four checkpoints, then damage after damage; returns this rank's warnings."""
+    warnings = listen()
     config = make_config(hf_dir, layout="dp2")
     policy = build(config)
     folder = checkpoints_dir(run_dir)
@@ -165,22 +180,161 @@ def fill_the_disk(hf_dir: str, run_dir: Path) -> None:
     config = make_config(hf_dir, layout="single")
     policy = build(config)
     save(run_dir, policy, config, step=1)
-    path = manifest.step_dir(checkpoints_dir(run_dir), 1)
-    # A file-size limit stands for a full disk: the write fails with an OSError half-way, in one
-    # file after the other. Torch's own streams hide it.
-    sizes = {file.stat().st_size for file in path.iterdir()}
-    for limit in sorted({0, *(size - 1 for size in sizes), *(size // 2 for size in sizes)}):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        with pytest.raises(CheckpointError, match=mentions("step_00000002", "File too large")):
-            save(run_dir, policy, config, step=2)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        assert manifest.list_steps(path.parent) == [path]
+    # A file-size limit stands for a full disk: the write fails with an OSError half-way.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    with pytest.raises(
+        CheckpointError, match=mentions("step_00000002", "rank 0", "File too large")
+    ):
+        save(run_dir, policy, config, step=2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     state = checkpoint.load_latest(run_dir, policy=policy, config=config)
     assert state is not None and state.step == 1
+
+    with small_disk(run_dir / "disk") as is_there:
+        if is_there:
+            fill_a_real_one(run_dir / "disk", policy, config)
+
+
+def fill_a_real_one(run_dir: Path, policy: Policy, config: Config) -> None:
+    """At every page of what is written: whoever writes then, the system's words are passed on."""
+    path = save(run_dir, policy, config, step=1)
+    folder, filler = checkpoints_dir(run_dir), run_dir / "filler"
+    pages = [-(-file.stat().st_size // 4096) for file in path.iterdir()]
+    for left in (0, 1, 2, 3, *range(sum(pages) - 20, sum(pages))):
+        manifest.remove_half_written(folder)
+        fill(filler, leave=4096 * left)
+        with pytest.raises(CheckpointError, match=mentions("step_00000002", "No space left")):
+            save(run_dir, policy, config, step=2)
+        assert manifest.list_steps(folder) == [path]
+        filler.unlink()
 
 
 def test_a_failed_write_leaves_the_previous_checkpoint(hf_dir, tmp_path):
     run_distributed(fill_the_disk, 1, hf_dir, tmp_path)
+
+
+def put(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Path], str]:
+    """A change of a file of tensors and plain values."""
+
+    def damage(folder: Path, _: Path) -> str:
+        content = torch.load(folder / name, weights_only=False)
+        change(content)
+        torch.save(content, folder / name)
+        return folder.name
+
+    return damage
+
+
+def put_state(folder: Path, _: Path) -> str:
+    path = folder / "trainer_state.json"
+    path.write_text(path.read_text().replace('"step": 2', '"step": 1'))
+    return path.name
+
+
+def unlist(name: str) -> Callable[[Path, Path], str]:
+    def damage(folder: Path, _: Path) -> str:
+        sign_document(folder, lambda document: document["files"].pop(name))
+        return name
+
+    return damage
+
+
+UNSIGNED: list[Callable[[Path, Path], str]] = [
+    *map(unlist, ("__0_0.distcp", ".metadata", "common.pt", "rng_00000.pt", "trainer_state.json"))
+]
+SIGNED: list[Callable[[Path, Path], str]] = [
+    *TRAPS,
+    put_state,
+    put("common.pt", lambda common: common.update(num_updates="1")),
+    put("common.pt", lambda common: common.pop("optimizer")),
+    put("common.pt", lambda common: common["optimizer"]["optimizer"].pop("param_groups")),
+    put("rng_00000.pt", lambda state: state.update(torch=torch.ones(2))),
+]
+
+
+def refuse_the_newest(hf_dir: str, run_dir: Path) -> None:
+    """An older one takes its place; nothing is run, and nothing that is not listed is read."""
+    config = make_config(hf_dir, layout="single")
+    policy = build(config)
+    trace = run_dir / "trace"
+    expected = tensors_on_disk(save(run_dir, policy, config, step=1))
+    train_one_update(policy, seed=1)
+    newest = save(run_dir, policy, config, step=2)
+    shutil.copytree(newest, run_dir / "kept")
+    warnings = listen()
+
+    def load() -> checkpoint.LoadedState | None:
+        warnings.clear()
+        return checkpoint.load_latest(run_dir, policy=policy, config=config)
+
+    def load_the_older(named: str) -> None:
+        state = load()
+        assert state is not None and (state.step, policy.num_updates) == (1, 0), named
+        assert re.search(mentions("step_00000002", named), warnings[0])
+        assert not trace.exists() and not newest.exists()
+        shutil.copytree(run_dir / "kept", newest)
+
+    for damage in (*UNSIGNED, *SIGNED):
+        name = damage(newest, trace)
+        if damage in SIGNED:
+            sign(newest)
+        load_the_older(name)
+    # Of the tensors too: what it had read of them by then has been replaced.
+    read_data = FileSystemReader.read_data
+
+    def fail_once(reader: FileSystemReader, *arguments: Any) -> Any:
+        read_data(reader, *arguments)
+        FileSystemReader.read_data = read_data  # type: ignore[method-assign]
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    FileSystemReader.read_data = fail_once  # type: ignore[method-assign]
+    load_the_older("Input/output error")
+    again = save(run_dir / "again", policy, config, step=1)
+    assert_bitwise(tensors_on_disk(again), expected)
+
+    open_groups = newest / "open_groups.pt"
+    open_groups.write_text("not of this checkpoint")
+    state = load()
+    assert state is not None and (state.step, state.open_groups) == (2, [])
+    assert not [line for line in warnings if "skipping" in line]
+    open_groups.unlink()
+
+    # As the beginning of a branch, and with nothing to fall back on.
+    new = config.run.model_copy(update={"output_dir": str(run_dir / "new")})
+    settings = config.checkpoint.model_copy(update={"branch_from": str(newest)})
+    branch = config.model_copy(update={"run": new, "checkpoint": settings})
+    for trap in TRAPS:
+        shutil.rmtree(newest)
+        shutil.copytree(run_dir / "kept", newest)
+        name = trap(newest, trace)
+        sign(newest)
+        point = checkpoint.check_branch(branch, policy.hf_config)
+        assert point is not None
+        checkpoint.begin_branch(point, branch, make_attempt(run_dir / "new"))
+        with pytest.raises(CheckpointError, match=mentions("checkpoints/step_00000002", name)):
+            checkpoint.load_latest(run_dir / "new", policy=policy, config=branch)
+        assert not trace.exists()
+        shutil.rmtree(run_dir / "new")
+
+
+def test_the_newest_is_refused_by_name_whoever_signed_it(hf_dir, tmp_path):
+    run_distributed(refuse_the_newest, 1, hf_dir, tmp_path)
+
+
+def test_lost_lines_of_metrics_are_said(hf_dir, tmp_path):
+    run_distributed(lose_metrics, 1, hf_dir, tmp_path)
+
+
+def lose_metrics(hf_dir: str, run_dir: Path) -> None:
+    config = make_config(hf_dir, layout="single")
+    policy = build(config)
+    save(run_dir, policy, config, step=2)
+    metrics, warnings = run_dir / "metrics.jsonl", listen()
+    for lines, said in (("", True), ('{"step": 0}\n', True), ('{"step": 0}\n{"step": 1}\n', False)):
+        metrics.write_text(lines)
+        warnings.clear()
+        checkpoint.load_latest(run_dir, policy=policy, config=config)
+        assert any(str(metrics) in line for line in warnings) == said
 
 
 def stop_within_a_step(hf_dir: str, run_dir: Path) -> None:

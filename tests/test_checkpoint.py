@@ -176,7 +176,10 @@ MISSHAPEN: dict[str, tuple[Any, tuple[object, ...]]] = {
         )
     },
     **{
-        f"a file named {name}": (put("files", name, value={}), ("files", name))
+        f"a file named {name}": (
+            put("files", name, value={"num_bytes": 1, "sha256": "0" * 64}),
+            ("files", name),
+        )
         for name in ("../rng", "/etc/passwd", "sub/../../x", "./x", "")
     },
     "another step": (put("step", value=4), ("step", 4)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # What Megatron-core raises of a folder that is damaged, or made to mislead it.
 _DAMAGE = (
-    *(CheckpointingException, CheckpointException, OSError),
+    *(CheckpointingException, CheckpointException, pickle.UnpicklingError, EOFError, OSError),
     *(AttributeError, LookupError, TypeError, ValueError),
 )
 _DATA_ALONE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"

@@ -22,10 +22,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from gapo_megatron import checkpoint, manifest
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.config import Config
-from gapo_megatron.errors import CheckpointError, FencedError
+from gapo_megatron.errors import CheckpointError, ConversionError, FencedError
 from gapo_megatron.launch.run_folder import checkpoints_dir
 from gapo_megatron.learn import Progress
 from gapo_megatron.policy import Policy, destroy
+from gapo_megatron.policy.load import load_sharded
 from gapo_megatron.types import Batch
 from tests.attempt_setup import make_attempt
 from tests.damage import TRAPS, sign, sign_document
@@ -196,11 +197,12 @@ def fill_the_disk(hf_dir: str, run_dir: Path) -> None:
 
 
 def fill_a_real_one(run_dir: Path, policy: Policy, config: Config) -> None:
-    """At every page of what is written: whoever writes then, the system's words are passed on."""
+    """At some pages of what is written: whoever writes then, the system's words are passed on."""
     path = save(run_dir, policy, config, step=1)
     folder, filler = checkpoints_dir(run_dir), run_dir / "filler"
     pages = [-(-file.stat().st_size // 4096) for file in path.iterdir()]
-    for left in (0, 1, 2, 3, *range(sum(pages) - 20, sum(pages))):
+    total = sum(pages)
+    for left in (0, total // 3, *(total - end for end in (16, 9, 3, 1))):
         manifest.remove_half_written(folder)
         fill(filler, leave=4096 * left)
         with pytest.raises(CheckpointError, match=mentions("step_00000002", "No space left")):
@@ -209,7 +211,9 @@ def fill_a_real_one(run_dir: Path, policy: Policy, config: Config) -> None:
         filler.unlink()
 
 
-def test_a_failed_write_leaves_the_previous_checkpoint(hf_dir, tmp_path):
+def test_a_failed_write_leaves_the_previous_checkpoint(tmp_path):
+    # Of tensors that no buffer of a file holds.
+    hf_dir = make_model(tmp_path / "model", hidden_size=96)
     run_distributed(fill_the_disk, 1, hf_dir, tmp_path)
 
 
@@ -304,6 +308,11 @@ def refuse_the_newest(hf_dir: str, run_dir: Path) -> None:
     settings = config.checkpoint.model_copy(update={"branch_from": str(newest)})
     branch = config.model_copy(update={"run": new, "checkpoint": settings})
     for trap in TRAPS:
+        # Whatever a caller has looked at before.
+        trap(newest, trace)
+        with pytest.raises(ConversionError, match=mentions(newest)):
+            load_sharded(policy.sharded_state_dict(is_loading=True), newest)
+        assert not trace.exists()
         shutil.rmtree(newest)
         shutil.copytree(run_dir / "kept", newest)
         name = trap(newest, trace)

@@ -282,14 +282,16 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 def last_step(path: Path) -> int | None:
     """Step of the last whole line of metrics; None where there is none."""
-    try:
-        with open_file(path) as file:
-            lines = file.read().splitlines(keepends=True)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    return next((step for step in map(_step_of, reversed(lines)) if step is not None), None)
+    with naming(path):
+        try:
+            with open_file(path) as file:
+                whole = file.read().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return None
+    for number, line in reversed([*enumerate(whole, start=1)]):
+        with contextlib.suppress(DataError):  # damaged: dropped, or refused, when it is resumed
+            return int(_parse(path, number, line)["step"])
+    return None
 
 
 def _open_truncated(path: Path, *, resume_step: int) -> Any:

@@ -60,8 +60,9 @@ def _signs(config: Config, run_dir: Path, folder: Path) -> Iterator[str]:
             yield name
     if folder.is_dir():
         yield from sorted(path.name for path in folder.glob(".damaged_step_*"))
-    steps = range(1, config.run.num_steps + 1)
-    first = next((step for step in steps if config.checkpoint.is_due(step)), config.run.num_steps)
+    settings = config.checkpoint
+    due = (settings.every_steps or config.run.num_steps, *settings.keep_steps)
+    first = min(config.run.num_steps, *due)
     if (step := last_step(run_dir / METRICS_NAME)) is not None and step >= first:
         yield f"{METRICS_NAME} has step {step}, and the first was due after {first}"
     evaluations = run_dir / "evaluations"

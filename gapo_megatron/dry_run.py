@@ -19,6 +19,7 @@ from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.config_rules import check_paths
 from gapo_megatron.convert import rules_for
 from gapo_megatron.convert.config_json import ModelFacts
+from gapo_megatron.convert.model_folder import check_model_folder
 from gapo_megatron.convert.rules import Rule, shard_size
 from gapo_megatron.counts import Arithmetic, arithmetic, layers_of_stages, num_begun
 from gapo_megatron.errors import ConfigError
@@ -61,6 +62,9 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
     hf_config, shipped = find_model(config.model.hf_dir)
     if hf_config is not None:
         check_shapes(hf_config, config.parallel, config.model)
+        if not shipped:
+            hf_dir, has_weights = config.model.hf_dir, not config.model.megatron_dir
+            check_model_folder(hf_dir, weights=has_weights, field="model.hf_dir")
     check_not_lost(config)
     _check_megatron_dir(config)
     branch = _branch_note(config)

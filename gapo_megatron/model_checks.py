@@ -17,8 +17,8 @@ from gapo_megatron.fp8 import check_fp8_shapes
 
 
 def num_experts(hf_config: Any) -> int | None:
-    """Experts of every layer; None: a dense model."""
-    return getattr(hf_config, "num_experts", None)
+    """Experts of every layer; None: a dense model, whose config.json may name some all the same."""
+    return hf_config.num_experts if hf_config.model_type == "qwen3_moe" else None
 
 
 def check_shapes(

@@ -12,9 +12,11 @@ import argparse
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.config_rules import check_paths
 from gapo_megatron.convert.folder import check_replaceable, is_marked
+from gapo_megatron.convert.model_folder import check_model_folder
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.launch.imports import without_garbage_collection
+from gapo_megatron.model_checks import check_shapes
 
 
 def train_supervised(config: Config) -> float:
@@ -26,7 +28,8 @@ def train_supervised(config: Config) -> float:
     Collectives: creates the process group; every rank trains, rank 0 writes.
 
     Raises:
-        ConfigError: no [supervised] section, or `model.hf_dir` is no place for the result.
+        ConfigError: no [supervised] section, `model.hf_dir` is no place for the result, or
+            `supervised.initial_hf_dir` cannot be used.
         DataError: names the file and the line.
     """
     settings = config.supervised
@@ -40,6 +43,8 @@ def train_supervised(config: Config) -> float:
     }
     is_ours = is_marked(target, made_by="sft")
     check_replaceable(target, field="model.hf_dir", inputs=inputs, is_ours=is_ours)
+    facts = check_model_folder(settings.initial_hf_dir, field="supervised.initial_hf_dir")
+    check_shapes(facts, config.parallel, config.model)
     # Torch, transformers, Megatron-core: seconds that nothing above needs.
     with without_garbage_collection():
         from gapo_megatron import supervised

@@ -13,8 +13,8 @@ from pathlib import Path
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.config_rules import check_paths
-from gapo_megatron.convert.config_json import read_model_facts
 from gapo_megatron.convert.folder import check_replaceable, is_marked
+from gapo_megatron.convert.model_folder import check_model_folder
 from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.launch.imports import without_garbage_collection
 from gapo_megatron.launch.placement import world_size
@@ -51,9 +51,8 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     """Refuse what can be told without torch; `loop` checks the rest, before any model is built.
 
     Raises:
-        ConfigError: the output folder, a metrics sink, the verifier or the model's config.json
-            cannot be used, the run's checkpoints are gone, or the parallel sizes do not cut the
-            model.
+        ConfigError: the output folder, a metrics sink, the verifier or the model's folder cannot
+            be used, the run's checkpoints are gone, or the parallel sizes do not cut the model.
     """
     check_paths(config)
     check_writable(config.run.output_dir)
@@ -62,7 +61,9 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     if keep_weights:
         _check_export(config)
         check_not_lost(config)
-    check_shapes(read_model_facts(config.model.hf_dir), config.parallel, config.model)
+    model = config.model
+    facts = check_model_folder(model.hf_dir, weights=not model.megatron_dir, field="model.hf_dir")
+    check_shapes(facts, config.parallel, model)
 
 
 def _check_export(config: Config) -> None:

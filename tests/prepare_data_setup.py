@@ -44,7 +44,9 @@ def put_tokenizer(folder: Path) -> Path:
         tokenizer_object=words, eos_token="<eos>", unk_token="<unk>"
     )
     tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text("{}")  # of no model: another tokenizer would replace it
+    # Not of a model whose class of tokenizers would read the file in its own way.
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -189,7 +189,9 @@ def test_the_template_counts_and_the_suffix_is_the_users(run, tmp_path, hf_dir):
     tokenizer = load_tokenizer(hf_dir)
     tokenizer.chat_template = "two words {{ messages[0].content }}"
     tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text("{}")  # of no model: another tokenizer would replace it
+    # Not of a model whose class of tokenizers would read the file in its own way.
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
     rows = [problem("a b"), problem("a b c")]
     options = ("--suffix", " end", "--max-prompt-tokens", 5)
     assert run("deepscaler", rows, *options) == 0

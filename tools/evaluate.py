@@ -65,6 +65,7 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     import torch.distributed as dist
 
     from gapo_megatron import rewards
+    from gapo_megatron.convert.model_folder import check_model_folder
     from gapo_megatron.data.tokenizer import load_tokenizer
     from gapo_megatron.evaluate.benchmark import Task
     from gapo_megatron.launch import environment
@@ -75,6 +76,7 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     chosen = [BENCHMARKS[name] for name in arguments.benchmarks]
     for benchmark in chosen:
         rewards.check(config.reward.model_copy(update={"kind": benchmark.kind}))
+    check_model_folder(arguments.model, field="--model")
     tokenizer = load_tokenizer(arguments.model)
     files = {benchmark.name: benchmark.find_files(arguments.data) for benchmark in chosen}
     tasks = [
@@ -284,7 +286,7 @@ def _keep_settings(
     arguments: argparse.Namespace, sampling: Sampling, digests: dict[str, str]
 ) -> None:
     """Make sure that samples of other weights, prompts or settings do not mix with those there."""
-    from gapo_megatron.data.tokenizer import TOKENIZER_FILES
+    from gapo_megatron.convert.model_folder import TOKENIZER_FILES
 
     check_overwritable(
         arguments.output,

@@ -41,6 +41,7 @@ from gapo_megatron.convert.config_check import (
 from gapo_megatron.convert.folder import REPORT_NAME
 from gapo_megatron.convert.hf import MAX_SHARD_BYTES, HfFolder, carry_over, write_hf_weights
 from gapo_megatron.convert.megatron_record import TRACKER, Found, find_megatron
+from gapo_megatron.convert.model_folder import check_model_folder
 from gapo_megatron.convert.rope import read_rope
 from gapo_megatron.convert.tables import Geometry
 from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron
@@ -87,6 +88,7 @@ def hf_to_megatron(hf_dir: Path, megatron_dir: Path, options: Options) -> Result
     """
     _check_apart(megatron_dir, hf_dir)
     hf = HfFolder(hf_dir)
+    check_model_folder(hf_dir, weights=False)  # theirs come next
     hf_config = check_config(hf.root, hf.entries)
     rules = rules_for(hf_config)
     left_out = check_tensors(hf, rules)
@@ -161,6 +163,7 @@ def megatron_to_hf(
             "has one, and its tokenizer, by --hf-config"
         )
     _check_apart(hf_dir, found.root, side_files)
+    check_model_folder(side_files, weights=False)
     hf_config = read_config(side_files)
     for source, record in found.records.items():
         compare_configs(hf_config, record, source=str(source))

@@ -7,7 +7,6 @@ table, layout or config shows in what the model says, not in our bookkeeping.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import statistics
 from collections.abc import Iterator
@@ -18,14 +17,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from gapo_megatron import cpu
 from gapo_megatron.batching import pack
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.conversion.progress import size
 from gapo_megatron.convert import hf_shapes, rules_for
-from gapo_megatron.data.tokenizer import VOCABULARY_FILES
+from gapo_megatron.convert.model_folder import VOCABULARY_FILES
+from gapo_megatron.data.tokenizer import open_tokenizer
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.model_checks import check_shapes, num_experts
 from gapo_megatron.policy import destroy, initialize
@@ -144,17 +144,8 @@ def compare_logits(
 def _sequences(hf_dir: Path, hf_config: PretrainedConfig) -> list[Tensor]:
     """A few rows of token ids [T] int64, of two tokens and more."""
     if any((hf_dir / name).is_file() for name in VOCABULARY_FILES):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(hf_dir, local_files_only=True)
-        # Absent, unreadable, cut short, or of a library that is not installed.
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ConfigError(f"{hf_dir}: the tokenizer cannot be loaded: {error}") from error
+        tokenizer = open_tokenizer(hf_dir)
         texts = [tokenizer.encode(prompt)[:_MOST_TOKENS] for prompt in _PROMPTS]
-        if (largest := max(itertools.chain(*texts), default=0)) >= hf_config.vocab_size:
-            raise ConfigError(
-                f"{hf_dir}: the tokenizer makes token {largest}, and the vocabulary of config.json "
-                f"has {hf_config.vocab_size}"
-            )
         if known := [torch.tensor(ids) for ids in texts if len(ids) > 1]:
             return known
     random = torch.Generator().manual_seed(0)
@@ -169,7 +160,13 @@ def _transformers_logits(
     hf_dir: Path, sequences: list[Tensor], dtype: torch.dtype | None
 ) -> list[Tensor]:
     """[T, vocabulary] float32 of every sequence, on the CPU."""
-    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        hf_dir,
+        dtype=torch.float32,
+        generation_config=GenerationConfig(),  # nothing is generated: the folder's may be odd
+        local_files_only=True,
+        trust_remote_code=False,
+    )
     model = model.to(_device()).eval()
     _round(model, dtype)
     return [model(ids[None].to(model.device)).logits[0].cpu() for ids in sequences]

@@ -8,7 +8,6 @@ alone: here a size that is zero or negative is refused too.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,25 +15,29 @@ from typing import Any
 
 from gapo_megatron.convert.rope import read_rope
 from gapo_megatron.convert.tables import ARCHITECTURES, check_model_type, rules_for
+from gapo_megatron.documents import read_json
 from gapo_megatron.errors import ConfigError
 
 _Rule = tuple[str, Callable[[Any], bool]]
 
 _ATTENTIONS = ("full_attention", "sliding_attention")
-_SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "decoder_sparse_step",
-)
+# The largest that is believed, several times what there is: what is made of layers and experts has
+# an entry for each of them.
+_SIZES = {
+    "num_hidden_layers": 2**10,
+    "hidden_size": 2**20,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "intermediate_size": 2**24,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**31 - 1,
+    "num_experts": 2**11,
+    "num_experts_per_tok": 2**11,
+    "moe_intermediate_size": 2**20,
+    "decoder_sparse_step": 2**10,
+}
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SWITCHES = (
     "tie_word_embeddings",
     "attention_bias",
@@ -44,8 +47,9 @@ _SWITCHES = (
 )
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value > 0  # true and false are integers, too
+def _size_rule(largest: int) -> _Rule:
+    # true and false are integers, too
+    return f"a whole number of 1 to {largest}", lambda v: type(v) is int and 0 < v <= largest
 
 
 def _is_list_of_layers(value: Any) -> bool:
@@ -53,13 +57,13 @@ def _is_list_of_layers(value: Any) -> bool:
 
 
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(_SIZES, ("a whole number of 1 or more", _is_size)),
+    **{name: _size_rule(largest) for name, largest in _SIZES.items()},
     **dict.fromkeys(_SWITCHES, ("true or false", lambda value: isinstance(value, bool))),
     "hidden_act": ("a string", lambda value: isinstance(value, str)),
     # transformers takes no whole number here.
     "rms_norm_eps": (
-        "a positive number with a point or an exponent",
-        lambda value: isinstance(value, float) and 0 < value < math.inf,
+        "a number between 0 and 1 with a point or an exponent",
+        lambda value: isinstance(value, float) and 0 < value < 1,
     ),
     "sliding_window": (
         "null or a whole number of 0 or more",
@@ -153,11 +157,9 @@ def read_facts(folder: str | Path) -> ModelFacts:
     """
     path = Path(folder) / "config.json"
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        fields = read_json(path)
+    except FileNotFoundError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
     return facts_of(fields, source=str(path))
 
 
@@ -172,6 +174,7 @@ def read_model_facts(hf_dir: str) -> ModelFacts:
 def facts_of(fields: Any, *, source: str) -> ModelFacts:
     """What the fields of config.json say; `source` is its name, for errors. See `read_facts`."""
     model_type = _model_type(fields, source)
+    _check_loading(fields, source)
     stated = _stated(fields, source)
     for name, value in stated.items():
         _check(name, value, model_type=model_type, source=source)
@@ -209,6 +212,32 @@ def _model_type(fields: Any, source: str) -> str:
             f"which model_type {model_type!r} stands for"
         )
     return model_type
+
+
+def _check_loading(fields: Mapping[str, Any], source: str) -> None:
+    """What says nothing of the model, but how a library is to load it."""
+    refuse_code(fields, source=source)
+    # transformers would read another file than this one.
+    if others := fields.get("configuration_files"):
+        raise ConfigError(f"{source}: configuration_files ({others!a:.80}) are not read")
+    for name in ("dtype", "torch_dtype"):  # the key's name before transformers 5
+        if (value := fields.get(name)) is not None and value not in _DTYPES:
+            raise ConfigError(
+                f"{source}: {name} ({json.dumps(value)[:80]}) must be one of {', '.join(_DTYPES)}"
+            )
+
+
+def refuse_code(fields: Mapping[str, Any], *, source: str) -> None:
+    """Raise ConfigError where a file of a model folder names Python code that goes with it.
+
+    Without it the libraries would take a class of their own for the one that is meant: another
+    model or tokenizer, perhaps.
+    """
+    if code := fields.get("auto_map"):
+        raise ConfigError(
+            f"{source}: auto_map ({code!a:.200}) names code of the folder, which is never run; if "
+            "the model is one that transformers itself computes, remove auto_map"
+        )
 
 
 def _stated(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -252,5 +281,15 @@ def _fill(facts: dict[str, Any], *, model_type: str, source: str) -> None:
         )
     if model_type == "qwen3_moe" and facts["mlp_only_layers"] is None:
         facts["mlp_only_layers"] = []
+    head_dim = facts.get("head_dim") or hidden // heads
+    if head_dim % 2:
+        raise ConfigError(
+            f"{source}: head_dim ({head_dim}) must be even: rotary positions turn pairs of numbers"
+        )
+    if model_type == "qwen3_moe" and facts["num_experts_per_tok"] > facts["num_experts"]:
+        raise ConfigError(
+            f"{source}: num_experts_per_tok ({facts['num_experts_per_tok']}) must be num_experts "
+            f"({facts['num_experts']}) or less"
+        )
     if "use_sliding_window" in _DEFAULTS[model_type] and not facts["use_sliding_window"]:
         facts["sliding_window"] = None

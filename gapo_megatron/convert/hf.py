@@ -12,18 +12,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from gapo_megatron.convert import shard
+from gapo_megatron.convert.config_json import read_facts
 from gapo_megatron.convert.folder import MARKER_NAME, REPORT_NAME, is_marked, mark, new_folder
+from gapo_megatron.convert.headers import INDEX, SINGLE, read_headers, read_object
 from gapo_megatron.convert.rules import Place, Rule, Shape, checked, hf_shapes
 from gapo_megatron.convert.tables import rules_for
 from gapo_megatron.convert.workers import Read, worker_pool
-from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.errors import ConversionError
 
 MAX_SHARD_BYTES = 5 * 2**30
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _NOT_CARRIED = (*_WEIGHT_SUFFIXES, ".index.json", REPORT_NAME, MARKER_NAME)
 
@@ -50,21 +49,16 @@ class HfFolder:
         """Check that the folder is complete; reads headers only.
 
         Raises:
-            ConfigError: see `check_hf_dir`; also a file that is truncated.
-            ConversionError: the index names a tensor its file does not hold, or leaves one out.
+            ConfigError, ConversionError: see `headers.read_headers`.
         """
         self.root = Path(hf_dir)
-        files = check_hf_dir(self.root)
-        headers = {file: shard.read_header(self.root / file) for file in set(files.values())}
-        for file, header in headers.items():
-            listed = {name for name, home in files.items() if home == file}
-            if odd := sorted(header.keys() ^ listed):
-                raise ConversionError(
-                    f"{self.root / file} and {_INDEX} disagree about: {', '.join(odd[:8])}"
-                )
-        self._stored = {name: headers[file][name] for name, file in files.items()}
+        headers = read_headers(self.root)
+        self._stored = {
+            name: shard.Stored(header.shape, shard.DTYPES[header.dtype], header.offset)
+            for name, header in headers.items()
+        }
         self.entries = {
-            name: Entry(stored.shape, stored.dtype, files[name])
+            name: Entry(stored.shape, stored.dtype, headers[name].file)
             for name, stored in self._stored.items()
         }
 
@@ -80,55 +74,32 @@ class HfFolder:
         return shard.read_tensor(path, name, self._stored[name])
 
 
-def check_hf_dir(hf_dir: str | Path) -> dict[str, str]:
-    """Check that a model folder is complete, without reading a tensor.
-
-    Returns:
-        File of every tensor (name -> file name in the folder), in the order of the folder.
-
-    Raises:
-        ConfigError: folder, config.json or a weight file is missing or unreadable; names it. Or
-            there are weights of two models.
-    """
-    root = Path(hf_dir)
-    if not root.is_dir():
-        raise ConfigError(f"model folder {root} does not exist")
-    _read_json(root, "config.json")
-    if (root / _INDEX).exists():
-        weight_map = _read_json(root, _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ConfigError(f"{root / _INDEX} has no weight_map")
-        for name, file in weight_map.items():
-            if not isinstance(file, str):
-                raise ConfigError(f"{root / _INDEX}: {name} is in {file!r}: must be a file's name")
-        lost = sorted({file for file in weight_map.values() if not (root / file).is_file()})
-        if lost:
-            raise ConfigError(
-                f"model folder {root}: {_INDEX} names missing files: {', '.join(lost)}"
-            )
-        if (root / _SINGLE).is_file() and _SINGLE not in weight_map.values():
-            raise ConfigError(
-                f"model folder {root} holds two models, {_SINGLE} and what {_INDEX} lists: some "
-                "programs read the one, some the other"
-            )
-        return weight_map
-    if not (root / _SINGLE).is_file():
-        raise ConfigError(f"model folder {root} has neither {_SINGLE} nor {_INDEX}")
-    return dict.fromkeys(shard.read_header(root / _SINGLE), _SINGLE)
-
-
 def read_hf(hf_dir: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Stream every tensor of a model folder; one is in memory at a time.
+    """Stream every weight of a model folder; one is in memory at a time.
 
     Yields:
         (Hugging Face name, whole tensor on the CPU in the dtype of the file).
 
     Raises:
         ConfigError, ConversionError: see `HfFolder`; raised by the call itself, before the first
-            tensor.
+            tensor. Or, with its tensor, a weight that is not finite; names tensor and file.
     """
     folder = HfFolder(hf_dir)
-    return ((name, folder.read(name)) for name in folder.entries)
+
+    def read(name: str) -> Tensor:
+        if not is_finite(tensor := folder.read(name)):
+            file = folder.root / folder.entries[name].file
+            raise ConversionError(f"{file}: {name} holds NaN or infinity")
+        return tensor
+
+    return ((name, read(name)) for name in folder.entries)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are: neither NaN nor infinite."""
+    # The sum takes a thirtieth of the time on a CPU, and is finite only if they are; where it alone
+    # overflows they are looked at one by one.
+    return bool(tensor.sum().isfinite() or tensor.isfinite().all())
 
 
 def write_hf(
@@ -164,8 +135,7 @@ def write_hf(
             fails.
     """
     source = Path(source_dir)
-    _read_json(source, "config.json")
-    rules = rules_for(AutoConfig.from_pretrained(source))
+    rules = rules_for(read_facts(source))
     tensors = checked(rules, tensors)
     if not write:
         for _ in tensors:
@@ -272,7 +242,7 @@ def carry_over(source: Path, target: Path, *, dtype: torch.dtype | None = None) 
     for path in non_weight_files(source):
         shutil.copyfile(path, target / path.name)
     if dtype is not None:
-        config = _read_json(source, "config.json")
+        config = read_object(source / "config.json")
         config.pop("torch_dtype", None)  # the key's name before transformers 5
         config["dtype"] = str(dtype).removeprefix("torch.")
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
@@ -355,25 +325,13 @@ def _write_stream(
 
 
 def _shard_name(number: int, of: int) -> str:
-    return _SINGLE if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
+    return SINGLE if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
 def _write_index(folder: Path, homes: Mapping[str, str], num_bytes: int) -> None:
     index = {"metadata": {"total_size": num_bytes}, "weight_map": homes}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _num_bytes(shapes: Iterable[Shape], dtype: torch.dtype) -> int:
     return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
-
-
-def _read_json(root: Path, name: str) -> dict:
-    try:
-        content = json.loads((root / name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"model folder {root} has no {name}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{root / name} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{root / name} holds {content!r:.40}, not a table")
-    return content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,8 +62,9 @@ def read_rope(fields: Mapping[str, Any], *, source: str = "config.json") -> Rope
         raise ConfigError(f"{source}: rope_type ({kind!r}) must be one of {', '.join(_SCALINGS)}")
     values.setdefault("rope_theta", 10_000.0)  # what every reader takes it to be
     for name, value in values.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-            raise ConfigError(f"{source}: {name} ({value!r}) must be a positive number")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and 0 < value < math.inf):
+            raise ConfigError(f"{source}: {name} ({value!a:.80}) must be a positive number")
     if (share := values.pop("partial_rotary_factor", 1.0)) != 1.0:
         raise ConfigError(f"{source}: partial_rotary_factor ({share}) must be 1: all of a head")
     base = values.pop("rope_theta")

@@ -1,8 +1,8 @@
 """One safetensors file, read and written tensor by tensor.
 
-The format is a length, a JSON header with every tensor's place, and the tensors' bytes. The library
-reads through a memory map, page by page, and writes from tensors that are all in memory; here a
-tensor is one read and one write, and no more than one of them is in memory.
+For the format see `headers`. The library reads through a memory map, page by page, and writes from
+tensors that are all in memory; here a tensor is one read and one write, and no more than one of
+them is in memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gapo_megatron.convert.rules import Shape
-from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.errors import ConversionError
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -36,7 +35,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HUGE_BYTES = 4 * 2**20
 
 
@@ -52,32 +51,6 @@ class Stored:
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def read_header(path: Path) -> dict[str, Stored]:
-    """Every tensor of a file, in the order of the header.
-
-    Raises:
-        ConfigError: the file is truncated, or no safetensors file.
-        ConversionError: a dtype that torch cannot hold; names file and tensor.
-    """
-    try:
-        with safe_open(path, framework="pt"):
-            pass  # its checks: sizes add up, no holes, no overlap, nothing cut off
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} is not a whole safetensors file: {error}") from None
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    stored = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in _DTYPES:
-            raise ConversionError(f"{path}: {name} has dtype {entry['dtype']}: not supported")
-        offset = 8 + size + entry["data_offsets"][0]
-        stored[name] = Stored(tuple(entry["shape"]), _DTYPES[entry["dtype"]], offset)
-    return stored
 
 
 def read_tensor(path: Path, name: str, stored: Stored) -> Tensor:

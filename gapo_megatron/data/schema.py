@@ -24,6 +24,7 @@ from gapo_megatron import rewards
 from gapo_megatron.data.rows import read_lines
 from gapo_megatron.documents import is_unicode, keys_of, open_file
 from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.library_errors import as_config_error
 from gapo_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -211,9 +212,10 @@ def encode_prompt(
     check_length(text, tokenizer, max_tokens=max_tokens)
     if chat_template:
         # The template writes every special token itself.
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
+        with as_config_error(f"{tokenizer.name_or_path}: its chat template fails"):
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
     token_ids = tuple(tokenizer(text, add_special_tokens=not chat_template)["input_ids"])
     if not 0 < len(token_ids) <= max_tokens:
         raise LengthError(len(token_ids))

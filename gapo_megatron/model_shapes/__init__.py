@@ -15,11 +15,11 @@ Training never reads them: it needs the folder.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from gapo_megatron.convert.config_json import ModelFacts, facts_of, read_model_facts
+from gapo_megatron.convert.headers import read_object
 
 _HERE = Path(__file__).parent
 
@@ -31,8 +31,7 @@ def shipped_names() -> list[str]:
 
 def shipped_fields(name: str) -> dict[str, Any]:
     """What config.json says of a model whose shapes are here."""
-    fields: dict[str, Any] = json.loads((_HERE / f"{name}.json").read_text(encoding="utf-8"))
-    return fields
+    return read_object(_HERE / f"{name}.json")
 
 
 def find_model(hf_dir: str) -> tuple[ModelFacts | None, str]:

@@ -19,9 +19,10 @@ from gapo_megatron import cpu
 from gapo_megatron.batching import pack
 from gapo_megatron.config import Config
 from gapo_megatron.convert import Place, Rule, find_rule, to_hf, to_megatron
-from gapo_megatron.convert.hf import read_hf
+from gapo_megatron.convert.hf import is_finite, read_hf
 from gapo_megatron.convert.rules import shard_size
 from gapo_megatron.counts import layers_of_stages
+from gapo_megatron.errors import ConversionError
 from gapo_megatron.fp8 import fp8_multiple
 from gapo_megatron.model_checks import check_shapes, num_experts
 from gapo_megatron.policy.context import num_chunks
@@ -168,7 +169,8 @@ class Policy:
                 Cast to the policy's precision.
 
         Raises:
-            ConversionError: a tensor is missing, extra or misshapen.
+            ConversionError: a tensor is missing, extra or misshapen, or not finite in the policy's
+                precision.
         """
         groups = self.groups
         for name, full in to_megatron(self._rules, tensors):
@@ -191,7 +193,8 @@ class Policy:
 
         Raises:
             ConfigError: there is no whole checkpoint of this format.
-            ConversionError: it does not hold the model of `model.hf_dir`, or a file is damaged.
+            ConversionError: it does not hold the model of `model.hf_dir`, a file is damaged, or a
+                weight is not finite in the policy's precision.
         """
         weights = find_weights(folder, self.hf_config)
         check_digests(weights)
@@ -200,6 +203,12 @@ class Policy:
         self._start_from_weights()
 
     def _start_from_weights(self) -> None:
+        for name, parameter in self._parameters.items():
+            if not is_finite(parameter.detach()):
+                raise ConversionError(
+                    f"{name} holds NaN or infinity in precision {self.config.model.precision}, "
+                    "which no training mends"
+                )
         with cpu.device_scope():
             self.optimizer.reload_model_params()
         self.num_updates = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -15,7 +14,9 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMM
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from gapo_megatron.config import Config
-from gapo_megatron.convert.hf import check_hf_dir
+from gapo_megatron.convert.config_json import read_facts
+from gapo_megatron.convert.headers import find_files
+from gapo_megatron.convert.model_folder import end_tokens
 from gapo_megatron.convert.tables import Geometry
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.model_checks import check_engine_heads
@@ -80,7 +81,7 @@ def check_engine(
                     f"CPU: {reason}"
                 )
     if not config.model.megatron_dir:
-        check_hf_dir(config.model.hf_dir)
+        find_files(config.model.hf_dir)
     eos_token_ids(config.model.hf_dir)
 
 
@@ -88,20 +89,15 @@ def eos_token_ids(hf_dir: str | Path) -> tuple[int, ...]:
     """Tokens that end a response: `eos_token_id` of generation_config.json and of config.json.
 
     Raises:
-        ConfigError: neither file names one.
+        ConfigError: neither file names one, or see `model_folder.end_tokens`.
     """
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = Path(hf_dir) / name
-        if path.is_file():
-            ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    found = end_tokens(Path(hf_dir), read_facts(hf_dir).vocab_size)
     if not found:
         raise ConfigError(
             f"model.hf_dir ({hf_dir}): neither generation_config.json nor config.json has an "
             "eos_token_id, so no response could end"
         )
-    return tuple(sorted(found))
+    return found
 
 
 def engine_args(config: Config, hf_config: PretrainedConfig, device: torch.device) -> EngineArgs:
@@ -134,6 +130,7 @@ def engine_args(config: Config, hf_config: PretrainedConfig, device: torch.devic
         }
     return EngineArgs(
         model=config.model.hf_dir,
+        trust_remote_code=False,
         # The folder may have no weights; the first sync brings them.
         load_format="dummy" if config.model.megatron_dir else "auto",
         skip_tokenizer_init=True,

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from gapo_megatron import model_checks
 from gapo_megatron.config import Config
 from gapo_megatron.convert.tables import Geometry, rules_for
 from gapo_megatron.scaling.workload import Workload
@@ -72,7 +73,7 @@ class Shape:
         g, rules = Geometry.of(hf_config), rules_for(hf_config)
         own = [rule for rule in rules if not rule.tied]
         counts = {rule.megatron: (rule.num_layers or 1) * (rule.num_experts or 1) for rule in own}
-        width, num_experts = g.heads * g.head_dim, getattr(hf_config, "num_experts", None) or 0
+        width, num_experts = g.heads * g.head_dim, model_checks.num_experts(hf_config) or 0
         attention = 2 * g.hidden * (width + g.kv_heads * g.head_dim)
         expert = 3 * g.hidden * hf_config.moe_intermediate_size if num_experts else 0
         mlp = num_experts * g.hidden if num_experts else 3 * g.hidden * g.intermediate

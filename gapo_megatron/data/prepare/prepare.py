@@ -10,13 +10,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron.convert.folder import new_folder
+from gapo_megatron.convert.model_folder import TOKENIZER_FILES
 from gapo_megatron.data.prepare.held_out import MANY_NGRAMS, MIN_SHARE, NUM_WORDS, HeldOut
 from gapo_megatron.data.prepare.journal import Journal
 from gapo_megatron.data.prepare.output import MANIFEST, Counts, Output
 from gapo_megatron.data.prepare.rules import Lengths, Rules
 from gapo_megatron.data.prepare.sources import Source
 from gapo_megatron.data.rows import check_format, read_rows
-from gapo_megatron.data.tokenizer import TOKENIZER_FILES
 from gapo_megatron.digest import code_sha256, file_sha256
 from gapo_megatron.errors import ConfigError, DataError
 

@@ -235,7 +235,7 @@ def run_trl(setting: Setting, folder: Path) -> list[float]:
                 marks.append(time.perf_counter())
 
     trainer = GRPOTrainer(
-        model=Qwen2ForCausalLM.from_pretrained(folder),
+        model=Qwen2ForCausalLM.from_pretrained(folder, trust_remote_code=False),
         args=GRPOConfig(
             output_dir=str(folder / "trl"),
             use_cpu=True,
@@ -263,7 +263,7 @@ def run_trl(setting: Setting, folder: Path) -> list[float]:
         ),
         reward_funcs=lambda completion_ids, **_: [float(is_correct(c)) for c in completion_ids],
         train_dataset=Dataset.from_dict({"prompt": texts}),
-        processing_class=AutoTokenizer.from_pretrained(folder),
+        processing_class=AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
         callbacks=[Clock()],
     )
     start = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,12 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.data import arithmetic
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.errors import ConfigError, ConversionError, DataError
 from gapo_megatron.policy import destroy
 from gapo_megatron.sft import train_supervised
 from gapo_megatron.supervised import _learning_rate, _read_examples
@@ -163,6 +165,27 @@ def negative_log_likelihood(folder: Path, tokenizer: PreTrainedTokenizerBase) ->
         total -= float(log_p.gather(1, ids[0, len(prompt) :, None]).sum())
         count += len(log_p)
     return total / count
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, initial: Path) -> None:
+    shutil.copytree(initial, tmp_path / "initial")
+    tensors = load_file(tmp_path / "initial/model.safetensors")
+    tensors["model.norm.weight"][-1] = torch.inf
+    save_file(tensors, tmp_path / "initial/model.safetensors", metadata={"format": "pt"})
+    settings = {
+        "initial_hf_dir": str(tmp_path / "initial"),
+        "train_path": write(tmp_path / "lines.jsonl", *LINES),
+        "num_steps": 1,
+    }
+    run = config(model={"hf_dir": str(tmp_path / "out")}, supervised=settings)
+    named = mentions("model.norm.weight", tmp_path / "initial/model.safetensors", "infinity")
+    with patch.dict(os.environ), pytest.raises(ConversionError, match=named):
+        try:
+            train_supervised(run)
+        finally:
+            destroy()
+            dist.destroy_process_group()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_lowers_the_likelihoods_loss(

@@ -195,7 +195,10 @@ def facts_of(fields: Any, *, source: str) -> ModelFacts:
     facts["rope_parameters"] = {"rope_type": rope.kind, "rope_theta": rope.base, **rope.scaling}
     facts["quantization_config"] = fields.get("quantization_config")
     found = ModelFacts(model_type=model_type, **facts)
-    rules_for(found)  # refuses what no table covers
+    try:
+        rules_for(found)  # refuses what no table covers
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {str(error).removeprefix('config.json: ')}") from None
     return found
 
 

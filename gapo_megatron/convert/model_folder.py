@@ -122,8 +122,13 @@ def _odd_entry(vocabulary: Any, vocab_size: int) -> str | None:
         return f"{len(vocabulary)} of them" if len(vocabulary) > vocab_size else None
     if not isinstance(vocabulary, dict):
         return f"{vocabulary!a:.80}"
-    entries = vocabulary.items()
-    return next((f"{t!a:.40}: {i!a:.40}" for t, i in entries if not _is_id(i, vocab_size)), None)
+    tokens: dict[Any, str] = {}
+    for token, one in vocabulary.items():
+        if not _is_id(one, vocab_size):
+            return f"{token!a:.40}: {one!a:.40}"
+        if (other := tokens.setdefault(one, token)) != token:
+            return f"{other!a:.40} and {token!a:.40}: both {one}"
+    return None
 
 
 def _is_token(value: Any, vocab_size: int) -> bool:
@@ -249,7 +254,7 @@ def check_tokenizer_files(root: Path, vocab_size: int) -> None:
     ):
         if (odd := _odd_entry(vocabulary, vocab_size)) is not None:
             rule = _IDS.format(vocab_size=vocab_size)
-            raise ConfigError(f"{root}/{name} ({odd}) must be tokens with their ids: {rule}")
+            raise ConfigError(f"{root}/{name} ({odd}) must be tokens, each with its id: {rule}")
     for path in (root / "merges.txt", root / "chat_template.jinja"):
         if path.exists():
             read_text(path)
@@ -274,7 +279,10 @@ def _check_weights(root: Path, facts: ModelFacts) -> None:
     check_dtypes(root, tensors, floats=FLOATS)
     check_sizes(root, facts, tensors)
     rules = rules_for(facts)
-    check_names(rules, tensors)
+    try:
+        check_names(rules, tensors)
+    except ConversionError as error:
+        raise ConversionError(f"{root}: {error}") from None
     for name, shape in hf_shapes(rules).items():
         if (tensor := tensors[name]).shape != shape:
             raise ConversionError(

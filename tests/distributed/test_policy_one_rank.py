@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +26,7 @@ from gapo_megatron.policy.model import build_model
 from gapo_megatron.policy.optimizer import inner_optimizers
 from gapo_megatron.policy.step import UpdateResult, log_probs, update
 from tests.convert_setup import make_config as make_hf_config
+from tests.convert_tools_setup import to_megatron
 from tests.dist import single_rank
 from tests.distributed.conversion_setup import hf_config
 from tests.distributed.conversion_setup import save_model as save_conversion_model
@@ -309,6 +312,23 @@ def test_a_missing_tensor_is_named(folder: Path, groups: ParallelGroups) -> None
     tensors = [item for item in read_weights(folder) if "layers.1.mlp.up_proj" not in item[0]]
     with pytest.raises(ConversionError, match=r"layers\.1\.mlp\.up_proj"):
         policy.load_hf_weights(tensors)
+
+
+def test_weights_that_are_not_finite_are_refused(
+    folder: Path, tmp_path: Path, groups: ParallelGroups
+) -> None:
+    policy = Policy.build(make_config(folder, model={"precision": "bf16"}), groups, "cpu")
+    tensors = dict(read_weights(folder))
+    tensors["model.norm.weight"][-1] = 3.4e38  # finite, but not in bfloat16
+    with pytest.raises(ConversionError, match=mentions("decoder.final_layernorm.weight", "bf16")):
+        policy.load_hf_weights(tensors.items())
+    tensors["model.norm.weight"][-1] = torch.nan
+    shutil.copytree(folder, tmp_path / "hf")
+    save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    done = to_megatron(tmp_path / "hf", tmp_path / "megatron", "--verify", "none")
+    assert done.exit_code == 0, done.err
+    with pytest.raises(ConversionError, match=mentions("decoder.final_layernorm.weight", "NaN")):
+        policy.load_megatron_weights(tmp_path / "megatron")
 
 
 def test_user_mistakes_are_config_errors(

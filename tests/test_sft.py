@@ -178,7 +178,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, initial: Path) 
         "num_steps": 1,
     }
     run = config(model={"hf_dir": str(tmp_path / "out")}, supervised=settings)
-    named = mentions("model.norm.weight", tmp_path / "initial/model.safetensors", "infinity")
+    named = mentions("model.norm.weight", tmp_path / "initial/model.safetensors", "inf")
     with patch.dict(os.environ), pytest.raises(ConversionError, match=named):
         try:
             train_supervised(run)

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gapo_megatron.convert.hf import Entry, HfFolder
+from gapo_megatron.convert.hf import Entry, HfFolder, finite_extremes
 from gapo_megatron.convert.rules import Place, Rule, check_names, hf_shapes
 from gapo_megatron.convert.torch_dist import MegatronFolder
 from gapo_megatron.errors import ConversionError
@@ -135,10 +135,7 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, *, name: str) -> Tensor:
     Raises:
         ConversionError: a number is not finite, or would not be in `dtype`.
     """
-    # NaN is the least and the largest of what holds one; far faster than to look at every element.
-    for extreme in torch.aminmax(tensor):
-        if not extreme.isfinite():
-            raise ConversionError(f"{name} holds {extreme.item()}: the weights are damaged")
+    for extreme in finite_extremes(tensor, name=name):
         if dtype and not extreme.to(dtype).isfinite():
             raise ConversionError(
                 f"{name} holds {extreme.item():.6g}, more than {dtype} can: choose another --dtype"

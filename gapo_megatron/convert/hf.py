@@ -87,19 +87,25 @@ def read_hf(hf_dir: str | Path) -> Iterator[tuple[str, Tensor]]:
     folder = HfFolder(hf_dir)
 
     def read(name: str) -> Tensor:
-        if not is_finite(tensor := folder.read(name)):
-            file = folder.root / folder.entries[name].file
-            raise ConversionError(f"{file}: {name} holds NaN or infinity")
+        tensor = folder.read(name)
+        finite_extremes(tensor, name=f"{folder.root / folder.entries[name].file}: {name}")
         return tensor
 
     return ((name, read(name)) for name in folder.entries)
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are: neither NaN nor infinite."""
-    # The sum takes a thirtieth of the time on a CPU, and is finite only if they are; where it alone
-    # overflows they are looked at one by one.
-    return bool(tensor.sum().isfinite() or tensor.isfinite().all())
+def finite_extremes(tensor: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
+    """The least and the largest number of a weight.
+
+    Raises:
+        ConversionError: `name` is not finite.
+    """
+    # NaN is the least and the largest of what holds one; far faster than to look at every element.
+    least, largest = torch.aminmax(tensor)
+    for extreme in (least, largest):
+        if not extreme.isfinite():
+            raise ConversionError(f"{name} holds {extreme.item()}: the weights are damaged")
+    return least, largest
 
 
 def write_hf(

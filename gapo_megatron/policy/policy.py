@@ -19,10 +19,9 @@ from gapo_megatron import cpu
 from gapo_megatron.batching import pack
 from gapo_megatron.config import Config
 from gapo_megatron.convert import Place, Rule, find_rule, to_hf, to_megatron
-from gapo_megatron.convert.hf import is_finite, read_hf
+from gapo_megatron.convert.hf import finite_extremes, read_hf
 from gapo_megatron.convert.rules import shard_size
 from gapo_megatron.counts import layers_of_stages
-from gapo_megatron.errors import ConversionError
 from gapo_megatron.fp8 import fp8_multiple
 from gapo_megatron.model_checks import check_shapes, num_experts
 from gapo_megatron.policy.context import num_chunks
@@ -204,11 +203,8 @@ class Policy:
 
     def _start_from_weights(self) -> None:
         for name, parameter in self._parameters.items():
-            if not is_finite(parameter.detach()):
-                raise ConversionError(
-                    f"{name} holds NaN or infinity in precision {self.config.model.precision}, "
-                    "which no training mends"
-                )
+            precision = self.config.model.precision  # to which it was cast
+            finite_extremes(parameter.detach(), name=f"{name}, in model.precision {precision},")
         with cpu.device_scope():
             self.optimizer.reload_model_params()
         self.num_updates = 0

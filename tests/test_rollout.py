@@ -685,6 +685,9 @@ def test_sequences_beyond_the_trained_positions_are_warned_about(tmp_path, caplo
     short = LlamaConfig(**SIZES | {"max_position_embeddings": 100})
     args = engine_args(config, short, CPU)
     assert args.hf_overrides == {"max_position_embeddings": 165}
+    long = LlamaConfig(**SIZES | {"max_position_embeddings": 2**31 - 1})
+    args = engine_args(make_config(tmp_path), long, CPU)
+    assert args.hf_overrides == {"max_position_embeddings": 165} and not args.trust_remote_code
     settings = ("data.max_prompt_tokens", "rollout.max_response_tokens")
     assert re.search(mentions(*settings, 164, 100), caplog.messages[-1])
 

@@ -137,7 +137,8 @@ def engine_args(config: Config, hf_config: PretrainedConfig, device: torch.devic
         generation_config="vllm",  # sampling is what the config says, nothing else
         dtype="float32" if config.model.precision == "fp32" else "bfloat16",
         max_model_len=max_model_len,
-        hf_overrides={"max_position_embeddings": max(positions, max_model_len)},
+        # vLLM computes the angles of all positions that config.json names, however many.
+        hf_overrides={"max_position_embeddings": max_model_len},
         tensor_parallel_size=rollout.tensor_parallel_size,
         distributed_executor_backend="external_launcher",
         enforce_eager=rollout.enforce_eager,

@@ -20,7 +20,8 @@ import torch
 
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.convert import hf_shapes, rules_for
-from gapo_megatron.convert.hf import HfFolder
+from gapo_megatron.convert.headers import find_files
+from gapo_megatron.convert.model_folder import check_model_folder
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.launch import environment
 from gapo_megatron.logprob import choose_implementation
@@ -153,13 +154,14 @@ def _model(settings: Config) -> dict[str, Any]:
     from gapo_megatron.policy.model import read_hf_config
 
     hf_dir, megatron_dir = settings.model.hf_dir, settings.model.megatron_dir
+    check_model_folder(hf_dir, weights=not megatron_dir, field="model.hf_dir")
     hf_config = read_hf_config(hf_dir)
     check_shapes(hf_config, settings.parallel, settings.model)
     load_tokenizer(hf_dir)
     if megatron_dir:
         check_megatron_dir(settings, hf_config)
     else:
-        HfFolder(hf_dir)
+        find_files(hf_dir)
     return {"architecture": hf_config.architectures[0], "weights": megatron_dir or hf_dir}
 
 

@@ -26,7 +26,9 @@ from gapo_megatron.data.schema import encode_prompt
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.dry_run import print_dry_run
 from gapo_megatron.errors import ConfigError, ConversionError, GapoError
+from gapo_megatron.model_checks import num_experts
 from gapo_megatron.policy.model import read_hf_config
+from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.sft import train_supervised
 from gapo_megatron.train import check_before_imports
 from tests.convert_tools_setup import to_megatron
@@ -223,6 +225,9 @@ def test_a_config_that_would_end_late(
 def test_experts_that_a_dense_model_names_are_none(folder: Path) -> None:
     change(folder / "config.json", num_experts=8, num_experts_per_tok=2)
     train(folder)
+    for hf_config in (check_model_folder(folder), read_hf_config(str(folder))):
+        assert num_experts(hf_config) is None
+        assert Shape.of(hf_config).num_experts == 0
 
 
 def test_more_experts_for_a_token_than_there_are(folder: Path) -> None:

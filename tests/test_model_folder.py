@@ -31,7 +31,7 @@ from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.sft import train_supervised
 from gapo_megatron.train import check_before_imports
-from tests.convert_tools_setup import to_megatron
+from tests.convert_tools_setup import assert_refused, to_hf, to_megatron
 from tests.messages import mentions
 
 ROOT = Path(__file__).parents[1]
@@ -505,6 +505,13 @@ def test_code_of_a_tokenizer_is_neither_run_nor_asked_about(
     with pytest.raises(GapoError, match=mentions(hostile / _CONFIG, "auto_map")):
         look(hostile)
     assert not (hostile.parent / "trace").exists()
+
+
+def test_code_that_a_megatron_folder_brings_is_not_run(hostile: Path, whole: Path) -> None:
+    megatron, output = hostile.parent / "megatron", hostile.parent / "hf"
+    assert to_megatron(whole, megatron, "--verify", "none").exit_code == 0
+    shutil.copy(hostile / _CONFIG, megatron / "hf" / _CONFIG)
+    assert_refused(to_hf(megatron, output), output, str(megatron / "hf" / _CONFIG), "auto_map")
 
 
 @pytest.mark.parametrize("chosen", ["AutoImageProcessor", "AutoTokenizer", "RagTokenizer"])

@@ -301,8 +301,7 @@ class SupervisedConfig(_Section):
     train_path: PathText
     """JSONL with one example a line: prompt, response."""
     num_steps: Count
-    batch_sequences: Annotated[Count, Field(le=2**20)] = 128
-    """All in memory; drawn again where the file has fewer."""
+    batch_sequences: Annotated[Count, Field(le=2**20)] = 128  # all in memory
     learning_rate: LearningRate = 1e-3
     """Peak: linear warm-up over a tenth of the steps, then linear decay to a tenth."""
 
@@ -370,17 +369,14 @@ class Config(_Section):
 
 
 def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    settings: Mapping[str, Any] = {},
+    path: str | Path, overrides: Sequence[str] = (), *, settings: Mapping[str, Any] = {}
 ) -> Config:
     """Read a TOML file (and the file its `base` names), replace single values, validate.
 
     Args:
         path: of the file.
-        overrides: `section.key=value`, as of a command line.
-        settings: over these, values by `section.key`.
+        overrides: `section.key=value`.
+        settings: values by `section.key`, over the overrides.
 
     Raises:
         ConfigError: names the file or override, the field, the value and the rule.

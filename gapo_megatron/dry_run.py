@@ -42,11 +42,12 @@ the backward pass. (On Blackwell `tensorwise` and `delayed` have one for both.)"
 def print_dry_run(config: Config, *, world_size: int, console: Console | None = None) -> None:
     """Print the resolved config as TOML, then tables of what it means on `world_size` processes.
 
-    What cannot be computed or checked (a folder or the dataset is not there) is said in its place.
+    What cannot be computed or checked (a folder or the dataset is not there) is said in its place;
+    see `check_paths` for paths that are an error.
 
     Raises:
-        ConfigError: world size, model and parallel sizes do not fit each other; a path cannot be
-            followed; what a branch may not change is changed; the run's checkpoints are gone.
+        ConfigError: world size, model and parallel sizes do not fit each other; what a branch may
+            not change is changed; the run's checkpoints are gone.
         CheckpointError: the branch point is damaged, or another model's.
     """
     console = console or Console()

@@ -55,10 +55,10 @@ def check_before_nodes(config: Config, *, world_size: int) -> None:
         ConfigError, CheckpointError: a path, or an output folder that is not a run's, the parallel
             sizes on `world_size` processes, or where the run branches from.
     """
+    arithmetic(config, world_size=world_size)
     check_paths(config)
     _check_run_dir(Path(config.run.output_dir).absolute())
     check_ours(config.run.output_dir)
-    arithmetic(config, world_size=world_size)
     if config.checkpoint.branch_from or checkpoints_dir(config.run.output_dir).exists():
         from gapo_megatron.checkpoint import check_branch  # imports torch: seconds
 

@@ -120,6 +120,8 @@ def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path) -> None:
         ),
         (["study.toml", "--nodes=0"], "nodes (0)"),
         (["study.toml", "--chain=0"], "--chain (0)"),
+        (["study.toml", "--chain=1000000000"], "--chain (1000000000)"),
+        (["study.toml", "run.seed=1\nnum_steps=2"], "run.seed"),
         (["study.toml", "--parallel=0"], "--parallel (0)"),
         (["study.toml", "--local", "--nodes=2"], "nodes (2)"),
         (["study.toml", "--local", "--chain=2"], "--chain (2)"),

@@ -16,7 +16,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.prepare import check_before_nodes
 from gapo_megatron.launch.run_folder import mark_finished
 from gapo_megatron.launch.study import Resources, read_study
-from gapo_megatron.launch.submit import Submission
+from gapo_megatron.launch.submit import Submission, world_sizes
 from gapo_megatron.toml_tree import to_toml
 from tests.messages import mentions
 from tests.submit_setup import submit, write_study
@@ -232,6 +232,13 @@ def test_what_is_asked_for_is_a_word(tmp_path: Path) -> None:
     for field in ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task"):
         with pytest.raises(ConfigError, match=mentions(field, 65536)):
             Resources().replaced({field: 2**16})
+
+
+@pytest.mark.parametrize("nodes", ["0", "-1", "two", "٣", "1 ", "9" * 5000, "$(x)"])
+def test_spare_nodes_are_a_number(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUM_NODES", nodes)
+    with pytest.raises(ConfigError, match=mentions("NUM_NODES", repr(nodes)[:100])):
+        world_sizes([Resources()])
 
 
 def test_a_study_whose_folder_would_be_a_line_leaves_nothing(

@@ -50,6 +50,8 @@ def verify(response: str, answer: str, *, suffix: str = "") -> Verdict:
                 os.write(_channel(), b"x" * 4096)
         case "babble":
             os.write(_channel(), b"hello\n")
+        case "nest":
+            os.write(_channel(), b"[" * 60_000 + b"\n")
         case "forge":
             os.write(_channel(), b'[0, "correct", ""]\n')
             time.sleep(3600)

@@ -201,6 +201,11 @@ def test_the_check_names_an_interpreter_that_is_not_there():
         check_sandbox(sandbox="bubblewrap", python="/nonexistent", limits=Limits())
 
 
+def test_the_check_names_an_interpreter_that_is_none():
+    with pytest.raises(ConfigError, match=r"reward\.python \('/bin/echo'\).*no Python"):
+        check_sandbox(sandbox="bubblewrap", python="/bin/echo", limits=Limits())
+
+
 def test_the_check_names_an_interpreter_that_programs_could_not_see(tmp_path):
     if not tmp_path.is_relative_to("/tmp"):
         pytest.skip("the tests' folder is not in /tmp")

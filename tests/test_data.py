@@ -302,6 +302,13 @@ def test_resume_with_other_problems_is_an_error():
         PromptSource(_prompts(11), seed=0).load_state_dict(state)
 
 
+@pytest.mark.parametrize("remaining", [[3, 10], [-1]])
+def test_resume_with_problems_that_there_are_not_is_an_error(remaining):
+    source = PromptSource(_prompts(10), seed=0)
+    with pytest.raises(CheckpointError, match=mentions("remaining", remaining[-1], "10 problems")):
+        source.load_state_dict(source.state_dict() | {"remaining": remaining})
+
+
 def test_a_batch_larger_than_the_dataset_is_an_error():
     with pytest.raises(ConfigError, match=mentions(4, "3 problems")):
         PromptSource(_prompts(3), seed=0).next_batch(4)

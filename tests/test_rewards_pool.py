@@ -84,6 +84,7 @@ def test_responses_of_any_size_and_any_text_arrive_whole(pool):
         ("segfault", "SIGSEGV"),
         ("flood", "65536 bytes"),
         ("babble", "other than its verdict"),
+        ("nest", "other than its verdict"),
     ],
 )
 def test_a_worker_that_fails_is_replaced_and_its_item_unknown(pool, command, reason, monkeypatch):

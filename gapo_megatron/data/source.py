@@ -94,7 +94,8 @@ class PromptSource:
         """Continue where `state` was taken.
 
         Raises:
-            CheckpointError: the state belongs to another dataset, or the dataset has changed.
+            CheckpointError: the state belongs to another dataset, or the dataset has changed, or it
+                names problems that there are not.
         """
         if state["dataset"] != self._fingerprint():
             raise CheckpointError(
@@ -102,8 +103,13 @@ class PromptSource:
                 f"now ({len(self._prompts)} problems); resume with the same file, or start afresh "
                 "in another run.output_dir"
             )
-        self._epoch = int(state["epoch"])
-        self._remaining = [int(i) for i in state["remaining"]]
+        remaining = [int(i) for i in state["remaining"]]
+        if remaining and not 0 <= min(remaining) <= max(remaining) < len(self._prompts):
+            raise CheckpointError(
+                f"the checkpoint's place in the data is damaged: remaining goes from "
+                f"{min(remaining)} to {max(remaining)}, and there are {len(self._prompts)} problems"
+            )
+        self._epoch, self._remaining = int(state["epoch"]), remaining
 
     def _order(self, epoch: int) -> list[int]:
         random = np.random.default_rng([self._seed, epoch])

@@ -257,7 +257,7 @@ class _Worker:
         try:
             index, outcome, reason = json.loads(line)
             verdict = Verdict(Outcome(outcome), str(reason))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             index, verdict = None, None
         if verdict and self.index is not None and index == self.index:
             self.verdict = verdict

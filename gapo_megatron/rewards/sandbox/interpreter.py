@@ -64,7 +64,7 @@ def ask_interpreter(*command: str, as_nobody: bool = False) -> Interpreter:
     """Ask the interpreter that `command` starts.
 
     Raises:
-        SandboxError: it does not run.
+        SandboxError: it does not run, or is none.
     """
     folder = Path(__file__).with_name("inside")
     sources = [
@@ -87,7 +87,11 @@ def ask_interpreter(*command: str, as_nobody: bool = False) -> Interpreter:
     if answer.returncode:
         reason = answer.stderr.strip().rpartition("\n")[2]
         raise SandboxError(f"{command[-1]} does not run: {reason or answer.returncode}")
-    executable, prefixes, line = json.loads(answer.stdout)
+    try:
+        executable, prefixes, line = json.loads(answer.stdout)
+    except (ValueError, RecursionError):
+        shown = ascii(answer.stdout[:60])
+        raise SandboxError(f"{command[-1]} is no Python: it answered {shown}") from None
     assert len(line) < PIPE_BYTES, len(line)
     return Interpreter(executable, prefixes, line.encode())
 

@@ -166,7 +166,9 @@ def _check_tree(value: Any, *, where: str, error: type[GapoError], is_data: bool
                 below += [*one.keys(), *one.values()]
             elif isinstance(one, list):
                 below += one
-            elif isinstance(one, str) and not is_data and not is_unicode(one):
+            elif is_data:
+                continue
+            elif isinstance(one, str) and not is_unicode(one):
                 raise error(f"{where}: {ascii(one)[:60]} has half of a surrogate pair")
             elif isinstance(one, int) and one.bit_length() > MAX_BITS:
                 raise error(f"{where} has a number of more than {MAX_BITS} bits")

@@ -30,6 +30,7 @@ from gapo_megatron.manifest import Manifest
 from tests.damage import sign_document
 from tests.dist import single_rank
 from tests.messages import mentions
+from tests.slurm.training import fill, small_disk
 
 OURS = parse_config(
     {
@@ -468,6 +469,19 @@ def test_identity_is_plain_json():
     )
     assert json.loads(json.dumps(identity)) == identity
     assert identity["rope_parameters"]["rope_theta"] == 1e4
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    content = {"tokens": torch.zeros(10_000)}
+    with small_disk(tmp_path / "disk") as is_there:
+        if not is_there:
+            pytest.skip("a small disk needs the right to mount one")
+        for pages in range(10):
+            fill(tmp_path / "disk/filler", leave=4096 * pages)
+            with pytest.raises(OSError, match="No space left on device"):
+                files.write(tmp_path / "disk/rng.pt", content)
+            (tmp_path / "disk/rng.pt").unlink()
+            (tmp_path / "disk/filler").unlink()
 
 
 def saved_groups() -> dict[str, Any]:

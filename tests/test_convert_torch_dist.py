@@ -1,7 +1,14 @@
 """Megatron folders against megatron-core itself: it loads what we write, we read what it saves."""
 
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +29,12 @@ from gapo_megatron.checkpoint.save import _InProcessSave
 from gapo_megatron.convert import Place, Rule, find_rule, rules_for, torch_dist, workers
 from gapo_megatron.convert.hf import in_model_order, write_hf_weights
 from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron
+from gapo_megatron.convert.unpickle import check_extra_state, read_metadata
 from gapo_megatron.errors import ConversionError
 from tests.convert_setup import make_config
+from tests.damage import Trap
 from tests.dist import single_rank
+from tests.messages import mentions
 from tests.waiting import HANG_S
 
 MODELS = [
@@ -241,3 +251,104 @@ def test_what_megatron_core_saves_is_read(tmp_path, weights, norms, metadata):
     if norms == "te" and not metadata:
         written = MegatronFolder(weights.write(tmp_path / "out"), weights.rules)
         assert written.entries.keys() == folder.entries.keys()
+
+
+# --- what is pickled -----------------------------------------------------------------------------
+
+
+class DelayedScaling:
+    """Stands in for Transformer Engine's."""
+
+
+class Nested:
+    """A trap in the storage of a tensor, which is a pickle of its own."""
+
+    def __init__(self, trace: Path) -> None:
+        stream = io.BytesIO()
+        torch.save(Trap(trace), stream, _use_new_zipfile_serialization=False)
+        self.content = stream.getvalue()
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        return torch.storage._load_from_bytes, (self.content,)
+
+
+def as_extra_state(content: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
+
+
+def test_what_transformer_engine_keeps_is_looked_at_before_it_unpickles_it(tmp_path, monkeypatch):
+    module = "transformer_engine.common.recipe"
+    for name in ("transformer_engine", "transformer_engine.common", module):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(DelayedScaling=DelayedScaling))
+    monkeypatch.setattr(DelayedScaling, "__module__", module)
+    kept = {"recipe": DelayedScaling(), "scale_fwd": torch.ones(3), "amax": [torch.zeros(2, 3)]}
+    stream = io.BytesIO()
+    torch.save({"scale_fwd": torch.ones(3)}, stream)
+    for value in (as_extra_state(kept), torch.empty(0, dtype=torch.uint8), stream, None):
+        check_extra_state(value, source="here")
+    trace = tmp_path / "trace"
+    for content in (Trap(trace), {"scale_fwd": Nested(trace)}, [print], [os.path.join]):
+        with pytest.raises(ConversionError, match=mentions("here")):
+            check_extra_state(as_extra_state(content), source="here")
+    with pytest.raises(ConversionError, match=mentions("here", "damaged")):
+        check_extra_state(as_extra_state(kept)[:-3], source="here")
+    assert not trace.exists()
+
+
+Change = Callable[[Any], Any]
+
+
+def set_first(field: str, value: Any) -> Change:
+    """Of the places in files."""
+
+    def change(metadata: Any) -> None:
+        index, info = next(iter(metadata.storage_data.items()))
+        metadata.storage_data[index] = dataclasses.replace(info, **{field: value})
+
+    return change
+
+
+FIRST = "decoder.final_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda metadata: setattr(metadata, "state_dict_metadata", None),
+        lambda metadata: setattr(metadata, "storage_data", [1]),
+        lambda metadata: setattr(metadata, "version", 3),
+        lambda metadata: metadata.state_dict_metadata.update({5: None}),
+        lambda metadata: metadata.state_dict_metadata.update({FIRST: "a tensor"}),
+        lambda metadata: setattr(metadata.state_dict_metadata[FIRST], "size", (-1, 2)),
+        lambda metadata: setattr(metadata.state_dict_metadata[FIRST], "chunks", 3),
+        lambda metadata: setattr(metadata.state_dict_metadata[FIRST], "properties", None),
+        lambda metadata: setattr(metadata.state_dict_metadata[FIRST].properties, "dtype", 2),
+        set_first("relative_path", "../other"),
+        set_first("relative_path", "/etc/passwd"),
+        set_first("relative_path", None),
+        set_first("offset", -1),
+        set_first("length", "long"),
+        set_first("transform_descriptors", ["zstd"]),
+    ],
+)
+def test_misshapen_metadata_is_damage(tmp_path, llama, change):
+    path = llama.write(tmp_path / "out") / ".metadata"
+    before = read_metadata(path.parent)
+    metadata = pickle.loads(path.read_bytes())
+    assert (before.state_dict_metadata, before.storage_data) == (
+        metadata.state_dict_metadata,
+        metadata.storage_data,
+    )
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ConversionError, match=mentions(path)):
+        MegatronFolder(path.parent, llama.rules)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json"])
+def test_nobody_waits_for_what_is_no_file(tmp_path, llama, name):
+    path = llama.write(tmp_path / "out") / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConversionError, match=mentions(path)):
+        MegatronFolder(path.parent, llama.rules)

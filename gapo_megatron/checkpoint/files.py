@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gapo_megatron.convert.unpickle import explain
 from gapo_megatron.documents import open_file
 from gapo_megatron.errors import CheckpointError
 
@@ -51,7 +52,8 @@ def reading(path: Path) -> Iterator[dict[str, Any]]:
         *(pickle.UnpicklingError, EOFError, OSError, RuntimeError),
         *(AttributeError, LookupError, TypeError, ValueError, OverflowError),
     ) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        reason = f"{type(error).__name__}: {explain(error)}"
+        raise CheckpointError(f"{path} is damaged: {reason}") from None
 
 
 def column(value: Any, dtype: torch.dtype, *, length: int | None = None) -> torch.Tensor:

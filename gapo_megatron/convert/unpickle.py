@@ -96,10 +96,17 @@ def read_common(root: Path, metadata: Metadata) -> dict[str, Any]:
     except ConversionError:
         raise
     except (*_DAMAGE, RuntimeError) as error:
-        raise ConversionError(f"{path} is damaged: {error}") from None
+        raise ConversionError(f"{path} is damaged: {explain(error)}") from None
     if not isinstance(common, dict):
         raise ConversionError(f"{path} holds {type(common).__name__}, not a dictionary")
     return common
+
+
+def explain(error: BaseException) -> str:
+    """An error in one line; of torch's unpickler without the advice to let it run all the same."""
+    text = " ".join(str(error).split())
+    found = isinstance(error, pickle.UnpicklingError) and re.search(r"GLOBAL (\S+)", text)
+    return f"it would run {found[1]}, which is no data" if found else text
 
 
 def check_extra_state(value: Any, *, source: str) -> None:
@@ -121,7 +128,7 @@ def check_extra_state(value: Any, *, source: str) -> None:
     except ConversionError:
         raise
     except (*_DAMAGE, RuntimeError) as error:
-        raise ConversionError(f"{source} is damaged: {error}") from None
+        raise ConversionError(f"{source} is damaged: {explain(error)}") from None
 
 
 class _Opaque:
@@ -163,7 +170,7 @@ class _ExtraStateUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full == "torch.storage._load_from_bytes":  # a pickle within the pickle
-            return lambda content: _Opaque(_load(io.BytesIO(content), self._path))
+            return lambda content: torch.load(io.BytesIO(content), weights_only=True)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if not _EXTRA_STATE.fullmatch(full):

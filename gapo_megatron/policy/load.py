@@ -24,7 +24,7 @@ from gapo_megatron.convert import rules_for
 from gapo_megatron.convert.config_check import compare_configs
 from gapo_megatron.convert.disk_keys import find_spelling
 from gapo_megatron.convert.torch_dist import MegatronFolder
-from gapo_megatron.convert.unpickle import check_extra_state, read_metadata
+from gapo_megatron.convert.unpickle import check_extra_state, explain, read_metadata
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.manifest import MANIFEST_NAME, Manifest, find_damage
 from gapo_megatron.policy.model import PolicyModel
@@ -157,14 +157,15 @@ def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
             loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
         _check_extra_states(loaded, source=str(folder))
     except CheckpointException as error:
-        causes = {f"rank {rank}: {cause}": cause for rank, (cause, _) in error.failures.items()}
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
         if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes.values()):
             raise  # not the folder's fault
-        raise ConversionError(f"{folder}: {'; '.join(causes)}") from error
+        told = (f"rank {rank}: {explain(cause)}" for rank, cause in causes.items())
+        raise ConversionError(f"{folder}: {'; '.join(told)}") from error
     except _DAMAGE as error:
         if isinstance(error, ConversionError):
             raise
-        raise ConversionError(f"{folder}: {type(error).__name__}: {error}") from error
+        raise ConversionError(f"{folder}: {type(error).__name__}: {explain(error)}") from error
     return loaded
 
 

@@ -34,9 +34,17 @@ class Program:
     """
 
     def __init__(
-        self, module: str, *arguments: object, ranks: int = 1, env: Mapping[str, str] | None = None
+        self,
+        module: str,
+        *arguments: object,
+        ranks: int = 1,
+        env: Mapping[str, str] | None = None,
+        port: int | None = None,
     ) -> None:
-        """`python -m module arguments` on `ranks` processes, `env` on top of this process's."""
+        """`python -m module arguments` on `ranks` processes, `env` on top of this process's.
+
+        They meet at `port`, by default a free one.
+        """
         self._log = tempfile.NamedTemporaryFile("r", prefix="program")  # noqa: SIM115
         self.returncode: int | None = None
         self._processes = [
@@ -49,7 +57,7 @@ class Program:
                     self._log.name,
                 ),
             )
-            for launched in _launcher_variables(ranks)
+            for launched in _launcher_variables(ranks, port)
         ]
         for process in self._processes:
             process.start()
@@ -102,13 +110,14 @@ class Program:
         return Path(self._log.name).read_text()
 
 
-def _launcher_variables(ranks: int) -> list[dict[str, str]]:
+def _launcher_variables(ranks: int, port: int | None) -> list[dict[str, str]]:
     """What a launcher tells each rank; nothing to one that is alone."""
     if ranks == 1:
         return [{}]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    if port is None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(ranks)]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from gapo_megatron import metrics
+from gapo_megatron import console_table, metrics
 from gapo_megatron.config import Config, MetricsConfig, parse_config
 from gapo_megatron.errors import ConfigError, DataError, MachineError
 from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_sinks
@@ -188,7 +188,7 @@ def test_terminal_gets_a_header_and_a_row_per_step(tmp_path, monkeypatch, capsys
     def terminal(**_):
         return Console(file=sys.stdout, force_terminal=True, width=200, no_color=True)
 
-    monkeypatch.setattr(metrics, "Console", terminal)
+    monkeypatch.setattr(console_table, "Console", terminal)
     write_steps(tmp_path, range(3))
     text = capsys.readouterr().out
     assert text.count("grad norm") == 1

@@ -24,12 +24,11 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.convert.folder import check_replaceable, is_marked, mark
+from gapo_megatron.convert.folder import check_replaceable, claim, is_marked
 from gapo_megatron.data.schema import read_jsonl
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.counts import Counts, read_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
-from gapo_megatron.files import check_overwritable
 
 if TYPE_CHECKING:
     from gapo_megatron.evaluate.statistics import Interval
@@ -163,13 +162,11 @@ def _write_task(config: Config) -> None:
     supervised = config.supervised
     assert supervised is not None
     task, initial = Path(config.data.train_path).parent, Path(supervised.initial_hf_dir)
-    is_ours = {folder: is_marked(folder, made_by="demo") for folder in (task, initial)}
+    field, is_ours = "supervised.initial_hf_dir", is_marked(initial, made_by="demo")
+    check_replaceable(initial, field=field, is_ours=is_ours)
     names = [f"{split}.jsonl" for split in ("train", "eval", "supervised")]
-    check_overwritable(task, names, field="data.train_path", is_ours=is_ours[task])
-    check_replaceable(initial, field="supervised.initial_hf_dir", is_ours=is_ours[initial])
-    for folder in is_ours:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark(folder, made_by="demo", made_at=folder)
+    claim(task, names, field="data.train_path", made_by="demo")
+    claim(initial, [], field=field, made_by="demo")
     arithmetic.write_task(
         task,
         seed=config.run.seed,

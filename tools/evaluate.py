@@ -21,7 +21,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron.convert.folder import is_marked, mark
+from gapo_megatron.convert.folder import claim
 from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.digest import code_sha256, file_sha256
 from gapo_megatron.errors import ConfigError, GapoError
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from gapo_megatron.evaluate.table import Table
     from gapo_megatron.launch.environment import World
 
-_RESULTS = ("results.json", "results.md", "results.tex", "solve_rates.png")
 console = Console()
 
 Remaining = dict[tuple[str, int], list[str]]
@@ -69,7 +68,6 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     from gapo_megatron.data.tokenizer import load_tokenizer
     from gapo_megatron.evaluate.benchmark import Task
     from gapo_megatron.launch import environment
-    from gapo_megatron.settings import flat
 
     sampling = _sampling(arguments, settings)
     config = _config(arguments, sampling)
@@ -89,11 +87,8 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
         )
         for benchmark in chosen
     ]
-    world = environment.start(
-        config.parallel.timeout_s,
-        alike={"program": "evaluate", **vars(arguments), **flat(config)},
-        cpu_kv_cache_gib=config.rollout.cpu_kv_cache_gib,
-    )
+    alike, gib = {"program": "evaluate", **vars(arguments)}, config.rollout.cpu_kv_cache_gib
+    world = environment.start(config.parallel.timeout_s, alike=alike, cpu_kv_cache_gib=gib)
     shared: list[Remaining] = [{}]
     if world.rank == 0:
         _warn_of_template(arguments, tokenizer)
@@ -208,10 +203,7 @@ def _compare(arguments: argparse.Namespace, settings: dict[str, Setting]) -> Non
     if arguments.output is None:
         return
     names = [f"comparison{kind}" for kind in (".md", ".tex", ".png")]
-    is_ours = is_marked(arguments.output, made_by="evaluate")
-    check_overwritable(arguments.output, names, field="--output", is_ours=is_ours)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    mark(arguments.output, made_by="evaluate", made_at=arguments.output)
+    claim(arguments.output, names, field="--output", made_by="evaluate")
     _write_tables(tables, arguments.output / "comparison")
     everyones = [name for name in BENCHMARKS if all(name in method for method in methods)]
     rates = {
@@ -288,12 +280,9 @@ def _keep_settings(
     """Make sure that samples of other weights, prompts or settings do not mix with those there."""
     from gapo_megatron.convert.model_folder import TOKENIZER_FILES
 
-    check_overwritable(
-        arguments.output,
-        (*_RESULTS, *arguments.benchmarks),
-        field="--output",
-        is_ours=(arguments.output / "settings.json").exists(),  # `keep_settings` looks at it
-    )
+    is_ours = (arguments.output / "settings.json").exists()  # `keep_settings` looks at it
+    names = ("results.json", "results.md", "results.tex", "solve_rates.png", *arguments.benchmarks)
+    check_overwritable(arguments.output, names, field="--output", is_ours=is_ours)
     folder, model = Path(arguments.model), hashlib.sha256()
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"--model {folder}: holds no .safetensors, whose weights are evaluated")

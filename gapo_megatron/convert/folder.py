@@ -17,11 +17,11 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.files import fsync
+from gapo_megatron.files import check_overwritable, fsync
 
 REPORT_NAME = "conversion.json"
 """What a folder was converted from; of that folder alone, so it is not carried on."""
@@ -69,6 +69,28 @@ def check_replaceable(
             f"{MARKER_NAME}, if any): it must be new, empty or such a result; name another folder, "
             "or move that one away"
         )
+
+
+def claim(
+    folder: Path, names: Iterable[str], *, field: str, made_by: str, or_ours: bool = False
+) -> None:
+    """Make or take a folder to write files of these names to; a later call may replace them.
+
+    Args:
+        folder: may hold other files, which do not matter.
+        names: of the files that will be written, or removed.
+        field: setting or option that names the folder, for errors.
+        made_by: command that writes them.
+        or_ours: they are known to be of an earlier call, without a marker.
+
+    Raises:
+        ConfigError: one of them is there, and somebody else's.
+        OSError: the folder cannot be made or written to.
+    """
+    is_ours = or_ours or is_marked(folder, made_by=made_by)
+    check_overwritable(folder, names, field=field, is_ours=is_ours)
+    folder.mkdir(parents=True, exist_ok=True)
+    mark(folder, made_by=made_by, made_at=folder)
 
 
 def mark(folder: Path, *, made_by: str, made_at: Path) -> None:

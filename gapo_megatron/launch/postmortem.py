@@ -13,9 +13,6 @@ first is read from the attempt's folder:
 An error of communication (a connection closed, a peer that did not answer) is a victim's word: it
 counts only where no rank has another one. Victims can be first in launch.log: in a hang all others
 give up before the rank that is stuck is ended, and word of a killed rank may come late.
-
-Exit codes: 0 worth another attempt; 1 not (a mistake in the config; another attempt owns the run);
-2 usage.
 """
 
 from __future__ import annotations
@@ -41,11 +38,8 @@ NEVER_AGAIN = (2, 3)
 """Exit codes of a mistake in config or data, and of a newer attempt that owns the run."""
 
 # What `fail_fast` writes.
-_FAILURE = {
-    **dict.fromkeys(("rank", "exit_code"), int),
-    **dict.fromkeys(("host", "error", "message", "traceback"), str),
-    "unix_s": float,
-}
+_FAILURE = {"rank": int, "exit_code": int, "unix_s": float}
+_FAILURE |= dict.fromkeys(("host", "error", "message", "traceback"), str)
 _MAX_BYTES = 2**24
 _TAIL_BYTES = 2**18
 _ABORT_BYTES = 2**14
@@ -363,10 +357,9 @@ def _read_failures(folder: Path) -> dict[int, dict[str, Any]]:
     for path in folder.glob("failure_*.json"):
         with contextlib.suppress(ConfigError):
             record = read_json(path)
-            if isinstance(record, dict) and all(
-                type(record.get(key)) is kind for key, kind in _FAILURE.items()
-            ):
-                records[record["rank"]] = record
+            told = record if isinstance(record, dict) else {}
+            if all(type(told.get(key)) is kind for key, kind in _FAILURE.items()):
+                records[told["rank"]] = told
     return dict(sorted(records.items()))
 
 
@@ -398,10 +391,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     for line in diagnosis.lines:
         print(line if len(line) <= _WIDTH else f"{line[:_WIDTH]}...")
     if diagnosis.exit_code is not None:
-        try:
+        with contextlib.suppress(MachineError):  # the verdict counts all the same
             write_atomically(folder / "exit_code", str(diagnosis.exit_code))
-        except MachineError as error:  # the verdict counts all the same
-            print(error)
     return 0 if diagnosis.worth_a_retry else 4
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from gapo_megatron.convert.folder import is_marked, mark
+from gapo_megatron.convert.folder import claim
 from gapo_megatron.documents import open_file
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.table import Table
-from gapo_megatron.files import check_overwritable, naming, write_atomically
+from gapo_megatron.files import write_atomically
 from gapo_megatron.report.ablations import clip_sweep, over_k
 from gapo_megatron.report.archive import check_archive, is_archive, read_archive, write_archive
 from gapo_megatron.report.arms import Arm, Comparison
@@ -29,7 +29,6 @@ from gapo_megatron.report.summary import others, summary
 
 PAGE_NAME = "report.html"
 FIGURES_NAME = "figures"
-_MADE_BY = "report"
 _TITLE = "Training report: "
 _HEAD_BYTES = 2**12
 MOST_NAMES = 5
@@ -98,14 +97,12 @@ def write_report(
     figures_dir = output_dir / FIGURES_NAME
     if archive_dir is not None:
         check_archive(archive_dir, archives)
-    _check_output(output_dir)
-    for folder in (figures_dir, archive_dir):
-        try:
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(f"{folder}: cannot make this folder: {error.strerror}") from None
-    mark(output_dir, made_by=_MADE_BY, made_at=output_dir)
+    try:
+        _claim(output_dir)
+        for folder in filter(None, (figures_dir, archive_dir)):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot make this folder: {error.strerror}") from None
     total = len(found) + len(MAKERS)
     for number, folder in enumerate(found):
         on_part(f"reading {folder.name}", number, total)
@@ -145,16 +142,17 @@ def write_report(
     return Report(path, table, left_out, waiting)
 
 
-def _check_output(folder: Path) -> None:
-    """Refuse to overwrite what no report has written; `figures` of an older one has no marker."""
+def _claim(folder: Path) -> None:
+    """Refuse to overwrite what no report has written; the page tells of those without a marker."""
     stems = [f"{FIGURES_NAME}/{make.__name__}" for make in MAKERS.values()]
     figures = [f"{stem}{kind}" for stem in stems for kind in KINDS]
     page = folder / PAGE_NAME
-    is_ours = is_marked(folder, made_by=_MADE_BY)
-    if not is_ours and page.is_file():
-        with naming(page), open_file(page) as file:
+    is_ours = False
+    if page.is_file():
+        with open_file(page) as file:
             is_ours = f"<title>{_TITLE}".encode() in file.read(_HEAD_BYTES)
-    check_overwritable(folder, [PAGE_NAME, *figures], field="--output", is_ours=is_ours)
+    names = [PAGE_NAME, *figures]
+    claim(folder, names, field="--output", made_by="report", or_ours=is_ours)
 
 
 def note_missing(exhibit: Exhibit, comparison: Comparison) -> Exhibit:

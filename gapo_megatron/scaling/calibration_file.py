@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,11 @@ _MAY_BE_0 = ("worst", "workload", "gpu.compute_capability")
 
 
 def check_calibration(path: str | Path) -> None:
-    """Refuse to overwrite a file that `write_calibration` has not written.
-
-    Raises:
-        ConfigError: names it.
-    """
-    with naming(path):
-        try:
-            with open_file(path) as file:
-                is_ours = file.readline(2**12).startswith(_HEAD.encode())
-        except FileNotFoundError:
-            return
+    """Refuse, by a ConfigError, to overwrite a file that `write_calibration` has not written."""
+    if not os.path.lexists(path):
+        return
+    with naming(path), open_file(path) as file:
+        is_ours = file.readline(2**12).startswith(_HEAD.encode())
     if not is_ours:
         raise ConfigError(f"--calibration ({path}) is another file: name one that may be written")
 

@@ -202,6 +202,14 @@ def test_a_run_goes_on_in_a_folder_of_its_own(tmp_path: Path) -> None:
         check_writable(tmp_path)
 
 
+def test_code_is_not_frozen_into_itself() -> None:
+    """It would be copied until paths are too long."""
+    folder = ROOT / "configs" / "a" / "run"
+    with pytest.raises(ConfigError, match=mentions("run.output_dir", folder)):
+        job(folder, folder)
+    assert not folder.parent.exists()
+
+
 def test_a_link_is_in_the_way_too(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("nothing")
     with pytest.raises(ConfigError, match=mentions("field", tmp_path, "a")):

@@ -15,7 +15,7 @@ from gapo_megatron.config_rules import check_paths
 from gapo_megatron.counts import arithmetic
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.fail_fast import fail_fast
-from gapo_megatron.launch.freeze import freeze, repository
+from gapo_megatron.launch.freeze import ROOMS, freeze, repository
 from gapo_megatron.launch.run_folder import check_ours, checkpoints_dir, is_finished
 from gapo_megatron.toml_tree import to_toml
 
@@ -77,6 +77,12 @@ def _check_run_dir(run_dir: Path) -> None:
         if character in str(run_dir):
             raise ConfigError(
                 f"run.output_dir ({str(run_dir)!r}) must not have {character!r}: {why}"
+            )
+    for room in ROOMS:
+        copied = repository() / room
+        if run_dir.resolve().is_relative_to(copied.resolve()):
+            raise ConfigError(
+                f"run.output_dir ({str(run_dir)!r}) must not lie in {copied}: that is copied into it"
             )
 
 

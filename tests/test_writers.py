@@ -89,6 +89,7 @@ def evaluation(folder: Path, _: Path) -> None:
 
 def task_of_the_demo(folder: Path, _: Path) -> None:
     overrides = [f"data.train_path={folder}/train.jsonl", f"data.eval_path={folder}/eval.jsonl"]
+    overrides += [f"supervised.initial_hf_dir={folder}_initial"]
     tool("demo")._write_task(load_config(DEMO, overrides))
 
 

@@ -82,7 +82,7 @@ def _check_run_dir(run_dir: Path) -> None:
         copied = repository() / room
         if run_dir.resolve().is_relative_to(copied.resolve()):
             raise ConfigError(
-                f"run.output_dir ({str(run_dir)!r}) must not lie in {copied}: that is copied into it"
+                f"run.output_dir ({str(run_dir)!r}) must not lie in {copied}, which is copied there"
             )
 
 

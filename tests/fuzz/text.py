@@ -1,0 +1,253 @@
+"""Configs, overrides, studies, rows, and the small files of a run's folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tomllib
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import gapo_megatron
+from gapo_megatron.config import Config, load_config, parse_config
+from gapo_megatron.data.arithmetic import write_tokenizer
+from gapo_megatron.data.schema import read_prompts
+from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.dry_run import print_dry_run
+from gapo_megatron.launch.study import read_study
+from gapo_megatron.toml_tree import to_toml
+from gapo_megatron.train import check_before_imports
+from tests.fuzz.campaign import Target
+from tests.fuzz.mutate import (
+    Damage,
+    damage_bytes,
+    damage_file,
+    damage_toml,
+    damage_tree,
+    json_text,
+    override,
+)
+
+_WARM_START = Path(gapo_megatron.__file__).parent / "model_shapes/warm_start.json"
+_SETTING = re.compile(r"\b[a-z_]+\.[a-z_0-9]+|\boverride\b")
+
+
+def _whole_config(folder: Path) -> None:
+    """Every section and key is stated."""
+    (folder / "model").mkdir()
+    shutil.copyfile(_WARM_START, folder / "model/config.json")
+    config = parse_config(
+        {
+            "run": {"output_dir": "run", "num_steps": 10},
+            "model": {"hf_dir": "model", "precision": "fp32"},
+            "data": {"train_path": "train.jsonl", "eval_path": "eval.jsonl"},
+            "rollout": {"max_response_tokens": 64},
+            "reward": {"kind": "exact"},
+            "objective": {"eps_low": 0.003, "eps_high_max": 0.005},
+            "evaluation": {"every_steps": 5},
+            "checkpoint": {"keep_steps": [5]},
+            "supervised": {"initial_hf_dir": "initial", "train_path": "s.jsonl", "num_steps": 4},
+        },
+        source="fuzz",
+    )
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+
+
+def _use_config(config: Config) -> dict[str, Any]:
+    """What a dry run and a start do with it, short of imports."""
+    print_dry_run(config, world_size=1)
+    check_before_imports(config)
+    return config.model_dump(mode="json")
+
+
+def _names_setting(message: str, damage: Damage) -> bool:
+    return Path(damage.file).name in message or _SETTING.search(message) is not None
+
+
+def _differs(stated: dict[str, Any], state: dict[str, Any]) -> str:
+    """Where a config does not hold what a file states."""
+    for section, values in stated.items():
+        if not isinstance(values, dict):
+            return f"{section} is no section, and was accepted"
+        for key, value in values.items():
+            held = (state.get(section) or {}).get(key)
+            same = held == value and isinstance(held, bool) == isinstance(value, bool)
+            if not same:
+                return f"{section}.{key} is {held!r}; the file says {value!r}"
+    again = parse_config(tomllib.loads(to_toml(Config(**state))), source="again")
+    return "" if again.model_dump(mode="json") == state else "the run's own config.toml differs"
+
+
+def _config_target() -> Target:
+    def damage(rng: Random, folder: Path) -> Damage:
+        how = damage_toml if rng.random() < 0.85 else damage_file
+        return how(rng, folder, "config.toml")
+
+    def explains(folder: Path, _: Damage, state: Any, __: Any) -> str:
+        text = (folder / "config.toml").read_text(encoding="utf-8")
+        return _differs(tomllib.loads(text), state)
+
+    return Target(
+        name="config",
+        prepare=_whole_config,
+        damage=damage,
+        read=lambda folder: _use_config(load_config("config.toml")),
+        explains=explains,
+        names=_names_setting,
+        share=4,
+    )
+
+
+def _override_target() -> Target:
+    def prepare(folder: Path) -> None:
+        _whole_config(folder)
+        (folder / "overrides").write_text("[]")
+
+    def damage(rng: Random, folder: Path) -> Damage:
+        tree = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        settings = [
+            (f"{s}.{key}", value) for s, keys in tree.items() for key, value in keys.items()
+        ]
+        given = [override(rng, settings) for _ in range(rng.choice((1, 1, 2, 3)))]
+        (folder / "overrides").write_text(json.dumps(given))
+        return Damage("overrides", repr(given)[:300])
+
+    def given(folder: Path) -> list[str]:
+        found: list[str] = json.loads((folder / "overrides").read_text())
+        return found
+
+    def explains(folder: Path, _: Damage, state: Any, whole: Any) -> str:
+        stated: dict[str, Any] = json.loads(json.dumps(whole))
+        for one in given(folder):
+            name, _, text = one.partition("=")
+            section, _, key = name.partition(".")
+            try:
+                (value,) = tomllib.loads(f"value = {text}").values()
+            except ValueError:
+                value = text
+            stated[section][key] = value
+        stated = {section: values for section, values in stated.items() if values is not None}
+        return _differs(stated, state)
+
+    return Target(
+        name="override",
+        prepare=prepare,
+        damage=damage,
+        read=lambda folder: _use_config(load_config("config.toml", given(folder))),
+        explains=explains,
+        names=_names_setting,
+        share=4,
+    )
+
+
+def _study_target() -> Target:
+    def prepare(folder: Path) -> None:
+        _whole_config(folder)
+        (folder / "study.toml").write_text(
+            'config = "config.toml"\noutput_dir = "study"\n[grid]\n'
+            'objective.method = ["gspo", "gapo"]\nrun.seed = [0, 1]\n[[runs]]\n'
+            "objective.eps_low = 0.002\nresources.nodes = 2\n[resources]\n"
+            'time = "12:00:00"\npartition = "gpu"\naccount = "a"\ntasks_per_node = 4\n'
+        )
+
+    def read(folder: Path) -> Any:
+        study = read_study("study.toml")
+        return [
+            (str(run.run_dir), run.config.model_dump(mode="json"), run.resources.model_dump())
+            for run in study.runs
+        ]
+
+    def explains(folder: Path, damage: Damage, state: Any, whole: Any) -> str:
+        for run_dir, config, resources in state:
+            if not Path(run_dir).is_relative_to(folder) or "\n" in run_dir:
+                return f"a run in {run_dir!r}"
+            odd = [v for v in resources.values() if isinstance(v, str) and not v.isprintable()]
+            if odd:
+                return f"resources {odd}"
+            if what := _differs({}, config):
+                return what
+        return "" if state else "a study without runs"
+
+    return Target(
+        name="study",
+        prepare=prepare,
+        damage=lambda rng, folder: (damage_toml if rng.random() < 0.9 else damage_file)(
+            rng, folder, "study.toml"
+        ),
+        read=read,
+        explains=explains,
+        names=_names_setting,
+    )
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+_ANSWERS = {
+    "exact": "25",
+    "math": "\\frac{1}{2}",
+    "code": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]}),
+    "instructions": json.dumps({"instructions": [{"id": "punctuation:no_comma"}]}),
+}
+
+
+def _rows_target(kind: str) -> Target:
+    tokenizers: list[Any] = []
+
+    def prepare(folder: Path) -> None:
+        rows = [
+            {"id": f"p{i}", "prompt": f"{i}+1=", "answer": _ANSWERS[kind], "level": "easy"}
+            for i in range(6)
+        ]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_tokenizer(["0123456789+=>"], folder / "model")
+        shutil.copyfile(_WARM_START, folder / "model/config.json")
+        tokenizers.append(load_tokenizer(folder / "model"))
+
+    def damage(rng: Random, folder: Path) -> Damage:
+        if rng.random() < 0.15:
+            return damage_file(rng, folder, "train.jsonl")
+        lines = (folder / "train.jsonl").read_bytes().splitlines()
+        at = rng.randrange(len(lines))
+        if rng.random() < 0.3:
+            lines[at], what = damage_bytes(rng, lines[at])
+        else:
+            tree, what = damage_tree(rng, json.loads(lines[at]))
+            lines[at] = json_text(tree).encode("utf-8", "surrogatepass")
+        (folder / "train.jsonl").write_bytes(b"\n".join(lines))
+        return Damage("train.jsonl", f"line {at + 1}: {what}")
+
+    def read(folder: Path) -> Any:
+        problems = read_prompts(
+            "train.jsonl",
+            tokenizer=tokenizers[0],
+            max_prompt_tokens=64,
+            kind=kind,
+            chat_template=False,
+        )
+        return [(p.id, tuple(p.token_ids), p.answer, p.level) for p in problems]
+
+    def explains(folder: Path, _: Damage, state: Any, whole: Any) -> str:
+        stated = []
+        for line in (folder / "train.jsonl").read_text(encoding="utf-8").split("\n"):
+            if line.strip():
+                row = json.loads(line)
+                ids = tuple(tokenizers[0](row["prompt"])["input_ids"])
+                stated.append((row["id"], ids, row["answer"], row.get("level", "")))
+        if stated != state:
+            return f"read {state!r}; the file says {stated!r}"
+        json.dumps(state, ensure_ascii=False).encode("utf-8")
+        return ""
+
+    return Target(f"rows:{kind}", prepare, damage, read, explains)
+
+
+def targets() -> list[Target]:
+    """All of this file."""
+    return [
+        _config_target(),
+        _override_target(),
+        _study_target(),
+        *map(_rows_target, _ANSWERS),
+    ]

@@ -1,0 +1,126 @@
+"""Two thousand damaged inputs, and that the fuzzer sees what it is to see."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from gapo_megatron.documents import read_json
+from gapo_megatron.errors import ConfigError
+from tests.dist import run_distributed
+from tests.fuzz import campaign as campaign_module
+from tests.fuzz.campaign import RAN, Target, campaign
+from tests.fuzz.mutate import Damage, damage_file, damage_json
+
+_NUMBER = 2000
+
+
+def run_all(seed: int) -> tuple[Counter[str], list[str]]:
+    """Outcomes by kind, and what was found."""
+    from tests.fuzz.targets import TARGETS
+
+    outcomes: Counter[str] = Counter()
+    findings = []
+    with campaign(TARGETS, seed=seed) as prepared:
+        for target, number in prepared.cases(_NUMBER):
+            outcome, finding = prepared.run(target, number)
+            outcomes[outcome] += 1
+            if finding:
+                findings.append(str(finding))
+    return outcomes, findings
+
+
+@pytest.mark.system
+def test_damaged_input_is_refused_by_name_or_read_as_it_is():
+    # A rank of its own: a library that crashes does not take the tests with it.
+    [(outcomes, findings)] = run_distributed(run_all, 1, 0)
+    assert not findings, "\n\n".join(findings[:20])
+    assert outcomes.total() == _NUMBER
+    # Damage that nobody notices would prove nothing.
+    assert outcomes["refused"] > _NUMBER / 2
+
+
+# --- the fuzzer itself ---------------------------------------------------------------------------
+
+
+def make_target(read, *, damage=None) -> Target:
+    def write(folder: Path) -> None:
+        (folder / "file.json").write_text(json.dumps({"a": 1, "b": [1, 2, 3], "c": "text"}))
+
+    return Target("it", write, damage or (lambda rng, to: damage_json(rng, to, "file.json")), read)
+
+
+def outcomes_of(target: Target, *, number: int = 60) -> Counter[str]:
+    with campaign([target], seed=3) as prepared:
+        return Counter(prepared.run(*case)[0] for case in prepared.cases(number))
+
+
+def test_a_reader_that_checks_everything_has_no_findings():
+    def read(folder: Path) -> str:
+        if read_json("file.json") != {"a": 1, "b": [1, 2, 3], "c": "text"}:
+            raise ConfigError("file.json is another one")
+        return "whole"
+
+    assert set(outcomes_of(make_target(read))) <= {"refused", "same"}
+
+
+def test_readers_that_do_less_are_found():
+    def trusts(folder: Path) -> object:
+        return json.loads((folder / "file.json").read_bytes())["a"]
+
+    def hides(folder: Path) -> object:
+        try:
+            return trusts(folder)
+        except Exception:
+            raise ConfigError("something is wrong somewhere") from None
+
+    assert {"accepted", "traceback"} <= set(outcomes_of(make_target(trusts)))
+    assert {"accepted", "unnamed"} <= set(outcomes_of(make_target(hides)))
+
+
+def test_a_reader_that_does_not_end_is_found(monkeypatch):
+    monkeypatch.setattr(campaign_module, "HANG_S", 1)
+    is_whole = iter([True])
+
+    def read(folder: Path) -> None:
+        if not next(is_whole, False):
+            threading.Event().wait()
+
+    assert outcomes_of(make_target(read), number=1) == {"hang": 1}
+
+
+def test_a_reader_that_runs_code_of_the_input_is_found():
+    is_whole = iter([True])
+
+    def read(folder: Path) -> None:
+        if not next(is_whole, False):
+            Path(RAN).touch()
+            raise ConfigError("file.json has code")
+
+    assert outcomes_of(make_target(read), number=1) == {"accepted": 1}
+
+
+def test_a_case_is_the_same_whatever_else_is_run():
+    seen: list[list[str]] = []
+
+    def damage(rng: Random, folder: Path) -> Damage:
+        done = damage_file(rng, folder, "file.json")
+        seen[-1].append(done.what)
+        return done
+
+    def refuse(folder: Path) -> None:
+        if seen[-1]:
+            raise ConfigError("file.json")
+
+    for numbers in ([0, 1, 2, 3, 4, 5], [4]):
+        seen.append([])
+        with campaign([make_target(refuse, damage=damage)], seed=3) as prepared:
+            target = next(prepared.cases(1))[0]
+            for number in numbers:
+                prepared.run(target, number)
+    assert len({*seen[0]}) > 1 and seen[1] == seen[0][4:5]

@@ -10,6 +10,11 @@ from pathlib import Path
 from gapo_megatron.errors import ConfigError, GapoError, MachineError
 
 
+def real(path: str | Path) -> Path:
+    """Absolute, without links; of links in a circle what is left (`Path.resolve` raises then)."""
+    return Path(os.path.realpath(path))
+
+
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
     """What the system says while the block reads or writes `path`, as an error that names it.

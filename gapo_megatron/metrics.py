@@ -23,7 +23,7 @@ from gapo_megatron.config import Config, MetricsConfig
 from gapo_megatron.console_table import ConsoleTable
 from gapo_megatron.documents import open_file, parse_json, read_text
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.files import fsync, naming, write_atomically
+from gapo_megatron.files import fsync, naming, real, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -286,7 +286,7 @@ def _open_truncated(path: Path, *, resume_step: int) -> Any:
         DataError: a line of metrics is damaged, and kept ones follow: the run would not write it
             again. Timings are no results: such a line is dropped with a warning.
     """
-    path = path.resolve()  # of a link, what it leads to
+    path = real(path)  # of a link, what it leads to
     kept: list[bytes] = []
     damage: DataError | None = None
     try:

@@ -25,7 +25,7 @@ from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.checkpoint.trainer_state import TRAINER_STATE_NAME, read_trainer_state
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError, ConfigError
-from gapo_megatron.files import fsync, write_atomically
+from gapo_megatron.files import fsync, real, write_atomically
 from gapo_megatron.launch.attempt import Attempt
 from gapo_megatron.launch.run_folder import BRANCH_NAME, checkpoints_dir, is_finished
 from gapo_megatron.manifest import Branch, Manifest
@@ -189,7 +189,7 @@ def same_branch_point(one: str, other: str) -> bool:
         ConfigError: one that differs from the other, and neither is empty, names no checkpoint.
     """
     both = bool(one and other)
-    return one == other or (both and _place(one).resolve() == _place(other).resolve())
+    return one == other or (both and real(_place(one)) == real(_place(other)))
 
 
 def _require_same_origin(run_dir: Path, own: Manifest, given: str) -> None:

@@ -47,6 +47,7 @@ from gapo_megatron.convert.tables import Geometry
 from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron
 from gapo_megatron.convert.workers import worker_pool
 from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.files import real
 from gapo_megatron.manifest import MANIFEST_NAME, find_damage
 
 OVERWRITE = "; --overwrite replaces the result of a conversion"
@@ -307,7 +308,7 @@ def _all(rules: Sequence[Rule], dtype: torch.dtype | None) -> dict[str, torch.dt
 def _check_apart(output: Path, *sources: Path) -> None:
     """Raise ConfigError where making `output` would replace what is read."""
     for source in sources:
-        if source.resolve().is_relative_to(output.resolve()):
+        if real(source).is_relative_to(real(output)):
             raise ConfigError(f"output folder {output} is, or holds, the source {source}")
 
 

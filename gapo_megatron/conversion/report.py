@@ -16,6 +16,7 @@ from gapo_megatron import __version__
 from gapo_megatron.conversion.progress import size
 from gapo_megatron.conversion.verify import Tensors
 from gapo_megatron.convert.folder import REPORT_NAME
+from gapo_megatron.files import real
 
 if TYPE_CHECKING:
     from gapo_megatron.conversion.directions import Result
@@ -29,7 +30,7 @@ def write_report(
     transformers, vLLM and Megatron do not read it.
     """
     content = {
-        "source": str(source.resolve()),
+        "source": str(real(source)),
         "tool": f"gapo_megatron {__version__}",
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "dtypes": sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}),

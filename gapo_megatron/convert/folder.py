@@ -20,8 +20,9 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from gapo_megatron.documents import read_json
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.files import check_overwritable, fsync
+from gapo_megatron.files import check_overwritable, fsync, real
 
 REPORT_NAME = "conversion.json"
 """What a folder was converted from; of that folder alone, so it is not carried on."""
@@ -49,11 +50,11 @@ def check_replaceable(
     Raises:
         ConfigError: names the field, the folder and what is in the way.
     """
-    folder = Path(output).resolve()
+    folder = real(output)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{field} ({output}) is a file; it must be a folder")
     for name, path in (inputs or {}).items():
-        if str(path) and Path(path).resolve().is_relative_to(folder):
+        if str(path) and real(path).is_relative_to(folder):
             raise ConfigError(
                 f"{field} ({output}) is written anew, so {name} ({path}) must not lie in it"
             )
@@ -97,7 +98,7 @@ def mark(folder: Path, *, made_by: str, made_at: Path) -> None:
     """Let a later call of the same command replace the folder that `folder` is to become."""
     marker = {
         "made_by": made_by,
-        "made_at": str(made_at.resolve()),
+        "made_at": str(real(made_at)),
         "inode": folder.stat().st_ino,
     }
     (folder / MARKER_NAME).write_text(json.dumps(marker) + "\n", encoding="utf-8")
@@ -105,14 +106,14 @@ def mark(folder: Path, *, made_by: str, made_at: Path) -> None:
 
 def is_marked(folder: str | Path, *, made_by: str, or_unmarked: bool = False) -> bool:
     """Whether the command made `folder`; `or_unmarked`: also one without a marker, not a link."""
-    is_link, folder = Path(folder).is_symlink(), Path(folder).resolve()
+    is_link, folder = Path(folder).is_symlink(), real(folder)
     try:
-        marker = json.loads((folder / MARKER_NAME).read_text(encoding="utf-8"))
+        marker = read_json(folder / MARKER_NAME)
         is_here = marker["made_at"] == str(folder) or marker["inode"] == folder.stat().st_ino
         return bool(marker["made_by"] == made_by and is_here)
     except FileNotFoundError:
         return or_unmarked and not is_link
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ConfigError, KeyError, TypeError):
         return False
 
 
@@ -142,7 +143,7 @@ def new_folder(
         ConfigError: the output exists or cannot be made, or there is not enough space; raised
             before the block is entered. Or, when it ends: somebody else has made the output.
     """
-    given, output = output, Path(output).resolve()
+    given, output = output, real(output)
     stem = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")
     temporary = Path(f"{stem}.tmp")
     with contextlib.ExitStack() as stack:

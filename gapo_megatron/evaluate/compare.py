@@ -14,6 +14,7 @@ from gapo_megatron.evaluate.results import Results, read_results
 from gapo_megatron.evaluate.statistics import paired_difference, stars, welch_p_value
 from gapo_megatron.evaluate.table import NONE, Table, mean, percent, with_interval
 from gapo_megatron.evaluate.tables import title
+from gapo_megatron.files import real
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Method:
         evaluations = [read_results(path) for path in paths]
         if len({(one.sampling, one.setting) for one in evaluations}) > 1:
             raise ConfigError(f"--compare {text}: the evaluations were sampled differently")
-        return cls(label if equals else paths[0].resolve().name, evaluations)
+        return cls(label if equals else real(paths[0]).name, evaluations)
 
     @property
     def num_samples(self) -> int:

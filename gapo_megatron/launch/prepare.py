@@ -14,6 +14,7 @@ from gapo_megatron.config import Config, load_config
 from gapo_megatron.config_rules import check_paths
 from gapo_megatron.counts import arithmetic
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.files import real
 from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.launch.freeze import ROOMS, freeze, repository
 from gapo_megatron.launch.run_folder import check_ours, checkpoints_dir, is_finished
@@ -80,7 +81,7 @@ def _check_run_dir(run_dir: Path) -> None:
             )
     for room in ROOMS:
         copied = repository() / room
-        if run_dir.resolve().is_relative_to(copied.resolve()):
+        if real(run_dir).is_relative_to(real(copied)):
             raise ConfigError(
                 f"run.output_dir ({str(run_dir)!r}) must not lie in {copied}, which is copied there"
             )

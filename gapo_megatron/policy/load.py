@@ -26,6 +26,7 @@ from gapo_megatron.convert.disk_keys import find_spelling
 from gapo_megatron.convert.torch_dist import MegatronFolder
 from gapo_megatron.convert.unpickle import check_extra_state, explain, read_metadata
 from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.files import real
 from gapo_megatron.manifest import MANIFEST_NAME, Manifest, find_damage
 from gapo_megatron.policy.model import PolicyModel
 
@@ -68,7 +69,7 @@ def check_megatron_dir(config: Config, hf_config: PretrainedConfig) -> None:
         folder = find_weights(megatron_dir, hf_config).root
     except (ConfigError, ConversionError) as error:
         raise ConfigError(f"model.megatron_dir ({megatron_dir}): {error}") from None
-    if folder.resolve().is_relative_to(Path(output_dir).resolve()):
+    if real(folder).is_relative_to(real(output_dir)):
         raise ConfigError(
             f"model.megatron_dir ({megatron_dir}) must lie outside run.output_dir ({output_dir}): "
             "a run continues from its checkpoints by itself, and removes old ones"

@@ -21,9 +21,9 @@ from pydantic import ValidationError
 
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.files import check_overwritable
+from gapo_megatron.files import check_overwritable, real
 from gapo_megatron.report.exhibit import csv_names
-from gapo_megatron.report.runs import Run, Values
+from gapo_megatron.report.runs import Run, Values, parse_branch
 from gapo_megatron.report.series import Row
 
 RUNS_NAME = "runs.csv"
@@ -58,7 +58,7 @@ def check_archive(folder: Path, archives: Sequence[Path]) -> None:
         ConfigError: names the folder and what is in the way.
     """
     for archive in archives:
-        if archive.resolve() == folder.resolve():
+        if real(archive) == real(folder):
             raise ConfigError(f"--archive ({folder}) is read ({archive}): name another folder")
     is_ours = {"run", "config", "branch"} <= csv_names(folder / RUNS_NAME)
     names = (RUNS_NAME, METRICS_NAME, TIMINGS_NAME, SOLVE_RATES_NAME)
@@ -107,7 +107,7 @@ def read_archive(folder: Path) -> list[Run]:
     for number, row in enumerate(_read(folder / RUNS_NAME), start=2):
         try:
             config = Config.model_validate_json(row["config"])
-            branch = json.loads(row["branch"]) if row["branch"] else None
+            branch = parse_branch(row["branch"], where="branch") if row["branch"] else None
         except (KeyError, ValueError, ValidationError) as error:
             raise DataError(f"{folder / RUNS_NAME}:{number}: not a run's row: {error}") from None
         code = tuple((row.get("commit") or "").split())

@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 
 from gapo_megatron.config import Config
 from gapo_megatron.errors import DataError
+from gapo_megatron.files import real
 from gapo_megatron.methods import Method
 from gapo_megatron.report.runs import Run
 
@@ -163,7 +164,7 @@ def _left(run: Run, runs: Sequence[Run]) -> Run | None:
     if run.branch is None:
         return None
     path = Path(run.branch["run"])
-    whole = path.resolve()
+    whole = real(path)
     # Branches of one run may be called as it is.
     others = [
         one

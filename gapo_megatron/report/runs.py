@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -11,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from gapo_megatron.config import CONFIG_NAME, Config, load_config
+from gapo_megatron.documents import open_file, parse_json, read_text
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.counts import read_counts
+from gapo_megatron.files import naming, real
 from gapo_megatron.launch.freeze import frozen_code
 from gapo_megatron.launch.run_folder import BRANCH_NAME
 from gapo_megatron.methods import Method
@@ -100,7 +101,7 @@ def find_runs(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
                 f"{folder}: {'no run here' if folder.exists() else 'no such folder'}; a run's "
                 f"folder holds {CONFIG_NAME} and {METRICS_NAME}, a study's holds folders of runs"
             )
-        inside |= {path.resolve(): None for path in (found[:1] if found[0] == folder else found)}
+        inside |= {real(path): None for path in (found[:1] if found[0] == folder else found)}
     ready = [path for path in inside if _has_trained(path / METRICS_NAME)]
     waiting = [path for path in inside if path not in ready]
     if not ready:
@@ -129,13 +130,10 @@ def read_run(folder: Path) -> Run:
             f"{folder}: no {CONFIG_NAME}, which training writes at its start: the run's method, "
             "k, clips and seed are unknown"
         )
-    branch_path = folder / BRANCH_NAME
     run = Run(
         folder=folder,
         config=load_config(path),
-        branch=parse_branch(branch_path.read_text("utf-8"), where=str(branch_path))
-        if branch_path.exists()
-        else None,
+        branch=_branch(folder / BRANCH_NAME),
         metrics=_by_name(read_rows(folder / METRICS_NAME)),
         timings=read_rows(folder / TIMINGS_NAME),
         solve_rates=_solve_rates(folder / "evaluations"),
@@ -145,18 +143,26 @@ def read_run(folder: Path) -> Run:
     return run
 
 
+def _branch(path: Path) -> dict[str, Any] | None:
+    try:
+        text = read_text(path, error=DataError)
+    except FileNotFoundError:
+        return None
+    return parse_branch(text, where=str(path))
+
+
 def parse_branch(text: str, *, where: str) -> dict[str, Any]:
     """A `branch.json`.
 
     Raises:
         DataError: names `where` and the rule.
     """
+    branch: dict[str, Any] = parse_json(text, where=where, error=DataError)
     try:
-        branch: dict[str, Any] = json.loads(text)
         run, step, changes = branch["run"], branch["step"], branch["changes"]
-        is_whole = isinstance(run, str) and isinstance(step, int)
+        is_whole = isinstance(run, str) and type(step) is int
         is_whole &= all(len(pair) == 2 for pair in changes.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         is_whole = False
     if not is_whole:
         raise DataError(
@@ -168,7 +174,10 @@ def parse_branch(text: str, *, where: str) -> dict[str, Any]:
 
 def _has_trained(path: Path) -> bool:
     """Whether a whole line is a step's; that of step 0's evaluation is none."""
-    return path.exists() and b'"reward/mean"' in path.read_bytes().rpartition(b"\n")[0]
+    if not path.exists():
+        return False
+    with naming(path), open_file(path) as file:
+        return b'"reward/mean"' in file.read().rpartition(b"\n")[0]
 
 
 def _by_name(rows: Iterable[dict[str, float]]) -> dict[str, Values]:

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, Self
 
 from gapo_megatron.data.prepare.output import MANIFEST
 from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.files import real
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Journal:
         Raises:
             ConfigError: another process has it open, or it cannot be made.
         """
-        output = output.resolve()
+        output = real(output)
         folder = output.with_name(f".{output.name}.unfinished")
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from gapo_megatron.data.prepare.sources import Source
 from gapo_megatron.data.rows import check_format, read_rows
 from gapo_megatron.digest import code_sha256, file_sha256
 from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.files import real
 
 Progress = Callable[[str, float], None]
 """Told what is being done, and which share of it has been."""
@@ -91,7 +92,7 @@ def _check(inputs: Sequence[Path], lengths: Lengths) -> None:
     for path in inputs:
         check_format(path)
     for path in inputs:
-        if [other.resolve() for other in inputs].count(path.resolve()) > 1:
+        if [real(other) for other in inputs].count(real(path)) > 1:
             raise ConfigError(f"input {path} is given twice")
 
 

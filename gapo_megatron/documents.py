@@ -41,6 +41,8 @@ def open_file(path: str | Path) -> BinaryIO:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError:  # of the path: a NUL in it
         raise OSError(errno.EINVAL, "its name has a NUL", str(path)) from None
+    except NotADirectoryError:  # on the way: then it is not there either
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

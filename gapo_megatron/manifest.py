@@ -140,7 +140,7 @@ def list_steps(checkpoints_dir: Path) -> list[Path]:
             for match, path in named
             if match and path.is_dir()
         ]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise CheckpointError(f"{checkpoints_dir} cannot be read: {error.strerror}") from None

@@ -174,7 +174,7 @@ def run_learn(
                 assert stopped is None and opened.progress.num_updates == 1
                 opened.save(stop_in)
                 dist.barrier()
-                opened = OpenStep.load(stop_in, policy.device)
+                opened = OpenStep.load(stop_in, policy.device, num_updates=1)
             metrics = learn(
                 policy, opened.batch, packing, config, Stopwatch(), progress=opened.progress
             )

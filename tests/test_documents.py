@@ -77,6 +77,9 @@ class TestFiles:
     def test_one_that_is_not_there_is_left_to_the_caller(self, read, tmp_path):
         with pytest.raises(FileNotFoundError):
             read(tmp_path / "absent")
+        (tmp_path / "file").touch()
+        with pytest.raises(FileNotFoundError):
+            read(tmp_path / "file/absent")
 
     def test_a_fifo_is_refused_and_not_waited_for(self, read, tmp_path):
         os.mkfifo(tmp_path / "fifo")

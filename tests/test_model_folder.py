@@ -324,7 +324,7 @@ def test_a_template_that_fails_is_our_error(folder: Path, template: str) -> None
     (folder / "chat_template.jinja").write_text(template)
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder)
     with pytest.raises(ConfigError, match=mentions(folder, "template")):
-        encode_prompt("1+2=", tokenizer, chat_template=True)
+        encode_prompt("1+2=", tokenizer, chat_template=True, max_tokens=64)
 
 
 # --- weights -------------------------------------------------------------------------------------

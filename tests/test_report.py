@@ -91,7 +91,7 @@ def test_a_broken_line_is_named(tmp_path):
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     for broken in ('{"reward/mean": 1}\n', "no json\n", "[1]\n"):
         (folder / "metrics.jsonl").write_text("".join([*lines[:2], broken, *lines[2:]]))
-        with pytest.raises(DataError, match=r"metrics\.jsonl:3\b.*\bstep\b"):
+        with pytest.raises(DataError, match=r"metrics\.jsonl:3\b"):
             read_run(folder)
 
 
@@ -107,13 +107,13 @@ BRANCH = ("run", "step", "changes")
             '{"step": 0, "reward/mean": "x"}\n',
             ("metrics.jsonl:1", "reward/mean", "'x'"),
         ),
-        ("branch.json", "{", BRANCH),
+        ("branch.json", "{", ("JSON",)),
         ("branch.json", "[]", BRANCH),
         ("branch.json", '{"run": "/a", "step": 6}', BRANCH),
         ("branch.json", '{"run": "/a", "step": "6", "changes": {}}', BRANCH),
         ("branch.json", '{"run": "/a", "step": 6, "changes": {"k": 1}}', BRANCH),
         ("evaluations/step_0.json", "{", ("JSON",)),
-        ("evaluations/step_0.json", "{}", ("'problems'",)),
+        ("evaluations/step_0.json", "{}", ("problems",)),
         ("evaluations/step_0.json", '{"problems": [1]}', ("problem 1", "(1)", "id")),
         (
             "evaluations/step_0.json",

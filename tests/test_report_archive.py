@@ -219,7 +219,7 @@ def test_the_page_says_where_runs_of_a_method_had_other_code(tmp_path, monkeypat
     kept = {run.folder.name: run.code for run in read_archive(archive)}
     assert (kept["y1"], len(kept["y0"]), len(kept["z0"])) == ((), 1, 1)
     assert kept["z0"][0].startswith(f"{a[:12]}+")
-    (folders["x0"] / "code/1/code.json").write_text("{}")
+    (folders["x0"] / "code/1/code.json").write_text("[]")
     with pytest.raises(DataError, match=mentions(folders["x0"] / "code/1/code.json")):
         read_run(folders["x0"])
 

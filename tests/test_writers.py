@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gapo_megatron.checkpoint import manifest
+from gapo_megatron import manifest
 from gapo_megatron.config import CheckpointConfig, load_config
 from gapo_megatron.data.prepare.journal import Journal
 from gapo_megatron.errors import ConfigError
@@ -247,4 +247,4 @@ def test_what_an_interrupted_preparation_has_left_is_taken_up(tmp_path: Path) ->
         Journal.open(tmp_path / "output", belongs_to={}),
     ):
         pass
-    assert json.loads((tmp_path / "theirs" / "rows.jsonl").read_text()) == {"a": 1}
+    assert json.loads((tmp_path / "theirs" / "rows.jsonl").read_text())["entry"] == {"a": 1}

@@ -253,7 +253,7 @@ def _config(arguments: argparse.Namespace, sampling: Sampling) -> Config:
             "parallel": {"timeout_s": 24 * 3600},
             "model": {"hf_dir": arguments.model, "precision": arguments.precision},
             "data": {
-                "train_path": "",
+                "train_path": "unused",
                 "max_prompt_tokens": arguments.max_prompt_tokens,
                 "chat_template": arguments.chat_template,
             },

@@ -122,7 +122,7 @@ def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
         for one in files.plain(progress.old_log_probs, list)
     ]
     for name, total in files.plain(progress.sums, dict).items():
-        if not isinstance(total, torch.Tensor) or total.ndim > 1:
+        if not isinstance(total, torch.Tensor):
             raise ValueError(f"{total!r:.40} in place of the sum {name}")
     for number in (*files.plain(progress.grad_norms, list), progress.learning_rate):
         files.plain(number, float, int)

@@ -73,7 +73,7 @@ def policy(**model: str) -> None:
         tree: dict[str, Any] = {
             "run": {"output_dir": folder, "num_steps": 1},
             "model": {"hf_dir": folder, **model},
-            "data": {"train_path": ""},
+            "data": {"train_path": "unused"},
             "rollout": {"max_response_tokens": _NUM_TOKENS},
             "reward": {"kind": "exact"},
         }

@@ -31,14 +31,12 @@ MIN_MEMORY_SHARE = 0.25
 MIN_FREE_GIB = 10.0
 """Disk space for a run, where its user says nothing."""
 PACKAGES = (
-    "huggingface_hub",
     "langdetect",
     "math_verify",
     "megatron.core",
     "numpy",
     "pydantic",
     "rich",
-    "safetensors",
     "scipy",
     "torch",
     "transformers",

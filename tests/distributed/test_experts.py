@@ -16,6 +16,7 @@ from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.policy.step import log_probs, update
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed
+from tests.distributed.checkpoint_setup import trainer_state
 from tests.distributed.conversion_setup import VOCAB_SIZE, save_model
 from tests.distributed.policy_setup import (
     WeightedLoss,
@@ -99,7 +100,7 @@ def train(hf_dir: Path, run_dir: Path, layout: str, *, before: Path) -> Report:
                     run_dir,
                     step=1,
                     policy=policy,
-                    trainer_state={},
+                    trainer_state=trainer_state(1),
                     config=config,
                     attempt=make_attempt(run_dir),
                 )

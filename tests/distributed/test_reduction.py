@@ -22,6 +22,7 @@ from gapo_megatron.policy.step import log_probs, update
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed, single_rank
 from tests.distributed import conversion_setup
+from tests.distributed.checkpoint_setup import trainer_state
 from tests.distributed.policy_setup import (
     ClippedLoss,
     WeightedLoss,
@@ -210,7 +211,7 @@ def resume(folder: Path, run_dir: Path) -> list[dict[str, Tensor]]:
             path,
             step=1,
             policy=policy,
-            trainer_state={},
+            trainer_state=trainer_state(1),
             config=config,
             attempt=make_attempt(path),
         )

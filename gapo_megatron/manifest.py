@@ -237,11 +237,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         found = _MANIFEST.validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        raise CheckpointError(
-            f"{path}: {field} ({first['input']!r:.40}) is wrong: {first['msg']}"
-        ) from None
+        raise CheckpointError(f"{path}: {first_flaw(error)}") from None
     named = _STEP_NAME.fullmatch(folder.name)
     if named and (int(named[1]), named[2] and int(named[2])) != (found.step, found.open_updates):
         raise CheckpointError(
@@ -249,6 +245,13 @@ def read_manifest(folder: Path) -> Manifest:
             "what the name of its folder says"
         )
     return found
+
+
+def first_flaw(error: ValidationError) -> str:
+    """Field, value and rule of the first thing that is wrong with a document."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(map(str, first["loc"]))
+    return f"{field} ({first['input']!r:.40}) is wrong: {first['msg']}"
 
 
 def stored_sha256(folder: Path) -> str:

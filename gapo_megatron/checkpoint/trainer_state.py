@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from gapo_megatron.documents import read_json
 from gapo_megatron.errors import CheckpointError
+from gapo_megatron.manifest import first_flaw
 
 TRAINER_STATE_NAME = "trainer_state.json"
 
@@ -63,11 +64,7 @@ def read_trainer_state(folder: Path, *, step: int) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        raise CheckpointError(
-            f"{path}: {field} ({first['input']!r:.40}) is wrong: {first['msg']}"
-        ) from None
+        raise CheckpointError(f"{path}: {first_flaw(error)}") from None
     if found.step not in (None, step):
         raise CheckpointError(f"{path} is of step {found.step}, and the manifest of step {step}")
     return {name: state[name] for name in ("source", "window")}

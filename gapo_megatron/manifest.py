@@ -3,7 +3,8 @@
 - checkpoints/step_00000040/: whole, or damaged after the fact (the manifest tells).
 - checkpoints/step_00000052_3/: likewise, after 52 steps and 3 updates of the next (a stop).
 - checkpoints/.tmp_step_00000060.ATTEMPT/: being written, or half-written when the job died.
-- checkpoints/.damaged_step_00000040/: refused by a resume; removed by the next save.
+- checkpoints/.damaged_step_00000040/: refused by a resume; removed when the run is as
+  far again.
 
 A folder gets its final name by one rename, after every byte of it is on disk. Files only: nothing
 here knows torch or Megatron-core.
@@ -313,12 +314,13 @@ def set_aside(folder: Path) -> Path:
 
 
 def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> list[Path]:
-    """Remove old checkpoints, and those that a resume refused; returns what was removed.
+    """Remove old checkpoints, and refused ones that the run has passed; returns what was removed.
 
     The newest `keep_last` between steps stay, and those of `keep_steps`. One that was not due, made
     by a stop, leaves its place to any that was: a run that is stopped often keeps as many of the
     others. One within a step serves the same parallel layout alone: it does not count. Whatever it
-    is, the newest stays, and the newest between steps.
+    is, the newest stays, and the newest between steps. What a resume refused stays until the run is
+    as far again: a disk that failed for a moment may give it back.
 
     Call it after `publish` only: the checkpoint just published is the newest (a resume sets aside
     what it refused), hence at least one whole checkpoint stays whatever the others are worth.
@@ -328,7 +330,11 @@ def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> list[Path]:
     by_rank = sorted(between, key=lambda path: not settings.is_due(_step(path)))  # stable
     kept = {*steps[:1], *between[:1], *by_rank[: settings.keep_last]}
     kept |= {path for path in between if _step(path) in settings.keep_steps}
-    refused = sorted(checkpoints_dir.glob(".damaged_step_*"))
+    refused = [
+        path
+        for path in sorted(checkpoints_dir.glob(".damaged_step_*"))
+        if not steps or _step(path) <= _step(steps[0])
+    ]
     removed = [*(path for path in steps if path not in kept), *refused]
     removed = [path for path in removed if not path.is_symlink()]  # somebody else's
     for path in removed:
@@ -337,8 +343,8 @@ def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> list[Path]:
 
 
 def _step(folder: Path) -> int:
-    """Steps finished, of a published checkpoint."""
-    return int(folder.name.split("_")[1])
+    """Steps finished, of a published checkpoint or a refused one."""
+    return int(folder.name.removeprefix(".damaged_").split("_")[1])
 
 
 def _digest(path: Path, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> str:

@@ -332,6 +332,17 @@ def test_prune_keeps_the_newest_and_clears_what_was_refused(tmp_path):
     assert len(manifest.list_steps(tmp_path)) == 2
 
 
+def test_what_was_refused_stays_until_the_run_is_as_far_again(tmp_path):
+    for step in (2, 6):
+        make_checkpoint(tmp_path, step)
+    refused = manifest.set_aside(tmp_path / "step_00000006")
+    settings = CheckpointConfig(every_steps=1, keep_last=1)
+    for step, stays in ((4, True), (6, False)):
+        make_checkpoint(tmp_path, step)
+        manifest.prune(tmp_path, settings)
+        assert refused.exists() is stays
+
+
 def left_after(folder: Path, steps: Sequence[int], **settings: Any) -> list[int]:
     """Of a run that saves and prunes after each of `steps`."""
     for step in steps:

@@ -125,7 +125,9 @@ def load_latest(run_dir: str | Path, *, policy: Policy, config: Config) -> Loade
         return None
     if dist.get_rank() == 0:
         for other in refused:
-            logger.warning("set aside as %s; the next save removes it", manifest.set_aside(other))
+            logger.warning(
+                "set aside as %s until the run is as far again", manifest.set_aside(other)
+            )
         assert found is not None
         _log_changes(found, config)
         _warn_of_lost_metrics(Path(run_dir), found)
@@ -193,6 +195,7 @@ def _load(
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         # Of the optimizer's settings in common.pt, which Megatron-core takes as they are.
         problem = f"{path} holds what does not fit: {type(error).__name__}: {error}"
+        logger.debug("%s", problem, exc_info=True)
     if problem := first_problem(problem):
         return None, problem
     if random_state is not None:

@@ -145,14 +145,15 @@ def survive_damage(hf_dir: str, other_dir: str, run_dir: Path) -> list[str]:
     alter(5, "__1_0.distcp", slice(None, -7))
     alter(4, "rng_00001.pt", slice(1, None))
     assert load() == 3
-    # What was refused stays refused, even if it could be read again; the next save removes it.
+    # What was refused stays refused, even if it could be read again, and there until it is passed.
     assert [path.name[-1] for path in manifest.list_steps(folder)] == ["3", "2"]
     if dist.get_rank() == 0:
         (folder / ".tmp_step_00000004.1.0").mkdir()
         (folder / ".tmp_step_00000004.1.0" / "junk").touch()  # of a save at this very step
     path = save(run_dir, policy, config, step=4, keep_last=2)
     assert "junk" not in manifest.read_manifest(path).files
-    assert sorted(path.name for path in folder.iterdir()) == ["step_00000003", "step_00000004"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [".damaged_step_00000005", "step_00000003", "step_00000004"]
 
     destroy()
     stranger_config = make_config(other_dir, layout="dp2")

@@ -84,7 +84,7 @@ def test_readers_that_do_less_are_found():
 
 
 def test_a_reader_that_does_not_end_is_found(monkeypatch):
-    monkeypatch.setattr(campaign_module, "HANG_S", 1)
+    monkeypatch.setattr(campaign_module, "HANG_S", 0.05)
     is_whole = iter([True])
 
     def read(folder: Path) -> None:

@@ -14,6 +14,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch import attempt
 from gapo_megatron.launch.restart import AFTER_A_SAVE, check_not_lost
 from gapo_megatron.launch.run_folder import mark_finished
+from gapo_megatron.toml_tree import to_toml
 from gapo_megatron.train import check_before_imports
 from tests.branch_setup import make_checkpoint, tree_of
 from tests.messages import mentions
@@ -98,6 +99,16 @@ def test_a_run_that_saves_at_its_end_has_none_before(tmp_path: Path, run_dir: Pa
     named = make_config(tmp_path, checkpoint={"every_steps": 0, "keep_steps": [8]})
     with pytest.raises(ConfigError, match=mentions("metrics.jsonl", 8)):
         check_not_lost(named)
+
+
+def test_the_first_save_was_due_by_the_settings_of_that_time(tmp_path: Path, run_dir: Path) -> None:
+    write_metrics(run_dir, *range(6))
+    began = make_config(tmp_path, checkpoint={"every_steps": 8})
+    (run_dir / "config.toml").write_text(to_toml(began))
+    check_not_lost(make_config(tmp_path, checkpoint={"every_steps": 2}))
+    (run_dir / "config.toml").write_text(to_toml(make_config(tmp_path)))
+    with pytest.raises(ConfigError, match=mentions("metrics.jsonl", 5)):
+        check_not_lost(began)
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])

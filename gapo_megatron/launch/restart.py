@@ -10,12 +10,13 @@ So it matters whether there ever was one. That there was shows what is written a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from gapo_megatron.config import Config
+from gapo_megatron.config import CONFIG_NAME, Config, load_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.run_folder import checkpoints_dir, has_finished, is_finished
 from gapo_megatron.manifest import list_steps
@@ -60,9 +61,7 @@ def _signs(config: Config, run_dir: Path, folder: Path) -> Iterator[str]:
             yield name
     if folder.is_dir():
         yield from sorted(path.name for path in folder.glob(".damaged_step_*"))
-    settings = config.checkpoint
-    due = (settings.every_steps or config.run.num_steps, *settings.keep_steps)
-    first = min(config.run.num_steps, *due)
+    first = _first_due(run_dir, config)
     if (step := last_step(run_dir / METRICS_NAME)) is not None and step >= first:
         yield f"{METRICS_NAME} has step {step}, and the first was due after {first}"
     evaluations = run_dir / "evaluations"
@@ -70,3 +69,11 @@ def _signs(config: Config, run_dir: Path, folder: Path) -> Iterator[str]:
     matches = [re.fullmatch(r"step_([0-9]+)\.json", name) for name in names]
     if (step := max((int(match[1]) for match in matches if match), default=0)) >= first:
         yield f"evaluations/step_{step}.json"
+
+
+def _first_due(run_dir: Path, config: Config) -> int:
+    """Steps after which the run was to save first, by the settings that it was started with."""
+    with contextlib.suppress(ConfigError):  # none there, or an older version's
+        config = load_config(run_dir / CONFIG_NAME)
+    steps = (config.checkpoint.every_steps or config.run.num_steps, *config.checkpoint.keep_steps)
+    return min(config.run.num_steps, *steps)

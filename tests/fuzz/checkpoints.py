@@ -5,15 +5,19 @@ A process group of one rank must be up; see `tests.dist.single_rank`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import pickle
+import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gapo_megatron import checkpoint
@@ -22,16 +26,26 @@ from gapo_megatron.convert.hf import read_hf
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
 from tests.attempt_setup import make_attempt
+from tests.damage import Trap, sign
 from tests.distributed.checkpoint_setup import (
     build,
     make_config,
     make_model,
     save,
     train_one_update,
+    trainer_state,
 )
 from tests.fuzz.campaign import RAN, Target
 from tests.fuzz.models import digest
-from tests.fuzz.mutate import Damage, damage_file, damage_tree, json_text
+from tests.fuzz.mutate import (
+    Damage,
+    damage_bytes,
+    damage_file,
+    damage_json,
+    damage_tree,
+    hostile,
+    json_text,
+)
 
 _OLDER, _NEWEST = "run/checkpoints/step_00000001", "run/checkpoints/step_00000002"
 _MANIFEST = "manifest.json"
@@ -56,7 +70,7 @@ class _Trained:
             train_one_update(self.policy, seed=step)
             save(folder / "run", self.policy, self.config, step=step)
             if step == 1:
-                self._older = self._state(1)
+                self._older = self._state(1, trainer_state(1))
 
     def resume(self, folder: Path) -> dict[str, Any]:
         """As a run that goes on."""
@@ -64,7 +78,7 @@ class _Trained:
         checkpoint.check_resume("run", hf_config, self.config)
         found = checkpoint.load_latest("run", policy=self.policy, config=self.config)
         assert found is not None, "the run would begin anew"
-        return self._state(found.step)
+        return self._state(found.step, found.trainer_state)
 
     def branch(self, folder: Path) -> dict[str, Any]:
         """As a run that begins at the newest one."""
@@ -77,7 +91,7 @@ class _Trained:
         checkpoint.begin_branch(point, config, make_attempt(folder / "other"))
         found = checkpoint.load_latest("other", policy=self.policy, config=config)
         assert found is not None and found.trainer_state == state
-        return self._state(found.step)
+        return self._state(found.step, state)
 
     def start(self, folder: Path) -> dict[str, Any]:
         """As a run whose `model.megatron_dir` it is."""
@@ -95,14 +109,16 @@ class _Trained:
 
     def explains(self, folder: Path, damage: Damage, state: Any, whole: Any) -> str:
         """Going on from the older one is right, too."""
-        return "" if state == self._older else "other weights, or another step"
+        return "" if damage.signed or state == self._older else "other weights, or another step"
 
-    def _state(self, step: int) -> dict[str, Any]:
+    def _state(self, step: int, trainer: Any) -> dict[str, Any]:
         optimizer = hashlib.sha256()
         for name, tensor in _tensors("", self.policy.optimizer.state_dict()):
             optimizer.update(name.encode() + digest(tensor).encode())
         return {
             "step": step,
+            "trainer": trainer,
+            "random": (random.getstate()[1][:9], digest(torch.get_rng_state())),
             "num_updates": self.policy.num_updates,
             "weights": self._weights(),
             "optimizer": optimizer.hexdigest(),
@@ -121,75 +137,86 @@ def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
         yield from _tensors(f"{name}/{key}", value)
 
 
-class _RunsCode:
-    """A pickle of it leaves `RAN` in the working directory when it is loaded."""
-
-    def __reduce__(self) -> Any:
-        return open, (RAN, "w")
-
-
 def _damage(rng: Random, folder: Path) -> Damage:
-    files = sorted(str(p.relative_to(folder)) for p in (folder / _NEWEST).rglob("*") if p.is_file())
-    file = rng.choice(files)
-    kind = rng.randrange(10)
+    root = folder / _NEWEST
+    files = sorted(str(p.relative_to(folder)) for p in root.rglob("*") if p.is_file())
+    pickles = [one for one in files if one.endswith((".metadata", ".pt"))]
+    kind = rng.randrange(12)
     if kind < 5:
-        return damage_file(rng, folder, file)
+        return damage_file(rng, folder, rng.choice(files))
     if kind == 5:
-        file = rng.choice([one for one in files if one.endswith((".metadata", ".pt"))])
-        (folder / file).write_bytes(pickle.dumps(_RunsCode(), protocol=2))
-        return _signed(folder, Damage(file, "a pickle that runs code"), rng)
-    if kind == 6:
         other = f"run/checkpoints/step_{rng.choice(('00000003', '00000002_1', '00000000', '2'))}"
-        (folder / _NEWEST).rename(folder / other)
+        root.rename(folder / other)
         return Damage(other, f"was {_NEWEST}")
-    path = folder / _NEWEST / _MANIFEST
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if kind == 7:
-        path = folder / _NEWEST / "trainer_state.json"
+    if kind < 8:  # the manifest itself
+        path = root / _MANIFEST
         tree, what = damage_tree(rng, json.loads(path.read_text(encoding="utf-8")))
-        path.write_text(json_text(tree), encoding="utf-8", errors="surrogatepass")
-        return _signed(folder, Damage(f"{_NEWEST}/trainer_state.json", what), rng)
-    tree, what = damage_tree(rng, document)
-    return _sign(folder, tree, what)
-
-
-def _signed(folder: Path, damage: Damage, rng: Random) -> Damage:
-    """Often with a manifest that knows of it: by somebody who means harm."""
+        return _sign_document(path, tree, what)
+    if kind == 8:
+        file = f"{_NEWEST}/trainer_state.json"
+        done = damage_json(rng, folder, file)
+    elif kind == 9:
+        done = Damage(rng.choice(pickles), "a pickle that runs code")
+        (folder / done.file).write_bytes(pickle.dumps(Trap(Path(RAN)), protocol=2))
+    elif kind == 10:
+        done = _damage_metadata(rng, folder)
+    else:
+        content, what = damage_bytes(rng, (folder / (file := rng.choice(pickles))).read_bytes())
+        (folder / file).write_bytes(content)
+        done = Damage(file, what)
     if rng.random() < 0.3:
-        return damage
-    path = folder / _NEWEST / _MANIFEST
-    document = json.loads(path.read_text(encoding="utf-8"))
-    content = (folder / damage.file).read_bytes()
-    document["files"][str(Path(damage.file).relative_to(_NEWEST))] = {
-        "num_bytes": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
-    _sign(folder, document, "")
-    return damage
+        return done
+    sign(root)
+    return replace(done, what=f"{done.what}; signed", signed=True)
 
 
-def _sign(folder: Path, document: Any, what: str) -> Damage:
-    """Write a manifest whose own digest is right."""
-    name = f"{_NEWEST}/{_MANIFEST}"
+def _damage_metadata(rng: Random, folder: Path) -> Damage:
+    """What `.metadata` says of one tensor, or where it lies."""
+    path = folder / _NEWEST / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    index = rng.choice(list(metadata.storage_data))
+    held, tensor = metadata.storage_data[index], metadata.state_dict_metadata.get(index.fqn)
+    value, what = hostile(rng, rng.choice((0, "x", 1.5))), rng.randrange(8)
+    if what == 0:
+        metadata.storage_data.pop(index)
+    elif what == 1:
+        metadata.state_dict_metadata.pop(index.fqn, None)
+    elif what == 2:
+        held.relative_path = rng.choice(("../x", "/etc/passwd", "common.pt", value))
+    elif what == 3:
+        held.offset = value
+    elif what == 4:
+        held.length = value
+    elif what == 5 and hasattr(tensor, "chunks"):
+        tensor.chunks = rng.choice((tensor.chunks * 2, tensor.chunks[1:], [value]))
+    elif what == 6 and hasattr(tensor, "size"):
+        tensor.size = rng.choice((type(tensor.size)((2**40, 2**40)), type(tensor.size)(()), value))
+    else:
+        metadata.state_dict_metadata = value
+    path.write_bytes(pickle.dumps(metadata))
+    return Damage(f"{_NEWEST}/.metadata", f"{index.fqn}: {what}, {str(value)[:40]!r}")
+
+
+def _sign_document(path: Path, document: Any, what: str) -> Damage:
+    """Write a manifest whose own digest is right, where it is JSON."""
     text = json_text(document)
-    if isinstance(document, dict):
+    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+        document = json.loads(text)
         document.pop("sha256", None)
-        try:
-            text = json.dumps(document, sort_keys=True, separators=(",", ":"))
-            digest_of = hashlib.sha256(text.encode()).hexdigest()
-            text = json.dumps(document | {"sha256": digest_of})
-        except TypeError:  # text that no JSON writer writes
-            text = json_text(document)
-    (folder / name).write_text(text, encoding="utf-8", errors="surrogatepass")
-    return Damage(name, what)
+        canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(document | {"sha256": hashlib.sha256(canonical.encode()).hexdigest()})
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    return Damage(f"{_NEWEST}/{_MANIFEST}", what)
 
 
 def _names(message: str, damage: Damage) -> bool:
-    # Of a checkpoint that has another name: the one that is not there, or the one that is.
-    return any(
-        part in message
-        for part in (Path(damage.file).name, Path(damage.file).parts[2], Path(_NEWEST).name)
-    )
+    path = Path(damage.file)
+    if path.name == _MANIFEST:  # or what it says of a file, which that is not
+        return _NEWEST in message
+    if path.name.startswith("step_"):  # renamed
+        return path.name in message or Path(_NEWEST).name in message
+    # An entry of `.metadata` may be told by what it says of another file.
+    return path.name in message or (path.name == ".metadata" and ".distcp" in message)
 
 
 def targets() -> list[Target]:

@@ -116,9 +116,25 @@ def _in_tensors(folder: Path, damage: Damage) -> bool:
     return whole.read_bytes()[:head] == path.read_bytes()[:head]
 
 
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+
+
 def _names_model(message: str, damage: Damage) -> bool:
-    # What contradicts another file may be said of that one.
-    return any(name in message for name in (Path(damage.file).name, "config.json", "model.hf_dir"))
+    name = Path(damage.file).name
+    if name == "config.json":  # what contradicts it may be said of the other
+        others = (*_TOKENIZER, "generation_config.json", ".safetensors")
+    elif name.endswith((".safetensors", ".index.json")):  # of each other's
+        others = (".safetensors", "config.json contradicts")
+    elif name in _TOKENIZER:  # what only the library tells, it tells of the whole
+        others = ("the tokenizer",)
+    else:
+        others = ()
+    return any(part in message for part in (name, *others))
 
 
 def _damage_model(rng: Random, folder: Path) -> Damage:

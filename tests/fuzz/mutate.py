@@ -29,6 +29,10 @@ class Damage:
     file: str
     """Relative to the input's folder."""
     what: str
+    settings: tuple[str, ...] = ()
+    """Names of settings of which an error may speak in place of the file."""
+    signed: bool = False
+    """Its digests are right: whoever does that may put in any weights, but not run code."""
 
 
 HOSTILE: tuple[Any, ...] = (
@@ -258,12 +262,13 @@ def damage_toml(rng: Random, folder: Path, file: str) -> Damage:
     """A TOML file in which one line, or a few, differ."""
     path = folder / file
     lines = path.read_text(encoding="utf-8").splitlines()
-    what = []
+    before, what = set(lines), []
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         lines, how = _damage_lines(rng, lines)
         what.append(how)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogatepass")
-    return Damage(file, "; ".join(what))
+    words = [re.findall(r"[a-z]+(?:_[a-z0-9]+)*", line) for line in before ^ set(lines)]
+    return Damage(file, "; ".join(what), tuple(word for line in words for word in line[:3]))
 
 
 def _damage_lines(rng: Random, lines: list[str]) -> tuple[list[str], str]:

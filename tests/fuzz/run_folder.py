@@ -146,7 +146,7 @@ def targets() -> list[Target]:
             lambda rng, folder, names=names: _damage(rng, folder, [f"run/{n}" for n in names]),
             read,
             _explains,
-            lambda message, damage: Path(damage.file).name in message or "config.toml" in message,
+            lambda message, damage: Path(damage.file).name in message,
             share=2,
         )
         for name, names, read in (("start", start, _read_start), ("report", report, _read_report))

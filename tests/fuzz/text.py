@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -31,7 +32,6 @@ from tests.fuzz.mutate import (
 )
 
 _WARM_START = Path(gapo_megatron.__file__).parent / "model_shapes/warm_start.json"
-_SETTING = re.compile(r"\b[a-z_]+\.[a-z_0-9]+|\boverride\b")
 
 
 def _whole_config(folder: Path) -> None:
@@ -63,7 +63,7 @@ def _use_config(config: Config) -> dict[str, Any]:
 
 
 def _names_setting(message: str, damage: Damage) -> bool:
-    return Path(damage.file).name in message or _SETTING.search(message) is not None
+    return any(name in message for name in (Path(damage.file).name, *damage.settings))
 
 
 def _differs(stated: dict[str, Any], state: dict[str, Any]) -> str:
@@ -112,7 +112,8 @@ def _override_target() -> Target:
         ]
         given = [override(rng, settings) for _ in range(rng.choice((1, 1, 2, 3)))]
         (folder / "overrides").write_text(json.dumps(given))
-        return Damage("overrides", repr(given)[:300])
+        words = [word for one in given for word in re.findall(r"[a-z]+(?:_[a-z0-9]+)*", one)[:2]]
+        return Damage("overrides", repr(given)[:300], ("override", *words))
 
     def given(folder: Path) -> list[str]:
         found: list[str] = json.loads((folder / "overrides").read_text())
@@ -159,16 +160,26 @@ def _study_target() -> Target:
             for run in study.runs
         ]
 
-    def explains(folder: Path, damage: Damage, state: Any, whole: Any) -> str:
-        for run_dir, config, resources in state:
-            if not Path(run_dir).is_relative_to(folder) or "\n" in run_dir:
+    def explains(folder: Path, _: Damage, state: Any, __: Any) -> str:
+        tree = tomllib.loads((folder / "study.toml").read_text(encoding="utf-8"))
+        grids = tree.get("grid", {})
+        grids = grids if isinstance(grids, list) else [grids]
+        stated = [run for grid in grids for run in _combinations(_flat(grid))]
+        stated += [_flat(run) for run in tree.get("runs", [])]
+        if len(stated) != len(state):
+            return f"{len(state)} runs; the file says {len(stated)}"
+        for settings, (run_dir, config, resources) in zip(stated, state, strict=True):
+            if not Path(run_dir).is_relative_to(folder / tree["output_dir"]):
                 return f"a run in {run_dir!r}"
-            odd = [v for v in resources.values() if isinstance(v, str) and not v.isprintable()]
-            if odd:
+            held = {**_flat(config), **_flat({"resources": resources})}
+            for name, value in (_flat({"resources": tree.get("resources", {})}) | settings).items():
+                if held.get(name) != value:
+                    return f"{name} is {held.get(name)!r}; the file says {value!r}"
+            if odd := [one for one in resources.values() if not str(one).isprintable()]:
                 return f"resources {odd}"
             if what := _differs({}, config):
                 return what
-        return "" if state else "a study without runs"
+        return ""
 
     return Target(
         name="study",
@@ -180,6 +191,19 @@ def _study_target() -> Target:
         explains=explains,
         names=_names_setting,
     )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        found |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return found
+
+
+def _combinations(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    names, values = list(axes), itertools.product(*axes.values())
+    return [dict(zip(names, one, strict=True)) for one in values] if axes else []
 
 
 # --- rows ----------------------------------------------------------------------------------------

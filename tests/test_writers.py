@@ -21,7 +21,7 @@ from gapo_megatron.data.prepare.journal import Journal
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.files import check_overwritable
 from gapo_megatron.launch.prepare import check_before_nodes
-from gapo_megatron.launch.run_folder import check_writable
+from gapo_megatron.launch.run_folder import check_ours, check_writable
 from gapo_megatron.report.report import MAKERS, write_report
 from gapo_megatron.report.scaling_figures import check_scaling
 from gapo_megatron.scaling.calibration_file import check_calibration
@@ -117,7 +117,6 @@ WRITERS = {
     start_of_a_run: [
         "config.toml",
         "metrics.jsonl",
-        "checkpoints/step_1/x",
         "tensorboard/x",
     ],
     job: ["config.toml", "evaluations/step_0.json"],
@@ -157,6 +156,18 @@ def test_somebody_elses_file_in_the_way_is_named_and_stays(
         write(folder, run)
     assert any(part in str(caught.value) for part in (str(folder), name.split("/")[0]))
     assert state_of(folder) == before
+
+
+def test_checkpoints_may_be_brought_and_lie_on_another_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    check_ours(folder)
+    (folder / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=mentions(folder, "metrics.jsonl")):
+        check_ours(folder)
+    (folder / "checkpoints/step_00000001").mkdir()
+    (folder / "checkpoints/step_00000001/manifest.json").touch()
+    check_ours(folder)
 
 
 def test_other_files_in_the_folder_of_a_report_stay(run: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ FINISHED_NAME = "finished.json"
 OWNER_NAME = "OWNER"
 """Of the attempt that may write."""
 _WRITTEN = (
-    *("config.toml", "metrics.jsonl", "timings.jsonl", "evaluations", "checkpoints", "tensorboard"),
+    *("config.toml", "metrics.jsonl", "timings.jsonl", "evaluations", "tensorboard"),
     *("wandb_run_id.txt", "stage_seconds.json", "failures", BRANCH_NAME),
 )
 """What a run begins anew, replaces or removes; launchers make other folders before its first start,
@@ -39,8 +39,10 @@ def check_ours(run_dir: str | Path) -> None:
     Raises:
         ConfigError: names the folder and the first such file.
     """
-    # Every start leaves its name in OWNER before it writes anything else.
-    is_ours = (Path(run_dir) / OWNER_NAME).exists()
+    # Every start leaves its name in OWNER before it writes anything else. Checkpoints may have been
+    # brought here to go on from; a folder for them may be another disk's.
+    brought = any(checkpoints_dir(run_dir).glob("step_*/manifest.json"))
+    is_ours = brought or (Path(run_dir) / OWNER_NAME).exists()
     check_overwritable(run_dir, _WRITTEN, field="run.output_dir", is_ours=is_ours)
 
 

@@ -215,8 +215,8 @@ def _names(message: str, damage: Damage) -> bool:
         return _NEWEST in message
     if path.name.startswith("step_"):  # renamed
         return path.name in message or Path(_NEWEST).name in message
-    # An entry of `.metadata` may be told by what it says of another file.
-    return path.name in message or (path.name == ".metadata" and ".distcp" in message)
+    # What `.metadata` says of a tensor may be told by its folder and the tensor's name.
+    return path.name in message or (path.name == ".metadata" and Path(_NEWEST).name in message)
 
 
 def targets() -> list[Target]:

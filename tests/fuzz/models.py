@@ -20,6 +20,7 @@ from gapo_megatron.convert.tables import rules_for
 from gapo_megatron.data.arithmetic import write_tokenizer
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.model_checks import check_shapes
+from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout.arguments import eos_token_ids
 from tests.fuzz.campaign import RAN, Target
 from tests.fuzz.mutate import Damage, damage_bytes, damage_file, damage_json, damage_tree, json_text
@@ -70,6 +71,7 @@ def _read_all(folder: Path) -> dict[str, Any]:
     """What a start makes of a model folder."""
     facts = check_model_folder(folder, field="model.hf_dir")
     check_shapes(facts, _parallel())
+    read_hf_config(str(folder))
     eos = eos_token_ids(folder)
     tokenizer = load_tokenizer(folder)
     tokens = tokenizer(_TEXT)["input_ids"]
@@ -134,7 +136,7 @@ def _names_model(message: str, damage: Damage) -> bool:
         others = ("the tokenizer",)
     else:
         others = ()
-    return any(part in message for part in (name, *others))
+    return any(part in message for part in (name, *others, *damage.settings))
 
 
 def _damage_model(rng: Random, folder: Path) -> Damage:

@@ -14,6 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+WORD = r"[A-Za-z]+(?:_[A-Za-z0-9]+)*"
+
 
 @dataclass(frozen=True, slots=True)
 class Raw:
@@ -173,7 +175,7 @@ def damage_json(rng: Random, folder: Path, file: str) -> Damage:
     document = json.loads(path.read_text(encoding="utf-8"))
     changed, what = damage_tree(rng, document)
     path.write_text(json_text(changed), encoding="utf-8", errors="surrogatepass")
-    return Damage(file, what)
+    return Damage(file, what, tuple(re.findall(r"[a-z]+(?:_[a-z]+)+", what)))
 
 
 def damage_tree(rng: Random, tree: Any) -> tuple[Any, str]:
@@ -267,7 +269,7 @@ def damage_toml(rng: Random, folder: Path, file: str) -> Damage:
         lines, how = _damage_lines(rng, lines)
         what.append(how)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogatepass")
-    words = [re.findall(r"[a-z]+(?:_[a-z0-9]+)*", line) for line in before ^ set(lines)]
+    words = [re.findall(WORD, line) for line in before ^ set(lines)]
     return Damage(file, "; ".join(what), tuple(word for line in words for word in line[:3]))
 
 

@@ -22,6 +22,7 @@ from gapo_megatron.toml_tree import to_toml
 from gapo_megatron.train import check_before_imports
 from tests.fuzz.campaign import Target
 from tests.fuzz.mutate import (
+    WORD,
     Damage,
     damage_bytes,
     damage_file,
@@ -112,7 +113,7 @@ def _override_target() -> Target:
         ]
         given = [override(rng, settings) for _ in range(rng.choice((1, 1, 2, 3)))]
         (folder / "overrides").write_text(json.dumps(given))
-        words = [word for one in given for word in re.findall(r"[a-z]+(?:_[a-z0-9]+)*", one)[:2]]
+        words = [word for one in given for word in re.findall(WORD, one)[:2]]
         return Damage("overrides", repr(given)[:300], ("override", *words))
 
     def given(folder: Path) -> list[str]:

@@ -18,17 +18,20 @@ from gapo_megatron.config_errors import explain
 from gapo_megatron.config_rules import check_together
 from gapo_megatron.config_types import (
     AdamEps,
+    Bound,
     Count,
     CountOrZero,
     GroupSize,
     LearningRate,
+    MadePath,
     NonNegative,
     OptionalPath,
     PathText,
     Positive,
-    Samples,
     Seconds,
     Seed,
+    Steps,
+    StepsOrZero,
     Temperature,
     Text,
     Tokens,
@@ -51,10 +54,10 @@ class _Section(BaseModel):
 
 
 class RunConfig(_Section):
-    output_dir: PathText
+    output_dir: MadePath
     """Everything the run writes lands here."""
     seed: Seed = 0
-    num_steps: Count
+    num_steps: Steps
     """Rollout batches to train on."""
     hang_timeout_s: Seconds = 1200
     """A process without progress for so long prints where it is and ends. More than the longest
@@ -66,7 +69,7 @@ class RunConfig(_Section):
 
 
 class ModelConfig(_Section):
-    hf_dir: PathText
+    hf_dir: MadePath
     """Hugging Face folder (config.json, tokenizer, safetensors) of the initial policy."""
     megatron_dir: OptionalPath = ""
     """Megatron checkpoint that the weights are read from instead; `hf_dir` then needs none."""
@@ -198,7 +201,7 @@ class RolloutConfig(_Section):
     sync (docs/scaling.md); empty: as in training, but bf16 where that is fp8."""
     verify_sequences: Count = 4
     """Sequences whose log-probs are compared with the trainer's after every weight sync."""
-    verify_bound: Positive = 0.1
+    verify_bound: Bound = 0.1
     """Largest mean difference per token that passes; fp32 on CPU reaches 1e-5, bf16 is open."""
 
 
@@ -285,9 +288,9 @@ class OptimizerConfig(_Section):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     eps: AdamEps = 1e-8
-    clip_grad: Positive = 1.0
+    clip_grad: Bound = 1.0
     """Largest global gradient norm."""
-    warmup_steps: CountOrZero = 0
+    warmup_steps: StepsOrZero = 0
     """Optimizer updates over which the learning rate rises linearly from 0."""
     offload: bool = False
     """Keep moments and fp32 master weights in host memory while vLLM is awake."""
@@ -300,18 +303,18 @@ class SupervisedConfig(_Section):
     """Hugging Face folder the supervised training starts from."""
     train_path: PathText
     """JSONL with one example a line: prompt, response."""
-    num_steps: Count
+    num_steps: Steps
     batch_sequences: Annotated[Count, Field(le=2**20)] = 128  # all in memory
     learning_rate: LearningRate = 1e-3
     """Peak: linear warm-up over a tenth of the steps, then linear decay to a tenth."""
 
 
 class CheckpointConfig(_Section):
-    every_steps: CountOrZero = 50
+    every_steps: StepsOrZero = 50
     """Save every so many steps (0: only at the end)."""
-    keep_last: Count = 2
+    keep_last: Steps = 2
     """Newest checkpoints to keep. One that a stop made in between takes the place of none."""
-    keep_steps: Annotated[tuple[Count, ...], Field(strict=False)] = ()
+    keep_steps: Annotated[tuple[Steps, ...], Field(strict=False)] = ()
     """Steps to save after as well, and never to remove: what another run is to branch from."""
     branch_from: OptionalPath = ""
     """Checkpoint of another run, RUN/checkpoints/step_N, that this one goes on from under another
@@ -324,9 +327,9 @@ class CheckpointConfig(_Section):
 
 
 class EvaluationConfig(_Section):
-    every_steps: CountOrZero = 0
+    every_steps: StepsOrZero = 0
     """Evaluate before the first step, every so many steps, and at the end (0: never)."""
-    samples_per_prompt: Samples = 8
+    samples_per_prompt: Count = 8
     temperature: Temperature = 1.0
 
 
@@ -334,9 +337,9 @@ class MetricsConfig(_Section):
     tensorboard: bool = True
     wandb_project: WandbProject = ""
     """Weights & Biases project; empty: off."""
-    noise_floor_every_steps: CountOrZero = 50
+    noise_floor_every_steps: StepsOrZero = 50
     """Measure the noise floor (docs/numerics.md) at step 0 and every so many steps (0: never)."""
-    noise_floor_limit: Positive = 1.0
+    noise_floor_limit: Bound = 1.0
     """A new run whose mean noise floor is more than so many times eps_low does not start: its
     clip would decide on rounding."""
 

@@ -30,6 +30,9 @@ def explain(item: Any, model: type[BaseModel]) -> str:
     if item["type"] == "missing":
         return f"{where}: required, but not given"
     message = item["msg"].removeprefix("Value error, ")
+    for limit in item.get("ctx", {}).values():
+        if isinstance(limit, float):  # which is written with up to 300 digits
+            message = f"{message.rpartition(' ')[0]} {limit:g}"
     value = item["input"]
     is_section = len(item["loc"]) < 2 and isinstance(value, dict | BaseModel)
     given = "" if is_section else f" ({shown(value)})"

@@ -51,15 +51,9 @@ def check_together(config: Config) -> None:
         )
 
 
-def check_paths(config: Config) -> None:
-    """Refuse paths that lead nowhere on this machine; one where nothing is yet may be fine.
-
-    Raises:
-        ConfigError: names field, path and reason: links in a circle, a folder that this user must
-            not enter, a name too long for the disk.
-    """
+def input_paths(config: Config) -> dict[str, str]:
+    """Files and folders that commands read, by the setting that names them; empty: not given."""
     paths = {
-        "run.output_dir": config.run.output_dir,
         "model.hf_dir": config.model.hf_dir,
         "model.megatron_dir": config.model.megatron_dir,
         "data.train_path": config.data.train_path,
@@ -69,6 +63,17 @@ def check_paths(config: Config) -> None:
     if config.supervised:
         paths["supervised.initial_hf_dir"] = config.supervised.initial_hf_dir
         paths["supervised.train_path"] = config.supervised.train_path
+    return paths
+
+
+def check_paths(config: Config) -> None:
+    """Refuse paths that lead nowhere on this machine; one where nothing is yet may be fine.
+
+    Raises:
+        ConfigError: names field, path and reason: links in a circle, a folder that this user must
+            not enter, a name too long for the disk.
+    """
+    paths = {"run.output_dir": config.run.output_dir, **input_paths(config)}
     for name, path in paths.items():
         try:
             os.stat(path)

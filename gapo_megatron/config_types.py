@@ -17,24 +17,28 @@ from pydantic import AfterValidator, Field
 _COUNTS = 2**31
 """Offsets of packed sequences, and what vLLM counts, have 32 bits and a sign."""
 
+_STEPS = 2**63
+"""Counted in Python alone; TOML's numbers have 64 bits and a sign."""
+
 Count = Annotated[int, Field(gt=0, lt=_COUNTS)]
 CountOrZero = Annotated[int, Field(ge=0, lt=_COUNTS)]
+
+Steps = Annotated[int, Field(gt=0, lt=_STEPS)]
+StepsOrZero = Annotated[int, Field(ge=0, lt=_STEPS)]
 
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
 """As `torch.manual_seed` takes it; NumPy's and Python's generators take any."""
 
 Seconds = Annotated[int, Field(gt=0, le=2_000_000)]
-"""23 days: `poll` counts milliseconds in 32 bits, and some who call it add a minute."""
+"""23 days: `poll` counts milliseconds in 32 bits, and there are callers that add a minute."""
 
 Tokens = Annotated[int, Field(gt=0, le=2**24)]
 """Of one sequence, at the most: vLLM makes a table of rotary positions as long, before it starts.
 The longest contexts that models are trained on have 10 million."""
 
-_MOST_SAMPLES = 2**12
-Samples = Annotated[int, Field(gt=0, le=_MOST_SAMPLES)]
-"""Of one prompt; metrics have a column for each number of correct ones."""
-GroupSize = Annotated[int, Field(ge=2, le=_MOST_SAMPLES)]
-"""Samples that are compared with each other: one alone has nothing to compare with."""
+GroupSize = Annotated[int, Field(ge=2, le=2**12)]
+"""Samples that are compared with each other: one alone has nothing to compare with, and metrics
+have columns for each number of correct ones."""
 
 Workers = Annotated[int, Field(ge=0, le=1024)]
 """Processes of one rank, started all at once."""
@@ -46,6 +50,9 @@ _MOST = 1e30
 
 Positive = Annotated[float, Field(gt=0, le=_MOST)]
 NonNegative = Annotated[float, Field(ge=0, le=_MOST)]
+
+Bound = Annotated[float, Field(gt=0)]
+"""Compared with in Python alone: so large that it never applies is a way to switch it off."""
 
 Temperature = Annotated[float, Field(ge=0.01, le=2)]
 """vLLM refuses more, and takes less for 0.01 with a warning."""
@@ -71,20 +78,33 @@ def check_text(text: str) -> str:
     return text
 
 
-_PATH_BYTES, _NAME_BYTES = 2048, 200
-"""Half of what Linux takes of a path, and its 255 of a name less what drafts add: the rest is for
-the files in a folder, and for the working directory."""
+_PATH_BYTES = 2048
+"""Half of what Linux takes: the rest is for the files in a folder, and the working directory."""
+_NAME_BYTES, _MADE_NAME_BYTES = 255, 200
+"""Between two slashes: as Linux takes it, and less what the drafts of what is made add to it."""
 
 
-def _check_path(path: str) -> str:
+def _check_spelling(path: str) -> str:
     if path != path.strip():
         raise ValueError("must not begin or end with a blank")
     if path.startswith("~"):
         raise ValueError("must be written out: nobody replaces the ~ (a folder of that name: ./~)")
+    return path
+
+
+def _check_read(path: str) -> str:
+    return _check_bytes(path, of_a_name=_NAME_BYTES)
+
+
+def _check_made(path: str) -> str:
+    return _check_bytes(path, of_a_name=_MADE_NAME_BYTES)
+
+
+def _check_bytes(path: str, *, of_a_name: int) -> str:
     encoded = os.fsencode(path)
-    if len(encoded) > _PATH_BYTES or max(map(len, encoded.split(b"/"))) > _NAME_BYTES:
+    if len(encoded) > _PATH_BYTES or max(map(len, encoded.split(b"/"))) > of_a_name:
         raise ValueError(
-            f"must have at most {_PATH_BYTES} bytes, and {_NAME_BYTES} between two slashes"
+            f"must have at most {_PATH_BYTES} bytes, and {of_a_name} between two slashes"
         )
     return path
 
@@ -96,9 +116,12 @@ def _check_given(path: str) -> str:
 
 
 Text = Annotated[str, Field(max_length=_PATH_BYTES), AfterValidator(check_text)]
-OptionalPath = Annotated[str, AfterValidator(check_text), AfterValidator(_check_path)]
+_Spelled = Annotated[str, AfterValidator(check_text), AfterValidator(_check_spelling)]
+OptionalPath = Annotated[_Spelled, AfterValidator(_check_read)]
 """Empty: none."""
 PathText = Annotated[OptionalPath, AfterValidator(_check_given)]
+MadePath = Annotated[_Spelled, AfterValidator(_check_made), AfterValidator(_check_given)]
+"""Of a folder that a command makes."""
 
 WandbProject = Annotated[Text, Field(max_length=128, pattern=r"^[^/\\#?%:]*$")]
 """What Weights & Biases takes for a name."""

@@ -9,8 +9,8 @@ again.
 from __future__ import annotations
 
 import errno
-import io
 import json
+import math
 import os
 import re
 import stat
@@ -26,7 +26,8 @@ MAX_BYTES = 2**28
 MAX_DEPTH = 64
 """Lists and objects inside each other."""
 MAX_BITS = 1024
-"""Of a whole number: TOML's hexadecimal ones may have more digits than Python writes again."""
+"""Of a whole number in TOML, where hexadecimal ones may have more digits than Python writes again.
+JSON's have at most the 4,300 digits that Python reads, and fewer where the document is walked."""
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -49,7 +50,7 @@ def open_file(path: str | Path) -> BinaryIO:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return io.open(descriptor, "rb")  # noqa: UP020
+    return os.fdopen(descriptor, "rb")
 
 
 def read_text(
@@ -99,27 +100,39 @@ def parse_json(
         text: of one value; bytes are UTF-8.
         where: the text is from, e.g. `FILE:LINE`; every message begins with it.
         error: to raise.
-        is_data: a row of a data set, which may hold NaN, Infinity and halves of surrogate pairs
-            where nobody looks: those are left to who uses a value.
+        is_data: a row of a data set, which may hold whatever Python reads where nobody looks: NaN,
+            Infinity, halves of surrogate pairs, deep lists, equal keys. All of that is left to who
+            uses a value, but for equal keys of the row itself.
 
     Raises:
         GapoError: of class `error`: where, and what is wrong.
     """
+    outermost: list[tuple[str, Any]] = []
+
+    def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal outermost
+        outermost = pairs  # at last those of the row: it ends behind the objects in it
+        return dict(pairs)
+
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        constant = None if is_data else _no_number
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=constant)
+        if is_data:
+            value = json.loads(text, object_pairs_hook=keep)
+            return _unique(outermost) if isinstance(value, dict) else value
+        value = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite
+        )
     except UnicodeDecodeError as problem:
         raise error(f"{where} is not valid UTF-8: {problem.reason}") from None
     except ValueError as problem:  # the parser's, ours, and int's: a number of too many digits
         raise error(f"{where} is not valid JSON: {problem}") from None
     except RecursionError:
-        raise error(f"{where} is nested deeper than {MAX_DEPTH} levels") from None
-    # The walk is for the few that may need it: rows are read by the million.
+        raise error(f"{where} is nested too deep") from None
+    # The walk is for the few that may need it.
     may_be_deep = text.count("[") + text.count("{") > MAX_DEPTH
-    if may_be_deep or (not is_data and _ESCAPED_SURROGATE.search(text)):
-        _check_tree(value, where=where, error=error, is_data=is_data)
+    if may_be_deep or _ESCAPED_SURROGATE.search(text):
+        _check_tree(value, where=where, error=error)
     return value
 
 
@@ -135,7 +148,7 @@ def parse_toml(text: str, *, where: str, error: type[GapoError] = ConfigError) -
     except ValueError as problem:  # a TOMLDecodeError, or a number of too many digits
         raise error(f"{where} is not valid TOML: {problem}") from None
     except RecursionError:
-        raise error(f"{where} is nested deeper than {MAX_DEPTH} levels") from None
+        raise error(f"{where} is nested too deep") from None
     _check_tree(tree, where=where, error=error)
     return tree
 
@@ -154,7 +167,14 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _check_tree(value: Any, *, where: str, error: type[GapoError], is_data: bool = False) -> None:
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits[:60]} is beyond the largest number")
+    return value
+
+
+def _check_tree(value: Any, *, where: str, error: type[GapoError]) -> None:
     """Refuse what is nested too deep and text that cannot be written; without recursion."""
     level, depth = [value], 0
     while level:
@@ -168,8 +188,6 @@ def _check_tree(value: Any, *, where: str, error: type[GapoError], is_data: bool
                 below += [*one.keys(), *one.values()]
             elif isinstance(one, list):
                 below += one
-            elif is_data:
-                continue
             elif isinstance(one, str) and not is_unicode(one):
                 raise error(f"{where}: {ascii(one)[:60]} has half of a surrogate pair")
             elif isinstance(one, int) and one.bit_length() > MAX_BITS:

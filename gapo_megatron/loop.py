@@ -26,8 +26,14 @@ from gapo_megatron.files import write_atomically
 from gapo_megatron.launch import environment
 from gapo_megatron.launch.attempt import Attempt
 from gapo_megatron.launch.placement import process_age_s
-from gapo_megatron.launch.run_folder import has_finished, is_finished, mark_finished
+from gapo_megatron.launch.run_folder import (
+    checkpoints_dir,
+    has_finished,
+    is_finished,
+    mark_finished,
+)
 from gapo_megatron.learn import learn
+from gapo_megatron.manifest import list_steps
 from gapo_megatron.metrics import MetricsWriter, Stopwatch
 from gapo_megatron.noise_floor import watch_noise_floor
 from gapo_megatron.objective import make_batch
@@ -60,7 +66,8 @@ def run(config: Config, *, keep_weights: bool) -> None:
     checkpoint.check_resume(run_dir, hf_config, config)
     branch_point = checkpoint.check_branch(config, hf_config)
     tokenizer = load_tokenizer(config.model.hf_dir)
-    problems, held_out = _read_problems(config, tokenizer)
+    has_begun = branch_point is not None or bool(list_steps(checkpoints_dir(run_dir)))
+    problems, held_out = _read_problems(config, tokenizer, has_begun=has_begun)
     source = PromptSource(problems, seed=config.run.seed)
     if branch_point is not None:
         source.load_state_dict(branch_point.trainer_state()["source"])  # refuses other problems
@@ -272,15 +279,19 @@ def run(config: Config, *, keep_weights: bool) -> None:
 
 
 def _read_problems(
-    config: Config, tokenizer: PreTrainedTokenizerBase
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, has_begun: bool
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and held-out problems; none held out when the run does not evaluate."""
+    """Training and held-out problems; none held out when the run does not evaluate.
+
+    A checkpoint to go on from (`has_begun`) has its place among all problems of its file.
+    """
     data = config.data
     limits: dict[str, Any] = {
         "tokenizer": tokenizer,
         "max_prompt_tokens": data.max_prompt_tokens,
         "kind": config.reward.kind,
         "chat_template": data.chat_template,
+        "keep_unreadable": has_begun,
     }
     problems = read_prompts(data.train_path, **limits)
     check_problems(problems, config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.config_rules import check_paths
+from gapo_megatron.config_rules import check_paths, input_paths
 from gapo_megatron.convert.folder import check_replaceable, is_marked
 from gapo_megatron.convert.model_folder import check_model_folder
 from gapo_megatron.errors import ConfigError
@@ -37,10 +37,8 @@ def train_supervised(config: Config) -> float:
         raise ConfigError("supervised: this command needs a [supervised] section in the config")
     check_paths(config)
     target = config.model.hf_dir
-    inputs = {
-        "supervised.initial_hf_dir": settings.initial_hf_dir,
-        "supervised.train_path": settings.train_path,
-    }
+    inputs = input_paths(config)
+    del inputs["model.hf_dir"]  # is made here
     is_ours = is_marked(target, made_by="sft")
     check_replaceable(target, field="model.hf_dir", inputs=inputs, is_ours=is_ours)
     facts = check_model_folder(settings.initial_hf_dir, field="supervised.initial_hf_dir")

@@ -106,9 +106,10 @@ def _read_examples(
     path: str, tokenizer: PreTrainedTokenizerBase, config: Config
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Token ids of every prompt, as in training with rewards, and of every response, with EOS."""
+    longest = config.max_sequence_tokens
+    rule = f"data.max_prompt_tokens + rollout.max_response_tokens ({longest}) must hold both"
     examples = []
     for number, row in read_jsonl(path, keys=("prompt", "response")):
-        longest = config.max_sequence_tokens
         try:
             prompt = encode_prompt(
                 row["prompt"],
@@ -116,15 +117,21 @@ def _read_examples(
                 chat_template=config.data.chat_template,
                 max_tokens=longest - 1,
             )
+        except LengthError as error:
+            raise DataError(
+                f"{path}:{number}: the prompt has {error}; it must have one, and {rule}, the "
+                "response with one at least"
+            ) from None
+        try:
             check_length(row["response"], tokenizer, max_tokens=longest)
             response = tokenizer.encode(row["response"], add_special_tokens=False)
             response.append(tokenizer.eos_token_id)
             if len(prompt) + len(response) > longest:
-                raise LengthError(len(prompt) + len(response))
+                raise LengthError(len(response))
         except LengthError as error:
             raise DataError(
-                f"{path}:{number}: {error} of prompt and response; the prompt must have one, and "
-                f"data.max_prompt_tokens + rollout.max_response_tokens ({longest}) must hold both"
+                f"{path}:{number}: the prompt has {len(prompt)} tokens, the response and its end "
+                f"have {error}; {rule}"
             ) from None
         examples.append((np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32)))
     if not examples:

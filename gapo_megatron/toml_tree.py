@@ -42,7 +42,9 @@ def read_tree(path: Path, *, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     if here in seen:
         raise ConfigError(f"{path}: `base` goes round in a circle")
     if len(seen) == _MOST_BASES:
-        raise ConfigError(f"{path}: base ({base!r}): more than {_MOST_BASES} files on each other")
+        raise ConfigError(
+            f"{path}: base ({base!r}): more than {_MOST_BASES} files in a chain of `base`"
+        )
     return _merge(read_tree(path.parent / base, seen=(*seen, here)), tree)
 
 

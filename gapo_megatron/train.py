@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.config_rules import check_paths
+from gapo_megatron.config_rules import check_paths, input_paths
 from gapo_megatron.convert.folder import check_replaceable, is_marked
 from gapo_megatron.convert.model_folder import check_model_folder
 from gapo_megatron.launch.fail_fast import fail_fast
@@ -70,16 +70,11 @@ def _check_export(config: Config) -> None:
     """Refuse a run whose trained model would replace something else than the run's last one."""
     run_dir = Path(config.run.output_dir)
     export = run_dir / "hf"
-    inputs = {
-        "model.hf_dir": config.model.hf_dir,
-        "model.megatron_dir": config.model.megatron_dir,
-        "data.train_path": config.data.train_path,
-        "data.eval_path": config.data.eval_path,
-        "checkpoint.branch_from": config.checkpoint.branch_from,
-    }
     # A version that did not mark it made it, if the run was finished.
     is_ours = is_marked(export, made_by="train", or_unmarked=has_finished(run_dir))
-    check_replaceable(export, field="run.output_dir/hf", inputs=inputs, is_ours=is_ours)
+    check_replaceable(
+        export, field="run.output_dir/hf", inputs=input_paths(config), is_ours=is_ours
+    )
 
 
 def main() -> None:

@@ -217,14 +217,44 @@ def test_no_optimizer_setting_overflows_float32() -> None:
         torch.ones(2).clamp(max=largest(section, key))
 
 
-@pytest.mark.parametrize(("section", "key"), [("run", "output_dir"), ("data", "eval_path")])
-def test_a_path_leaves_room_for_what_is_in_it(section: str, key: str) -> None:
-    """In bytes: Linux takes 255 of a name, and 4,095 of a path."""
-    for path in ("x" * 200, "ü" * 100, "/".join(["x" * 127] * 16)):
+@pytest.mark.parametrize(
+    ("section", "key", "most"),
+    [("run", "output_dir", 200), ("model", "hf_dir", 200), ("data", "eval_path", 255)],
+)
+def test_a_path_leaves_room_for_what_is_in_it(section: str, key: str, most: int) -> None:
+    """In bytes: Linux takes 255 of a name, and 4,095 of a path; drafts of what is made add some."""
+    for path in ("x" * most, "ü" * (most // 2), "/".join(["x" * 127] * 16)):
         parse_config(tree_with(section, key, path), source="FILE")
-    for path in ("x" * 201, "ü" * 101, "x/" + "x" * 201, "/".join(["x" * 127] * 17)):
-        with pytest.raises(ConfigError, match=mentions(f"{section}.{key}", 2048, 200)):
+    for path in ("x" * (most + 1), "ü" * (most // 2 + 1), "/".join(["x" * 127] * 17)):
+        with pytest.raises(ConfigError, match=mentions(f"{section}.{key}", 2048, most)):
             parse_config(tree_with(section, key, path), source="FILE")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("checkpoint.every_steps", 10**12),
+        ("checkpoint.keep_last", 10**12),
+        ("evaluation.every_steps", 10**12),
+        ("evaluation.samples_per_prompt", 8192),
+        ("metrics.noise_floor_every_steps", 10**12),
+        ("metrics.noise_floor_limit", 1e38),
+        ("optimizer.clip_grad", 1e38),
+        ("optimizer.warmup_steps", 10**12),
+        ("run.num_steps", 10**12),
+    ],
+)
+def test_what_never_applies_is_written_as_a_large_number(name: str, value: float) -> None:
+    parse_config(tree_with(*name.split("."), value), source="FILE")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [("optimizer.eps", 1e-40, "1e-30"), ("objective.kl_coef", 1e38, "1e+30")],
+)
+def test_a_limit_is_written_as_a_person_would(name: str, value: float, limit: str) -> None:
+    with pytest.raises(ConfigError, match=mentions(name, limit)):
+        parse_config(tree_with(*name.split("."), value), source="FILE")
 
 
 # --- files and overrides --------------------------------------------------------------------------

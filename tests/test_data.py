@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import sentencepiece
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gapo_megatron.data import arithmetic
-from gapo_megatron.data.schema import read_jsonl, read_prompts
+from gapo_megatron.data import arithmetic, schema
+from gapo_megatron.data.schema import encode_prompt, read_jsonl, read_prompts
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
@@ -137,17 +138,30 @@ REFERENCE = {"file": "tests.jsonl", "offset": 0, "length": 9}
         ("exact", "11>25", ["'>'"]),
         ("math", "\\frac{1", ["frac"]),
         ("math", "$ $", ["read"]),
+        ("math", "</think>5", ["think"]),
         ("code", "25", ["object or list"]),
         ("code", json.dumps({"inputs": ["1"]}), ["inputs"]),
         ("code", json.dumps(TESTS | {"fn_name": 3}), ["fn_name", "3"]),
         ("code", json.dumps({"file": "gone", "offset": 0, "length": 1}), ["gone"]),
         ("code", "[" * 100_000, ["deep"]),
+        ("code", json.dumps({"test": "def check(f): f()", "entry_point": ""}), ["entry_point"]),
+        ("code", json.dumps({"test": "def check(f): f()", "entry_point": None}), ["entry_point"]),
         ("instructions", "no comma", ["instructions"]),
         ("instructions", '{"instructions": [{"id": "no:such"}]}', ["no:such"]),
         (
             "instructions",
             '{"instructions": [{"id": "keywords:existence", "keywords": "abc"}]}',
             ["keywords", "list"],
+        ),
+        *(
+            (
+                "instructions",
+                json.dumps(
+                    {"instructions": [{"id": "detectable_content:number_placeholders", **number}]}
+                ),
+                ["num_placeholders", "whole"],
+            )
+            for number in ({"num_placeholders": True}, {"num_placeholders": 100.5})
         ),
     ],
 )
@@ -160,6 +174,27 @@ def test_an_answer_that_no_verifier_could_judge_by_is_refused(
         DataError, match=mentions(f"{path}:1:", "answer", f"reward.kind '{kind}'", *named)
     ):
         _read(path, tokenizer, kind=kind)
+
+
+def test_all_unreadable_answers_are_counted_and_a_run_that_began_with_them_goes_on(
+    tmp_path, tokenizer, caplog
+):
+    rows = [_row(str(i), answer="{2" if i % 2 else "2") for i in range(20)]
+    rows[7]["answer"] = REFERENCE
+    (tmp_path / "tests.jsonl").write_bytes(b'["first"]\n')
+    path = _write(tmp_path / "p.jsonl", *rows)
+    with pytest.raises(DataError, match=mentions("10 of 20", f"{path}:2:", f"{path}:8:")) as error:
+        _read(path, tokenizer, kind="math")
+    assert len(str(error.value)) < 2000
+    assert not caplog.records
+    prompts = _read(path, tokenizer, kind="math", keep_unreadable=True)
+    assert [prompt.id for prompt in prompts] == [row["id"] for row in rows]
+    assert [prompt.answer for prompt in prompts[:2]] == ["2", "{2"]
+    (record,) = caplog.records
+    assert re.search(mentions("10 of 20", f"{path}:2:"), record.getMessage())
+    # What nobody could ever read is refused as ever.
+    with pytest.raises(DataError, match=mentions(f"{path}:1:", "answer (3)")):
+        _read(_write(path, _row(answer=3)), tokenizer, kind="math", keep_unreadable=True)
 
 
 @pytest.mark.parametrize("key", ["id", "prompt", "answer", "level"])
@@ -183,6 +218,16 @@ def test_a_prompt_of_megabytes_is_refused_untokenised(tmp_path, tokenizer, monke
     assert tokenised == [4]
     # What may fit is tokenised, whatever its length.
     assert len(_read(path, tokenizer, max_prompt_tokens=400_000)[1].token_ids) == 400_000
+
+
+def test_the_vocabulary_is_measured_once(tokenizer, monkeypatch):
+    real, asked = type(tokenizer).get_vocab, []
+    monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: asked.append(1) or real(self))
+    schema._longest_token.cache_clear()
+    for _ in range(3):
+        with pytest.raises(DataError, match=mentions("tokens")):
+            encode_prompt("1" * 10**6, tokenizer, chat_template=False, max_tokens=5)
+    assert len(asked) == 1
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path, tokenizer):

@@ -27,10 +27,11 @@ from tests.messages import mentions
         pytest.param("[1] [2]", "Extra data", id="goes on"),
         pytest.param("9" * 5000, "digits", id="a number of 5,000 digits"),
         pytest.param("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), str(MAX_DEPTH), id="deep"),
-        pytest.param("[" * 100_000, str(MAX_DEPTH), id="deeper than the parser's stack"),
+        pytest.param("[" * 100_000, "deep", id="deeper than the parser's stack"),
         pytest.param('{"a": {"b": 1, "b": 2}}', "'b'", id="a key twice"),
         pytest.param('{"a": NaN}', "NaN", id="NaN"),
         pytest.param("[-Infinity]", "-Infinity", id="Infinity"),
+        pytest.param('{"a": 1e999}', "1e999", id="a number beyond the largest"),
         pytest.param('{"a": ["x\\ud800y"]}', "ud800", id="half of a pair"),
         pytest.param('{"\\udfff": 1}', "udfff", id="half of a pair in a key"),
         pytest.param(b'"\xff"', "UTF-8", id="no UTF-8"),
@@ -56,6 +57,20 @@ def test_json_is_read_as_it_is(text, value):
     assert parse_json(text, where="FILE", error=DataError) == value
 
 
+def test_a_row_of_data_is_refused_for_its_own_keys_alone():
+    deep = "[" * 500 + "]" * 500
+    text = '{"a": {"b": 1, "b": 2}, "c": [NaN, 1e999, "\\ud800", ' + deep + "]}"
+    row = parse_json(text, where="FILE:7", error=DataError, is_data=True)
+    assert row["a"] == {"b": 2}
+    assert parse_json('[{"b": 1, "b": 2}]', where="FILE:7", is_data=True) == [{"b": 2}]
+    for text, what in (
+        ('{"a": 1, "b": {"c": 1}, "a": 2}', "'a'"),
+        ('{"a": ' + "[" * 100_000, "deep"),
+    ):
+        with pytest.raises(DataError, match=mentions("FILE:7", what)):
+            parse_json(text, where="FILE:7", error=DataError, is_data=True)
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -63,7 +78,7 @@ def test_json_is_read_as_it_is(text, value):
         pytest.param("a = " + "9" * 5000, "digits", id="a number of 5,000 digits"),
         pytest.param("a = 0x" + "f" * 5000, str(MAX_BITS), id="more digits than Python writes"),
         pytest.param("a = " + "[" * 70 + "]" * 70, str(MAX_DEPTH), id="deep"),
-        pytest.param("a = " + "[" * 100_000, str(MAX_DEPTH), id="deeper than the parser's stack"),
+        pytest.param("a = " + "[" * 100_000, "deep", id="deeper than the parser's stack"),
         pytest.param(".".join("a" * 100) + " = 1", str(MAX_DEPTH), id="deep by dots"),
     ],
 )

@@ -271,6 +271,13 @@ def test_split_asks_for_each_alone_strict_and_loose() -> None:
     assert outcomes == [wrong, wrong, right, right]
 
 
+def test_whole_numbers_may_be_written_as_parquet_has_them() -> None:
+    arguments = {"num_paragraphs": 2.0, "nth_paragraph": 2.0, "first_word": "two"}
+    answer = answer_of(("length_constraints:nth_paragraph_first_word", arguments))
+    instructions.check_answer(answer)
+    assert instructions.verify("One.\n\nTwo.", answer).outcome is Outcome.CORRECT
+
+
 @pytest.mark.parametrize(
     ("answer", "named"),
     [

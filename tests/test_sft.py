@@ -87,7 +87,10 @@ def test_bad_examples_name_file_and_line(
 ) -> None:
     good = {"prompt": "1+2=", "response": "3"}
     path = write(tmp_path / "long.jsonl", good, {"prompt": "1+2=", "response": "3>" * 6})
-    with pytest.raises(DataError, match=r"long\.jsonl:2.*12"):
+    with pytest.raises(DataError, match=mentions("long.jsonl:2", 4, 13, 12)):
+        _read_examples(path, tokenizer, config())
+    path = write(tmp_path / "long.jsonl", good, {"prompt": "1+2=" * 4, "response": "3"})
+    with pytest.raises(DataError, match=mentions("long.jsonl:2: the prompt has", 16, 12)):
         _read_examples(path, tokenizer, config())
     for key in good:
         path = write(tmp_path / "huge.jsonl", good | {key: "1" * 10**6})
@@ -128,7 +131,8 @@ def test_a_config_without_the_section_is_refused() -> None:
         ("file", "is a file"),
         ("", "working directory"),
         (".", "working directory"),
-        ("..", "supervised.initial_hf_dir"),
+        ("..", "data.train_path"),
+        ("train", "data.train_path"),
         ("other", "new, empty"),
     ],
 )
@@ -147,8 +151,9 @@ def test_only_an_earlier_result_is_replaced(
         "train_path": str(tmp_path / "data/lines.jsonl"),
         "num_steps": 1,
     }
+    data = {"train_path": str(tmp_path / "train/lines.jsonl"), "max_prompt_tokens": 6}
     with pytest.raises(ConfigError) as error:
-        train_supervised(config(model={"hf_dir": target}, supervised=settings))
+        train_supervised(config(model={"hf_dir": target}, data=data, supervised=settings))
     assert "model.hf_dir" in str(error.value) and named in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -150,7 +150,11 @@ class _JsonText:
         return character
 
     def take_value(self) -> str:
-        """Text of the next value; all that is left where it is none, which its parser says."""
+        """Text of the next value; all that is left where it is none, which its parser says.
+
+        The value found here is thrown away, and its text read again: what a row may be is decided
+        in one place for all formats.
+        """
         self.look()
         while True:
             try:

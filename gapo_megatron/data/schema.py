@@ -12,9 +12,12 @@ says where:
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import math
 import os
+import reprlib
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -30,11 +33,16 @@ from gapo_megatron.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 EXCERPT_BYTES = 64
 """Of either end of an answer in another file, which are all that is read of it at the start."""
 
 QUICK_CHARACTERS = 2**16
 """So many are tokenised in no time; a hundred times as many take a minute."""
+
+NUM_SHOWN = 5
+"""Of the lines that an error names, where all are counted."""
 
 
 def read_prompts(
@@ -44,6 +52,7 @@ def read_prompts(
     max_prompt_tokens: int,
     kind: str,
     chat_template: bool = False,
+    keep_unreadable: bool = False,
 ) -> list[Prompt]:
     """Read, check and tokenise a problem file.
 
@@ -53,12 +62,15 @@ def read_prompts(
         max_prompt_tokens: longest prompt that passes, in tokens, template included.
         kind: of the verifier that is to read the answers, `reward.kind`.
         chat_template: wrap `prompt` as a user message in the tokenizer's chat template.
+        keep_unreadable: warn of answers that the verifier cannot read, and keep their problems: a
+            run that has begun with them (an older version did) goes on with the same ones.
 
     Returns:
         The problems in file order, the same on every rank.
 
     Raises:
-        DataError: names the file, the line and the rule it breaks.
+        DataError: names the file, the line and the rule it breaks; of answers that the verifier
+            cannot read how many there are, and the first lines.
         ConfigError: `chat_template` is asked for and the tokenizer has none.
     """
     if chat_template and not tokenizer.chat_template:
@@ -90,6 +102,12 @@ def read_prompts(
             prompts.append(Prompt(row["id"], token_ids, answer, row.get("level", "")))
     if not prompts:
         raise DataError(f"{path}: holds no problems")
+    if unreadable := answers.unreadable:
+        count = f"{path}: no response can be judged by {len(unreadable)} of {len(prompts)} answers"
+        if not keep_unreadable:
+            more = ["..."] if len(unreadable) > NUM_SHOWN else []
+            raise DataError("\n  ".join([f"{count}:", *unreadable[:NUM_SHOWN], *more]))
+        logger.warning("%s, those to them are left out; the first is %s", count, unreadable[0])
     return prompts
 
 
@@ -98,6 +116,8 @@ class _Answers:
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._folder, self._kind = folder, kind
+        self.unreadable: list[str] = []
+        """Of each answer that the verifier cannot read: where it is, and why not."""
         self._path = Path()
         self._file: BinaryIO | None = None
         """At `_path`: the last one that was read from, since every line may name the same."""
@@ -108,14 +128,20 @@ class _Answers:
         if not isinstance(answer, dict):
             _check(row, ("answer",), (), where=where)
         try:
-            if isinstance(answer, dict):
-                return self._reference(answer)
-            rewards.check_answer(self._kind, row["answer"])
+            text, *ends = self._find(answer) if isinstance(answer, dict) else [row["answer"]]
         except DataError as error:
             raise DataError(f"{where}: answer ({_shown(answer)}): {error}") from None
-        return str(answer)
+        try:
+            if ends:
+                rewards.check_excerpt(self._kind, *ends)
+            else:
+                rewards.check_answer(self._kind, text)
+        except DataError as error:
+            self.unreadable.append(f"{where}: answer ({_shown(answer)}): {error}")
+        return text
 
-    def _reference(self, reference: dict[str, Any]) -> str:
+    def _find(self, reference: dict[str, Any]) -> tuple[str, bytes, bytes]:
+        """The reference to an answer in another file, and the first and last bytes there."""
         file, offset, length = (reference.get(key) for key in ("file", "offset", "length"))
         if (
             not (isinstance(file, str) and type(offset) is int and type(length) is int)
@@ -136,8 +162,7 @@ class _Answers:
             head, tail = (os.pread(number, short, at) for at in (offset, offset + length - short))
         except OSError as error:
             raise DataError(f"{shown} cannot be read: {error.strerror}") from None
-        rewards.check_excerpt(self._kind, head, tail)
-        return json.dumps({"file": str(path), "offset": offset, "length": length})
+        return json.dumps({"file": str(path), "offset": offset, "length": length}), head, tail
 
     def _open(self, path: Path) -> BinaryIO:
         if self._file is None or path != self._path:
@@ -189,8 +214,8 @@ def _check(row: Any, keys: Sequence[str], optional: Sequence[str], *, where: str
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """A few characters of a value, which may be nested deeper than can be written."""
+    return reprlib.repr(value)
 
 
 class LengthError(DataError):
@@ -223,12 +248,20 @@ def encode_prompt(
 
 
 def check_length(text: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int) -> None:
-    """Refuse a text whose tokens must be too many, without tokenising it.
+    """Refuse a long text whose tokens must be too many, without tokenising it.
+
+    A bound and no count: every token is taken for as long as the longest of the vocabulary, and
+    the text for what the tokenizer cuts (some drop characters first). What passes may have more.
 
     Raises:
-        LengthError: they are more than `max_tokens`, each as long as the longest there is.
+        LengthError: even so they are more than `max_tokens`.
     """
     if len(text) > QUICK_CHARACTERS:
-        least = math.ceil(len(text) / max(map(len, tokenizer.get_vocab())))
+        least = math.ceil(len(text) / _longest_token(tokenizer))
         if least > max_tokens:
             raise LengthError(least)
+
+
+@functools.lru_cache(maxsize=1)  # a vocabulary is built anew at every call
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    return max(map(len, tokenizer.get_vocab()))

@@ -114,7 +114,10 @@ def check_answer(answer: str) -> None:
 
 _ARGUMENTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("text", lambda value: isinstance(value, str)),
-    "int": ("a number", lambda value: isinstance(value, int | float)),
+    "int": (  # Parquet files have 3.0
+        "a whole number",
+        lambda value: type(value) is int or (isinstance(value, float) and value.is_integer()),
+    ),
     "Sequence[str]": (
         "a list of texts",
         lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
@@ -268,9 +271,9 @@ def _nth_paragraph_first_word(
     parts = response.split("\n\n")
     if sum(bool(part.strip()) for part in parts) != num_paragraphs:
         return False
-    if not 1 <= nth_paragraph <= num_paragraphs or not parts[nth_paragraph - 1].strip():
+    if not 1 <= nth_paragraph <= num_paragraphs or not parts[int(nth_paragraph) - 1].strip():
         return False
-    word = parts[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
+    word = parts[int(nth_paragraph) - 1].split()[0].lstrip("'").lstrip('"')
     return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
 
 

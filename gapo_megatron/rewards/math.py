@@ -59,10 +59,10 @@ def check_answer(answer: str) -> None:
 
 
 def _read_reference(answer: str) -> str:
-    """The reference, cleaned; ValueError if there is none, or its braces are not closed."""
+    """The reference, cleaned; ValueError if there is none, or no response can have it."""
     is_closed = _closing_brace(f"{{{answer}}}", 0) == len(answer) + 2
     reference = _clean(answer) if is_closed else ""
-    if not reference:
+    if not reference or final_part(reference) != reference:  # no response can box thoughts
         raise ValueError(f"the reference answer {answer!r} cannot be read")
     return reference
 

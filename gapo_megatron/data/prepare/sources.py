@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{str(value)[:60]!r} must be text or a number")
+        raise TypeError(f"{reprlib.repr(value)!r} must be text or a number")
     return str(int(value)) if isinstance(value, int) or value.is_integer() else repr(value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ class AssertTests:
 
 Tests = TextTests | CallTests | AssertTests
 
+_DEFINES_CHECK = re.compile(r"^def\s+check\b", re.MULTILINE)
+_CALLS_CHECK = re.compile(r"^check\b", re.MULTILINE)
+
 
 def read_tests(answer: str) -> Tests:
     """Read the tests of one problem.
@@ -80,8 +84,10 @@ def read_tests(answer: str) -> Tests:
     if "test" in value:
         if "entry_point" not in value:
             raise ValueError("test of the tests goes with entry_point, the function it checks")
-        entry_point = _text(value, "entry_point")
-        return AssertTests(_text(value, "test", needed=True), _text(value, "prompt"), entry_point)
+        code, entry_point = _text(value, "test", needed=True), _text(value, "entry_point")
+        if not entry_point and _DEFINES_CHECK.search(code) and not _CALLS_CHECK.search(code):
+            raise ValueError("entry_point of the tests is empty, and nothing else calls check")
+        return AssertTests(code, _text(value, "prompt"), entry_point)
     if "test_list" in value:
         tests, imports = (_texts(value.get(key, []), key) for key in ("test_list", "test_imports"))
         if not any(map(str.strip, tests)):

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hmac
 import logging
+import reprlib
 import secrets
 import selectors
 import socket
@@ -183,7 +184,7 @@ class Server:
         places = self._second_places if is_second else self._places
         try:
             places.submit(self._serve, stranger.socket, limits).add_done_callback(_raise)
-        except RuntimeError as error:  # there are too many threads: it waits for one of those
+        except RuntimeError as error:  # no new thread: one that is there serves it once it is free
             logger.warning("%s has to wait: %s", stranger.name, error)
 
     def _read_wish(self, nonce: bytes, line: bytes) -> tuple[Limits, bool]:
@@ -205,11 +206,13 @@ class Server:
         if odd:
             raise ValueError(f"the service is of another version: limits differ in {sorted(odd)}")
         if not isinstance(is_second, bool):
-            raise ValueError(f"is_second ({is_second!r:.40}) must be true or false")
+            raise ValueError(f"is_second ({reprlib.repr(is_second)}) must be true or false")
         for name, most in largest.items():
             value = asked[name]
             if type(value) is not int or value < 1:
-                raise ValueError(f"{name} ({value!r:.40}) must be a whole number, at least 1")
+                raise ValueError(
+                    f"{name} ({reprlib.repr(value)}) must be a whole number, at least 1"
+                )
             if value > most:
                 cure = "lower reward.timeout_s, or raise --max-total-s of the service"
                 raise ValueError(

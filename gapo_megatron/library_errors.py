@@ -16,11 +16,12 @@ def as_config_error(where: str) -> Iterator[None]:
         where: names file or folder, and what is read from it; messages begin with it.
 
     Raises:
-        ConfigError: in place of the library's exception, whose kind and message it has.
+        ConfigError: in place of the library's exception, whose kind and message it has; memory that
+            runs out is not the file's fault.
     """
     try:
         yield
-    except GapoError:
+    except (GapoError, MemoryError):
         raise
     except BaseException as error:
         # transformers checks little of what it reads, `tokenizers` raises plain `Exception`, and

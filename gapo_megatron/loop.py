@@ -65,7 +65,7 @@ def run(config: Config, *, keep_weights: bool) -> None:
         check_megatron_dir(config, hf_config)
     checkpoint.check_resume(run_dir, hf_config, config)
     branch_point = checkpoint.check_branch(config, hf_config)
-    tokenizer = load_tokenizer(config.model.hf_dir)
+    tokenizer = load_tokenizer(config.model.hf_dir, facts=hf_config)
     has_begun = branch_point is not None or bool(list_steps(checkpoints_dir(run_dir)))
     problems, held_out = _read_problems(config, tokenizer, has_begun=has_begun)
     source = PromptSource(problems, seed=config.run.seed)

@@ -47,7 +47,7 @@ def train_supervised(config: Config) -> float:
     with without_garbage_collection():
         from gapo_megatron import supervised
 
-    return supervised.run(config, settings)
+    return supervised.run(config, settings, facts)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.config import Config, ObjectiveConfig, SupervisedConfig
+from gapo_megatron.convert.config_json import ModelFacts
 from gapo_megatron.convert.hf import write_hf
 from gapo_megatron.data.schema import LengthError, check_length, encode_prompt, read_jsonl
 from gapo_megatron.data.tokenizer import load_tokenizer
@@ -24,9 +25,11 @@ from gapo_megatron.settings import flat
 from gapo_megatron.types import Batch
 
 
-def run(config: Config, settings: SupervisedConfig) -> float:
+def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
     """Do what `gapo_megatron.sft.train_supervised` says, once it has checked the config."""
-    tokenizer = load_tokenizer(settings.initial_hf_dir)
+    tokenizer = load_tokenizer(
+        settings.initial_hf_dir, field="supervised.initial_hf_dir", facts=facts
+    )
     examples = _read_examples(settings.train_path, tokenizer, config)
 
     model = str(Path(config.model.hf_dir).absolute())

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gapo_megatron.convert import new_folder
-from gapo_megatron.convert.folder import MARKER_NAME, check_replaceable, is_marked
+from gapo_megatron.convert.folder import MARKER_NAME, check_replaceable, claim, is_marked, mark
 from gapo_megatron.convert.headers import find_files
 from gapo_megatron.convert.hf import HfFolder, read_hf, write_hf
 from gapo_megatron.convert.tables import ARCHITECTURES
@@ -118,6 +118,32 @@ def test_a_result_is_known_where_it_was_moved_and_by_its_own_command_alone(tmp_p
         weights.items(), source_dir=source, output_dir=moved, made_by="train", or_unmarked=True
     )
     assert is_marked(moved, made_by="train")
+
+
+def test_files_of_a_folder_are_claimed_and_not_the_folder(tmp_path):
+    def take(name, made_by, folder=tmp_path / "task"):
+        claim(folder, [name], field="--output", made_by=made_by)
+        (folder / name).write_text("")
+
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "mine").write_text("")
+    for _ in range(2):  # neither forgets its files over the other's
+        take("table", "evaluate")
+        take("page", "report")
+    with pytest.raises(ConfigError, match=mentions("--output", tmp_path / "task", "mine")):
+        take("mine", "another")
+    assert not any(is_marked(tmp_path / "task", made_by=one) for one in ("evaluate", "report"))
+
+
+def test_no_file_is_written_into_a_folder_that_another_command_may_replace(tmp_path):
+    model, copy = tmp_path / "hf", tmp_path / "copy"
+    model.mkdir()
+    mark(model, made_by="train", made_at=model)
+    with pytest.raises(ConfigError, match=mentions("--output", model, "train")):
+        claim(model, ["table"], field="--output", made_by="evaluate")
+    assert is_marked(model, made_by="train") and len(list(model.iterdir())) == 1
+    shutil.copytree(model, copy)  # anybody's
+    claim(copy, ["table"], field="--output", made_by="evaluate")
 
 
 def test_dtype_of_the_written_folder(tmp_path):

@@ -345,6 +345,17 @@ def test_misshapen_metadata_is_damage(tmp_path, llama, change):
         MegatronFolder(path.parent, llama.rules)
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])  # to Python 3.12; since 3.13
+def test_a_path_in_metadata_is_harmless_whatever_python_wrote_it(tmp_path, llama, module):
+    path = llama.write(tmp_path / "out") / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.storage_meta = Path("out")
+    content = pickle.dumps(metadata, protocol=2)
+    assert b"cpathlib\nPosixPath\n" in content
+    path.write_bytes(content.replace(b"cpathlib\n", f"c{module}\n".encode()))
+    assert read_metadata(path.parent).storage_data == metadata.storage_data
+
+
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json"])
 def test_nobody_waits_for_what_is_no_file(tmp_path, llama, name):
     path = llama.write(tmp_path / "out") / name

@@ -288,7 +288,9 @@ def test_tokenizer_without_eos_is_an_error(tmp_path, hf_dir):
 
 
 def test_missing_model_folder_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=mentions(f"model.hf_dir ({tmp_path}/nowhere)", "folder")):
+    with pytest.raises(
+        ConfigError, match=mentions(f"model.hf_dir ({tmp_path}/nowhere)", "config.json")
+    ):
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=mentions(f"model.hf_dir ({tmp_path})", "config.json")):
         load_tokenizer(tmp_path)
@@ -296,12 +298,10 @@ def test_missing_model_folder_is_an_error(tmp_path):
 
 def test_folder_without_tokenizer_is_an_error(tmp_path, hf_dir):
     (tmp_path / "config.json").write_text((hf_dir / "config.json").read_text())
-    with pytest.raises(ConfigError, match=mentions(f"model.hf_dir ({tmp_path})", "tokenizer.json")):
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir", tmp_path, "tokenizer.json")):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(
-        ConfigError, match=mentions(f"model.hf_dir ({tmp_path})", "tokenizer", "load")
-    ):
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir", tmp_path, "tokenizer", "load")):
         load_tokenizer(tmp_path)
 
 

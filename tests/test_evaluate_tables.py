@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gapo_megatron.convert.folder import MARKER_NAME
 from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.evaluate.compare import Method, compare
@@ -423,4 +422,9 @@ def test_the_tool_compares(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert "gapo (published)  17.9/63.3" in done.stdout
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"comparison.md", "comparison.tex", "comparison.png", MARKER_NAME}
+    assert names == {
+        "comparison.md",
+        "comparison.tex",
+        "comparison.png",
+        ".gapo_megatron_evaluate.json",
+    }

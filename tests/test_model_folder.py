@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import ast
 import builtins
+import errno
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron.config import Config, parse_config
+from gapo_megatron.convert import model_folder
 from gapo_megatron.convert.headers import read_header, read_headers
-from gapo_megatron.convert.hf import HfFolder, read_hf
-from gapo_megatron.convert.model_folder import check_model_folder, end_tokens
+from gapo_megatron.convert.hf import HfFolder, carry_over, read_hf
+from gapo_megatron.convert.model_folder import check_model_folder, end_tokens, non_weight_files
 from gapo_megatron.data import arithmetic
 from gapo_megatron.data.schema import encode_prompt
 from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.documents import open_file
 from gapo_megatron.dry_run import print_dry_run
 from gapo_megatron.errors import ConfigError, ConversionError, GapoError
 from gapo_megatron.model_checks import num_experts
@@ -148,10 +151,118 @@ def test_what_is_no_file_is_refused_and_not_waited_for(folder: Path, name: str) 
         check_model_folder(folder)
 
 
-def test_what_could_not_be_copied_at_the_end_is_refused(folder: Path) -> None:
-    (folder / "notes.txt").symlink_to(folder.parent / "blob")
-    with pytest.raises(ConfigError, match=mentions(folder / "notes.txt")):
+@pytest.mark.parametrize("name", ["generation_config.json", "special_tokens_map.json"])
+def test_a_link_to_nothing_is_not_taken_for_a_file_that_never_was(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    (folder / name).symlink_to(folder.parent / "blob")
+    with pytest.raises(ConfigError, match=mentions(folder / name)):
         check_model_folder(folder)
+
+
+def test_what_could_not_be_copied_at_the_end_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = folder / "notes.txt"
+    notes.write_text("")
+    (folder / "pytorch_model.bin").write_text("")
+
+    def denied(path: Path) -> BinaryIO:
+        if path in (notes, folder / "pytorch_model.bin"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_file(path)
+
+    monkeypatch.setattr(model_folder, "open_file", denied)
+    with pytest.raises(ConfigError, match=mentions(notes, "Permission denied")):
+        check_model_folder(folder)
+    notes.unlink()
+    check_model_folder(folder)
+
+
+def test_what_nobody_reads_is_neither_looked_at_nor_carried(folder: Path) -> None:
+    before = non_weight_files(folder)
+    for name in ("pytorch_model.bin", "README.md"):
+        (folder / name).symlink_to(folder.parent / "blob")
+    os.mkfifo(folder / ".lock")
+    train(folder)
+    assert non_weight_files(folder) == before
+    target = folder.parent / "carried"
+    target.mkdir()
+    carry_over(folder, target)
+    assert {path.name for path in target.iterdir()} == {path.name for path in before}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("tokenizer_config.json", {"model_max_length": -1}),
+        ("generation_config.json", {"bos_token_id": [1], "pad_token_id": VOCAB_SIZE}),
+        ("config.json", {"bos_token_id": VOCAB_SIZE}),
+    ],
+)
+def test_values_that_nothing_uses_are_nobodys_business(
+    folder: Path, name: str, fields: dict[str, Any]
+) -> None:
+    change(folder / name, **fields)
+    train(folder)
+    load_tokenizer(folder)
+    read_hf_config(str(folder))
+
+
+def test_merges_beside_a_whole_tokenizer_are_not_read(folder: Path) -> None:
+    (folder / "merges.txt").write_bytes(b"\xff")
+    train(folder)
+    load_tokenizer(folder)
+
+
+def test_metadata_of_null_are_none(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content, before = path.read_bytes(), read_header(path)
+    path.write_bytes(with_header(content, header_of(content) | {"__metadata__": None}))
+    assert read_header(path).keys() == before.keys()
+    assert len(load_file(path)) == len(before)
+
+
+def test_an_id_beyond_the_vocabulary_has_a_cure(folder: Path) -> None:
+    change(folder / "added_tokens.json", **{"<pad>": VOCAB_SIZE})
+    with pytest.raises(ConfigError, match=mentions("added_tokens.json", VOCAB_SIZE, "take out")):
+        check_model_folder(folder)
+
+
+def test_a_folder_is_named_by_its_own_setting_and_once(folder: Path) -> None:
+    facts = check_model_folder(folder)
+    change(folder / "tokenizer.json", normalizer=5)
+    with pytest.raises(ConfigError, match=mentions("--model", folder)) as caught:
+        load_tokenizer(folder, field="--model")
+    assert str(caught.value).count(str(folder)) == 1 and "hf_dir" not in str(caught.value)
+    for name in model_folder.VOCABULARY_FILES:
+        (folder / name).unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match=mentions("--model", folder, "tokenizer.json")) as caught:
+        load_tokenizer(folder, field="--model", facts=facts)
+    assert str(caught.value).count(str(folder)) == 1
+
+
+def test_a_folder_is_checked_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, seen = check_model_folder(folder), []
+    check = model_folder.check_tokenizer_files
+    monkeypatch.setattr(
+        model_folder, "check_tokenizer_files", lambda *given: seen.append(check(*given))
+    )
+    load_tokenizer(folder, facts=facts)
+    assert seen == []
+    load_tokenizer(folder)
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_what_is_not_the_folders_fault_stays_what_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(error):
+        load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -166,10 +277,6 @@ def test_what_could_not_be_copied_at_the_end_is_refused(folder: Path) -> None:
         ("eos_token_id", 1.0, "1.0"),
         ("eos_token_id", {"a": 1}, "{'a': 1}"),
         ("eos_token_id", [[1]], "[1]"),
-        ("bos_token_id", VOCAB_SIZE, VOCAB_SIZE),
-        ("bos_token_id", [1], "[1]"),
-        ("pad_token_id", -2, -2),
-        ("pad_token_id", VOCAB_SIZE, VOCAB_SIZE),
     ],
 )
 def test_tokens_that_the_model_does_not_have(
@@ -177,6 +284,13 @@ def test_tokens_that_the_model_does_not_have(
 ) -> None:
     change(folder / name, **{field: value})
     with pytest.raises(ConfigError, match=mentions(folder / name, field, shown, VOCAB_SIZE)):
+        check_model_folder(folder)
+
+
+@pytest.mark.parametrize("value", [-2, VOCAB_SIZE])
+def test_padding_that_the_embedding_has_no_place_for(folder: Path, value: int) -> None:
+    change(folder / "config.json", pad_token_id=value)
+    with pytest.raises(ConfigError, match=mentions("config.json", "pad_token_id", value)):
         check_model_folder(folder)
 
 
@@ -259,9 +373,6 @@ _CONFIG, _MAP, _MAIN = "tokenizer_config.json", "special_tokens_map.json", "toke
         (_CONFIG, "added_tokens_decoder", {"3": "x"}),
         (_CONFIG, "add_bos_token", "false"),
         (_CONFIG, "add_prefix_space", 1),
-        (_CONFIG, "model_max_length", "64"),
-        (_CONFIG, "model_max_length", 0),
-        (_CONFIG, "padding_side", "up"),
         (_CONFIG, "tokenizer_class", 5),
         (_CONFIG, "tokenizer_class", ["Qwen2Tokenizer"]),
         (_CONFIG, "chat_template", 5),
@@ -304,6 +415,7 @@ def test_wrong_types_in_a_tokenizers_files(folder: Path, name: str, field: str, 
         (_MAIN, {"padding": 5}),
         (_MAIN, {"model": {"type": "BPE", "vocab": {"</s>": 1}, "merges": 5}}),
         (_MAIN, {"model": {"type": "none", "vocab": {"</s>": 1}}}),
+        (_CONFIG, {"padding_side": "up"}),
         (_CONFIG, {"get_vocab": True}),
         (_CONFIG, {"init_inputs": 5}),
         (_CONFIG, {"tokenizer_class": "Trainer"}),

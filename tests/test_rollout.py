@@ -638,16 +638,16 @@ def test_on_a_gpu_weights_wake_before_the_cache(monkeypatch):
 def test_eos_tokens_come_from_both_files(tmp_path):
     config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 6}
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 3}))
-    assert eos_token_ids(tmp_path) == (3,)
+    assert eos_token_ids(tmp_path, config["vocab_size"]) == (3,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
-    assert eos_token_ids(tmp_path) == (3, 5)
+    assert eos_token_ids(tmp_path, config["vocab_size"]) == (3, 5)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 6]}))
     with pytest.raises(ConfigError, match=mentions("generation_config.json", "eos_token_id", 6)):
-        eos_token_ids(tmp_path)
+        eos_token_ids(tmp_path, config["vocab_size"])
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="eos_token_id"):
-        eos_token_ids(tmp_path)
+        eos_token_ids(tmp_path, config["vocab_size"])
 
 
 @pytest.mark.parametrize("damage", ["model.safetensors", "config.json"])

@@ -24,7 +24,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.convert.folder import check_replaceable, claim, is_marked
+from gapo_megatron.convert.folder import check_replaceable, claim, is_marked, mark
 from gapo_megatron.data.schema import read_jsonl
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.counts import Counts, read_counts
@@ -166,7 +166,8 @@ def _write_task(config: Config) -> None:
     check_replaceable(initial, field=field, is_ours=is_ours)
     names = [f"{split}.jsonl" for split in ("train", "eval", "supervised")]
     claim(task, names, field="data.train_path", made_by="demo")
-    claim(initial, [], field=field, made_by="demo")
+    initial.mkdir(parents=True, exist_ok=True)
+    mark(initial, made_by="demo", made_at=initial)
     arithmetic.write_task(
         task,
         seed=config.run.seed,

@@ -74,8 +74,8 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     chosen = [BENCHMARKS[name] for name in arguments.benchmarks]
     for benchmark in chosen:
         rewards.check(config.reward.model_copy(update={"kind": benchmark.kind}))
-    check_model_folder(arguments.model, field="--model")
-    tokenizer = load_tokenizer(arguments.model)
+    facts = check_model_folder(arguments.model, field="--model")
+    tokenizer = load_tokenizer(arguments.model, field="--model", facts=facts)
     files = {benchmark.name: benchmark.find_files(arguments.data) for benchmark in chosen}
     tasks = [
         Task.read(

@@ -61,9 +61,8 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
     from gapo_megatron.data.prepare import HeldOut, Lengths, prepare
     from gapo_megatron.data.tokenizer import load_tokenizer
 
-    lengths = Lengths(
-        load_tokenizer(arguments.model), arguments.max_prompt_tokens, arguments.chat_template
-    )
+    tokenizer = load_tokenizer(arguments.model, field="--model")
+    lengths = Lengths(tokenizer, arguments.max_prompt_tokens, arguments.chat_template)
     held_out = HeldOut(arguments.benchmarks) if arguments.benchmarks else None
     if arguments.source == "deepscaler" and arguments.suffix is None:
         arguments.suffix = BOXED

@@ -32,16 +32,11 @@ from gapo_megatron.conversion.verify import (
     verify,
 )
 from gapo_megatron.convert import Place, Rule, new_folder, rules_for
-from gapo_megatron.convert.config_check import (
-    check_config,
-    check_dtypes,
-    compare_configs,
-    read_config,
-)
+from gapo_megatron.convert.config_check import check_config, compare_configs, read_config
 from gapo_megatron.convert.folder import REPORT_NAME
 from gapo_megatron.convert.hf import MAX_SHARD_BYTES, HfFolder, carry_over, write_hf_weights
 from gapo_megatron.convert.megatron_record import TRACKER, Found, find_megatron
-from gapo_megatron.convert.model_folder import check_model_folder
+from gapo_megatron.convert.model_folder import check_dtypes, check_model_folder
 from gapo_megatron.convert.rope import read_rope
 from gapo_megatron.convert.tables import Geometry
 from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron

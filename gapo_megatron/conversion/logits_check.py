@@ -144,7 +144,7 @@ def compare_logits(
 def _sequences(hf_dir: Path, hf_config: PretrainedConfig) -> list[Tensor]:
     """A few rows of token ids [T] int64, of two tokens and more."""
     if any((hf_dir / name).is_file() for name in VOCABULARY_FILES):
-        tokenizer = open_tokenizer(hf_dir)
+        tokenizer = open_tokenizer(hf_dir, hf_config.vocab_size)
         texts = [tokenizer.encode(prompt)[:_MOST_TOKENS] for prompt in _PROMPTS]
         if known := [torch.tensor(ids) for ids in texts if len(ids) > 1]:
             return known

@@ -13,17 +13,13 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from gapo_megatron.convert import model_folder
 from gapo_megatron.convert.config_json import read_facts
-from gapo_megatron.convert.headers import FLOATS
 from gapo_megatron.convert.hf import Entry
+from gapo_megatron.convert.model_folder import check_dtypes, check_sizes
 from gapo_megatron.convert.rope import read_rope
-from gapo_megatron.convert.shard import DTYPES
 from gapo_megatron.convert.tables import Geometry, rules_for
 from gapo_megatron.errors import ConversionError
 from gapo_megatron.library_errors import as_config_error
-
-_FLOATS = tuple(DTYPES[name] for name in FLOATS)
 
 # What decides the shapes of the weights and what the model computes with them, beside rope.
 _MODEL_FIELDS = (
@@ -81,13 +77,8 @@ def check_config(root: Path, entries: Mapping[str, Entry]) -> PretrainedConfig:
     """
     hf_config = read_config(root)
     check_dtypes(root, entries)
-    model_folder.check_sizes(root, hf_config, entries)
+    check_sizes(root, hf_config, entries)
     return hf_config
-
-
-def check_dtypes(root: Path, entries: Mapping[str, Entry]) -> None:
-    """Raise ConversionError unless every tensor of a folder, of either format, is of floats."""
-    model_folder.check_dtypes(root, entries, floats=_FLOATS)
 
 
 def compare_configs(

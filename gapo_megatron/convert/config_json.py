@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from gapo_megatron.convert.headers import FLOATS
 from gapo_megatron.convert.rope import read_rope
 from gapo_megatron.convert.tables import ARCHITECTURES, check_model_type, rules_for
 from gapo_megatron.documents import read_json
@@ -37,7 +38,6 @@ _SIZES = {
     "moe_intermediate_size": 2**20,
     "decoder_sparse_step": 2**10,
 }
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SWITCHES = (
     "tie_word_embeddings",
     "attention_bias",
@@ -224,9 +224,9 @@ def _check_loading(fields: Mapping[str, Any], source: str) -> None:
     if others := fields.get("configuration_files"):
         raise ConfigError(f"{source}: configuration_files ({others!a:.80}) are not read")
     for name in ("dtype", "torch_dtype"):  # the key's name before transformers 5
-        if (value := fields.get(name)) is not None and value not in _DTYPES:
+        if (value := fields.get(name)) is not None and value not in FLOATS:
             raise ConfigError(
-                f"{source}: {name} ({json.dumps(value)[:80]}) must be one of {', '.join(_DTYPES)}"
+                f"{source}: {name} ({json.dumps(value)[:80]}) must be one of {', '.join(FLOATS)}"
             )
 
 

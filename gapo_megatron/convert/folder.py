@@ -5,6 +5,7 @@
 - .OUT.0123abcd.old/: what was there before, for the moment between two renames.
 - .OUT.0123abcd.lock: locked for as long as the process that writes the two others lives.
 - OUT/.gapo_megatron.json: says who made OUT and where; see `check_replaceable`.
+- OUT/.gapo_megatron_COMMAND.json: OUT is anybody's, and COMMAND made some files of it; see `claim`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def check_replaceable(
 def claim(
     folder: Path, names: Iterable[str], *, field: str, made_by: str, or_ours: bool = False
 ) -> None:
-    """Make or take a folder to write files of these names to; a later call may replace them.
+    """Make or take a folder to write files of these names to; a later call may replace them alone.
 
     Args:
         folder: may hold other files, which do not matter.
@@ -85,36 +86,49 @@ def claim(
         or_ours: they are known to be of an earlier call, without a marker.
 
     Raises:
-        ConfigError: one of them is there, and somebody else's.
+        ConfigError: one of them is there, and somebody else's; or another command made the whole
+            folder, and would replace it together with them.
         OSError: the folder cannot be made or written to.
     """
-    is_ours = or_ours or is_marked(folder, made_by=made_by)
+    if (folder / MARKER_NAME).exists() and (owner := _maker(folder)) not in (None, made_by):
+        raise ConfigError(
+            f"{field} ({folder}) is a result of `{owner}`, which may replace all of it (see its "
+            f"{MARKER_NAME}): name another folder"
+        )
+    name = f".gapo_megatron_{made_by}.json"
+    is_ours = or_ours or ((folder / name).exists() and _maker(folder, name) == made_by)
     check_overwritable(folder, names, field=field, is_ours=is_ours)
     folder.mkdir(parents=True, exist_ok=True)
-    mark(folder, made_by=made_by, made_at=folder)
+    mark(folder, made_by=made_by, made_at=folder, name=name)
 
 
-def mark(folder: Path, *, made_by: str, made_at: Path) -> None:
+def mark(folder: Path, *, made_by: str, made_at: Path, name: str = MARKER_NAME) -> None:
     """Let a later call of the same command replace the folder that `folder` is to become."""
     marker = {
         "made_by": made_by,
         "made_at": str(real(made_at)),
         "inode": folder.stat().st_ino,
     }
-    (folder / MARKER_NAME).write_text(json.dumps(marker) + "\n", encoding="utf-8")
+    (folder / name).write_text(json.dumps(marker) + "\n", encoding="utf-8")
 
 
 def is_marked(folder: str | Path, *, made_by: str, or_unmarked: bool = False) -> bool:
     """Whether the command made `folder`; `or_unmarked`: also one without a marker, not a link."""
-    is_link, folder = Path(folder).is_symlink(), real(folder)
     try:
-        marker = read_json(folder / MARKER_NAME)
-        is_here = marker["made_at"] == str(folder) or marker["inode"] == folder.stat().st_ino
-        return bool(marker["made_by"] == made_by and is_here)
+        return _maker(folder) == made_by
     except FileNotFoundError:
-        return or_unmarked and not is_link
+        return or_unmarked and not Path(folder).is_symlink()
+
+
+def _maker(folder: str | Path, name: str = MARKER_NAME) -> object:
+    """Command that a marker speaks of; None where it speaks of another folder, or is damaged."""
+    folder = real(folder)
+    try:
+        marker = read_json(folder / name)
+        is_here = marker["made_at"] == str(folder) or marker["inode"] == folder.stat().st_ino
+        return marker["made_by"] if is_here else None
     except (ConfigError, KeyError, TypeError):
-        return False
+        return None
 
 
 @contextlib.contextmanager

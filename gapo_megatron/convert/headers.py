@@ -18,22 +18,22 @@ from gapo_megatron.errors import ConfigError, ConversionError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
-"""Of every dtype of the format that is read."""
-FLOATS = ("BF16", "F16", "F32", "F64")
+"""Of the format, as far as they are read: torch's name and the bytes of a number."""
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 """Dtypes that a weight may have: of the others a number alone says nothing without its scale."""
 _MAX_HEADER_BYTES = 100_000_000  # as in the library
 
@@ -44,15 +44,12 @@ class Header:
 
     shape: Shape
     dtype: str
-    """A key of `ITEM_BYTES`."""
+    """By torch's name."""
     file: str
     """Name in the folder."""
     offset: int
     """From the start of the file, in bytes."""
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+    num_bytes: int
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -148,7 +145,8 @@ def read_header(path: Path) -> dict[str, Header]:
     if len(text) < size or not text.startswith(b"{"):
         raise ConfigError(f"{broken}: its header is cut off, or is none")
     header = parse_json(text, where=f"{path}: its header")
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
         raise ConfigError(f"{broken}: __metadata__ must be strings by name")
     tensors = {name: _tensor(path, name, entry, 8 + size) for name, entry in header.items()}
@@ -168,15 +166,16 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> Header:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ConfigError(f"{where} must have a dtype, a shape and data_offsets, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConversionError(f"{path}: {name} has dtype {ascii(dtype)[:40]}: not supported")
     for field, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not (isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)):
             raise ConfigError(f"{where}: {field} must be a list of whole numbers of 0 or more")
-    num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+    name_in_torch, item_bytes = DTYPES[dtype]
+    num_bytes = math.prod(shape) * item_bytes
     if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
         raise ConfigError(
             f"{where}: data_offsets ({offsets[:3]}) must be {num_bytes} apart, which {dtype} of "
             f"{shape[:8]} has in bytes"
         )
-    return Header(tuple(shape), dtype, path.name, start + offsets[0])
+    return Header(tuple(shape), name_in_torch, path.name, start + offsets[0], num_bytes)

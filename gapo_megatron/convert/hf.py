@@ -15,16 +15,15 @@ from torch import Tensor
 
 from gapo_megatron.convert import shard
 from gapo_megatron.convert.config_json import read_facts
-from gapo_megatron.convert.folder import MARKER_NAME, REPORT_NAME, is_marked, mark, new_folder
+from gapo_megatron.convert.folder import is_marked, mark, new_folder
 from gapo_megatron.convert.headers import INDEX, SINGLE, read_headers, read_object
+from gapo_megatron.convert.model_folder import non_weight_files
 from gapo_megatron.convert.rules import Place, Rule, Shape, checked, hf_shapes
 from gapo_megatron.convert.tables import rules_for
 from gapo_megatron.convert.workers import Read, worker_pool
 from gapo_megatron.errors import ConversionError
 
 MAX_SHARD_BYTES = 5 * 2**30
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_NOT_CARRIED = (*_WEIGHT_SUFFIXES, ".index.json", REPORT_NAME, MARKER_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class HfFolder:
         self.root = Path(hf_dir)
         headers = read_headers(self.root)
         self._stored = {
-            name: shard.Stored(header.shape, shard.DTYPES[header.dtype], header.offset)
+            name: shard.Stored(header.shape, getattr(torch, header.dtype), header.offset)
             for name, header in headers.items()
         }
         self.entries = {
@@ -232,15 +231,6 @@ def in_model_order(rules: Sequence[Rule]) -> list[tuple[Rule, Place]]:
         for place in rule.places
     ]
     return [(rule, place) for _, rule, place in sorted(everything, key=position)]
-
-
-def non_weight_files(folder: str | Path) -> list[Path]:
-    """What is carried along beside the weights: config, tokenizer, chat template, and so on."""
-    return sorted(
-        path
-        for path in Path(folder).iterdir()
-        if not path.is_dir() and not path.name.endswith(_NOT_CARRIED)
-    )
 
 
 def carry_over(source: Path, target: Path, *, dtype: torch.dtype | None = None) -> None:

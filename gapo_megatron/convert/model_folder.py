@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gapo_megatron.convert.config_json import ModelFacts, read_facts, refuse_code
+from gapo_megatron.convert.folder import MARKER_NAME, REPORT_NAME
 from gapo_megatron.convert.headers import FLOATS, INDEX, SINGLE, read_headers, read_object
 from gapo_megatron.convert.rules import Shape, check_names, hf_shapes
 from gapo_megatron.convert.tables import Geometry, rules_for
@@ -25,6 +26,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """All that the tokens of a prompt depend on, of which a model has some."""
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_NOT_CARRIED = (*_WEIGHT_SUFFIXES, ".index.json", REPORT_NAME, MARKER_NAME)
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _IDS = "whole numbers of 0 or more, below vocab_size ({vocab_size}) of config.json"
@@ -48,7 +51,8 @@ def check_model_folder(
 
     Raises:
         ConfigError: see `read_facts`; a file of the tokenizer or generation_config.json that is
-            damaged or names tokens that the model does not have; a file that cannot be read.
+            damaged or names tokens that the model does not have; a file that cannot be read, now
+            or when it is carried over.
         ConversionError: weights of whole numbers or of 8 bits, or of another model than
             config.json describes; a ConfigError instead, where `field` is given.
     """
@@ -67,12 +71,22 @@ def check_model_folder(
     return facts
 
 
+def non_weight_files(folder: str | Path) -> list[Path]:
+    """What is carried along beside the weights: config, tokenizer, chat template, and so on."""
+    return sorted(
+        path
+        for path in Path(folder).iterdir()
+        if not path.name.endswith(_NOT_CARRIED)
+        # A link to nothing in place of one that counts is an error, not a file that never was.
+        and (path.is_file() or path.name in ("generation_config.json", *TOKENIZER_FILES))
+    )
+
+
 def _check_readable(root: Path) -> None:
-    """Raise ConfigError where a file cannot be opened; it may have to be copied at the very end."""
+    """Raise ConfigError where a file that is carried over, at the very end, cannot be opened."""
     try:
-        for path in root.iterdir():
-            if not path.is_dir():
-                open_file(path).close()
+        for path in non_weight_files(root):
+            open_file(path).close()
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
 
@@ -91,12 +105,16 @@ def end_tokens(root: Path, vocab_size: int) -> tuple[int, ...]:
         ConfigError: a file is damaged, or names a token that the model does not have.
     """
     found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
+    # Of the others nothing here generates by; the model's embedding has a place for padding.
+    for name, known in (
+        ("generation_config.json", ["eos_token_id"]),
+        ("config.json", ["eos_token_id", "pad_token_id"]),
+    ):
         try:
             fields = read_object(root / name)
         except FileNotFoundError:
             continue
-        for field in ("bos_token_id", "pad_token_id", "eos_token_id"):
+        for field in known:
             value = fields.get(field)
             if value is None or (field == "pad_token_id" and value == -1):  # none, in older files
                 continue
@@ -174,14 +192,6 @@ def _is_template(value: Any, vocab_size: int) -> bool:
     return all(isinstance(one, str) for one in texts)
 
 
-def _is_side(value: Any, vocab_size: int) -> bool:
-    return value in ("left", "right")
-
-
-def _is_length(value: Any, vocab_size: int) -> bool:
-    return type(value) in (int, float) and value > 0
-
-
 def _is(kind: type) -> _Check:
     return lambda value, vocab_size: isinstance(value, kind)
 
@@ -198,10 +208,8 @@ _RULES: dict[str, tuple[str, _Check]] = {
         ),
         ("true or false", _is(bool)),
     ),
-    **dict.fromkeys(("padding_side", "truncation_side"), ("left or right", _is_side)),
     "added_tokens_decoder": (f"tokens by their ids: {_IDS}", _are_added_by_id),
     "chat_template": ("a template, or several by name", _is_template),
-    "model_max_length": ("a positive number", _is_length),
     "tokenizer_class": ("a name", _is(str)),
 }
 _FIELDS: dict[str, dict[str, tuple[str, _Check]]] = {
@@ -254,17 +262,19 @@ def check_tokenizer_files(root: Path, vocab_size: int) -> None:
     ):
         if (odd := _odd_entry(vocabulary, vocab_size)) is not None:
             rule = _IDS.format(vocab_size=vocab_size)
-            raise ConfigError(f"{root}/{name} ({odd}) must be tokens, each with its id: {rule}")
-    for path in (root / "merges.txt", root / "chat_template.jinja"):
-        if path.exists():
-            read_text(path)
+            raise ConfigError(
+                f"{root}/{name} ({odd}) must be tokens, each with its id: {rule}; take out those "
+                "that the model has no embedding of"
+            )
+    if (path := root / "chat_template.jinja").exists():
+        read_text(path)
 
 
 # --- weights -------------------------------------------------------------------------------------
 
 
 class _Tensor(Protocol):
-    """A tensor as headers describe it, with torch's dtype or the file's name for it."""
+    """A tensor as headers describe it, with torch's dtype or its name."""
 
     @property
     def shape(self) -> Shape: ...
@@ -276,7 +286,7 @@ class _Tensor(Protocol):
 
 def _check_weights(root: Path, facts: ModelFacts) -> None:
     tensors = read_headers(root)
-    check_dtypes(root, tensors, floats=FLOATS)
+    check_dtypes(root, tensors)
     check_sizes(root, facts, tensors)
     rules = rules_for(facts)
     try:
@@ -291,10 +301,10 @@ def _check_weights(root: Path, facts: ModelFacts) -> None:
             )
 
 
-def check_dtypes(root: Path, tensors: Mapping[str, _Tensor], *, floats: tuple[Any, ...]) -> None:
-    """Raise ConversionError unless every tensor of a folder, of either format, is of `floats`."""
+def check_dtypes(root: Path, tensors: Mapping[str, _Tensor]) -> None:
+    """Raise ConversionError unless every tensor of a folder, of either format, is of floats."""
     for name, tensor in tensors.items():
-        if tensor.dtype not in floats:
+        if str(tensor.dtype).removeprefix("torch.") not in FLOATS:
             raise ConversionError(
                 f"{root / tensor.file}: {name} is {tensor.dtype}; quantized weights are not "
                 "supported"

@@ -18,24 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gapo_megatron.convert.headers import DTYPES
 from gapo_megatron.convert.rules import Shape
 from gapo_megatron.errors import ConversionError
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {getattr(torch, of_torch): name for name, (of_torch, _) in DTYPES.items()}
 _HUGE_BYTES = 4 * 2**20
 
 

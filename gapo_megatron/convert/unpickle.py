@@ -38,7 +38,8 @@ _DAMAGE = (
 # Of libraries, in what they write: not data for us, and harmless.
 _KNOWN = re.compile(
     r"torch\.distributed\.(checkpoint|_shard)\.[\w.]+|torch\.serialization\._get_layout"
-    r"|megatron\.core\.[\w.]+|types\.SimpleNamespace|pathlib\.\w*Path|signal\.Signals|_io\.BytesIO"
+    r"|megatron\.core\.[\w.]+|types\.SimpleNamespace|pathlib\.(_local\.)?\w*Path"
+    r"|signal\.Signals|_io\.BytesIO"
     r"|numpy\.(ndarray|dtype|dtypes\.\w+|_?core\.multiarray\.(_reconstruct|scalar))"
 )
 # Transformer Engine unpickles what it keeps, whatever that names. These it does name, by the list

@@ -4,57 +4,65 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from gapo_megatron.convert.config_json import read_facts
+from gapo_megatron.convert.config_json import ModelFacts
 from gapo_megatron.convert.headers import read_object
-from gapo_megatron.convert.model_folder import VOCABULARY_FILES, check_tokenizer_files
+from gapo_megatron.convert.model_folder import VOCABULARY_FILES, check_model_folder
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.library_errors import as_config_error
 
 _SAMPLE = "What is 12 * (3 + 4)?\n\u00e9\u5317\U0001f600"
 
 
-def load_tokenizer(hf_dir: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    hf_dir: str | Path,
+    *,
+    field: str = "model.hf_dir",
+    facts: ModelFacts | PretrainedConfig | None = None,
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a Hugging Face folder for training, from disk alone.
 
+    Args:
+        hf_dir: with a config.json.
+        field: setting or option that names the folder, for errors.
+        facts: what config.json says, of a folder that `check_model_folder` has passed; without, it
+            is asked here.
+
     Raises:
-        ConfigError: the folder is missing, or see `open_tokenizer`; or the tokenizer has no EOS
+        ConfigError: see `check_model_folder` and `open_tokenizer`; or the tokenizer has no EOS
             token: without one no response ever ends.
     """
-    folder = Path(hf_dir)
-    if not (folder / "config.json").is_file():
-        state = "holds no config.json" if folder.is_dir() else "is not a folder"
-        raise ConfigError(
-            f"model.hf_dir ({folder}) {state}; it must be a Hugging Face model folder"
-        )
+    facts = facts or check_model_folder(hf_dir, weights=False, field=field)
     try:
-        tokenizer = open_tokenizer(folder)
+        tokenizer = open_tokenizer(Path(hf_dir), facts.vocab_size)
     except ConfigError as error:
-        raise ConfigError(f"model.hf_dir ({folder}): {error}") from error
+        raise ConfigError(f"{field}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"model.hf_dir ({folder}): the tokenizer has no EOS token (eos_token in "
+            f"{field} ({hf_dir}): the tokenizer has no EOS token (eos_token in "
             "tokenizer_config.json); responses could never end"
         )
     return tokenizer
 
 
-def open_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def open_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder. No code of the folder is run, and nobody is asked.
 
+    Args:
+        folder: that `check_model_folder` has passed.
+        vocab_size: how many tokens the model has.
+
     Raises:
-        ConfigError: it holds none; a file is damaged, or not what transformers takes; or there are
-            tokens that the model of config.json does not have.
+        ConfigError: it holds none, or not what transformers takes; or there are tokens that the
+            model does not have.
     """
     # Without any of these transformers would make up an empty tokenizer of the model's class.
     if not any((folder / name).is_file() for name in VOCABULARY_FILES):
-        raise ConfigError(f"it holds no tokenizer ({', '.join(VOCABULARY_FILES)})")
-    vocab_size = read_facts(folder).vocab_size
-    check_tokenizer_files(folder, vocab_size)
+        raise ConfigError(f"{folder} holds no tokenizer ({', '.join(VOCABULARY_FILES)})")
+    _check_classes(folder)
     with as_config_error(f"{folder}: the tokenizer cannot be loaded"):
-        _check_classes(folder)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
@@ -62,11 +70,11 @@ def open_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ids = [*tokenizer.get_vocab().values(), *tokenizer(_SAMPLE)["input_ids"]]
         ids += tokenizer.all_special_ids
         tokenizer.decode(tokenizer.encode(_SAMPLE, add_special_tokens=False))
-        if odd := [one for one in ids if not (type(one) is int and 0 <= one < vocab_size)]:
-            raise ConfigError(
-                f"{folder}: the tokenizer has token {odd[0]!a}, and the vocabulary of config.json "
-                f"has {vocab_size}"
-            )
+    if odd := [one for one in ids if not (type(one) is int and 0 <= one < vocab_size)]:
+        raise ConfigError(
+            f"{folder}: the tokenizer has token {odd[0]!a}, and the vocabulary of config.json "
+            f"has {vocab_size}"
+        )
     return tokenizer
 
 
@@ -81,17 +89,18 @@ def _check_classes(folder: Path) -> None:
             chosen = read_object(folder / name).get("tokenizer_class")
         except FileNotFoundError:
             continue
-        found = tokenizer_class_from_name(chosen) if chosen is not None else None
+        if chosen is None:
+            continue
+        where = f"{folder / name}: tokenizer_class ({chosen!a:.80})"
+        with as_config_error(where):
+            found = tokenizer_class_from_name(chosen)
         # (One that is not found is as if none were named.)
         if found is not None and not (
             isinstance(found, type)
             and issubclass(found, PreTrainedTokenizerBase)
             and _loader(found) is _loader(PreTrainedTokenizerBase)
         ):
-            raise ConfigError(
-                f"{folder / name}: tokenizer_class ({chosen!a:.80}) is no tokenizer that loads its "
-                "own files alone"
-            )
+            raise ConfigError(f"{where} is no tokenizer that loads its own files alone")
 
 
 def _loader(tokenizer_class: type[PreTrainedTokenizerBase]) -> object:

@@ -154,10 +154,10 @@ def _model(settings: Config) -> dict[str, Any]:
     from gapo_megatron.policy.model import read_hf_config
 
     hf_dir, megatron_dir = settings.model.hf_dir, settings.model.megatron_dir
-    check_model_folder(hf_dir, weights=not megatron_dir, field="model.hf_dir")
+    facts = check_model_folder(hf_dir, weights=not megatron_dir, field="model.hf_dir")
     hf_config = read_hf_config(hf_dir)
     check_shapes(hf_config, settings.parallel, settings.model)
-    load_tokenizer(hf_dir)
+    load_tokenizer(hf_dir, facts=facts)
     if megatron_dir:
         check_megatron_dir(settings, hf_config)
     else:

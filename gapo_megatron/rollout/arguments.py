@@ -14,7 +14,6 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMM
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from gapo_megatron.config import Config
-from gapo_megatron.convert.config_json import read_facts
 from gapo_megatron.convert.headers import find_files
 from gapo_megatron.convert.model_folder import end_tokens
 from gapo_megatron.convert.tables import Geometry
@@ -82,16 +81,16 @@ def check_engine(
                 )
     if not config.model.megatron_dir:
         find_files(config.model.hf_dir)
-    eos_token_ids(config.model.hf_dir)
+    eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
 
 
-def eos_token_ids(hf_dir: str | Path) -> tuple[int, ...]:
+def eos_token_ids(hf_dir: str | Path, vocab_size: int) -> tuple[int, ...]:
     """Tokens that end a response: `eos_token_id` of generation_config.json and of config.json.
 
     Raises:
         ConfigError: neither file names one, or see `model_folder.end_tokens`.
     """
-    found = end_tokens(Path(hf_dir), read_facts(hf_dir).vocab_size)
+    found = end_tokens(Path(hf_dir), vocab_size)
     if not found:
         raise ConfigError(
             f"model.hf_dir ({hf_dir}): neither generation_config.json nor config.json has an "

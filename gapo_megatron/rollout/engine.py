@@ -81,7 +81,7 @@ class RolloutEngine:
         self.config = config
         self.hf_config = hf_config
         self.policy_version = -1
-        self.eos_token_ids = eos_token_ids(config.model.hf_dir)
+        self.eos_token_ids = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
         self._tp_size = config.rollout.tensor_parallel_size
         self.gloo_group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=config.parallel.timeout_s)

@@ -72,8 +72,8 @@ def _read_all(folder: Path) -> dict[str, Any]:
     facts = check_model_folder(folder, field="model.hf_dir")
     check_shapes(facts, _parallel())
     read_hf_config(str(folder))
-    eos = eos_token_ids(folder)
-    tokenizer = load_tokenizer(folder)
+    eos = eos_token_ids(folder, facts.vocab_size)
+    tokenizer = load_tokenizer(folder, facts=facts)
     tokens = tokenizer(_TEXT)["input_ids"]
     tokenizer.decode(tokens)
     weights = {

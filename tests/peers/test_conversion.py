@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from gapo_megatron.conversion.directions import Options, hf_to_megatron, megatron_to_hf
-from gapo_megatron.convert.hf import non_weight_files
+from gapo_megatron.convert.model_folder import non_weight_files
 from gapo_megatron.convert.tables import ARCHITECTURES
 from tests.convert_setup import make_config, make_model
 from tests.dist import rank_context

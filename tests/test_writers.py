@@ -186,7 +186,7 @@ def test_other_files_in_the_folder_of_a_report_stay(run: Path, tmp_path: Path) -
 
 def test_an_older_report_without_a_marker_may_be_written_again(run: Path, tmp_path: Path) -> None:
     write_report([run], tmp_path)
-    (tmp_path / ".gapo_megatron.json").unlink()
+    (tmp_path / ".gapo_megatron_report.json").unlink()
     write_report([run], tmp_path)
 
 

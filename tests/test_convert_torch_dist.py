@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import pickle
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from transformers import PretrainedConfig
 
 from gapo_megatron import cpu
@@ -29,10 +39,10 @@ from gapo_megatron.checkpoint.save import _InProcessSave
 from gapo_megatron.convert import Place, Rule, find_rule, rules_for, torch_dist, workers
 from gapo_megatron.convert.hf import in_model_order, write_hf_weights
 from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron
-from gapo_megatron.convert.unpickle import check_extra_state, read_metadata
+from gapo_megatron.convert.unpickle import check_extra_state, read_common, read_metadata
 from gapo_megatron.errors import ConversionError
 from tests.convert_setup import make_config
-from tests.damage import Trap
+from tests.damage import DEEP_LIST, HOSTILE_PICKLES, Trap, as_torch_save
 from tests.dist import single_rank
 from tests.messages import mentions
 from tests.waiting import HANG_S
@@ -260,13 +270,13 @@ class DelayedScaling:
     """Stands in for Transformer Engine's."""
 
 
-class Nested:
-    """A trap in the storage of a tensor, which is a pickle of its own."""
+class Storage:
+    """Of a tensor: a pickle within a pickle, in torch's older format."""
 
-    def __init__(self, trace: Path) -> None:
+    def __init__(self, content: bytes) -> None:
         stream = io.BytesIO()
-        torch.save(Trap(trace), stream, _use_new_zipfile_serialization=False)
-        self.content = stream.getvalue()
+        torch.save(None, stream, _use_new_zipfile_serialization=False)
+        self.content = stream.getvalue().replace(b"\x80\x02N.", content)
 
     def __reduce__(self) -> tuple[Any, tuple[bytes]]:
         return torch.storage._load_from_bytes, (self.content,)
@@ -287,7 +297,12 @@ def test_what_transformer_engine_keeps_is_looked_at_before_it_unpickles_it(tmp_p
     for value in (as_extra_state(kept), torch.empty(0, dtype=torch.uint8), stream, None):
         check_extra_state(value, source="here")
     trace = tmp_path / "trace"
-    for content in (Trap(trace), {"scale_fwd": Nested(trace)}, [print], [os.path.join]):
+    for content in (
+        Trap(trace),
+        {"scale_fwd": Storage(pickle.dumps(Trap(trace), 2))},
+        [print],
+        [os.path.join],
+    ):
         with pytest.raises(ConversionError, match=mentions("here")):
             check_extra_state(as_extra_state(content), source="here")
     with pytest.raises(ConversionError, match=mentions("here", "damaged")):
@@ -354,6 +369,53 @@ def test_a_path_in_metadata_is_harmless_whatever_python_wrote_it(tmp_path, llama
     assert b"cpathlib\nPosixPath\n" in content
     path.write_bytes(content.replace(b"cpathlib\n", f"c{module}\n".encode()))
     assert read_metadata(path.parent).storage_data == metadata.storage_data
+
+
+@pytest.mark.parametrize("name", HOSTILE_PICKLES)
+def test_a_pickle_made_to_end_the_process_is_damage(tmp_path, name):
+    content, path = HOSTILE_PICKLES[name], tmp_path / ".metadata"
+    path.write_bytes(content)
+    with pytest.raises(ConversionError, match=mentions(path)):
+        read_metadata(tmp_path)
+    path = tmp_path / "common.pt"
+    path.write_bytes(as_torch_save(content))
+    with pytest.raises(ConversionError, match=mentions(path)):
+        read_common(tmp_path, Metadata({}, storage_data={}))
+    plain = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    for value in (plain, as_extra_state(Storage(content)), io.BytesIO(as_torch_save(content))):
+        with pytest.raises(ConversionError, match=mentions("here")):
+            check_extra_state(value, source="here")
+
+
+def test_a_list_nested_deep_is_damage_where_a_word_belongs(tmp_path):
+    fields = b"}(X\7\0\0\0version" + DEEP_LIST + b"u"
+    metadata = b"\x80\4ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81" + fields + b"b."
+    (tmp_path / ".metadata").write_bytes(metadata)
+    with pytest.raises(ConversionError, match=mentions(tmp_path / ".metadata", "version")):
+        read_metadata(tmp_path)
+    (tmp_path / "common.pt").write_bytes(as_torch_save(b"\x80\2" + DEEP_LIST + b"."))
+    with pytest.raises(ConversionError, match=mentions(tmp_path / "common.pt", "list")):
+        read_common(tmp_path, Metadata({}, storage_data={}))
+
+
+def test_large_pickles_of_data_are_read(tmp_path):
+    """Of many tensors, and with Python's own random state: a tuple of 625 numbers."""
+    part = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 3)))
+    of = {
+        f"layers.{n}": TensorStorageMetadata(TensorProperties(), torch.Size((2, 3)), [part])
+        for n in range(1000)
+    }
+    places = {MetadataIndex(name, torch.Size((0, 0)), 0): _StorageInfo("a", 0, 24) for name in of}
+    metadata = Metadata(
+        of, planner_data={name: ("model", name) for name in of}, storage_data=places
+    )
+    common = {"random": random.getstate(), "numpy": np.random.get_state(), "num_updates": 3}
+    torch.save(common, tmp_path / "common.pt")
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata, protocol=protocol))
+        found = read_metadata(tmp_path)
+        assert (found.state_dict_metadata, found.storage_data) == (of, places)
+    assert read_common(tmp_path, found)["random"] == random.getstate()
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -229,7 +230,9 @@ def _check_contents(path: Path, found: Manifest, *, is_same_layout: bool) -> Non
         raise CheckpointError(f"{path / manifest.MANIFEST_NAME} does not list {unlisted[0]}")
     num_updates = read_common(path, metadata).get("num_updates")
     if type(num_updates) is not int or num_updates < 0:
-        raise CheckpointError(f"{path}: num_updates ({num_updates!r:.40}) is no number of updates")
+        raise CheckpointError(
+            f"{path}: num_updates ({reprlib.repr(num_updates)}) is no number of updates"
+        )
 
 
 def _shown(sizes: Mapping[str, int]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,7 +200,7 @@ def from_args(
     """
     for name in (*_ARGS, *_FIXED):
         if not isinstance(args.get(name), _PLAIN):
-            raise ConversionError(f"{source}: {name} is no plain value: {args[name]!r:.40}")
+            raise ConversionError(f"{source}: {name} is no plain value: {reprlib.repr(args[name])}")
     for name, value in _FIXED.items():
         if args.get(name) is not None and args[name] != value:
             raise ConversionError(

@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import io
 import pickle
+import pickletools
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,8 +35,12 @@ from gapo_megatron.manifest import is_plain_name
 # What a damaged pickle raises, on its way through an unpickler or while it is looked at.
 _DAMAGE = (
     *(pickle.UnpicklingError, EOFError, OSError, ImportError, MemoryError, OverflowError),
-    *(AttributeError, LookupError, TypeError, ValueError),
+    *(AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
+_MAX_BYTES = 2**30
+"""Of one pickle: a `.metadata` has some 300 bytes for each tensor."""
+_MAX_ITEMS = 10_000
+"""Of one tuple, and of the tuples in it."""
 # Of libraries, in what they write: not data for us, and harmless.
 _KNOWN = re.compile(
     r"torch\.distributed\.(checkpoint|_shard)\.[\w.]+|torch\.serialization\._get_layout"
@@ -65,8 +71,10 @@ def read_metadata(root: Path) -> Metadata:
     path = root / ".metadata"
     try:
         with open_file(path) as file:
-            found = _MetadataUnpickler(file, path).load()
-        return _metadata_of(found)
+            content = io.BytesIO(file.read(_MAX_BYTES))
+        _check_pickle(content)
+        content.seek(0)
+        return _metadata_of(_MetadataUnpickler(content, path).load())
     except FileNotFoundError:
         raise ConversionError(f"{path} is missing") from None
     except ConversionError:
@@ -96,7 +104,7 @@ def read_common(root: Path, metadata: Metadata) -> dict[str, Any]:
         raise ConversionError(f"{path} is missing") from None
     except ConversionError:
         raise
-    except (*_DAMAGE, RuntimeError) as error:
+    except _DAMAGE as error:
         raise ConversionError(f"{path} is damaged: {explain(error)}") from None
     if not isinstance(common, dict):
         raise ConversionError(f"{path} holds {type(common).__name__}, not a dictionary")
@@ -125,10 +133,12 @@ def check_extra_state(value: Any, *, source: str) -> None:
         if isinstance(value, io.BytesIO):  # as it was kept once
             _load(io.BytesIO(content.getvalue()), Path(source))
         else:
+            _check_pickle(content)
+            content.seek(0)
             _ExtraStateUnpickler(content, Path(source)).load()
     except ConversionError:
         raise
-    except (*_DAMAGE, RuntimeError) as error:
+    except _DAMAGE as error:
         raise ConversionError(f"{source} is damaged: {explain(error)}") from None
 
 
@@ -155,7 +165,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         """A stand-in, made for this file alone: a pickle can change the classes that it names."""
         full = f"{module}.{name}"
         if full == "torch.Size":
-            return tuple
+            return torch.Size  # of numbers alone
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if not _KNOWN.fullmatch(full):
@@ -171,7 +181,7 @@ class _ExtraStateUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full == "torch.storage._load_from_bytes":  # a pickle within the pickle
-            return lambda content: torch.load(io.BytesIO(content), weights_only=True)
+            return _load_storage
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if not _EXTRA_STATE.fullmatch(full):
@@ -181,6 +191,9 @@ class _ExtraStateUnpickler(pickle.Unpickler):
 
 def _load(file: Any, path: Path) -> Any:
     """As `torch.load`, of data alone."""
+    with torch.serialization._open_zipfile_reader(file) as reader:
+        _check_pickle(io.BytesIO(reader.get_record("data.pkl")))
+    file.seek(0)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     if foreign := [n for n in names if n != "argparse.Namespace" and not _KNOWN.fullmatch(n)]:
         raise _foreign(path, foreign)
@@ -191,6 +204,55 @@ def _load(file: Any, path: Path) -> Any:
     file.seek(0)
     with torch.serialization.safe_globals(allowed):
         return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _load_storage(content: bytes) -> Any:
+    """What a storage pickles itself with: `torch.save`'s older format, of five pickles."""
+    file = io.BytesIO(content)
+    for _ in range(5):
+        _check_pickle(file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def _check_pickle(file: io.BytesIO) -> None:
+    """Refuse a pickle that would end the process; leaves the file behind the pickle.
+
+    A tuple is hashed, as a dictionary's key, with all that is in it: one that is too deep overflows
+    the stack, and one that holds another twice, which holds another twice ..., takes for ever. The
+    unpickler makes a table as long as the largest index under which something is remembered.
+    """
+    sizes: list[int] = []  # of what is on the unpickler's stack: how much its hash looks at
+    marks: list[int] = []
+    memo: dict[int, int] = {}
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(file)):
+        name, before = opcode.name, opcode.stack_before
+        if name == "MARK":
+            marks.append(len(sizes))
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            sizes.append(memo[argument])
+        elif name == "MEMOIZE":
+            memo[len(memo)] = sizes[-1]
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            if argument > count:
+                raise ValueError(f"{name} {argument} after {count} operations")
+            memo[argument] = sizes[-1]
+        elif not before:
+            sizes += [1] * len(opcode.stack_after)
+        elif name in ("POP", "POP_MARK", "DUP"):
+            raise ValueError(f"{name}, which data does not need")
+        else:
+            start = len(sizes) - len(before)
+            if pickletools.markobject in before:
+                start = marks.pop() - before.index(pickletools.markobject)
+            if start < (marks[-1] if marks else 0):
+                raise ValueError(f"{name} without anything to work on")
+            taken = sizes[start:]
+            # Of others the first may stay as it is. Lists are not hashed, nor what is in an object.
+            size = 1 + sum(taken) if name.startswith("TUPLE") else taken[0] if taken else 1
+            if size > _MAX_ITEMS:
+                raise ValueError(f"a tuple of more than {_MAX_ITEMS} items")
+            sizes[start:] = [size] * len(opcode.stack_after)
 
 
 def _foreign(path: Path, names: list[str]) -> ConversionError:
@@ -206,7 +268,7 @@ def _metadata_of(found: Any) -> Metadata:
     fields = _fields(found, "Metadata")
     version = fields.get("version")
     if not isinstance(version, str | None):
-        raise ValueError(f"version {version!r:.40}")
+        raise ValueError(f"version {reprlib.repr(version)}")
     return Metadata(
         state_dict_metadata=dict(_entries(fields["state_dict_metadata"])),
         storage_data=dict(_places(fields["storage_data"])),
@@ -219,14 +281,14 @@ def _entries(
 ) -> Iterator[tuple[str, TensorStorageMetadata | BytesStorageMetadata]]:
     for key, entry in found.items():
         if not isinstance(key, str):
-            raise ValueError(f"key {key!r:.40}")
+            raise ValueError(f"key {reprlib.repr(key)}")
         if type(entry).__name__ == "BytesStorageMetadata":
             yield key, BytesStorageMetadata()
             continue
         fields = _fields(entry, "TensorStorageMetadata")
         dtype, *_ = _of(fields["properties"], "TensorProperties").state
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"dtype {dtype!r:.40} of {key}")
+            raise ValueError(f"dtype {reprlib.repr(dtype)} of {key}")
         parts = [_fields(part, "ChunkStorageMetadata") for part in fields["chunks"]]
         chunks = [ChunkStorageMetadata(_size(one["offsets"]), _size(one["sizes"])) for one in parts]
         properties = TensorProperties(dtype=dtype)
@@ -238,11 +300,12 @@ def _places(found: Mapping[Any, Any]) -> Iterator[tuple[MetadataIndex, _StorageI
         where, at = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
         name, key, offset = at["relative_path"], where["fqn"], where.get("offset")
         if not isinstance(key, str):
-            raise ValueError(f"key {key!r:.40}")
+            raise ValueError(f"key {reprlib.repr(key)}")
         if not isinstance(name, str) or not is_plain_name(name):
-            raise ValueError(f"{key} in {name!r:.40}, which names no file inside of the folder")
+            shown = reprlib.repr(name)
+            raise ValueError(f"{key} in {shown}, which names no file inside of the folder")
         if at.get("transform_descriptors"):
-            raise ValueError(f"{key} is stored as {at['transform_descriptors']!r:.40}")
+            raise ValueError(f"{key} is stored as {reprlib.repr(at['transform_descriptors'])}")
         yield (
             MetadataIndex(key, None if offset is None else _size(offset)),
             _StorageInfo(name, _count(at["offset"]), _count(at["length"])),
@@ -264,11 +327,11 @@ def _fields(value: Any, kind: str) -> dict[str, Any]:
 
 def _size(value: Any) -> torch.Size:
     if not isinstance(value, tuple):
-        raise ValueError(f"{value!r:.40} in place of a size")
+        raise ValueError(f"{reprlib.repr(value)} in place of a size")
     return torch.Size(map(_count, value))
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r:.40} in place of a number of elements or bytes")
+        raise ValueError(f"{reprlib.repr(value)} in place of a number of elements or bytes")
     return value

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 # What Megatron-core raises of a folder that is damaged, or made to mislead it.
 _DAMAGE = (
     *(CheckpointingException, CheckpointException, pickle.UnpicklingError, EOFError, OSError),
-    *(AttributeError, LookupError, TypeError, ValueError),
+    *(AttributeError, LookupError, RecursionError, TypeError, ValueError),
 )
 _DATA_ALONE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _NOT_ALONE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"

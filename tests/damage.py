@@ -95,7 +95,7 @@ HOSTILE_PICKLES = {
     "a deep tuple, which BUILD leaves": b"\x80\2})" + (b"\x85" * 999 + b"Nb") * 1000 + b"Ns.",
     "a deep tuple, which APPENDS leaves": b"\x80\2})" + (b"\x85" * 999 + b"(e") * 1000 + b"Ns.",
     "a deep tuple in a set": b"\x80\4\x8f()" + b"\x85" * 400_000 + b"\x90.",
-    "a tuple of the same twice": b"\x80\2})q\0" + _AGAIN + b"Ns.",
+    "a tuple of the same twice": b"\x80\2}()q\0" + _AGAIN + b"u.",
     "a large index": b"\x80\2}r\xff\xff\xff\xff.",
     "a large index in digits": b"\x80\2}p99999999999\n.",
     "a long text": b"\x80\4\x8d" + (2**62).to_bytes(8, "little") + b"x.",

@@ -225,7 +225,8 @@ def _check_pickle(file: io.BytesIO) -> None:
     sizes: list[int] = []  # of what is on the unpickler's stack: how much its hash looks at
     marks: list[int] = []
     memo: dict[int, int] = {}
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(file)):
+    operations: Iterator[tuple[Any, Any, Any]] = pickletools.genops(file)
+    for count, (opcode, argument, _) in enumerate(operations):
         name, before = opcode.name, opcode.stack_before
         if name == "MARK":
             marks.append(len(sizes))

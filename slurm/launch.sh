@@ -205,25 +205,29 @@ slurm_ranks() {
 }
 
 local_ranks() { # what srun does: the first rank that fails ends the others
-  local left groups=()
+  local left ended=0 ranks=()
   # Of a terminal, Ctrl-C and its end are for this script, which asks the ranks.
   trap '' INT QUIT HUP
-  trap : TERM
-  for ((left = 0; left < world_size; left++)); do
+  trap 'ended=1; signal_ranks TERM' TERM
+  for ((left = 0; left < world_size && !ended; left++)); do
     # Each leads a session, so that its children end with it. Not by job control (set -m), which
     # would take the terminal, and Ctrl-C with it, from this script.
     RANK=$left LOCAL_RANK=$left WORLD_SIZE=$world_size setsid bash -c "$(declare -f local_rank)"'; local_rank "$@"' \
       "$0" "${python[@]}" -m gapo_megatron.train "$code/config.toml" </dev/null &
-    groups+=("-$!")
+    ranks+=("$!")
   done
-  while ((left-- > 0)); do wait -n || break; done
-  kill -TERM -- "${groups[@]}"
+  while ((left-- > 0 && !ended)); do wait -n || break; done
+  signal_ranks TERM
   for _ in {1..100}; do
-    kill -0 -- "${groups[@]}" || return
+    signal_ranks 0 || return
     sleep 0.1
   done
-  kill -KILL -- "${groups[@]}"
+  signal_ranks KILL
 } 2>/dev/null
+
+signal_ranks() { # SIGNAL: to their groups, and to a rank that leads none yet; fails if none of them is there
+  kill "-$1" -- "${ranks[@]/#/-}" "${ranks[@]}"
+}
 
 local_rank() { # COMMAND ...; says in launch.log how it failed, in srun's words
   trap : TERM

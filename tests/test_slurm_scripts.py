@@ -452,6 +452,23 @@ def test_a_cancelled_run_ends_its_ranks(
     assert sorted(log.splitlines()) == ["task 0: Terminated", "task 1: Terminated"]
 
 
+def test_a_rank_that_has_no_session_yet_ends_too(start: Start, run_dir: Path) -> None:
+    """It is not in the group that the launcher will call it by."""
+    setsid, pids, go = (run_dir.parent / name for name in ("bin/setsid", "pids", "go"))
+    setsid.parent.mkdir()
+    wait = f"echo $$ >>{pids}; while [ ! -e {go} ]; do sleep 0.02; done"
+    setsid.write_text(f'#!/bin/bash\n{wait}\nexec {shutil.which("setsid")} "$@"\n')
+    setsid.chmod(0o755)
+    run = start(run_dir, ACTIONS="hang", PATH=f"{setsid.parent}:{os.environ['PATH']}")
+    run.wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2, "two ranks")
+    run.process.send_signal(signal.SIGTERM)
+    try:
+        assert run.process.wait(timeout=HANG_S) == 143
+        assert all(has_ended(pid) for pid in pids.read_text().split())
+    finally:
+        go.touch()
+
+
 def test_a_folder_in_use_is_refused(start: Start, run_dir: Path) -> None:
     run = start(run_dir, ACTIONS="hang")
     run.wait_for_ranks()

@@ -46,6 +46,17 @@ def world_size() -> int:
     return read_placement(os.environ).world_size
 
 
+def is_first() -> bool:
+    """Whether this is rank 0, which alone judges what is in a shared folder.
+
+    Files of a shared disk may look different to the others.
+
+    Raises:
+        ConfigError: as `read_placement`.
+    """
+    return read_placement(os.environ).rank == 0
+
+
 def read_placement(env: Mapping[str, str]) -> Placement:
     """Rank, world size, local rank and master from torchrun's variables, else Slurm's, else alone.
 
@@ -77,9 +88,10 @@ def launch_name(env: Mapping[str, str]) -> str:
     """What all ranks of one launch, and no other, are told by who started them; may be empty."""
     if attempt := env.get("GAPO_ATTEMPT"):
         return attempt
-    if env.get("SLURM_STEP_ID"):
-        return f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
-    return env.get("TORCHELASTIC_RUN_ID", "")
+    if run_id := env.get("TORCHELASTIC_RUN_ID"):  # each node's torchrun may be a step of its own
+        return run_id
+    step = env.get("SLURM_STEP_ID")
+    return f"{env.get('SLURM_JOB_ID')}.{step}" if step else ""
 
 
 def first_host(nodelist: str) -> str:

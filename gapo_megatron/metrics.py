@@ -279,16 +279,26 @@ def last_step(path: Path) -> int | None:
     return None
 
 
-def _open_truncated(path: Path, *, resume_step: int) -> Any:
-    """Open a JSONL file for appending after dropping lines of step `resume_step` and later.
+def check_metrics(run_dir: str | Path, *, resume_step: int) -> None:
+    """Refuse metrics that `MetricsWriter` would refuse; changes nothing. For use before heavy work.
+
+    Raises:
+        DataError: metrics of a step that does not come again are damaged.
+    """
+    path = Path(run_dir) / METRICS_NAME
+    with naming(path):
+        _lines_before(path, resume_step=resume_step)
+
+
+def _lines_before(path: Path, *, resume_step: int) -> tuple[list[bytes], list[DataError]]:
+    """Whole lines of steps before `resume_step`, and what is wrong with the damaged ones.
 
     Raises:
         DataError: a line of metrics is damaged, and kept ones follow: the run would not write it
-            again. Timings are no results: such a line is dropped with a warning.
+            again. Timings are no results: such a line is dropped.
     """
-    path = real(path)  # of a link, what it leads to
     kept: list[bytes] = []
-    damage: DataError | None = None
+    damage: list[DataError] = []
     try:
         with open_file(path) as file:
             lines = file.read().splitlines(keepends=True)
@@ -300,13 +310,25 @@ def _open_truncated(path: Path, *, resume_step: int) -> Any:
                 raise DataError(f"{path}:{number}: cut off")
             step = _parse(path, number, line)["step"]
         except DataError as error:
-            damage = damage or error
-            logger.warning("%s; dropped", error)
+            damage.append(error)
             continue
         if step < resume_step or b'"startup/' in line:  # those of every attempt stay
             if damage and path.name == METRICS_NAME:
-                raise DataError(f"{damage}; mend or remove it: that step does not come again")
+                raise DataError(f"{damage[0]}; mend or remove it: that step does not come again")
             kept.append(line)
+    return kept, damage
+
+
+def _open_truncated(path: Path, *, resume_step: int) -> Any:
+    """Open a JSONL file for appending after dropping lines of step `resume_step` and later.
+
+    Raises:
+        DataError: as of `_lines_before`.
+    """
+    kept, damage = _lines_before(path, resume_step=resume_step)
+    for error in damage:
+        logger.warning("%s; dropped", error)
+    path = real(path)  # of a link, what it leads to
     # By a rename, so that a kill in between loses no line.
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:

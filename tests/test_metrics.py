@@ -15,7 +15,7 @@ from rich.console import Console
 from gapo_megatron import console_table, metrics
 from gapo_megatron.config import Config, MetricsConfig, parse_config
 from gapo_megatron.errors import ConfigError, DataError, MachineError
-from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_sinks
+from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_metrics, check_sinks
 from tests.full_disk import full_disk
 from tests.messages import mentions
 from tests.waiting import HANG_S
@@ -37,6 +37,10 @@ def write_steps(run_dir, steps, *, resume_step=0) -> None:
     with MetricsWriter(run_dir, config=make_config(), resume_step=resume_step) as writer:
         for step in steps:
             writer.log(step, {"reward/mean": step / 3}, {"time/step_s": 0.5})
+
+
+def write_nothing(run_dir, *, resume_step) -> None:
+    write_steps(run_dir, [], resume_step=resume_step)
 
 
 def lines(path) -> list[dict]:
@@ -81,12 +85,25 @@ def test_a_damaged_line_that_does_not_come_again_is_refused(tmp_path, damage):
     first, _, third = path.read_bytes().splitlines()
     damaged = b"\n".join([first, damage, third]) + b"\n"
     path.write_bytes(damaged)
-    with pytest.raises(DataError, match=re.escape(f"{path}:2")):
-        write_steps(tmp_path, [], resume_step=3)
+    for refuse in (write_nothing, check_metrics):
+        with pytest.raises(DataError, match=re.escape(f"{path}:2")):
+            refuse(tmp_path, resume_step=3)
     assert path.read_bytes() == damaged, "nothing is lost"
     # Where no kept line follows, those steps come again.
+    check_metrics(tmp_path, resume_step=1)
+    assert path.read_bytes() == damaged, "nothing is lost"
     write_steps(tmp_path, [1, 2], resume_step=1)
     assert [line["step"] for line in lines(path)] == [0, 1, 2]
+
+
+def test_a_damaged_line_behind_a_link_is_refused_too(tmp_path):
+    write_steps(tmp_path, range(3))
+    path = tmp_path / "metrics.jsonl"
+    elsewhere = path.rename(tmp_path / "data.jsonl")
+    path.symlink_to(elsewhere)
+    elsewhere.write_bytes(elsewhere.read_bytes().replace(b'{"step": 1,', b'{"step" 1,'))
+    with pytest.raises(DataError, match=re.escape(f"{path}:2")):
+        write_nothing(tmp_path, resume_step=3)
 
 
 def test_a_damaged_line_of_timings_is_dropped(tmp_path):

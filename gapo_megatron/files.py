@@ -50,7 +50,7 @@ def write_atomically(path: Path, text: str) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)
-        except OSError:
+        except BaseException:  # also of a text that has no UTF-8, and of Ctrl-C
             draft.unlink(missing_ok=True)
             raise
         fsync(path.parent)

@@ -306,7 +306,9 @@ def publish(temporary: Path, final: Path) -> None:
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint so that no later resume considers it; returns the new path."""
     aside = folder.with_name(f".damaged_{folder.name}")
-    if aside.exists():
+    if aside.is_symlink():  # what it leads to is somebody else's
+        aside.unlink()
+    elif aside.exists():
         shutil.rmtree(aside)
     folder.rename(aside)
     fsync(folder.parent)

@@ -322,6 +322,17 @@ def test_publishing_over_a_damaged_checkpoint_replaces_it(tmp_path):
     assert damage_of(make_checkpoint(tmp_path, 5)) is None
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_what_was_refused_gives_way_and_what_a_link_leads_to_stays(tmp_path, exists):
+    path, elsewhere = make_checkpoint(tmp_path, 5), tmp_path / "elsewhere"
+    if exists:
+        elsewhere.mkdir()
+    (tmp_path / ".damaged_step_00000005").symlink_to(elsewhere)
+    aside = manifest.set_aside(path)
+    assert damage_of(aside) is None and not aside.is_symlink()
+    assert elsewhere.exists() == exists
+
+
 def test_prune_keeps_the_newest_and_clears_what_was_refused(tmp_path):
     for step in (1, 2, 3, 4):
         make_checkpoint(tmp_path, step)

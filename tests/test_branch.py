@@ -110,9 +110,9 @@ def test_the_other_run_may_prune_its_checkpoint_while_it_is_taken(
     """After the links and before the first byte is read."""
     real = manifest.find_damage
 
-    def prune_first(*args: Any) -> str | None:
+    def prune_first(*args: Any, **options: Any) -> str | None:
         shutil.rmtree(root / "old/checkpoints/step_00000600")
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(manifest, "find_damage", prune_first)
     path = begin(root, make_config(root))
@@ -226,10 +226,10 @@ def test_an_attempt_that_lost_the_run_publishes_nothing(
     owners = folder / ".tmp_step_00000600.8.1"  # of the attempt that has it now
     owner, real = root / "new/OWNER", manifest.find_damage
 
-    def lose_first(*args: Any) -> str | None:
+    def lose_first(*args: Any, **options: Any) -> str | None:
         owner.write_text("8.1\n")
         owners.mkdir()
-        return real(*args)
+        return real(*args, **options)
 
     if moment == "before":
         folder.mkdir()

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gapo_megatron import checkpoint
 from gapo_megatron.convert.hf import read_hf
 from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.manifest import read_manifest
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
@@ -207,8 +208,9 @@ def test_a_flipped_bit_of_a_training_run_is_refused(root, tmp_path, run_dir, nam
         assert_refused(to_hf(source, tmp_path / "out"), tmp_path / "out", name, "manifest.json")
 
 
-def load_from(megatron_dir: Path, root: Path) -> None:
-    """What training does with `model.megatron_dir`."""
+def load_from(megatron_dir: Path, root: Path) -> int:
+    """What training does with `model.megatron_dir`; the bytes whose digest it has told of."""
+    told: list[int] = []
     config = make_config(root / "qwen2")
     model = config.model.model_copy(update={"megatron_dir": str(megatron_dir)})
     config = config.model_copy(update={"model": model})
@@ -216,13 +218,16 @@ def load_from(megatron_dir: Path, root: Path) -> None:
     with single_rank():
         policy = Policy.build(config, initialize(config.parallel), "cpu")
         try:
-            policy.load_initial_weights()
+            policy.load_initial_weights(on_bytes=told.append)
         finally:
             destroy()
+    return sum(told)
 
 
 def test_training_says_that_a_folder_has_no_digests(root, tmp_path, run_dir, caplog):
-    load_from(run_dir, root)
+    newest = max((run_dir / "checkpoints").glob("step_*"))
+    files = read_manifest(newest).files.values()
+    assert load_from(run_dir, root) == sum(entry.num_bytes for entry in files)
     assert "manifest.json" not in caplog.text
     load_from(root / "qwen2-megatron", root)
     assert re.search(mentions(root / "qwen2-megatron/release", "manifest.json"), caplog.text)

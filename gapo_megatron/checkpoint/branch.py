@@ -151,7 +151,7 @@ def begin_branch(point: BranchPoint, config: Config, attempt: Attempt) -> None:
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, _take_share(point, temporary))
+        dist.all_gather_object(problems, _take_share(point, temporary, attempt))
         if problem := next(filter(None, problems), None):
             raise CheckpointError(f"cannot branch from {point.path}: {problem}")
         if dist.get_rank() == 0:
@@ -234,14 +234,14 @@ def _find(given: str) -> Path:
     return found
 
 
-def _take_share(point: BranchPoint, temporary: Path) -> str | None:
+def _take_share(point: BranchPoint, temporary: Path, attempt: Attempt) -> str | None:
     """Link and verify this rank's share of the files; what is wrong with them, if anything."""
     files = point.manifest.files
     share = {name: files[name] for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]}
     try:
         for name in share:
             _link(point.path / name, temporary / name)
-        return manifest.find_damage(temporary, share)
+        return manifest.find_damage(temporary, share, on_bytes=lambda _: attempt.alive())
     except FileNotFoundError as error:
         return (
             f"{error}. If its run has removed it, take a later one, and name the next in "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,13 @@ def check_resume(run_dir: str | Path, hf_config: PretrainedConfig, config: Confi
             require_same_sampling(folder, found, config)
 
 
-def load_latest(run_dir: str | Path, *, policy: Policy, config: Config) -> LoadedState | None:
+def load_latest(
+    run_dir: str | Path,
+    *,
+    policy: Policy,
+    config: Config,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> LoadedState | None:
     """Load the newest whole checkpoint into `policy`, whatever parallel layout wrote it.
 
     A damaged checkpoint, or one that cannot be read, is skipped with a warning that names the file,
@@ -89,6 +95,7 @@ def load_latest(run_dir: str | Path, *, policy: Policy, config: Config) -> Loade
         run_dir: the run's output folder, on a file system all ranks share.
         policy: as built for this run; receives model, optimizer and update count.
         config: compared with the checkpoint's; differences are logged, not refused.
+        on_bytes: called with the bytes that have been compared with their digest, which takes long.
 
     Returns:
         Step and trainer state, the same on every rank; None when there is no checkpoint.
@@ -105,7 +112,7 @@ def load_latest(run_dir: str | Path, *, policy: Policy, config: Config) -> Loade
     folder, sizes = checkpoints_dir(run_dir), layout(policy.groups)
     refused: dict[Path, str] = {}
     for path in _from_rank_0(manifest.list_steps(folder)):
-        found, reason = _inspect(path, sizes, config)
+        found, reason = _inspect(path, sizes, config, on_bytes)
         state = None
         if found is not None and reason is None:
             require_same_model(path, found.model, model_identity(policy.hf_config))
@@ -240,12 +247,13 @@ def _shown(sizes: Mapping[str, int]) -> str:
 
 
 def _inspect(
-    path: Path, sizes: Mapping[str, int], config: Config
+    path: Path, sizes: Mapping[str, int], config: Config, on_bytes: Callable[[int], None]
 ) -> tuple[Manifest | None, str | None]:
     """Manifest of one candidate, and why it cannot be used, the same on every rank. Collective."""
     found, damage = _from_rank_0(_try_manifest(path))
     if found is not None:
-        damage = find_damage_together(path, found) or _why_not_go_on_within(found, sizes, config)
+        damage = find_damage_together(path, found, on_bytes=on_bytes)
+        damage = damage or _why_not_go_on_within(found, sizes, config)
     return found, damage
 
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import pickle
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,14 @@ def check_megatron_dir(config: Config, hf_config: PretrainedConfig) -> None:
         )
 
 
-def check_digests(folder: MegatronFolder) -> None:
+def check_digests(
+    folder: MegatronFolder, *, on_bytes: Callable[[int], None] = lambda num_bytes: None
+) -> None:
     """Compare every file with the digest that a manifest says, or log that there is none.
+
+    Args:
+        folder: of the files.
+        on_bytes: called with the bytes that have been read.
 
     Collectives, over all ranks: a gather of damage reports; every rank reads its share.
 
@@ -85,13 +91,15 @@ def check_digests(folder: MegatronFolder) -> None:
         ConversionError: on every rank; names the file.
     """
     if folder.manifest is not None:
-        if damage := find_damage_together(folder.root, folder.manifest):
+        if damage := find_damage_together(folder.root, folder.manifest, on_bytes=on_bytes):
             raise ConversionError(damage)
     elif dist.get_rank() == 0:
         logger.warning("%s is not compared with a digest: it has no %s", folder.root, MANIFEST_NAME)
 
 
-def find_damage_together(folder: Path, found: Manifest) -> str | None:
+def find_damage_together(
+    folder: Path, found: Manifest, *, on_bytes: Callable[[int], None] = lambda num_bytes: None
+) -> str | None:
     """As `manifest.find_damage` of all files of a manifest; the same on every rank.
 
     Collectives, over all ranks: a gather of damage reports; every rank reads its share.
@@ -99,7 +107,8 @@ def find_damage_together(folder: Path, found: Manifest) -> str | None:
     # Largest first, dealt out in turn: about the same number of bytes for every rank.
     by_size = sorted(found.files, key=lambda name: (-found.files[name].num_bytes, name))
     share = by_size[dist.get_rank() :: dist.get_world_size()]
-    return first_problem(find_damage(folder, {name: found.files[name] for name in share}))
+    files = {name: found.files[name] for name in share}
+    return first_problem(find_damage(folder, files, on_bytes=on_bytes))
 
 
 def first_problem(problem: str | None) -> str | None:
@@ -162,10 +171,13 @@ def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
         if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes.values()):
             raise  # not the folder's fault
         told = (f"rank {rank}: {explain(cause)}" for rank, cause in causes.items())
-        raise ConversionError(f"{folder}: {'; '.join(told)}") from error
+        # Of a disk, when there is one: then it may be read another time.
+        disk = (cause for cause in causes.values() if isinstance(cause, OSError))
+        raise ConversionError(f"{folder}: {'; '.join(told)}") from next(disk, error)
     except _DAMAGE as error:
         if isinstance(error, ConversionError):
             raise
+        logger.debug("%s", folder, exc_info=True)  # a caller that goes on keeps one line of it
         raise ConversionError(f"{folder}: {type(error).__name__}: {explain(error)}") from error
     return loaded
 

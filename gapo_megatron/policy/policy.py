@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +146,14 @@ class Policy:
         """A micro-batch without a sequence; it takes part in every collective."""
         return self.pack(_NO_SEQUENCES, ())
 
-    def load_initial_weights(self) -> None:
+    def load_initial_weights(
+        self, *, on_bytes: Callable[[int], None] = lambda num_bytes: None
+    ) -> None:
         """Set every weight as `model` says: from `megatron_dir` if given, else from `hf_dir`.
+
+        Args:
+            on_bytes: called with the bytes of a Megatron folder that have been compared with their
+                digest, which takes long.
 
         Collectives: those of `load_megatron_weights`.
 
@@ -155,7 +161,7 @@ class Policy:
             ConfigError, ConversionError: see `load_megatron_weights`, `convert.hf.read_hf`.
         """
         if self.config.model.megatron_dir:
-            self.load_megatron_weights(self.config.model.megatron_dir)
+            self.load_megatron_weights(self.config.model.megatron_dir, on_bytes=on_bytes)
         else:
             self.load_hf_weights(read_hf(self.config.model.hf_dir))
 
@@ -180,13 +186,16 @@ class Policy:
             self._parameters[name].copy_(rule.shard(full, groups.tp_rank % size, size))
         self._start_from_weights()
 
-    def load_megatron_weights(self, folder: str | Path) -> None:
+    def load_megatron_weights(
+        self, folder: str | Path, *, on_bytes: Callable[[int], None] = lambda num_bytes: None
+    ) -> None:
         """Set every weight from a Megatron folder, and the optimizer's masters with them.
 
         Every rank reads its part, whatever layout wrote it. Cast to the policy's precision.
 
         Args:
             folder: see `find_weights`.
+            on_bytes: see `check_digests`.
 
         Collectives: those of `check_digests` and of Megatron-core's load.
 
@@ -196,7 +205,7 @@ class Policy:
                 weight is not finite in the policy's precision.
         """
         weights = find_weights(folder, self.hf_config)
-        check_digests(weights)
+        check_digests(weights, on_bytes=on_bytes)
         for stage in self.stages:
             load_weights(stage, weights.root)
         self._start_from_weights()

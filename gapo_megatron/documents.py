@@ -73,7 +73,7 @@ def read_text(
     except FileNotFoundError:
         raise
     except OSError as problem:
-        raise error(f"{path} cannot be read: {problem.strerror}") from None
+        raise error(f"{path} cannot be read: {problem.strerror}") from problem
     if len(content) > max_bytes:
         raise error(f"{path} has more than the {max_bytes} bytes that such a file may have")
     try:

@@ -25,7 +25,7 @@ from gapo_megatron.evaluate.evaluate import evaluate
 from gapo_megatron.files import write_atomically
 from gapo_megatron.launch import environment
 from gapo_megatron.launch.attempt import Attempt
-from gapo_megatron.launch.placement import process_age_s
+from gapo_megatron.launch.placement import is_first, process_age_s
 from gapo_megatron.launch.run_folder import (
     checkpoints_dir,
     has_finished,
@@ -34,7 +34,7 @@ from gapo_megatron.launch.run_folder import (
 )
 from gapo_megatron.learn import learn
 from gapo_megatron.manifest import list_steps
-from gapo_megatron.metrics import MetricsWriter, Stopwatch
+from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_metrics
 from gapo_megatron.noise_floor import watch_noise_floor
 from gapo_megatron.objective import make_batch
 from gapo_megatron.objective.diagnostics import CorrelationWindow, count_by_correct
@@ -63,7 +63,8 @@ def run(config: Config, *, keep_weights: bool) -> None:
     hf_config = read_hf_config(config.model.hf_dir)
     if config.model.megatron_dir:
         check_megatron_dir(config, hf_config)
-    checkpoint.check_resume(run_dir, hf_config, config)
+    if is_first():
+        checkpoint.check_resume(run_dir, hf_config, config)
     branch_point = checkpoint.check_branch(config, hf_config)
     tokenizer = load_tokenizer(config.model.hf_dir, facts=hf_config)
     has_begun = branch_point is not None or bool(list_steps(checkpoints_dir(run_dir)))
@@ -85,7 +86,7 @@ def run(config: Config, *, keep_weights: bool) -> None:
         )
     startup.on_enter = lambda part: attempt.enter(f"startup: {part}")
     check_engine(config, hf_config, world.device, world_size=world.world_size)
-    if attempt.agree(is_finished(run_dir, num_steps=num_steps)):
+    if attempt.agree(world.rank == 0 and is_finished(run_dir, num_steps=num_steps)):
         logger.info("all %d steps are done: %s", num_steps, run_dir / "hf")
         return attempt.end("finished")
     if branch_point is not None:
@@ -97,15 +98,19 @@ def run(config: Config, *, keep_weights: bool) -> None:
     with startup("model"):
         groups = initialize(config.parallel)
         policy = Policy.build(config, groups, world.device)
-        policy.load_initial_weights()
+        policy.load_initial_weights(on_bytes=lambda _: attempt.alive())
     window = CorrelationWindow()
     method = config.objective.resolve()
     with startup("checkpoint"):
-        resumed = checkpoint.load_latest(run_dir, policy=policy, config=config)
+        resumed = checkpoint.load_latest(
+            run_dir, policy=policy, config=config, on_bytes=lambda _: attempt.alive()
+        )
     if world.rank == 0:  # not before: of a run that is finished, or refused, it must stay
         write_atomically(run_dir / CONFIG_NAME, to_toml(config))
         checkpoint.record_branch(run_dir, resumed.branch if resumed else None)
     first_step = resumed.step if resumed else 0
+    if world.rank == 0:
+        check_metrics(run_dir, resume_step=first_step)
     if resumed:
         source.load_state_dict(resumed.trainer_state["source"])
         if not resumed.changes_objective:  # its steps are those of one objective

@@ -17,7 +17,7 @@ from gapo_megatron.convert.folder import check_replaceable, is_marked
 from gapo_megatron.convert.model_folder import check_model_folder
 from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.launch.imports import without_garbage_collection
-from gapo_megatron.launch.placement import world_size
+from gapo_megatron.launch.placement import is_first, world_size
 from gapo_megatron.launch.restart import check_not_lost
 from gapo_megatron.launch.run_folder import check_writable, has_finished
 from gapo_megatron.metrics import check_sinks
@@ -58,7 +58,7 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     check_writable(config.run.output_dir)
     check_sinks(config.metrics)
     rewards.check(config.reward)
-    if keep_weights:
+    if keep_weights and is_first():
         _check_export(config)
         check_not_lost(config)
     model = config.model

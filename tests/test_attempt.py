@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from gapo_megatron import documents
 from gapo_megatron.errors import ConfigError, FencedError
 from gapo_megatron.launch import attempt as module
 from gapo_megatron.launch.run_folder import is_finished, mark_finished
@@ -22,7 +24,7 @@ from gapo_megatron.metrics import Expectation
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed, single_rank
 from tests.messages import mentions
-from tests.waiting import HANG_S, wait_until
+from tests.waiting import HANG_S
 
 
 class Clock:
@@ -182,6 +184,18 @@ def test_a_damaged_word_that_a_run_is_finished_is_refused_by_name(
         is_finished(tmp_path, num_steps=5)
 
 
+def test_a_disk_that_fails_is_no_damaged_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(documents, "open_file", fail)
+    with pytest.raises(ConfigError, match=mentions("finished.json", "error")) as caught:
+        is_finished(tmp_path, num_steps=5)
+    assert "remove" not in str(caught.value)
+
+
 def test_the_launcher_hears_of_an_end_when_all_ranks_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,29 +211,6 @@ def test_the_launcher_hears_of_an_end_when_all_ranks_are_there(
         attempt.end("finished")
     assert told_before == [False]
     assert (tmp_path / "outcome").read_text() == "finished\n"
-
-
-def _end_one_by_one(folder: Path) -> bool:
-    """Rank 1 goes on for as long as rank 0 is there, but a while at most; what it saw then."""
-    attempt = make_attempt(folder / str(dist.get_rank()))
-    gone = folder / "gone"
-    if dist.get_rank() == 0:
-        (folder / "ends").touch()
-        attempt.end("finished")
-        gone.touch()
-        return True
-    wait_until((folder / "ends").exists, "rank 0 at its end")
-    for _ in range(20):
-        if gone.exists():
-            break
-        time.sleep(0.02)
-    still_there = not gone.exists()
-    attempt.end("finished")
-    return still_there
-
-
-def test_no_rank_leaves_before_the_last_one_can(tmp_path: Path) -> None:
-    assert run_distributed(_end_one_by_one, 2, tmp_path) == [True, True]
 
 
 def _agree(folder: Path) -> list[bool]:

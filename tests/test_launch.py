@@ -17,7 +17,13 @@ import torch.distributed as dist
 from gapo_megatron.errors import ConfigError, MachineError
 from gapo_megatron.launch import environment
 from gapo_megatron.launch.environment import recognize, seed_everything
-from gapo_megatron.launch.placement import Placement, first_host, read_placement, world_size
+from gapo_megatron.launch.placement import (
+    Placement,
+    first_host,
+    launch_name,
+    read_placement,
+    world_size,
+)
 from tests.messages import mentions
 from tests.waiting import HANG_S
 
@@ -106,6 +112,13 @@ def test_contradictions_name_the_variables(env, words):
         read_placement(env)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_the_nodes_of_one_torchrun_are_one_launch():
+    """Each may be an srun step of its own."""
+    steps = [SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "SLURM_STEP_ID": i} for i in "01"]
+    assert {launch_name(env) for env in steps} == {"x"}
+    assert launch_name(SLURM) == "1234567.0" and launch_name(TORCHRUN) == ""
 
 
 @pytest.mark.parametrize(
@@ -323,7 +336,13 @@ def test_two_launches_with_one_port_never_become_one_group(tmp_path, same_config
         ("raise CheckpointError('step_3 is damaged')", 1, False),
         ("raise MachineError('metrics.jsonl: No space left on device')", 1, False),
         ("raise OSError(errno.ENOSPC, 'No space left on device', 'metrics.jsonl')", 1, False),
-        ("raise OSError(errno.EIO, 'Input/output error')", 1, False),
+        ("raise OSError(errno.EIO, 'Input/output error')", 1, True),  # nothing else says where
+        ("raise ConfigError('x') from OSError(errno.ENOENT, 'No such file')", 2, False),
+        *(
+            (f"raise {name}('x is damaged') from OSError(errno.{code}, 'Try again')", 1, False)
+            for name in ("ConfigError", "DataError", "ConversionError")
+            for code in ("EIO", "ESTALE", "ETIMEDOUT", "EMFILE", "ENOMEM")
+        ),
         ("raise FileNotFoundError(errno.ENOENT, 'No such file', 'x')", 1, True),
         ("raise ZeroDivisionError('oops')", 1, True),
         ("raise SystemExit(7)", 7, False),
@@ -351,8 +370,40 @@ def test_fail_fast_exit_codes_and_messages(statement, code, shows_traceback):
     assert ("teardown ran" in result.stdout) == (not failed)
     if failed and not shows_traceback:
         (line,) = result.stderr.splitlines()
-        words = ("even", "answer", "place", "damaged", "device", "error")
+        words = ("even", "answer", "place", "damaged", "device", "error", "x")
         assert code == 130 or line.endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        ("read_json(path)", "finished.json"),
+        ("is_finished(folder, num_steps=5)", "finished.json"),
+        ("check_writable(folder)", ""),
+        ("list_steps(folder)", ""),
+    ],
+)
+def test_a_moment_of_bad_disk_is_not_for_ever(tmp_path, use, name):
+    """A launcher starts again what ends so."""
+    result = run_program(
+        f"""
+        import errno, os, tempfile
+        from pathlib import Path
+        from gapo_megatron.documents import read_json
+        from gapo_megatron.launch.fail_fast import fail_fast
+        from gapo_megatron.launch.run_folder import check_writable, is_finished
+        from gapo_megatron.manifest import list_steps
+        folder = Path({str(tmp_path)!r})
+        path = folder / "finished.json"
+        def fail(*arguments, **options):
+            raise OSError(errno.ESTALE, "Stale file handle", str(folder / {name!r}))
+        with fail_fast():
+            os.open = tempfile.TemporaryFile = Path.iterdir = fail
+            {use}
+        """
+    )
+    assert result.returncode == 1
+    assert str(tmp_path / name) in result.stderr and "Stale" in result.stderr
 
 
 def test_a_full_disk_below_the_log_does_not_keep_a_rank():

@@ -43,6 +43,8 @@ def test_command_line_prints_three_lines_and_freezes(tmp_path: Path) -> None:
     (run_dir / "finished.json").write_text(json.dumps({"num_steps": 250}))
     assert run(*arguments).stdout.splitlines()[2] == "finished"
     # The folder belongs to a longer run now: not finished.
+    (run_dir / "OWNER").touch()
+    (run_dir / "checkpoints/step_00000250").mkdir(parents=True)
     assert run(*arguments[:-1], "run.num_steps=251", "--job=18").stdout.splitlines()[2] == (
         "unfinished"
     )

@@ -12,6 +12,7 @@ import pytest
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch import attempt
+from gapo_megatron.launch.prepare import check_before_nodes
 from gapo_megatron.launch.restart import AFTER_A_SAVE, check_not_lost
 from gapo_megatron.launch.run_folder import mark_finished
 from gapo_megatron.toml_tree import to_toml
@@ -27,6 +28,15 @@ def make_config(root: Path, **sections: dict[str, Any]) -> Config:
     for section, values in sections.items():
         usual[section] = usual.get(section, {}) | values
     return parse_config(tree_of(root, **usual), source="test")
+
+
+RANK_1 = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "29500",
+}
 
 
 @pytest.fixture
@@ -128,13 +138,24 @@ def test_a_disk_that_is_not_mounted_is_no_new_run(tmp_path: Path, kind: str) -> 
 
 
 def test_it_is_refused_before_anything_is_imported_and_by_a_dry_run(
-    tmp_path: Path, run_dir: Path
+    tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run_dir / "stage_seconds.json").write_text("{}")
     config = make_config(tmp_path, metrics={"tensorboard": False})
     for check in (check_before_imports, text_of):
         with pytest.raises(ConfigError, match=mentions("run.output_dir", "stage_seconds.json")):
             check(config)
+    with pytest.raises(ConfigError, match=mentions("run.output_dir", "stage_seconds.json")):
+        check_before_nodes(config, world_size=1)
+    # What the other ranks see of a shared disk may be old; rank 0 judges.
+    for name, value in RANK_1.items():
+        monkeypatch.setenv(name, value)
+    (run_dir / "OWNER").unlink()
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir")):
+        check_before_imports(config)
+    for name in RANK_1:
+        monkeypatch.delenv(name)
+    (run_dir / "OWNER").touch()
     # One that is run for its timings alone never has any.
     with pytest.raises(ConfigError, match=mentions("model.hf_dir")):
         check_before_imports(config, keep_weights=False)

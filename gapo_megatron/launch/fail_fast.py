@@ -28,6 +28,11 @@ from gapo_megatron.files import write_atomically
 logger = logging.getLogger(__name__)
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
+# What may be otherwise in a moment, or on another node.
+_PASSING = (
+    *(*_DISK, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.ENOTCONN),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+)
 
 
 @contextlib.contextmanager
@@ -38,10 +43,10 @@ def fail_fast() -> Iterator[None]:
     would hang here too. The launcher sees the exit code and ends the peers.
 
     Exit codes: 2 for what another attempt would meet again (a ConfigError, DataError or
-    ConversionError), 3 for a FencedError, 1 for any other error, 130 for Ctrl-C. Errors a user can
-    act on print one message, and so does a disk that is full or fails; anything else prints its
-    traceback. The launcher finds the error in the attempt's folder, where the earliest of all ranks
-    explains the others.
+    ConversionError, unless a disk that is full or fails led to it), 3 for a FencedError, 1 for any
+    other error, 130 for Ctrl-C. Errors a user can act on print one message, and so does a disk that
+    is full or fails at a file; anything else prints its traceback. The launcher finds the error in
+    the attempt's folder, where the earliest of all ranks explains the others.
     """
     try:
         yield
@@ -78,7 +83,17 @@ def _exit_code(error: BaseException) -> int:
         return 130
     if isinstance(error, FencedError):
         return 3
-    return 2 if isinstance(error, ConfigError | DataError | ConversionError) else 1
+    stays = isinstance(error, ConfigError | DataError | ConversionError)
+    return 2 if stays and not _is_passing(error) else 1
+
+
+def _is_passing(error: BaseException | None) -> bool:
+    """Whether the machine's state led to an error; one raised `from None` has its context too."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _message(error: BaseException, where: str) -> str:
@@ -86,8 +101,8 @@ def _message(error: BaseException, where: str) -> str:
         return f"error{where}: {error}"
     if isinstance(error, KeyboardInterrupt):
         return f"interrupted{where}"
-    if isinstance(error, OSError) and error.errno in _DISK:
-        return f"error{where}: {error.filename or 'a file'}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _DISK and error.filename:
+        return f"error{where}: {error.filename}: {error.strerror}"
     return f"uncaught error{where}:\n{traceback.format_exc().rstrip()}"
 
 

@@ -17,6 +17,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.files import real
 from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.launch.freeze import ROOMS, freeze, repository
+from gapo_megatron.launch.restart import check_not_lost
 from gapo_megatron.launch.run_folder import check_ours, checkpoints_dir, is_finished
 from gapo_megatron.toml_tree import to_toml
 
@@ -53,13 +54,15 @@ def check_before_nodes(config: Config, *, world_size: int) -> None:
     """Check what needs neither the model nor a device.
 
     Raises:
-        ConfigError, CheckpointError: a path, or an output folder that is not a run's, the parallel
-            sizes on `world_size` processes, or where the run branches from.
+        ConfigError, CheckpointError: a path, or an output folder that is not a run's or has lost
+            its checkpoints, the parallel sizes on `world_size` processes, or where the run branches
+            from.
     """
     arithmetic(config, world_size=world_size)
     check_paths(config)
     _check_run_dir(Path(config.run.output_dir).absolute())
     check_ours(config.run.output_dir)
+    check_not_lost(config)
     if config.checkpoint.branch_from or checkpoints_dir(config.run.output_dir).exists():
         from gapo_megatron.checkpoint import check_branch  # imports torch: seconds
 

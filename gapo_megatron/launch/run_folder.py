@@ -9,6 +9,7 @@ from pathlib import Path
 from gapo_megatron.documents import read_json
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.files import check_overwritable, write_atomically
+from gapo_megatron.launch.placement import is_first
 
 BRANCH_NAME = "branch.json"
 """Of a branched run: where it left another one (`manifest.Branch`)."""
@@ -47,12 +48,13 @@ def check_ours(run_dir: str | Path) -> None:
 
 
 def check_writable(run_dir: str | Path) -> None:
-    """Create the run's folder and prove that files can be written there.
+    """Create the run's folder and prove that this node can write files there.
 
     Raises:
         ConfigError: it cannot be created or written, or as of `check_ours`.
     """
-    check_ours(run_dir)
+    if is_first():
+        check_ours(run_dir)
     try:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir) as probe:
@@ -69,8 +71,8 @@ def is_finished(run_dir: str | Path, *, num_steps: int) -> bool:
     """Whether a run of `num_steps` steps was completed in this folder, model exported and all.
 
     Raises:
-        ConfigError: finished.json is damaged: nothing else tells a finished run from one that a
-            stop has ended before its last evaluation.
+        ConfigError: finished.json cannot be read, or is damaged: nothing else tells a finished run
+            from one that a stop has ended before its last evaluation.
     """
     path = Path(run_dir) / FINISHED_NAME
     try:
@@ -78,6 +80,8 @@ def is_finished(run_dir: str | Path, *, num_steps: int) -> bool:
     except FileNotFoundError:
         return False
     except ConfigError as error:
+        if isinstance(error.__cause__, OSError):  # not the file's fault
+            raise
         raise ConfigError(f"{error}; {_IF_DAMAGED}") from None
     if not isinstance(found, dict) or type(done := found.get("num_steps")) is not int:
         raise ConfigError(f"{path} has no whole number num_steps; {_IF_DAMAGED}")

@@ -41,6 +41,7 @@ from gapo_megatron.convert.hf import in_model_order, write_hf_weights
 from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron
 from gapo_megatron.convert.unpickle import check_extra_state, read_common, read_metadata
 from gapo_megatron.errors import ConversionError
+from gapo_megatron.policy.load import load_sharded
 from tests.convert_setup import make_config
 from tests.damage import DEEP_LIST, HOSTILE_PICKLES, Trap, as_torch_save
 from tests.dist import single_rank
@@ -398,6 +399,14 @@ def test_a_list_nested_deep_is_damage_where_a_word_belongs(tmp_path):
         read_common(tmp_path, Metadata({}, storage_data={}))
 
 
+def test_megatron_core_does_not_end_by_a_list_nested_deep(tmp_path, llama):
+    folder = llama.write(tmp_path / "out")
+    content = b"\x80\2}X\1\0\0\0a" + DEEP_LIST + b"s."
+    (folder / "common.pt").write_bytes(as_torch_save(content))
+    with pytest.raises(ConversionError, match=mentions(folder)):
+        load_sharded({"model": {}}, folder)
+
+
 def test_large_pickles_of_data_are_read(tmp_path):
     """Of many tensors, and with Python's own random state: a tuple of 625 numbers."""
     part = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 3)))
@@ -416,6 +425,11 @@ def test_large_pickles_of_data_are_read(tmp_path):
         found = read_metadata(tmp_path)
         assert (found.state_dict_metadata, found.storage_data) == (of, places)
     assert read_common(tmp_path, found)["random"] == random.getstate()
+    # The same, with an index for which there would be a long table.
+    index = b"r" + (10**7).to_bytes(4, "little") + b"."
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata, protocol=2)[:-1] + index)
+    with pytest.raises(ConversionError, match=mentions(tmp_path / ".metadata", "10000000")):
+        read_metadata(tmp_path)
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json"])

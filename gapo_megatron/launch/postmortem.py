@@ -355,7 +355,7 @@ def _read_failures(folder: Path) -> dict[int, dict[str, Any]]:
     """Records that are whole, by rank; a disk that was full leaves others."""
     records = {}
     for path in folder.glob("failure_*.json"):
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(ConfigError, FileNotFoundError):  # a link that leads nowhere
             record = read_json(path)
             told = record if isinstance(record, dict) else {}
             if all(type(told.get(key)) is kind for key, kind in _FAILURE.items()):

@@ -47,18 +47,83 @@ def judge(program: str, tests: object, **limits: int) -> Verdict:
         ("```py\na\n```\nand\n```python\nb\n```", "b\n"),
         ("```python\na\n```\nIt prints\n```\n6\n```", "a\n"),
         ("```\na\n```\n```\nb\n```", "b\n"),
-        ("```cpp\na\n```", None),
         ("```python\na", None),
+        ("```python\na\n```\n```python\nb", "a\n"),
         ("print(1)", None),
+        ("```python print(1)```", None),
         ("", None),
         ("<think>```python\na\n```</think>```python\nb\n```", "b\n"),
         ("```python\na\n```</think>No.", None),
         ("<think>```python\na\n```", None),
-        ("    ```python\n    a\n    ```", "    a\n"),
+        # Other marks come last, but may be anything.
+        ("```solution\na\n```", "a\n"),
+        ("```\na\n```\n```text\n6\n```", "a\n"),
+        ("```python\na\n```\n```cpp\nb\n```\n```\n6\n```", "a\n"),
+        # Ends of lines.
+        ("```python\r\na\r\n\r\nb\r\n```\r\n", "a\n\nb\n"),
+        ("```python\ra\r```", "a\n"),
+        ("```python\na\x0cb\u2028c\n```", "a\x0cb\u2028c\n"),
+        # Indentation goes, as far as the program has it too.
+        ("    ```python\n    a\n      b\n\n    ```", "a\n  b\n\n"),
+        ("1. x\n   ```python\n   a\nb\n   ```", "a\nb\n"),
+        ("\t```python\n\ta\n\t```", "a\n"),
+        ("   ```python\na:\n    b\n   ```", "a:\n    b\n"),
+        ("```python\n  a\n    ```", "  a\n"),
+        # Other fences, and fences that stand beside text.
+        ("~~~python\na\n```\nb\n~~~", "a\n```\nb\n"),
+        ("````python\na\n```\nb\n````", "a\n```\nb\n"),
+        ("````python\na\n```\nThat is it.", "a\n"),
+        ("- The program: ```python\n  a\n  ```", "a\n"),
+        ("```python\nprint(1)```\nDone.", "print(1)\n"),
+        ("```python\na = '```'\nb  # ```\n```", "a = '```'\nb  # ```\n"),
+        ("```python\na\n```Done.", "a\n"),
+        ("```python\na\n```python\nb\n```", "b\n"),
+        ("```python\na\n```text\n6\n```", "a\n"),
+        ("```markdown\n# x\n```python\na\n```\n```", "a\n"),
     ],
 )
 def test_the_last_program_of_the_final_part_is_judged(response, program):
     assert extract_program(response) == program
+
+
+@pytest.mark.parametrize(
+    "mark",
+    ["Python", "PYTHON", "python3", "Python3", "py", "PY3", "python3.11", "pypy3", "PyPy",
+     "ipython", "{python}", "{.python .numberLines}", " python", "python title=x", "Python 3",
+     "python:main.py", "main.py", "python-3", "python2", "python,"],
+)  # fmt: skip
+def test_a_block_is_marked_as_python_in_many_ways(mark):
+    assert extract_program(f"```{mark}\na\n```\nIt prints\n```\n6\n```") == "a\n"
+
+
+@pytest.mark.parametrize(
+    "mark", ["pycon", "pyrex", "text", "cython", "c++", "js", "output", "copy"]
+)
+def test_a_block_that_is_marked_as_something_else_is_no_program_beside_one(mark):
+    assert extract_program(f"```\na\n```\n```{mark}\nb\n```") == "a\n"
+
+
+EXAMPLE = "```\n>>> f()\n1\n```\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        f'def f():\n    """\n{EXAMPLE}"""\n    return 1\n',
+        f"def f():\n    r'''It is \"\"\":\n{EXAMPLE}'''\n    return 1\n",
+        f'"""\n{EXAMPLE}"""\ndef f():\n    return 1\n',
+        f'"""\n```python\nf()\n```\n{EXAMPLE}"""\ndef f():\n    return 1\n',
+        f'x = "it\'s \\"", \'\\\'"""\'  # it\'s """\ny = """\\"""\n{EXAMPLE}"""\n',
+        f'x = """a""" + """\n{EXAMPLE}"""\n',
+    ],
+)
+@pytest.mark.parametrize("mark", ["python", ""])
+def test_a_fence_in_a_string_is_part_of_the_program(program, mark):
+    compile(program, "program.py", "exec")
+    response = f"It's:\n```{mark}\n{program}```\nIt prints:\n```text\n1\n```\n"
+    assert extract_program(response) == program
+    # Where quotes are left open no program begins with them.
+    assert extract_program(f'```{mark}\n"""\n```\n```python\na\n```') == "a\n"
 
 
 @pytest.mark.parametrize(
@@ -70,11 +135,18 @@ def test_the_last_program_of_the_final_part_is_judged(response, program):
         " " * 60_000 + "```\n",
         "``` `\n",
         "```\t\t",
+        '```python\n"""\n```\n',
+        '```python\n"\\"',
+        "```python\n'\\'\n",
+        '""" ',
+        "\\",
+        "x ```",
     ],
 )
 def test_a_long_response_is_read_in_linear_time(line):
     """A second; hours, which no test has, where each place is read from all before it."""
     extract_program(line * (10**6 // len(line)))
+    extract_program("```python\n" + line.replace("\n", "") * (10**6 // len(line)))
 
 
 # Comparing outputs
@@ -101,7 +173,49 @@ def test_a_long_response_is_read_in_linear_time(line):
         ("inf", "1.5", False),
         ("1_0", "10", False),
         ("9" * 5000, "9" * 4999 + "8", False),
+        ("9" * 5000 + ".0", "9" * 5000, True),
+        ("0." + "3" * 70, "0.3333333", True),
         ("x.", "1.5", False),
+        # What is no usual spelling of a number is text: strings of digits, times, ...
+        ("10", "00000010", False),
+        ("0010", "10", False),
+        ("7", "007", False),
+        ("0", "00", False),
+        ("-7", "-07", False),
+        ("1.5", "01.5", False),
+        ("00.5", "0.5", False),
+        ("1", "01.0", False),
+        ("5", "+5", False),
+        ("+5", "5", False),
+        ("+0.5", "0.5", False),
+        ("0", "-0", False),
+        ("-0", "0", False),
+        ("10", "1_0", False),
+        ("1000.0", "1_000.0", False),
+        ("1,000", "1000", False),
+        ("\uff11\uff10", "10", False),
+        ("\u0661.5", "1.5", False),
+        ("31", "0x1f", False),
+        ("0x1F", "0x1f", False),
+        ("NaN", "nan", False),
+        ("inf", "Infinity", False),
+        ("1e999", "inf", False),
+        ("1e999", "1e998", False),
+        ("1e999", "10e998", True),
+        ("1e03", "1000.0", True),
+        # Others have several.
+        ("1.", "1", True),
+        ("1", "1.", True),
+        (".5", "0.5", True),
+        ("-.5", "-0.50", True),
+        ("-0.0", "0", True),
+        ("-0.0", "0.00", True),
+        ("1e3", "1000", True),
+        ("1E+20", "100000000000000000000", True),
+        ("1e20", "100000000000000000001", False),
+        ("1000", "1e3", True),
+        ("1e-3", "0.001", True),
+        ("5e-1", "0", False),
     ],
 )
 def test_outputs_are_compared_token_by_token(given, expected, same):

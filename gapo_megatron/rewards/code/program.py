@@ -3,38 +3,115 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from gapo_megatron.rewards.response import final_part
 
-_OPENING = re.compile(r"[ \t]*```+[ \t]*([\w+-]*)")
-_CLOSING = re.compile(r"[ \t]*```+[ \t]*")
-_PYTHON = ("python", "python3", "py", "Python")
+_LINE_END = re.compile(r"\r\n?|\n")
+_FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
+"""Indentation, fence, and what is said of the block; with backticks in that it is inline code."""
+_FENCE_BEHIND_TEXT = re.compile(r"([^`]*)(`{3,})([\w.+-]+[ \t]*)")
+_NAME = re.compile(r"[\s{]*\.?([\w.+#-]*)")
+_PYTHON = re.compile(r"(?:i?python|pypy|py)[-_]?[\d.]*\+?|[\w.-]+\.py", re.IGNORECASE)
+_STRINGS = re.compile(r"""\#|`{3,}|"{3}|'{3}|"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?""")
+_ENDS = {quotes: re.compile(rf"(?:\\.|[^\\])*?{quotes}") for quotes in ('"""', "'''")}
 
 
 def extract_program(response: str) -> str | None:
     """Return the last fenced block of the final part, those marked as Python before others.
 
+    Blocks without a mark come next, then those with any other: "code" or "solution" says nothing.
     A block must be closed: a response cut off inside it holds no program.
     """
-    blocks = list(_blocks(final_part(response)))
-    marked = [text for language, text in blocks if language in _PYTHON]
-    plain = [text for language, text in blocks if not language]
-    for texts in (marked, plain):
-        if texts:
-            return texts[-1]
+    lines = _LINE_END.split(final_part(response))
+    blocks, is_sure = _read(lines)
+    if not is_sure:
+        blocks, _ = _read(lines, every_fence_ends=True)
+    marked = [block for block in blocks if block.is_python()]
+    plain = [block for block in blocks if not block.name]
+    for chosen in (marked, plain, blocks):
+        if chosen:
+            return chosen[-1].text()
     return None
 
 
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """The mark and the text of every block that is closed. Line by line: it takes linear time."""
-    language, lines = None, list[str]()
-    for line in text.split("\n"):
-        if language is None:
-            opening = _OPENING.match(line)
-            language = opening and opening[1]
-        elif _CLOSING.fullmatch(line):
-            yield language, "".join(f"{line}\n" for line in lines)
-            language, lines = None, []
+@dataclass(slots=True)
+class _Block:
+    indentation: int
+    fence: str
+    name: str
+    lines: list[str] = field(default_factory=list)
+    quotes: str = ""
+    """Of the string of several lines in which the next line begins, if any."""
+
+    def is_python(self) -> bool:
+        return bool(_PYTHON.fullmatch(self.name))
+
+    def add(self, line: str) -> bool:
+        """Add a line of the program; return whether a fence within it ended the block."""
+        place, is_read = 0, bool(self.name) and not self.is_python()
+        while not is_read:
+            if self.quotes:
+                end = _ENDS[self.quotes].match(line, place)
+                if not end:
+                    break
+                self.quotes, place = "", end.end()
+            found = _STRINGS.search(line, place)
+            if not found or found[0] == "#":
+                break
+            if self.name and found[0].startswith(self.fence):
+                self.lines.append(line[: found.start()])
+                return True
+            self.quotes, place = found[0] if found[0] in _ENDS else "", found.end()
+        self.lines.append(line)
+        return False
+
+    def text(self) -> str:
+        """Without the indentation of the fence, as far as the program has it too."""
+        first = next(filter(str.strip, self.lines), "")
+        most = min(self.indentation, len(first) - len(first.lstrip(" \t")))
+        margin = re.compile(rf"[ \t]{{0,{most}}}")
+        return "".join(margin.sub("", line, count=1) + "\n" for line in self.lines)
+
+
+def _read(lines: list[str], *, every_fence_ends: bool = False) -> tuple[list[_Block], bool]:
+    """Read every block that is closed, in one go.
+
+    A fence is part of the program where it stands in a string, as in a docstring with an example,
+    or is shorter than the one that began the block.
+
+    Args:
+        lines: of the final part.
+        every_fence_ends: whether even those end a block.
+
+    Returns:
+        The blocks, and whether none is left open behind such a fence.
+    """
+    blocks, block, is_sure = list[_Block](), None, True
+    for line in lines:
+        fence = _FENCE.fullmatch(line)
+        if block is None:
+            block, is_sure = _open(fence or _FENCE_BEHIND_TEXT.fullmatch(line)), True
+            continue
+        mark = fence[2] if fence else ""
+        is_like = mark.startswith(block.fence[:3])
+        is_end = mark.startswith(block.fence) and not block.quotes
+        if fence and (is_end or (is_like and every_fence_ends)):
+            blocks.append(block)
+            # With a name it begins the next one: the end of this one was forgotten.
+            block = _open(fence) if fence[3].strip() else None
+        elif every_fence_ends:
+            block.lines.append(line)
         else:
-            lines.append(line)
+            is_sure = is_sure and not is_like
+            if block.add(line):
+                blocks.append(block)
+                block = None
+    return blocks, block is None or is_sure
+
+
+def _open(fence: re.Match[str] | None) -> _Block | None:
+    if fence is None:
+        return None
+    name = _NAME.match(fence[3])
+    return _Block(len(fence[1]), fence[2], name[1] if name else "")

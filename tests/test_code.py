@@ -503,6 +503,47 @@ def test_a_reference_solution_gives_the_expected_values():
         code.call_program("def f(x): return 1 / x", "f", [[1], [0]])
 
 
+USUAL = [
+    "bisect.bisect_left([1, 3], 2) == bisect([1, 3], 2) == bisect_right([1, 3], 2) == 1",
+    "copy.copy([1]) == copy([1]) == copy.deepcopy([1]) == deepcopy([1]) == [1]",
+    "json.loads('[1]') == loads('[1]') == [1] and json.dumps(1) == dumps(1)",
+    "0 < time.time() <= time() and time.perf_counter() <= perf_counter()",
+    "Fraction(1, 2) == fractions.Fraction('0.5') and Decimal('0.5') == decimal.Decimal('0.5')",
+    "datetime.datetime(2020, 1, 2) == datetime(2020, 1, 2) == datetime.fromisoformat('2020-01-02')",
+    "datetime.date(2020, 1, 2) == date(2020, 1, 2) == datetime.now().date().replace(2020, 1, 2)",
+    "isinstance(datetime.now(), datetime) and not isinstance(date.today(), datetime)",
+    "0 <= random() < 1 and 0 <= random.random() < 1 and random.randint(3, 3) == randint(3, 3)",
+    "array.array('i', [1]) == array('i', [1]) and isinstance(array('i'), array)",
+    "collections.Counter is Counter and type(OrderedDict()) is OrderedDict and deque([1])[0] == 1",
+    "heapq.nlargest(1, [1, 2]) == nlargest(1, [1, 2]) and heapify([]) is None",
+    "math.gcd(4, 6) == gcd(4, 6) == 2 and inf == math.inf and pow(3, 4, 5) == 1",
+    "re.findall('a', 'aa') == findall('a', 'aa') and operator.sub(3, 1) == sub(3, 1) == 2",
+    "statistics.median([1, 2, 9]) == median([1, 2, 9]) == 2 and sum([1]) == 1",
+    "list(itertools.accumulate([1, 2])) == list(accumulate([1, 2])) == [1, 3]",
+    "functools.reduce(add, [1, 2]) == reduce(operator.add, [1, 2]) == 3 and cache(len)('a') == 1",
+    "io.StringIO('a').read() == StringIO('a').read() and open is not io",
+    "sys.maxsize == maxsize and argv == sys.argv == ['program.py']",
+    "string.ascii_lowercase == ascii_lowercase and Optional[List[int]] and typing.Any is Any",
+    "ListNode(1).val == TreeNode(1).val == 1",
+]
+
+
+@needs_sandbox
+def test_programs_find_what_contests_import_as_modules_and_as_names():
+    program = "def f(text): return eval(text)\ndef gcd(a, b): return {math.gcd(a, b)}"
+    calls = [[text] for text in USUAL if "gcd" not in text]
+    assert [*map(bool, code.call_program(program, "f", calls))] == [True] * len(calls)
+    assert code.call_program(program, "gcd", [[4, 6]]) == [{2}]  # its own come first
+    imports = "import bisect, datetime\nfrom copy import *\nfrom time import time\n"
+    asks = "[bisect.bisect([1], 1), datetime.datetime(1, 1, 1).day, copy(2), time() > 0]"
+    assert code.call_program(imports + program, "f", [[asks]]) == [[1, 1, 2, True]]
+    for unusual in ("np.zeros(1)", "os.getcwd()", "SortedList()", "bisect.bisect_middle", "copy.x"):
+        with pytest.raises(RuntimeError, match=r"NameError|AttributeError"):
+            code.call_program(program, "f", [[unusual]])
+    tests = {"test_list": [f"assert ({text}) and f(1)" for text in USUAL if "argv" not in text]}
+    assert judge("def f(x): return x", tests) == Verdict(Outcome.CORRECT)
+
+
 # Real problems
 
 

@@ -241,6 +241,174 @@ def test_without_a_namespace_nothing_is_left_of_a_program_either():
     _wait_until_gone(repr(seconds))
 
 
+LEAVES_ORPHANS = """
+import os, signal, time
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0: time.sleep(3600)
+        os._exit(0)
+"""
+ENDINGS = [
+    ("print(7)", SUM),
+    ("1/0", SUM),
+    ("import os\nos.abort()", SUM),
+    (LEAVES_ORPHANS + READS + "print(a + b)", SUM),
+    (LEAVES_ORPHANS + "def add(a, b): return a + b", {"test_list": ["assert add(3, 4) == 7"]}),
+    (LEAVES_ORPHANS + "def add(a, b):\n    for n in list(range(3, 64)) * 1000:\n"
+     "        try: os.write(n, b'x' * 2**16)\n        except OSError: pass",
+     {"fn_name": "add", "inputs": [[3, 4]], "outputs": [7]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "unsafe"])
+def test_whoever_waits_for_nobody_is_left_no_process(kind):
+    """Like the first process of many a container: what loses its parent becomes the judge's."""
+    script = (
+        "import ctypes, json, sys\nfrom pathlib import Path\n"
+        "from gapo_megatron.rewards.code import verify\n"
+        "from gapo_megatron.rewards.sandbox import *\n"
+        "PR_SET_CHILD_SUBREAPER = 36\n"
+        "ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)\n"
+        "outcomes, limits = [], json.loads(sys.argv[2])\n"
+        "for program, tests in json.loads(sys.argv[1]):\n"
+        "    response = f'```python\\n{program}\\n```'\n"
+        f"    verdict = verify(response, json.dumps(tests), limits=limits, sandbox={kind!r})\n"
+        "    outcomes.append(verdict.outcome)\n"
+        # A judge that breaks off while the program runs.
+        f"with start_sandbox(Limits(**limits), sandbox={kind!r}, python=SYSTEM_PYTHON) as box:\n"
+        "    box.send({'program': 'import time\\ntime.sleep(3600)', 'prelude': ''})\n"
+        "    box.send({'stdin': ''})\n"
+        "left = [path.read_text() for path in Path('/proc/self/task').glob('*/children')]\n"
+        "print(json.dumps([outcomes, ' '.join(left).split()]))"
+    )
+    asked = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            script,
+            json.dumps(ENDINGS),
+            json.dumps(PATIENT | {"output_mib": 1}),
+        ],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    outcomes, left = json.loads(asked.stdout)
+    assert outcomes == ["wrong", "wrong", "wrong", "correct", "correct", "wrong"]
+    assert not left
+
+
+def test_whoever_was_started_to_ignore_its_children_judges_as_ever():
+    """Of an ignored child the kernel says neither that it ended nor how; and that is inherited."""
+    script = (
+        "import json, signal, sys\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "from gapo_megatron.rewards.code import verify\n"
+        "from gapo_megatron.rewards.pool import Pool\n"
+        "from gapo_megatron.rewards.sandbox import process\n"
+        "process.END_TIMEOUT_S = 0.5\n"  # bubblewrap itself waits in vain
+        "limits = json.loads(sys.argv[2])\n"
+        "verdicts = [verify(*pair, limits=limits) for pair in json.loads(sys.argv[1])]\n"
+        "with Pool('tests.reward_setup', num_workers=1, timeout_s=600) as pool:\n"
+        "    [child] = pool.judge([('child', '')])\n"
+        "print(json.dumps([[one.outcome for one in verdicts], child.reason]))"
+    )
+    programs = [READS + "print(a + b)", "1/0", "import os\nos.wait()"]
+    pairs = [(fenced(program), json.dumps(SUM)) for program in programs]
+    asked = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(pairs), json.dumps(PATIENT)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    assert json.loads(asked.stdout) == [["correct", "wrong", "wrong"], "3"]
+
+
+BURNS = """
+import os, time
+def burn(seconds):
+    start = time.process_time()
+    while time.process_time() < start + seconds: pass
+"""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("kind", ["bubblewrap", "unsafe"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "for _ in range(4): os.fork() or burn(0.5) or os._exit(0)\nfor _ in range(4): os.wait()",
+        "for _ in range(100):\n    os.fork() or burn(0.02) or os._exit(0)\n    os.wait()",
+        "for _ in range(8):\n    if os.fork() == 0:\n        os.setsid()\n"
+        "        os.fork() or burn(0.5)\n        os._exit(0)\n    os.wait()\ntime.sleep(5)",
+        "if os.fork() == 0:\n    for _ in range(4): os.fork() or burn(0.5) or os._exit(0)\n"
+        "    for _ in range(4): os.wait()\n    os._exit(0)\nos.wait()",
+        "import threading as t\nfor _ in range(4):\n"
+        "    x = t.Thread(target=burn, args=(0.5,))\n    x.start()\n    x.join()",
+    ],
+)
+def test_the_time_of_all_processes_is_counted_together(kind, program):
+    tests = json.dumps({"inputs": [""], "outputs": ["7"]})
+    response = fenced(f"{BURNS}{program}\nprint(7)")
+    short, long = PATIENT | {"cpu_s": 1}, PATIENT | {"cpu_s": 30}
+    verdict = verify(response, tests, limits=short, sandbox=kind)
+    assert (verdict.outcome, "CPU time" in verdict.reason) == (Outcome.WRONG, True)
+    assert verify(response, tests, limits=long, sandbox=kind) == Verdict(Outcome.CORRECT)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("kind", ["bubblewrap", "unsafe"])
+def test_the_memory_of_all_processes_is_counted_together(kind):
+    program = (
+        "import os, time\nfor _ in range(4):\n    if os.fork() == 0:\n        os.setsid()\n"
+        "        x = bytearray(b'x') * (100 * 2**20)\n        time.sleep(3600)\ntime.sleep(3600)"
+    )
+    limits = PATIENT | {"memory_mib": 256}
+    verdict = verify(fenced(program), json.dumps(SUM), limits=limits, sandbox=kind)
+    assert (verdict.outcome, "256 MiB" in verdict.reason) == (Outcome.WRONG, True)
+
+
+@pytest.mark.system
+def test_a_program_that_ends_between_two_looks_is_counted_too(monkeypatch):
+    seldom = "module.WATCH_INTERVAL_S = 3600; module.main()()"
+    original = process.start_command
+
+    def start_command(*args, **options):
+        return [part.replace("module.main()()", seldom) for part in original(*args, **options)]
+
+    monkeypatch.setattr(process, "start_command", start_command)
+    program = f"{BURNS}for _ in range(4): os.fork() or burn(0.5) or os._exit(0)\n"
+    program += "for _ in range(4): os.wait()\nprint(7)"
+    tests = json.dumps({"inputs": [""], "outputs": ["7"]})
+    verdict = verify(fenced(program), tests, limits=PATIENT | {"cpu_s": 1})
+    assert (verdict.outcome, "CPU time" in verdict.reason) == (Outcome.WRONG, True)
+
+
+def test_honest_programs_find_what_they_need():
+    program = """
+import concurrent.futures, fcntl, mmap, select, signal, sqlite3, subprocess, sys, tempfile
+def f():
+    yield subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True).stdout == b"1\\n"
+    with concurrent.futures.ThreadPoolExecutor(4) as pool: yield sum(pool.map(int, "123")) == 6
+    yield sqlite3.connect(":memory:").execute("select 2").fetchone() == (2,)
+    with tempfile.TemporaryFile() as file:
+        file.write(b"x"); file.flush()
+        yield mmap.mmap(file.fileno(), 1)[:] == b"x"
+        yield fcntl.fcntl(file, fcntl.F_GETFL) >= 0 and fcntl.fcntl(file, fcntl.F_DUPFD, 9) >= 9
+    r, w = os.pipe()
+    if os.fork() == 0: os.write(w, b"y"); os._exit(3)
+    poll = select.epoll(); poll.register(r)
+    yield poll.poll() and os.read(r, 1) == b"y" and os.waitstatus_to_exitcode(os.wait()[1]) == 3
+    yield mmap.mmap(-1, 2**22)[:1] == b"\\0" and signal.getsignal(signal.SIGCHLD) == 0
+    signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 0.01)
+    yield signal.pause() is None and signal.sigtimedwait({signal.SIGALRM}, 0) is None
+import os
+print([n for n, holds in enumerate(f()) if not holds])
+"""
+    assert judge(program, {"inputs": [""], "outputs": ["[]"]}) == Verdict(Outcome.CORRECT)
+
+
 class Waits:
     """Stands in for the clock of sandboxes, and for `poll`: a wait takes what a test says."""
 

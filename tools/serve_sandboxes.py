@@ -37,6 +37,7 @@ def main() -> int:
     arguments = _parse()
     # Ending this process ends every sandbox: there is nothing to tidy up.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, what it starts would have no end
     logging.basicConfig(format="%(message)s", handlers=[RichHandler(console=console)])
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # ten for every program

@@ -33,6 +33,7 @@ def main() -> None:
     for number in SIGNALS_LEFT_TO_TRAINER:
         signal.signal(number, lambda *_: None)  # unlike SIG_IGN not inherited by what it starts
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_LEFT_TO_TRAINER)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, what a verifier starts has no end
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     soft = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

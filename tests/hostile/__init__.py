@@ -15,6 +15,12 @@ from pathlib import Path
 READS_TEXT = """
 import ctypes, os, resource, signal, sys, threading, time
 a, b = map(int, input().split())
+libc = ctypes.CDLL(None, use_errno=True)
+def call(x86, arm, *args):
+    if libc.syscall(x86 if os.uname().machine == 'x86_64' else arm, *args) < 0: sys.exit(7)
+def burn(seconds, clock=time.process_time):
+    start = clock()
+    while clock() < start + seconds: pass
 """
 """Stands before every program of text.txt."""
 

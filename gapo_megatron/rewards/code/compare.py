@@ -12,7 +12,7 @@ TOLERANCE = 1e-6
 """Absolute or relative, where the expected number is not whole. Problems print or ask for six to
 nine digits; a wrong answer is rarely so near."""
 
-_WHOLE = re.compile(r"-?(?:0|[1-9][0-9]*)")
+_WHOLE = re.compile(r"-?[0-9]+")
 _NUMBER = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,6})?")
 """How programs write a number that nobody asked to be written in a special way. What is written
 otherwise is text: `007`, `+5`, `1_000`, digits of another alphabet, `0x1f`, `inf`, `nan`."""

@@ -59,7 +59,6 @@ class ProcessSandbox(Sandbox):
         """
         self._limits = limits
         self._client = client
-        self._ends_by_itself = kind in ("apptainer", "unsafe")
         self._received = bytearray()
         self._left_s: float = START_TIMEOUT_S
         """Of the time that the program may take: what we wait for it, and nothing else."""
@@ -125,20 +124,21 @@ class ProcessSandbox(Sandbox):
         return self._read_line(self._limits.wall_s)
 
     def close(self) -> None:
-        if self._ends_by_itself:
-            # Without us our process ends, and whatever there is of the program. Only then does
-            # Apptainer end the process that shows a .sif as a folder; and without a namespace
-            # nobody else knows what there is of the program.
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                self._process.stdin.close()  # type: ignore[union-attr]
-                self._process.wait(timeout=END_TIMEOUT_S)
-        if self._process.poll() is None:
-            # Its first process dies with bubblewrap or Apptainer, its namespace with that.
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+        # Without us our process ends, and whatever there is of the program; then bubblewrap, or
+        # Apptainer with the process that shows a .sif as a folder. Each waits for those it started.
+        # Killed at once, ours would be left to the machine's first process, which in a container
+        # may wait for nobody; and without a namespace nobody else knows what the program started.
+        streams = [self._process.stdin, self._process.stdout, self._process.stderr]
+        for stream in streams[:2]:
             with contextlib.suppress(OSError):
                 stream.close()  # type: ignore[union-attr]
+        try:
+            self._process.wait(timeout=END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            # Its first process dies with bubblewrap or Apptainer, its namespace with that.
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        streams[2].close()  # type: ignore[union-attr]
         if self._folder:
             self._folder.cleanup()
 

@@ -8,7 +8,7 @@ import os
 from typing import Any, NoReturn
 
 from gapo_megatron.rewards.sandbox.inside.channel import Channel
-from gapo_megatron.rewards.sandbox.inside.program import COMMON_IMPORTS, confine
+from gapo_megatron.rewards.sandbox.inside.program import common_names, confine
 from gapo_megatron.rewards.sandbox.inside.values import (
     ListNode,
     TreeNode,
@@ -64,10 +64,7 @@ class _Session(dict[str, Any]):
 
     def run(self, *, prelude: str, code: str, entry_point: str) -> None:
         """Run the tests; whatever they raise is raised here."""
-        usual: dict[str, Any] = {}
-        exec(COMMON_IMPORTS, usual)
-        for name in vars(builtins).keys() & usual.keys():
-            del usual[name]
+        usual = common_names()
         self.update(usual)
         exec(compile(prelude, "prelude.py", "exec"), self)
         own = {name for name, value in self.items() if value is not usual.get(name, self)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import functools
+import importlib
 import os
 import resource
 import signal
@@ -17,25 +19,49 @@ from gapo_megatron.rewards.sandbox.inside.channel import Channel
 from gapo_megatron.rewards.sandbox.inside.values import ListNode, TreeNode, decode, encode
 
 MAX_OPEN_FILES = 64
+MAX_SIGNALS = 64  # that wait to be delivered, and timers that send them
 SIGNALS_LEFT_TO_JUDGE = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 RECURSION_LIMIT = 50_000
 STACK_BYTES = 64 * 2**20
 PR_SET_DUMPABLE = 4  # prctl(2)
 
-COMMON_IMPORTS = """
-import bisect, collections, datetime, functools, heapq, itertools
-import math, operator, random, re, string, sys
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import *
-from operator import *
-from string import *
-from typing import *
-"""
-"""What judges of programming contests import for every program."""
+COMMON_MODULES = (
+    *("typing", "array", "time", "decimal", "fractions"),
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
+    *("statistics", "itertools", "functools", "operator", "io", "sys", "json"),
+)
+"""What judges of programming contests import for every program, with all that is in them; where two
+have a name, the later has it. From `string` on it is the list of LeetCode and LiveCodeBench, in
+their order."""
+
+
+class _ModuleAndMember(types.ModuleType):
+    """A module, and what it has by its own name: `bisect.insort(a, x)` and `bisect(a, x)`."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        super().__init__(module.__name__)
+        vars(self).update(vars(module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)[self.__name__](*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:  # `datetime.now()`
+        return getattr(vars(self)[self.__name__], name)
+
+    def __instancecheck__(self, value: Any) -> bool:  # `isinstance(x, datetime)`
+        return isinstance(value, vars(self)[self.__name__])
+
+
+@functools.cache
+def common_names() -> dict[str, Any]:
+    """The names that every program finds beside the built-in ones, and what they are."""
+    names: dict[str, Any] = {}
+    for name in COMMON_MODULES:
+        exec(f"from {name} import *", names)
+    for name in COMMON_MODULES:
+        module = importlib.import_module(name)
+        names[name] = _ModuleAndMember(module) if callable(getattr(module, name, 0)) else module
+    return {name: value for name, value in names.items() if not hasattr(builtins, name)}
 
 
 def confine(limits: dict[str, int], *, cpu_s: int) -> None:
@@ -50,8 +76,9 @@ def confine(limits: dict[str, int], *, cpu_s: int) -> None:
         resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
         resource.RLIMIT_STACK: min(STACK_BYTES, memory),
     }
-    if os.getppid() == 1:  # outside a user namespace all of the user's processes would count
+    if os.getppid() == 1:  # outside a user namespace all that the user has would count
         bounds[resource.RLIMIT_NPROC] = limits["num_processes"]
+        bounds[resource.RLIMIT_SIGPENDING] = MAX_SIGNALS
     for number, bound in bounds.items():
         hard = resource.getrlimit(number)[1]
         bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
@@ -66,14 +93,11 @@ def _load(program: dict[str, str], name: str) -> dict[str, Any]:
     """Run the program as a module."""
     module = types.ModuleType(name)
     sys.modules[name] = module
-    sys.argv = ["program.py"]
+    sys.argv[:] = ["program.py"]  # which `argv` alone is too
     sys.setrecursionlimit(RECURSION_LIMIT)
-    given: dict[str, Any] = {"ListNode": ListNode, "TreeNode": TreeNode}
-    exec(COMMON_IMPORTS, given)
-    for key, value in given.items():
-        # Beside the built-in names, which they do not replace: only what the program defines
-        # itself can be called as its own.
-        vars(builtins).setdefault(key, value)
+    # Beside the built-in names, which they do not replace: only what the program defines itself
+    # can be called as its own.
+    vars(builtins).update(common_names(), ListNode=ListNode, TreeNode=TreeNode)
     exec(program["prelude"], module.__dict__)
     exec(compile(program["program"], "program.py", "exec"), module.__dict__)
     return module.__dict__

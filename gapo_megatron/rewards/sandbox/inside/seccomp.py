@@ -1,9 +1,12 @@
 """System calls that no program of a test needs, as a filter for the kernel (seccomp).
 
 Namespaces leave some doors: memory that no limit counts (memfd, System V segments, the buffers of
-socket pairs), sockets of families that no namespace covers (vsock), user namespaces inside the
-sandbox with all of the kernel's mount code behind them, and the limits and the priority of process
-1, which is the same user's. The filter shuts those; it does not try to list what is allowed.
+socket pairs, huge pages, large pages that a pipe holds), what the kernel counts for the whole
+machine or for all of a user's processes (asynchronous I/O, keys, inotify, file locks), sockets of
+families that no namespace covers (vsock), user namespaces inside the sandbox with all of the
+kernel's mount code behind them, the limits and the priority of process 1, which is the same user's,
+and the time of children whose end nobody waits for. The filter shuts those; it does not try to list
+what is allowed.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import struct
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""AUDIT_ARCH and the column of `_DENIED`."""
+"""AUDIT_ARCH and the column of `_DENIED` and `_DENIED_IN_PART`."""
 
 _DENIED = {
     "socket": (41, 198),
@@ -49,10 +53,18 @@ _DENIED = {
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
+    "io_setup": (206, 0),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
     "fanotify_init": (300, 262),
+    "inotify_init": (253, 26),  # is inotify_init1 where it has no number of its own
+    "inotify_init1": (294, 26),
+    "flock": (73, 32),
+    "vmsplice": (278, 75),
+    "sync": (162, 81),  # waits for what everybody has written
+    "syncfs": (306, 267),
+    "seccomp": (317, 277),
     "personality": (135, 92),
     "syslog": (103, 116),
     "setpriority": (141, 140),
@@ -62,17 +74,52 @@ _DENIED = {
     "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122),
 }
-_PRLIMIT = (302, 261)
-_CLONE = (56, 220)
 _CLONE3 = 435
-_NAMESPACES = 0x7E020000
-"""Every CLONE_NEW* flag of clone(2)."""
 
 _LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_FROM, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _X32 = 0x40000000  # a second table of numbers on x86_64
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2  # prctl(2)
+
+_Instruction = tuple[int, int, int, int]
+_REFUSED: _Instruction = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
+_ALLOWED: _Instruction = (_RETURN, 0, 0, _ALLOW)
+
+
+def _argument(number: int, *, is_upper_half: bool = False) -> _Instruction:
+    return (_LOAD, 0, 0, _ARGUMENTS + 8 * number + 4 * is_upper_half)
+
+
+def _refuse_values(number: int, *values: int) -> list[_Instruction]:
+    tests = [((_JUMP_EQUAL, 0, 1, value), _REFUSED) for value in values]
+    return [_argument(number), *(part for test in tests for part in test), _ALLOWED]
+
+
+def _refuse_bits(number: int, bits: int) -> list[_Instruction]:
+    return [_argument(number), (_JUMP_ANY_BIT, 0, 1, bits), _REFUSED, _ALLOWED]
+
+
+_DENIED_IN_PART = {
+    # Every CLONE_NEW* flag.
+    (56, 220): _refuse_bits(0, 0x7E020000),
+    # prlimit64: its own limits a process may lower; a CPU limit on process 1 would end the sandbox.
+    (302, 261): [_argument(0), (_JUMP_EQUAL, 1, 0, 0), _REFUSED, _ALLOWED],
+    # rt_sigaction of SIGCHLD, but to ask: a child's time is the parent's when that waits for it,
+    # and nobody's when the parent has said that it never will.
+    (13, 134): [
+        *(_argument(0), (_JUMP_EQUAL, 1, 0, signal.SIGCHLD), _ALLOWED),
+        *(_argument(1), (_JUMP_EQUAL, 1, 0, 0), _REFUSED),
+        *(_argument(1, is_upper_half=True), (_JUMP_EQUAL, 1, 0, 0), _REFUSED, _ALLOWED),
+    ],
+    # mmap with MAP_HUGETLB.
+    (9, 222): _refuse_bits(3, 0x40000),
+    # fcntl: F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW; F_SETLEASE, F_NOTIFY.
+    (72, 25): _refuse_values(1, 6, 7, 37, 38, 1024, 1026),
+    # prctl: further filters are memory of the kernel.
+    (157, 167): _refuse_values(0, _PR_SET_SECCOMP),
+}
+"""By the numbers of a system call what decides on its arguments."""
 
 
 class _Program(ctypes.Structure):
@@ -104,7 +151,6 @@ def compile_filter(machine: str) -> bytes:
         KeyError: an architecture whose numbers are not here.
     """
     audit, column = _ARCHITECTURES[machine]
-    refuse = _REFUSE | errno.EPERM
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, audit),
@@ -117,18 +163,8 @@ def compile_filter(machine: str) -> bytes:
         (_RETURN, 0, 0, _REFUSE | errno.ENOSYS),
     ]
     for numbers in _DENIED.values():
-        program += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, refuse)]
-    program += [
-        # Its own limits a process may lower; a CPU limit on process 1 would end the sandbox.
-        (_JUMP_EQUAL, 0, 4, _PRLIMIT[column]),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        (_JUMP_EQUAL, 0, 1, 0),
-        (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, refuse),
-        (_JUMP_EQUAL, 0, 3, _CLONE[column]),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        (_JUMP_ANY_BIT, 0, 1, _NAMESPACES),
-        (_RETURN, 0, 0, refuse),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+        program += [(_JUMP_EQUAL, 0, 1, numbers[column]), _REFUSED]
+    for numbers, decision in _DENIED_IN_PART.items():
+        program += [(_JUMP_EQUAL, 0, len(decision), numbers[column]), *decision]
+    program.append(_ALLOWED)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import resource
 import signal
@@ -15,9 +16,9 @@ from io import FileIO
 from gapo_megatron.rewards.sandbox.inside.asserts import check
 from gapo_megatron.rewards.sandbox.inside.channel import OUT_OF_MEMORY, Channel
 from gapo_megatron.rewards.sandbox.inside.program import (
-    COMMON_IMPORTS,
     SIGNALS_LEFT_TO_JUDGE,
     become_program,
+    common_names,
     serve_calls,
 )
 from gapo_megatron.rewards.sandbox.inside.seccomp import install_filter
@@ -28,7 +29,7 @@ MAX_STDERR_BYTES = 4096
 FOLDER = os.getcwd()
 DEVICES = frozenset(os.listdir("/dev"))
 PAGE_BYTES = resource.getpagesize()
-PR_SET_DUMPABLE = 4  # prctl(2)
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36  # prctl(2)
 
 
 def main() -> Callable[[], None]:
@@ -36,15 +37,19 @@ def main() -> Callable[[], None]:
     limits = json.loads(sys.argv[1])
     os.environ["HOME"] = FOLDER
     os.closerange(3, 1024)  # what whoever started us left open
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # nor may we have been told to ignore children
+    libc = ctypes.CDLL(None)
     if os.getpid() == 1:
         install_filter()
+    else:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whoever loses its parent becomes ours
     channel = Channel(os.dup(0), os.dup(1))
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *SIGNALS_LEFT_TO_JUDGE})
-    exec(COMMON_IMPORTS, {})  # imported here once, not in every process
+    common_names()  # imported here once, not in every process
     channel.send({"ready": True})
     program: dict[str, str] = {}
     is_first = True
@@ -103,38 +108,57 @@ def _watch(pid: int, channel: Channel, limits: dict[str, int], *, cpu_s: float) 
                 if reaped[0] == pid:
                     status = reaped[1]
         if status is None and not failure:
-            if os.getpid() == 1:
-                failure = _excess(limits, cpu_s=cpu_s + before)
+            failure = _excess(limits, cpu_s=cpu_s, before=before)
             if channel.is_closed():
                 failure = "is no longer asked for"  # the judge keeps the time
             if failure:
                 os.kill(pid, signal.SIGKILL)
-    _end_all(pid)
+    _end_all()
+    if not failure:  # what the last look missed
+        failure = _excess_of_cpu(_cpu_reaped() - before, cpu_s)
     if failure or status == 0:
         return failure
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGKILL and _num_oom_kills() > oom_kills:
         os._exit(OUT_OF_MEMORY)
     if code == -signal.SIGXCPU:
-        return f"took more than {cpu_s:g} s of CPU time"
+        return _excess_of_cpu(math.inf, cpu_s)
     return f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
 
 
-def _excess(limits: dict[str, int], *, cpu_s: float) -> str:
+def _excess(limits: dict[str, int], *, cpu_s: float, before: float) -> str:
     """Which limit all processes together exceed, or ""."""
-    processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-    cpu = _cpu_reaped() + sum(map(_cpu, processes))
+    processes = _processes()
     bound = limits["memory_mib"] * 2**20
     if sum(map(_resident_bytes, processes)) > bound and sum(map(_own_bytes, processes)) > bound:
         return f"used more than {limits['memory_mib']} MiB of memory"
-    if cpu > cpu_s:
-        return f"took more than {limits['cpu_s']:g} s of CPU time"
+    if failure := _excess_of_cpu(_cpu_reaped() - before + sum(map(_cpu, processes)), cpu_s):
+        return failure
+    if os.getpid() != 1:  # its folder is one of the machine's
+        return ""
     disk = os.statvfs(FOLDER)
     if (disk.f_blocks - disk.f_bfree) * disk.f_frsize > limits["disk_mib"] * 2**20:
         return f"wrote more than {limits['disk_mib']} MiB"
     if disk.f_files - disk.f_ffree > MAX_FILES:
         return f"made more than {MAX_FILES} files"
     return ""
+
+
+def _excess_of_cpu(seconds: float, cpu_s: float) -> str:
+    return f"took more than {cpu_s:g} s of CPU time" if seconds > cpu_s else ""
+
+
+def _processes() -> list[str]:
+    """All that the program started: whoever loses its parent becomes our child."""
+    if os.getpid() == 1:
+        return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+    found = [str(os.getpid())]
+    for process in found:  # grows as children are added
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for thread in os.listdir(f"/proc/{process}/task"):
+                with open(f"/proc/{process}/task/{thread}/children") as file:
+                    found += file.read().split()
+    return found[1:]
 
 
 def _cpu(process: str) -> float:
@@ -177,15 +201,13 @@ def _cpu_reaped() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _end_all(pid: int) -> None:
-    # Outside a process namespace -1 would be every process of the user.
-    with contextlib.suppress(ProcessLookupError):
-        if os.getpid() == 1:
-            os.kill(-1, signal.SIGKILL)
-        else:
-            os.killpg(pid, signal.SIGKILL)
+def _end_all() -> None:
+    """End all that the program started, and wait for it: for the time it took, too."""
     with contextlib.suppress(ChildProcessError):
-        while os.getpid() == 1:
+        while True:
+            for process in [-1] if os.getpid() == 1 else map(int, _processes()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             os.waitpid(-1, 0)
 
 

@@ -149,6 +149,7 @@ SUITES = {
             266: "1,22 likewise",
             326: "a line break within dollar signs is nothing special in a box",
             327: "likewise",
+            371: "a whole solution as the reference: it cannot be read, so unknown",
             713: "0.33 is not 1/3: the suite compares two decimals there, we six digits",
             732: "2.6667 is not 8/3, likewise",
             865: "the answer stands outside of the dollar signs that were boxed",

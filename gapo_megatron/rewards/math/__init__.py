@@ -1,0 +1,97 @@
+"""Verifier of mathematical answers: our policy around math-verify (docs/rewards.md).
+
+What is boxed last is the answer. `spelling` gives it one spelling, `plain` and `units` decide what
+needs no algebra, `comparison` lists and phrases, and `expressions` asks math-verify for the rest.
+"""
+
+from __future__ import annotations
+
+from gapo_megatron.rewards.math import expressions
+from gapo_megatron.rewards.math.boxes import boxes, closing_brace
+from gapo_megatron.rewards.math.comparison import compare, equal_lists, is_read, split
+from gapo_megatron.rewards.math.spelling import clean
+from gapo_megatron.rewards.response import final_part
+from gapo_megatron.types import Outcome, Verdict
+
+MOST_CHARACTERS = 2_000
+"""Of a box, beside ten times those of the reference; what is longer is no answer to it."""
+
+
+def verify(response: str, answer: str) -> Verdict:
+    r"""Say whether the last `\boxed` of the final part of `response` equals `answer`.
+
+    Unknown if the reference cannot be read: it could judge nobody. An answer that cannot be read,
+    or is far larger than the reference, is wrong. Pure. May raise or hang on hostile input, as
+    sympy does: `Pool` makes that unknown too.
+
+    Args:
+        response: what the model wrote; thoughts, ended by `</think>`, are no part of the answer.
+        answer: the reference, bare or between dollar signs or in a box.
+    """
+    try:
+        reference = _read_reference(answer)
+    except ValueError as error:
+        return Verdict(Outcome.UNKNOWN, str(error))
+    found = boxes(final_part(response))
+    if not found:
+        return Verdict(Outcome.WRONG, "no boxed answer in the final part")
+    last = found[-1]
+    if last is None:
+        return Verdict(Outcome.WRONG, "the last box is never closed")
+    if len(last) > MOST_CHARACTERS + 10 * len(answer):
+        return Verdict(Outcome.WRONG, f"the last box has {len(last)} characters")
+    verdict = compare(clean(last), reference)
+    # An answer of several parts may have been given in as many boxes.
+    num_parts = len(split(reference))
+    if verdict.outcome is not Outcome.CORRECT and 1 < num_parts <= len(found):
+        parts = [clean(box or "") for box in found[-num_parts:]]
+        if equal_lists(", ".join(parts), reference):
+            return Verdict(Outcome.CORRECT)
+    if verdict.outcome is Outcome.UNKNOWN:
+        return _unreadable(answer)
+    return verdict
+
+
+def check_answer(answer: str) -> None:
+    """Refuse a reference that no response could be compared with; nothing is parsed.
+
+    Raises:
+        ValueError: shows it.
+    """
+    _read_reference(answer)
+
+
+def check_reference(answer: str) -> None:
+    """Refuse a reference that is read by its letters alone, or in two ways: no data to train on.
+
+    Takes some milliseconds; may raise as `verify` does.
+
+    Raises:
+        ValueError: shows it, and the two readings.
+    """
+    reference = _read_reference(answer)
+    if not is_read(reference):
+        raise ValueError(_unreadable(answer).reason)
+    if (both := expressions.readings(reference)) and (
+        compare(*both).outcome is not Outcome.CORRECT
+    ):
+        raise ValueError(
+            f"the reference answer {answer!r} is read in two ways: {both[0]!r} or {both[1]!r}"
+        )
+
+
+def _read_reference(answer: str) -> str:
+    """The reference, cleaned; ValueError if there is none, or its braces are not closed."""
+    is_closed = closing_brace(f"{{{answer}}}", 0) == len(answer) + 2
+    found = boxes(answer) if is_closed else []
+    reference = clean(", ".join(map(str, found)) if len(found) > 1 else answer) if is_closed else ""
+    if not reference:
+        raise ValueError(_unreadable(answer).reason)
+    return reference
+
+
+def _unreadable(answer: str) -> Verdict:
+    return Verdict(Outcome.UNKNOWN, f"the reference answer {answer!r} cannot be read")
+
+
+__all__ = ["check_answer", "check_reference", "verify"]

@@ -1,0 +1,43 @@
+r"""Where the answer is: contents of `\boxed`."""
+
+from __future__ import annotations
+
+import re
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BARE = re.compile(r"[^\s$\\{}]+")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def boxes(text: str) -> list[str | None]:
+    r"""Contents of every outermost `\boxed{...}` (`\fbox`, `\boxed 5`); None if not closed."""
+    found: list[str | None] = []
+    end = 0
+    for box in _BOX.finditer(text):
+        if box.start() < end:
+            continue  # inside the one before
+        if not text.startswith("{", box.end()):
+            if bare := _BARE.match(text, box.end()):
+                found.append(bare[0])
+            continue
+        end = closing_brace(text, box.end())
+        found.append(text[box.end() + 1 : end - 1] if end else None)
+        if not end:
+            break
+    return found
+
+
+def closing_brace(text: str, start: int) -> int:
+    """Index after the brace that closes the one at `start`; 0 if there is none."""
+    depth = 0
+    for token in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return token.end()
+    return 0
+
+
+def strip_box(text: str) -> str:
+    """What is in the only box of `text`, else `text`."""
+    found = boxes(text)
+    return found[-1] if len(found) == 1 and found[-1] is not None else text

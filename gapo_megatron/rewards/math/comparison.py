@@ -1,0 +1,288 @@
+"""Whether two cleaned answers are equal: the order in which it is decided, lists, phrases."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+
+from gapo_megatron.rewards.math import expressions, plain
+from gapo_megatron.rewards.math.spelling import FUNCTIONS, TEXT, strip_braces
+from gapo_megatron.rewards.math.units import differ, split_unit
+from gapo_megatron.types import Outcome, Verdict
+
+_CORRECT = Verdict(Outcome.CORRECT)
+_MEANINGLESS_SPACE = re.compile(r"(?<!\d) | (?!\d)")  # 3 1/2 is not 31/2
+_READABLE = re.compile(r"[^\W_]|\\(?:infty|emptyset|mathbb|[a-zA-Z]{3,})")
+
+
+@functools.lru_cache(maxsize=4096)  # the rollouts of a group repeat each other's answers
+def compare(given: str, reference: str) -> Verdict:
+    """Compare two cleaned answers."""
+    wrong = Verdict(Outcome.WRONG, f"answered {given!r}, expected {reference!r}")
+    if _MEANINGLESS_SPACE.sub("", given) == _MEANINGLESS_SPACE.sub("", reference):
+        return _CORRECT
+    if not _READABLE.search(given):
+        return wrong
+    verdict = _compare_as_written(given, reference, wrong)
+    if verdict.outcome is Outcome.CORRECT:
+        return verdict
+    for simpler in _without_labels(given, reference):
+        if compare(*simpler).outcome is Outcome.CORRECT:
+            return _CORRECT
+    if verdict.outcome is Outcome.UNKNOWN and is_read(reference):
+        return wrong  # it is the answer that cannot be read
+    return verdict
+
+
+def _compare_as_written(given: str, reference: str, wrong: Verdict) -> Verdict:
+    for decide in (
+        _equal_choices,
+        plain.equal_times,
+        plain.equal_numbers,
+        plain.equal_numerals,
+        plain.equal_words,
+        plain.equal_quantities,
+        equal_lists,
+        _equal_units,
+    ):
+        if (equal := decide(given, reference)) is not None:
+            return _CORRECT if equal else wrong
+    ours, theirs = split_unit(given), split_unit(reference)
+    if (ours[1] or theirs[1]) and ours[0] and theirs[0]:
+        return compare(ours[0], theirs[0])
+    if _words(given) or _words(reference):
+        return _compare_phrases(given, reference, wrong)
+    equal = expressions.equal(given, reference)
+    if equal is None:
+        return _unreadable(reference)
+    return _CORRECT if equal else wrong
+
+
+def _equal_units(given: str, reference: str) -> bool | None:
+    return False if differ(split_unit(given)[1], split_unit(reference)[1]) else None
+
+
+def _equal_choices(given: str, reference: str) -> bool | None:
+    """A reference that has letter and value is met by either, but not by another of the two."""
+    theirs = plain.labelled(reference)
+    if theirs is None:
+        return None
+    ours = plain.labelled(given)
+    if ours is None:
+        letter = re.fullmatch(r"(?:\\text\s*\{)?\s*\(?([A-Za-z])[).]?\s*\}?", given)
+        if letter:
+            return letter[1].upper() == theirs[0]
+        outcome = compare(given, theirs[1]).outcome
+    else:
+        if ours[0] != theirs[0]:
+            return False
+        outcome = compare(ours[1], theirs[1]).outcome
+    return None if outcome is Outcome.UNKNOWN else outcome is Outcome.CORRECT
+
+
+_PREFIX = re.compile(
+    r"(?:\\text\s*\{(?P<text>[^{}]*)\}|(?P<bare>(?:[A-Z][a-z]+|answer)(?: [a-z]+)*)\s*(?=[:=]))"
+    r"\s*(?P<sign>[:=]?)\s*(?P<rest>.*\S)",
+    re.DOTALL,
+)
+_IS_PREFIX = re.compile(r"(?:\b(?:is|are|equals|have|has)|:|=)\s*$")
+_CHANGES = re.compile(r"\b(?:not|no|less|more|greater|least|most|than|fewer|under|over|minus|if)\b")
+
+
+def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
+    """The two without what only introduces the value: (B) 12, Area = 5, 17 mod 5 = 2."""
+    simpler = []
+    is_letter = re.fullmatch(r"(?:\\text\s*\{)?\s*\(?[A-Za-z]\)?\s*\}?", reference)
+    if (choice := plain.labelled(given)) and not plain.labelled(reference) and not is_letter:
+        simpler.append((choice[1], reference))
+    for mine, other in ((given, reference), (reference, given)):
+        match = _PREFIX.fullmatch(mine)
+        if match is None or _PREFIX.fullmatch(other):
+            continue
+        words = match["text"] or match["bare"] or ""
+        introduces = match["sign"] or _IS_PREFIX.search(words) or not words.strip()
+        if introduces and not _CHANGES.search(words) and "=" not in other:
+            rest = match["rest"]
+            simpler.append((rest, other) if mine is given else (other, rest))
+    if given.startswith(("=", "\\approx")) and not reference.startswith("\\approx"):
+        simpler.append((given.removeprefix("=").removeprefix("\\approx").strip(), reference))
+    if "=" in given and "=" not in reference and len(split(given)) == 1:
+        last = given.rpartition("=")[2].strip()
+        first = given.partition("=")[0]
+        if last and not re.search(r"[<>]|\\(?:le|ge|ne|in)(?![a-zA-Z])|!$", first):
+            simpler.append((last, reference))
+    stripped = [(strip_braces(g), strip_braces(r)) for g, r in simpler]
+    return [(g, r) for g, r in stripped if g and r and (g, r) != (given, reference)]
+
+
+_SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*(?:\{[^{}]*\})?[^{}]*\}|\\text\s*\{[^{}]*\})")
+_WORD = re.compile(
+    rf"(?<![a-zA-Z\\])(?!(?:{FUNCTIONS}|sqrt|pi|inf|infinity)(?![a-zA-Z]))[a-zA-Z]{{4,}}"
+)
+
+
+_AND_OR = re.compile(r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}", re.IGNORECASE)
+
+
+def _words(text: str) -> bool:
+    """Whether there is more to it than mathematics."""
+    text = _AND_OR.sub(" ", _SUBSCRIPT.sub("", text))
+    without = TEXT.sub("", text)
+    return without != text or bool(
+        any(
+            _is_word(match[0])
+            for match in _WORD.finditer(re.sub(r"\\[a-zA-Z]+\s*(?:\{[^{}\\]*\})?", "", without))
+        )
+    )
+
+
+def _is_word(letters: str) -> bool:
+    """Four letters or more that are read aloud: a product of variables has few vowels."""
+    return bool(re.search(r"[aeiou]", letters)) and letters[1:].islower() and len(set(letters)) > 2
+
+
+_PHRASE = re.compile(r"\\text\s*\{([^{}]*)\}|(?<![a-zA-Z\\])([a-zA-Z]{4,})|\b(and|or|if|for|is)\b")
+
+
+def _phrase(text: str) -> tuple[tuple[str, ...], list[str]]:
+    """Words, and the mathematics between them."""
+    words, parts, end = [], [], 0
+    for match in _PHRASE.finditer(text):
+        parts.append(text[end : match.start()])
+        end = match.end()
+        words.append((match[1] or match[2] or match[3] or "").casefold().strip(" ,.;:"))
+        if words[-1]:
+            digits = re.findall(r"\d+", words[-1])
+            parts[-1] += " ".join(digits)
+    parts.append(text[end:])
+    merged: list[str] = [w for word in words for w in re.findall(r"[^\W\d]+", word)]
+    return tuple(merged), [part.strip(" ,;:.") for part in parts if part.strip(" ,;:.")]
+
+
+def _compare_phrases(given: str, reference: str, wrong: Verdict) -> Verdict:
+    """Words must be the same; what stands between them is compared part by part."""
+    our_words, ours = _phrase(given)
+    their_words, theirs = _phrase(reference)
+    if our_words == their_words and len(ours) == len(theirs):
+        outcomes = [compare(*pair).outcome for pair in zip(ours, theirs, strict=True)]
+        if all(outcome is Outcome.CORRECT for outcome in outcomes):
+            return _CORRECT
+        if Outcome.WRONG in outcomes:
+            return wrong
+    return _unreadable(reference)
+
+
+def is_read(reference: str) -> bool:
+    """Whether one of the readers takes it: what is not equal to it then is wrong."""
+    parts = split(reference)
+    if len(parts) > 1:
+        return all(part == "\\ldots" or is_read(part) for part in parts)
+    if any(read(reference) for read in (plain.number, plain.numeral, plain.quantities)):
+        return True
+    if TEXT.fullmatch(reference) or plain.is_worded(reference):
+        return True
+    if choice := plain.labelled(reference):
+        return is_read(choice[1])
+    value, unit = split_unit(reference)
+    if unit:
+        return is_read(value)
+    return not _words(reference) and expressions.is_readable(reference)
+
+
+def _unreadable(reference: str) -> Verdict:
+    return Verdict(Outcome.UNKNOWN, f"the reference answer {reference!r} cannot be read")
+
+
+_SEPARATOR = re.compile(
+    r"""(?P<open>[(\[{]|\\\{|\\begin(?![a-zA-Z])|\\langle(?![a-zA-Z]))
+    |(?P<close>[)\]}]|\\\}|\\end(?![a-zA-Z])|\\rangle(?![a-zA-Z]))
+    |(?P<comma>[,;]\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|(?:and|or)(?![a-zA-Z]))?
+       |\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z]))
+    |\\.""",
+    re.VERBOSE | re.DOTALL | re.IGNORECASE,
+)
+
+
+def split(text: str, *, is_list: bool = False) -> list[str]:
+    """Parts of a list, with or without the braces of a set; tuples and intervals are one part.
+
+    A comma before three digits belongs to a number, but where `is_list`, or in braces without
+    another comma that does not.
+    """
+    inside = re.fullmatch(r"\\\{(.*)\\\}", text, re.DOTALL)
+    if inside and "\\}" not in inside[1]:
+        text = inside[1]
+        is_list = is_list or ", " not in text  # else 1,000, 2,000
+    if not is_list and plain.number(text):
+        return [text]
+    parts, depth, start = [], 0, 0
+    for token in _SEPARATOR.finditer(text):
+        depth += bool(token["open"]) - bool(token["close"])
+        in_number = _IN_NUMBER.match(text, max(0, token.start() - 1))
+        if token["comma"] and depth == 0 and (is_list or not in_number):
+            parts.append(text[start : token.start()])
+            start = token.end()
+    parts = [part.lstrip(" ,;").rstrip(" .,;") for part in (*parts, text[start:])]
+    return [value for part in parts if part for value in _both_signs(part)]
+
+
+_IN_NUMBER = re.compile(r"\d,\d{3}(?!\d)")
+
+
+def _both_signs(text: str) -> list[str]:
+    if "\\pm" not in text:
+        return [text]
+    upper = text.replace("\\pm", "+").replace("\\mp", "-")
+    return [upper, text.replace("\\pm", "-").replace("\\mp", "+")]
+
+
+_LABEL = re.compile(r"\s*([A-Za-z\\][\w\\{}'() ]*?)\s*=")
+
+
+def _labels(parts: Sequence[str]) -> list[str]:
+    """What stands before the equals signs, if every part has one and all are different."""
+    labels = [match[1] for part in parts if (match := _LABEL.match(part))]
+    return labels if len(set(labels)) == len(parts) else []
+
+
+_ALTERNATIVE = re.compile(r"\bor\b", re.IGNORECASE)
+
+
+def equal_lists(given: str, reference: str) -> bool | None:
+    """In any order, unless the reference alone says what is what: x = 1, y = 2 is not 2, 1."""
+    ours, theirs = split(given), split(reference)
+    if len(theirs) > len(ours):
+        ours = split(given, is_list=True)  # 100,200 where two numbers are expected
+    endless = ["\\ldots" in parts for parts in (ours, theirs)]
+    if endless[0] is not endless[1]:
+        return False
+    if len(ours) == 1 and len(theirs) > 1 and _ALTERNATIVE.search(reference):
+        one, *others = theirs  # 3/2 or 1.5: one value in two spellings
+        if all(compare(other, one).outcome is Outcome.CORRECT for other in others):
+            return compare(given, one).outcome is Outcome.CORRECT
+    if len(theirs) < 2 or len(ours) != len(theirs):
+        return None
+    if _labels(theirs) and not _labels(ours):
+        outcomes = [compare(*pair).outcome for pair in zip(ours, theirs, strict=True)]
+    else:
+        outcomes = [_take_equal(ours, part) for part in theirs]
+    if Outcome.WRONG in outcomes:
+        return False
+    return True if set(outcomes) == {Outcome.CORRECT} else None
+
+
+def _take_equal(others: list[str], part: str) -> Outcome:
+    """Remove the first of `others` that equals `part`; if there is none, whether that is sure."""
+    outcome = Outcome.WRONG
+    for index, other in enumerate(others):
+        found = compare(other, part).outcome
+        if found is Outcome.CORRECT:
+            del others[index]
+            return found
+        if found is Outcome.UNKNOWN:
+            outcome = found
+    return outcome
+
+
+__all__ = ["compare", "equal_lists", "is_read", "split"]

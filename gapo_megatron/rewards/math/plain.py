@@ -1,0 +1,325 @@
+"""What needs no algebra: numbers with units, numerals of a base, times of day, words, choices."""
+
+from __future__ import annotations
+
+import functools
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from gapo_megatron.rewards.math.spelling import TEXT
+from gapo_megatron.rewards.math.units import Unit, read_unit, split_unit
+
+
+class Number(NamedTuple):
+    """A plain number."""
+
+    value: Fraction
+    is_decimal: bool
+    """Written with a point: it may be rounded."""
+    is_percent: bool
+    magnitude: int
+    """1,000 where the unit begins with thousand; else 1."""
+    bound: str
+    """Words that make a bound of it, `or less`: unlike a unit they are part of the value."""
+    unit: str
+
+
+_MAGNITUDES = {
+    **{"dozen": 12, "hundred": 10**2, "thousand": 10**3},
+    **{"million": 10**6, "billion": 10**9, "trillion": 10**12},
+}
+_BOUND = re.compile(r"\b(?:less|fewer|more|greater|least|most|than|or|not|under|over)\b")
+_NO_UNIT = re.compile(
+    r"[\d=<>^+:]|\b(?:squared|cubed|factorial|mod|modulo|base|halve|half|third|fourth|fifth|tenth"
+    r"|hundredth|thousandth|root|choose|times|plus|minus|and|pi|by)s?\b|\bhalves\b",
+    re.IGNORECASE,
+)
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?:[ ]\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+_NUMBER = re.compile(
+    rf"""(?P<currency>(?:\\?\$|[€£¥])\s*)?(?P<sign>[-+]?)\s*(?P<currency1>(?:\\?\$|[€£¥])\s*)?(?:
+        (?P<decimal>{_DIGITS})(?:\\overline\{{\s*(?P<repeated>\d+)\s*\}})?
+            (?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?P<power>-?\d+|\{{\s*-?\d+\s*\}})
+               |[eE](?P<exponent>[-+]?\d+))?
+        |(?P<whole>\d+)?\s*(?:
+            \\frac\s*(?:\{{\s*(?P<minus>-?)(?P<top>\d+)\s*\}}|(?P<top1>\d))
+                  \s*(?:\{{\s*(?P<bottom>\d+)\s*\}}|(?P<bottom1>\d))
+            |(?<!\d)(?P<top2>\d+)\s*/\s*(?P<bottom2>\d+)))
+    \s*(?P<percent>%)?
+    (?:\s*\\text\s*\{{\s*(?P<unit>[^{{}}]*)\}}(?P<unit_power>\s*\^(?:\{{\s*\d\s*\}}|\d))?)?
+    """,
+    re.VERBOSE,
+)
+_MOST_DIGITS = 400  # of an exponent's power of ten; longer numbers are left to sympy
+
+
+@functools.lru_cache(maxsize=4096)
+def number(text: str) -> Number | None:
+    """A plain number: integer, decimal, fraction, mixed, power of ten; with a unit or percent."""
+    if len(text) > _MOST_DIGITS:
+        return None
+    match = _NUMBER.fullmatch(text)
+    unit = ""
+    if match is None or (match["unit"] and _NO_UNIT.search(match["unit"])):
+        value_text, unit = split_unit(text)
+        match = _NUMBER.fullmatch(value_text)
+        if match is None or (match["unit"] and unit):
+            return None
+    part = match.groupdict()
+    if part["unit"]:
+        if _NO_UNIT.search(part["unit"]):
+            return None
+        unit = part["unit"].strip() + (part["unit_power"] or "").replace("{", "").replace("}", "")
+    percent = bool(part["percent"]) or unit == "percent"
+    if part["decimal"]:
+        power = int((part["power"] or part["exponent"] or "0").strip("{ }"))
+        if abs(power) > _MOST_DIGITS:
+            return None
+        digits = re.sub(r"[, ]", "", part["decimal"])
+        value = Fraction(digits)
+        if repeated := part["repeated"]:
+            places = len(digits.partition(".")[2])
+            value += Fraction(int(repeated), 10**places * (10 ** len(repeated) - 1))
+        value *= Fraction(10) ** power
+    else:
+        bottom = int(part["bottom"] or part["bottom1"] or part["bottom2"])
+        top = int(part["top"] or part["top1"] or part["top2"])
+        if bottom == 0 or (part["minus"] and part["whole"]):
+            return None
+        value = int(part["whole"] or 0) + Fraction(top, bottom) * (-1 if part["minus"] else 1)
+    is_decimal = "." in (part["decimal"] or "") and not part["repeated"]
+    if part["sign"] == "-":
+        value = -value
+    first, _, others = unit.partition(" ")
+    magnitude = _MAGNITUDES.get(first.lower(), 1)
+    bound = " ".join(_BOUND.findall(unit))
+    if magnitude > 1:
+        unit = others
+    unit = unit or (part["currency"] or part["currency1"] or "").replace("\\", "").strip()
+    return Number(value, is_decimal, percent, magnitude, bound, unit)
+
+
+def equal_numbers(given: str, reference: str) -> bool | None:
+    """Exact; to six digits where one of the two is a decimal. 50% is 50 and is 0.5."""
+    one, other = number(given), number(reference)
+    if one is None or other is None:
+        return None
+    if one.bound != other.bound:
+        return False
+    units = read_unit(one.unit), read_unit(other.unit)
+    scale = Fraction(1)
+    if units[0] and units[1]:
+        if units[0].dimensions != units[1].dimensions:
+            return False
+        scale = units[0].size / units[1].size
+    values = {one.value * one.magnitude * scale / other.magnitude}
+    if 1 in (one.magnitude, other.magnitude) and scale == 1:
+        values.add(one.value)  # as a unit it may be left out
+    if one.is_percent is not other.is_percent:
+        values.add(one.value / 100 if one.is_percent else one.value * 100)
+    if not (one.is_decimal or other.is_decimal):
+        return other.value in values
+    return any(_close(value, other.value) for value in values)
+
+
+def _close(given: Fraction, reference: Fraction) -> bool:
+    """Relative below one, absolute above: 1e-20 is not 2e-20, 1000000.5 is not 1000000."""
+    return abs(given - reference) <= min(Fraction(1), abs(reference)) / 10**6
+
+
+_QUANTITY = re.compile(
+    r"(?P<number>-?\d[\d,.]*(?:\s*\\frac\{\d+\}\{\d+\}|\s\d+/\d+)?|\\frac\{\d+\}\{\d+\})\s*"
+    r"(?P<unit>[a-zA-Z][a-zA-Z .-]*?)\s*(?P<join>,?\s*\band\b|[,;+])?\s*(?=$|[-\d\\])"
+)
+
+
+def quantities(text: str) -> list[tuple[Fraction, str]] | None:
+    """Numbers with words behind each, at least two: 6 feet 3 inches, 2 boys and 4 girls."""
+    if not re.search(r"[a-zA-Z]{2}|\\text", text):
+        return None
+    bare = TEXT.sub(r" \1 ", text)
+    bare = re.sub(r"\s+", " ", bare).strip()
+    found, end = [], 0
+    for match in _QUANTITY.finditer(bare):
+        if match.start() != end or re.search(r"\b(?:or|than|not)\b", match["unit"]):
+            return None
+        end = match.end()
+        value = number(match["number"].strip(" ,."))
+        if value is None:
+            return None
+        unit = re.sub(r"(?:,? and|[ .])+$", "", match["unit"])
+        found.append((value.value, unit))
+    return found if len(found) > 1 and end == len(bare) and all(u for _, u in found) else None
+
+
+def total(parts: list[tuple[Fraction, str]]) -> tuple[Fraction, Unit] | None:
+    """Their sum, where all measure the same in different sizes."""
+    units = [read_unit(unit) for _, unit in parts]
+    known = [unit for unit in units if unit]
+    if len(known) < len(units) or len({unit.dimensions for unit in known}) > 1:
+        return None
+    if len({unit.size for unit in known}) < len(known):
+        return None  # twice the same: two answers
+    return sum(
+        (value * unit.size for (value, _), unit in zip(parts, known, strict=True)), Fraction(0)
+    ), known[0]
+
+
+def equal_quantities(given: str, reference: str) -> bool | None:
+    """Number by number and word by word; of what adds up, the sum."""
+    theirs, ours = quantities(reference), quantities(given)
+    if theirs is None and ours is None:
+        return None
+    sums = []
+    for text, parts in ((given, ours), (reference, theirs)):
+        one = number(text)
+        if parts is None and one and (unit := read_unit(one.unit)):
+            sums.append((one.value * one.magnitude * unit.size, unit))
+        elif parts is not None and (added := total(parts)):
+            sums.append(added)
+    if len(sums) == 2:
+        return sums[0][0] == sums[1][0] and sums[0][1].dimensions == sums[1][1].dimensions
+    if theirs is None or ours is None:
+        named, bare = (ours, reference) if theirs is None else (theirs, given)
+        numbers = [number(part) for part in _JOIN.split(bare)]
+        if named is None or not all(numbers):
+            return None
+        values = [one.value for one in numbers if one]  # without words: in that order
+        return values == [value for value, _ in named]
+    if len(theirs) != len(ours):
+        return False
+    return sorted((v, _stem(u)) for v, u in theirs) == sorted((v, _stem(u)) for v, u in ours)
+
+
+_JOIN = re.compile(r"\s*[,;]\s+|\s*\\text\s*\{\s*and\s*\}\s*|\s+and\s+")
+
+
+def _stem(words: str) -> str:
+    return " ".join(word.removesuffix("s") for word in words.casefold().split())
+
+
+_NUMERAL = re.compile(
+    r"(?:\\text\{)?\(?(?P<digits>-?[0-9A-Z]*[0-9][0-9A-Z]*)[)}]*"
+    r"_\s*(?:(?P<base>\d+)|\{?\s*(?:\\text\{)?\s*\(?(?P<base1>-?\d+|\w+)\)?\s*\}?\s*\}?)"
+)
+_BASE_IN_WORDS = re.compile(r"\s*(?:\\text\s*\{)?[\s(]*(?:in )?base[\s-]*\}?\s*(\w+)[\s)}]*$")
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
+          "ten": 10, "twelve": 12, "sixteen": 16}  # fmt: skip
+
+
+def numeral(text: str) -> tuple[str, int | None] | None:
+    """Digits and base of 1011_2; no base where none is written."""
+    text = _BASE_IN_WORDS.sub(r"_{\1}", text) if "base" in text else text
+    text = text.replace(" ", "")
+    if re.fullmatch(r"-?[0-9A-Z]*[0-9][0-9A-Z]*", text):
+        return text, None
+    match = _NUMERAL.fullmatch(text)
+    if match is None:
+        return None
+    name = match["base"] or match["base1"]
+    base = _BASES.get(name, 0) if name.isalpha() else int(re.sub(r"[^-\d]", "", name) or 0)
+    fits = all(int(digit, 36) < abs(base) for digit in match["digits"].lstrip("-"))
+    return (match["digits"], base) if fits else None
+
+
+def equal_numerals(given: str, reference: str) -> bool | None:
+    """Digit by digit; a base may be left out, but must not be another."""
+    one, other = numeral(given), numeral(reference)
+    if one is None or other is None or one[1] == other[1] is None:
+        return None
+    return one[0] == other[0] and (one[1] == other[1] or None in (one[1], other[1]))
+
+
+_TIME = re.compile(
+    r"0?(\d{1,2}) ?(?:: ?(\d\d))?\s*(?:([ap])\.?\s*m\.?|(noon|midnight)|o'?clock)?\.?",
+    re.IGNORECASE,
+)
+
+
+def _time(text: str) -> tuple[int, int, str] | None:
+    """Hour of twelve, minute, half of the day where it is known."""
+    match = _TIME.fullmatch(TEXT.sub(r" \1 ", text).strip())
+    if match is None or not (match[2] or match[3] or match[4]):
+        return None
+    hour, minute = int(match[1]), int(match[2] or 0)
+    half = match[3].lower() if match[3] else {"noon": "p", "midnight": "a"}.get(match[4] or "", "")
+    if hour > 24 or minute > 59:
+        return None
+    if hour > 12 or (hour == 0 and match[2]):
+        half = half or ("p" if 12 < hour < 24 else "a")
+    return hour % 12, minute, half
+
+
+def equal_times(given: str, reference: str) -> bool | None:
+    """Times of day, with or without a.m. and p.m.; bare 1:20 may be a ratio."""
+    ours, theirs = _time(given), _time(reference)
+    is_time = theirs and (theirs[2] or re.search(r":\s?0\d", reference))
+    if not is_time or theirs is None:
+        return None
+    if ours is None:
+        return None if ":" not in reference else False
+    return ours[:2] == theirs[:2] and (ours[2] == theirs[2] or "" in (ours[2], theirs[2]))
+
+
+_LETTER = re.compile(r"[A-Za-z]")
+_CHOICE = re.compile(r"\(?([A-Z])(?:\)|[.:](?!\S)|$).*")
+_LABELLED = re.compile(
+    r"(?:\\text\s*\{\s*\(?([A-Za-z])\s*[).:]+\s*\}\s*:?"
+    r"|\\text\s*\{\s*([A-Z])\s*\}\s*[.:)]"
+    r"|\(([A-H])\)(?=[\s\\\d.-])"
+    r"|([A-H])[.:)](?=\s))\s*:?\s*(?P<rest>.*\S)"
+)
+
+
+def labelled(text: str) -> tuple[str, str] | None:
+    r"""Letter and value of a choice: \text{(B)} 12."""
+    inside = re.fullmatch(r"\\text\s*\{([^{}]*)\}", text)
+    match = _LABELLED.fullmatch(inside[1].strip() if inside else text)
+    if match is None:
+        return None
+    letter = next(group for group in match.groups() if group)
+    return letter.upper(), match["rest"]
+
+
+_ALL_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
+
+
+def is_worded(text: str) -> bool:
+    """Whether it is words, or a time of day."""
+    bare = TEXT.sub(r" \1 ", text).strip()
+    return bool(_ALL_WORDS.fullmatch(bare) or _time(text))
+
+
+def equal_words(given: str, reference: str) -> bool | None:
+    """Words without regard to case; the letter of a choice."""
+    one, other = (TEXT.sub(r" \1 ", text).strip() for text in (given, reference))
+    if re.fullmatch(r"\(?[A-Z]\)?", other):
+        if choice := _CHOICE.fullmatch(one):
+            return choice[1] == other.strip("()")
+        if other != reference.strip():  # in text: no variable
+            return False if one.casefold() != other.strip("()").casefold() else None
+    if _LETTER.fullmatch(one) and _LETTER.fullmatch(other):
+        return one == other if other.islower() or other > "E" else one.upper() == other
+    if not _ALL_WORDS.fullmatch(other):
+        return None
+    if re.sub(r"[\s-]+", " ", one).casefold() == re.sub(r"[\s-]+", " ", other).casefold():
+        return True
+    # Short and bare it may be a product: ab is ba.
+    return False if "\\" in reference or len(other) > 4 else None
+
+
+__all__ = [
+    "Number",
+    "equal_numbers",
+    "equal_numerals",
+    "equal_quantities",
+    "equal_times",
+    "equal_words",
+    "is_worded",
+    "labelled",
+    "number",
+    "numeral",
+    "quantities",
+    "total",
+]

@@ -1,0 +1,259 @@
+"""One spelling for what LaTeX, Unicode and plain text write in several."""
+
+from __future__ import annotations
+
+import re
+
+from gapo_megatron.rewards.math.boxes import closing_brace, strip_box
+
+_UNICODE = str.maketrans(
+    {
+        **{"\u2212": "-", "\u2013": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot ", "÷": "/"},
+        **{"π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm "},
+        **{"\u222a": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "…": "\\ldots "},
+        **{"²": "^2", "³": "^3", "½": "\\frac{1}{2}", "√": "\\sqrt ", "\u2032": "'", "\u2019": "'"},
+        # Full-width forms, as Chinese has them.
+        **{
+            "\uff0c": ",",
+            "\uff1b": ";",
+            "\uff08": "(",
+            "\uff09": ")",
+            "\uff1a": ":",
+            "\uff05": "%",
+        },
+    }
+)
+# A backslash behind another ends a row of a matrix.
+_SPACE = re.compile(r"(?<!\\)\\[,;: >]|\\(?:q?quad|thinspace|enspace)(?![a-zA-Z])|~|\s")
+_NO_MEANING = re.compile(
+    r"\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])"
+    r"|(?<!\\)(?:\\[()\[\]]|\$)|\\[hv]space\s*\{[^{}]*\}|\\label\s*\{[^{}]*\}"
+)
+_SYNONYMS = {
+    "le": "leq|leqslant", "ge": "geq|geqslant", "ne": "neq",
+    "emptyset": "varnothing", "ldots": "dots|cdots|dotsc|dotsb|dotsm",
+    "log_{10}": "lg", "tan": "tg", "cot": "ctg|cotg", "arctan": "arctg|atan", "arcsin": "asin",
+    "arccos": "acos", "frac": "[dtc]frac", "binom": "[dt]binom", "cdot": "cdotp",
+    "text{ or }": "lor|vee", "text{ and }": "land|wedge", "in": "isin",
+    "{": "lbrace", "}": "rbrace", "cup": "bigcup", "cap": "bigcap", "setminus": "backslash",
+    "infty": "infin", "mathbb{R}": "R|Reals|reals",
+}  # fmt: skip
+_SYNONYM = re.compile("|".join(f"(\\\\(?:{names})(?![a-zA-Z]))" for names in _SYNONYMS.values()))
+_SYNONYM_OF = [f"\\{name}" for name in _SYNONYMS]
+_PLAIN_SIGNS = {"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne ", "**": "^", "\\|": "|", "\\%": "%"}
+_PLAIN_SIGN = re.compile("|".join(map(re.escape, _PLAIN_SIGNS)))
+_BAR = re.compile(r"\\(?:[lr]?vert|mid)(?![a-zA-Z])")
+
+FUNCTIONS = (
+    "arcsinh|arccosh|arctanh|arcsin|arccos|arctan|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc"
+    "|log|ln|exp|gcd|lcm|max|min|det"
+)
+_WRAPPERS = (
+    "text|textbf|textit|textrm|textnormal|textsf|textsc|mbox|hbox|mathrm|mathbf|mathit|mathsf"
+)
+_IN_FONT = re.compile(
+    r"\\(?:mathbf|mathit|mathsf|mathnormal|boldsymbol|bm|textbf|textit|pmb|operatorname\*?)"
+    r"\s*\{([^{}]*)\}"
+)
+TEXT = re.compile(rf"\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}")
+_NAMED_FUNCTION = re.compile(rf"\\(?:{_WRAPPERS}|operatorname\*?)\s*\{{\s*({FUNCTIONS})\s*\}}")
+_CONSTANT = re.compile(
+    rf"\\(?:{_WRAPPERS}|operatorname)\s*\{{\s*([ei])\s*\}}|\\(?:math)?rm\s+([ei])(?![a-zA-Z])"
+)
+_MATHEMATICS = re.compile(r"[-+\d\s.,/:()]*\d[-+\d\s.,/:()^{}]*")
+
+_WORD_NUMBER = re.compile(r"(?<=\d) ?((?:hundred|thousand|[mb]illion|trillion)(?![a-zA-Z]))")
+_ORDINAL = re.compile(
+    r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\s*\{\s*(?:st|nd|rd|th)\s*\}|(?<=\d)(?:st|nd|rd|th)\b)\s*\}?"
+)
+_ELLIPSIS = re.compile(r"\.\s?\.\s?\.+")
+_CUT_DECIMAL = re.compile(r"(-?\d*\.\d{3,})\s*\\ldots\s*")
+_ALL_REAL = re.compile(r"(?:\\text\s*\{)?\s*all real(?:s| numbers)\s*\}?", re.IGNORECASE)
+
+
+def clean(text: str) -> str:
+    """The text in one spelling, without what has no meaning."""
+    text = strip_box(text) if "boxed" in text or "fbox" in text else text
+    text = text.translate(_UNICODE) if not text.isascii() else text
+    text = re.sub(r"(?<!\\)\\!\s*", "", text)
+    text = re.sub(r"(?<=\d)\{,\}(?=\d{3}(?!\d))", ",", text)
+    text = re.sub(r"\{,\}\s*", ",", text)
+    text = strip_braces(_NO_MEANING.sub("", _SPACE.sub(" ", text)))
+    if "\\" in text:
+        text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1] + " ", text)
+        text = _BAR.sub("|", text)
+        text = _CONSTANT.sub(lambda name: name[1] or name[2], text)
+        text = _NAMED_FUNCTION.sub(r"\\\1 ", text)
+        text = _IN_FONT.sub(_without_font, text)
+        text = TEXT.sub(_without_text, text)
+        text = re.sub(r"\\\{\s*\\\}", r"\\emptyset ", text)
+    text = _PLAIN_SIGN.sub(lambda sign: _PLAIN_SIGNS[sign[0]], text)
+    text = _ELLIPSIS.sub(r"\\ldots ", text)
+    if cut := _CUT_DECIMAL.fullmatch(text.strip()):
+        text = cut[1]
+    text = _clean_degrees(text.rstrip(" .,;"))
+    text = _ORDINAL.sub("", text)
+    text = _WORD_NUMBER.sub(r"\\text{ \1}", text)
+    if _ALL_REAL.fullmatch(text.strip()):
+        text = "\\mathbb{R}"
+    if any(name in text for name in ("\\frac", "\\sqrt", "\\binom", "^\\", "^ \\")):
+        text = brace(text)
+    text = re.sub(r"\{(\d{1,3}(?:,\d{3})+)\}", lambda number: number[0].replace(",", ""), text)
+    return re.sub(r"\s+", " ", text).lstrip(" ,;").rstrip(" .,;")
+
+
+def strip_braces(text: str) -> str:
+    """What stands in braces around all of it."""
+    text = text.strip()
+    while text.startswith("{") and closing_brace(text, 0) == len(text):
+        text = text[1:-1].strip()
+    return text
+
+
+def _without_font(match: re.Match[str]) -> str:
+    """Single letters and mathematics look no different; words are text."""
+    inside = match[1]
+    if len(inside.strip()) == 1 or not re.search(r"[a-zA-Z]{2}", inside):
+        is_label = re.fullmatch(r"\s*\(?[A-Za-z][).:]+\s*", inside)
+        return f"\\text{{{inside}}}" if is_label else inside
+    return f"\\text{{{inside}}}"
+
+
+_LETTERS = re.compile(r"\s*\(?[A-Z]\)?(?:\s*,\s*\(?[A-Z]\)?)+\s*")
+
+
+def _without_text(match: re.Match[str]) -> str:
+    """Numbers and empty text are no words; everything else is, in one kind of text."""
+    inside = match[1]
+    if not inside.strip() or _MATHEMATICS.fullmatch(inside):
+        return f" {inside} "
+    if _LETTERS.fullmatch(inside):
+        return inside
+    if "_" in inside and not re.search(r"[a-zA-Z]{3}|\s", inside):
+        return inside
+    return f"\\text{{{inside}}}"
+
+
+_DEGREES = re.compile(
+    r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|[°\u00ba]"
+)
+_TEMPERATURE = re.compile(r"\0\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))")
+_DEGREES_TEXT = re.compile(r"(?<=\d)\s*\\text\s*\{\s*degrees?\s*\}")
+_TRIGONOMETRIC = re.compile(r"\\?(?<![a-zA-Z])(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_ARGUMENT_END = re.compile(r"[-+=<>,;)\]}|]|\\(?:cdot|times|le|ge|ne|text|sin|cos|tan|cot|sec|csc)")
+
+
+def _clean_degrees(text: str) -> str:
+    """Angles in functions in radians; elsewhere a degree is a unit that may be left out."""
+    if not (_DEGREES.search(text) or _DEGREES_TEXT.search(text)):
+        return text
+    text = _TEMPERATURE.sub(r"\\text{ °\1\2}", _DEGREES.sub("\0", text))
+    if _TRIGONOMETRIC.search(text):
+        text = _DEGREES_TEXT.sub("\0", text)
+        parts, end = [], 0
+        for function in _TRIGONOMETRIC.finditer(text):
+            if function.start() < end:
+                continue
+            start = _skip_exponent(text, function.end())
+            stop = _argument_end(text, start)
+            argument = text[start:stop].strip()
+            if "\0" in argument:
+                radians = argument.replace("\0", "\\cdot \\frac{\\pi}{180}")
+                parts += [text[end:start], f"({radians})"]
+                end = stop
+        text = "".join((*parts, text[end:]))
+    return text.replace("\0", " ")
+
+
+def _skip_exponent(text: str, start: int) -> int:
+    r"""Index behind the ^2 of \sin^2 x."""
+    match = re.compile(r"\s*\^\s*(?:\{[^{}]*\}|-?\w)\s*").match(text, start)
+    return match.end() if match else start
+
+
+def _argument_end(text: str, start: int) -> int:
+    match = re.compile(r"\s*([({])").match(text, start)
+    if match:
+        depth = 0
+        for index in range(match.start(1), len(text)):
+            depth += (text[index] in "({") - (text[index] in ")}")
+            if depth == 0:
+                return index + 1
+        return len(text)
+    start = re.compile(r"\s*-?").match(text, start).end()  # type: ignore[union-attr]
+    while (found := _ARGUMENT_END.search(text, start)) and text[found.start() - 1] in "{(":
+        start = found.end()
+    return found.start() if found else len(text)
+
+
+_TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\s+|.", re.DOTALL)
+_ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1}
+
+
+def brace(text: str) -> str:
+    r"""Write braces around arguments as TeX reads them: `2^\frac13` is `2^{\frac{1}{3}}`."""
+    tokens = [match[0] for match in _TOKEN.finditer(text)]
+    return "".join(_Braces(tokens).rest())
+
+
+class _Braces:
+    def __init__(self, tokens: list[str]) -> None:
+        self.tokens = tokens
+        self.place = 0
+
+    def rest(self) -> list[str]:
+        parts = []
+        while self.place < len(self.tokens):
+            parts.append(self.next(is_argument=False))
+        return parts
+
+    def next(self, *, is_argument: bool) -> str:
+        """The next token, with what belongs to it."""
+        token = self.tokens[self.place]
+        self.place += 1
+        if token in _ARGUMENTS:
+            index = self._index() if token == "\\sqrt" else ""
+            arguments = [self._argument() for _ in range(_ARGUMENTS[token])]
+            return token + index + "".join(arguments)
+        if token == "{" and is_argument:
+            return self._group()
+        if token == "^" and self._peek().startswith("\\") and self._peek() not in ("\\{", "\\}"):
+            return "^" + self._argument()
+        return token
+
+    def _peek(self) -> str:
+        while self.place < len(self.tokens) and self.tokens[self.place].isspace():
+            self.place += 1
+        return self.tokens[self.place] if self.place < len(self.tokens) else ""
+
+    def _argument(self) -> str:
+        if self._peek() in ("", "}", ")", "(", "]"):
+            return ""
+        inside = self.next(is_argument=True)
+        return inside if inside.startswith("{") else f"{{{inside}}}"
+
+    def _group(self) -> str:
+        parts = ["{"]
+        while self.place < len(self.tokens):
+            if self.tokens[self.place] == "}":
+                self.place += 1
+                parts.append("}")
+                break
+            # A group within is not an argument, yet its own arguments need braces.
+            is_group = self.tokens[self.place] == "{"
+            parts.append(self.next(is_argument=is_group))
+        return "".join(parts)
+
+    def _index(self) -> str:
+        if self._peek() != "[":
+            return ""
+        parts = []
+        while self.place < len(self.tokens):
+            parts.append(self.tokens[self.place])
+            self.place += 1
+            if parts[-1] == "]":
+                break
+        return "".join(parts)
+
+
+__all__ = ["FUNCTIONS", "TEXT", "brace", "clean", "strip_braces"]

@@ -1,0 +1,38 @@
+"""Respelled answers stay correct, and near misses wrong: many seeded pairs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from gapo_megatron.config import RewardConfig
+from gapo_megatron.rewards import math, start_pool
+from gapo_megatron.types import Outcome, Verdict
+from tests.math_respellings import KINDS, Pair, pairs
+
+
+def test_every_kind_of_pair_is_judged_as_it_was_made():
+    made = list(pairs(4 * len(KINDS), seed=0))
+    verdicts = [math.verify(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made]
+    assert _misjudged(made, verdicts) == {}
+
+
+@pytest.mark.system
+def test_thousands_of_pairs_are_judged_as_they_were_made():
+    made = list(pairs(2_400, seed=1))
+    with start_pool(RewardConfig(kind="math", timeout_s=60), num_workers=2) as pool:
+        verdicts = pool.judge([(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made])
+    assert len(made) >= 2_000
+    assert _misjudged(made, verdicts) == {}
+    print(Counter((one.is_equal, v.outcome.value) for one, v in zip(made, verdicts, strict=True)))
+
+
+def _misjudged(made: Iterable[Pair], verdicts: Iterable[Verdict]) -> dict[Pair, str]:
+    """Wrong verdicts, and unknown ones: of these references every answer can be judged."""
+    return {
+        pair: verdict.outcome.value
+        for pair, verdict in zip(made, verdicts, strict=True)
+        if verdict.outcome is not (Outcome.CORRECT if pair.is_equal else Outcome.WRONG)
+    }

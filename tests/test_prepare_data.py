@@ -153,6 +153,28 @@ def test_a_prompt_of_megabytes_is_dropped_untokenised(run, tmp_path):
     assert dropped["tokens"] > 10**5  # by letters: to this tokenizer it is one word
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "3 \\mid n",
+        "n = 4k \\text{ for integers } k",
+        "12.08.2008",
+        "9^{9^{9^9}}",
+        "3 L",
+        "1/4m",
+        "2^3^4",
+    ],
+)
+def test_references_read_by_their_letters_alone_or_in_two_ways_are_dropped(run, tmp_path, answer):
+    readable = [problem("a", "\\text{Friday}"), problem("b", "7 minutes and 5 seconds")]
+    readable += [problem("c", "2^\\frac13"), problem("d", "1, 2, \\ldots, n")]
+    assert run("deepscaler", [*readable, problem("e", answer)]) == 0
+    assert len(written(tmp_path / "out")) == len(readable)
+    [dropped] = written(tmp_path / "out", "dropped")
+    assert dropped["rule"] == "unreadable"
+    assert repr(answer) in dropped["reason"]
+
+
 def test_answers_of_other_kinds_differ_by_their_letters_and_tests_do_not():
     for kind, answers, expected in (
         ("exact", ("0.5", "1/2", "0.5"), ["0.5", "1/2"]),

@@ -13,6 +13,7 @@ from gapo_megatron import rewards
 from gapo_megatron.data.benchmarks import ANSWER_CALL, ANSWER_TEXT, BOXED
 from gapo_megatron.data.rows import Row
 from gapo_megatron.errors import DataError
+from gapo_megatron.rewards import math as math_answers
 from gapo_megatron.rewards.code.forms import CallTests, Tests, TextTests, read_tests
 
 Kind = Literal["math", "code", "instructions", "exact"]
@@ -149,13 +150,18 @@ def _ask_program(text: str, tests: Tests, *, starter: str) -> str:
 
 
 def _check(kind: Kind, answer: str) -> None:
-    """Refuse an answer that the verifier cannot read."""
+    """Refuse an answer that the verifier cannot read; of `math` also one with two readings."""
     if not answer.strip():
         raise UnreadableError("the answer is empty")
     try:
         rewards.check_answer(kind, answer)
     except DataError as error:
         raise UnreadableError(f"the answer cannot be read: {error}") from None
+    if kind == "math":
+        try:
+            math_answers.check_reference(answer)
+        except ValueError as error:
+            raise UnreadableError(str(error)) from None
 
 
 def _text(row: Row, key: str) -> str:

@@ -6,6 +6,7 @@ letters; and its comparison comes after what tells most answers apart at once: t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
@@ -271,8 +272,13 @@ def _parse(text: str, has_cases: bool) -> Any:
             return None
     if value is None or value in (sympy.nan, sympy.zoo):
         return None
-    if isinstance(value, sympy.Expr) and value.has(_IMAGINARY):
-        value = value.subs(_IMAGINARY, sympy.I)
+    if isinstance(value, sympy.Basic | sympy.MatrixBase) and value.has(_IMAGINARY):
+        with contextlib.suppress(ValueError, TypeError):  # an interval up to i
+            if isinstance(value, sympy.Eq):
+                sides = [side.subs(_IMAGINARY, sympy.I) for side in (value.lhs, value.rhs)]
+                value = sympy.Eq(*sides, evaluate=False)
+            else:
+                value = value.subs(_IMAGINARY, sympy.I)
     return value
 
 
@@ -346,13 +352,19 @@ def _equal_values(ours: Any, theirs: Any) -> bool | None:
     close = _close_numbers(ours, theirs)
     if close is False or (close and _has_decimals(ours, theirs)):
         return close
-    if close and (same := _same_number(ours, theirs)) is not None:
+    if (
+        close is not False
+        and _are_numbers(ours, theirs)
+        and (same := _same_number(ours, theirs)) is not None
+    ):
         return same
     if _is_expression(ours) and _is_expression(theirs):
         same = _same_at_random(ours, theirs)
         if same is not None:
             return same
     if isinstance(ours, sympy.Eq) and isinstance(theirs, sympy.Eq):
+        if ours.lhs == theirs.lhs and all(_is_solved(one) for one in (ours, theirs)):
+            return _equal_values(ours.rhs, theirs.rhs)
         same = _same_equation(ours, theirs)
         if same is not None:
             return same
@@ -367,11 +379,18 @@ def _equal_values(ours: Any, theirs: Any) -> bool | None:
     )
 
 
+def _are_numbers(*values: Any) -> bool:
+    return all(getattr(value, "is_number", False) for value in values)
+
+
 def _close_numbers(given: Any, reference: Any) -> bool | None:
     """As `_close`; None unless both are numbers. To math-verify, what is small enough is zero."""
-    if not all(getattr(value, "is_number", False) for value in (given, reference)):
+    if not _are_numbers(given, reference):
         return None
+    given, reference = given.doit(), reference.doit()
     error, size = abs((given - reference).evalf()), abs(reference.evalf())
+    if error.is_Float and error._prec == 1:  # nothing is left of its digits
+        return None
     if not (error.is_finite and size.is_finite and error.is_real and size.is_real):
         return None
     return bool(error <= min(1, size) * 1.000001e-6)  # evalf rounds
@@ -379,7 +398,10 @@ def _close_numbers(given: Any, reference: Any) -> bool | None:
 
 def _same_number(given: Any, reference: Any) -> bool | None:
     """To 25 digits and more, which no two expressions share by chance; None if it cannot be had."""
-    error, size = abs((given - reference).evalf(30)), abs(reference.evalf())
+    given, reference = given.doit(), reference.doit()
+    if given.is_Rational and reference.is_Rational:
+        return bool(given == reference)
+    error, size = abs((given - reference).evalf(30, maxn=1000)), abs(reference.evalf())
     if not (error.is_real and size.is_real and 0 < size < 10**60):
         return None
     return bool(error < min(1, size) * sympy.Float("1e-25"))
@@ -423,8 +445,10 @@ def _same_at_random(ours: Any, theirs: Any) -> bool | None:
         return None
     rng = random.Random(0)
     agreed = 0
-    for _ in range(4):
-        point = {letter: sympy.Rational(rng.randint(1100, 2900), 1009) for letter in letters}
+    for sign in (1, 1, 1, 1, -1):
+        point = {letter: sign * sympy.Rational(rng.randint(1100, 2900), 1009) for letter in letters}
+        if sign < 0 and any(_is_branched(one, point) for one in (ours, theirs)):
+            continue
         values = [one.subs(point).evalf(30) for one in (ours, theirs)]
         if not all(value.is_number and value.is_finite for value in values):
             continue
@@ -433,6 +457,20 @@ def _same_at_random(ours: Any, theirs: Any) -> bool | None:
             return False
         agreed += 1
     return True if agreed >= 3 else None
+
+
+def _is_branched(value: Any, point: dict[Any, Any]) -> bool:
+    """Whether a root or logarithm of something negative is in it, whose sign is a convention."""
+    inside = [one.base for one in value.atoms(sympy.Pow) if not one.exp.is_integer]
+    inside += [one.args[0] for one in value.atoms(sympy.log)]
+    return any(not one.subs(point).evalf().is_nonnegative for one in inside)
+
+
+def _is_solved(equation: Any) -> bool:
+    """Whether it says what a letter, or a function, is."""
+    left = equation.lhs
+    is_name = left.is_Symbol or isinstance(left, sympy.core.function.AppliedUndef)
+    return is_name and not (left.is_Symbol and equation.rhs.has(left))
 
 
 def _same_equation(ours: Any, theirs: Any) -> bool | None:

@@ -83,7 +83,7 @@ def clean(text: str) -> str:
         text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1] + " ", text)
         text = _BAR.sub("|", text)
         text = _CONSTANT.sub(lambda name: name[1] or name[2], text)
-        text = _NAMED_FUNCTION.sub(r"\\\1 ", text)
+        text = _NAMED_FUNCTION.sub(_named, text)
         text = _IN_FONT.sub(_without_font, text)
         text = TEXT.sub(_without_text, text)
         text = re.sub(r"\\\{\s*\\\}", r"\\emptyset ", text)
@@ -108,6 +108,13 @@ def strip_braces(text: str) -> str:
     while text.startswith("{") and closing_brace(text, 0) == len(text):
         text = text[1:-1].strip()
     return text
+
+
+def _named(match: re.Match[str]) -> str:
+    """A function, but behind a number a unit: 30 min, 5 sec."""
+    before = match.string[: match.start()].rstrip()
+    is_unit = match[1] in ("min", "sec") and (before[-1:].isdigit() or before.endswith("}"))
+    return f"\\text{{{match[1]}}}" if is_unit else f"\\{match[1]} "
 
 
 def _without_font(match: re.Match[str]) -> str:

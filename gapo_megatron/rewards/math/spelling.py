@@ -67,7 +67,7 @@ _ORDINAL = re.compile(
     r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\s*\{\s*(?:st|nd|rd|th)\s*\}|(?<=\d)(?:st|nd|rd|th)\b)\s*\}?"
 )
 _ELLIPSIS = re.compile(r"\.\s?\.\s?\.+")
-_CUT_DECIMAL = re.compile(r"(-?\d*\.\d{3,})\s*\\ldots\s*")
+_CUT_DECIMAL = re.compile(r"(?<=\.\d{3})(\d*)\s*\\ldots\s*$")
 _ALL_REAL = re.compile(r"(?:\\text\s*\{)?\s*all real(?:s| numbers)\s*\}?", re.IGNORECASE)
 
 
@@ -89,8 +89,7 @@ def clean(text: str) -> str:
         text = re.sub(r"\\\{\s*\\\}", r"\\emptyset ", text)
     text = _PLAIN_SIGN.sub(lambda sign: _PLAIN_SIGNS[sign[0]], text)
     text = _ELLIPSIS.sub(r"\\ldots ", text)
-    if cut := _CUT_DECIMAL.fullmatch(text.strip()):
-        text = cut[1]
+    text = _CUT_DECIMAL.sub(r"\1", text)
     text = _clean_degrees(text.rstrip(" .,;"))
     text = _ORDINAL.sub("", text)
     text = _WORD_NUMBER.sub(r"\\text{ \1}", text)

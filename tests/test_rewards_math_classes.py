@@ -210,7 +210,9 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
         ],
         [
             ("10", "11 weeks"), ("245 yd.", "254"), ("245 yd.", "245 ft"),
-            ("10 weeks", "10 days"), ("7 minutes and 5 seconds", "7 minutes and 6 seconds"),
+            (r"30\text{ m}", r"30\text{ s}"),
+            (r"\$5", r"5\text{ euros}"), ("10 weeks", "10 days"),
+            ("7 minutes and 5 seconds", "7 minutes and 6 seconds"),
             ("7 minutes and 5 seconds", "5 minutes and 7 seconds"),
             ("7 minutes and 5 seconds", "7 minutes"), ("15 mph", "15 km/h"),
             (r"5\text{ m}", r"5\text{ cm}"), (r"100\text{ cm}^2", r"100\text{ cm}^3"),

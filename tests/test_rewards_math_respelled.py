@@ -20,6 +20,7 @@ def test_every_kind_of_pair_is_judged_as_it_was_made():
 
 
 @pytest.mark.system
+@pytest.mark.timeout(600)
 def test_thousands_of_pairs_are_judged_as_they_were_made():
     made = list(pairs(2_400, seed=1))
     with start_pool(RewardConfig(kind="math", timeout_s=60), num_workers=2) as pool:

@@ -39,7 +39,7 @@ def pairs(count: int, *, seed: int) -> Iterator[Pair]:
 
 def _respell(rng: random.Random, text: str, reference: str) -> str:
     """The same answer with other spacing, commands, brackets or words around it."""
-    not_value = re.compile(r"[=<>]|\\le|\\ge|\\in\b|[a-z]{3} |text|:")
+    not_value = re.compile(r"[=<>]|\\le|\\ge|\\in\b|[a-z]{3} |text|:|\d [a-z]{2}")
     is_value = not (not_value.search(text) or "=" in reference)
     for _ in range(rng.randint(0, 2)):
         change = rng.choice(_CHANGES)
@@ -264,7 +264,7 @@ def _polynomial(rng: random.Random) -> Case:
 
 
 def _formula(rng: random.Random) -> Case:
-    a, letters = rng.randint(2, 9), rng.sample("cdghlmst", 2)
+    a, letters = rng.randint(2, 9), rng.choice(["dt", "gt", "hd", "ct", "gh", "hl", "lt"])
     p, q = letters
     ref = rng.choice([f"{a}{p}{q}", f"\\pi {p}^{a} {q}", f"1+{a}{q}"])
     swapped = {3: ref[0] + q + p}.get(len(ref), ref)

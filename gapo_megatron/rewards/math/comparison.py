@@ -112,7 +112,7 @@ def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
         first = given.partition("=")[0]
         if last and not re.search(r"[<>]|\\(?:le|ge|ne|in)(?![a-zA-Z])|!$", first):
             simpler.append((last, reference))
-    stripped = [(strip_braces(g), strip_braces(r)) for g, r in simpler]
+    stripped = [tuple(strip_braces(one).rstrip(" .,;") for one in pair) for pair in simpler]
     return [(g, r) for g, r in stripped if g and r and (g, r) != (given, reference)]
 
 

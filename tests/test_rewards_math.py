@@ -160,6 +160,14 @@ def test_a_reference_with_an_open_brace_judges_nobody_who_repeats_it():
     assert math.verify("\\boxed{\\frac{1}{2}", "\\frac{1}{2}").outcome is WRONG
 
 
+@pytest.mark.parametrize("answer", ["</think>", "</think> 3", "<think> 3 </think> 3", "<think> 3"])
+def test_a_reference_with_the_marks_of_thoughts_is_refused(answer):
+    for refuse in (math.check_answer, math.check_reference):
+        with pytest.raises(ValueError, match=re.escape(repr(answer))):
+            refuse(answer)
+    assert math.verify(f"\\boxed{{{answer}}}", answer).outcome is UNKNOWN
+
+
 def test_an_answer_that_cannot_be_read_is_wrong_where_the_reference_can():
     verdict = math.verify("\\boxed{\\frac{1}{}}", "3")
     assert verdict.outcome is WRONG

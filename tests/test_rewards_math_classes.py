@@ -252,6 +252,21 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("3", r"\lim_{x \to 0} \frac{\sin x}{x^{99}}"), ("3", "1000000!"),
         ],
     ),
+    "a factor d, and differentials": (
+        [
+            ("8dt", "8td"), ("adx", "dxa"), ("ad", "da"), (r"d\sqrt{2}", r"\sqrt2 d"),
+            (r"\frac{dt^2}{2}", r"\frac12 t^2d"), (r"d\cdot t", "td"), (r"2\pi d r", r"2\pi rd"),
+            ("2dz+1", "1+2zd"), (r"\frac{d\pi}{4}", r"\frac14\pi d"), ("d(a+b)", "da+db"),
+            ("2^{dt}", "2^{td}"), (r"8d\theta", r"8\theta d"), (r"\frac{ad}{bc}", r"\frac{da}{cb}"),
+            (r"\frac{dy}{dx}=x", r"x=\frac{dy}{dx}"), (r"x\,dy=y\,dx", "xdy=ydx"),
+        ],
+        [
+            ("8dt", "8d"), ("8dt", "8t"), ("8dt", "8dx"), ("ad", "a"), (r"d\sqrt{2}", r"d\sqrt{3}"),
+            (r"d\cdot t", "d+t"), (r"x\,dy=y\,dx", r"x\,dx=y\,dy"), ("2dz+1", "2d+1"),
+            (r"\frac{dy}{dx}=x", r"\frac{dx}{dy}=x"), (r"\frac{dy}{dx}", "0"),
+            (r"\frac{dy}{dx}=y", r"\frac{dz}{dx}=y"), ("v_{d}t", "vdt"),
+        ],
+    ),
     "large, small and complex values": (
         [
             (r"2^{2020}", r"4^{1010}"), (r"10^{50}\sqrt{2}", r"\sqrt{2}\cdot 10^{50}"),

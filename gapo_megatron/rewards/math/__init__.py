@@ -81,7 +81,9 @@ def check_reference(answer: str) -> None:
 
 
 def _read_reference(answer: str) -> str:
-    """The reference, cleaned; ValueError if there is none, or its braces are not closed."""
+    """The reference, cleaned; ValueError if there is none, or no response could give it."""
+    if final_part(answer) != answer:
+        raise ValueError(f"the reference answer {answer!r} has the marks of thoughts in it")
     is_closed = closing_brace(f"{{{answer}}}", 0) == len(answer) + 2
     found = boxes(answer) if is_closed else []
     reference = clean(", ".join(map(str, found)) if len(found) > 1 else answer) if is_closed else ""

@@ -200,6 +200,7 @@ def _prepare(text: str) -> str | None:
     if _REFUSED.search(text):
         return None
     text = re.sub(r"(?<![a-zA-Z\\])([eE])(?=\s*_)", r"\\text{\1}", text)  # no number with an index
+    text = _without_differentials(text)
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -207,6 +208,27 @@ def _prepare(text: str) -> str | None:
     if deepest > MOST_DEPTH:
         return None
     return _without_idle_braces(text)
+
+
+_CALCULUS = re.compile(
+    r"\\i*(?:int|oint)(?![a-zA-Z])|\\d?frac\s*\{\s*d[^{}]*\}\s*\{\s*d\s*(?:[a-zA-Z]|\\[a-zA-Z])"
+)
+_DIFFERENTIAL = re.compile(
+    r"(?P<no_factor>_\s*\{[^{}]*\}|\\(?:begin|end|text|mathrm|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+)"
+    r"|d(?=\s*(?P<of>[a-zA-Z]|\\[a-zA-Z]+))"
+)
+_VARIABLE = re.compile(r"[r-zR-Z]|\\(?:theta|phi)")
+
+
+def _without_differentials(text: str) -> str:
+    """With d as the factor that it is: math-verify has 8dt for a number of dt, d\\sqrt2 for dsqrt.
+
+    It stays what it is in integrals and derivatives, and where there are dx and dy.
+    """
+    found = [match["of"] for match in _DIFFERENTIAL.finditer(text)]
+    if _CALCULUS.search(text) or len({of for of in found if of and _VARIABLE.fullmatch(of)}) > 1:
+        return text
+    return _DIFFERENTIAL.sub(lambda match: match["no_factor"] or r"\text{d}", text)
 
 
 _THOUSANDS = re.compile(
@@ -279,7 +301,14 @@ def _parse(text: str, has_cases: bool) -> Any:
                 value = sympy.Eq(*sides, evaluate=False)
             else:
                 value = value.subs(_IMAGINARY, sympy.I)
+    if isinstance(value, sympy.Basic) and value.has(sympy.Derivative):
+        value = value.replace(_is_of_letter, lambda one: sympy.Symbol(str(one), real=True))
     return value
+
+
+def _is_of_letter(value: Any) -> bool:
+    """Whether it is dy/dx: to sympy y depends on nothing, and that is zero."""
+    return isinstance(value, sympy.Derivative) and value.expr.is_Symbol
 
 
 def _latex(text: str, has_cases: bool) -> Any:

@@ -221,7 +221,7 @@ _VARIABLE = re.compile(r"[r-zR-Z]|\\(?:theta|phi)")
 
 
 def _without_differentials(text: str) -> str:
-    """With d as the factor that it is: math-verify has 8dt for a number of dt, d\\sqrt2 for dsqrt.
+    r"""With d as the factor that it is: math-verify has 8 times dt for 8dt, dsqrt for d\sqrt2.
 
     It stays what it is in integrals and derivatives, and where there are dx and dy.
     """

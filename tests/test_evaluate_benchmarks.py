@@ -273,7 +273,7 @@ def test_damaged_and_repeated_samples_are_refused(tmp_path) -> None:
             lambda text: text.replace('"reason"', '"instructions": ["correct"], "reason"'),
             ["a.jsonl:1", "instructions"],
         ),
-        (lambda text: "[" * 100_000 + "\n", ["a.jsonl:1", "64"]),
+        (lambda text: "[" * 100_000 + "\n", ["a.jsonl:1", "nested"]),
         (lambda text: text.encode() + b"\xff\n", ["a.jsonl:3", "UTF-8"]),
     ],
 )  # fmt: skip

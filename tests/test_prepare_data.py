@@ -413,7 +413,7 @@ def test_equal_inputs_give_equal_bytes_and_the_manifest_their_digests(run, tmp_p
         ([problem("a", "{")], (), 1, r"deepscaler\.jsonl\b.*\b1 rows.*\b1 unreadable\b"),
         ([], (), 1, r"deepscaler\.jsonl\b.*\b0 rows"),
         ([problem("a")], ("--chat-template",), 2, "chat template"),
-        ([problem("a")], ("--model", "/nowhere"), 2, r"model\.hf_dir\W+nowhere\b"),
+        ([problem("a")], ("--model", "/nowhere"), 2, r"--model\W+nowhere\b"),
         ([problem("a")], ("--benchmarks", "/nowhere"), 2, r"/nowhere\b.*\bbenchmark\b"),
     ],
 )  # fmt: skip

@@ -283,7 +283,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (HEAD.replace("runs/s", "runs/s\\u0000") + "[grid]\nrun.seed = [1]\n", "output_dir"),
         (HEAD.replace("demo.toml", "demo.toml\\u0000") + "[grid]\nrun.seed = [1]\n", "config"),
-        (HEAD + "grid = " + "[" * 5000 + "\n", mentions(64)),
+        (HEAD + "grid = " + "[" * 5000 + "\n", mentions("nested")),
         ("config = 'x.toml'\n", r"\boutput_dir\b"),
         ("config = 1\noutput_dir = 'a'\n", r"\bconfig\W+1\b"),
         ("config = 'no.toml'\noutput_dir = 'a'\n[grid]\nrun.seed=[1, 2]\n", r"\bno\.toml\b"),

@@ -214,7 +214,7 @@ def test_an_interpreter_without_packages_is_told_what_it_lacks(tmp_path: Path) -
     said = {line[1].partition(": ")[0]: (line[0], line[1]) for line in lines}
     status, packages = said["packages"]
     assert status == "fail"
-    assert "langdetect, math_verify, megatron.core, " in packages
+    assert "langdetect, latex2sympy2_extended, math_verify, megatron.core, " in packages
     # What was asked for and could not be looked at is not passed over.
     for name in ("one update", "rollout", "config"):
         assert said[name][0] == "fail"

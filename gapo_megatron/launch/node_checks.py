@@ -32,12 +32,14 @@ MIN_FREE_GIB = 10.0
 """Disk space for a run, where its user says nothing."""
 PACKAGES = (
     "langdetect",
+    "latex2sympy2_extended",
     "math_verify",
     "megatron.core",
     "numpy",
     "pydantic",
     "rich",
     "scipy",
+    "sympy",
     "torch",
     "transformers",
     "vllm",

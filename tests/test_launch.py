@@ -303,7 +303,7 @@ def test_two_launches_with_one_port_never_become_one_group(tmp_path, same_config
     def start(launch: str, rank: int) -> None:
         run = {"run": "/runs/a" if same_config else f"/runs/{launch}"}
         env = rank_of(rank, port, GAPO_ATTEMPT=launch, GAPO_ATTEMPT_DIR=str(tmp_path / launch))
-        done[launch, rank] = run_program(MEET.format(timeout_s=60, alike=run), **env)
+        done[launch, rank] = run_program(MEET.format(timeout_s=600, alike=run), **env)
 
     for launch in ("one", "other"):
         (tmp_path / launch).mkdir()

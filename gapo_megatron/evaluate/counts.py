@@ -27,7 +27,10 @@ def read_counts(path: Path) -> Counts:
     Raises:
         DataError: names the file and what is wrong in it.
     """
-    raw = read_json(path, error=DataError)
+    try:
+        raw = read_json(path, error=DataError)
+    except FileNotFoundError:  # a link that leads nowhere
+        raise DataError(f"{path} is not there") from None
     counts: Counts | None = raw.get("problems") if isinstance(raw, dict) else None
     if not isinstance(counts, list):
         raise DataError(f"{path}: not an evaluation's file: it has no list `problems`")

@@ -212,11 +212,13 @@ def _sign_document(path: Path, document: Any, what: str) -> Damage:
 def _names(message: str, damage: Damage) -> bool:
     path = Path(damage.file)
     if path.name == _MANIFEST:  # or what it says of a file, which that is not
-        return _NEWEST in message
+        return Path(_NEWEST).name in message
     if path.name.startswith("step_"):  # renamed
         return path.name in message or Path(_NEWEST).name in message
     # What `.metadata` says of a tensor may be told by its folder and the tensor's name.
-    return path.name in message or (path.name == ".metadata" and Path(_NEWEST).name in message)
+    return path.name in message or (
+        path.name in (".metadata", "metadata.json") and Path(_NEWEST).name in message
+    )
 
 
 def targets() -> list[Target]:

@@ -131,7 +131,12 @@ def _names_model(message: str, damage: Damage) -> bool:
     if name == "config.json":  # what contradicts it may be said of the other
         others = (*_TOKENIZER, "generation_config.json", ".safetensors")
     elif name.endswith((".safetensors", ".index.json")):  # of each other's
-        others = (".safetensors", "config.json contradicts")
+        others = (
+            ".safetensors",
+            "config.json contradicts",
+            "missing tensors",
+            "unexpected tensors",
+        )
     elif name in _TOKENIZER:  # what only the library tells, it tells of the whole
         others = ("the tokenizer",)
     else:

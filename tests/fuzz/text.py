@@ -163,6 +163,8 @@ def _study_target() -> Target:
 
     def explains(folder: Path, _: Damage, state: Any, __: Any) -> str:
         tree = tomllib.loads((folder / "study.toml").read_text(encoding="utf-8"))
+        if "config" not in tree:  # a plain config is a study of one run
+            return ""
         grids = tree.get("grid", {})
         grids = grids if isinstance(grids, list) else [grids]
         stated = [run for grid in grids for run in _combinations(_flat(grid))]

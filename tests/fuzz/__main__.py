@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections import Counter
@@ -36,23 +37,25 @@ def main() -> int:
         if arguments.case is not None:
             cases = [(chosen[0], arguments.case)]
         hidden = not console.is_terminal
-        for target, number in track(cases, console=console, disable=hidden, transient=True):
-            outcome, finding = prepared.run(target, number)
-            outcomes[target.name][outcome] += 1
-            findings += [finding] if finding else []
+        # Ctrl-C ends a long run with what it has found so far.
+        with contextlib.suppress(KeyboardInterrupt):
+            for target, number in track(cases, console=console, disable=hidden, transient=True):
+                outcome, finding = prepared.run(target, number)
+                outcomes[target.name][outcome] += 1
+                if finding:
+                    findings.append(finding)
+                    print(f"\n{finding}", flush=True)
     seconds = time.monotonic() - began
-    _print(outcomes, findings, title=f"seed {arguments.seed}, {seconds:.0f} s")
+    _print(outcomes, title=f"seed {arguments.seed}, {seconds:.0f} s")
     return int(bool(findings))
 
 
-def _print(outcomes: dict[str, Counter[str]], findings: list[Finding], *, title: str) -> None:
+def _print(outcomes: dict[str, Counter[str]], *, title: str) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table("input", "cases", *OUTCOMES, title=title)
     for name, found in [*outcomes.items(), ("all", sum(outcomes.values(), Counter()))]:
         table.add_row(name, str(found.total()), *(str(found[kind] or "") for kind in OUTCOMES))
     console.print(table)
-    for one in findings:
-        console.print(f"\n{one}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

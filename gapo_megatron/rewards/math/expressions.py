@@ -51,7 +51,7 @@ class _TooLargeError(Exception):
 
 def equal(given: str, reference: str) -> bool | None:
     """Whether two expressions are equal; None if the reference cannot be read or is too large."""
-    given, reference = _with_names_of(given, reference), reference
+    given = _with_names_of(given, reference)
     if plain.numeral(reference) and "_" in reference:
         return False  # a numeral of a base, and the answer is none
     has_cases = _has_cases(given) or _has_cases(reference)

@@ -208,6 +208,10 @@ def test_hostile_programs_neither_score_nor_escape_nor_delay(host, kind, request
     slowest = max(seconds for _, seconds in beside)
     longest = NUM_TESTS * LIMITS["wall_s"] + SLACK * slowest
     both = list(zip(all_cases, results, strict=True))
+    print("seconds\tprogram\twhy it is wrong")  # with `pytest -s`
+    for case, (verdict, seconds) in both:
+        print(f"{seconds:.2f}\t{case[0]}\t{verdict.reason}")
+    print(f"{len(beside)} honest programs beside them, {slowest:.2f} s at the most")
     assert not failures({case[0]: (case[2], verdict) for case, (verdict, _) in both})
     assert not [
         f"{case[0]}: took {seconds:.1f} s, more than {longest:.1f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from gapo_megatron.rewards.sandbox import (
     split_setting,
 )
 from gapo_megatron.rewards.sandbox.check import check_sandbox
+from gapo_megatron.rewards.sandbox.inside import seccomp
 from gapo_megatron.rewards.sandbox.inside.seccomp import compile_filter
 from gapo_megatron.rewards.sandbox.process import ProcessSandbox
 from gapo_megatron.types import Outcome, Verdict
@@ -400,13 +402,27 @@ def f():
     if os.fork() == 0: os.write(w, b"y"); os._exit(3)
     poll = select.epoll(); poll.register(r)
     yield poll.poll() and os.read(r, 1) == b"y" and os.waitstatus_to_exitcode(os.wait()[1]) == 3
-    yield mmap.mmap(-1, 2**22)[:1] == b"\\0" and signal.getsignal(signal.SIGCHLD) == 0
+    zeros = mmap.mmap(-1, 2**22, mmap.MAP_PRIVATE)
+    with open("/dev/zero", "rb") as file: yield file.read(3) == zeros[:3]
+    yield signal.getsignal(signal.SIGCHLD) == 0
     signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 0.01)
     yield signal.pause() is None and signal.sigtimedwait({signal.SIGALRM}, 0) is None
 import os
 print([n for n, holds in enumerate(f()) if not holds])
 """
     assert judge(program, {"inputs": [""], "outputs": ["[]"]}) == Verdict(Outcome.CORRECT)
+
+
+def test_no_memory_is_held_by_a_page_of_it():
+    """Shared memory without a file lives as long as one page is mapped, and no look counts it."""
+    program = """
+import mmap, os
+for number in (-1, os.open("/dev/zero", os.O_RDWR)):
+    try: mmap.mmap(number, 2**20)
+    except OSError: print("refused")
+"""
+    tests = {"inputs": [""], "outputs": ["refused refused"]}
+    assert judge(program, tests) == Verdict(Outcome.CORRECT)
 
 
 class Waits:
@@ -466,6 +482,27 @@ def test_the_filter_names_each_architecture_and_no_other():
     assert len(compile_filter("x86_64")) == len(compile_filter("aarch64"))
     with pytest.raises(KeyError):
         compile_filter("riscv64")
+
+
+@pytest.mark.parametrize(
+    ("column", "table", "aliases"),
+    [
+        (0, "x86_64-linux-gnu/asm/unistd_64.h", {}),
+        (1, "asm-generic/unistd.h", {"inotify_init": "inotify_init1"}),
+    ],
+)
+def test_the_numbers_of_the_filter_are_those_of_the_kernel(column, table, aliases):
+    header = Path("/usr/include") / table
+    if not header.exists():
+        pytest.skip(f"{header}: the kernel's headers are not installed")
+    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())
+    theirs = {name: int(number) for name, number in found}
+    ours = {name: numbers[column] for name, numbers in seccomp.DENIED.items()}
+    ours |= {name: numbers[column] for name, (numbers, _) in seccomp.DENIED_IN_PART.items()}
+    ours["clone3"] = seccomp.CLONE3
+    known = {name: theirs.get(aliases.get(name, name)) for name in ours}
+    newer = {name: number for name, number in ours.items() if number > max(theirs.values())}
+    assert ours == known | newer  # than these headers
 
 
 def test_the_pool_judges_programs_beside_one_that_hangs():

@@ -33,9 +33,11 @@ def walls(limits: Limits, *, python: str) -> list[str]:
         *("--proc", "/proc", "--dir", "/dev"),
         *(
             part
-            for name in ("null", "zero", "full", "random", "urandom")
+            for name in ("null", "full", "random", "urandom")
             for part in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")
         ),
+        # Reads the same; to map /dev/zero would be shared memory that no limit counts.
+        *("--dev-bind", "/dev/full", "/dev/zero"),
         *("--symlink", "/proc/self/fd", "/dev/fd"),
         *("--symlink", "/proc/self/fd/0", "/dev/stdin"),
         *("--symlink", "/proc/self/fd/1", "/dev/stdout"),

@@ -1,12 +1,13 @@
 """System calls that no program of a test needs, as a filter for the kernel (seccomp).
 
-Namespaces leave some doors: memory that no limit counts (memfd, System V segments, the buffers of
-socket pairs, huge pages, large pages that a pipe holds), what the kernel counts for the whole
-machine or for all of a user's processes (asynchronous I/O, keys, inotify, file locks), sockets of
-families that no namespace covers (vsock), user namespaces inside the sandbox with all of the
-kernel's mount code behind them, the limits and the priority of process 1, which is the same user's,
-and the time of children whose end nobody waits for. The filter shuts those; it does not try to list
-what is allowed.
+Namespaces leave some doors: memory that no limit counts (memfd, System V segments, anonymous shared
+memory, which one mapped page of it holds, the buffers of socket pairs, huge pages, large pages that
+a pipe holds, access lists of files, rules of Landlock, hash tables of futexes), what the kernel
+counts for the whole machine or for all of a user's processes (asynchronous I/O, keys, inotify, file
+locks), sockets of families that no namespace covers (vsock), user namespaces inside the sandbox
+with all of the kernel's mount code behind them, the limits and the priority of process 1, which is
+the same user's, and the time of children whose end nobody waits for. The filter shuts those; it
+does not try to list what is allowed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import signal
 import struct
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""AUDIT_ARCH and the column of `_DENIED` and `_DENIED_IN_PART`."""
+"""AUDIT_ARCH and the column of `DENIED` and `DENIED_IN_PART`."""
 
-_DENIED = {
+DENIED = {
     "socket": (41, 198),
     "socketpair": (53, 199),
     "ptrace": (101, 117),
@@ -47,6 +48,12 @@ _DENIED = {
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "landlock_create_ruleset": (444, 444),
+    "landlock_restrict_self": (446, 446),
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -74,13 +81,15 @@ _DENIED = {
     "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122),
 }
-_CLONE3 = 435
+CLONE3 = 435
 
 _LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_FROM, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+_AND = 0x54
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _X32 = 0x40000000  # a second table of numbers on x86_64
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2  # prctl(2)
+_PR_SCHED_CORE, _PR_FUTEX_HASH = 62, 78
 
 _Instruction = tuple[int, int, int, int]
 _REFUSED: _Instruction = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
@@ -100,26 +109,36 @@ def _refuse_bits(number: int, bits: int) -> list[_Instruction]:
     return [_argument(number), (_JUMP_ANY_BIT, 0, 1, bits), _REFUSED, _ALLOWED]
 
 
-_DENIED_IN_PART = {
+DENIED_IN_PART: dict[str, tuple[tuple[int, int], list[_Instruction]]] = {
     # Every CLONE_NEW* flag.
-    (56, 220): _refuse_bits(0, 0x7E020000),
-    # prlimit64: its own limits a process may lower; a CPU limit on process 1 would end the sandbox.
-    (302, 261): [_argument(0), (_JUMP_EQUAL, 1, 0, 0), _REFUSED, _ALLOWED],
-    # rt_sigaction of SIGCHLD, but to ask: a child's time is the parent's when that waits for it,
-    # and nobody's when the parent has said that it never will.
-    (13, 134): [
-        *(_argument(0), (_JUMP_EQUAL, 1, 0, signal.SIGCHLD), _ALLOWED),
-        *(_argument(1), (_JUMP_EQUAL, 1, 0, 0), _REFUSED),
-        *(_argument(1, is_upper_half=True), (_JUMP_EQUAL, 1, 0, 0), _REFUSED, _ALLOWED),
-    ],
-    # mmap with MAP_HUGETLB.
-    (9, 222): _refuse_bits(3, 0x40000),
-    # fcntl: F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW; F_SETLEASE, F_NOTIFY.
-    (72, 25): _refuse_values(1, 6, 7, 37, 38, 1024, 1026),
-    # prctl: further filters are memory of the kernel.
-    (157, 167): _refuse_values(0, _PR_SET_SECCOMP),
+    "clone": ((56, 220), _refuse_bits(0, 0x7E020000)),
+    # Its own limits a process may lower; a CPU limit on process 1 would end the sandbox.
+    "prlimit64": ((302, 261), [_argument(0), (_JUMP_EQUAL, 1, 0, 0), _REFUSED, _ALLOWED]),
+    # Of SIGCHLD, but to ask: a child's time is the parent's when that waits for it, and nobody's
+    # when the parent has said that it never will.
+    "rt_sigaction": (
+        (13, 134),
+        [
+            *(_argument(0), (_JUMP_EQUAL, 1, 0, signal.SIGCHLD), _ALLOWED),
+            *(_argument(1), (_JUMP_EQUAL, 1, 0, 0), _REFUSED),
+            *(_argument(1, is_upper_half=True), (_JUMP_EQUAL, 1, 0, 0), _REFUSED, _ALLOWED),
+        ],
+    ),
+    # With MAP_HUGETLB, or with both MAP_SHARED and MAP_ANONYMOUS.
+    "mmap": (
+        (9, 222),
+        [
+            *(_argument(3), (_JUMP_ANY_BIT, 0, 1, 0x40000), _REFUSED),
+            *((_AND, 0, 0, 0x21), (_JUMP_EQUAL, 0, 1, 0x21), _REFUSED, _ALLOWED),
+        ],
+    ),
+    # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW; F_SETLEASE, F_NOTIFY.
+    "fcntl": ((72, 25), _refuse_values(1, 6, 7, 37, 38, 1024, 1026)),
+    # Further filters and hash tables of futexes are memory of the kernel; a process that may share
+    # its core with nobody takes two.
+    "prctl": ((157, 167), _refuse_values(0, _PR_SET_SECCOMP, _PR_SCHED_CORE, _PR_FUTEX_HASH)),
 }
-"""By the numbers of a system call what decides on its arguments."""
+"""The numbers of a system call, and what decides on its arguments."""
 
 
 class _Program(ctypes.Structure):
@@ -159,12 +178,12 @@ def compile_filter(machine: str) -> bytes:
         (_JUMP_FROM, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
         # Its flags lie in memory that a filter cannot read; without it libc uses clone.
-        (_JUMP_EQUAL, 0, 1, _CLONE3),
+        (_JUMP_EQUAL, 0, 1, CLONE3),
         (_RETURN, 0, 0, _REFUSE | errno.ENOSYS),
     ]
-    for numbers in _DENIED.values():
+    for numbers in DENIED.values():
         program += [(_JUMP_EQUAL, 0, 1, numbers[column]), _REFUSED]
-    for numbers, decision in _DENIED_IN_PART.items():
+    for numbers, decision in DENIED_IN_PART.values():
         program += [(_JUMP_EQUAL, 0, len(decision), numbers[column]), *decision]
     program.append(_ALLOWED)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from gapo_megatron.rewards.response import final_part
 
 _LINE_END = re.compile(r"\r\n?|\n")
-_FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
+_FENCE = re.compile(r"(\s*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
 """Indentation, fence, and what is said of the block; with backticks in that it is inline code."""
+_QUOTED = re.compile(r"(?:[ \t]*>)*")
 _FENCE_BEHIND_TEXT = re.compile(r"([^`]*)(`{3,})([\w.+-]+[ \t]*)")
 _NAME = re.compile(r"[\s{]*\.?([\w.+#-]*)")
 _PYTHON = re.compile(r"(?:i?python|pypy|py)[-_]?[\d.]*\+?|[\w.-]+\.py", re.IGNORECASE)
@@ -40,6 +41,8 @@ class _Block:
     indentation: int
     fence: str
     name: str
+    margin: re.Pattern[str]
+    """Of the quotation that it stands in."""
     lines: list[str] = field(default_factory=list)
     quotes: str = ""
     """Of the string of several lines in which the next line begins, if any."""
@@ -88,10 +91,12 @@ def _read(lines: list[str], *, every_fence_ends: bool = False) -> tuple[list[_Bl
         The blocks, and whether none is left open behind such a fence.
     """
     blocks, block, is_sure = list[_Block](), None, True
-    for line in lines:
+    for quoted_line in lines:
+        margin = block.margin if block else _margin_of(quoted_line)
+        line = margin.sub("", quoted_line, count=1)
         fence = _FENCE.fullmatch(line)
         if block is None:
-            block, is_sure = _open(fence or _FENCE_BEHIND_TEXT.fullmatch(line)), True
+            block, is_sure = _open(fence or _FENCE_BEHIND_TEXT.fullmatch(line), margin), True
             continue
         mark = fence[2] if fence else ""
         is_like = mark.startswith(block.fence[:3])
@@ -99,7 +104,7 @@ def _read(lines: list[str], *, every_fence_ends: bool = False) -> tuple[list[_Bl
         if fence and (is_end or (is_like and every_fence_ends)):
             blocks.append(block)
             # With a name it begins the next one: the end of this one was forgotten.
-            block = _open(fence) if fence[3].strip() else None
+            block = _open(fence, margin) if fence[3].strip() else None
         elif every_fence_ends:
             block.lines.append(line)
         else:
@@ -110,8 +115,14 @@ def _read(lines: list[str], *, every_fence_ends: bool = False) -> tuple[list[_Bl
     return blocks, block is None or is_sure
 
 
-def _open(fence: re.Match[str] | None) -> _Block | None:
+def _margin_of(line: str) -> re.Pattern[str]:
+    """As many `>` as the line begins with, or fewer, each with the space that belongs to it."""
+    depth = _QUOTED.match(line)[0].count(">")  # type: ignore[index]  # it matches nothing, too
+    return re.compile(rf"^(?:[ \t]*> ?){{0,{depth}}}")
+
+
+def _open(fence: re.Match[str] | None, margin: re.Pattern[str]) -> _Block | None:
     if fence is None:
         return None
     name = _NAME.match(fence[3])
-    return _Block(len(fence[1]), fence[2], name[1] if name else "")
+    return _Block(len(fence[1]), fence[2], name[1] if name else "", margin)

@@ -80,6 +80,12 @@ def judge(program: str, tests: object, **limits: int) -> Verdict:
         ("```python\na\n```python\nb\n```", "b\n"),
         ("```python\na\n```text\n6\n```", "a\n"),
         ("```markdown\n# x\n```python\na\n```\n```", "a\n"),
+        # Within a quotation; and space that is none of ASCII's.
+        ("> ```python\n> a:\n>     b > c\n>\n> ```\nDone.", "a:\n    b > c\n\n"),
+        (">> ~~~py\n> > a\n>>  b\n>> ~~~", "a\n b\n"),
+        (" > - ```python\n >   a\n >   ```", "a\n"),
+        ("> Note\n\n```python\n> a\n```", "> a\n"),
+        ("\u3000```python\na\n\xa0```\xa0\nb", "a\n"),
     ],
 )
 def test_the_last_program_of_the_final_part_is_judged(response, program):
@@ -141,6 +147,8 @@ def test_a_fence_in_a_string_is_part_of_the_program(program, mark):
         '""" ',
         "\\",
         "x ```",
+        "> " * 60_000 + "```\n",
+        "> ",
     ],
 )
 def test_a_long_response_is_read_in_linear_time(line):
@@ -537,6 +545,9 @@ def test_programs_find_what_contests_import_as_modules_and_as_names():
     imports = "import bisect, datetime\nfrom copy import *\nfrom time import time\n"
     asks = "[bisect.bisect([1], 1), datetime.datetime(1, 1, 1).day, copy(2), time() > 0]"
     assert code.call_program(imports + program, "f", [[asks]]) == [[1, 1, 2, True]]
+    derived = "class Day(datetime): pass\nclass Row(array): pass\n"
+    asks = "[isinstance(Day(1, 1, 2), datetime), Day(1, 1, 2).day, Row('i', [3])[0]]"
+    assert code.call_program(derived + program, "f", [[asks]]) == [[True, 2, 3]]
     for unusual in ("np.zeros(1)", "os.getcwd()", "SortedList()", "bisect.bisect_middle", "copy.x"):
         with pytest.raises(RuntimeError, match=r"NameError|AttributeError"):
             code.call_program(program, "f", [[unusual]])

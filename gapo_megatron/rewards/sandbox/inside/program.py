@@ -48,6 +48,9 @@ class _ModuleAndMember(types.ModuleType):
     def __getattr__(self, name: str) -> Any:  # `datetime.now()`
         return getattr(vars(self)[self.__name__], name)
 
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any]:  # `class Time(datetime)`
+        return (vars(self)[self.__name__],)
+
     def __instancecheck__(self, value: Any) -> bool:  # `isinstance(x, datetime)`
         return isinstance(value, vars(self)[self.__name__])
 

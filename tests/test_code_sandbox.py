@@ -359,13 +359,34 @@ def test_the_time_of_all_processes_is_counted_together(kind, program):
     assert verify(response, tests, limits=long, sandbox=kind) == Verdict(Outcome.CORRECT)
 
 
+TAKES_MEMORY = """
+import ctypes, mmap, os, sys, threading, time
+libc = ctypes.CDLL(None)
+def take():
+    x = bytearray(b"x") * (100 * 2**20)
+    time.sleep(3600)
+def read():  # the same page of zeros, at addresses that need 4 KiB of tables each, and more
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p] + [ctypes.c_long] * 5
+    for n in range(10_000):
+        place = libc.mmap(2**32 + 2**30 * n, 4096, mmap.PROT_READ, 0x22, -1, 0)
+        ctypes.c_char.from_address(place).value
+    time.sleep(3600)
+def thread():  # goes on after the first one
+    threading.Thread(target=take).start()
+    libc.pthread_exit(None)
+for _ in range(5):
+    if os.fork() == 0:
+        os.setsid()
+        WHAT()
+time.sleep(3600)
+"""
+
+
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["bubblewrap", "unsafe"])
-def test_the_memory_of_all_processes_is_counted_together(kind):
-    program = (
-        "import os, time\nfor _ in range(4):\n    if os.fork() == 0:\n        os.setsid()\n"
-        "        x = bytearray(b'x') * (100 * 2**20)\n        time.sleep(3600)\ntime.sleep(3600)"
-    )
+@pytest.mark.parametrize("what", ["take", "read", "thread"])
+def test_the_memory_of_all_processes_is_counted_together(kind, what):
+    program = TAKES_MEMORY.replace("WHAT", what)
     limits = PATIENT | {"memory_mib": 256}
     verdict = verify(fenced(program), json.dumps(SUM), limits=limits, sandbox=kind)
     assert (verdict.outcome, "256 MiB" in verdict.reason) == (Outcome.WRONG, True)

@@ -28,7 +28,6 @@ MAX_FILES = 10_000
 MAX_STDERR_BYTES = 4096
 FOLDER = os.getcwd()
 DEVICES = frozenset(os.listdir("/dev"))
-PAGE_BYTES = resource.getpagesize()
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36  # prctl(2)
 
 
@@ -172,22 +171,32 @@ def _cpu(process: str) -> float:
 
 
 def _resident_bytes(process: str) -> int:
-    """Quick to ask, but counts a page once for every process that shares it."""
-    try:
-        with open(f"/proc/{process}/statm") as file:
-            return int(file.read().split()[1]) * PAGE_BYTES
-    except OSError:
-        return 0
+    """Pages, also those in swap space, and the tables of addresses, which can be larger.
+
+    Quick to ask, but counts a page once for every process that shares it. Each thread shows the
+    memory of all, but those that have ended: the first may, before others.
+    """
+    most = 0
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for thread in os.listdir(f"/proc/{process}/task"):
+            path = f"/proc/{process}/task/{thread}/status"
+            most = max(most, _sum_bytes(path, b"VmRSS:", b"VmSwap:", b"VmPTE:"))
+    return most
 
 
 def _own_bytes(process: str) -> int:
     """Counts a shared page by its share; a process that denies the answer has all it can see."""
     try:
-        with open(f"/proc/{process}/smaps_rollup") as file:
-            share = [line.split()[1] for line in file if line.startswith("Pss:")]
+        shares = _sum_bytes(f"/proc/{process}/smaps_rollup", b"Pss:", b"SwapPss:")
+        return shares + _sum_bytes(f"/proc/{process}/status", b"VmPTE:")
     except OSError:
         return _resident_bytes(process)
-    return sum(map(int, share)) * 1024
+
+
+def _sum_bytes(path: str, *names: bytes) -> int:
+    """Of the lines with one of these names, which the kernel writes in KiB."""
+    with open(path, "rb") as file:
+        return 1024 * sum(int(line.split()[1]) for line in file if line.startswith(names))
 
 
 def _num_oom_kills() -> int:

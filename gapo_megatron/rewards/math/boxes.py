@@ -37,6 +37,13 @@ def closing_brace(text: str, start: int) -> int:
     return 0
 
 
+def without_boxes(text: str) -> str:
+    """With the content of boxes in their place, so that what stands beside them counts."""
+    for inside in reversed(list(_BOX.finditer(text))):
+        text = text[: inside.start()] + " " + text[inside.end() :]
+    return text
+
+
 def strip_box(text: str) -> str:
     """What is in the only box of `text`, else `text`."""
     found = boxes(text)

@@ -30,9 +30,18 @@ def compare(given: str, reference: str) -> Verdict:
     for simpler in _without_labels(given, reference):
         if compare(*simpler).outcome is Outcome.CORRECT:
             return _CORRECT
-    if verdict.outcome is Outcome.UNKNOWN and is_read(reference):
+    if verdict.outcome is Outcome.UNKNOWN and is_judge(reference):
         return wrong  # it is the answer that cannot be read
     return verdict
+
+
+def forget() -> None:
+    """What was kept of earlier comparisons, which one that was broken off may have left half done.
+
+    sympy keeps what it has found out about a value with the value.
+    """
+    compare.cache_clear()
+    expressions.forget()
 
 
 def _compare_as_written(given: str, reference: str, wrong: Verdict) -> Verdict:
@@ -102,7 +111,8 @@ def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
             continue
         words = match["text"] or match["bare"] or ""
         introduces = match["sign"] or _IS_PREFIX.search(words) or not words.strip()
-        if introduces and not _CHANGES.search(words) and "=" not in other:
+        is_name = match["sign"] == "=" or not words.strip()  # and not the beginning of a sentence
+        if introduces and not _CHANGES.search(words) and not (is_name and "=" in other):
             rest = match["rest"]
             simpler.append((rest, other) if mine is given else (other, rest))
     if given.startswith(("=", "\\approx")) and not reference.startswith("\\approx"):
@@ -164,7 +174,7 @@ def _compare_phrases(given: str, reference: str, wrong: Verdict) -> Verdict:
     """Words must be the same; what stands between them is compared part by part."""
     our_words, ours = _phrase(given)
     their_words, theirs = _phrase(reference)
-    if our_words == their_words and len(ours) == len(theirs):
+    if our_words and our_words == their_words and len(ours) == len(theirs):
         outcomes = [compare(*pair).outcome for pair in zip(ours, theirs, strict=True)]
         if all(outcome is Outcome.CORRECT for outcome in outcomes):
             return _CORRECT
@@ -188,6 +198,14 @@ def is_read(reference: str) -> bool:
     if unit:
         return is_read(value)
     return not _words(reference) and expressions.is_readable(reference)
+
+
+def is_judge(reference: str) -> bool:
+    """Whether it tells right from wrong: it is read, or has mathematics between its words."""
+    if is_read(reference):
+        return True
+    words, parts = _phrase(reference)
+    return bool(words and parts) and all(part != reference and is_read(part) for part in parts)
 
 
 def _unreadable(reference: str) -> Verdict:
@@ -282,4 +300,4 @@ def _take_equal(others: list[str], part: str) -> Outcome:
     return outcome
 
 
-__all__ = ["compare", "equal_lists", "is_read", "split"]
+__all__ = ["compare", "equal_lists", "forget", "is_judge", "is_read", "split"]

@@ -138,7 +138,7 @@ def quantities(text: str) -> list[tuple[Fraction, str]] | None:
     """Numbers with words behind each, at least two: 6 feet 3 inches, 2 boys and 4 girls."""
     if not re.search(r"[a-zA-Z]{2}|\\text", text):
         return None
-    bare = TEXT.sub(r" \1 ", text)
+    bare = TEXT.sub(r" \1 ", re.sub(r"\\?\$\s*(\d[\d,.]*\d|\d)", r"\1 dollars", text))
     bare = re.sub(r"\s+", " ", bare).strip()
     found, end = [], 0
     for match in _QUANTITY.finditer(bare):
@@ -211,7 +211,7 @@ _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eig
 def numeral(text: str) -> tuple[str, int | None] | None:
     """Digits and base of 1011_2; no base where none is written."""
     text = _BASE_IN_WORDS.sub(r"_{\1}", text) if "base" in text else text
-    text = text.replace(" ", "")
+    text = re.sub(r"(?<!_)(?<!_\{)\\text\{([0-9A-Z]+)\}", r"\1", text).replace(" ", "")
     if re.fullmatch(r"-?[0-9A-Z]*[0-9][0-9A-Z]*", text):
         return text, None
     match = _NUMERAL.fullmatch(text)
@@ -232,7 +232,7 @@ def equal_numerals(given: str, reference: str) -> bool | None:
 
 
 _TIME = re.compile(
-    r"0?(\d{1,2}) ?(?:: ?(\d\d))?\s*(?:([ap])\.?\s*m\.?|(noon|midnight)|o'?clock)?\.?",
+    r"(?:0?(\d{1,2}) ?(?:: ?(\d\d))?)?\s*(?:o'?clock)?\s*(?:([ap])\.?\s*m\.?|(noon|midnight))?\.?",
     re.IGNORECASE,
 )
 
@@ -242,7 +242,9 @@ def _time(text: str) -> tuple[int, int, str] | None:
     match = _TIME.fullmatch(TEXT.sub(r" \1 ", text).strip())
     if match is None or not (match[2] or match[3] or match[4]):
         return None
-    hour, minute = int(match[1]), int(match[2] or 0)
+    if not (match[1] or match[4]):
+        return None
+    hour, minute = int(match[1] or 12), int(match[2] or 0)
     half = match[3].lower() if match[3] else {"noon": "p", "midnight": "a"}.get(match[4] or "", "")
     if hour > 24 or minute > 59:
         return None

@@ -10,7 +10,14 @@ _UNICODE = str.maketrans(
     {
         **{"\u2212": "-", "\u2013": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot ", "÷": "/"},
         **{"π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm "},
-        **{"\u222a": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "…": "\\ldots "},
+        **{
+            "\u222a": "\\cup ",
+            "∩": "\\cap ",
+            "∈": "\\in ",
+            "∅": "\\emptyset ",
+            "Ø": "\\emptyset ",
+            "…": "\\ldots ",
+        },
         **{"²": "^2", "³": "^3", "½": "\\frac{1}{2}", "√": "\\sqrt ", "\u2032": "'", "\u2019": "'"},
         # Full-width forms, as Chinese has them.
         **{
@@ -51,10 +58,12 @@ FUNCTIONS = (
 _WRAPPERS = (
     "text|textbf|textit|textrm|textnormal|textsf|textsc|mbox|hbox|mathrm|mathbf|mathit|mathsf"
 )
+_NESTED = r"[^{}]*(?:\{[^{}]*\}[^{}]*)*"
 _IN_FONT = re.compile(
-    r"\\(?:mathbf|mathit|mathsf|mathnormal|boldsymbol|bm|textbf|textit|pmb|operatorname\*?)"
-    r"\s*\{([^{}]*)\}"
+    r"\\(?:mathrm|mathbf|mathit|mathsf|mathnormal|boldsymbol|bm|textbf|textit|pmb|operatorname\*?)"
+    rf"\s*\{{({_NESTED})\}}"
 )
+_OVER = re.compile(rf"\{{({_NESTED})\\over(?![a-zA-Z])({_NESTED})\}}")
 TEXT = re.compile(rf"\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}")
 _NAMED_FUNCTION = re.compile(rf"\\(?:{_WRAPPERS}|operatorname\*?)\s*\{{\s*({FUNCTIONS})\s*\}}")
 _CONSTANT = re.compile(
@@ -68,6 +77,10 @@ _ORDINAL = re.compile(
 )
 _ELLIPSIS = re.compile(r"\.\s?\.\s?\.+")
 _CUT_DECIMAL = re.compile(r"(?<=\.\d{3})(\d*)\s*\\ldots\s*$")
+_NONE = re.compile(
+    r"(?:\\text\s*\{)?\s*(?:(?:the )?empty set|(?:there (?:is|are) )?no (?:real )?solutions?(?: exists?)?)\s*\}?",
+    re.IGNORECASE,
+)
 _ALL_REAL = re.compile(r"(?:\\text\s*\{)?\s*all real(?:s| numbers)\s*\}?", re.IGNORECASE)
 
 
@@ -78,6 +91,7 @@ def clean(text: str) -> str:
     text = re.sub(r"(?<!\\)\\!\s*", "", text)
     text = re.sub(r"(?<=\d)\{,\}(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"\{,\}\s*", ",", text)
+    text = re.sub(r"(?<![\^_\\a-zA-Z])\{([:;=<>])\}", r"\1", text)
     text = strip_braces(_NO_MEANING.sub("", _SPACE.sub(" ", text)))
     if "\\" in text:
         text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1] + " ", text)
@@ -85,6 +99,9 @@ def clean(text: str) -> str:
         text = _CONSTANT.sub(lambda name: name[1] or name[2], text)
         text = _NAMED_FUNCTION.sub(_named, text)
         text = _IN_FONT.sub(_without_font, text)
+        if "\\over" in text:
+            text = _OVER.sub(r"\\frac{\1}{\2}", text)
+        text = re.sub(r"\(\\text\s*\{\s*([A-Z])\s*\}\)", r"(\1)", text)
         text = TEXT.sub(_without_text, text)
         text = re.sub(r"\\\{\s*\\\}", r"\\emptyset ", text)
     text = _PLAIN_SIGN.sub(lambda sign: _PLAIN_SIGNS[sign[0]], text)
@@ -95,10 +112,12 @@ def clean(text: str) -> str:
     text = _WORD_NUMBER.sub(r"\\text{ \1}", text)
     if _ALL_REAL.fullmatch(text.strip()):
         text = "\\mathbb{R}"
+    elif _NONE.fullmatch(text.strip()):
+        text = "\\emptyset"
     if any(name in text for name in ("\\frac", "\\sqrt", "\\binom", "^\\", "^ \\")):
         text = brace(text)
     text = re.sub(r"\{(\d{1,3}(?:,\d{3})+)\}", lambda number: number[0].replace(",", ""), text)
-    return re.sub(r"\s+", " ", text).lstrip(" ,;").rstrip(" .,;")
+    return strip_braces(re.sub(r"\s+", " ", text).lstrip(" ,;").rstrip(" .,;"))
 
 
 def strip_braces(text: str) -> str:
@@ -119,13 +138,17 @@ def _named(match: re.Match[str]) -> str:
 def _without_font(match: re.Match[str]) -> str:
     """Single letters and mathematics look no different; words are text."""
     inside = match[1]
-    if len(inside.strip()) == 1 or not re.search(r"[a-zA-Z]{2}", inside):
+    is_mathematics = "\\" in inside or "{" in inside
+    if match[0].startswith("\\mathrm") and not is_mathematics:
+        return match[0]
+    if not re.search(r"[a-zA-Z]{2}", re.sub(r"\\[a-zA-Z]+", "", inside)):
         is_label = re.fullmatch(r"\s*\(?[A-Za-z][).:]+\s*", inside)
         return f"\\text{{{inside}}}" if is_label else inside
-    return f"\\text{{{inside}}}"
+    return match[0] if is_mathematics else f"\\text{{{inside}}}"
 
 
-_LETTERS = re.compile(r"\s*\(?[A-Z]\)?(?:\s*,\s*\(?[A-Z]\)?)+\s*")
+_LETTERS = re.compile(r"\s*\(?[A-Z]\)?(?:\s*(?:,|\band\b)+\s*\(?[A-Z]\)?)+\s*")
+_COUNTED = re.compile(r"\s*(-?\d[\d,.]*)(\s+[a-zA-Z].*)", re.DOTALL)
 
 
 def _without_text(match: re.Match[str]) -> str:
@@ -135,6 +158,8 @@ def _without_text(match: re.Match[str]) -> str:
         return f" {inside} "
     if _LETTERS.fullmatch(inside):
         return inside
+    if counted := _COUNTED.fullmatch(inside):
+        return f"{counted[1]}\\text{{{counted[2]}}}"
     if "_" in inside and not re.search(r"[a-zA-Z]{3}|\s", inside):
         return inside
     return f"\\text{{{inside}}}"

@@ -1,0 +1,215 @@
+"""Text to sympy's objects: math-verify reads all of it or nothing, and within what it does right.
+
+That is without its own units, extraction and letters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from typing import Any
+
+import sympy
+from latex2sympy2_extended.latex2sympy2 import (
+    ConversionConfig,
+    NormalizationConfig,
+    latex2sympy,
+    normalize_latex,
+)
+from latex2sympy2_extended.logic import And
+
+from gapo_megatron.rewards.math import plain
+from gapo_megatron.rewards.math.spelling import FUNCTIONS
+
+MOST_DEPTH = 20
+"""Of brackets: the parser's time grows fast with it. Of DeepScaleR's references' it is 6."""
+
+_AS_IT_IS = NormalizationConfig(
+    basic_latex=True,
+    units=False,
+    malformed_operators=True,
+    nits=True,
+    boxed="none",
+    equations=False,
+)
+
+
+_PLAIN_FUNCTION = re.compile(rf"(?<![\\a-zA-Z])({FUNCTIONS}|pi)(?![a-zA-Z])")
+_PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)")
+_REFUSED = re.compile(
+    r"\\ldots|[\d)}]\s*_(?!\{?\\text)|(?<![\^_\d])\d+\s+\d|\d\.\d*\.\d|[?#@]|\\text(?!\s*\{)|\d'"
+    r"|\\not(?![a-zA-Z])"
+)
+_OR = re.compile(
+    r"\\text\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])|\\cup(?![a-zA-Z])", re.IGNORECASE
+)
+_AND_OR = re.compile(
+    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))"
+)
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![a-zA-Z])")
+_BUILDER = re.compile(
+    r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\||:)\s*(.+)\\\}", re.DOTALL
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def read(text: str, has_cases: bool) -> Any:
+    """The sympy object of all of `text`; None if there is none."""
+    if (builder := _BUILDER.fullmatch(text)) and _RELATION.search(builder[2]):
+        text = builder[2]
+    parts = _OR.split(text)
+    if len(parts) > 1 and all(map(_RELATION.search, parts)):
+        sets = [_as_set(read(part.strip(" ,;"), has_cases)) for part in parts]
+        return None if None in sets else sympy.Union(*sets)
+    return _parse(_AND_OR.sub(", ", text), has_cases)
+
+
+def _as_set(value: Any) -> Any:
+    if isinstance(value, sympy.Set):
+        return value
+    if isinstance(value, sympy.Eq) and isinstance(value.rhs, sympy.Set):
+        return value.rhs
+    if isinstance(value, And):
+        value = sympy.And(*value._unsorted_args)
+    try:
+        return value.as_set()
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
+        return None
+
+
+def _prepare(text: str) -> str | None:
+    """What math-verify reads as it should; None if there is something it would leave out."""
+    text = _join_thousands(text).removesuffix("%")  # 50% is 50
+    text = _PLAIN_ROOT.sub(r"\\sqrt{\1}", text)
+    text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
+    text = re.sub(r"_\s*\{\s*\\(max|min)\s*\}", r"_{\1}", text)
+    text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
+    text = re.sub(
+        r"_\s*\{\s*\\text\s*\{\s*(\w+)\s*\}\s*\}|_\s*\\text\s*\{\s*(\w+)\s*\}", r"_{\1\2}", text
+    )
+    if _REFUSED.search(text):
+        return None
+    text = re.sub(r"(?<![a-zA-Z\\])([eE])(?=\s*_)", r"\\text{\1}", text)  # no number with an index
+    text = _without_differentials(text)
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > MOST_DEPTH:
+        return None
+    return _without_idle_braces(text)
+
+
+_CALCULUS = re.compile(
+    r"\\i*(?:int|oint)(?![a-zA-Z])|\\d?frac\s*\{\s*d[^{}]*\}\s*\{\s*d\s*(?:[a-zA-Z]|\\[a-zA-Z])"
+)
+_DIFFERENTIAL = re.compile(
+    r"(?P<no_factor>_\s*\{[^{}]*\}|\\(?:begin|end|text|mathrm|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+)"
+    r"|d(?=\s*(?P<of>[a-zA-Z]|\\[a-zA-Z]+))"
+)
+_VARIABLE = re.compile(r"[r-zR-Z]|\\(?:theta|phi)")
+
+
+def _without_differentials(text: str) -> str:
+    r"""With d as the factor that it is: math-verify has 8 times dt for 8dt, dsqrt for d\sqrt2.
+
+    It stays what it is in integrals and derivatives, and where there are dx and dy.
+    """
+    found = [match["of"] for match in _DIFFERENTIAL.finditer(text)]
+    if _CALCULUS.search(text) or len({of for of in found if of and _VARIABLE.fullmatch(of)}) > 1:
+        return text
+    return _DIFFERENTIAL.sub(lambda match: match["no_factor"] or r"\text{d}", text)
+
+
+_THOUSANDS = re.compile(
+    r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])|(?<![\d.])\d{1,3}(?: \d{3})+(?!\d)"
+)
+
+
+def _join_thousands(text: str) -> str:
+    """Numbers without separators, but between parentheses, where a comma ends an element."""
+    parts, depth, end = [], 0, 0
+    for token in re.finditer(r"\\[{}]|[()\[\]]|" + _THOUSANDS.pattern, text):
+        if token[0] in ("(", "[", "\\{"):
+            depth += 1
+        elif token[0] in (")", "]", "\\}"):
+            depth -= 1
+        elif depth == 0 or " " in token[0]:
+            parts += [text[end : token.start()], token[0].replace(",", "").replace(" ", "")]
+            end = token.end()
+    return "".join((*parts, text[end:]))
+
+
+_IDLE_BRACES = re.compile(r"(?<![\\^_\w}\]])\{([^{}]*)\}|(?<=\d)\{([^{}]*)\}")
+
+
+def _without_idle_braces(text: str) -> str:
+    """Braces that are nobody's argument as parentheses: math-verify makes sets of them."""
+
+    def group(match: re.Match[str]) -> str:
+        inside = match[1] if match[1] is not None else match[2]
+        before = text[: match.start()].rstrip()
+        if before.endswith(("^", "_", "}", "]")) or re.search(r"\\[a-zA-Z]+$", before):
+            return match[0]
+        if not inside.strip():
+            return " "
+        if re.search(r"[-+,]", inside):
+            return f"\\{{{inside}\\}}" if "," in inside else f"({inside})"
+        return f" {inside} "
+
+    return _IDLE_BRACES.sub(group, text)
+
+
+_IMAGINARY = sympy.Symbol("i", real=True)
+
+
+def _parse(text: str, has_cases: bool) -> Any:
+    plain_number = plain.number(text)
+    if plain_number and not (plain_number.unit or plain_number.is_percent or plain_number.bound):
+        value = plain_number.value * plain_number.magnitude  # at once: the parser takes its time
+        exact = sympy.Rational(value.numerator, value.denominator)
+        return exact.evalf() if plain_number.is_decimal else exact
+    prepared = _prepare(text)
+    if prepared is None:
+        return None
+    try:
+        value = _latex(prepared, has_cases)
+    except Exception:  # of a syntax error latex2sympy raises just that, of a bad value anything
+        parts = re.split(r"(?<![\\<>!])=", prepared)
+        if len(parts) < 3 or "," in prepared or ";" in prepared:
+            return None
+        try:
+            value = _latex(parts[-1], has_cases)  # a chain of equations: the last is meant
+        except Exception:
+            return None
+    if value is None or value in (sympy.nan, sympy.zoo):
+        return None
+    if isinstance(value, sympy.Basic | sympy.MatrixBase) and value.has(_IMAGINARY):
+        with contextlib.suppress(ValueError, TypeError):  # an interval up to i
+            if isinstance(value, sympy.Eq):
+                sides = [side.subs(_IMAGINARY, sympy.I) for side in (value.lhs, value.rhs)]
+                value = sympy.Eq(*sides, evaluate=False)
+            else:
+                value = value.subs(_IMAGINARY, sympy.I)
+    if isinstance(value, sympy.Basic) and value.has(sympy.Derivative):
+        value = value.replace(_is_of_letter, lambda one: sympy.Symbol(str(one), real=True))
+    return value
+
+
+def _is_of_letter(value: Any) -> bool:
+    """Whether it is dy/dx: to sympy y depends on nothing, and that is zero."""
+    return isinstance(value, sympy.Derivative) and value.expr.is_Symbol
+
+
+def _latex(text: str, has_cases: bool) -> Any:
+    return latex2sympy(
+        normalize_latex(text, _AS_IT_IS),
+        is_real=True,  # one and the same for both, or no letter is equal to itself
+        convert_degrees=False,
+        normalization_config=None,
+        conversion_config=ConversionConfig(lowercase_symbols=not has_cases),
+    )
+
+
+__all__ = ["MOST_DEPTH", "read"]

@@ -90,12 +90,13 @@ def _equal_choices(given: str, reference: str) -> bool | None:
     return None if outcome is Outcome.UNKNOWN else outcome is Outcome.CORRECT
 
 
+_SPACED_THOUSANDS = re.compile(r"\((?:[^,]|(?<=\d),(?=\d{3}(?!\d))|,\s)*\)")  # (1,000, 2,000)
 _PREFIX = re.compile(
     r"(?:\\text\s*\{(?P<text>[^{}]*)\}|(?P<bare>(?:[A-Z][a-z]+|answer)(?: [a-z]+)*)\s*(?=[:=]))"
     r"\s*(?P<sign>[:=]?)\s*(?P<rest>.*\S)",
     re.DOTALL,
 )
-_IS_PREFIX = re.compile(r"(?:\b(?:is|are|equals|have|has)|:|=)\s*$")
+_IS_PREFIX = re.compile(r"(?:\b(?:is|are|equals|have|has|[Oo]ption|[Cc]hoice)|:|=)\s*$")
 _CHANGES = re.compile(r"\b(?:not|no|less|more|greater|least|most|than|fewer|under|over|minus|if)\b")
 
 
@@ -122,6 +123,8 @@ def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
         first = given.partition("=")[0]
         if last and not re.search(r"[<>]|\\(?:le|ge|ne|in)(?![a-zA-Z])|!$", first):
             simpler.append((last, reference))
+    if given.startswith("(") and (match := _SPACED_THOUSANDS.fullmatch(given)):
+        simpler.append((re.sub(r"(?<=\d),(?=\d{3})", "", match[0]), reference))
     stripped = [tuple(strip_braces(one).rstrip(" .,;") for one in pair) for pair in simpler]
     return [(g, r) for g, r in stripped if g and r and (g, r) != (given, reference)]
 

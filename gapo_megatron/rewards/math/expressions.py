@@ -11,6 +11,8 @@ from typing import Any
 
 import math_verify
 import sympy
+from latex2sympy2_extended.logic import And
+from sympy.core.relational import Relational
 
 from gapo_megatron.rewards.math import parsing, plain
 from gapo_megatron.rewards.math.sizes import TooLargeError, check_size
@@ -38,6 +40,9 @@ def equal(given: str, reference: str) -> bool | None:
         return False
     if _unfinished(ours) and not _unfinished(theirs):
         return False
+    for text, one, other in ((given, ours, theirs), (reference, theirs, ours)):
+        if text.startswith("\\{") and isinstance(one, sympy.FiniteSet) and _is_point(other):
+            return False  # to math-verify {1, 2} is (1, 2)
     return _equal_values(ours, theirs)
 
 
@@ -79,26 +84,31 @@ def _has_cases(text: str) -> bool:
     return any(letter.upper() in letters for letter in letters if letter.islower())
 
 
-_DEFINITION = re.compile(r"\s*([A-Za-z])\s*\(\s*([A-Za-z])\s*\)\s*=\s*(.+)", re.DOTALL)
+_DEFINITION = re.compile(
+    r"\s*(?P<name>[A-Za-z])\s*(?:\(\s*(?P<of>[A-Za-z])\s*\)|_\s*\{?\s*(?P<index>[a-z])\s*\}?)"
+    r"\s*=\s*(?P<value>.+)",
+    re.DOTALL,
+)
 _NAMED = re.compile(r"\s*([A-Za-z])\s*=\s*(.+)", re.DOTALL)
 
 
 def _with_names_of(given: str, reference: str) -> str:
-    """A function's definition with the reference's name for the argument, f(t) as f(x)."""
-    ours = _DEFINITION.fullmatch(given)
+    """A definition with the reference's name for its argument: f(t) as f(x), a_k as a_n."""
+    ours, theirs = _DEFINITION.fullmatch(given), _DEFINITION.fullmatch(reference)
+    named = _NAMED.fullmatch(given if ours is None else reference)
     if ours is None:
-        if (theirs := _DEFINITION.fullmatch(reference)) and (named := _NAMED.fullmatch(given)):
-            return f"{theirs[1]}({theirs[2]})={named[2]}" if named[1] == "y" else given
-        return given
-    name, argument, value = ours.groups()
-    if theirs := _DEFINITION.fullmatch(reference):
-        renamed = _renamed(value, argument, theirs[2])
-        return given if renamed is None else f"{name}({theirs[2]})={renamed}"
-    if named := _NAMED.fullmatch(reference):
-        letters = _letters(named[2])
-        if named[1] == "y" and len(letters) == 1:
-            renamed = _renamed(value, argument, letters.pop())
-            return given if renamed is None else f"y={renamed}"
+        is_y = theirs and theirs["of"] and named and named[1] == "y"
+        return f"{theirs['name']}({theirs['of']})={named[2]}" if is_y else given  # type: ignore[index]
+    name, value, argument = ours["name"], ours["value"], ours["of"] or ours["index"]
+    if theirs and bool(ours["of"]) == bool(theirs["of"]):
+        new = theirs["of"] or theirs["index"]
+        is_index = ours["index"] and argument not in _letters(value)  # v_x = 3 is not v_y
+        renamed = None if is_index else _renamed(value, argument, new)
+        left = f"{name}({new})" if ours["of"] else f"{name}_{{{new}}}"
+        return given if renamed is None else f"{left}={renamed}"
+    if named and ours["of"] and named[1] == "y" and len(letters := _letters(named[2])) == 1:
+        renamed = _renamed(value, argument, letters.pop())
+        return given if renamed is None else f"y={renamed}"
     return given
 
 
@@ -146,6 +156,8 @@ def _equal_values(ours: Any, theirs: Any) -> bool | None:
         same = _same_equation(ours, theirs)
         if same is not None:
             return same
+    if _same_conditions(ours, theirs):
+        return True
     return bool(
         math_verify.verify(
             [theirs],
@@ -155,6 +167,23 @@ def _equal_values(ours: Any, theirs: Any) -> bool | None:
             allow_set_relation_comp=True,
         )
     )
+
+
+def _is_point(value: Any) -> bool:
+    """Or an interval, which is written the same."""
+    return isinstance(value, sympy.Interval | sympy.Tuple)
+
+
+def _same_conditions(ours: Any, theirs: Any) -> bool:
+    """Whether the same numbers meet two conditions on one letter, 1 < x < 3 and 3 > x > 1."""
+    if not all(isinstance(one, And | Relational) for one in (ours, theirs)):
+        return False
+    if any(isinstance(one, sympy.Eq) for one in (ours, theirs)):
+        return False
+    if len(ours.free_symbols | theirs.free_symbols) != 1:
+        return False
+    sets = parsing.as_set(ours), parsing.as_set(theirs)
+    return sets[0] is not None and sets[0] == sets[1]
 
 
 def _are_numbers(*values: Any) -> bool:

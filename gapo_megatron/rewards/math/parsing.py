@@ -39,7 +39,7 @@ _PLAIN_FUNCTION = re.compile(rf"(?<![\\a-zA-Z])({FUNCTIONS}|pi)(?![a-zA-Z])")
 _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)")
 _REFUSED = re.compile(
     r"\\ldots|[\d)}]\s*_(?!\{?\\text)|(?<![\^_\d])\d+\s+\d|\d\.\d*\.\d|[?#@]|\\text(?!\s*\{)|\d'"
-    r"|\\not(?![a-zA-Z])"
+    r"|\\not(?![a-zA-Z])|,0\d"
 )
 _OR = re.compile(
     r"\\text\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])|\\cup(?![a-zA-Z])", re.IGNORECASE
@@ -47,6 +47,7 @@ _OR = re.compile(
 _AND_OR = re.compile(
     r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))"
 )
+_BOTH = re.compile(r",|\\text\s*\{\s*,?\s*and\s*\}|(?<![a-zA-Z\\])and(?![a-zA-Z])", re.IGNORECASE)
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![a-zA-Z])")
 _BUILDER = re.compile(
     r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\||:)\s*(.+)\\\}", re.DOTALL
@@ -58,14 +59,26 @@ def read(text: str, has_cases: bool) -> Any:
     """The sympy object of all of `text`; None if there is none."""
     if (builder := _BUILDER.fullmatch(text)) and _RELATION.search(builder[2]):
         text = builder[2]
-    parts = _OR.split(text)
-    if len(parts) > 1 and all(map(_RELATION.search, parts)):
-        sets = [_as_set(read(part.strip(" ,;"), has_cases)) for part in parts]
-        return None if None in sets else sympy.Union(*sets)
+    for joint, join in ((_OR, sympy.Union), (_BOTH, sympy.Intersection)):
+        parts = joint.split(text)
+        if len(parts) < 2 or not all(map(_RELATION.search, parts)):
+            continue
+        letters = set(
+            re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+(?:\s*\{?[R]\}?)?", "", "".join(parts)))
+        )
+        if len(letters) > 1:
+            continue
+        sets = [as_set(read(part.strip(" ,;"), has_cases)) for part in parts]
+        joined = None if None in sets else join(*sets)
+        if joined is not None and joined is not sympy.S.EmptySet:
+            return joined
+        if join is sympy.Union:
+            return None
     return _parse(_AND_OR.sub(", ", text), has_cases)
 
 
-def _as_set(value: Any) -> Any:
+def as_set(value: Any) -> Any:
+    """The numbers that meet a condition on one letter; None if that cannot be told."""
     if isinstance(value, sympy.Set):
         return value
     if isinstance(value, sympy.Eq) and isinstance(value.rhs, sympy.Set):
@@ -212,4 +225,4 @@ def _latex(text: str, has_cases: bool) -> Any:
     )
 
 
-__all__ = ["MOST_DEPTH", "read"]
+__all__ = ["MOST_DEPTH", "as_set", "read"]

@@ -75,10 +75,17 @@ _WORD_NUMBER = re.compile(r"(?<=\d) ?((?:hundred|thousand|[mb]illion|trillion)(?
 _ORDINAL = re.compile(
     r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\s*\{\s*(?:st|nd|rd|th)\s*\}|(?<=\d)(?:st|nd|rd|th)\b)\s*\}?"
 )
+_BRACED_SIGN = re.compile(r"(\\[a-zA-Z]+\s*|[\^_]\s*)?\{([:;=<>])\}")
+_FOR_ALL = re.compile(
+    r",?\s*(?:\\text\s*\{[\s,(]*for (?:all|every|any|each)(?: real)?(?: numbers?)?\s*\}"
+    r"|\\forall(?![a-zA-Z]))"
+    r"\s*[a-z]\s*(?:\\in(?![a-zA-Z])\s*\\mathbb\s*(?:\{\s*R\s*\}|R)\s*)?\)?\s*(?=[,;]|$)"
+)
 _ELLIPSIS = re.compile(r"\.\s?\.\s?\.+")
 _CUT_DECIMAL = re.compile(r"(?<=\.\d{3})(\d*)\s*\\ldots\s*$")
 _NONE = re.compile(
-    r"(?:\\text\s*\{)?\s*(?:(?:the )?empty set|(?:there (?:is|are) )?no (?:real )?solutions?(?: exists?)?)\s*\}?",
+    r"(?:\\text\s*\{)?\s*(?:(?:the )?empty set"
+    r"|(?:there (?:is|are) )?no (?:real )?solutions?(?: exists?)?)\s*\}?",
     re.IGNORECASE,
 )
 _ALL_REAL = re.compile(r"(?:\\text\s*\{)?\s*all real(?:s| numbers)\s*\}?", re.IGNORECASE)
@@ -91,7 +98,7 @@ def clean(text: str) -> str:
     text = re.sub(r"(?<!\\)\\!\s*", "", text)
     text = re.sub(r"(?<=\d)\{,\}(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"\{,\}\s*", ",", text)
-    text = re.sub(r"(?<![\^_\\a-zA-Z])\{([:;=<>])\}", r"\1", text)
+    text = _BRACED_SIGN.sub(lambda sign: sign[0] if sign[1] else sign[2], text)
     text = strip_braces(_NO_MEANING.sub("", _SPACE.sub(" ", text)))
     if "\\" in text:
         text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1] + " ", text)
@@ -108,6 +115,7 @@ def clean(text: str) -> str:
     text = _ELLIPSIS.sub(r"\\ldots ", text)
     text = _CUT_DECIMAL.sub(r"\1", text)
     text = _clean_degrees(text.rstrip(" .,;"))
+    text = _FOR_ALL.sub("", text)
     text = _ORDINAL.sub("", text)
     text = _WORD_NUMBER.sub(r"\\text{ \1}", text)
     if _ALL_REAL.fullmatch(text.strip()):
@@ -148,6 +156,9 @@ def _without_font(match: re.Match[str]) -> str:
 
 
 _LETTERS = re.compile(r"\s*\(?[A-Z]\)?(?:\s*(?:,|\band\b)+\s*\(?[A-Z]\)?)+\s*")
+_STATED = re.compile(
+    r"(.*\b(?:is|are|equals|[Oo]ption|[Cc]hoice):?)\s+(\(?[A-Z]\)?|-?\d[\d,.]*)\.?\s*", re.DOTALL
+)
 _COUNTED = re.compile(r"\s*(-?\d[\d,.]*)(\s+[a-zA-Z].*)", re.DOTALL)
 
 
@@ -158,8 +169,11 @@ def _without_text(match: re.Match[str]) -> str:
         return f" {inside} "
     if _LETTERS.fullmatch(inside):
         return inside
+    if stated := _STATED.fullmatch(inside):
+        return f"\\text{{{stated[1]}}} {stated[2]}"
     if counted := _COUNTED.fullmatch(inside):
-        return f"{counted[1]}\\text{{{counted[2]}}}"
+        words = re.sub(r"\s(\d[\d,.]*)(?=\s|$)", r" } \1\\text{", counted[2])
+        return f"{counted[1]}\\text{{{words}}}".removesuffix("\\text{}")
     if "_" in inside and not re.search(r"[a-zA-Z]{3}|\s", inside):
         return inside
     return f"\\text{{{inside}}}"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import signal
+import threading
 
 import pytest
 
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.rewards import math, start_pool
+from gapo_megatron.rewards.math.effort import TooMuchWorkError, limited
 from gapo_megatron.types import Outcome
 from tests.messages import mentions
 
@@ -176,6 +180,60 @@ def test_an_answer_that_cannot_be_read_is_wrong_where_the_reference_can():
     assert math.verify("\\boxed{\\frac{1}{}}", "3 \\not\\mid n").outcome is UNKNOWN
 
 
+def test_work_without_end_is_wrong_if_the_reference_is_not_to_blame(monkeypatch):
+    math.verify("\\boxed{x+\\sqrt{2}}", "31")  # what the reference takes is known
+    math._is_workable.cache_clear()
+    monkeypatch.setattr(math, "MOST_CPU_S", 0.5)
+    monkeypatch.setattr(math, "_judge", lambda *_: _spin())
+    verdict = math.verify("\\boxed{1+1}", "31")
+    assert verdict.outcome is WRONG
+    assert re.search(mentions("1+1", "'31'"), verdict.reason)
+    monkeypatch.setattr(math, "compare", lambda *_: _spin())
+    math._is_workable.cache_clear()
+    assert math.verify("\\boxed{1+1}", "31").outcome is UNKNOWN
+    monkeypatch.undo()
+    math._is_workable.cache_clear()
+    assert math.verify("\\boxed{31}", "31").outcome is CORRECT
+
+
+@pytest.mark.parametrize("error", [MemoryError, RecursionError, OverflowError, KeyError])
+def test_an_answer_that_breaks_the_comparison_is_wrong(monkeypatch, error):
+    def judge(*_):
+        raise error("of it")
+
+    monkeypatch.setattr(math, "_judge", judge)
+    verdict = math.verify("\\boxed{1+1}", "31")
+    assert verdict.outcome is WRONG
+    assert re.search(mentions(error.__name__), verdict.reason)
+
+
+def test_what_is_no_error_of_the_comparison_is_raised(monkeypatch):
+    monkeypatch.setattr(math, "_judge", lambda *_: pytest.fail("broken"))
+    with pytest.raises(pytest.fail.Exception):
+        math.verify("\\boxed{1+1}", "31")
+
+
+def _spin():
+    while True:
+        with contextlib.suppress(Exception):  # as parsers do
+            sum(range(1000))
+
+
+def test_the_limit_leaves_signals_as_they_were():
+    before = signal.getsignal(signal.SIGPROF)
+    with contextlib.suppress(TooMuchWorkError), limited(0.01):
+        _spin()
+    assert signal.getsignal(signal.SIGPROF) is before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+    outcomes = []
+    other = threading.Thread(
+        target=lambda: outcomes.append(math.verify("\\boxed{1+1}", "2").outcome)
+    )
+    other.start()
+    other.join()
+    assert outcomes == [CORRECT]
+
+
 def test_a_wrong_answer_is_named():
     assert re.search("'2'.*'3'", math.verify("\\boxed{2}", "3").reason)
 
@@ -189,6 +247,10 @@ HOSTILE = [
     "\\boxed{" + "1+" * 5_000 + "1}", "\\boxed{" + "1," * 20_000 + "1}",
     "\\boxed{\\int_0^1 x^{x^x} dx}", "\\boxed{\\frac{1}{0}}",
     "\\boxed{\\lim_{x \\to 0} \\frac{\\sin x}{x^{99}}}",
+    "\\boxed{" + "(" * 50 + "1" + ")" * 50 + "}", "\\boxed{" + "x^{" * 50 + "2" + "}" * 51,
+    "\\boxed{" + "\\cup".join(f"({n},{n + 1})" for n in range(0, 200, 2)) + "}",
+    "\\boxed{" + " or ".join(f"x^3-{n}x>1" for n in range(40)) + "}",
+    "\\boxed{" + "|x|" * 20 + "}",
     "\\boxed{\x00}", "\\boxed{\\left(}", "\\boxed{0." + "3" * 10**5 + "}", "}{" * 500,
     "\\boxed{\\text{" + "a " * 20_000 + "}}", "\\boxed{" + " " * 10**5 + "1x}",
     "<think>" * 10**5, "\\boxed{__import__('os')._exit(0)}", "\\boxed{" + "\\pm" * 200 + "1}",

@@ -69,7 +69,7 @@ _NAMED_FUNCTION = re.compile(rf"\\(?:{_WRAPPERS}|operatorname\*?)\s*\{{\s*({FUNC
 _CONSTANT = re.compile(
     rf"\\(?:{_WRAPPERS}|operatorname)\s*\{{\s*([ei])\s*\}}|\\(?:math)?rm\s+([ei])(?![a-zA-Z])"
 )
-_MATHEMATICS = re.compile(r"[-+\d\s.,/:()]*\d[-+\d\s.,/:()^{}]*")
+_MATHEMATICS = re.compile(r"(?:\\[$%]|[-+\d\s.,/:()])*\d(?:\\[$%]|[-+\d\s.,/:()^{}])*")
 
 _WORD_NUMBER = re.compile(r"(?<=\d) ?((?:hundred|thousand|[mb]illion|trillion)(?![a-zA-Z]))")
 _ORDINAL = re.compile(

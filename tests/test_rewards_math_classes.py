@@ -340,10 +340,13 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
         [
             (r"\frac32 \text{ or } 1.5", "1.5"), (r"\text{B,C}", "C, B"),
             (r"\frac12, \frac13", r"\frac13 \text{ OR } \frac12"), ("11^{\\text{th}}", "11"),
-            (r"1,2,\ldots,9", "1,2,...,9"),
+            (r"1,2,\ldots,9", "1,2,...,9"), ("1, 2, 3", r"\text{1, 2, and 3}"),
+            (r"\frac{x+1}{x-1}", r"x+1 \over x-1"), ("1,1,2", "2,1,1"), (r"\text{(B)}", "(B) 5"),
         ],
         [
             (r"\frac32 \text{ or } 2.5", "1.5"), (r"\text{B,C}", "B"), ("5", r"5 \pm 1"),
+            (r"\text{(B)}", "(B), (C)"), (r"\text{(B)}", r"\text{(B) or (C)}"), ("B", "B: C"),
+            (r"60^\circ,60^\circ,60^\circ", r"60^\circ,60^\circ"), ("1,2", "1,2,2"),
             (r"\text{(D)}", "7.47"), ("12", r"\text{between } 12 \text{ and } 13"),
             (r"1,2,\ldots,9", "1,2,...,8"), ("3", r"x \in \{1, 3\}"), ("5", "x>5"),
         ],

@@ -265,7 +265,9 @@ def equal_times(given: str, reference: str) -> bool | None:
 
 
 _LETTER = re.compile(r"[A-Za-z]")
-_CHOICE = re.compile(r"\(?([A-Z])(?:\)|[.:](?!\S)|$).*")
+_CHOICE = re.compile(
+    r"\(?([A-Z])(?:\)|[.:](?!\S)|$)(?!\s*(?:[,;&/]|(?:and|or)\b|\(?[A-Z](?:[).:]|$))).*"
+)
 _LABELLED = re.compile(
     r"(?:\\text\s*\{\s*\(?([A-Za-z])\s*[).:]+\s*\}\s*:?"
     r"|\\text\s*\{\s*([A-Z])\s*\}\s*[.:)]"

@@ -99,15 +99,16 @@ def clean(text: str) -> str:
     text = re.sub(r"(?<=\d)\{,\}(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"\{,\}\s*", ",", text)
     text = _BRACED_SIGN.sub(lambda sign: sign[0] if sign[1] else sign[2], text)
-    text = strip_braces(_NO_MEANING.sub("", _SPACE.sub(" ", text)))
+    text = _NO_MEANING.sub("", _SPACE.sub(" ", text))
+    if "\\over" in text:
+        text = _OVER.sub(r"\\frac{\1}{\2}", f"{{{text}}}")
+    text = strip_braces(text)
     if "\\" in text:
         text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1] + " ", text)
         text = _BAR.sub("|", text)
         text = _CONSTANT.sub(lambda name: name[1] or name[2], text)
         text = _NAMED_FUNCTION.sub(_named, text)
         text = _IN_FONT.sub(_without_font, text)
-        if "\\over" in text:
-            text = _OVER.sub(r"\\frac{\1}{\2}", text)
         text = re.sub(r"\(\\text\s*\{\s*([A-Z])\s*\}\)", r"(\1)", text)
         text = TEXT.sub(_without_text, text)
         text = re.sub(r"\\\{\s*\\\}", r"\\emptyset ", text)
@@ -155,7 +156,8 @@ def _without_font(match: re.Match[str]) -> str:
     return match[0] if is_mathematics else f"\\text{{{inside}}}"
 
 
-_LETTERS = re.compile(r"\s*\(?[A-Z]\)?(?:\s*(?:,|\band\b)+\s*\(?[A-Z]\)?)+\s*")
+_ONE = r"(?:\(?[A-Z]\)?|-?\d[\d./]*)"
+_LIST = re.compile(rf"\s*{_ONE}(?:\s*(?:,\s*(?:and\b)?|and\b)\s*{_ONE})+\s*")
 _STATED = re.compile(
     r"(.*\b(?:is|are|equals|[Oo]ption|[Cc]hoice):?)\s+(\(?[A-Z]\)?|-?\d[\d,.]*)\.?\s*", re.DOTALL
 )
@@ -167,7 +169,7 @@ def _without_text(match: re.Match[str]) -> str:
     inside = match[1]
     if not inside.strip() or _MATHEMATICS.fullmatch(inside):
         return f" {inside} "
-    if _LETTERS.fullmatch(inside):
+    if _LIST.fullmatch(inside):
         return inside
     if stated := _STATED.fullmatch(inside):
         return f"\\text{{{stated[1]}}} {stated[2]}"

@@ -51,7 +51,7 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             (r"\frac{1}{2}", r"\frac{1}{4} \Rightarrow? \frac{1}{2}"),
             (r"3^\frac25", r"\frac{2}{5}"), (r"\frac{1}{3}", r"{{ \foo} \frac{1}{3}"),
             (r"\frac{7}{8}", r"\frac{1}{8} \oplus \frac{7}{8}"), (r"e^\frac12", r"\frac{1}{2}"),
-            (r"\frac{48}{5}\sqrt{6}", r"{48 \over 7}\sqrt6"), ("60", r"\boxed{60}, 17"),
+            (r"\frac{48}{5}\sqrt{6}", r"{48 \over 7}\sqrt6"), ("60", r"\boxed{60}, 17"), ("60", r"17, \boxed{60}"),
             ("60", r"\boxed{60} \text{ or } 61"), ("3^{-17.5}", r"\mathbf{3^{-17.6}}"),
             ("5", r"\boxed{5}+1"), ("1179_{12}", r"\mathbf{1179_{13}}"),
         ],

@@ -157,7 +157,7 @@ def _without_font(match: re.Match[str]) -> str:
 
 
 _ONE = r"(?:\(?[A-Z]\)?|-?\d[\d./]*)"
-_LIST = re.compile(rf"\s*{_ONE}(?:\s*(?:,\s*(?:and\b)?|and\b)\s*{_ONE})+\s*")
+_LIST = re.compile(rf"\s*{_ONE}(?:\s*(?:,\s*(?:and\b\s*)?|and\b\s*){_ONE})+\s*")
 _STATED = re.compile(
     r"(.*\b(?:is|are|equals|[Oo]ption|[Cc]hoice):?)\s+(\(?[A-Z]\)?|-?\d[\d,.]*)\.?\s*", re.DOTALL
 )

@@ -347,7 +347,7 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
         [
             (r"\frac32 \text{ or } 2.5", "1.5"), (r"\text{B,C}", "B"), ("5", r"5 \pm 1"),
             (r"\text{(B)}", "(B), (C)"), (r"\text{(B)}", r"\text{(B) or (C)}"), ("B", "B: C"),
-            (r"60^\circ,60^\circ,60^\circ", r"60^\circ,60^\circ"), ("1,2", "1,2,2"),
+            (r"60^\circ,60^\circ,60^\circ", r"60^\circ,60^\circ"), ("1,1,2", "1,2"),
             (r"\text{(D)}", "7.47"), ("12", r"\text{between } 12 \text{ and } 13"),
             (r"1,2,\ldots,9", "1,2,...,8"), ("3", r"x \in \{1, 3\}"), ("5", "x>5"),
         ],

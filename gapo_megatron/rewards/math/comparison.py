@@ -279,10 +279,9 @@ def equal_lists(given: str, reference: str) -> bool | None:
         one, *others = theirs  # 3/2 or 1.5: one value in two spellings
         if all(compare(other, one).outcome is Outcome.CORRECT for other in others):
             return compare(given, one).outcome is Outcome.CORRECT
-    if len(theirs) > 1 and len(ours) > 1 and len(ours) != len(theirs):
-        return False  # 60, 60 is not 60, 60, 60: a set would be the same
     if len(theirs) < 2 or len(ours) != len(theirs):
-        return None
+        repeats = len(set(theirs)) < len(theirs) and "=" not in reference
+        return False if repeats else None  # 60, 60 is not 60, 60, 60, which as sets are the same
     if _labels(theirs) and not _labels(ours):
         outcomes = [compare(*pair).outcome for pair in zip(ours, theirs, strict=True)]
     else:

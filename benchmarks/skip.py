@@ -125,7 +125,8 @@ def sample(config: Config, device: torch.device, *, num_prompts: int) -> list[Gr
         max_prompt_tokens=config.data.max_prompt_tokens,
         kind=config.reward.kind,
     )
-    engine = RolloutEngine(config, read_hf_config(config.model.hf_dir), device=device)
+    hf_config = read_hf_config(config.model.hf_dir)
+    engine = RolloutEngine(config, hf_config, device=device, load_weights=True)
     prompts = PromptSource(problems, seed=config.run.seed).next_batch(num_prompts)
     rollouts = engine.generate(
         prompts,

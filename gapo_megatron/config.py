@@ -78,7 +78,8 @@ class ModelConfig(_Section):
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
     """Which values share a scale in fp8, by Megatron-core's name (docs/scaling.md)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: `selective` recomputes attention, `full` every layer."""
+    """Activation recomputation: `full` every layer; `selective` under Transformer Engine the MLP,
+    or with experts their activations and norms, else attention (docs/scaling.md)."""
     head: Literal["auto", "torch", "triton"] = "auto"
     """Code of the log-probs: Triton kernels where they serve (Hopper, bf16), torch elsewhere."""
 

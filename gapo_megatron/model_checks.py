@@ -29,7 +29,8 @@ def check_shapes(
     Args:
         hf_config: of the model.
         parallel: how it is cut.
-        model: for its precision; None: not fp8, which takes matrices of certain sizes alone.
+        model: for its precision; None: not fp8, which takes matrices of certain sizes alone, and
+            not every recomputation.
 
     Raises:
         ConfigError: names the field and its value; of a size, the two numbers.
@@ -65,6 +66,20 @@ def check_shapes(
         )
     if model is not None:
         check_fp8_shapes(rules_for(hf_config), parallel, model)
+        _check_recompute(hf_config, model)
+
+
+def _check_recompute(hf_config: Any, model: ModelConfig) -> None:
+    """Refuse what Megatron-core refuses: the scales of a recomputed input would be another's."""
+    if (
+        num_experts(hf_config)
+        and (model.precision, model.fp8_recipe) == ("fp8", "delayed")
+        and model.recompute == "selective"
+    ):
+        raise ConfigError(
+            f"model.recompute ({model.recompute!r}) of a model with experts does not go with "
+            f"model.fp8_recipe ({model.fp8_recipe!r}): use another recipe, or 'full' or 'none'"
+        )
 
 
 def check_engine_heads(hf_config: Any, size: int) -> None:

@@ -8,6 +8,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,12 +22,14 @@ from transformers import (
     AutoConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from vllm import EngineArgs
 
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.convert import rules_for, to_hf, to_megatron
@@ -44,10 +47,12 @@ from gapo_megatron.rollout import (
 )
 from gapo_megatron.rollout import engine as engine_module
 from gapo_megatron.rollout.arguments import check_engine, engine_args
+from gapo_megatron.rollout.progress import wait_for_all
 from gapo_megatron.rollout.schedule import Phase, Schedule
 from gapo_megatron.types import Prompt
 from tests.dist import run_distributed
 from tests.messages import mentions
+from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
 VOCAB, EOS = 61, 1
@@ -105,9 +110,13 @@ def vllm_environment(rank: int = 0, world_size: int = 1) -> dict[str, str]:
     }
 
 
-def build_engine(config: Config) -> RolloutEngine:
+def build_engine(config: Config, *, load_weights: bool = True) -> RolloutEngine:
     hf_config = AutoConfig.from_pretrained(config.model.hf_dir)
-    return RolloutEngine(config, hf_config, device="cpu")
+    return RolloutEngine(config, hf_config, device="cpu", load_weights=load_weights)
+
+
+def make_args(config: Config, hf_config: PretrainedConfig, device: torch.device) -> EngineArgs:
+    return engine_args(config, hf_config, device, load_weights=False)
 
 
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -680,13 +689,13 @@ def test_a_cache_larger_than_the_machine_is_a_config_error(tmp_path):
 
 def test_sequences_beyond_the_trained_positions_are_warned_about(tmp_path, caplog):
     config = make_config(tmp_path)
-    assert engine_args(config, LlamaConfig(**SIZES), CPU).max_model_len == 165
+    assert make_args(config, LlamaConfig(**SIZES), CPU).max_model_len == 165
     assert not caplog.records
     short = LlamaConfig(**SIZES | {"max_position_embeddings": 100})
-    args = engine_args(config, short, CPU)
+    args = make_args(config, short, CPU)
     assert args.hf_overrides == {"max_position_embeddings": 165}
     long = LlamaConfig(**SIZES | {"max_position_embeddings": 2**31 - 1})
-    args = engine_args(make_config(tmp_path), long, CPU)
+    args = make_args(make_config(tmp_path), long, CPU)
     assert args.hf_overrides == {"max_position_embeddings": 165} and not args.trust_remote_code
     settings = ("data.max_prompt_tokens", "rollout.max_response_tokens")
     assert re.search(mentions(*settings, 164, 100), caplog.messages[-1])
@@ -694,17 +703,42 @@ def test_sequences_beyond_the_trained_positions_are_warned_about(tmp_path, caplo
 
 def test_gpu_memory_is_a_fraction_and_can_be_given_back(tmp_path):
     config = make_config(tmp_path, memory_fraction=0.3)
-    args = engine_args(config, LlamaConfig(**SIZES), torch.device("cuda"))
+    args = make_args(config, LlamaConfig(**SIZES), torch.device("cuda"))
     assert (args.gpu_memory_utilization, args.enable_sleep_mode) == (0.3, True)
+    assert args.sleep_mode_offload_cudagraph
+
+
+@pytest.mark.parametrize("quantization", ["", "fp8"])
+def test_on_a_gpu_vllm_has_its_logits_in_fp32(tmp_path, quantization):
+    """As the trainer's head; what vLLM makes of the override on a CPU is enough to see it."""
+    model = make_model(True)
+    model.save_pretrained(tmp_path)
+    config = make_config(tmp_path, precision="bf16", quantization=quantization)
+    args = make_args(config, model.config, torch.device("cuda"))
+    assert args.hf_overrides["head_dtype"] == "float32"
+    args.enable_sleep_mode = False  # the one that a CPU refuses
+    made = args.create_model_config()
+    assert (made.dtype, made.head_dtype) == (torch.bfloat16, torch.float32)
+    assert "head_dtype" not in make_args(config, model.config, CPU).hf_overrides
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_weights_come_by_the_first_sync_unless_asked_for(tmp_path, device):
+    config, hf_config = make_config(tmp_path), LlamaConfig(**SIZES)
+    formats = [
+        engine_args(config, hf_config, torch.device(device), load_weights=load).load_format
+        for load in (False, True)
+    ]
+    assert formats == ["dummy", "auto"]
 
 
 def test_only_a_cpu_with_a_kernel_for_it_generates_in_fp8(tmp_path, monkeypatch):
     model = make_model(True)
     model.save_pretrained(tmp_path)
-    plain = engine_args(make_config(tmp_path), model.config, CPU)
+    plain = make_args(make_config(tmp_path), model.config, CPU)
     assert (plain.quantization, plain.quantization_config) == (None, None)
     config = make_config(tmp_path, precision="bf16", quantization="fp8")
-    args = engine_args(config, model.config, CPU)
+    args = make_args(config, model.config, CPU)
     assert (args.quantization, args.dtype) == ("fp8_per_block", "bfloat16")
     assert args.quantization_config.ignore == ["*.gate"]
     check_engine(make_config(tmp_path), model.config, CPU, world_size=1)
@@ -740,6 +774,40 @@ def test_seeds_are_fixed_and_apart():
     assert len(seeds) == 3 * 5 * 3 * 8 + 9
     assert request_seed(0, 0, "p", 0, 0) == request_seed(0, 0, "p", 0)
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def waits(folder: str) -> int:
+    """Rank 1 comes once rank 0 has said three times that it is well."""
+    num_asked, enough = 0, Path(folder, "enough")
+
+    def on_wait() -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 3:
+            enough.touch()
+
+    if dist.get_rank() == 1:
+        wait_until(enough.exists, "rank 0 to be asked three times")
+    wait_for_all(dist.group.WORLD, on_wait)
+    return num_asked
+
+
+def test_an_engine_that_has_ended_says_so_until_the_last_one_has(tmp_path):
+    num_asked, _ = run_distributed(waits, 2, str(tmp_path))
+    assert num_asked >= 3
+
+
+def test_waiting_for_other_engines_has_no_limit(monkeypatch):
+    """The group's own, which its other collectives keep, counts from the first engine's end."""
+    given = {}
+
+    def barrier(**arguments):
+        given.update(arguments)
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    monkeypatch.setattr(dist, "barrier", barrier)
+    wait_for_all("group", lambda: None)
+    assert given["group"] == "group" and given["timeout"] > timedelta(days=30)
 
 
 # --- several ranks -------------------------------------------------------------------------------
@@ -851,7 +919,10 @@ def sync_experts(folder: str):
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config).eval()
     model.save_pretrained(f"{folder}/0")
-    engine = build_engine(make_config(Path(folder, "0")))
+    engine = build_engine(make_config(Path(folder, "0")), load_weights=False)
+    with pytest.raises(RolloutError, match=mentions("generate", "sleeping")):
+        sequences(engine)
+    sync_weights(engine, load_file(f"{folder}/0/model.safetensors").items(), policy_version=0)
     prompt_ids, response_ids = sequences(engine)
     differences = []
     for version in (1, 2):

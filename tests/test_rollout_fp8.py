@@ -129,7 +129,7 @@ def start_and_sync(folder: str, tp_size: int) -> list[tuple[float, float]]:
 
 
 def sync_experts(folder: str) -> list[tuple[float, float]]:
-    """With weights of none to begin with, as from `model.megatron_dir`."""
+    """With no weights to begin with, as in a run."""
     os.environ.update(vllm_environment(0, 1))
     sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     config = Qwen3MoeConfig(**sizes, head_dim=64, norm_topk_prob=True, tie_word_embeddings=False)
@@ -137,8 +137,7 @@ def sync_experts(folder: str) -> list[tuple[float, float]]:
     model = Qwen3MoeForCausalLM(config).eval()
     settings = fp8_config(Path(folder, "0"))
     model.save_pretrained(settings.model.hf_dir)
-    from_megatron = {"model": settings.model.model_copy(update={"megatron_dir": "elsewhere"})}
-    engine = build_engine(settings.model_copy(update=from_megatron))
+    engine = build_engine(settings, load_weights=False)
     found = []
     for version in (1, 2):
         perturb(model, seed=version)

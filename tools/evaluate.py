@@ -128,7 +128,8 @@ def _sample(
     from gapo_megatron.rollout import RolloutEngine
 
     num_workers = min(environment.share_of_cores(), 8)
-    engine = RolloutEngine(config, read_hf_config(arguments.model), device=world.device)
+    hf_config = read_hf_config(arguments.model)
+    engine = RolloutEngine(config, hf_config, device=world.device, load_weights=True)
     for task in tasks:
         if not any(remaining[task.benchmark.name, seed] for seed in arguments.seeds):
             continue

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import pickle
+import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -227,4 +228,5 @@ def _layout_of(keys: Collection[str]) -> dict[str, Any]:
 
 
 def _is_extra_state(name: str) -> bool:
-    return name.endswith("_extra_state")
+    """Grouped experts have one each: the first without a number, the others `_extra_state1`..."""
+    return re.search(r"_extra_state\d*$", name) is not None

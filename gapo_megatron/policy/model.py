@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import math
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -102,9 +107,10 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron-core's config of the model, the layout and the precision's fields."""
     fused = has_transformer_engine(device, number_format["params_dtype"])
+    modules = _selected_modules(fused=fused, has_experts=bool(num_experts(hf_config)))
     recompute_settings: dict[str, dict[str, Any]] = {
         "none": {},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": modules},
         "full": {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
@@ -150,19 +156,34 @@ def transformer_config(
         init_method=_leave_undefined,
         output_layer_init_method=_leave_undefined,
         embedding_init_method=_leave_undefined,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # see `_fuse_weight_gradients`
         masked_softmax_fusion=False,
         bias_activation_fusion=fused,
         persist_layer_norm=fused,
         apply_rope_fusion=fused,
         **number_format,
         **recompute_settings[recompute],
-        **(_expert_settings(hf_config, grouped=fused) if num_experts(hf_config) else {}),
+        **(_expert_settings(hf_config, fused=fused) if num_experts(hf_config) else {}),
     )
 
 
-def _expert_settings(hf_config: PretrainedConfig, *, grouped: bool) -> dict[str, Any]:
-    """TransformerConfig fields of a model with experts; `grouped`: one kernel for all of a rank."""
+def _selected_modules(*, fused: bool, has_experts: bool) -> list[str]:
+    """What `model.recompute` "selective" recomputes, in Megatron-core's names.
+
+    Transformer Engine's attention keeps no matrix of scores, so to recompute it costs its time and
+    frees only what it returns. Of a dense layer the MLP keeps most: twice its inner width from the
+    first product, once from the activation, and the norm's output; instead the layer's [T, H] stay.
+    With experts that would send every token round twice; what goes there is the input of the
+    second product (a third of what the experts' products keep) and the norm's output, for nothing
+    but elementwise kernels.
+    """
+    if not fused:
+        return ["core_attn"]
+    return ["layernorm", "moe_act"] if has_experts else ["mlp"]
+
+
+def _expert_settings(hf_config: PretrainedConfig, *, fused: bool) -> dict[str, Any]:
+    """TransformerConfig fields of a model with experts; `fused`: by Transformer Engine."""
     return {
         "num_moe_experts": hf_config.num_experts,
         "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
@@ -174,7 +195,10 @@ def _expert_settings(hf_config: PretrainedConfig, *, grouped: bool) -> dict[str,
         # No balancing loss: nothing but the objective moves the weights.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": grouped,
+        "moe_grouped_gemm": fused,  # one kernel for all experts of a rank
+        # Transformer Engine adds a token's experts up in their order, in fp32. Megatron-core's own
+        # kernel adds by atomics, in bf16: see `_combine_experts_in_order`.
+        "moe_permute_fusion": fused,
     }
 
 
@@ -224,7 +248,20 @@ class PolicyModel(GPTModel):
         self.inverse_frequencies = inverse_frequencies(hf_config).to(device)
         if self.uses_transformer_engine:
             self.rotary_pos_emb.inv_freq = self.inverse_frequencies
+            _fuse_weight_gradients(self)
+        else:
+            _combine_experts_in_order(self)
         self.to(device)
+
+    def _set_attention_backend(self) -> None:
+        """Let Transformer Engine choose flash or fused attention, but not its unfused one.
+
+        That needs memory for every pair of tokens, and is what is left where the others take none
+        of the inputs: better an error that says so. Megatron-core's own method allows all three,
+        and refuses an environment that does not.
+        """
+        if self.uses_transformer_engine:
+            os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
 
     @property
     def head_weight(self) -> Tensor:
@@ -290,6 +327,54 @@ def _layer_spec(
         # of the next linear only where one linear follows.
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def _fuse_weight_gradients(model: PolicyModel) -> None:
+    """Let Transformer Engine's linears add to `main_grad` (float32) in the product itself.
+
+    Otherwise every micro-batch writes a bf16 gradient of every weight and then adds it: 12 bytes of
+    traffic a parameter, and a rounding. As a field of TransformerConfig it would ask for apex's
+    extension too, on behalf of the output layer, whose forward pass never runs here: the head's
+    own product adds to `main_grad` already (`logprob`).
+    """
+    linears: list[Any] = [
+        module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")
+    ]
+    # A version that calls it something else would be slower without a word.
+    assert linears, "no linear of Transformer Engine's has fuse_wgrad_accumulation"
+    for linear in linears:
+        linear.fuse_wgrad_accumulation = True
+
+
+def _combine_experts_in_order(model: PolicyModel) -> None:
+    """Add up the experts of a token in one order, without Transformer Engine's kernel.
+
+    Megatron-core scatters them by atomics on a GPU, in whatever order they come: at equal weights
+    log-probs would differ from pass to pass, and a recomputed layer from its own forward pass. It
+    has a sorted kernel too, which it takes where torch asks for deterministic ones. On a CPU both
+    give the same bits.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            dispatcher: Any = module.token_dispatcher
+            combine = functools.partial(_deterministic, dispatcher.combine_postprocess)
+            dispatcher.combine_postprocess = combine
+
+
+def _deterministic(combine: Callable[[Tensor], Tensor], permuted: Tensor) -> Tensor:
+    with _deterministic_algorithms():
+        return combine(permuted)
+
+
+@contextlib.contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:

@@ -99,8 +99,10 @@ def eos_token_ids(hf_dir: str | Path, vocab_size: int) -> tuple[int, ...]:
     return found
 
 
-def engine_args(config: Config, hf_config: PretrainedConfig, device: torch.device) -> EngineArgs:
-    """What vLLM is started with; the same on every rank."""
+def engine_args(
+    config: Config, hf_config: PretrainedConfig, device: torch.device, *, load_weights: bool
+) -> EngineArgs:
+    """What vLLM is started with; the same on every rank. For `load_weights` see `RolloutEngine`."""
     rollout = config.rollout
     # One more than the longest sequence: scoring a whole sequence also samples a token after it.
     max_model_len = config.max_sequence_tokens + 1
@@ -113,12 +115,18 @@ def engine_args(config: Config, hf_config: PretrainedConfig, device: torch.devic
             positions,
             config.model.hf_dir,
         )
+    # vLLM computes the angles of all positions that config.json names, however many.
+    overrides: dict[str, Any] = {"max_position_embeddings": max_model_len}
     device_args: dict[str, Any]
     if device.type == "cuda":
         device_args = {
             "gpu_memory_utilization": rollout.memory_fraction,
             "enable_sleep_mode": True,
+            "sleep_mode_offload_cudagraph": True,  # otherwise graphs stay on the GPU
         }
+        # Logits in fp32, as the trainer's head has them: rounded to bf16 they are off by up to
+        # 0.06 from 16 on. One product with another output, not another copy of the weight.
+        overrides["head_dtype"] = "float32"
     else:
         device_args = {
             "kv_cache_memory_bytes": rollout.cpu_kv_cache_gib * _GIB,
@@ -130,14 +138,12 @@ def engine_args(config: Config, hf_config: PretrainedConfig, device: torch.devic
     return EngineArgs(
         model=config.model.hf_dir,
         trust_remote_code=False,
-        # The folder may have no weights; the first sync brings them.
-        load_format="dummy" if config.model.megatron_dir else "auto",
+        load_format="auto" if load_weights else "dummy",
         skip_tokenizer_init=True,
         generation_config="vllm",  # sampling is what the config says, nothing else
         dtype="float32" if config.model.precision == "fp32" else "bfloat16",
         max_model_len=max_model_len,
-        # vLLM computes the angles of all positions that config.json names, however many.
-        hf_overrides={"max_position_embeddings": max_model_len},
+        hf_overrides=overrides,
         tensor_parallel_size=rollout.tensor_parallel_size,
         distributed_executor_backend="external_launcher",
         enforce_eager=rollout.enforce_eager,

@@ -32,7 +32,7 @@ from gapo_megatron.rollout.guards import (
     trainer_num_threads,
     trainer_random_state,
 )
-from gapo_megatron.rollout.progress import GenerationProgress, Occupancy
+from gapo_megatron.rollout.progress import GenerationProgress, Occupancy, wait_for_all
 from gapo_megatron.rollout.requests import (
     NOT_BEGUN,
     TOKENS_ONLY,
@@ -58,17 +58,29 @@ class RolloutEngine:
     Attributes:
         config: of the run.
         hf_config: the model's Hugging Face config.
-        policy_version: of the weights it generates with; -1 until the first sync, while they are
-            those of `model.hf_dir`, or random ones where `model.megatron_dir` has the weights.
+        policy_version: of the weights it generates with; -1 until the first sync.
         llm: vLLM's engine.
         schedule: whether the engine or the trainer has the memory.
         gloo_group: all ranks, for Python objects.
     """
 
     def __init__(
-        self, config: Config, hf_config: PretrainedConfig, *, device: torch.device | str
+        self,
+        config: Config,
+        hf_config: PretrainedConfig,
+        *,
+        device: torch.device | str,
+        load_weights: bool = False,
     ) -> None:
-        """Build the engine; see `policy_version` for its weights. The process group must be up.
+        """Build the engine. The process group must be up.
+
+        Args:
+            config: of the run.
+            hf_config: the model's Hugging Face config.
+            device: of this rank.
+            load_weights: read those of `model.hf_dir`, to generate with no trainer beside. Else it
+                starts asleep, without weights: the first sync brings them, from the ranks that have
+                read them, and finds the memory of weights and KV cache free.
 
         Collectives: vLLM's own at start-up; one new group over all ranks.
 
@@ -89,13 +101,16 @@ class RolloutEngine:
         with trainer_random_state(), trainer_num_threads(), own_shared_memory(self.gloo_group):
             try:
                 self.llm = LLMEngine.from_engine_args(
-                    engine_args(config, hf_config, device), usage_context=UsageContext.LLM_CLASS
+                    engine_args(config, hf_config, device, load_weights=load_weights),
+                    usage_context=UsageContext.LLM_CLASS,
                 )
             except ValueError as error:
                 raise RolloutError(f"vLLM cannot start: {error}") from error
         _alive.append(self.llm)
         self.schedule = Schedule(self.llm, device)
         self._replica_group = self._create_replica_groups()
+        if not load_weights:
+            self.schedule.sleep()
 
     @property
     def num_replicas(self) -> int:
@@ -165,7 +180,8 @@ class RolloutEngine:
             progress: show a bar with tokens/s (rank 0 only).
             occupancy: adds how full the replicas were; needs `should_abandon`.
             should_abandon: asked now and then on every rank, with the seconds since the call:
-                whether to break off. The first rank of each replica decides for the replica.
+                whether to break off. The first rank of each replica decides for the replica. Also
+                asked, for nothing but to be asked, while other replicas still generate.
 
         Returns:
             One tuple of `num_samples` rollouts per prompt, in order. With `num_groups` those that
@@ -173,7 +189,7 @@ class RolloutEngine:
             replica broke off.
 
         Collectives: vLLM's own within the replica; with `should_abandon` also a broadcast now and
-        then within the replica, and one gather over all ranks.
+        then within the replica, and a barrier and one gather over all ranks.
 
         Raises:
             DataError: a prompt is empty, too long or has unknown tokens; names it. Raised before
@@ -212,9 +228,12 @@ class RolloutEngine:
                 missing[int(output.request_id.partition("-")[0])] -= 1
             return missing.count(0) >= wanted
 
+        start = time.monotonic()
         with GenerationProgress(len(requests), shown=progress and dist.get_rank() == 0) as bar:
             outputs, end = self._run(requests, bar, should_abandon, is_enough, occupancy)
         if should_abandon is not None:
+            ask = should_abandon
+            wait_for_all(self.gloo_group, lambda: ask(time.monotonic() - start))
             ends = [end] * dist.get_world_size()
             dist.all_gather_object(ends, end, group=self.gloo_group)
             occupancy.taken_s += sum(one.taken_s for one in ends)

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 _REFRESH_S = 0.2
+_ASK_EVERY_S = 0.05
+_NO_LIMIT = timedelta(days=365)
+
+
+def wait_for_all(group: dist.ProcessGroup, on_wait: Callable[[], object]) -> None:
+    """Wait until every rank is here, however long that takes, and call `on_wait` again and again.
+
+    One engine may generate for long after another has ended: longer than a collective may wait, and
+    than a rank may be silent before it counts as hung. A rank that does hang is ended by its own
+    watch, and the others by the loss of its connection.
+
+    Args:
+        group: of gloo.
+        on_wait: says that this rank is well (`Attempt.alive`).
+
+    Collectives: a barrier over the group.
+    """
+    arrival = dist.barrier(group=group, async_op=True, timeout=_NO_LIMIT)
+    while not arrival.is_completed():
+        on_wait()
+        time.sleep(_ASK_EVERY_S)
+    arrival.wait()
 
 
 @dataclass

@@ -125,6 +125,11 @@ class ParallelConfig(_Section):
         return self
 
     @property
+    def ranks_per_layer(self) -> int:
+        """Ranks that hold a part each of a layer's weights or of its activations."""
+        return self.tensor_model_parallel_size * self.context_parallel_size
+
+    @property
     def uneven_stages(self) -> dict[str, int]:
         """What is set of the fields that make pipeline stages virtual or unequal."""
         fields = (

@@ -16,6 +16,7 @@ from gapo_megatron.convert.model_folder import check_model_folder
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.launch.imports import without_garbage_collection
+from gapo_megatron.launch.placement import choose_cuda_queues
 from gapo_megatron.model_checks import check_shapes
 
 
@@ -43,6 +44,7 @@ def train_supervised(config: Config) -> float:
     check_replaceable(target, field="model.hf_dir", inputs=inputs, is_ours=is_ours)
     facts = check_model_folder(settings.initial_hf_dir, field="supervised.initial_hf_dir")
     check_shapes(facts, config.parallel, config.model)
+    choose_cuda_queues(ranks_per_layer=config.parallel.ranks_per_layer)
     # Torch, transformers, Megatron-core: seconds that nothing above needs.
     with without_garbage_collection():
         from gapo_megatron import supervised

@@ -17,7 +17,7 @@ from gapo_megatron.convert.folder import check_replaceable, is_marked
 from gapo_megatron.convert.model_folder import check_model_folder
 from gapo_megatron.launch.fail_fast import fail_fast
 from gapo_megatron.launch.imports import without_garbage_collection
-from gapo_megatron.launch.placement import is_first, world_size
+from gapo_megatron.launch.placement import choose_cuda_queues, is_first, world_size
 from gapo_megatron.launch.restart import check_not_lost
 from gapo_megatron.launch.run_folder import check_writable, has_finished
 from gapo_megatron.metrics import check_sinks
@@ -40,6 +40,7 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
         GapoError: what a user can get wrong is checked before any model is built.
     """
     check_before_imports(config, keep_weights=keep_weights)
+    choose_cuda_queues(ranks_per_layer=config.parallel.ranks_per_layer)
     # Torch, transformers, Megatron-core, vLLM: seconds that nothing above needs.
     with without_garbage_collection():
         from gapo_megatron import loop

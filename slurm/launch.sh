@@ -382,9 +382,11 @@ read -ra srun <<<"srun ${SRUN_OPTIONS:-}"
 # With SRUN_OPTIONS the interpreter is in a container that only srun enters.
 [ "${SRUN_OPTIONS:-}" ] || command -v "${python[0]}" >/dev/null || die 2 "no ${python[0]}: set PYTHON or CONTAINER (docs/slurm.md)"
 # The package is the one of PYTHONPATH, not one of the working directory.
-export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# One hardware queue, so that Megatron's communication starts before the computation it overlaps with.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+# On a CPU threads decide a run's bits: one. Beside a GPU they cut weights and fill checkpoints.
+threads=1
+[ "${SLURM_GPUS_ON_NODE:-0}" = 0 ] || threads=$((${SLURM_CPUS_PER_TASK:-1} < 8 ? ${SLURM_CPUS_PER_TASK:-1} : 8))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
 ulimit -n "$(ulimit -Hn)"
 python_path=${PYTHONPATH:+:$PYTHONPATH}
 attempt='' attempt_dir='' child='' cancelled=0 max_restarts=${MAX_RESTARTS:-50}

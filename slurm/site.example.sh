@@ -43,7 +43,7 @@
 # --- CPUs --------------------------------------------------------------------------------------------------
 # srun binds each task to the cores it was given; sites that bind otherwise:
 # export SLURM_CPU_BIND=cores
-# export OMP_NUM_THREADS=4                    # default: 1
+# export OMP_NUM_THREADS=4                    # default: the task's cores, at most 8; without GPUs 1
 
 # --- launch.sh ---------------------------------------------------------------------------------------------
 # export NUM_NODES=4                          # with `sbatch --nodes=5`: one spare node

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -8,12 +9,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from gapo_megatron.config import parse_config
 from gapo_megatron.errors import ConfigError, MachineError
 from gapo_megatron.launch import environment
 from gapo_megatron.launch.environment import recognize, seed_everything
@@ -186,6 +189,65 @@ def test_start_alone_brings_up_a_group_and_what_vllm_reads():
         "VLLM_CPU_KVCACHE_SPACE 3",
         "VLLM_CPU_OMP_THREADS_BIND nobind",
     ]
+
+
+def test_on_a_gpu_groups_are_made_when_they_are_used(monkeypatch):
+    """With `device_id`, torch would split the world's communicator for each of them, in one order.
+
+    Barriers then take the device that the first collective used: not one guessed by the rank.
+    """
+    calls = []
+    monkeypatch.setattr(environment, "_choose_device", lambda _: torch.device("cuda", 3))
+    monkeypatch.setattr(environment, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(
+        environment.dist, "init_process_group", lambda *a, **k: calls.append((a, k))
+    )
+    monkeypatch.setattr(environment.dist, "barrier", lambda **k: calls.append(k))
+    monkeypatch.setattr(environment.os, "environ", {})
+    world = environment.start(600)
+    (backend, arguments), barrier = calls
+    assert backend == ("nccl",) and "device_id" not in arguments
+    assert barrier == {"device_ids": [3]} and world.device.index == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "expected"),
+    [
+        ({}, {}, None),
+        ({"pipeline_model_parallel_size": 2}, {}, None),
+        ({"tensor_model_parallel_size": 2}, {}, "1"),
+        ({"context_parallel_size": 2}, {}, "1"),
+        ({"tensor_model_parallel_size": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8"),
+    ],
+)
+@pytest.mark.parametrize("program", ["train", "sft"])
+def test_one_hardware_queue_only_where_layers_are_cut(
+    monkeypatch, tmp_path, program, sizes, given, expected
+):
+    """Before anything is imported that might touch the GPU."""
+    seen = []
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    stand_in = SimpleNamespace(run=lambda *_, **__: seen.append(os.environ.get(name)))
+    module = importlib.import_module(f"gapo_megatron.{program}")
+    inner = {"train": "loop", "sft": "supervised"}[program]
+    monkeypatch.setitem(sys.modules, f"gapo_megatron.{inner}", stand_in)
+    monkeypatch.setattr("gapo_megatron." + inner, stand_in, raising=False)
+    for check in ("check_before_imports", "check_paths", "check_replaceable", "check_shapes"):
+        monkeypatch.setattr(module, check, lambda *_, **__: None, raising=False)
+    monkeypatch.setattr(module, "check_model_folder", lambda *_, **__: None)
+    monkeypatch.setattr(os, "environ", given.copy())
+    tree = {
+        "run": {"output_dir": str(tmp_path), "num_steps": 1},
+        "model": {"hf_dir": str(tmp_path / "model")},
+        "parallel": sizes,
+        "data": {"train_path": "unused"},
+        "rollout": {"max_response_tokens": 8},
+        "reward": {"kind": "exact"},
+        "supervised": {"initial_hf_dir": "a", "train_path": "b", "num_steps": 1},
+    }
+    run = {"train": "train", "sft": "train_supervised"}[program]
+    getattr(module, run)(parse_config(tree, source="test"))
+    assert seen == [expected]
 
 
 class Process:

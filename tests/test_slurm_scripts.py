@@ -500,6 +500,25 @@ def test_ranks_know_their_place_and_code(start: Start, run_dir: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "12"}, "1"),  # no GPU: threads decide bits
+        ({"SLURM_CPUS_PER_TASK": "12", "SLURM_GPUS_ON_NODE": "8"}, "8"),
+        ({"SLURM_CPUS_PER_TASK": "6", "SLURM_GPUS_ON_NODE": "8"}, "6"),
+        ({"SLURM_GPUS_ON_NODE": "8"}, "1"),
+        ({"SLURM_CPUS_PER_TASK": "12", "SLURM_GPUS_ON_NODE": "8", "OMP_NUM_THREADS": "2"}, "2"),
+    ],
+)
+def test_threads_beside_a_gpu_are_the_tasks_cores(
+    start: Start, run_dir: Path, given: dict[str, str], expected: str
+) -> None:
+    run = start(run_dir, SHOW="OMP_NUM_THREADS", **{"OMP_NUM_THREADS": ""} | given)
+    assert run.end()[0] == 0
+    (attempt,) = run.attempts
+    assert (attempt / "rank_0.log").read_text().startswith(f"OMP_NUM_THREADS={expected}\n")
+
+
 def test_site_settings_and_a_container(start: Start, run_dir: Path) -> None:
     tree = run_dir.parent / "tree"
     shutil.copytree(ROOT / "slurm", tree / "slurm")

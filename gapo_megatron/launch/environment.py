@@ -77,9 +77,13 @@ def start(
         rank=placement.rank,
         world_size=placement.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
         store=store,
     )
+    if device.type == "cuda":
+        # Not by `device_id` above: then every group made later, of gloo too, splits the world's
+        # communicator at once, which all ranks must call in one order, whichever they belong to.
+        # From the first collective on, this group's barriers are on this device.
+        dist.barrier(device_ids=[device.index])
     faulthandler.cancel_dump_traceback_later()
     if placement.rank == 0:
         logger.info("%d rank(s), %s, %s", placement.world_size, backend, device.type)

@@ -57,6 +57,20 @@ def is_first() -> bool:
     return read_placement(os.environ).rank == 0
 
 
+def choose_cuda_queues(*, ranks_per_layer: int) -> None:
+    """Give the GPU one hardware queue where layers are cut over ranks. Before torch is imported.
+
+    Then their communication starts before the computation that it overlaps with, as Megatron-core
+    wants it. Elsewhere, one queue would only keep what could run side by side in line: gradients on
+    their way, messages of the pipeline, copies. What the user has set stays.
+
+    Args:
+        ranks_per_layer: by tensor and context parallelism.
+    """
+    if ranks_per_layer > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def read_placement(env: Mapping[str, str]) -> Placement:
     """Rank, world size, local rank and master from torchrun's variables, else Slurm's, else alone.
 

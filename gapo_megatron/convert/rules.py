@@ -277,14 +277,25 @@ def to_hf(
     Raises:
         ConversionError: a parameter without a rule, twice, misshapen, or (at the end) missing.
     """
+    found = ((*find_rule(rules, name), full) for name, full in parameters)
+    yield from split_all(rules, found)
+
+
+def split_all(
+    rules: Sequence[Rule], parameters: Iterable[tuple[Rule, Place, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """As `to_hf`, of parameters whose rule and place are known: a name is looked for long enough.
+
+    Raises:
+        ConversionError: a parameter twice, misshapen, or (at the end) missing.
+    """
     seen: set[str] = set()
-    for megatron_name, full in parameters:
-        rule, place = find_rule(rules, megatron_name)
+    for rule, place, full in parameters:
         if rule.tied:
             continue
         names = rule.hf_names(place)
         if names[0] in seen:
-            raise ConversionError(f"{megatron_name} occurs twice")
+            raise ConversionError(f"{rule.megatron_name(place)} occurs twice")
         seen.update(names)
         yield from zip(names, rule.split(full, place), strict=True)
     check_names(rules, seen)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
@@ -18,13 +16,14 @@ from transformers import PretrainedConfig
 from gapo_megatron import cpu
 from gapo_megatron.batching import pack
 from gapo_megatron.config import Config
-from gapo_megatron.convert import Place, Rule, find_rule, to_hf, to_megatron
+from gapo_megatron.convert import find_rule, to_megatron
 from gapo_megatron.convert.hf import finite_extremes, read_hf
-from gapo_megatron.convert.rules import shard_size
+from gapo_megatron.convert.rules import shard_size, split_all
 from gapo_megatron.counts import layers_of_stages
 from gapo_megatron.fp8 import fp8_multiple
 from gapo_megatron.model_checks import check_shapes, num_experts
 from gapo_megatron.policy.context import num_chunks
+from gapo_megatron.policy.export import whole_parameters
 from gapo_megatron.policy.load import check_digests, find_weights, load_weights
 from gapo_megatron.policy.model import PolicyModel, build_model, read_hf_config
 from gapo_megatron.policy.offload import Offload
@@ -229,14 +228,13 @@ class Policy:
         Args:
             dtype: cast to; None keeps the policy's.
 
-        Layers come one after another. At most `expert_model_parallel_size` experts' parameters are
-        held besides the weights.
+        Layers come one after another. A bucket is held besides the weights (`policy.export`).
 
-        Collectives: per parameter a broadcast over the pipeline group, then an all-gather over the
-        tensor parallel group; of an expert's, over the expert parallel group instead, which brings
-        one of every rank's experts. Every rank must consume the iterator to its end.
+        Collectives: those of `export.whole_parameters`. Every rank must consume the iterator to its
+        end.
         """
-        for name, tensor in to_hf(self._rules, self._whole_parameters()):
+        whole = whole_parameters(self._rules, self._parameters, self.groups, self._layers)
+        for name, tensor in split_all(self._rules, whole):
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     def sharded_state_dict(self, *, is_loading: bool = False) -> dict[str, Any]:
@@ -316,60 +314,6 @@ class Policy:
     def _experts_per_rank(self) -> int:
         return (num_experts(self.hf_config) or 0) // self.groups.ep_size
 
-    def _rank_of(self, rule: Rule, place: Place) -> int:
-        """The pipeline rank that has a parameter."""
-        if place.layer is not None:
-            return next(
-                rank
-                for rank, stages in enumerate(self._layers)
-                if any(place.layer in layers for layers in stages)
-            )
-        return 0 if rule.megatron.startswith("embedding.") else self.groups.pp_size - 1
-
-    @torch.no_grad()
-    def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name by the rules, whole parameter) on every rank; tied copies left out. Collective."""
-        groups = self.groups
-        for rule, place in self._in_model_order():
-            if place.expert is None:
-                shards = [self._shard(rule, place)]
-                if rule.tp_dim is not None:
-                    shards = _all_gather(shards[0], groups.tp_group)
-                yield rule.megatron_name(place), rule.unshard(shards)
-                continue
-            # Ours is one of `ep_size` experts that are sent around together.
-            experts = [
-                place.expert + rank * self._experts_per_rank for rank in range(groups.ep_size)
-            ]
-            mine = self._shard(rule, place._replace(expert=experts[groups.ep_rank]))
-            for expert, full in zip(experts, _all_gather(mine, groups.ep_group), strict=True):
-                yield rule.megatron_name(place._replace(expert=expert)), full
-
-    def _in_model_order(self) -> Iterator[tuple[Rule, Place]]:
-        """Every parameter, layer after layer; of experts, the first rank's stand for all."""
-        own = [rule for rule in self._rules if not rule.tied]
-        for num_layers, rules in itertools.groupby(own, lambda rule: rule.num_layers):
-            layers = [None] if num_layers is None else range(num_layers)
-            for layer, rule in itertools.product(layers, list(rules)):
-                if rule.num_experts is None:
-                    yield rule, Place(layer)
-                else:
-                    for expert in range(self._experts_per_rank):
-                        yield rule, Place(layer, expert)
-
-    def _shard(self, rule: Rule, place: Place) -> Tensor:
-        """This rank's part of a parameter of any pipeline stage. Collective."""
-        groups, name = self.groups, rule.megatron_name(place)
-        if name in self._parameters:
-            shard = self._parameters[name].detach()
-        else:
-            shape = rule.shard_shape(shard_size(rule, groups.tp_size))
-            shard = torch.empty(shape, dtype=self.stages[0].config.params_dtype, device=self.device)
-        if groups.pp_size > 1:
-            source = self._rank_of(rule, place)
-            dist.broadcast(shard, group=groups.pp_group, group_src=source)
-        return shard
-
     def _snapshot(self) -> dict[str, Tensor]:
         return {
             name: parameter.detach().to("cpu", copy=True)
@@ -380,11 +324,3 @@ class Policy:
     def _restore(self, weights: dict[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
-
-
-def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    if group.size() == 1:
-        return [mine]
-    gathered = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(gathered, mine, group=group)
-    return gathered

@@ -1,0 +1,171 @@
+"""The policy's weights, whole, on every rank: what is cut over ranks travels in buckets.
+
+A bucket is some parameters of one layer that the same ranks share out: laid one behind the other,
+they take one broadcast over the pipeline and one gather, whatever their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gapo_megatron.convert.rules import Place, Rule, shard_size
+from gapo_megatron.policy.parallel import ParallelGroups
+
+BUCKET_BYTES = 2**28
+"""Of whole parameters at most, unless one alone is larger: long enough for full bandwidth."""
+
+Layers = Sequence[Sequence[Sequence[int]]]
+"""Global numbers of the layers of every virtual stage of every pipeline rank."""
+
+
+class _Sharing(NamedTuple):
+    """Who has a parameter."""
+
+    layer: int | None
+    pipeline_rank: int
+    group: str
+    """`tensor` parallel ranks have a part each; `expert` parallel ones have other experts, whole
+    ones; `none`: every rank of the stage has the whole."""
+
+
+@torch.no_grad()
+def whole_parameters(
+    rules: Sequence[Rule],
+    parameters: Mapping[str, Tensor],
+    groups: ParallelGroups,
+    layers: Layers,
+) -> Iterator[tuple[Rule, Place, Tensor]]:
+    """Yield every parameter once, whole; tied copies left out.
+
+    Args:
+        rules: of the architecture.
+        parameters: this rank's, under the rules' names with global numbers.
+        groups: this rank's place.
+        layers: of all stages.
+
+    Yields:
+        Rule, place and tensor, layer after layer. Tensors are on the parameters' device, and may
+        share memory with them, or with each other: a bucket lives as long as any part of it.
+
+    Collectives: per bucket a broadcast over the pipeline group, then an all-gather over the tensor
+    or expert parallel group; neither in a group of one rank. Every rank must consume the iterator
+    to its end.
+    """
+    element_bytes = next(iter(parameters.values())).element_size()
+    for sharing, parts in _buckets(rules, groups, layers, element_bytes=element_bytes):
+        by_rank = _exchange(sharing, parts, parameters, groups)
+        if sharing.group == "expert":
+            for rank, tensors in enumerate(by_rank):
+                for (rule, place), tensor in zip(parts, tensors, strict=True):
+                    yield rule, _of_rank(rank, rule, place, groups), tensor
+        else:
+            for (rule, place), shards in zip(parts, zip(*by_rank, strict=True), strict=True):
+                yield rule, place, rule.unshard(shards)
+
+
+def _exchange(
+    sharing: _Sharing,
+    parts: list[tuple[Rule, Place]],
+    parameters: Mapping[str, Tensor],
+    groups: ParallelGroups,
+) -> list[list[Tensor]]:
+    """What each rank that shares a bucket has of it, in rank order. Collective."""
+    group = {"tensor": groups.tp_group, "expert": groups.ep_group, "none": None}[sharing.group]
+    mine: list[Tensor] = []
+    if groups.pp_rank == sharing.pipeline_rank:
+        places = [_of_rank(groups.ep_rank, *part, groups) for part in parts]
+        names = [rule.megatron_name(place) for (rule, _), place in zip(parts, places, strict=True)]
+        mine = [parameters[name].detach() for name in names]
+        if groups.pp_size == 1 and group is None:
+            return [mine]
+    shapes = [rule.shard_shape(shard_size(rule, groups.tp_size)) for rule, _ in parts]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    if len(mine) == 1:
+        flat = mine[0].reshape(-1)
+    elif mine:
+        flat = torch.cat([tensor.reshape(-1) for tensor in mine])
+    else:  # room for those of the stage that has them
+        flat = next(iter(parameters.values())).new_empty(sum(sizes))
+    if groups.pp_size > 1:
+        dist.broadcast(flat, group=groups.pp_group, group_src=sharing.pipeline_rank)
+    if group is None:
+        by_rank = flat[None]
+    else:
+        whole = flat.new_empty(group.size() * len(flat))
+        dist.all_gather_into_tensor(whole, flat, group=group)
+        by_rank = whole.view(group.size(), -1)
+    return [
+        [part.view(shape) for part, shape in zip(row.split(sizes), shapes, strict=True)]
+        for row in by_rank
+    ]
+
+
+def _buckets(
+    rules: Sequence[Rule], groups: ParallelGroups, layers: Layers, *, element_bytes: int
+) -> Iterator[tuple[_Sharing, list[tuple[Rule, Place]]]]:
+    """Every parameter in one of them, layer after layer; the first rank's experts stand for all.
+
+    Within a layer the order changes only between parameters of different `_Sharing`: those of one
+    module of the engine stay next to each other.
+    """
+    num_ranks = {"none": 1, "tensor": groups.tp_size, "expert": groups.ep_size}
+    in_turn = list(num_ranks)
+    owner = {
+        layer: rank for rank, stages in enumerate(layers) for layer in itertools.chain(*stages)
+    }
+
+    def sharing(part: tuple[Rule, Place]) -> _Sharing:
+        rule, place = part
+        group = "expert" if rule.num_experts else "none" if rule.tp_dim is None else "tensor"
+        if num_ranks[group] == 1:
+            group = "none"
+        if place.layer is None:
+            rank = 0 if rule.megatron.startswith("embedding.") else len(layers) - 1
+        else:
+            rank = owner[place.layer]
+        return _Sharing(place.layer, rank, group)
+
+    for in_layer in _by_layer(rules, groups):
+        in_order = sorted(in_layer, key=lambda part: in_turn.index(sharing(part).group))
+        for key, parts in itertools.groupby(in_order, sharing):
+            bucket: list[tuple[Rule, Place]] = []
+            num_bytes = 0
+            for rule, place in parts:
+                shape = rule.shard_shape(shard_size(rule, groups.tp_size))
+                size = torch.Size(shape).numel() * num_ranks[key.group] * element_bytes
+                if bucket and num_bytes + size > BUCKET_BYTES:
+                    yield key, bucket
+                    bucket, num_bytes = [], 0
+                bucket.append((rule, place))
+                num_bytes += size
+            yield key, bucket
+
+
+def _by_layer(rules: Sequence[Rule], groups: ParallelGroups) -> Iterator[list[tuple[Rule, Place]]]:
+    """Each layer's parameters; what is in none by itself; of experts, the first rank's."""
+    own = [rule for rule in rules if not rule.tied]
+    for num_layers, in_layer in itertools.groupby(own, lambda rule: rule.num_layers):
+        if num_layers is None:
+            yield from ([(rule, Place())] for rule in in_layer)
+            continue
+        repeated = list(in_layer)
+        for layer in range(num_layers):
+            dense = [(rule, Place(layer)) for rule in repeated if rule.num_experts is None]
+            experts = [rule for rule in repeated if rule.num_experts is not None]
+            num_experts = (experts[0].num_experts or 0) // groups.ep_size if experts else 0
+            yield dense + [
+                (rule, Place(layer, expert)) for expert in range(num_experts) for rule in experts
+            ]
+
+
+def _of_rank(rank: int, rule: Rule, place: Place, groups: ParallelGroups) -> Place:
+    """Where the parameter is that an expert parallel rank has in the place of the first rank's."""
+    if place.expert is None or rule.num_experts is None:
+        return place
+    return place._replace(expert=place.expert + rank * (rule.num_experts // groups.ep_size))

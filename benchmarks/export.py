@@ -53,7 +53,7 @@ def hf_config(arguments: argparse.Namespace) -> PretrainedConfig:
 
 
 def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
-    """Export again and again on one rank; the first prints what it took, the first time left out."""
+    """Export again and again on one rank; rank 0 prints what it took, the first left out."""
     dist.init_process_group(
         "gloo",
         rank=rank,

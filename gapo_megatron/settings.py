@@ -22,6 +22,7 @@ _FREE = (
     "run.stop_margin_s",
     "parallel.",
     "optimizer.offload",
+    "rollout.verify_",
     "checkpoint.",
     "evaluation.",
     "metrics.",
@@ -39,8 +40,6 @@ _FREE_IN_A_BRANCH = (
     "rollout.memory_fraction",
     "rollout.cpu_kv_cache_gib",
     "rollout.enforce_eager",
-    "rollout.verify_sequences",
-    "rollout.verify_bound",
     "reward.num_workers",
 )
 # Not free where the groups that an engine finishes first are learned from: which ones these are is

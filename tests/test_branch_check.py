@@ -194,6 +194,16 @@ def test_a_run_older_than_a_setting_had_its_default(root: Path) -> None:
     assert re.search(mentions("rollout.top_p", 1.0, 0.9), line)
 
 
+def test_how_a_sync_is_checked_may_change_when_a_run_goes_on(root: Path) -> None:
+    """It computes nothing; older versions had another default."""
+    config = make_config(root)
+    before = config.model_dump(mode="json")
+    before["rollout"] |= {"verify_bound": 0.1, "verify_sequences": 2}
+    assert config.rollout.verify_bound is None
+    assert settings.changes(before, config) == {}
+    assert settings.broken_rules(before, config) == []
+
+
 def test_a_damaged_config_of_a_manifest_is_compared_all_the_same(
     root: Path, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ from gapo_megatron.rollout import engine as engine_module
 from gapo_megatron.rollout.arguments import check_engine, engine_args
 from gapo_megatron.rollout.progress import wait_for_all
 from gapo_megatron.rollout.schedule import Phase, Schedule
+from gapo_megatron.rollout.weights import verify_bound
 from gapo_megatron.types import Prompt
 from tests.dist import run_distributed
 from tests.messages import mentions
@@ -720,6 +721,26 @@ def test_on_a_gpu_vllm_has_its_logits_in_fp32(tmp_path, quantization):
     made = args.create_model_config()
     assert (made.dtype, made.head_dtype) == (torch.bfloat16, torch.float32)
     assert "head_dtype" not in make_args(config, model.config, CPU).hf_overrides
+
+
+@pytest.mark.parametrize(
+    ("precision", "rollout", "has_experts", "expected"),
+    [
+        ("fp32", {}, False, 1e-3),
+        ("fp32", {}, True, 1e-3),  # nothing rounds so far that other experts are chosen
+        ("bf16", {}, False, 0.1),
+        ("bf16", {}, True, 0.3),
+        ("bf16", {"quantization": "fp8"}, False, 0.3),
+        ("fp8", {}, False, 0.3),
+        ("bf16", {"quantization": "fp8", "verify_bound": 0.02}, True, 0.02),
+    ],
+)
+def test_the_bound_of_a_sync_goes_by_what_rounds(
+    tmp_path, precision, rollout, has_experts, expected
+):
+    hf_config = Qwen3MoeConfig(**SIZES) if has_experts else LlamaConfig(**SIZES)
+    config = make_config(tmp_path, precision=precision, **{"verify_bound": None, **rollout})
+    assert verify_bound(config, hf_config) == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -173,9 +173,9 @@ def _selected_modules(*, fused: bool, has_experts: bool) -> list[str]:
     Transformer Engine's attention keeps no matrix of scores, so to recompute it costs its time and
     frees only what it returns. Of a dense layer the MLP keeps most: twice its inner width from the
     first product, once from the activation, and the norm's output; instead the layer's [T, H] stay.
-    With experts that would send every token round twice; what goes there is the input of the
-    second product (a third of what the experts' products keep) and the norm's output, for nothing
-    but elementwise kernels.
+    With experts that would send every token round once more; what goes there is the input of their
+    second product, a third of the inner widths, and the norm's output, for nothing but elementwise
+    kernels.
     """
     if not fused:
         return ["core_attn"]

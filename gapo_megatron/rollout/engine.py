@@ -56,8 +56,7 @@ class RolloutEngine:
     """This rank's part of the rollout engine.
 
     Attributes:
-        config: of the run.
-        hf_config: the model's Hugging Face config.
+        config, hf_config: of the run, and of its model.
         policy_version: of the weights it generates with; -1 until the first sync.
         llm: vLLM's engine.
         schedule: whether the engine or the trainer has the memory.
@@ -180,8 +179,8 @@ class RolloutEngine:
             progress: show a bar with tokens/s (rank 0 only).
             occupancy: adds how full the replicas were; needs `should_abandon`.
             should_abandon: asked now and then on every rank, with the seconds since the call:
-                whether to break off. The first rank of each replica decides for the replica. Also
-                asked, for nothing but to be asked, while other replicas still generate.
+                whether to break off. The first rank of each replica decides for it. Asked, to no
+                effect, also while other replicas still generate.
 
         Returns:
             One tuple of `num_samples` rollouts per prompt, in order. With `num_groups` those that

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from gapo_megatron import cpu
-from gapo_megatron.batching import pack
+from gapo_megatron.batching import NO_SEQUENCES, pack
 from gapo_megatron.config import Config
 from gapo_megatron.convert import Place, Rule, find_rule, to_hf, to_megatron
 from gapo_megatron.convert.hf import finite_extremes, read_hf
@@ -24,10 +24,11 @@ from gapo_megatron.convert.rules import shard_size
 from gapo_megatron.counts import layers_of_stages
 from gapo_megatron.fp8 import fp8_multiple
 from gapo_megatron.model_checks import check_shapes, num_experts
+from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks
 from gapo_megatron.policy.load import check_digests, find_weights, load_weights
 from gapo_megatron.policy.model import PolicyModel, build_model, read_hf_config
-from gapo_megatron.policy.offload import Offload
+from gapo_megatron.policy.offload import Offload, WeightOffload
 from gapo_megatron.policy.optimizer import (
     CHECKPOINT_METADATA,
     build_optimizer,
@@ -39,16 +40,6 @@ from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import check_fp8, check_head, free_fp8_copies
 from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.types import Batch, Microbatch
-
-_NO_SEQUENCES = Batch(
-    prompt_ids=[],
-    response_ids=[],
-    rollout_log_probs=[],
-    advantages=torch.zeros(0, dtype=torch.float64),
-    num_correct=torch.zeros(0, dtype=torch.int64),
-    group_size=torch.zeros(0, dtype=torch.int64),
-    valid=torch.zeros(0, dtype=torch.bool),
-)
 
 
 class Policy:
@@ -86,7 +77,10 @@ class Policy:
         self._layers = layers_of_stages(config.parallel, hf_config.num_hidden_layers)
         self._parameters = dict(self._named_parameters())
         self._reference: dict[str, Tensor] | None = None
-        self._offload = Offload(inner_optimizers(optimizer), self._parameters.values())
+        weights, optimizers = self._parameters.values(), inner_optimizers(optimizer)
+        self._segments = ExpandableSegments(device)
+        self._offload = Offload(optimizers, weights)
+        self._weight_offload = WeightOffload(weights, optimizers)
 
     @classmethod
     def build(cls, config: Config, groups: ParallelGroups, device: torch.device | str) -> Policy:
@@ -144,7 +138,7 @@ class Policy:
 
     def pack_nothing(self) -> Microbatch:
         """A micro-batch without a sequence; it takes part in every collective."""
-        return self.pack(_NO_SEQUENCES, ())
+        return self.pack(NO_SEQUENCES, ())
 
     def load_initial_weights(
         self, *, on_bytes: Callable[[int], None] = lambda num_bytes: None
@@ -178,6 +172,7 @@ class Policy:
                 precision.
         """
         groups = self.groups
+        self._weight_offload.to_device()
         for name, full in to_megatron(self._rules, tensors):
             if name not in self._parameters:
                 continue  # another pipeline stage's
@@ -206,6 +201,7 @@ class Policy:
         """
         weights = find_weights(folder, self.hf_config)
         check_digests(weights, on_bytes=on_bytes)
+        self._weight_offload.to_device()
         for stage in self.stages:
             load_weights(stage, weights.root)
         self._start_from_weights()
@@ -242,6 +238,8 @@ class Policy:
     def sharded_state_dict(self, *, is_loading: bool = False) -> dict[str, Any]:
         """Model, optimizer and update count for `megatron.core.dist_checkpointing`.
 
+        To be written: of what waits in host memory, that copy.
+
         Collectives: those of Megatron-core's optimizer when saving.
         """
         with cpu.device_scope():
@@ -252,10 +250,13 @@ class Policy:
             optimizer = self.optimizer.sharded_state_dict(
                 model, is_loading=is_loading, metadata=dict(CHECKPOINT_METADATA)
             )
+        # Not before: the optimizer finds its parameters' names by who is who.
+        self._weight_offload.make_readable(model)
         return {"model": model, "optimizer": optimizer, "num_updates": self.num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `dist_checkpointing.load` made of `sharded_state_dict(is_loading=True)`."""
+        self._weight_offload.to_device()
         with cpu.device_scope():
             for i, stage in enumerate(self.stages):
                 stage.load_state_dict(state["model"][f"stage_{i}"])
@@ -263,20 +264,32 @@ class Policy:
         self.num_updates = state["num_updates"]
 
     def make_room(self) -> None:
-        """Give back the memory of what comes again when it is needed.
+        """Give back the memory of what only an update needs, until the next one needs it.
 
         Gradients and fp8 copies are made anew; with `optimizer.offload` the optimizer's state waits
         in host memory for the next update, and a checkpoint may be written meanwhile.
         """
-        if self.config.optimizer.offload:
+        self._segments.use(False)
+        if self.config.optimizer.offload != "none":
             self._offload.to_host()
         with cpu.device_scope():
             for wrapped in self.model:
                 free_fp8_copies(wrapped)
                 wrapped.offload_grad_buffers()  # and gives what is free back to the device
 
+    def make_room_of_weights(self) -> None:
+        """With `optimizer.offload = "all"`, give back the weights' memory until the next pass."""
+        if self.config.optimizer.offload == "all":
+            self._weight_offload.to_host()
+
+    def begin_pass(self) -> None:
+        """Take back the weights' memory; the device is the policy's until `make_room`."""
+        self._segments.use(True)
+        self._weight_offload.to_device()
+
     def begin_update(self) -> None:
         """Take the room again that was made: all gradients zero, the optimizer's state back."""
+        self.begin_pass()
         self._offload.to_device()
         for wrapped in self.model:
             wrapped.restore_grad_buffers()
@@ -330,6 +343,7 @@ class Policy:
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name by the rules, whole parameter) on every rank; tied copies left out. Collective."""
         groups = self.groups
+        self._weight_offload.to_device()
         for rule, place in self._in_model_order():
             if place.expert is None:
                 shards = [self._shard(rule, place)]
@@ -371,6 +385,7 @@ class Policy:
         return shard
 
     def _snapshot(self) -> dict[str, Tensor]:
+        self._weight_offload.to_device()
         return {
             name: parameter.detach().to("cpu", copy=True)
             for name, parameter in self._parameters.items()
@@ -378,6 +393,7 @@ class Policy:
 
     @torch.no_grad()
     def _restore(self, weights: dict[str, Tensor]) -> None:
+        self._weight_offload.to_device()
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
 

@@ -25,6 +25,7 @@ from gapo_megatron.config_types import (
     LearningRate,
     MadePath,
     NonNegative,
+    Offload,
     OptionalPath,
     PathText,
     Positive,
@@ -299,8 +300,9 @@ class OptimizerConfig(_Section):
     """Largest global gradient norm."""
     warmup_steps: StepsOrZero = 0
     """Optimizer updates over which the learning rate rises linearly from 0."""
-    offload: bool = False
-    """Keep moments and fp32 master weights in host memory while vLLM is awake."""
+    offload: Offload = "none"
+    """What waits in host memory while vLLM is awake: moments and fp32 master weights (`optimizer`),
+    and the model's weights too (`all`)."""
 
 
 class SupervisedConfig(_Section):

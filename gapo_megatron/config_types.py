@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 # --- whole numbers --------------------------------------------------------------------------------
 
@@ -62,6 +62,16 @@ LearningRate = Annotated[float, Field(gt=0, le=1)]
 
 AdamEps = Annotated[float, Field(ge=1e-30, le=1)]
 """Below float32's smallest number it is 0, and a weight without gradient becomes 0/0."""
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def _read_older_offload(value: object) -> object:
+    return ("optimizer" if value else "none") if isinstance(value, bool) else value
+
+
+Offload = Annotated[Literal["none", "optimizer", "all"], BeforeValidator(_read_older_offload)]
+"""A boolean in older versions."""
 
 # --- text -----------------------------------------------------------------------------------------
 

@@ -83,8 +83,8 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
         rules = rules_for(hf_config)
         console.print(_shapes_table(rules, config.parallel))
         console.print(_memory_table(rules, config, counts))
-        if config.optimizer.offload:
-            console.print("Offload: while vLLM is awake, the optimizer's part is in host memory.")
+        if note := _offload_note(rules, config, counts):
+            console.print(note, markup=False)
         if note := _positions_note(config, hf_config):
             console.print(note, markup=False)
     if config.model.megatron_dir and not Path(config.model.megatron_dir).is_dir():
@@ -233,16 +233,41 @@ def _memory_table(rules: list[Rule], config: Config, counts: Arithmetic) -> Tabl
         table.add_column(heading, justify="right")
     totals = per_rank_parameters(rules, config.parallel)
     quantised = per_rank_parameters(list(filter(is_quantised, rules)), config.parallel)
-    experts = per_rank_parameters([rule for rule in rules if rule.num_experts], config.parallel)
-    # Copies of an expert that share its optimizer state.
-    expert_dp_size = counts.world_size // (counts.pp_size * counts.ep_size)
-    for stage, (total, expert, copied) in enumerate(zip(totals, experts, quantised, strict=True)):
-        states = (total - expert) / (counts.dp_size * counts.cp_size) + expert / expert_dp_size
+    states = _optimizer_parameters(rules, config, counts)
+    for stage, (total, owned, copied) in enumerate(zip(totals, states, quantised, strict=True)):
         copies_here = [copied * FP8_COPY_BYTES for _ in copies]
-        sizes = [total * weight, *copies_here, total * gradient, states * state]
+        sizes = [total * weight, *copies_here, total * gradient, owned * state]
         cells = (f"{size / GIB:.3g}" for size in (*sizes, sum(sizes)))
         table.add_row(str(stage), f"{total:,}", *cells)
     return table
+
+
+def _optimizer_parameters(rules: list[Rule], config: Config, counts: Arithmetic) -> list[float]:
+    """Parameters whose optimizer state one rank of each stage keeps."""
+    totals = per_rank_parameters(rules, config.parallel)
+    experts = per_rank_parameters([rule for rule in rules if rule.num_experts], config.parallel)
+    # Copies of an expert that share its optimizer state.
+    expert_dp_size = counts.world_size // (counts.pp_size * counts.ep_size)
+    return [
+        (total - expert) / (counts.dp_size * counts.cp_size) + expert / expert_dp_size
+        for total, expert in zip(totals, experts, strict=True)
+    ]
+
+
+def _offload_note(rules: list[Rule], config: Config, counts: Arithmetic) -> str:
+    if config.optimizer.offload == "none":
+        return ""
+    weight, _, state = BYTES_PER_PARAMETER[config.model.precision]
+    sizes = [owned * state for owned in _optimizer_parameters(rules, config, counts)]
+    parts = "the optimizer's part is"
+    if config.optimizer.offload == "all":
+        totals = per_rank_parameters(rules, config.parallel)
+        sizes = [size + total * weight for size, total in zip(sizes, totals, strict=True)]
+        parts = "the parts of weights and optimizer are"
+    return (
+        f"Offload: while vLLM is awake, {parts} in host memory, which keeps the room for them: "
+        f"{max(sizes) / GIB:.3g} GiB of every rank at the most, times the ranks of a node."
+    )
 
 
 def _check_megatron_dir(config: Config) -> None:

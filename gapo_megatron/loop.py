@@ -34,6 +34,7 @@ from gapo_megatron.launch.run_folder import (
 )
 from gapo_megatron.learn import learn
 from gapo_megatron.manifest import list_steps
+from gapo_megatron.memory import StepMemory
 from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_metrics
 from gapo_megatron.noise_floor import watch_noise_floor
 from gapo_megatron.objective import make_batch
@@ -117,6 +118,7 @@ def run(config: Config, *, keep_weights: bool) -> None:
             window.load_state_dict(resumed.trainer_state["window"])
     with startup("vllm"):
         policy.make_room()  # vLLM looks at its start whether the memory it may have is free
+        policy.make_room_of_weights()
         engine = RolloutEngine(config, hf_config, device=world.device)
     with startup("sync"):
         probe = prompts_as_sequences(problems, config.rollout.verify_sequences)
@@ -128,6 +130,7 @@ def run(config: Config, *, keep_weights: bool) -> None:
     step, finished = first_step, False
     stopwatch = Stopwatch(lambda stage: attempt.enter(f"step {step}: {stage}"))
     stopwatch.recent = attempt.stage_seconds()
+    memory = StepMemory(world.device)
     opened, saved = None, None
     open_groups: list[OpenGroup] = []
     if resumed:
@@ -203,6 +206,7 @@ def run(config: Config, *, keep_weights: bool) -> None:
             source_state = source.state_dict()
             with stopwatch("sleep"):
                 engine.sleep()
+            memory.note("after_sleep")
             if open_groups := sampled.open_groups:
                 with stopwatch("carry"):
                     open_groups = carry(
@@ -244,9 +248,12 @@ def run(config: Config, *, keep_weights: bool) -> None:
         )
         if learned is None:
             break
+        memory.note("update_peak")
         with stopwatch("sync"):
             probe = first_sequences(batch, config.rollout.verify_sequences)
             check = sync(policy, engine, probe, policy_version=step + 1)
+        memory.note("after_wake")
+        stopwatch.notes |= memory.lap(engine.gloo_group)
 
         metrics = opened.metrics | learned | window.add(learned)
         metrics["sync/max_abs_log_prob_diff"] = check.max_abs_diff
@@ -268,6 +275,7 @@ def run(config: Config, *, keep_weights: bool) -> None:
     if not keep_weights:
         return attempt.end("finished")
     attempt.enter("export")
+    engine.sleep()  # weights that were offloaded need its memory
     if world.rank == 0:
         attempt.require_ownership()
     write_hf(

@@ -22,10 +22,11 @@ def sync(
     """Give the engine the policy's weights and prove it by the log-probs of `probe`.
 
     The trainer scores the probe first, a sequence at a time, while a sleeping engine leaves it the
-    memory. Then it makes room for the engine: `Policy.make_room`.
+    memory. Then it makes room for the engine's weights, `Policy.make_room`, and once the engine has
+    them for its KV cache, `Policy.make_room_of_weights`.
 
     Args:
-        policy: its weights stay; gradients go, and what is offloaded is on the host.
+        policy: its gradients go, and what is offloaded is on the host.
         engine: asleep or awake; generating afterwards, at `policy_version`.
         probe: a few sequences, the same on every rank (`first_sequences`, `prompts_as_sequences`).
         policy_version: steps the weights have been trained for.
@@ -43,7 +44,12 @@ def sync(
     values = log_probs(policy, microbatches, temperature=1.0) if microbatches else []
     holder = [[part.cpu().numpy() for part in values if part is not None]]
     policy.make_room()
-    sync_weights(engine, policy.iterate_hf_weights(), policy_version=policy_version)
+    sync_weights(
+        engine,
+        policy.iterate_hf_weights(),
+        policy_version=policy_version,
+        on_received=policy.make_room_of_weights,
+    )
     last = dist.get_world_size() - 1
     dist.broadcast_object_list(holder, src=last, group=engine.gloo_group)
     return verify_weights(engine, probe.prompt_ids, probe.response_ids, holder[0])

@@ -73,6 +73,7 @@ def write_run(
         {"step": 0, "time/unix_s": 1e9, "startup/vllm_s": 36.0},
         *(
             {"step": step, "time/unix_s": 1e9, "time/rollout_s": 0.5, "time/step_s": 0.75}
+            | {"memory/after_sleep/free_gib": 60.0 - seed, "memory/host_rss_gib": 4.0 + seed}
             for step in range(num_steps)
         ),
     ]

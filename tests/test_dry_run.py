@@ -242,6 +242,12 @@ def test_what_is_offloaded_is_in_host_memory(tmp_path: Path) -> None:
     model = {"hf_dir": write_model(tmp_path / "m")}
     offloaded = text_of(make_config(model=model, optimizer={"offload": True}))
     assert "host memory" in offloaded and "host memory" not in text_of(make_config(model=model))
+    sizes = [
+        float(re.search(r"([\d.e-]+)\s+GiB\s+of\s+every\s+rank", text)[1])
+        for text in (offloaded, text_of(make_config(model=model, optimizer={"offload": "all"})))
+    ]
+    # 12 bytes of optimizer a parameter, and 2 of weights, on one rank.
+    assert sizes[1] == pytest.approx(sizes[0] * 14 / 12, rel=0.01)
 
 
 def test_how_responses_are_judged_is_said() -> None:

@@ -1,4 +1,4 @@
-"""An optimizer's state leaves its device and comes back; `test_policy_one_rank` has a policy's."""
+"""State and weights leave their device and come back; `test_policy_one_rank` has a policy's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapo_megatron.policy.offload import Offload
+from gapo_megatron.policy.allocator import ExpandableSegments
+from gapo_megatron.policy.offload import Offload, WeightOffload, _on_host
 
 DEVICES = [
     "cpu",
@@ -69,3 +70,92 @@ def test_its_memory_is_given_back(device: str) -> None:
     assert before - torch.cuda.memory_allocated() == 4 * (2 * (1 << 12) + (1 << 11))
     offload.to_device()
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_come_back_to_all_that_are_views_of_them(device: str) -> None:
+    buffer = torch.randn(1 << 12, generator=torch.Generator().manual_seed(0)).to(device)
+    weights = [buffer[8:24].view(4, 4).requires_grad_(), buffer[1 << 11 :].requires_grad_()]
+    view, other = weights[1].detach()[4:12], torch.zeros(4, device=device)
+    adam = torch.optim.AdamW([view, other])
+    before, expected = weights[0].untyped_storage(), buffer.clone()
+    offload = WeightOffload(weights, [adam])
+    for _ in range(3):
+        offload.to_host()
+        offload.to_host()
+        assert offload.is_away and before.nbytes() == 0
+        # Who writes a checkpoint finds the values.
+        assert torch.equal(view.cpu(), expected[(1 << 11) + 4 :][:8].cpu())
+        assert view.device.type == "cpu" and offload.readable(other) is other
+        assert torch.equal(offload.readable(weights[0]), expected[8:24].view(4, 4).cpu())
+        offload.to_device()
+        offload.to_device()
+        assert not offload.is_away and torch.equal(buffer, expected)
+        assert offload.readable(weights[0]) is weights[0]
+        # One memory again.
+        with torch.no_grad():
+            view += 1
+            expected[(1 << 11) + 4 :][:8] += 1
+        assert torch.equal(weights[1], expected[1 << 11 :])
+        assert weights[0].untyped_storage().data_ptr() == before.data_ptr() == buffer.data_ptr()
+
+
+def test_an_update_after_a_return_reaches_the_hooks_of_gradients() -> None:
+    """Megatron-core adds gradients to its buffer in such hooks: a `data` that moves loses them."""
+    buffer = torch.ones(8)
+    weight, seen = torch.nn.Parameter(buffer[:4]), []
+    accumulates = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    accumulates.register_hook(lambda *_: seen.append(1))
+    offload = WeightOffload([weight])
+    offload.to_host()
+    offload.to_device()
+    (weight * 2).sum().backward()
+    assert seen == [1]
+
+
+def test_the_host_has_one_allocation_of_all_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = []
+    monkeypatch.setattr(
+        "torch.cuda._pin_memory_utils.pin_memory", lambda *where: locked.append(where)
+    )
+
+    class OnGpu:
+        """As much of a tensor on a GPU as is asked."""
+
+        is_cuda = True
+
+        def __init__(self, tensor: Tensor) -> None:
+            self.nbytes, self.dtype, self.shape = tensor.nbytes, tensor.dtype, tensor.shape
+
+    shapes = {(3, 5): torch.float32, (1000,): torch.bfloat16, (0, 2): torch.float32}
+    like = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes.items()]
+    found = _on_host([OnGpu(one) for one in like])
+    assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in like]
+    storage = found[0].untyped_storage()
+    assert all(one.untyped_storage().data_ptr() == storage.data_ptr() for one in found)
+    # 60 and 2000 bytes, each up to the next multiple of 512.
+    assert locked == [(storage.data_ptr(), 512 + 2048)]
+    _on_host(like)
+    _on_host([])
+    assert len(locked) == 1
+
+
+def test_segments_expand_for_the_policy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["max_split_size_mb:512"]
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1])
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    cuda = torch.device("cuda", 0)
+    segments = ExpandableSegments(cuda)
+    for enabled in (True, False, True):
+        segments.use(enabled)
+        assert settings[-1] == f"max_split_size_mb:512,expandable_segments:{enabled}"
+    # The environment's word, no device, and a torch that cannot be asked.
+    del settings[:-1]
+    ExpandableSegments(cuda).use(False)
+    settings[:] = [""]
+    ExpandableSegments(torch.device("cpu")).use(True)
+    ExpandableSegments(cuda).use(True)
+    assert settings == ["", "expandable_segments:True"]
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    ExpandableSegments(cuda).use(True)
+    assert len(settings) == 2

@@ -26,6 +26,7 @@ from tests.report_setup import (
     FLOOR_MAX,
     FLOOR_MEAN,
     NUM_PROBLEMS,
+    NUM_STEPS,
     clipped,
     deviation,
     num_sequences,
@@ -311,6 +312,17 @@ def test_skipped_work_is_in_percent(exhibits):
     assert [label.get_text() for label in axis.get_yticklabels()] == list(METHODS)
     drawn = {name: list(line.get_xdata()) for name, line in lines_of(axis).items()}
     assert drawn == {"forward": [25] * 3, "backward": [50] * 3}
+
+
+def test_memory_is_that_of_the_worst_seed(exhibits, study):
+    exhibit = exhibits["memory"]
+    last = {(row["arm"], row["metric"]): row["gib"] for row in exhibit.rows}
+    for arm in study.curves:
+        assert last[arm.label, "free, vLLM asleep"] == 60 - max(arm.seeds)
+        assert last[arm.label, "of a process, on the host"] == 4 + max(arm.seeds)
+    assert len(exhibit.rows) == len(study.curves) * 2 * NUM_STEPS
+    # A panel for each, and a line for each method in it.
+    assert [len(axis.lines) for axis in exhibit.figure.axes] == [len(study.curves)] * 2
 
 
 def test_noise_floor_stands_beside_the_clips(exhibits):

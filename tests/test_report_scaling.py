@@ -302,6 +302,7 @@ def test_what_is_ideal_is_what_the_table_measures_by(study, tmp_path):
 WAYS = {
     "overlap": ({"parallel": {"overlap_grad_reduce": True}}, "overlap"),
     "offload": ({"optimizer": {"offload": True}}, "offload"),
+    "offload all": ({"optimizer": {"offload": "all"}}, "offload all"),
     "memory": ({"rollout": {"memory_fraction": 0.7}}, ""),
     "eager": ({"rollout": {"enforce_eager": True}}, ""),
     "head": ({"model": {"head": "torch"}}, ""),

@@ -617,6 +617,22 @@ def test_a_sleeping_engine_wakes_by_a_sync(fresh):
     assert tokens_of(generate(fresh.engine, prompts)) == before
 
 
+def test_what_was_received_may_go_before_the_cache_comes(fresh):
+    seen = []
+
+    def tensors():
+        yield from weights(fresh.model).items()
+        seen.append("all are sent")
+
+    fresh.engine.sleep()
+    phase = fresh.engine.schedule
+    sync_weights(
+        fresh.engine, tensors(), policy_version=1, on_received=lambda: seen.append(phase.phase)
+    )
+    assert seen == ["all are sent", Phase.RECEIVING]
+    assert phase.phase is Phase.GENERATING
+
+
 def test_on_a_gpu_weights_wake_before_the_cache(monkeypatch):
     calls: list[tuple[str, object]] = []
     engine = SimpleNamespace(

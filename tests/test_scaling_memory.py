@@ -222,7 +222,7 @@ def test_parts_of_memory(tmp_path: Path, precision: str) -> None:
     fields = WIDE | {"num_hidden_layers": 8}
     hf_config, gpu = read_model(tmp_path, fields), GPUS["h100"]
 
-    def predict(memory_fraction: float, *, offload: bool = False) -> Memory:
+    def predict(memory_fraction: float, *, offload: str = "none") -> Memory:
         config = make_config(
             str(tmp_path),
             model={"precision": precision},
@@ -246,9 +246,18 @@ def test_parts_of_memory(tmp_path: Path, precision: str) -> None:
     # The first of four stages has four micro-batches in flight, and most of the memory.
     stage = predict(1e-6).trainer
     assert stage.stage == 0 and stage.head == stage.kv_cache == 0
+    # Of a GPU alone: on a CPU a sleeping engine gives nothing up, and all of it counts elsewhere.
+    assert stage.engine_asleep >= 3 * 2**30
+    cpu = dataclasses.replace(gpu, name="cpu")
+    assert memory(hf_config, config, layout, cpu).trainer.engine_asleep == 0
     assert (stage.weights, stage.gradients, stage.optimizer) == states[0]
     assert stage.training == (
-        sum(states[0]) + stage.activations + stage.layer + stage.communication + stage.fragmentation
+        sum(states[0])
+        + stage.activations
+        + stage.layer
+        + stage.communication
+        + stage.fragmentation
+        + stage.engine_asleep
     )
     generating = predict(0.4).engine
     assert generating.rollout_weights + generating.kv_cache == int(0.4 * gpu.memory_bytes)
@@ -260,9 +269,22 @@ def test_parts_of_memory(tmp_path: Path, precision: str) -> None:
         + int(0.4 * gpu.memory_bytes)
     )
     # An offloaded optimizer is not there then; while training everything is as it was.
-    offloaded = predict(0.4, offload=True)
+    offloaded = predict(0.4, offload="optimizer")
     assert offloaded.generating == generating.generating - generating.optimizer
     assert offloaded.training == predict(0.4).training
+    assert offloaded.offloaded == max(optimizer for _, _, optimizer in states)
+    # Nor offloaded weights, once the engine has them; until then it keeps room for no cache.
+    alone = predict(0.4, offload="all")
+    assert alone.generating == int(0.4 * gpu.memory_bytes) + generating.communication
+    assert alone.training == predict(0.4).training
+    assert alone.offloaded == max(weights + optimizer for weights, _, optimizer in states)
+    without_cache = predict(1e-6, offload="all").engine
+    assert without_cache.generating == (
+        without_cache.weights
+        + without_cache.rollout_weights
+        + without_cache.engine_asleep
+        + without_cache.communication
+    )
     parameters = 97 * 64 + 8 * (64 * 128 + 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64
     assert generating.rollout_weights == parameters * (4 if precision == "fp32" else 2) // 2
 
@@ -308,6 +330,29 @@ def test_more_recomputation_takes_less(tmp_path: Path) -> None:
     assert len(set(taken)) == 3
 
 
+@pytest.mark.parametrize("fields", [WIDE, TINY_EXPERTS])
+def test_what_transformer_engines_layers_recompute(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """The norm before the MLP and the MLP, of experts their activation: of one layer at once."""
+    hf_config = read_model(tmp_path, fields)
+    none, selective = (
+        step_bytes(
+            hf_config,
+            make_config(str(tmp_path), model={"recompute": recompute}),
+            make_layout(recompute=recompute),
+            stage=0,
+            num_microbatches=1,
+            fused=True,
+        )
+        for recompute in ("none", "selective")
+    )
+    hidden, tokens = fields["hidden_size"], 256
+    # Of a dense layer gate, up and their product; of each of two chosen experts the product.
+    wide = 2 * 24 if "num_experts" in fields else 3 * fields["intermediate_size"]
+    again = tokens * (2 * (hidden + wide) + 4)
+    assert none.activations - selective.activations == 4 * again
+    assert selective.layer - none.layer == again
+
+
 def test_each_phase_has_its_own_stage(tmp_path: Path) -> None:
     """Untied, the last stage has as much state as the first, and a norm more; it trains on less."""
     hf_config = read_model(tmp_path, WIDE_QWEN3)
@@ -323,7 +368,7 @@ def test_the_head_and_a_layer_never_work_at_once(tmp_path: Path) -> None:
     stage = memory(hf_config, config, Layout.of(config, world_size=1), GPUS["h100"]).trainer
     assert min(stage.layer, stage.head) > 0
     assert stage.training - stage.fragmentation == (
-        stage.state + stage.activations + max(stage.layer, stage.head)
+        stage.state + stage.engine_asleep + stage.activations + max(stage.layer, stage.head)
     )
 
 

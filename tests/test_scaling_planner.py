@@ -20,7 +20,9 @@ from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.memory import memory
 from gapo_megatron.scaling.planner import (
     LARGER_FRACTION,
+    OUT_OF_HOST,
     SMALLER_FRACTION,
+    Candidate,
     Plan,
     Refusals,
     _Search,
@@ -34,6 +36,7 @@ from gapo_megatron.scaling.times import step_time
 from gapo_megatron.scaling.workload import Workload
 from tests.messages import mentions
 from tests.scaling_setup import H200, WORKLOAD, config, hf, layout, parallel_of
+from tests.test_convert_models import NUM_PARAMETERS
 
 
 def planned(model="Qwen2.5-7B", *, nodes=1, gpu=H200, **sections) -> Plan:
@@ -201,6 +204,27 @@ def test_what_does_not_fit_says_which_part():
     # Weights and gradients alone, 6 bytes a parameter, need at least a cut into four.
     for candidate in plan_72b.ranked:
         assert candidate.layout.tp_size * candidate.layout.pp_size >= 4
+
+
+def test_what_a_nodes_own_memory_does_not_hold_is_refused():
+    """Only where something is offloaded: what a checkpoint takes, users compare themselves."""
+    model, cut = hf("Qwen2.5-7B"), layout(dp=8, recompute="full")
+
+    def found(offload, gib):
+        gpu = dataclasses.replace(H200, host_memory_bytes=gib * 2**30)
+        one = config(optimizer={"offload": offload})
+        times = step_time(model, one, cut, WORKLOAD, gpu, Efficiency())
+        needed = memory(model, one, cut, gpu)
+        return needed, Candidate(cut, 32768, needed, times).refusal(gpu)
+
+    needed, refusal = found("all", 800)
+    # On eight uncut ranks: 12 bytes a parameter to save, 2 and an eighth of 12 offloaded.
+    parameters = NUM_PARAMETERS["Qwen2.5-7B"]
+    assert needed.checkpoint * 8 == pytest.approx(96 * parameters, rel=1e-3)
+    assert needed.offloaded * 8 == pytest.approx(28 * parameters, rel=1e-3)
+    assert refusal == (OUT_OF_HOST, 8 * (needed.checkpoint + needed.offloaded))
+    for offload, gib in (("all", 900), ("none", 100)):
+        assert found(offload, gib)[1] is None
 
 
 def test_the_hint_is_the_commonest_reasons(on_one_node):

@@ -30,6 +30,9 @@ def test_rewards():
     assert found == pytest.approx(1.3 * 2048 / 8 / 8 * 0.01)
 
 
+MACHINE = (WORKLOAD, H200, Efficiency())
+
+
 def test_step_time_is_made_of_its_stages():
     model = hf("Qwen2.5-7B")
     one = step_time(model, config(), layout(dp=8), WORKLOAD, H200, Efficiency())
@@ -43,6 +46,14 @@ def test_step_time_is_made_of_its_stages():
     way = 12 * NUM_PARAMETERS["Qwen2.5-7B"] / 8 / (64e9 * 0.75)
     assert away.sync_s == pytest.approx(one.sync_s + way)
     assert away.update_s == pytest.approx(one.update_s + way)
+    # And with the weights, of which every rank has a half: 2 bytes each.
+    both = [
+        step_time(model, config(optimizer={"offload": what}), layout(tp=2, dp=4), *MACHINE)
+        for what in ("optimizer", "all")
+    ]
+    way = NUM_PARAMETERS["Qwen2.5-7B"] / (64e9 * 0.75)
+    assert both[1].sync_s - both[0].sync_s == pytest.approx(way)
+    assert both[1].update_s - both[0].update_s == pytest.approx(way)
     # The same model on a device with a sixth of the products and a little less bandwidth.
     slow = step_time(model, config(), layout(dp=8), WORKLOAD, GPUS["h20"], Efficiency())
     assert slow.update_s > 5 * one.update_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,8 +51,11 @@ def test_probes_are_short() -> None:
 class Asked(list):
     """Stands in for the engine's half of a sync; holds what it was given, in order."""
 
-    def take(self, engine: Any, weights: Any, *, policy_version: int) -> None:
+    def take(
+        self, engine: Any, weights: Any, *, policy_version: int, on_received: Callable[[], None]
+    ) -> None:
         self.append((policy_version, sorted(name for name, _ in weights)))
+        on_received()
 
     def compare(self, engine: Any, prompts: Any, responses: Any, log_probs: Any) -> WeightCheck:
         self.append(log_probs)
@@ -60,7 +63,12 @@ class Asked(list):
 
 
 def sync_with_nothing(folder: Path, parallel: dict[str, int]) -> list[Any]:
-    config = make_config(folder, parallel=parallel, rollout={"temperature": 0.5})
+    config = make_config(
+        folder,
+        parallel=parallel,
+        rollout={"temperature": 0.5},
+        optimizer={"offload": "all"},
+    )
     policy = Policy.build(config, initialize(config.parallel), "cpu")
     policy.load_hf_weights(read_weights(folder))
     asked = Asked()
@@ -70,7 +78,8 @@ def sync_with_nothing(folder: Path, parallel: dict[str, int]) -> list[Any]:
         engine: Any = SimpleNamespace(gloo_group=dist.group.WORLD)
         sync(policy, engine, first_sequences(make_batch(), 3), policy_version=7)
         (buffer,) = policy.model[0].buffers
-        assert buffer.grad_data.untyped_storage().nbytes() == 0  # while the engine generates
+        for data in (buffer.grad_data, buffer.param_data):
+            assert data.untyped_storage().nbytes() == 0  # while the engine generates
         sync(policy, engine, prompts_as_sequences(prompts(1, 1), 3), policy_version=8)
     destroy()
     return list(asked)

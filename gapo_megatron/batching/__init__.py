@@ -1,6 +1,6 @@
 """Which rank computes what (`plan`), and the packed tensors it computes on (`pack`)."""
 
-from gapo_megatron.batching.pack import pack, sequence_lengths, unpack
+from gapo_megatron.batching.pack import NO_SEQUENCES, pack, sequence_lengths, unpack
 from gapo_megatron.batching.plan import plan
 
-__all__ = ["pack", "plan", "sequence_lengths", "unpack"]
+__all__ = ["NO_SEQUENCES", "pack", "plan", "sequence_lengths", "unpack"]

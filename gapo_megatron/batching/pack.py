@@ -9,6 +9,16 @@ import torch
 
 from gapo_megatron.types import Batch, Microbatch
 
+NO_SEQUENCES = Batch(
+    prompt_ids=[],
+    response_ids=[],
+    rollout_log_probs=[],
+    advantages=torch.zeros(0, dtype=torch.float64),
+    num_correct=torch.zeros(0, dtype=torch.int64),
+    group_size=torch.zeros(0, dtype=torch.int64),
+    valid=torch.zeros(0, dtype=torch.bool),
+)
+
 
 def sequence_lengths(batch: Batch) -> torch.Tensor:
     """Tokens fed to the model per sequence, [B] int64: prompt + response - 1.

@@ -1,12 +1,18 @@
-"""The optimizer's state in host memory, while the rollout engine needs the device's."""
+"""What a policy keeps in host memory, while the rollout engine needs the device's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
+
+_ALIGNMENT = 512
+"""Bytes: where tensors that share one allocation begin."""
 
 
 class Offload:
@@ -17,8 +23,8 @@ class Offload:
     moves shards that are views of float32 weights, which come back as copies, and the model would
     no longer see an update.
 
-    The host's copies are made once, page-locked where there is a GPU, and kept: the optimizer's
-    bytes on this rank, each tensor's rounded up to a power of two by torch's allocator.
+    The host's copies are made once and kept, page-locked where there is a GPU: the optimizer's
+    bytes on this rank.
 
     Args:
         optimizers: the parts of one rank.
@@ -35,15 +41,14 @@ class Offload:
         """Leave the device to others. Nothing happens when it is left already."""
         if self._device:
             return
-        for tensor in self._state():
-            if tensor not in self._host:
-                self._host[tensor] = torch.empty_like(
-                    tensor, device="cpu", pin_memory=tensor.is_cuda
-                )
+        state = list(self._state())
+        missing = [tensor for tensor in state if tensor not in self._host]
+        self._host |= zip(missing, _on_host(missing), strict=True)
+        for tensor in state:
             self._host[tensor].copy_(tensor, non_blocking=True)
             self._device[tensor] = tensor.device
         _wait()  # what is freed next must have been read, and what is read next written
-        for tensor in self._device:
+        for tensor in state:
             tensor.data = self._host[tensor]
 
     def to_device(self) -> None:
@@ -55,19 +60,118 @@ class Offload:
 
     def _state(self) -> Iterator[Tensor]:
         """What takes memory: no step counters, and nothing twice."""
-        shared = {weight.untyped_storage().data_ptr() for weight in self._weights}
-        for optimizer in self._optimizers:
-            for tensor in _tensors(optimizer):
-                if tensor.dim() > 0 and tensor.untyped_storage().data_ptr() not in shared:
-                    yield tensor
+        shared = {_storage_id(weight) for weight in self._weights}
+        for tensor in _tensors(self._optimizers):
+            if tensor.dim() > 0 and _storage_id(tensor) not in shared:
+                yield tensor
 
 
-def _tensors(optimizer: Any) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+class WeightOffload:
+    """Moves the memory of weights between a device and host memory, bit for bit.
+
+    The memory alone: parameters, Megatron-core's buffers and buckets, and the shards it keeps are
+    views of a few allocations, and stay views of them. These are empty while they are away: nothing
+    may read a weight then but through `readable`.
+
+    (A parameter's `data` must not move to another device: autograd then forgets the node that
+    accumulates its gradient, and with it the hook by which Megatron-core adds that to its buffer.)
+
+    Args:
+        weights: the model's.
+        optimizers: the parts of one rank. State that is a view of weights shows the host's copy
+            while they are away, to whoever writes a checkpoint.
+    """
+
+    def __init__(
+        self, weights: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer] = ()
+    ) -> None:
+        self._weights = list(weights)
+        self._optimizers = list(optimizers)
+        self._host: dict[int, Tensor] = {}
+        self._device: dict[int, Tensor] = {}
+        self._views: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the weights are in host memory alone."""
+        return bool(self._device)
+
+    def to_host(self) -> None:
+        """Leave the device to others. Nothing happens when it is left already."""
+        if self.is_away:
+            return
+        device = {_storage_id(weight): _whole(weight) for weight in self._weights}
+        if not self._host:
+            self._host = dict(zip(device, _on_host([*device.values()]), strict=True))
+        for key, whole in device.items():
+            self._host[key].copy_(whole, non_blocking=True)
+        _wait()
+        for whole in device.values():
+            whole.untyped_storage().resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # vLLM maps memory past torch's allocator
+        self._device = device
+        for tensor in _tensors(self._optimizers):
+            if (host := self.readable(tensor)) is not tensor:
+                self._views.append((tensor, tensor.data))
+                tensor.data = host
+
+    def to_device(self) -> None:
+        """Back to where it was. Nothing happens when it is there."""
+        for key, whole in self._device.items():
+            whole.untyped_storage().resize_(whole.nbytes)
+            whole.copy_(self._host[key], non_blocking=True)
+        for tensor, there in self._views:
+            tensor.data = there
+        self._device, self._views = {}, []
+
+    def readable(self, tensor: Tensor) -> Tensor:
+        """The tensor, or the host's copy of it while its memory is away."""
+        key = _storage_id(tensor)
+        if key not in self._device:
+            return tensor
+        host = self._host[key].view(tensor.dtype)
+        return host.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def make_readable(self, state: dict[str, Any]) -> None:
+        """Replace the weights of a sharded state dict by what `readable` gives of them."""
+        for one in nested_values(state):
+            if isinstance(one, ShardedTensor | ShardedTensorFactory):
+                one.data = self.readable(one.data)
+
+
+def _tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
+    for optimizer in optimizers:
+        for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
             yield parameter
             state = optimizer.state.get(parameter, {})
             yield from (one for one in state.values() if isinstance(one, Tensor))
+
+
+def _storage_id(tensor: Tensor) -> int:
+    """Also of an empty one, which has no address."""
+    return tensor.untyped_storage()._cdata
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All bytes of the memory that a tensor is part of."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Uninitialised contiguous tensors like these, in one allocation of their bytes.
+
+    Page-locked where they are on a GPU: by registering memory, as torch's own allocator of
+    page-locked memory rounds every size up to a power of two.
+    """
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    memory = torch.empty(sum(sizes), dtype=torch.uint8)
+    if len(memory) and tensors[0].is_cuda:
+        from torch.cuda._pin_memory_utils import pin_memory  # it goes with the process
+
+        pin_memory(memory.data_ptr(), memory.nbytes)
+    parts = zip(memory.split(sizes), tensors, strict=True)
+    return [part[: one.nbytes].view(one.dtype).view(one.shape) for part, one in parts]
 
 
 def _wait() -> None:

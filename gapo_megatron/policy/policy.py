@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from gapo_megatron import cpu
-from gapo_megatron.batching import pack
+from gapo_megatron.batching import NO_SEQUENCES, pack
 from gapo_megatron.config import Config
 from gapo_megatron.convert import find_rule, to_megatron
 from gapo_megatron.convert.hf import finite_extremes, read_hf
@@ -22,11 +22,12 @@ from gapo_megatron.convert.rules import shard_size, split_all
 from gapo_megatron.counts import layers_of_stages
 from gapo_megatron.fp8 import fp8_multiple
 from gapo_megatron.model_checks import check_shapes, num_experts
+from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks
 from gapo_megatron.policy.export import whole_parameters
 from gapo_megatron.policy.load import check_digests, find_weights, load_weights
 from gapo_megatron.policy.model import PolicyModel, build_model, read_hf_config
-from gapo_megatron.policy.offload import Offload
+from gapo_megatron.policy.offload import Offload, WeightOffload
 from gapo_megatron.policy.optimizer import (
     CHECKPOINT_METADATA,
     build_optimizer,
@@ -38,16 +39,6 @@ from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import check_fp8, check_head, free_fp8_copies
 from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.types import Batch, Microbatch
-
-_NO_SEQUENCES = Batch(
-    prompt_ids=[],
-    response_ids=[],
-    rollout_log_probs=[],
-    advantages=torch.zeros(0, dtype=torch.float64),
-    num_correct=torch.zeros(0, dtype=torch.int64),
-    group_size=torch.zeros(0, dtype=torch.int64),
-    valid=torch.zeros(0, dtype=torch.bool),
-)
 
 
 class Policy:
@@ -85,7 +76,10 @@ class Policy:
         self._layers = layers_of_stages(config.parallel, hf_config.num_hidden_layers)
         self._parameters = dict(self._named_parameters())
         self._reference: dict[str, Tensor] | None = None
-        self._offload = Offload(inner_optimizers(optimizer), self._parameters.values())
+        weights, optimizers = self._parameters.values(), inner_optimizers(optimizer)
+        self._segments = ExpandableSegments(device)
+        self._offload = Offload(optimizers, weights)
+        self._weight_offload = WeightOffload(weights, optimizers)
 
     @classmethod
     def build(cls, config: Config, groups: ParallelGroups, device: torch.device | str) -> Policy:
@@ -143,7 +137,7 @@ class Policy:
 
     def pack_nothing(self) -> Microbatch:
         """A micro-batch without a sequence; it takes part in every collective."""
-        return self.pack(_NO_SEQUENCES, ())
+        return self.pack(NO_SEQUENCES, ())
 
     def load_initial_weights(
         self, *, on_bytes: Callable[[int], None] = lambda num_bytes: None
@@ -177,6 +171,7 @@ class Policy:
                 precision.
         """
         groups = self.groups
+        self._weight_offload.to_device()
         for name, full in to_megatron(self._rules, tensors):
             if name not in self._parameters:
                 continue  # another pipeline stage's
@@ -205,6 +200,7 @@ class Policy:
         """
         weights = find_weights(folder, self.hf_config)
         check_digests(weights, on_bytes=on_bytes)
+        self._weight_offload.to_device()
         for stage in self.stages:
             load_weights(stage, weights.root)
         self._start_from_weights()
@@ -233,12 +229,15 @@ class Policy:
         Collectives: those of `export.whole_parameters`. Every rank must consume the iterator to its
         end.
         """
+        self._weight_offload.to_device()
         whole = whole_parameters(self._rules, self._parameters, self.groups, self._layers)
         for name, tensor in split_all(self._rules, whole):
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     def sharded_state_dict(self, *, is_loading: bool = False) -> dict[str, Any]:
         """Model, optimizer and update count for `megatron.core.dist_checkpointing`.
+
+        To be written: of what waits in host memory, that copy.
 
         Collectives: those of Megatron-core's optimizer when saving.
         """
@@ -250,10 +249,13 @@ class Policy:
             optimizer = self.optimizer.sharded_state_dict(
                 model, is_loading=is_loading, metadata=dict(CHECKPOINT_METADATA)
             )
+        # Not before: the optimizer finds its parameters' names by who is who.
+        self._weight_offload.make_readable(model)
         return {"model": model, "optimizer": optimizer, "num_updates": self.num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `dist_checkpointing.load` made of `sharded_state_dict(is_loading=True)`."""
+        self._weight_offload.to_device()
         with cpu.device_scope():
             for i, stage in enumerate(self.stages):
                 stage.load_state_dict(state["model"][f"stage_{i}"])
@@ -261,20 +263,32 @@ class Policy:
         self.num_updates = state["num_updates"]
 
     def make_room(self) -> None:
-        """Give back the memory of what comes again when it is needed.
+        """Give back the memory of what only an update needs, until the next one needs it.
 
         Gradients and fp8 copies are made anew; with `optimizer.offload` the optimizer's state waits
         in host memory for the next update, and a checkpoint may be written meanwhile.
         """
-        if self.config.optimizer.offload:
+        self._segments.use(False)
+        if self.config.optimizer.offload != "none":
             self._offload.to_host()
         with cpu.device_scope():
             for wrapped in self.model:
                 free_fp8_copies(wrapped)
                 wrapped.offload_grad_buffers()  # and gives what is free back to the device
 
+    def make_room_of_weights(self) -> None:
+        """With `optimizer.offload = "all"`, give back the weights' memory until the next pass."""
+        if self.config.optimizer.offload == "all":
+            self._weight_offload.to_host()
+
+    def begin_pass(self) -> None:
+        """Take back the weights' memory; the device is the policy's until `make_room`."""
+        self._segments.use(True)
+        self._weight_offload.to_device()
+
     def begin_update(self) -> None:
         """Take the room again that was made: all gradients zero, the optimizer's state back."""
+        self.begin_pass()
         self._offload.to_device()
         for wrapped in self.model:
             wrapped.restore_grad_buffers()
@@ -315,6 +329,7 @@ class Policy:
         return (num_experts(self.hf_config) or 0) // self.groups.ep_size
 
     def _snapshot(self) -> dict[str, Tensor]:
+        self._weight_offload.to_device()
         return {
             name: parameter.detach().to("cpu", copy=True)
             for name, parameter in self._parameters.items()
@@ -322,5 +337,6 @@ class Policy:
 
     @torch.no_grad()
     def _restore(self, weights: dict[str, Tensor]) -> None:
+        self._weight_offload.to_device()
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])

@@ -207,6 +207,7 @@ def _run(
     temperature: float | None = None,
 ) -> list[Any]:
     """Forward (and backward) over the micro-batches; what `head` reported, on the last stage."""
+    policy.begin_pass()
     groups, num_given = policy.groups, len(microbatches)
     if groups.vpp_size > 1:  # Megatron-core deals micro-batches to virtual stages in such groups
         fillers = [policy.pack_nothing()] * (-num_given % groups.pp_size)

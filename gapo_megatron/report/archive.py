@@ -42,6 +42,7 @@ _KEPT = "|".join(
         *(_AT_ONE_STEP, r"reward/mean", r"skip/\w+_token_share", r"per_c/group_share/c\d+"),
         r"per_c/correct/(sequences|advantage|ratio_deviation|ratio_abs_deviation)/c\d+",
         r"per_c/correct/(clip_fraction_sequences|clip_gradient_mass_lost)/c\d+",
+        r"memory/\w+/free_gib|memory/host_rss_gib",
     )
 )
 

@@ -19,7 +19,9 @@ from gapo_megatron.report.style import (
     arm_style,
     column,
     legend_below,
+    outer_names,
     panels,
+    thinned,
 )
 
 SMALL = 0.02
@@ -31,6 +33,13 @@ SKIPPED = {
     "skip/head_backward_token_share": "head backward",
 }
 FLOOR = "numerics/noise_floor_"
+MEMORY = {
+    "memory/after_sleep/free_gib": "free, vLLM asleep",
+    "memory/update_peak/free_gib": "free, at the peak",
+    "memory/after_wake/free_gib": "free, vLLM awake",
+    "memory/host_rss_gib": "of a process, on the host",
+}
+"""Key -> what it is of; of those that are free the least counts, of the others the most."""
 
 
 def step_time(comparison: Comparison) -> Exhibit:
@@ -106,6 +115,47 @@ def draw_time(axis: Axes, rows: Sequence[Row]) -> None:
     axis.set(xlabel="seconds per step", ylabel="method")
     axis.invert_yaxis()
     axis.grid(axis="y", visible=False)
+
+
+def memory(comparison: Comparison) -> Exhibit:
+    """GiB of the rank that has it worst, over training."""
+    rows = [row for arm in comparison.curves for row in memory_rows(arm)]
+    if not rows:
+        raise NoData("no run has memory/*: an older version's runs")
+    names = list(dict.fromkeys(str(row["metric"]) for row in rows))
+    labels = list(dict.fromkeys(str(row["arm"]) for row in rows))
+    figure, axes = panels(len(names), share_y=False)
+    for axis, name in zip(axes, names, strict=True):
+        for place, label in enumerate(labels):
+            chosen = [row for row in rows if row["metric"] == name and row["arm"] == label]
+            look = arm_style(place) | {"marker": ""}
+            shown = thinned(chosen)
+            axis.plot(column(shown, "step"), column(shown, "gib"), label=label, **look)
+        axis.set(title=name, xlabel="step", ylabel="GiB")
+    outer_names(axes, share_y=False)
+    legend_below(figure, *axes)
+    return Exhibit(
+        aid="Memory of the rank that has it worst: what falls, or on the host grows, step after "
+        "step ends a run that is long enough.",
+        rows=rows,
+        figure=figure,
+        notes=["Of several seeds the worst."],
+    )
+
+
+def memory_rows(arm: Arm) -> list[Row]:
+    """Per step the worst of all seeds; none of a device where runs had none."""
+    rows: list[Row] = []
+    for key, name in MEMORY.items():
+        worst: dict[int, float] = {}
+        pick = min if "/free_" in key else max
+        for step, value in (pair for run in arm.runs for pair in run.series(key).items()):
+            worst[step] = pick(worst.get(step, value), value)
+        rows += [
+            {"arm": arm.label, "metric": name, "step": step, "gib": worst[step]}
+            for step in sorted(worst)
+        ]
+    return rows
 
 
 def skipped_work(comparison: Comparison) -> Exhibit:

@@ -16,7 +16,7 @@ from gapo_megatron.report.ablations import clip_sweep, over_k
 from gapo_megatron.report.archive import check_archive, is_archive, read_archive, write_archive
 from gapo_megatron.report.arms import Arm, Comparison
 from gapo_megatron.report.clipping import by_c, clip_fraction_per_c, correlation, deviation_per_c
-from gapo_megatron.report.costs import noise_floor, skipped_work, step_time
+from gapo_megatron.report.costs import memory, noise_floor, skipped_work, step_time
 from gapo_megatron.report.exhibit import KINDS, Exhibit, Maker
 from gapo_megatron.report.intervention import intervention
 from gapo_megatron.report.learning import pass_at_k, reward
@@ -49,6 +49,7 @@ MAKERS: dict[str, Maker] = {
     "Ablation over rollouts per group": over_k,
     "Sweep of the largest upper clip": clip_sweep,
     "Time of a step, by stage": step_time,
+    "Memory of the worst rank": memory,
     "Skipped work": skipped_work,
     "Noise floor against the clips": noise_floor,
 }

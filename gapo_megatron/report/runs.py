@@ -35,9 +35,9 @@ class Run:
     """Where it left another one: `run` (folder), `step` and `changes`, key -> (there, here); None:
     it began with a model."""
     metrics: dict[str, Values]
-    """Name -> finite values, in step order, which is that of the file."""
+    """Name -> finite values, in step order, which is that of the file; `memory/*` too."""
     timings: list[dict[str, float]]
-    """As written: a row per step, and one per start (`startup/<part>_s`)."""
+    """A row per step, and one per start (`startup/<part>_s`); without `memory/*`."""
     solve_rates: dict[int, Rates]
     """By step of an evaluation, in step order."""
     code: tuple[str, ...] = ()
@@ -130,17 +130,24 @@ def read_run(folder: Path) -> Run:
             f"{folder}: no {CONFIG_NAME}, which training writes at its start: the run's method, "
             "k, clips and seed are unknown"
         )
+    timings = read_rows(folder / TIMINGS_NAME)
+    memory = [{k: v for k, v in row.items() if k == "step" or _is_memory(k)} for row in timings]
     run = Run(
         folder=folder,
         config=load_config(path),
         branch=_branch(folder / BRANCH_NAME),
-        metrics=_by_name(read_rows(folder / METRICS_NAME)),
-        timings=read_rows(folder / TIMINGS_NAME),
+        metrics=_by_name([*read_rows(folder / METRICS_NAME), *memory]),
+        timings=[{k: v for k, v in row.items() if not _is_memory(k)} for row in timings],
         solve_rates=_solve_rates(folder / "evaluations"),
         code=_code(folder / "code"),
     )
     _check_k(run)
     return run
+
+
+def _is_memory(key: str) -> bool:
+    """Of the timings what is a figure of single steps, not a mean over them."""
+    return key.startswith("memory/")
 
 
 def _branch(path: Path) -> dict[str, Any] | None:

@@ -265,7 +265,8 @@ def layout_items(one: Observation, *, with_data_parallel: bool = True) -> list[s
     others = {
         f"recompute {layout.recompute}": layout.recompute != "none",
         "overlap": config.parallel.overlap_grad_reduce,
-        "offload": config.optimizer.offload,
+        "offload": config.optimizer.offload == "optimizer",
+        "offload all": config.optimizer.offload == "all",
         f"fp8 {config.model.fp8_recipe}": config.model.precision == "fp8",
         f"vLLM {config.rollout.quantization}": config.rollout.quantization != "",
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,11 @@ from gapo_megatron.rollout.engine import RolloutEngine
 
 
 def sync_weights(
-    engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], *, policy_version: int
+    engine: RolloutEngine,
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    policy_version: int,
+    on_received: Callable[[], None] = lambda: None,
 ) -> None:
     """Replace the engine's weights in place, wake it up, and forget what it cached of the old ones.
 
@@ -34,6 +38,8 @@ def sync_weights(
         weights: (Hugging Face name, whole tensor), every tensor of the model once, those of one
             module next to each other; the same on every rank (`Policy.iterate_hf_weights`).
         policy_version: becomes `engine.policy_version`.
+        on_received: called when the engine has no more use for the tensors, and before its KV cache
+            takes its memory.
 
     Collectives: those of `weights`, in lockstep on all ranks; none of the engine's own.
 
@@ -50,6 +56,7 @@ def sync_weights(
         raise WeightSyncError(f"weight sync, version {policy_version}: {error}") from error
     engine.llm.apply_model(_repack_experts)
     engine.llm.apply_model(_repack_tied_head)
+    on_received()
     engine.schedule.wake_for_generation()
     if not engine.llm.reset_prefix_cache():
         raise WeightSyncError("weight sync: requests are in flight, so cached prefixes stay stale")

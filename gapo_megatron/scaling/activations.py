@@ -37,9 +37,11 @@ class LayerBytes:
     norms: int
     attention: int
     """All that the core attention keeps, its inputs and output included."""
-    attention_recomputed: int
-    """The same when the core attention is recomputed."""
     mlp: int
+    selective: int
+    """Of all when some modules are recomputed: `policy.model` says which."""
+    selective_again: int
+    """Of these modules, while one layer goes back; of the core attention it is left out."""
 
     @property
     def all(self) -> int:
@@ -50,7 +52,7 @@ class LayerBytes:
         if recompute == "full":
             return self.hidden
         if recompute == "selective":
-            return self.norms + self.attention_recomputed + self.mlp
+            return self.selective
         return self.all
 
     @classmethod
@@ -77,15 +79,21 @@ class LayerBytes:
             longest = config.max_sequence_tokens
             gathered = e * layout.cp_size * 2 * k
             attention += gathered + e * longest + e * q - mixed
-        if fused:  # rotated before it is recomputed
-            recomputed = attention - log_sums
         norms = 2 * (_norm(g.hidden, 1, fused) // sp + hidden)
         norms += 2 * hidden if fused else 0
+        # Transformer Engine's layers recompute the norm before the MLP and of a dense layer all of
+        # the MLP, with experts their activation alone, the input of their second product.
+        again = hidden + _norm(g.hidden, 1, fused) // sp
         if getattr(hf_config, "num_experts", None):
             mlp = _experts(hf_config, e, g.hidden, fused) // sp
+            chosen = hf_config.num_experts_per_tok
+            again += e * chosen * hf_config.moe_intermediate_size // sp
         else:
             mlp = e * (g.intermediate // tp) * (3 if fused else 5)
-        return cls(hidden, norms, attention, recomputed, mlp)
+            again += mlp
+        if not fused:
+            return cls(hidden, norms, attention, mlp, norms + recomputed + mlp, 0)
+        return cls(hidden, norms, attention, mlp, norms + attention + mlp - again, again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +103,7 @@ class KeptActivations:
     layers: int
     """Of the micro-batches in flight: see `num_in_flight`."""
     recomputed: int
-    """Under full recomputation, of one layer while it goes back."""
+    """Under recomputation, of one layer while it goes back."""
     head: int
     """Of the final norm and the log-probs: gone when the layers go back."""
 
@@ -140,6 +148,8 @@ def kept_activations(
     if layout.recompute == "full":
         # The layer's input is there in any case; norms in float32 keep their own copy of it.
         recomputed = layer.all - layer.hidden * (fused or e == 4)
+    elif layout.recompute == "selective":
+        recomputed = layer.selective_again
     return KeptActivations(tokens * in_flight * kept, tokens * recomputed, tokens * head)
 
 

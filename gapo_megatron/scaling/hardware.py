@@ -41,6 +41,8 @@ class Gpu:
     compute_capability: float
     """As NVIDIA writes it; 0: it is no GPU."""
     gpus_per_node: int = 8
+    host_memory_bytes: int = 2 * 10**12
+    """Of a node: NVIDIA's DGX H100 and H200 have 2 TB."""
 
     def flops(self, precision: str) -> float:
         """Peak of the layers' matrix products at `model.precision`, operations per second."""
@@ -174,6 +176,7 @@ def _measure_cpu() -> Gpu:
         host_bandwidth=bandwidth / 2,
         compute_capability=0.0,
         gpus_per_node=1,
+        host_memory_bytes=memory_bytes,
     )
 
 

@@ -24,6 +24,7 @@ from gapo_megatron.scaling.activations import (
 )
 from gapo_megatron.scaling.arithmetic import Shape, element_bytes, engine_bytes
 from gapo_megatron.scaling.generation import kv_cache_bytes
+from gapo_megatron.scaling.hardware import CPU_NAME
 from gapo_megatron.scaling.layout import Layout
 from gapo_megatron.scaling.state import checkpoint_bytes, state_bytes
 
@@ -38,6 +39,10 @@ CONTEXT_BYTES = 1024 * MIB
 """CUDA context and the kernels of the libraries: assumed."""
 COMMUNICATOR_BYTES = 256 * MIB
 """NCCL's buffers of one process group of more than one rank: assumed."""
+ENGINE_ASLEEP_BYTES = 3072 * MIB
+"""What a sleeping vLLM keeps on a device outside the pools that it gives back: what is left of its
+CUDA graphs, buffers of its all-reduce, its inputs and workspaces, compiled kernels. Assumed; its
+NCCL communicator counts with the others. 0 on a CPU."""
 FRAGMENTATION = 0.1
 """Of activations and head, which the allocator gets in pieces of changing size: assumed."""
 
@@ -51,7 +56,7 @@ class StageMemory:
     gradients: int
     optimizer: int
     offloaded: int
-    """Of the optimizer: in host memory while vLLM is awake."""
+    """Of weights and optimizer: in host memory while vLLM is awake."""
     activations: int
     """Kept between forward and backward pass, and what the schedule holds for neighbours."""
     layer: int
@@ -64,6 +69,8 @@ class StageMemory:
     kv_cache: int
     """What is left to vLLM of `rollout.memory_fraction` after its weights; its own workspace and
     graphs come out of it."""
+    engine_asleep: int
+    """Of vLLM while it sleeps; awake, its share of the memory has it."""
     communication: int
     """NCCL's buffers, and the CUDA context."""
     fragmentation: int
@@ -77,13 +84,17 @@ class StageMemory:
     def training(self) -> int:
         """While the trainer works and vLLM sleeps: the worse of two phases."""
         step = self.activations + max(self.layer, self.head) + self.fragmentation
-        return self.state + self.fp8_copies + step
+        return self.state + self.fp8_copies + self.engine_asleep + step
 
     @property
     def generating(self) -> int:
-        """While vLLM is awake: the trainer gives up all that only training needs."""
-        kept = self.state - self.gradients - self.offloaded
-        return kept + self.rollout_weights + self.kv_cache
+        """While vLLM receives weights, or is awake: the trainer gives up all that is not needed.
+
+        Its own weights leave, if they do, when vLLM has them and before the KV cache comes.
+        """
+        kept = self.state - self.gradients + self.rollout_weights
+        receiving = kept - min(self.offloaded, self.optimizer) + self.engine_asleep
+        return max(receiving, kept - self.offloaded + self.kv_cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +107,8 @@ class Memory:
     """The stage that needs most while generating."""
     checkpoint: int
     """Of host memory, on one rank of the stage that needs most, while it saves."""
+    offloaded: int
+    """Of host memory, on such a rank, from the first sync to the end."""
 
     @property
     def training(self) -> int:
@@ -124,7 +137,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     shape, rollout_tp_size = Shape.of(hf_config), layout.rollout_tp_size
     rollout_weights = int(engine_bytes(shape, config, rollout_tp_size=rollout_tp_size))
     kv_cache = kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size)
-    most, stages = most_microbatches(config, layout), []
+    moves, most, stages = config.optimizer.offload, most_microbatches(config, layout), []
     for stage, (weights, gradients, optimizer) in enumerate(state_bytes(rules, config, layout)):
         step = step_bytes(
             hf_config, config, layout, stage=stage, num_microbatches=most, fused=fused
@@ -135,13 +148,14 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
                 weights=weights,
                 gradients=gradients,
                 optimizer=optimizer,
-                offloaded=optimizer if config.optimizer.offload else 0,
+                offloaded=(moves != "none") * optimizer + (moves == "all") * weights,
                 activations=step.activations,
                 layer=step.layer,
                 fp8_copies=fp8_copy_bytes(rules, config, layout, stage=stage),
                 head=step.head,
                 rollout_weights=rollout_weights,
                 kv_cache=int(kv_cache),
+                engine_asleep=0 if gpu.name == CPU_NAME else ENGINE_ASLEEP_BYTES,
                 communication=_communication_bytes(layout),
                 fragmentation=int(FRAGMENTATION * step.peak),
             )
@@ -150,6 +164,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
         trainer=max(stages, key=lambda one: one.training),
         engine=max(stages, key=lambda one: one.generating),
         checkpoint=checkpoint_bytes(max(one.weights for one in stages), config.model.precision),
+        offloaded=max(one.offloaded for one in stages),
     )
 
 

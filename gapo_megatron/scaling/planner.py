@@ -26,11 +26,15 @@ from gapo_megatron.scaling.workload import Workload
 _STATE_PARTS = ("weights", "optimizer")
 _STEP_PARTS = ("gradients", "fp8_copies", "activations", "layer", "head")
 _ROLLOUT_PARTS = ("rollout_weights", "kv_cache")
-PARTS = (*_STATE_PARTS, *_STEP_PARTS, *_ROLLOUT_PARTS, "communication", "fragmentation")
+PARTS = (
+    *(*_STATE_PARTS, *_STEP_PARTS, *_ROLLOUT_PARTS),
+    *("engine_asleep", "communication", "fragmentation"),
+)
 _BUDGET_FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)
 """Of `batch.max_tokens_per_microbatch` that are tried."""
 _GENERATING = "out of memory while generating"
 SMALLER_FRACTION = f"{_GENERATING}: a smaller rollout.memory_fraction would fit"
+OUT_OF_HOST = "out of a node's own memory: what is offloaded, and a checkpoint being saved"
 LARGER_FRACTION = f"{_GENERATING}: no room for the KV cache of one sequence"
 
 
@@ -40,7 +44,7 @@ class Refusal(NamedTuple):
     reason: str
     """A few words, alike for alike layouts."""
     num_bytes: int
-    """Needed on one GPU in that phase."""
+    """Needed on one GPU in that phase, or on a node's own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,9 @@ class Candidate:
             return Refusal(SMALLER_FRACTION, needed)
         if self.times.generation_s == float("inf"):
             return Refusal(LARGER_FRACTION, needed)
+        host = (self.memory.offloaded + self.memory.checkpoint) * gpu.gpus_per_node
+        if self.memory.offloaded and host > gpu.host_memory_bytes:
+            return Refusal(OUT_OF_HOST, host)
         return None
 
 

@@ -56,12 +56,13 @@ def layouts_table(plan: Plan, config: Config, *, top: int) -> Table:
 def memory_table(plan: Plan, *, top: int) -> Table:
     """The same rows by part of the memory, of the stage that needs most while training.
 
-    `generating` is of the stage that needs most then, `checkpoint_host` of a node's own memory.
+    `generating` is of the stage that needs most then, `checkpoint_host` and `offload_host` are of a
+    node's own memory.
     """
     table = Table(
         title=f"Memory of one GPU by part, GiB (a {plan.gpu.name} has "
-        f"{gib(plan.gpu.memory_bytes):.1f}); of layer and head the larger counts; "
-        "checkpoint host: of a node's own memory, while one is saved",
+        f"{gib(plan.gpu.memory_bytes):.1f}); of layer and head the larger counts; host: of a "
+        "node's own memory, while a checkpoint is saved, and of what is offloaded",
         title_justify="left",
     )
     rows = [(str(place), one) for place, one in enumerate(plan.ranked[:top], start=1)]
@@ -69,9 +70,10 @@ def memory_table(plan: Plan, *, top: int) -> Table:
         rows.append(("yours" if not plan.current_refusal else "yours *", plan.current))
     values = {name: _memory_values(plan, candidate) for name, candidate in rows}
     is_fp8 = any(sizes["fp8_copies"] for sizes in values.values())
-    sums = ("training", "generating", "checkpoint_host")
+    sums = ("training", "generating", "checkpoint_host", "offload_host")
     parts = [part for part in (*PARTS, *sums) if is_fp8 or part != "fp8_copies"]
-    headings = [part.replace("rollout_weights", "vLLM_weights").replace("_", " ") for part in parts]
+    names = {"rollout_weights": "vLLM_weights", "engine_asleep": "vLLM_asleep"}
+    headings = [names.get(part, part).replace("_", " ") for part in parts]
     for heading in ("", *headings):
         table.add_column(heading, justify="right")
     for name, sizes in values.items():
@@ -246,7 +248,8 @@ def _values(plan: Plan, candidate: Candidate, config: Config) -> dict[str, Any]:
 def _memory_values(plan: Plan, candidate: Candidate) -> dict[str, int]:
     """Bytes by part of the stage that needs most while training; the most of both phases.
 
-    And, as `checkpoint_host`, of a node's own memory while a checkpoint is saved.
+    And of a node's own memory, as `checkpoint_host` while a checkpoint is saved, and as
+    `offload_host` what is offloaded.
     """
     found = candidate.memory
     parts = {part: getattr(found.trainer, part) for part in PARTS}
@@ -254,6 +257,7 @@ def _memory_values(plan: Plan, candidate: Candidate) -> dict[str, int]:
         "training": found.training,
         "generating": found.generating,
         "checkpoint_host": found.checkpoint * plan.gpu.gpus_per_node,
+        "offload_host": found.offloaded * plan.gpu.gpus_per_node,
     }
 
 

@@ -95,15 +95,20 @@ def reward_s(training: Training) -> float:
 
 
 def offload_s(training: Training) -> float:
-    """One way of the optimizer's state between device and host: bytes of a rank / host bandwidth.
+    """One way of what is offloaded between device and host: bytes of a rank / host bandwidth.
 
-    It goes with every sync and comes back with the first update. 0 without `optimizer.offload`.
+    It goes with every sync and comes back with the first pass and update. 0 where nothing does.
     """
-    config, gpu = training.config, training.gpu
-    if not config.optimizer.offload:
-        return 0.0
-    _, _, state = BYTES_PER_PARAMETER[config.model.precision]
-    size = training.shape.num_parameters * state / training.layout.world_size
+    config, gpu, shape = training.config, training.gpu, training.shape
+    weight, _, state = BYTES_PER_PARAMETER[config.model.precision]
+    size = 0.0
+    if config.optimizer.offload != "none":
+        size += shape.num_parameters * state / training.layout.world_size
+    if config.optimizer.offload == "all":
+        experts = shape.num_layers * shape.num_experts * shape.expert_weights
+        layout = training.layout
+        shard = (shape.num_parameters - experts) / layout.tp_size + experts / layout.ep_size
+        size += shard * weight / layout.pp_size
     return size / (gpu.host_bandwidth * training.efficiency.communication)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gapo_megatron.config import Config
 from gapo_megatron.scaling.arithmetic import ForwardFlops, Shape, element_bytes, forward_flops
@@ -26,6 +27,17 @@ _CLEAR_BYTES = 8
 _OPTIMIZER_BYTES = 28
 """Of one weight of the optimizer's share: gradient, master and two moments are read (16), master
 and moments written (12)."""
+
+
+class _Recomputed(NamedTuple):
+    """What the backward pass of a layer computes again."""
+
+    layers: float
+    """Share of the products with its weights."""
+    attention: float
+    """Of the core attention."""
+    collectives: int
+    """Tensor parallel ones; see `Training._tensor_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +136,32 @@ class Training:
         first, *middle = middle
         return [(first, 1), *((count, 0) for count in middle), (last, 1)]
 
+    @property
+    def _recomputed(self) -> _Recomputed:
+        """See `scaling.activations.LayerBytes`."""
+        if self.layout.recompute == "full":
+            return _Recomputed(1, 1, 4)
+        if self.layout.recompute == "none":
+            return _Recomputed(0, 0, 0)
+        if self.config.model.precision == "fp32":  # not Transformer Engine's layers
+            return _Recomputed(0, 1, 0)
+        shape = self.shape
+        attention = 2 * shape.hidden * (shape.heads_width + shape.kv_heads * shape.head_dim)
+        return (
+            _Recomputed(0, 0, 0)
+            if shape.num_experts
+            else _Recomputed(1 - attention / shape.layer_weights, 0, 2)
+        )
+
     def stage_s(self, num_layers: int, num_tables: int, *, backward: bool) -> float:
         """One micro-batch on a pipeline rank, one of `contents`, without the head: l of L layers.
 
         products = (factor x layers' flops / peak + factor' x attention's / bf16 peak)
                    x l / L / t / matmul
-        factor   = 1 forward, 3 with backward, 4 with full recomputation
+        factor   = 1 forward, 3 with backward, 4 with full recomputation; selective recomputation
+                   adds the MLP's share of a dense layer, of experts no product
         factor'  = 1 forward, 3.5 with backward (flash attention's is 2.5 forward passes: it
-                   computes the scores again), 4.5 with any recomputation
+                   computes the scores again), 4.5 with full recomputation
         launches = factor x l x layer_s
         adding   = backward: 10 bytes of every weight / bandwidth
         and the collectives of `_tensor_s`, `_context_s`, `_experts_s`, `_pipeline_s`
@@ -139,8 +169,8 @@ class Training:
         layout, flops, efficiency = self.layout, self._flops(), self.efficiency
         factor = attention_factor = 1.0
         if backward:
-            factor = 4.0 if layout.recompute == "full" else 3.0
-            attention_factor = 3.5 if layout.recompute == "none" else 4.5
+            again = self._recomputed
+            factor, attention_factor = 3 + again.layers, 3.5 + again.attention
         seconds = factor * flops.layers / self._products(self.config.model.precision)
         seconds += attention_factor * flops.attention / self._products(self._without_fp8)
         seconds *= num_layers / (self.shape.num_layers * layout.tp_size)
@@ -283,8 +313,8 @@ class Training:
             tensor = units x (hidden states x (t - 1) / t / link + collective_s)
 
         Units: an all-reduce is two, an all-gather or reduce-scatter one. Forward 4, backward 4 (6
-        with sequence parallelism, which gathers again), full recomputation 4 more. In a model with
-        experts only attention has them.
+        with sequence parallelism, which gathers again), full recomputation 4 more, that of the MLP
+        2. In a model with experts only attention has them.
         """
         layout = self.layout
         if layout.tp_size == 1:
@@ -292,7 +322,7 @@ class Training:
         units = 4
         if backward:
             units += 6 if layout.sequence_parallel else 4
-            units += 4 if layout.recompute == "full" else 0
+            units += self._recomputed.collectives
         if self.shape.num_experts:
             units //= 2
         sent = self._hidden_bytes * (layout.tp_size - 1) / layout.tp_size

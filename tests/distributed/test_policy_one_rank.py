@@ -10,6 +10,8 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +22,7 @@ from gapo_megatron.errors import ConfigError, ConversionError, DivergenceError
 from gapo_megatron.model_checks import check_shapes
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.load import load_weights
-from gapo_megatron.policy.model import build_model
+from gapo_megatron.policy.model import _share_rotary_tables, build_model
 from gapo_megatron.policy.optimizer import inner_optimizers
 from gapo_megatron.policy.step import UpdateResult, log_probs, update
 from tests.convert_setup import make_config as make_hf_config
@@ -101,9 +103,9 @@ def saved_state(policy: Policy) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("offload", [False, True])
-def test_what_only_an_update_needs_leaves_the_device(
-    offload: bool, precision: str, folder: Path, groups: ParallelGroups
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+def test_what_the_engine_has_no_room_for_leaves_the_device(
+    offload: str, precision: str, folder: Path, groups: ParallelGroups
 ) -> None:
     found = []
     for leaves in (False, True):
@@ -117,22 +119,90 @@ def test_what_only_an_update_needs_leaves_the_device(
         if leaves:
             before, saved = optimizer_state(policy), saved_state(policy)
             places = {name: [x.data_ptr() for x in before[name]] for name in before}
+            num_bytes = buffer.param_data.untyped_storage().nbytes()
             policy.make_room()
             assert buffer.grad_data.untyped_storage().nbytes() == 0
-            policy.make_room()
+            assert buffer.param_data.untyped_storage().nbytes() == num_bytes > 0
+            for _ in range(2):
+                policy.make_room()
+                policy.make_room_of_weights()
+            there = 0 if offload == "all" else num_bytes
+            assert buffer.param_data.untyped_storage().nbytes() == there
+            while_away = saved_state(policy)
+            assert len(saved) > 3
+            assert all(torch.equal(a, b) for a, b in zip(saved, while_away, strict=True))
             log_probs(policy, pack_all(BATCH, TWO_MICROBATCHES))
+            # Weights are where everyone looks for them, and all views of them are.
+            assert buffer.param_data.untyped_storage().nbytes() == num_bytes
+            start = buffer.param_data.data_ptr()
+            for weight in policy.stages[0].parameters():
+                assert start <= weight.data_ptr() < start + num_bytes
             # The same tensors, all of them in other memory or none.
             for name, tensors in optimizer_state(policy).items():
                 assert all(a is b for a, b in zip(tensors, before[name], strict=True))
                 moved = [x.data_ptr() != y for x, y in zip(tensors, places[name], strict=True)]
-                assert moved == [offload] * len(tensors)
-            while_away = saved_state(policy)
-            assert len(saved) > 3
-            assert all(torch.equal(a, b) for a, b in zip(saved, while_away, strict=True))
+                assert moved == [offload != "none"] * len(tensors)
+            policy.make_room_of_weights()
         train(policy)
         assert buffer.grad_data.untyped_storage().nbytes() == 4 * buffer.numel > 0
+        if leaves:
+            policy.make_room_of_weights()
         found.append([*weights(policy).values(), *gradients(policy), *saved_state(policy)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_whoever_reads_weights_finds_them(
+    folder: Path, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gapo_megatron.policy.policy.load_state", lambda *_, **__: None)
+    sections = {"optimizer": {"offload": "all"}, "objective": {"kl_coef": 0.1}}
+    policy, initial = build(folder, groups, **sections), dict(read_weights(folder))
+    train(policy)
+    trained = weights(policy)
+    stage = {name: weight.clone() for name, weight in policy.stages[0].named_parameters()}
+    policy.make_room_of_weights()
+    with policy.reference_weights():
+        assert equal(weights(policy), initial)
+        policy.make_room_of_weights()
+    policy.make_room_of_weights()
+    assert equal(weights(policy), trained)
+    policy.make_room_of_weights()
+    policy.load_hf_weights(initial.items())
+    assert equal(weights(policy), initial)
+    policy.make_room_of_weights()
+    policy.load_state_dict({"model": {"stage_0": stage}, "optimizer": {}, "num_updates": 1})
+    assert equal(weights(policy), trained)
+
+
+def test_segments_expand_in_passes_and_not_while_the_engine_allocates(
+    folder: Path, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, used = build(folder, groups, optimizer={"offload": "all"}), []
+    monkeypatch.setattr(policy._segments, "use", used.append)
+    for _ in range(2):
+        train(policy)
+        log_probs(policy, pack_all(BATCH, TWO_MICROBATCHES))
+        policy.make_room()
+        weights(policy)  # received by the engine
+        policy.make_room_of_weights()
+        policy.sharded_state_dict()
+    assert used == 2 * [True, True, True, False]
+
+
+def test_rotary_tables_are_few_whatever_the_lengths(groups: ParallelGroups) -> None:
+    """Of Megatron-core's own rotary embedding, which models with Transformer Engine have."""
+    with cpu.device_scope():
+        rotary = RotaryEmbedding(8, 1.0, use_cpu_initialization=True, cp_group=groups.cp_group)
+        whole = rotary.get_emb(1024)
+        _share_rotary_tables(rotary)
+        RotaryEmbedding.forward.cache_clear()
+        for longest in range(1, 1001):
+            packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest)
+            length = rotary.get_rotary_seq_len(None, None, None, None, packed)
+            table = rotary(length, packed_seq=True)
+            assert longest <= len(table) < 2 * longest
+            assert torch.equal(table, whole[:length])
+    assert RotaryEmbedding.forward.cache_info().currsize == 11
 
 
 def test_copies_in_fp8_go_with_the_gradients(folder: Path, groups: ParallelGroups) -> None:

@@ -28,6 +28,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
+from gapo_megatron import learn as learn_module
 from gapo_megatron import rewards
 from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.config import Config, load_config
@@ -37,11 +38,9 @@ from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.launch import environment
 from gapo_megatron.learn import learn
-from gapo_megatron.logprob import operator
 from gapo_megatron.metrics import Stopwatch
 from gapo_megatron.objective import make_batch
 from gapo_megatron.policy import Policy, initialize
-from gapo_megatron.policy import step as policy_step
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.rollout import RolloutEngine
@@ -190,14 +189,7 @@ def run(
 @contextlib.contextmanager
 def everything_computed() -> Iterator[None]:
     """Take every row for one with a gradient."""
-
-    def all_rows(grad_log_probs: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
-        return torch.arange(len(grad_log_probs), device=grad_log_probs.device)
-
-    with (
-        patch.object(operator, "_active_rows", all_rows),
-        patch.object(policy_step, "_num_active", lambda _, log_probs, __: len(log_probs)),
-    ):
+    with patch.object(learn_module._MinibatchLoss, "may_lose_gradients", False):
         yield
 
 

@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from gapo_megatron.batching import sequence_lengths
 from gapo_megatron.config import Config
+from gapo_megatron.flags import Flags
 from gapo_megatron.metrics import Stopwatch
 from gapo_megatron.objective import diagnostics, importance_weights, kl_penalty, policy_loss
 from gapo_megatron.policy import Policy, log_probs, update
+from gapo_megatron.transfer import to_device
 from gapo_megatron.types import Batch, Microbatch, Minibatch, Plan
 
 Sums = dict[str, torch.Tensor]
@@ -100,27 +102,30 @@ def learn(
             with policy.reference_weights():
                 reference = [log_probs(policy, microbatches) for microbatches in packed]
 
-    lengths = sequence_lengths(batch)
+    lengths = sequence_lengths(batch).numpy()
     for i in range(progress.num_updates, len(packed)):
         if i and must_stop():
             return None
         with stopwatch("update"):
+            # One for each micro-batch on the last pipeline stage, none elsewhere.
+            scored = packed[i] if groups.is_last_stage else []
+            flags = Flags()
             loss = _MinibatchLoss(
                 batch,
                 plan.minibatches[i],
-                packed[i],
+                [_on_device(batch, microbatch, policy.device) for microbatch in scored],
                 progress.old_log_probs[i],
                 reference[i],
                 config,
+                flags,
             )
-            result = update(policy, packed[i], loss)
-            # One for each micro-batch on the last pipeline stage, none elsewhere.
-            scored = packed[i] if groups.is_last_stage else []
+            result = update(
+                policy, packed[i], loss, skip_inactive=loss.may_lose_gradients, flags=flags
+            )
             for microbatch, sums in zip(scored, result.outputs, strict=True):
-                _add(progress.sums, sums)
-                if sums["active_rows"] > 0:
-                    num_tokens = lengths[list(microbatch.indices)].sum().double()
-                    _add(progress.sums, {"tokens_backward": num_tokens})
+                num_tokens = float(lengths[list(microbatch.indices)].sum())
+                tokens_backward = (sums["active_rows"] > 0).double() * num_tokens
+                _add(progress.sums, sums | {"tokens_backward": tokens_backward})
             progress.grad_norms.append(result.grad_norm)
             progress.learning_rate = result.learning_rate
     sums = progress.sums if groups.is_first_copy else {}
@@ -131,69 +136,134 @@ def learn(
 
 
 @dataclass(frozen=True)
+class _Sequences:
+    """What the loss of one micro-batch needs of its B sequences and R rows, on the device."""
+
+    sequence_ids: torch.Tensor
+    """[R] int64 in 0..B-1."""
+    advantages: torch.Tensor
+    """[B] float64."""
+    num_correct: torch.Tensor
+    """[B] int64, like the two that follow."""
+    group_size: torch.Tensor
+    num_response_tokens: torch.Tensor
+    is_carried: torch.Tensor
+    """[B] bool: earlier steps sampled the sequence's first tokens."""
+    rollout_log_probs: torch.Tensor
+    """[R] float32: the rollout engine's own."""
+    carried_log_probs: torch.Tensor | None = None
+    """[R] float32: of the tokens that earlier steps sampled, what they had then; None: no batch of
+    several steps."""
+    is_carried_row: torch.Tensor | None = None
+    """[R] bool: which tokens those are."""
+
+
+def _on_device(batch: Batch, microbatch: Microbatch, device: torch.device) -> _Sequences:
+    """Copied once, before the schedule starts."""
+    index = list(microbatch.indices)
+    responses = [batch.response_ids[i] for i in index]
+    none = np.zeros(0, np.float32)
+    carried = [batch.carried_log_probs[i] if batch.carried_log_probs else none for i in index]
+    arrays = [
+        *(
+            column.numpy()[index]
+            for column in (batch.advantages, batch.num_correct, batch.group_size)
+        ),
+        np.array([len(ids) for ids in responses], dtype=np.int64),
+        np.array([len(values) > 0 for values in carried], dtype=bool),
+        np.concatenate([np.empty(0, np.float32), *(batch.rollout_log_probs[i] for i in index)]),
+    ]
+    if batch.carried_log_probs:
+        stored = [np.zeros(len(ids), np.float32) for ids in responses]
+        is_stored = [np.arange(len(r)) < len(c) for r, c in zip(responses, carried, strict=True)]
+        for values, first in zip(stored, carried, strict=True):
+            values[: len(first)] = first
+        arrays.append(np.concatenate([np.empty(0, np.float32), *stored]))
+        arrays.append(np.concatenate([np.empty(0, bool), *is_stored]))
+    return _Sequences(microbatch.sequence_ids, *to_device(arrays, device))
+
+
+@dataclass(frozen=True)
 class _MinibatchLoss:
     """The loss of micro-batch i of one mini-batch, with every denominator in it: ranks only add."""
 
     batch: Batch
     minibatch: Minibatch
-    microbatches: Sequence[Microbatch]
+    microbatches: Sequence[_Sequences]
     old_log_probs: Sequence[torch.Tensor | None] | None
     """Per micro-batch [R] float32; None as a whole: the current ones, detached."""
     ref_log_probs: Sequence[torch.Tensor | None] | None
     """Per micro-batch [R] float32; None as a whole: no KL term."""
     config: Config
+    flags: Flags
+    """Where inputs that are not finite are kept."""
+
+    @property
+    def may_lose_gradients(self) -> bool:
+        """Whether some rows may have no gradient; the host knows without asking the device.
+
+        At the weights that sampled it no ratio is clipped; a weight alone that is bounded takes no
+        gradient away, and an entropy term gives every row one. With a KL term sequences with A = 0
+        are computed, which have none while the policy is its reference.
+        """
+        objective = self.config.objective
+        if objective.entropy_coef > 0:
+            return False
+        if objective.kl_coef > 0:
+            return True
+        has_moved = self.old_log_probs is not None or bool(self.batch.carried_log_probs)
+        return has_moved and not objective.resolve().stop_gradient_ratio
 
     def __call__(
         self, i: int, log_probs: torch.Tensor, entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, Sums]:
-        """Scalar float64 loss and additive metrics; `log_probs` and `entropy` are [R] float32."""
-        microbatch, objective = self.microbatches[i], self.config.objective
+        """Scalar float64 loss and additive metrics; `log_probs` and `entropy` are [R] float32.
+
+        Nothing waits for the device.
+        """
+        given, objective = self.microbatches[i], self.config.objective
         old = log_probs.detach() if self.old_log_probs is None else self.old_log_probs[i]
         assert old is not None  # losses, like log-probs, exist on the last pipeline stage only
-        if self.batch.carried_log_probs:
-            old = self._with_carried(old, microbatch)
-        index = torch.tensor(microbatch.indices, dtype=torch.int64)
-        device = log_probs.device
-        advantages = self.batch.advantages[index].to(device)
-        num_correct = self.batch.num_correct[index].to(device)
-        rollout = self._rollout_log_probs(microbatch).to(device)
-        sums = _mismatch(old, rollout)
-        weighted = advantages
+        if given.is_carried_row is not None and given.carried_log_probs is not None:
+            old = torch.where(given.is_carried_row, given.carried_log_probs, old)
+        sums = _mismatch(old, given.rollout_log_probs)
+        weighted = given.advantages
         if (largest := objective.importance_weight_max) is not None:
             weights = importance_weights(
                 old,
-                rollout,
-                sequence_ids=microbatch.sequence_ids,
-                num_sequences=len(index),
+                given.rollout_log_probs,
+                sequence_ids=given.sequence_ids,
+                num_sequences=len(given.advantages),
                 largest=largest,
             )
-            weighted = advantages * weights
+            weighted = given.advantages * weights
             sums["importance_weights"] = weights.sum()
             sums["importance_weights_cut"] = (weights == largest).sum()
-            sums["importance_weights_count"] = torch.tensor(float(len(index)))
+            sums["importance_weights_count"] = torch.full_like(weights.sum(), len(weights))
         result = policy_loss(
             log_probs,
             old,
-            sequence_ids=microbatch.sequence_ids,
+            sequence_ids=given.sequence_ids,
             advantages=weighted,
-            num_correct=num_correct,
-            group_size=self.batch.group_size[index].to(device),
+            num_correct=given.num_correct,
+            group_size=given.group_size,
             num_tokens_global=self.minibatch.num_tokens_global,
             num_sequences_global=self.minibatch.num_sequences_global,
             max_response_tokens=self.config.rollout.max_response_tokens,
             method=objective.resolve(),
+            flags=self.flags,
         )
         sums |= diagnostics.per_correct_sums(
             result,
-            sequence_ids=microbatch.sequence_ids,
-            advantages=advantages,
-            num_correct=num_correct,
+            sequence_ids=given.sequence_ids,
+            advantages=given.advantages,
+            num_correct=given.num_correct,
             group_size=self.config.batch.rollouts_per_prompt,
-            num_response_tokens=self.batch.num_response_tokens[index].to(device),
-            is_carried=self._is_carried(microbatch).to(device),
+            num_response_tokens=given.num_response_tokens,
+            is_carried=given.is_carried,
         )
         sums["loss"] = result.loss.detach()
-        sums["tokens"] = torch.tensor(float(len(log_probs)), dtype=torch.float64)
+        sums["tokens"] = torch.full_like(sums["loss"], len(log_probs))
 
         loss = result.loss
         denominator = max(self.minibatch.num_tokens_global, 1)
@@ -209,28 +279,6 @@ class _MinibatchLoss:
             sums["entropy"] = total.detach()
         return loss, sums
 
-    def _with_carried(self, old: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
-        """[R] float32: `old`, but of the tokens that earlier steps sampled what they had then."""
-        stored, is_stored = np.zeros(len(old), np.float32), np.zeros(len(old), bool)
-        first = 0
-        for i in microbatch.indices:
-            carried = slice(first, first + len(self.batch.carried_log_probs[i]))
-            stored[carried], is_stored[carried] = self.batch.carried_log_probs[i], True
-            first += len(self.batch.response_ids[i])
-        where = torch.from_numpy(is_stored).to(old.device)
-        return torch.where(where, torch.from_numpy(stored).to(old.device), old)
-
-    def _is_carried(self, microbatch: Microbatch) -> torch.Tensor:
-        """[B] bool: whether earlier steps sampled the sequence's first tokens."""
-        carried = self.batch.carried_log_probs
-        flags = [bool(carried) and len(carried[i]) > 0 for i in microbatch.indices]
-        return torch.tensor(flags, dtype=torch.bool)
-
-    def _rollout_log_probs(self, microbatch: Microbatch) -> torch.Tensor:
-        """[R] float32: the rollout engine's own."""
-        parts = [self.batch.rollout_log_probs[i] for i in microbatch.indices]
-        return torch.from_numpy(np.concatenate(parts or [np.empty(0, np.float32)]))
-
 
 def _mismatch(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> Sums:
     """How far the rollout engine's log-probs are from the trainer's at the same weights."""
@@ -242,7 +290,6 @@ def _mismatch(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> S
 
 def _add(totals: Sums, sums: Mapping[str, torch.Tensor]) -> None:
     for key, value in sums.items():
-        value = value.detach().cpu()
         if key not in totals:
             totals[key] = value.clone()
         elif key.endswith("_max"):
@@ -271,14 +318,14 @@ def _add_over_ranks(sums: Sums, *, group_size: int, device: torch.device) -> Sum
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, local)
     summed: Sums = {}
-    for vector in gathered:
-        named = zip(shapes.items(), vector.cpu().split(sizes), strict=True)
+    for vector in torch.stack(gathered).cpu():
+        named = zip(shapes.items(), vector.split(sizes), strict=True)
         _add(summed, {name: part.view(shape) for (name, shape), part in named})
     return summed
 
 
 def _summarize(
-    totals: Sums, lengths: torch.Tensor, plan: Plan, progress: Progress, config: Config
+    totals: Sums, lengths: np.ndarray, plan: Plan, progress: Progress, config: Config
 ) -> dict[str, float]:
     num_tokens = max(float(totals["tokens"]), 1.0)
     metrics = {
@@ -300,9 +347,7 @@ def _summarize(
     return metrics | diagnostics.summarize(totals)
 
 
-def _skipped(
-    totals: Sums, lengths: torch.Tensor, plan: Plan, progress: Progress
-) -> dict[str, float]:
+def _skipped(totals: Sums, lengths: np.ndarray, plan: Plan, progress: Progress) -> dict[str, float]:
     fed = max(plan.num_tokens_skipped + plan.num_tokens_computed, 1)
     num_old = sum(
         int(lengths[list(indices)].sum())

@@ -183,3 +183,19 @@ class Microbatch:
     """[R] int64 in 0..S-1, non-decreasing."""
     indices: tuple[int, ...] = field(default=())
     """[S] positions in the Batch: row s of any per-sequence tensor."""
+    share: Share | None = None
+    """What this rank computes of it (`policy.context.to_rank`); None: not known yet."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """One rank's part of a micro-batch, and what its host must know before the device does."""
+
+    microbatch: Microbatch
+    """Tokens, positions, rows and labels that this rank holds; all of them without context
+    parallelism. Boundaries stay those of whole sequences."""
+    rows: torch.Tensor | None
+    """[R_local] int64, which of the R rows it scores; None: all."""
+    row_edges: tuple[int, ...]
+    """Scored rows before the positions of each rank that shards them (sequence parallelism), and
+    all of them at the end; (0, R_local) without."""

@@ -199,11 +199,13 @@ def record(policy: Policy) -> Iterator[list[Seen]]:
         updates[-1].gradients = gradients(policy)
         return prepare_grads()
 
-    def watched_update(policy: Policy, microbatches: Any, loss: Any) -> UpdateResult:
+    def watched_update(
+        policy: Policy, microbatches: Any, loss: Any, **options: Any
+    ) -> UpdateResult:
         losses.clear()
         seen = Seen(copies(policy), num_microbatches=sum(len(m.indices) > 0 for m in microbatches))
         updates.append(seen)
-        result = update(policy, microbatches, loss)
+        result = update(policy, microbatches, loss, **options)
         seen.grad_norm = result.grad_norm
         assert len(losses) == (len(microbatches) if policy.groups.is_last_stage else 0)
         for microbatch, part in zip(microbatches, losses, strict=False):

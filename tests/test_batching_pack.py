@@ -5,7 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gapo_megatron.batching import pack, sequence_lengths
+from gapo_megatron.errors import DataError
 from gapo_megatron.types import Batch
+from tests.messages import mentions
 
 lengths = st.tuples(st.integers(1, 6), st.integers(1, 6))
 
@@ -108,3 +110,14 @@ def test_the_batch_is_left_alone():
 def test_an_empty_prompt_or_response_is_refused(pair):
     with pytest.raises(AssertionError, match="empty"):
         pack(make([(1, 1), pair]), [0, 1], device="cpu")
+
+
+def test_a_token_that_the_model_does_not_have_is_refused():
+    batch = make([(2, 3), (1, 2)])  # tokens 1..8
+    pack(batch, [0, 1], vocab_size=9, device="cpu")
+    with pytest.raises(DataError, match=mentions("sequence 1", "response", "8", "0..7")):
+        pack(batch, [0, 1], vocab_size=8, device="cpu")
+    batch.prompt_ids[0][1] = -1
+    with pytest.raises(DataError, match=mentions("sequence 0", "prompt", "-1")):
+        pack(batch, [0, 1], vocab_size=9, device="cpu")
+    pack(batch, [1], vocab_size=9, device="cpu")

@@ -1,7 +1,12 @@
+from unittest.mock import patch
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gapo_megatron.methods import METHODS
+from gapo_megatron.objective import diagnostics, policy_loss
 from gapo_megatron.objective.segments import segment_counts, segment_sum
 
 
@@ -40,3 +45,44 @@ def test_neighbours_do_not_change_a_bit():
     ids = torch.cat([torch.zeros(777), torch.ones(1000)]).long()
     packed = segment_sum(torch.cat([others, own]), ids, num_sequences=2)
     assert float(packed[1]) == float(alone[0])
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_a_micro_batch_without_a_sequence_gives_no_kernel_nothing_to_do(method):
+    """segment_reduce on a GPU is not asked about zero rows or zero segments."""
+    seen = []
+
+    def watched(data, reduce, *, offsets, **options):
+        seen.append((len(data), len(offsets) - 1))
+        return reduced(data, reduce, offsets=offsets, **options)
+
+    reduced = torch.segment_reduce
+    log_probs = torch.zeros(0, requires_grad=True)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    with patch.object(torch, "segment_reduce", watched):
+        loss = policy_loss(
+            log_probs * 1,
+            torch.zeros(0),
+            sequence_ids=nothing,
+            advantages=torch.zeros(0, dtype=torch.float64),
+            num_correct=nothing,
+            group_size=nothing,
+            num_tokens_global=0,
+            num_sequences_global=0,
+            max_response_tokens=4,
+            method=method,
+        )
+        sums = diagnostics.per_correct_sums(
+            loss,
+            sequence_ids=nothing,
+            advantages=torch.zeros(0, dtype=torch.float64),
+            num_correct=nothing,
+            group_size=4,
+            num_response_tokens=nothing,
+            is_carried=nothing.bool(),
+        )
+        # Beside ranks that share experts it has a backward pass, too.
+        loss.loss.backward()
+    assert seen and all(rows > 0 and segments > 0 for rows, segments in seen)
+    assert float(loss.loss.detach()) == 0 and log_probs.grad.shape == (0,)
+    assert all(not values.any() for values in sums.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.errors import DivergenceError
+from gapo_megatron.flags import Flags
 from gapo_megatron.logprob import token_log_probs
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize, step
 from gapo_megatron.policy.step import UpdateResult, update
 from tests.dist import single_rank
 from tests.distributed.policy_setup import (
     ClippedLoss,
+    always_back,
     count_backward,
     make_batch,
     make_config,
@@ -24,6 +27,7 @@ from tests.distributed.policy_setup import (
     read_weights,
     save_model,
 )
+from tests.messages import mentions
 
 BATCH = make_batch()
 MICROBATCHES = pack_all(BATCH, [(0, 1, 2), (3, 4), (), (5, 6, 7)])
@@ -51,7 +55,8 @@ def build(folder: Path, groups: ParallelGroups, **sections: dict[str, object]) -
 
 
 def train(policy: Policy, clipped: Collection[int]) -> UpdateResult:
-    return update(policy, MICROBATCHES, ClippedLoss(BATCH, MICROBATCHES, clipped))
+    loss = ClippedLoss(BATCH, MICROBATCHES, clipped)
+    return update(policy, MICROBATCHES, loss, skip_inactive=True)
 
 
 def gradients(policy: Policy) -> list[Tensor]:
@@ -101,7 +106,7 @@ def test_a_micro_batch_of_clipped_sequences_has_no_backward_pass(
 
     whole = build(folder, groups, model=model)
     passes = count_backward(whole)
-    with patch.object(step, "_num_active", lambda loss, log_probs, entropy: 1):
+    with patch.object(step, "_goes_back", always_back(step._goes_back)):
         expected = train(whole, clipped)
     assert len(passes) == len(MICROBATCHES)
     # What was left out are exact zeros.
@@ -109,6 +114,22 @@ def test_a_micro_batch_of_clipped_sequences_has_no_backward_pass(
     assert equal(state(policy), state(whole))
     assert result.grad_norm == expected.grad_norm
     assert (result.grad_norm == 0) == (clipped is ALL)
+
+
+@pytest.mark.parametrize("clipped", [(), (0, 6), (3, 4), ALL])
+def test_nobody_has_to_ask(folder: Path, groups: ParallelGroups, clipped: Collection[int]) -> None:
+    """Without waiting everything with rows goes back, and adds zeros."""
+    policy, other = build(folder, groups), build(folder, groups)
+    passes = count_backward(policy)
+    result = update(policy, MICROBATCHES, ClippedLoss(BATCH, MICROBATCHES, clipped))
+    expected = train(other, clipped)
+    assert len(passes) == 3
+    assert result.outputs == expected.outputs
+    # The order of the head's sums is another: zeros are among them.
+    torch.testing.assert_close(gradients(policy), gradients(other), rtol=1e-4, atol=1e-6)
+    assert (result.grad_norm == 0) == (expected.grad_norm == 0) == (clipped is ALL)
+    if not clipped:
+        assert equal(state(policy), state(other))
 
 
 def test_an_update_without_gradient_never_was(folder: Path, groups: ParallelGroups) -> None:
@@ -151,7 +172,7 @@ def test_entropy_alone_is_a_reason_to_go_back(folder: Path, groups: ParallelGrou
         assert entropy is not None
         return (entropy[1:2] if i == 1 else entropy * 0).sum(), {}
 
-    result = update(policy, MICROBATCHES, loss)
+    result = update(policy, MICROBATCHES, loss, skip_inactive=True)
     assert [outputs["active_rows"].item() for outputs in result.outputs] == [0, 1, 0, 0]
     assert len(passes) == 1 and result.grad_norm > 0
 
@@ -188,6 +209,47 @@ def test_a_gradient_that_is_not_finite_is_not_skipped(folder: Path, groups: Para
     with pytest.raises(DivergenceError, match=r"\bnorm\b.*\bnan\b"):
         update(policy, MICROBATCHES, loss)
     assert equal(state(policy), before)
+
+
+def test_hidden_states_that_are_not_finite_are_named_with_their_micro_batch(
+    folder: Path, groups: ParallelGroups
+) -> None:
+    policy = build(folder, groups)
+    before = state(policy)
+    place = int(MICROBATCHES[1].row_index[2])
+
+    def poisoned(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Any:
+        if labels is MICROBATCHES[1].labels:
+            bad = torch.zeros_like(hidden)
+            bad[place] = torch.inf
+            hidden = hidden + bad
+        return token_log_probs(hidden, weight, labels, **options)
+
+    for run in (
+        lambda: step.log_probs(policy, MICROBATCHES),
+        lambda: update(policy, MICROBATCHES, lambda _, values, __: (values.sum(), {})),
+    ):
+        found = mentions("micro-batch 1", "row 2", f"hidden[{place}]")
+        with (
+            patch.object(step, "token_log_probs", poisoned),
+            pytest.raises(DivergenceError, match=found),
+        ):
+            run()
+    assert equal(state(policy), before) and policy.num_updates == 0
+
+
+def test_a_flag_stops_the_update_whatever_the_loss(folder: Path, groups: ParallelGroups) -> None:
+    policy = build(folder, groups)
+    before = state(policy)
+    flags = Flags()
+
+    def loss(i: int, values: Tensor, _: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        flags.keep(torch.tensor(i == 3), lambda: DivergenceError("sequence 6"))
+        return values.sum(), {}
+
+    with pytest.raises(DivergenceError, match=mentions("update 0", "micro-batch 3", "sequence 6")):
+        update(policy, MICROBATCHES, loss, flags=flags)
+    assert equal(state(policy), before) and policy.num_updates == 0
 
 
 def test_the_head_adds_to_the_gradient_buffer_with_the_code_that_was_chosen(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from gapo_megatron.errors import DataError
+from gapo_megatron.transfer import to_device, to_host
 from gapo_megatron.types import Batch, Microbatch
 
 NO_SEQUENCES = Batch(
@@ -48,10 +51,15 @@ def unpack(
         Position in the batch -> its response tokens' values, on the CPU.
     """
     by_sequence: dict[int, torch.Tensor] = {}
-    for indices, packed in zip(microbatches, values, strict=True):
-        if packed is not None:
-            parts = packed.cpu().split([len(batch.response_ids[i]) for i in indices])
-            by_sequence |= zip(indices, parts, strict=True)
+    scored = [
+        (indices, packed)
+        for indices, packed in zip(microbatches, values, strict=True)
+        if packed is not None
+    ]
+    on_host = to_host([packed for _, packed in scored])
+    for (indices, _), packed in zip(scored, on_host, strict=True):
+        parts = packed.split([len(batch.response_ids[i]) for i in indices])
+        by_sequence |= zip(indices, parts, strict=True)
     return by_sequence
 
 
@@ -61,6 +69,7 @@ def pack(
     *,
     align: int = 1,
     sequence_align: int = 1,
+    vocab_size: int | None = None,
     device: torch.device | str,
 ) -> Microbatch:
     """Pack sequences `indices` of `batch`, in that order, into one micro-batch.
@@ -76,10 +85,15 @@ def pack(
             padding is a sequence of its own. A multiple of `sequence_align`.
         sequence_align: every sequence is padded at its end to a multiple of it, for context
             parallel ranks to share; causal attention does not see what comes after.
+        vocab_size: of the model; None: tokens are not checked.
         device: where the tensors go.
 
     Returns:
         The packed micro-batch.
+
+    Raises:
+        DataError: a token is none of the model's; names the sequence. (A GPU would end the process
+            in the middle of a kernel.)
     """
     prompts = [batch.prompt_ids[i] for i in indices]
     responses = [batch.response_ids[i] for i in indices]
@@ -100,6 +114,8 @@ def pack(
         for part in (prompt, response[:-1], np.zeros(filler, dtype=np.int64))
     ]
     tokens = np.concatenate([*fed, np.zeros(padding, dtype=np.int64)], dtype=np.int64)
+    if vocab_size is not None:
+        _check_tokens(batch, indices, vocab_size)
     if padding:
         lengths = np.append(lengths, padding)
     bounds = np.concatenate([[0], lengths.cumsum()])
@@ -113,16 +129,26 @@ def pack(
     labels = np.concatenate([*responses, np.zeros(0, dtype=np.int64)], dtype=np.int64)
     sequence_ids = np.repeat(np.arange(len(indices)), num_response_tokens)
 
-    def to_device(array: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.from_numpy(array).to(device=device, dtype=dtype)
-
+    arrays = {
+        "tokens": tokens[None],
+        "position_ids": position_ids[None],
+        "cu_seqlens": bounds.astype(np.int32),
+        "row_index": row_index,
+        "labels": labels,
+        "sequence_ids": sequence_ids,
+    }
+    tensors: dict[str, Any] = dict(zip(arrays, to_device([*arrays.values()], device), strict=True))
     return Microbatch(
-        tokens=to_device(tokens)[None],
-        position_ids=to_device(position_ids)[None],
-        cu_seqlens=to_device(bounds, torch.int32),
-        max_seqlen=int(lengths.max()),
-        row_index=to_device(row_index),
-        labels=to_device(labels),
-        sequence_ids=to_device(sequence_ids),
-        indices=tuple(int(i) for i in indices),
+        **tensors, max_seqlen=int(lengths.max()), indices=tuple(int(i) for i in indices)
     )
+
+
+def _check_tokens(batch: Batch, indices: Sequence[int], vocab_size: int) -> None:
+    for i in indices:
+        for name, tokens in (("prompt", batch.prompt_ids[i]), ("response", batch.response_ids[i])):
+            outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+            if len(outside):
+                raise DataError(
+                    f"sequence {i}: its {name} has the token {outside[0]}; the model's are "
+                    f"0..{vocab_size - 1}"
+                )

@@ -3,11 +3,13 @@
 Imports neither megatron nor vllm.
 """
 
+from gapo_megatron.logprob.ahead import Ahead
 from gapo_megatron.logprob.implementation import choose_implementation
 from gapo_megatron.logprob.operator import token_log_probs
 from gapo_megatron.logprob.reduce import segment_mean, sequence_log_ratio
 
 __all__ = [
+    "Ahead",
     "choose_implementation",
     "segment_mean",
     "sequence_log_ratio",

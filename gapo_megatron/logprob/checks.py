@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gapo_megatron.errors import DivergenceError
+from gapo_megatron.flags import Flags
 from gapo_megatron.logprob.statistics import accumulation_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -76,7 +77,8 @@ def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
         raise ValueError(f"labels[{row}] ({int(labels[row])}) must be in 0..{vocab_size - 1}")
 
 
-def check_finite(
+def flag_not_finite(
+    flags: Flags,
     log_probs: torch.Tensor,
     entropy: torch.Tensor | None,
     rows: torch.Tensor,
@@ -84,25 +86,32 @@ def check_finite(
     weight: torch.Tensor,
     vocab_start: int,
 ) -> None:
-    """Raise DivergenceError for a result that is not finite, with its cause.
+    """Keep a flag: a result is not finite. Its DivergenceError names the row and the cause.
 
-    `rows` are the scored hidden states [R, H], row r from position row_index[r] (None: r).
+    `rows` are the scored hidden states [R, H], row r from position row_index[r] (None: r). They are
+    not held: what the message says about them is computed here, on the device.
 
     Every tensor-parallel rank sees the same results, so all of them raise, and none waits.
     """
-    finite = log_probs.isfinite()
-    if entropy is not None:
-        finite = finite & entropy.isfinite()
-    if bool(finite.all()):
+    if not len(rows):
         return
-    row = int((~finite).nonzero()[0])
-    message = f"log-probability of row {row} is not finite ({int((~finite).sum())} rows in all): "
-    bad_weight = (~weight.isfinite().all(dim=1)).nonzero()
-    if not bool(rows[row].isfinite().all()):
-        position = row if row_index is None else int(row_index[row])
-        cause = f"hidden[{position}] is not finite"
-    elif len(bad_weight):
-        cause = f"weight row of token {vocab_start + int(bad_weight[0])} is not finite"
-    else:
-        cause = "its logits overflow, or a weight row of another rank's shard is not finite"
-    raise DivergenceError(message + cause)
+    bad = ~log_probs.isfinite()
+    if entropy is not None:
+        bad = bad | ~entropy.isfinite()
+    first = bad.to(torch.uint8).argmax()
+    row_is_finite = rows.index_select(0, first[None]).isfinite().all()
+
+    def explain() -> DivergenceError:
+        row, num_rows = int(first), int(bad.sum())
+        message = f"log-probability of row {row} is not finite ({num_rows} rows in all): "
+        bad_weight = (~weight.isfinite().all(dim=1)).nonzero()
+        if not bool(row_is_finite):
+            position = row if row_index is None else int(row_index[row])
+            cause = f"hidden[{position}] is not finite"
+        elif len(bad_weight):
+            cause = f"weight row of token {vocab_start + int(bad_weight[0])} is not finite"
+        else:
+            cause = "its logits overflow, or a weight row of another rank's shard is not finite"
+        return DivergenceError(message + cause)
+
+    flags.keep(bad.any(), explain)

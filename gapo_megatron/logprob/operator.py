@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from gapo_megatron.logprob.checks import check_finite, check_labels, check_rows, check_tensors
+from gapo_megatron.flags import Flags
+from gapo_megatron.logprob.ahead import Ahead, active_rows
+from gapo_megatron.logprob.checks import (
+    check_labels,
+    check_rows,
+    check_tensors,
+    flag_not_finite,
+)
 from gapo_megatron.logprob.implementation import Name, choose_implementation
 from gapo_megatron.logprob.statistics import (
     MAXIMUM,
@@ -53,6 +60,7 @@ def token_log_probs(
     main_grad: torch.Tensor | None = None,
     return_entropy: bool = False,
     implementation: Name = "auto",
+    ahead: Ahead | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each row's label: log_softmax(hidden @ weight.T / temperature)[label].
 
@@ -77,6 +85,8 @@ def token_log_probs(
             (Megatron-core's gradient buffer), and `weight` itself gets none. None: autograd's way.
         return_entropy: also return the entropy of each row's distribution, in nats, with gradient.
         implementation: "torch" or "triton"; "auto" is by device (`choose_implementation`).
+        ahead: makes no pass wait for the device. None: the forward pass waits for its checks, the
+            backward pass for the number of rows that have a gradient.
 
     Returns:
         [R] float32 (float64 for float64 inputs), bitwise the same on every rank of `tp_group`; with
@@ -92,7 +102,8 @@ def token_log_probs(
 
     Raises:
         ValueError: shape, dtype, device, label, row or vocabulary range; names argument and row.
-        DivergenceError: a result is not finite; names the row and what is wrong there.
+        DivergenceError: a result is not finite; names the row and what is wrong there. With
+            `ahead` a flag of it.
     """
     tp_size = 1 if tp_group is None else tp_group.size()
     tp_rank = 0 if tp_group is None else tp_group.rank()
@@ -109,8 +120,9 @@ def token_log_probs(
         raise ValueError(
             f"vocab_size ({vocab_size}) must be in 1..{tp_size * len(weight)}, all shards' rows"
         )
-    check_labels(labels, vocab_size)
-    check_rows(labels, row_index, len(hidden) * (tp_size if sequence_parallel else 1))
+    if ahead is None:
+        check_labels(labels, vocab_size)
+        check_rows(labels, row_index, len(hidden) * (tp_size if sequence_parallel else 1))
     options = _Options(
         inverse_temperature=1 / temperature,
         vocab_start=vocab_start,
@@ -120,6 +132,7 @@ def token_log_probs(
         main_grad=main_grad,
         with_entropy=return_entropy,
         code=choose_implementation(hidden.device, hidden.dtype, implementation),
+        ahead=ahead,
     )
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, labels, row_index, options)
     return (log_probs, entropy) if return_entropy else log_probs
@@ -139,6 +152,7 @@ class _Options:
     with_entropy: bool
     code: Any
     """tiles or triton_kernels."""
+    ahead: Ahead | None
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -172,7 +186,9 @@ class _TokenLogProbs(torch.autograd.Function):
         # target - maximum first: exact where they are close, however large both are.
         log_probs = (stats[TARGET] - maximum) - log_sum
         entropy = log_sum - stats[WEIGHTED] / sum_exp if options.with_entropy else None
-        check_finite(
+        flags = Flags() if options.ahead is None else options.ahead.flags
+        flag_not_finite(
+            flags,
             log_probs,
             entropy,
             rows,
@@ -180,6 +196,8 @@ class _TokenLogProbs(torch.autograd.Function):
             weight[: options.num_columns],
             options.vocab_start,
         )
+        if options.ahead is None:
+            flags.check()
 
         # `hidden` as it came in: neither the gathered positions nor the scored rows are kept.
         ctx.save_for_backward(hidden, weight, columns, row_index, maximum, sum_exp, entropy)
@@ -197,9 +215,11 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden_needs_grad, weight_needs_grad, *others = ctx.needs_input_grad
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(maximum)
-        active = _active_rows(grad_log_probs, grad_entropy)
+        active, edges = active_rows(grad_log_probs, grad_entropy, options.ahead)
         positions = active if row_index is None else row_index[active]
-        blocks = list(_blocks(positions, len(hidden), weight, options)) if len(active) else []
+        if edges is None:
+            edges = _edges(positions, len(hidden), options)
+        blocks = list(_blocks(edges, weight, options))
 
         total = None
         if weight_needs_grad:
@@ -240,14 +260,6 @@ class _TokenLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, *(None for _ in others)
 
 
-def _active_rows(grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor | None) -> torch.Tensor:
-    """Rows with a gradient. The others (clipped sequences, A = 0) would add exact zeros."""
-    is_active = grad_log_probs != 0
-    if grad_entropy is not None:
-        is_active = is_active | (grad_entropy != 0)
-    return is_active.nonzero()[:, 0]
-
-
 def _gather_positions(hidden: torch.Tensor, options: _Options) -> torch.Tensor:
     """Hidden states [T, H] of all positions: under sequence parallelism an all-gather."""
     group = options.tp_group
@@ -268,13 +280,16 @@ class _Block:
     """Tensor-parallel rank that holds their hidden states; 0 without sequence parallelism."""
 
 
-def _blocks(
-    positions: torch.Tensor, num_local: int, weight: torch.Tensor, options: _Options
-) -> Iterator[_Block]:
-    edges = [0, len(positions)]
-    if options.sequence_parallel and options.tp_group is not None:
-        starts = torch.arange(options.tp_group.size() + 1, device=positions.device) * num_local
-        edges = torch.searchsorted(positions, starts).tolist()
+def _edges(positions: torch.Tensor, num_local: int, options: _Options) -> Sequence[int]:
+    """Active rows before each tensor-parallel rank's positions, and all of them at the end."""
+    if not options.sequence_parallel or options.tp_group is None:
+        return [0, len(positions)]
+    starts = torch.arange(options.tp_group.size() + 1, device=positions.device) * num_local
+    edges: list[int] = torch.searchsorted(positions, starts).tolist()
+    return edges
+
+
+def _blocks(edges: Sequence[int], weight: torch.Tensor, options: _Options) -> Iterator[_Block]:
     # Of the whole shard, which is as long on every rank: ranks have to agree on the blocks, and the
     # last ones may hold fewer tokens.
     step, _ = options.code.block_shape(weight)

@@ -40,7 +40,10 @@ def upper_clip(
         raise ConfigError(f"eps_high_max ({eps_high_max}) must be at least eps_low ({eps_low})")
     if isinstance(group_size, int) and group_size < 2:
         raise ConfigError(f"group_size ({group_size}) must be at least 2")
-    size = torch.as_tensor(group_size, device=num_correct.device).double()
     correct = num_correct.double().clamp(min=1)
+    if isinstance(group_size, torch.Tensor):
+        size = group_size.double()
+    else:  # filled on the device: a copy from the host would wait
+        size = torch.full_like(correct, group_size)
     share = ((size - correct) / (size - 1).clamp(min=1)).clamp(min=0)
     return eps_low + (eps_high_max - eps_low) * share

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from gapo_megatron.errors import ConfigError, DivergenceError
+from gapo_megatron.flags import Flags
 from gapo_megatron.methods import Method
 from gapo_megatron.objective.clipping import upper_clip
 from gapo_megatron.objective.segments import segment_counts, segment_sum
@@ -52,6 +53,7 @@ def policy_loss(
     method: Method,
     num_sequences_global: int | None = None,
     max_response_tokens: int | None = None,
+    flags: Flags | None = None,
 ) -> PolicyLoss:
     """Loss of a packed micro-batch under `method`, divided by the mini-batch's global denominator.
 
@@ -79,6 +81,8 @@ def policy_loss(
         method: ratio, clip widths, aggregation.
         num_sequences_global: sequences likewise; for `sequence_mean` and `constant`.
         max_response_tokens: the generation limit; for `constant`.
+        flags: where an input that is not finite is kept; the caller reads it. None: waits for the
+            device to know.
 
     Returns:
         Loss, ratio, clip mask and gradient mass, local to this micro-batch. No collectives.
@@ -89,7 +93,11 @@ def policy_loss(
 
     Source: equations (gapo_objective), (gspo_ratio); aggregation in section 4.1, training details.
     """
-    _check(log_probs, old_log_probs, sequence_ids, advantages, num_correct)
+    _check_shapes(log_probs, old_log_probs, sequence_ids, advantages, num_correct)
+    own_flags = Flags() if flags is None else flags
+    _flag_not_finite(own_flags, log_probs, old_log_probs, sequence_ids, advantages)
+    if flags is None:
+        own_flags.check()
     num_sequences = len(advantages)
     counts = segment_counts(sequence_ids, num_sequences=num_sequences)
     difference = log_probs.double() - old_log_probs.detach().double()
@@ -257,7 +265,7 @@ def _denominators(
     return torch.full_like(counts, num_sequences * max_response_tokens, dtype=torch.float64)
 
 
-def _check(
+def _check_shapes(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
     sequence_ids: torch.Tensor,
@@ -272,21 +280,30 @@ def _check(
     assert num_correct.shape == advantages.shape, (
         f"num_correct {tuple(num_correct.shape)} and advantages {tuple(advantages.shape)}"
     )
-    finite_tokens = log_probs.isfinite() & old_log_probs.isfinite()
-    finite_sequences = advantages.isfinite()
-    # One synchronisation of the device per micro-batch; the rest runs only on the way to an error.
-    if bool(finite_tokens.all() & finite_sequences.all()):
-        return
-    every_sequence = torch.arange(len(advantages), device=advantages.device)
-    culprits = {
-        "advantages": every_sequence[~finite_sequences],
-        "old_log_probs": sequence_ids[~old_log_probs.isfinite()],
-        "log_probs": sequence_ids[~log_probs.isfinite()],
+
+
+def _flag_not_finite(
+    flags: Flags,
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    sequence_ids: torch.Tensor,
+    advantages: torch.Tensor,
+) -> None:
+    """Keep a flag: an input is not finite. Its DivergenceError names the sequence."""
+    bad = {
+        "advantages": ~advantages.isfinite(),
+        "old_log_probs": ~old_log_probs.isfinite(),
+        "log_probs": ~log_probs.isfinite(),
     }
-    # The first of these that is broken broke the others.
-    name, ids = next((name, ids) for name, ids in culprits.items() if len(ids))
-    bad = sorted(set(ids.tolist()))
-    raise DivergenceError(
-        f"{name} not finite in sequence {bad[0]} of the micro-batch "
-        f"({len(bad)} of {len(advantages)} sequences affected)"
-    )
+
+    def explain() -> DivergenceError:
+        # The first of these that is broken broke the others.
+        name, is_bad = next((name, is_bad) for name, is_bad in bad.items() if is_bad.any())
+        places = is_bad.nonzero()[:, 0]
+        found = sorted(set((places if name == "advantages" else sequence_ids[places]).tolist()))
+        return DivergenceError(
+            f"{name} not finite in sequence {found[0]} of the micro-batch "
+            f"({len(found)} of {len(advantages)} sequences affected)"
+        )
+
+    flags.keep(torch.stack([is_bad.any() for is_bad in bad.values()]).any(), explain)

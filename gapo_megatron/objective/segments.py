@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def segment_sum(
@@ -21,11 +22,15 @@ def segment_sum(
     Returns:
         [B, ...] float64; zero for a sequence without tokens.
     """
-    order = torch.argsort(sequence_ids, stable=True)
-    ends = torch.arange(num_sequences + 1, device=sequence_ids.device)
-    offsets = torch.searchsorted(sequence_ids[order], ends)
-    ordered = values.double()[order]
-    return torch.segment_reduce(ordered, "sum", offsets=offsets, unsafe=True, initial=0)
+    # A row of zeros in a sequence of its own, which is cut off: no kernel has to do with no row or
+    # no sequence. (segment_reduce on a GPU divides by the one or launches a grid of the other.)
+    ids = F.pad(sequence_ids, (0, 1), value=num_sequences)
+    padded = F.pad(values.double(), (0, 0) * (values.dim() - 1) + (0, 1))
+    order = torch.argsort(ids, stable=True)
+    ends = torch.arange(num_sequences + 2, device=ids.device)
+    offsets = torch.searchsorted(ids[order], ends)
+    sums = torch.segment_reduce(padded[order], "sum", offsets=offsets, unsafe=True, initial=0)
+    return sums[:-1]
 
 
 def segment_counts(sequence_ids: torch.Tensor, *, num_sequences: int) -> torch.Tensor:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gapo_megatron.policy.parallel import ParallelGroups
-from gapo_megatron.types import Microbatch
+from gapo_megatron.transfer import to_device
+from gapo_megatron.types import Microbatch, Share
 
 
 def num_chunks(cp_size: int) -> int:
@@ -71,6 +73,42 @@ def cut(whole: Microbatch, groups: ParallelGroups) -> tuple[Microbatch, Tensor |
     return share, rows
 
 
+_TENSORS = ("tokens", "position_ids", "cu_seqlens", "row_index", "labels", "sequence_ids")
+
+
+def to_rank(
+    whole: Microbatch, groups: ParallelGroups, *, num_shards: int, device: torch.device
+) -> Microbatch:
+    """Put a micro-batch and this rank's share of it on the device, in one copy.
+
+    Whatever depends on values, such as how many rows a rank scores, is decided here, on the host: a
+    device would have to be waited for.
+
+    Args:
+        whole: on the CPU.
+        groups: this rank's place.
+        num_shards: ranks that share the positions (sequence parallelism); divides them.
+        device: where the tensors go.
+    """
+    share, rows = cut(whole, groups)
+    starts = np.arange(num_shards + 1) * (share.tokens.shape[1] // num_shards)
+    row_edges = np.searchsorted(share.row_index.numpy(), starts)
+    parts = [whole] if rows is None else [whole, share]
+    on_host = [getattr(part, name) for part in parts for name in _TENSORS]
+    if rows is not None:
+        on_host.append(rows)
+    placed = iter(to_device([tensor.numpy() for tensor in on_host], device))
+
+    def with_tensors(part: Microbatch) -> Microbatch:
+        tensors: dict[str, Any] = {name: next(placed) for name in _TENSORS}
+        return dataclasses.replace(part, **tensors)
+
+    whole = with_tensors(whole)
+    share = whole if rows is None else with_tensors(share)
+    held = Share(share, next(placed, None), tuple(int(edge) for edge in row_edges))
+    return dataclasses.replace(whole, share=held)
+
+
 def join_rows(values: Tensor, rows: Tensor, num_rows: int, groups: ParallelGroups) -> Tensor:
     """Values [R] of all rows, on every rank of the context parallel group, with autograd.
 
@@ -80,7 +118,7 @@ def join_rows(values: Tensor, rows: Tensor, num_rows: int, groups: ParallelGroup
         num_rows: R.
         groups: this rank's place.
 
-    Collectives: one all-reduce over the context parallel group; none backward.
+    Collectives: one all-reduce over the context parallel group if R > 0; none backward.
     """
     joined: Tensor = _JoinRows.apply(values, rows, num_rows, groups.cp_group)
     return joined
@@ -96,7 +134,8 @@ class _JoinRows(torch.autograd.Function):
         ctx.save_for_backward(rows)
         # A row is one rank's alone; zeros of the others change no bit of it.
         joined = values.new_zeros(num_rows).index_copy_(0, rows, values)
-        dist.all_reduce(joined, group=group)
+        if num_rows:
+            dist.all_reduce(joined, group=group)
         return joined
 
     @staticmethod

@@ -140,6 +140,7 @@ def transformer_config(
         # neighbours; and what goes ahead of the computation does not hold it up.
         overlap_p2p_comm=groups.vpp_size > 1,
         batch_p2p_comm=groups.vpp_size == 1,
+        batch_p2p_sync=False,  # for versions of PyTorch whose batched messages could be overtaken
         num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
         context_parallel_size=groups.cp_size,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from gapo_megatron import cpu
 from gapo_megatron.config import ParallelConfig
@@ -111,6 +112,13 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
         ep_size=ep_group.size(),
         rank=dist.get_rank(),
         world_size=world_size,
+    )
+
+
+def schedule_groups() -> ProcessGroupCollection:
+    """What Megatron-core's schedules look up for themselves where they get no communicator."""
+    return ProcessGroupCollection.use_mpu_process_groups(
+        ["tp", "cp", "embd", "pos_embd", "pp", "dp", "dp_cp", "tp_dp_cp"]
     )
 
 

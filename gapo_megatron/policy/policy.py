@@ -23,7 +23,7 @@ from gapo_megatron.counts import layers_of_stages
 from gapo_megatron.fp8 import fp8_multiple
 from gapo_megatron.model_checks import check_shapes, num_experts
 from gapo_megatron.policy.allocator import ExpandableSegments
-from gapo_megatron.policy.context import num_chunks
+from gapo_megatron.policy.context import num_chunks, to_rank
 from gapo_megatron.policy.export import whole_parameters
 from gapo_megatron.policy.load import check_digests, find_weights, load_weights
 from gapo_megatron.policy.model import PolicyModel, build_model, read_hf_config
@@ -127,13 +127,16 @@ class Policy:
 
     def pack(self, batch: Batch, indices: Sequence[int]) -> Microbatch:
         """Pack sequences of `batch` as this policy's layout takes them: `batching.pack`."""
-        return pack(
+        whole = pack(
             batch,
             indices,
             align=self.sequence_multiple,
             sequence_align=num_chunks(self.groups.cp_size),
-            device=self.device,
+            vocab_size=self.hf_config.vocab_size,
+            device="cpu",
         )
+        num_shards = self.groups.tp_size if self.config.parallel.sequence_parallel else 1
+        return to_rank(whole, self.groups, num_shards=num_shards, device=self.device)
 
     def pack_nothing(self) -> Microbatch:
         """A micro-batch without a sequence; it takes part in every collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +189,13 @@ def count_backward(policy: Policy) -> list[Tensor]:
 
     policy.stages[0].decoder.layers[0].register_forward_hook(watch)
     return gradients
+
+
+def always_back(decide: Callable[..., bool]) -> Callable[..., bool]:
+    """`policy.step._goes_back` that asks, and then leaves no backward pass out."""
+
+    def decided(*args: Any, **options: Any) -> bool:
+        decide(*args, **options)
+        return True
+
+    return decided

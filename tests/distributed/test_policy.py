@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from gapo_megatron.errors import DivergenceError
+from gapo_megatron.flags import Flags
+from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.policy import Policy, destroy, initialize, step
 from gapo_megatron.policy.step import log_probs, update
 from tests.dist import run_distributed, single_rank
@@ -18,12 +22,14 @@ from tests.distributed.policy_setup import (
     MODELS,
     ClippedLoss,
     WeightedLoss,
+    always_back,
     count_backward,
     make_batch,
     make_config,
     read_weights,
     save_model,
 )
+from tests.messages import mentions
 
 # Per layout of two ranks: [parallel] settings, and the micro-batches of each data parallel rank.
 # Lengths are uneven everywhere; in the last layout one rank has nothing to compute.
@@ -116,7 +122,8 @@ def train_clipped(
     report = Skipping({}, 0, [], [], [])
     for clipped in CLIPPED:
         passes.clear()
-        result = update(policy, microbatches, ClippedLoss(batch, microbatches, clipped))
+        loss = ClippedLoss(batch, microbatches, clipped)
+        result = update(policy, microbatches, loss, skip_inactive=True)
         report.grad_norms.append(result.grad_norm)
         report.num_backward.append(len(passes))
         report.num_active.append(sum(bool(o["active_rows"] > 0) for o in result.outputs))
@@ -135,9 +142,67 @@ def train_every_layout(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
     for layout, shares in CLIPPED_SHARES.items():
         arguments = folders["qwen2_tied"], LAYOUTS[layout][0], shares
         reports["skipping", layout] = train_clipped(*arguments)
-        with patch.object(step, "_num_active", lambda loss, log_probs, entropy: 1):
+        with patch.object(step, "_goes_back", always_back(step._goes_back)):
             reports["whole", layout] = train_clipped(*arguments)
     return reports
+
+
+def diverge(folder: Path) -> list[tuple[str, bool, int]]:
+    """Per layout the error of an update with one bad old log-prob, and what it left behind."""
+    seen = []
+    for parallel in ({}, {"pipeline_model_parallel_size": 2}):
+        config = make_config(folder, parallel=parallel)
+        groups = initialize(config.parallel)
+        policy = Policy.build(config, groups, "cpu")
+        policy.load_hf_weights(read_weights(folder))
+        batch = make_batch()
+        share = [[(0,), (1, 2, 3)], [(4, 5), (6, 7)]][groups.dp_rank]
+        microbatches = [policy.pack(batch, indices) for indices in share]
+        before = {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
+        flags = Flags()
+
+        def loss(
+            i: int, values: Tensor, _: Tensor | None, flags: Flags = flags, rank: int = groups.rank
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            old, microbatch = values.detach().clone(), microbatches[i]  # noqa: B023
+            if rank == 1 and i == 1:
+                old[-1] = torch.nan
+            index = list(microbatch.indices)
+            result = policy_loss(
+                values,
+                old,
+                sequence_ids=microbatch.sequence_ids,
+                advantages=batch.advantages[index],  # noqa: B023
+                num_correct=batch.num_correct[index],  # noqa: B023
+                group_size=4,
+                num_tokens_global=200,
+                method=METHODS["gapo"],
+                flags=flags,
+            )
+            return result.loss, {}
+
+        with pytest.raises(DivergenceError) as error:
+            update(policy, microbatches, loss, flags=flags)
+        after = dict(policy.iterate_hf_weights())
+        unchanged = all(torch.equal(before[name], after[name]) for name in before)
+        seen.append((str(error.value), unchanged, policy.num_updates))
+        destroy()
+    return seen
+
+
+def test_divergence_is_every_ranks_and_the_culprit_says_which_sequence(
+    folders: dict[str, Path],
+) -> None:
+    ranks = run_distributed(diverge, 2, folders["qwen2_tied"])
+    for layout, sequence in ((0, 1), (1, 2)):
+        for rank in ranks:
+            message, unchanged, num_updates = rank[layout]
+            assert unchanged and num_updates == 0
+            assert re.search(mentions("update 0"), message)
+        message = ranks[1][layout][0]
+        assert re.search(
+            mentions("micro-batch 1", "old_log_probs", f"sequence {sequence}"), message
+        )
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,8 @@ def train(folder: Path, case: Case, groups: ParallelGroups, *, overlap: bool) ->
         for clipped in CLIPPED:
             log_probs(policy, microbatches)
             loss = ClippedLoss(BATCH, microbatches, clipped)
-            report.grad_norms.append(update(policy, microbatches, loss).grad_norm)
+            result = update(policy, microbatches, loss, skip_inactive=True)
+            report.grad_norms.append(result.grad_norm)
             policy.make_room()
     report.weights = weights(policy)
     if policy.reduction is not None:

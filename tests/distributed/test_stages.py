@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from gapo_megatron import cpu
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.policy.pipeline import PlannedCommunicator
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import save_model
 from tests.distributed.test_policy import (
@@ -39,6 +43,37 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
     },
     "virtual, context": {PP: 2, VPP: 3, "context_parallel_size": 2},
 }
+
+
+def planned_shapes(folder: Path) -> list[str]:
+    """Layouts in which a stage knew every shape that its neighbours told it."""
+    planned = PlannedCommunicator._communicate_shapes
+    asked = P2PCommunicator._communicate_shapes
+    good, num_shapes = [], 0
+
+    def compared(
+        self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Any, Any]:
+        nonlocal num_shapes
+        answer = planned(self, send_next, send_prev, recv_prev, recv_next)
+        with cpu.device_scope():
+            told = asked(self, send_next, send_prev, recv_prev, recv_next)
+        assert [list(shape) for shape in answer] == [list(shape) for shape in told]
+        num_shapes += recv_prev + recv_next
+        return answer
+
+    with patch.object(PlannedCommunicator, "_communicate_shapes", compared):
+        for layout, sizes in LAYOUTS.items():
+            num_shapes = 0
+            train(folder, sizes, [[(0, 1, 2), (3,), (4, 5), (6,), (7,)]])
+            assert num_shapes > 0
+            good.append(layout)
+    return good
+
+
+def test_every_stage_knows_the_shapes_that_it_would_be_told(folders: dict[str, Path]) -> None:
+    for good in run_distributed(planned_shapes, 2, folders["qwen2_tied"]):
+        assert good == [*LAYOUTS]
 
 
 def train_on_two(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:

@@ -1,0 +1,280 @@
+"""The host never waits for the device within a pass: as often at four micro-batches as at two."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from gapo_megatron import cpu
+from gapo_megatron import learn as learn_module
+from gapo_megatron.carry import carry
+from gapo_megatron.learn import learn
+from gapo_megatron.metrics import Stopwatch
+from gapo_megatron.policy import Policy, destroy, initialize, log_probs
+from gapo_megatron.policy.step import UpdateResult, update
+from gapo_megatron.types import Batch, Minibatch, OpenGroup, Plan, Prompt, Rollout
+from tests.dist import run_distributed
+from tests.distributed import conversion_setup
+from tests.distributed.policy_setup import make_batch, make_config, read_weights, save_model
+from tests.synchronisations import Waits, counted_waits, ours
+
+TP, PP, VPP, CP, EP, SP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {},
+    "sequence": {TP: 2, SP: True},
+    "context": {CP: 2},
+    "pipeline": {PP: 2},
+    "virtual stages": {PP: 2, VPP: 2},
+    "experts": {EP: 2},
+}
+QUICK = ("sequence", "pipeline")
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "gapo": {},
+    "token ratio": {"method": "dapo"},
+    "bounded weight": {"method": "cispo"},
+    "all terms": {"kl_coef": 0.1, "entropy_coef": 0.1, "importance_weight_max": 2.0},
+}
+FEW, MANY = 2, 4
+"""Micro-batches of each data parallel rank and mini-batch."""
+NUM_SEQUENCES = 20
+
+Counts = dict[tuple[str, int], Waits]
+"""What was counted in a stage with so many micro-batches."""
+
+
+def batch_with_advantages() -> Batch:
+    correct = torch.arange(NUM_SEQUENCES) % 2
+    return replace(
+        make_batch(NUM_SEQUENCES, vocab_size=conversion_setup.VOCAB_SIZE),
+        advantages=correct.double() - 0.5,
+        num_correct=torch.full((NUM_SEQUENCES,), 2),
+        group_size=torch.full((NUM_SEQUENCES,), 4),
+    )
+
+
+def plan_of(batch: Batch, *, num_minibatches: int, num_microbatches: int, dp_size: int) -> Plan:
+    """The last micro-batch of the last rank is empty."""
+    minibatches = []
+    for share in np.array_split(np.arange(len(batch)), num_minibatches):
+        parts = [tuple(part.tolist()) for part in np.array_split(share, num_microbatches * dp_size)]
+        parts[-2:] = [parts[-2] + parts[-1], ()]
+        ranks = [
+            tuple(parts[i * num_microbatches : (i + 1) * num_microbatches]) for i in range(dp_size)
+        ]
+        num_tokens = int(batch.num_response_tokens[share].sum())
+        minibatches.append(Minibatch(tuple(ranks), num_tokens, len(share)))
+    return Plan(tuple(minibatches))
+
+
+@contextmanager
+def counted_updates() -> Iterator[list[Waits]]:
+    """What each update of `learn` waited for."""
+    counts: list[Waits] = []
+
+    def counted(*args: Any, **options: Any) -> UpdateResult:
+        with counted_waits() as waits:
+            result = update(*args, **options)
+        counts.append(waits)
+        return result
+
+    with patch.object(learn_module, "update", counted):
+        yield counts
+
+
+def count(folder: Path, **sections: dict[str, Any]) -> Counts:
+    """Every stage that runs micro-batches, on this rank."""
+    config = make_config(folder, **{"optimizer": {"learning_rate": 1e-3}, **sections})
+    groups = initialize(config.parallel)
+    policy = Policy.build(config, groups, "cpu")
+    policy.load_hf_weights(read_weights(folder))
+    batch = batch_with_advantages()
+    counts: Counts = {}
+    for number in (FEW, MANY):
+        planned = functools.partial(plan_of, batch, num_microbatches=number, dp_size=groups.dp_size)
+        one, two = planned(num_minibatches=1), planned(num_minibatches=2)
+        mine = one.minibatches[0].microbatches[groups.dp_rank]
+        # Packing is the host's: what it reads is its own, which a CPU cannot tell.
+        packed = {
+            indices: policy.pack(batch, indices)
+            for minibatch in (*one.minibatches, *two.minibatches)
+            for indices in minibatch.microbatches[groups.dp_rank]
+        }
+        with patch.object(policy, "pack", lambda _, indices, packed=packed: packed[indices]):
+            with counted_waits() as counts["log_probs", number]:
+                log_probs(policy, [packed[indices] for indices in mine])
+            with counted_waits() as counts["learn", number], counted_updates() as updates:
+                learn(policy, batch, one, config, Stopwatch())
+            (counts["update", number],) = updates
+            # The first moves the weights, so that the second may find clipped sequences.
+            with counted_updates() as updates:
+                learn(policy, batch, two, config, Stopwatch())
+            _, counts["second update", number] = updates
+    destroy()
+    return counts
+
+
+def count_layouts(folder: Path, experts: Path, layouts: Sequence[str]) -> dict[str, Counts]:
+    return {
+        layout: count(experts if layout == "experts" else folder, parallel=LAYOUTS[layout])
+        for layout in layouts
+    }
+
+
+def count_objectives(folder: Path) -> dict[str, Counts]:
+    return {name: count(folder, objective=settings) for name, settings in OBJECTIVES.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    save_model(path, "qwen2_untied", num_layers=4)
+    return path
+
+
+def per_microbatch(counts: Counts, stage: str) -> Waits:
+    """What a stage waited for more often where it had more micro-batches."""
+    few, many = counts[stage, FEW], counts[stage, MANY]
+    assert not few - many  # nothing is waited for less often
+    return many - few
+
+
+def check(counts: Counts, *, where: str, asks: bool) -> None:
+    for stage in ("log_probs", "learn", "update"):
+        assert per_microbatch(counts, stage) == Counter(), (where, stage)
+    # Once for each micro-batch, and nothing else, where the clip may have left nothing to learn.
+    more = per_microbatch(counts, "second update")
+    assert sum(more.values()) == (MANY - FEW if asks else 0), (where, more)
+    assert all("step.py" in call for call in more), (where, more)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [QUICK, pytest.param([*LAYOUTS.keys() - set(QUICK)], marks=pytest.mark.system)],
+    ids=["quick", "others"],
+)
+def test_no_layout_waits_for_a_micro_batch(
+    folder: Path, tmp_path: Path, layouts: Sequence[str]
+) -> None:
+    if "experts" in layouts:
+        conversion_setup.save_model(tmp_path, "qwen3_moe")
+    for rank, found in enumerate(run_distributed(count_layouts, 2, folder, tmp_path, layouts)):
+        for layout, counts in found.items():
+            is_last_stage = rank == 1 or not layout.startswith(("pipeline", "virtual"))
+            if layout == "experts":  # Megatron-core asks each layer how many tokens go where
+                counts = {stage: ours(waits) for stage, waits in counts.items()}
+            check(counts, where=f"{layout}, rank {rank}", asks=is_last_stage)
+
+
+def test_no_objective_waits_for_a_micro_batch(folder: Path) -> None:
+    (objectives,) = run_distributed(count_objectives, 1, folder)
+    for name, counts in objectives.items():
+        check(counts, where=name, asks=name in ("gapo", "token ratio"))
+        # Ours, once an update: whether all was finite, and what the loss reported.
+        assert sorted(ours(counts["update", MANY]).values()) == [1, 1], name
+
+
+def count_carry(folder: Path) -> list[Waits]:
+    random = np.random.default_rng(0)
+    config = make_config(
+        folder,
+        data={"max_prompt_tokens": 2},
+        rollout={"max_response_tokens": 20},
+        batch={"max_tokens_per_microbatch": 24},
+    )
+    policy = Policy.build(config, initialize(config.parallel), "cpu")
+    policy.load_hf_weights(read_weights(folder))
+    counts = []
+    for number in (FEW, MANY):  # each response fills a micro-batch
+        rollouts = tuple(
+            Rollout(random.integers(0, 90, 20).astype(np.int32), np.zeros(20, np.float32), False)
+            for _ in range(number)
+        )
+        group = OpenGroup(Prompt("p", (1, 2), answer=""), rollouts)
+        with counted_waits() as waits:
+            carry(policy, [group], config, policy_version=0, gloo_group=None)
+        counts.append(waits)
+    destroy()
+    return counts
+
+
+def test_carrying_waits_once(folder: Path) -> None:
+    ((few, many),) = run_distributed(count_carry, 1, folder)
+    assert few["cpu at gapo_megatron/transfer.py:to_host"] == 1
+    # `plan` looks at lengths, on the host.
+    assert {call for call in many - few if "plan.py" not in call} == set()
+
+
+WAITS = {
+    "x.sum().item()": 1,
+    "bool((x > 0).any())": 1,
+    "float(x[0])": 1,
+    "x.tolist()": 1,
+    "x.cpu()": 1,
+    "x.to('cpu')": 1,
+    "x.to(torch.device('cpu'))": 1,
+    "x.to(device='cpu')": 1,
+    "torch.tensor([1, 2], device='cpu')": 1,
+    "torch.as_tensor(3, device='cpu')": 1,
+    "x.nonzero()": 1,
+    "x[x > 0]": 1,
+    "x[x > 0] = torch.zeros(3)": 1,
+    "torch.masked_select(x, x > 0)": 1,
+    "torch.unique(x)": 1,
+    "x.repeat_interleave(torch.tensor([1, 2, 3]))": 1,
+    "torch.equal(x, x)": 1,
+    "torch.autograd.grad(Reads.apply(y), y)": 1,
+    "cuda.cuda.synchronize()": 1,
+    "cuda.cuda.current_stream().synchronize()": 1,
+    # These do not.
+    "x.to(torch.float64)": 0,
+    "x.to('cpu', non_blocking=True)": 0,
+    "torch.tensor(0)": 0,
+    "torch.where(x > 0, 0, x)": 0,
+    "x[x > 0] = 0": 0,
+    "x[torch.argsort(x)[:2]]": 0,
+    "x.repeat_interleave(2)": 0,
+    "torch.full_like(x, 2)": 0,
+    "len(x)": 0,
+}
+
+
+class Reads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        exec(compile("grad.sum().item()", "gapo_megatron/example.py", "exec"))
+        return grad
+
+
+@pytest.mark.parametrize("call", WAITS)
+def test_the_count_sees_what_would_wait(call: str) -> None:
+    names = {
+        "torch": torch,
+        "cuda": cpu._TORCH,
+        "x": torch.tensor([1.0, 2.0, 3.0]),
+        "y": torch.ones((), requires_grad=True),
+        "Reads": Reads,
+    }
+    with counted_waits() as waits:
+        exec(compile(call, "gapo_megatron/example.py", "exec"), names)
+    assert sum(waits.values()) == WAITS[call], waits

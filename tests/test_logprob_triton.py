@@ -76,15 +76,20 @@ def test_in_the_interpreter(selected: str) -> None:
 @pytest.mark.parametrize("with_entropy", [False, pytest.param(True, marks=pytest.mark.system)])
 @pytest.mark.parametrize("name", ["_stats_kernel", "_grad_kernel"])
 def test_compiles_for_hopper(
-    name: str, with_entropy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    with_entropy: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Needs no GPU. The interpreter accepts what the compiler does not."""
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
     kernel, tile = getattr(triton_kernels, name), triton_kernels._TILES[9, 2]
     matrices = {
         "hidden": f"tensordesc<bf16[{tile.rows}, {tile.depth}]>",
         "weight": f"tensordesc<bf16[{tile.columns}, {tile.depth}]>",
-        "dz": f"tensordesc<bf16[{tile.rows}, {tile.columns}]>",
+        "dz": f"tensordesc<bf16[{tile.rows}, {tile.columns // 2}]>",
     }
     numbers = dict.fromkeys(["num_rows", "num_columns", "hidden_size"], "i32")
     known = {**matrices, **numbers, "inverse_temperature": "fp32", "columns": "*i64"}
@@ -107,6 +112,11 @@ def test_compiles_for_hopper(
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
     assert not re.search(r"fma\.\w+\.f32", ptx)
+    # Neither matrix instructions one after the other (C7515 and its like), nor values in memory for
+    # want of registers.
+    said = capsys.readouterr().out
+    assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", said), said
+    assert not re.search(r"\(C\d+\)", said), said
 
 
 @on_kernels

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gapo_megatron.logprob import checks, operator, tiles, triton_kernels
+from gapo_megatron.logprob import checks, operator, self_check, tiles, triton_kernels
 from gapo_megatron.logprob.statistics import MAXIMUM, SUM_EXP, TARGET, WEIGHTED, merge_stats
 from gapo_megatron.logprob.triton_kernels import softmax_stats
 from tests import logprob_setup
@@ -53,7 +53,8 @@ from tests.waiting import HANG_S
 @pytest.mark.parametrize(
     "selected",
     [
-        "statistics_agree and plain or gradient_agrees and plain or the_operator and peaked",
+        "statistics_agree and plain or gradient_agrees and plain or the_operator and peaked "
+        "or self_check",
         pytest.param("", marks=pytest.mark.system),
     ],
     ids=["some", "every"],
@@ -402,6 +403,17 @@ def test_the_operator_on_these_kernels(
     )
     for part, whole in zip(found, expected, strict=True):
         assert logprob_setup.relative(part, whole) <= bound
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_the_self_check_finds_no_fault(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if INTERPRETED:  # whose blocks are smaller, and which takes its time
+        for name, size in {"NUM_ROWS": 32, "NUM_COLUMNS": 80, "HIDDEN_SIZE": 32}.items():
+            monkeypatch.setattr(self_check, name, size)
+    assert self_check.find_fault(triton_kernels, torch.device(DEVICE), dtype) == ""
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="is about the interpreter")

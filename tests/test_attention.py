@@ -37,7 +37,9 @@ class Kernels:
         self.backward_calls: list[tuple[Any, ...]] = []
         self.was_deterministic: list[bool] = []
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float) -> Any:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
+    ) -> Any:
         parts = []
         for start, end in itertools.pairwise(bounds.tolist()):
             q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
@@ -104,7 +106,9 @@ def attend(packed: PackedSequences, given: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("lengths", PACKINGS, ids=str)
-def test_the_fused_kernel_is_handed_the_sequences(lengths: tuple[int, ...], kernels: Kernels) -> None:
+def test_the_fused_kernel_is_handed_the_sequences(
+    lengths: tuple[int, ...], kernels: Kernels
+) -> None:
     packed = layout(lengths)
     assert packed.slots is None and packed.buckets == ()
     given = inputs(sum(lengths))
@@ -173,7 +177,9 @@ def test_fp32_on_a_gpu_gets_a_head_of_keys_for_each_of_queries(
     seen = []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(
-        F, "scaled_dot_product_attention", lambda *args, **kw: seen.append((args, kw)) or real(*args, **kw)
+        F,
+        "scaled_dot_product_attention",
+        lambda *args, **kw: seen.append((args, kw)) or real(*args, **kw),
     )
     for device in ("cuda", "cpu"):
         with FakeTensorMode():

@@ -407,9 +407,7 @@ def test_the_operator_on_these_kernels(
 
 @on_kernels
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_the_self_check_finds_no_fault(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_check_finds_no_fault(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:  # whose blocks are smaller, and which takes its time
         for name, size in {"NUM_ROWS": 32, "NUM_COLUMNS": 80, "HIDDEN_SIZE": 32}.items():
             monkeypatch.setattr(self_check, name, size)

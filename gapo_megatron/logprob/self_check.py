@@ -56,7 +56,12 @@ def _problem(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     labels = torch.randint(NUM_COLUMNS, (NUM_ROWS,), generator=generator)
     upstream = torch.randn(2, NUM_ROWS, generator=generator)
     upstream[:, ::3] = 0
-    return hidden.to(device, dtype), weight.to(device, dtype), labels.to(device), upstream.to(device)
+    return (
+        hidden.to(device, dtype),
+        weight.to(device, dtype),
+        labels.to(device),
+        upstream.to(device),
+    )
 
 
 def _found(

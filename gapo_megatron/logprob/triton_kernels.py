@@ -221,8 +221,8 @@ def _logits_tile(
     BLOCK_M: tl.constexpr = hidden.block_shape[0]
     BLOCK_N: tl.constexpr = weight.block_shape[0]
     BLOCK_K: tl.constexpr = hidden.block_shape[1]
-    # Else z is defined once more, as zeros, for a loop that might not run, and ptxas puts one matrix
-    # instruction after the other (C7515; Triton 3.6).
+    # Else z is defined once more, as zeros, for a loop that might not run, and ptxas serialises the
+    # matrix instructions (C7515; Triton 3.6).
     tl.assume(hidden_size > 0)
     z = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, hidden_size, BLOCK_K):

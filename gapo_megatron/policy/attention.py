@@ -78,7 +78,8 @@ def pack_sequences(
     angles = torch.outer(position_ids[0].float(), inverse_frequencies)[:, None, :]
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     cp_size = cp_group.size()
-    slots, buckets, context = None, (), None
+    slots, context = None, None
+    buckets: tuple[tuple[int, int], ...] = ()
     if not (cp_size == 1 and _has_fused_kernel(cu_seqlens.device, dtype)):
         slots, buckets = _padded_layout(cu_seqlens.tolist(), num_shares=cp_size)
         if cp_size > 1:
@@ -249,14 +250,15 @@ def _deterministic() -> Iterator[None]:
     """The flag that torch's attention asks in its backward pass; as it was on exit."""
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        settings.fill_uninitialized_memory = fills
 
 
 class PackedAttention(nn.Module):

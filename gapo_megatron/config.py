@@ -80,7 +80,7 @@ class ModelConfig(_Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: `selective` recomputes attention, `full` every layer."""
     head: Literal["auto", "torch", "triton"] = "auto"
-    """Code of the log-probs: Triton kernels where they serve (Hopper, bf16), torch elsewhere."""
+    """Code of the log-probs; `auto`: Triton's where it serves and passes a check, else torch's."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -191,6 +191,14 @@ def test_what_becomes_of_a_part(script: str, status: str, tmp_path: Path) -> Non
     assert status in table([result])
 
 
+def test_a_part_is_alone_in_a_job_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("RANK", "3")
+    script = "import os; assert not {{'RANK', 'SLURM_NTASKS'}} & set(os.environ); " + WRITE
+    result = runner.run_part(ONE, command_of(script.format([GOOD])), log=tmp_path / "log")
+    assert result["status"] == "passed", result
+
+
 def test_what_is_done_is_kept_until_asked_again(tmp_path: Path) -> None:
     def run(script: str, *, again: bool = False, folder: str = "a") -> str:
         (result,) = runner.run_parts(

@@ -31,13 +31,13 @@ class Part:
 
 PARTS = (
     Part("marked_tests", "programs", "every test marked `gpu`", 600, ("pytest", "hypothesis")),
-    Part("tiny_update", "programs", "a tiny policy is built and updated as by the trainer", 180),
+    Part("tiny_update", "programs", "a tiny policy is built and updated as by the trainer", 400),
     Part("equal_bits", "training", "old and new pass have the same bits; several packings", 300),
     Part("nothing_to_score", "training", "a micro-batch without a row, two methods", 240),
     Part("memory", "resources", "memory over updates, make_room and offload", 300),
     Part("speed", "resources", "synchronisations, idle time and MFU at 10k and 32k tokens", 300),
     Part("speed_recomputed", "resources", "the same, 32k tokens in one micro-batch", 300),
-    Part("save_and_load", "resources", "save, load and compare", 400),
+    Part("save_and_load", "resources", "save, load and compare (TMPDIR: where)", 600),
     Part("head", "programs", "log-prob head beside torch and the installed peers", 900),
     Part("ten_sft_steps", "training", "the loss falls", 240),
     Part("ten_learn_steps", "training", "ten steps of GAPO", 240),

@@ -36,6 +36,7 @@ def marked_tests(setting: Setting, report: Report) -> None:
     """`pytest -m gpu`, one process: a test that breaks the device breaks those after it."""
     found = setting.folder / "tests.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += ["-o", "addopts=", "-o", "minversion=8"]  # as installed, plug-ins or none
     files = [str(path.relative_to(ROOT)) for path in marked_files()]
     code = subprocess.run(
         [*command, f"--junitxml={found}", *files], cwd=ROOT, check=False

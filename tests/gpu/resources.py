@@ -147,7 +147,12 @@ def profile(setting: Setting, work: Callable[[], Any]) -> tuple[float, float, st
         work()
         _wait()
     of = DeviceType.CUDA if setting.is_cuda else DeviceType.CPU
-    events = [event for event in found.events() if event.device_type == of]
+    events = [
+        event
+        for event in found.events()
+        # An annotation spans the gaps between what it annotates.
+        if event.device_type == of and not event.is_user_annotation
+    ]
     spans = [(event.time_range.start, event.time_range.end) for event in events]
     by_name: collections.Counter[str] = collections.Counter()
     for event in events:

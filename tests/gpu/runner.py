@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron.doctor.ask import ask
+from gapo_megatron.doctor.ask import alone, ask
 from gapo_megatron.files import write_atomically
 from gapo_megatron.launch.node_checks import CommandError, run_command
 from tests.gpu.parts import NEEDED, Part
@@ -145,6 +145,7 @@ def run_part(
         process = subprocess.Popen(
             command(part, rows),
             cwd=ROOT,
+            env=alone(os.environ),  # also in a job of many ranks
             stdout=said,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -59,9 +59,13 @@ def equal_bits(setting: Setting, report: Report) -> None:
 
 def nothing_to_score(setting: Setting, report: Report) -> None:
     """An empty micro-batch beside others changes nothing, by a sequence and a token method."""
-    for method in ("gapo", "grpo"):
-        config = setting.config(objective={"method": method, "entropy_coef": 0.001})
-        policy = setting.policy(config)
+    configs = {
+        method: setting.config(objective={"method": method, "entropy_coef": 0.001})
+        for method in ("gapo", "grpo")
+    }
+    policy = setting.policy(configs["gapo"])
+    weights = _copies(policy)
+    for method, config in configs.items():
         batch = setting.batch(config, num_prompts=2)
         whole = _plan(policy, batch, config, num_minibatches=1)
         with_empty = dataclasses.replace(
@@ -74,7 +78,6 @@ def nothing_to_score(setting: Setting, report: Report) -> None:
             ),
         )
         metrics = []
-        weights = _copies(policy)
         for packing in (whole, with_empty):
             policy.load_hf_weights(weights)
             metrics.append(learn(policy, batch, packing, config, Stopwatch()) or {})
@@ -91,7 +94,7 @@ def nothing_to_score(setting: Setting, report: Report) -> None:
 
 def ten_sft_steps(setting: Setting, report: Report) -> None:
     """Supervised steps on the same few sequences: the loss falls."""
-    config = setting.config(rollout={"max_response_tokens": setting.tokens(2048)})
+    config = setting.config()
     policy = setting.policy(config)
     batch = setting.batch(config, num_prompts=1)
     losses = []
@@ -106,9 +109,7 @@ def ten_sft_steps(setting: Setting, report: Report) -> None:
 
 def ten_learn_steps(setting: Setting, report: Report) -> None:
     """GAPO with two mini-batches a step, on random responses and verdicts."""
-    config = setting.config(
-        rollout={"max_response_tokens": setting.tokens(2048)}, optimizer={"learning_rate": 1e-6}
-    )
+    config = setting.config(optimizer={"learning_rate": 1e-6})
     policy = setting.policy(config)
     stopwatch, metrics = Stopwatch(), {}
     num_tokens = 0

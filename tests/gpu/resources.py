@@ -111,6 +111,8 @@ def _measure(
         report.figure(f"{what}: MFU", "not known: scaling/hardware.py does not list this GPU")
     else:
         report.goal(f"{what}: MFU", rate / peak, "", at_least=mfu)
+    waits = count_waits(setting, lambda: run_update(policy, packed))
+    report.figure(f"{what}: synchronisations", sum(waits.values()))
     busy, wall, kernels = profile(setting, lambda: run_update(policy, packed))
     report.figure(f"{what}: device idle in a profiled update", 1 - busy / max(wall, 1e-9))
     report.figure(f"{what}: most of the time", kernels)

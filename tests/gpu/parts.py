@@ -12,6 +12,7 @@ NEEDED = {
     "transformers": "transformers",
     "safetensors": "safetensors",
     "numpy": "numpy",
+    "rich": "rich",
 }
 """Modules that every part imports -> what to install."""
 

@@ -17,7 +17,7 @@ export PYTHON
 unexport WORLD_SIZE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test test-system fuzz lint format bench env clean
+.PHONY: help demo study test test-system test-gpu fuzz lint format bench env clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,10 @@ test-system: ## Run the second stage: Slurm, a second Megatron-core, whole progr
 	@.ci/programs --missing
 	GAPO_MEGATRON_CORE_ALT="$$(test -e .mcore-alt/.stamp && echo $(CURDIR)/.mcore-alt)" \
 		$(PYTEST) -n $(SYSTEM_JOBS) -m system $(or $(ARGS),$(shell grep -rlE "mark.system|marks=system" tests))
+
+# Where there is a GPU the packages are those of its image or module, not of .venv: PYTHON=python3 then.
+test-gpu: ## What a GPU alone can tell: its tests, ten minutes of acceptance (PYTHON=python3 ARGS="--again")
+	$(if $(filter command line environment,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(PY)) python3)) -m tests.gpu $(ARGS)
 
 fuzz: ## Damage what the package reads, N times, and list what is not refused by name (SEED=0 N=10000)
 	@tools/setup_env.sh dev

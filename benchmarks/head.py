@@ -96,8 +96,10 @@ def main() -> None:
     files, plot = arguments.report or [output], output.with_suffix(".png")
     records = load_records(files)
     print_report(records, console)
-    save_plot(records, plot)
-    console.print(f"samples: {', '.join(map(str, files))}; plot: {plot}", highlight=False)
+    if not arguments.no_plot:
+        save_plot(records, plot)
+        console.print(f"plot: {plot}", highlight=False)
+    console.print(f"samples: {', '.join(map(str, files))}", highlight=False)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -127,6 +129,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="on a CPU: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("runs/head.jsonl"), help="%(default)s")
+    parser.add_argument("--no-plot", action="store_true", help="which needs matplotlib")
     parser.add_argument("--report", nargs="+", type=Path, metavar="JSONL", help="measure nothing")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

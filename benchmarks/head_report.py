@@ -9,12 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from rich.console import Console
 from rich.table import Table
 
@@ -206,6 +200,13 @@ def aims(group: Group) -> list[str]:
 
 def save_plot(records: list[Record], path: Path) -> None:
     """Time against f, one panel a group: solid if clipped, dashed if the caller compacts rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     groups = groups_of(records)
     columns = min(len(groups), 2 if len(groups) <= 4 else 3)
     rows = math.ceil(len(groups) / columns)

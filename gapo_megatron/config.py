@@ -82,7 +82,7 @@ class ModelConfig(_Section):
     """Activation recomputation: `full` every layer; `selective` under Transformer Engine the MLP,
     or with experts their activations and norms, else attention (docs/scaling.md)."""
     head: Literal["auto", "torch", "triton"] = "auto"
-    """Code of the log-probs: Triton kernels where they serve (Hopper, bf16), torch elsewhere."""
+    """Code of the log-probs; `auto`: Triton's where it serves and passes a check, else torch's."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

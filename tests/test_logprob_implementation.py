@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from triton.compiler.errors import CompilationError
 
-from gapo_megatron.logprob import tiles, triton_kernels
+from gapo_megatron.logprob import implementation, tiles, triton_kernels
 from gapo_megatron.logprob.implementation import _choose, choose_implementation
+from gapo_megatron.logprob.self_check import find_fault
 from tests.messages import mentions
 
 HOPPER, AMPERE = (9, 0), (8, 0)
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -36,7 +42,9 @@ def test_code_by_device(
     name: str,
     expected: object,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(implementation, "find_fault", lambda *_: "")
     _choose.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
@@ -52,3 +60,77 @@ def test_kernels_are_refused_where_they_do_not_serve(capability: tuple[int, int]
         _choose("cuda", torch.bfloat16, capability, "triton")
     with pytest.raises(ValueError, match=mentions("triton", torch.float32, "cpu")):
         choose_implementation(torch.device("cpu"), torch.float32, "triton")
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """`auto` as on a Hopper GPU; "code" is what it finds for Triton's kernels, on the CPU here."""
+    found: dict[str, Any] = {"code": tiles}
+    load = implementation._load
+    monkeypatch.setattr(
+        implementation, "_load", lambda name: found["code"] if name == "triton" else load(name)
+    )
+    monkeypatch.setattr(
+        implementation, "find_fault", lambda code, _, dtype: find_fault(code, CPU, dtype)
+    )
+    _choose.cache_clear()
+    return found
+
+
+def wrong(name: str, change: Callable[[Any], Any]) -> Any:
+    """An implementation with one function that is made wrong."""
+    functions = {"softmax_stats": tiles.softmax_stats, "grad_logits": tiles.grad_logits}
+    right = functions[name]
+    changed = {name: lambda *args, **options: change(right(*args, **options))}
+    return SimpleNamespace(**(functions | changed))
+
+
+def test_auto_takes_kernels_that_agree_with_float64(
+    on_a_gpu: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = on_a_gpu["code"] = wrong("softmax_stats", lambda stats: stats)
+    with caplog.at_level(logging.INFO):
+        assert _choose("cuda", torch.bfloat16, HOPPER, "auto") is kernels
+    assert re.search(mentions("triton", "float64"), caplog.records[-1].getMessage())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "what"),
+    [
+        ("softmax_stats", lambda stats: stats * 1.001, "log-prob"),
+        ("softmax_stats", lambda stats: stats.bfloat16().float(), "log-prob"),
+        ("softmax_stats", lambda stats: torch.cat([stats[:3], 1.01 * stats[3:]]), "entropy"),
+        ("softmax_stats", lambda stats: stats * torch.nan, "log-prob"),
+        ("grad_logits", lambda found: (found[0].roll(1, 1), found[1]), "dz"),
+        ("grad_logits", lambda found: (found[0], 0 * found[1]), "row sums"),
+        ("grad_logits", lambda found: (found[0] + 0.1 * torch.rand([]), found[1]), "bits"),
+    ],
+)
+def test_auto_leaves_kernels_that_are_wrong(
+    name: str,
+    change: Callable[[Any], Any],
+    what: str,
+    on_a_gpu: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    on_a_gpu["code"] = wrong(name, change)
+    assert _choose("cuda", torch.bfloat16, HOPPER, "auto") is tiles
+    (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert what in warning.getMessage()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no C compiler"), CompilationError("", None)])
+def test_auto_leaves_kernels_that_do_not_compile(
+    error: Exception, on_a_gpu: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: Any) -> Any:
+        raise error
+
+    on_a_gpu["code"] = wrong("softmax_stats", fails)
+    assert _choose("cuda", torch.bfloat16, HOPPER, "auto") is tiles
+    assert type(error).__name__ in caplog.text
+
+
+def test_what_is_asked_for_by_name_is_not_checked(on_a_gpu: dict[str, Any]) -> None:
+    kernels = on_a_gpu["code"] = wrong("softmax_stats", lambda stats: 2 * stats)
+    assert _choose("cuda", torch.bfloat16, HOPPER, "triton") is kernels

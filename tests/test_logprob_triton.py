@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gapo_megatron.logprob import checks, operator, tiles, triton_kernels
+from gapo_megatron.logprob import checks, operator, self_check, tiles, triton_kernels
 from gapo_megatron.logprob.statistics import MAXIMUM, SUM_EXP, TARGET, WEIGHTED, merge_stats
 from gapo_megatron.logprob.triton_kernels import softmax_stats
 from tests import logprob_setup
@@ -53,7 +53,8 @@ from tests.waiting import HANG_S
 @pytest.mark.parametrize(
     "selected",
     [
-        "statistics_agree and plain or gradient_agrees and plain or the_operator and peaked",
+        "statistics_agree and plain or gradient_agrees and plain or the_operator and peaked "
+        "or self_check",
         pytest.param("", marks=pytest.mark.system),
     ],
     ids=["some", "every"],
@@ -76,15 +77,20 @@ def test_in_the_interpreter(selected: str) -> None:
 @pytest.mark.parametrize("with_entropy", [False, pytest.param(True, marks=pytest.mark.system)])
 @pytest.mark.parametrize("name", ["_stats_kernel", "_grad_kernel"])
 def test_compiles_for_hopper(
-    name: str, with_entropy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    with_entropy: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Needs no GPU. The interpreter accepts what the compiler does not."""
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
     kernel, tile = getattr(triton_kernels, name), triton_kernels._TILES[9, 2]
     matrices = {
         "hidden": f"tensordesc<bf16[{tile.rows}, {tile.depth}]>",
         "weight": f"tensordesc<bf16[{tile.columns}, {tile.depth}]>",
-        "dz": f"tensordesc<bf16[{tile.rows}, {tile.columns}]>",
+        "dz": f"tensordesc<bf16[{tile.rows}, {tile.columns // 2}]>",
     }
     numbers = dict.fromkeys(["num_rows", "num_columns", "hidden_size"], "i32")
     known = {**matrices, **numbers, "inverse_temperature": "fp32", "columns": "*i64"}
@@ -107,6 +113,11 @@ def test_compiles_for_hopper(
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
     assert not re.search(r"fma\.\w+\.f32", ptx)
+    # Neither matrix instructions one after the other (C7515 and its like), nor values in memory for
+    # want of registers.
+    said = capsys.readouterr().out
+    assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", said), said
+    assert not re.search(r"\(C\d+\)", said), said
 
 
 @on_kernels
@@ -392,6 +403,15 @@ def test_the_operator_on_these_kernels(
     )
     for part, whole in zip(found, expected, strict=True):
         assert logprob_setup.relative(part, whole) <= bound
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_the_self_check_finds_no_fault(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:  # whose blocks are smaller, and which takes its time
+        for name, size in {"NUM_ROWS": 32, "NUM_COLUMNS": 80, "HIDDEN_SIZE": 32}.items():
+            monkeypatch.setattr(self_check, name, size)
+    assert self_check.find_fault(triton_kernels, torch.device(DEVICE), dtype) == ""
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="is about the interpreter")

@@ -36,18 +36,22 @@ def ask(code: str, env: Mapping[str, str]) -> Answer:
         env: of this process. What a launcher said of ranks and jobs is left out: whatever the code
             starts is alone, and waits for nobody.
     """
-    alone = {name: value for name, value in env.items() if not name.startswith(_OF_A_LAUNCHER)}
-    folders = [str(repository()), *env.get("PYTHONPATH", "").split(os.pathsep)]
-    alone["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     try:
         said = run_command(
-            sys.executable, "-W", "ignore", "-c", code, env=alone, timeout_s=_TIMEOUT_S
+            sys.executable, "-W", "ignore", "-c", code, env=alone(env), timeout_s=_TIMEOUT_S
         )
     except CommandError as error:
         said = str(error).removeprefix(f"{sys.executable}: ")
         return CommandError(re.sub(r"^error( \(rank 0\))?: ", "", said))  # of `fail_fast`
     answer: dict[str, Any] = json.loads(said.splitlines()[-1])
     return answer
+
+
+def alone(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what a launcher said, with this package on Python's path."""
+    kept = {name: value for name, value in env.items() if not name.startswith(_OF_A_LAUNCHER)}
+    folders = [str(repository()), *env.get("PYTHONPATH", "").split(os.pathsep)]
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def probe_code(call: str) -> str:

@@ -6,7 +6,8 @@ gradient. Both take their logits from `_logits_tile`, with one tile shape, one o
 and no fused rounding, so that both see the same probabilities. A row's arithmetic does not depend
 on the number of rows: tiles and shares follow from vocabulary and architecture.
 
-Has run in Triton's interpreter only (float32 and float16); for GPUs it was compiled, not run.
+Has run in Triton's interpreter only (float32 and float16); for GPUs it was compiled, not run. So
+`auto` takes it only where `self_check` agrees.
 
 Shapes: R rows, H hidden size, V columns of this shard. Matrices are read and written through
 descriptors: what lies outside of one reads as zero and is not written.
@@ -170,7 +171,7 @@ def grad_logits(
     _grad_kernel[(group, column_tiles, triton.cdiv(row_blocks, group))](
         _descriptor(hidden, "hidden", tile.rows, tile.depth),
         _descriptor(weight, "weight", tile.columns, tile.depth),
-        _descriptor(dz, "dz", tile.rows, tile.columns),
+        _descriptor(dz, "dz", tile.rows, tile.columns // 2),
         lost,
         *(None if values is None else values.contiguous() for values in by_row),
         num_rows,
@@ -221,6 +222,9 @@ def _logits_tile(
     BLOCK_M: tl.constexpr = hidden.block_shape[0]
     BLOCK_N: tl.constexpr = weight.block_shape[0]
     BLOCK_K: tl.constexpr = hidden.block_shape[1]
+    # Else z is defined once more, as zeros, for a loop that might not run, and ptxas serialises the
+    # matrix instructions (C7515; Triton 3.6).
+    tl.assume(hidden_size > 0)
     z = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, hidden_size, BLOCK_K):
         x = hidden.load([row, k])
@@ -344,23 +348,53 @@ def _grad_kernel(
         hidden_size,
         inverse_temperature,
     )
-    distance = z - m[:, None]
-    p = tl.exp(distance) * r[:, None]
+    h = None
+    e = None
     is_active = g != 0
-    if grad_entropy is None:
-        taken = g[:, None] * p
-    else:
+    if grad_entropy is not None:
         h = tl.load(entropy + rows, mask=inside, other=0.0)
         e = tl.load(grad_entropy + rows, mask=inside, other=0.0)
         is_active = is_active | (e != 0)
+    # Half of the columns, then the other: all of them at once need more registers than there are.
+    HALF: tl.constexpr = dz.block_shape[1]
+    left, right = z.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+    lost_by_row = _store_grad(
+        left, dz, row, column, label, m, r, g, h, e, is_active, inverse_temperature
+    )
+    lost_by_row += _store_grad(
+        right, dz, row, column + HALF, label, m, r, g, h, e, is_active, inverse_temperature
+    )
+    if lost is not None:
+        tl.store(lost + tl.program_id(1) * num_rows + rows, lost_by_row, mask=inside)
+
+
+@triton.jit
+def _store_grad(
+    z: tl.tensor,
+    dz: tl.tensor_descriptor,
+    row: tl.tensor,
+    column: tl.tensor,
+    label: tl.tensor,
+    m: tl.tensor,
+    r: tl.tensor,
+    g: tl.tensor,
+    h: tl.tensor,
+    e: tl.tensor,
+    is_active: tl.tensor,
+    inverse_temperature: tl.tensor,
+) -> tl.tensor:
+    """Write the gradient of these logits; returns what rounding took from each row's sum."""
+    distance = z - m[:, None]
+    p = tl.exp(distance) * r[:, None]
+    if e is None:
+        taken = g[:, None] * p
+    else:
         # log p = distance + log r, and 0, not 0 * -inf, where p is 0
         factor = (g + e * (h + tl.log(r)))[:, None] + e[:, None] * distance
         taken = tl.where(p > 0, factor * p, 0.0)
-    is_label = column + tl.arange(0, BLOCK_N)[None, :] == label[:, None]
+    is_label = column + tl.arange(0, z.shape[1])[None, :] == label[:, None]
     grad = inverse_temperature * (tl.where(is_label, g[:, None], 0.0) - taken)
     grad = tl.where(is_active[:, None], grad, 0.0)
     rounded = grad.to(dz.dtype)
     dz.store([row, column], rounded)
-    if lost is not None:
-        lost_by_row = tl.sum(grad - rounded.to(tl.float32), axis=1)
-        tl.store(lost + tl.program_id(1) * num_rows + rows, lost_by_row, mask=inside)
+    return tl.sum(grad - rounded.to(tl.float32), axis=1)

@@ -1,11 +1,19 @@
 """Attention over packed sequences, and the norm, where Transformer Engine is not installed.
 
+On CUDA in bf16 one call of torch's fused kernel for sequences of any length (FlashAttention) takes
+them all. Elsewhere (a CPU; fp32, which that kernel does not take; context parallelism)
+`scaled_dot_product_attention` takes sequences of similar length together, padded.
+
+NOT YET RUN ON A GPU.
+
 T packed tokens, S sequences, L padded length, N query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +35,8 @@ class PackedSequences(PackedSeqParams):
     sin: Tensor | None = None
     """[T, 1, D] sines; the first half negated, so that rotating is `x cos + swapped(x) sin`."""
     slots: Tensor | None = None
-    """[T] int64: where each token goes when the buckets lie one after another, padded."""
+    """[T] int64: where each token goes when the buckets lie one after another, padded. None: the
+    fused kernel takes the tokens where they are, and there are no buckets."""
     buckets: tuple[tuple[int, int], ...] = ()
     """(S, L) of every bucket: sequences of similar length share one padded attention call."""
     context: ContextShare | None = None
@@ -54,7 +63,9 @@ def pack_sequences(
     dtype: torch.dtype,
     cp_group: dist.ProcessGroup,
 ) -> PackedSequences:
-    """Prepare rotary tables and the padded layout of a micro-batch.
+    """Prepare rotary tables and, for attention without the fused kernel, the padded layout.
+
+    With the fused kernel nothing is read back from the device.
 
     Args:
         cu_seqlens: [S + 1] int32 boundaries of the sequences in the packed row.
@@ -66,12 +77,14 @@ def pack_sequences(
     """
     angles = torch.outer(position_ids[0].float(), inverse_frequencies)[:, None, :]
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    boundaries = cu_seqlens.tolist()
     cp_size = cp_group.size()
-    slots, buckets = _padded_layout(boundaries, num_shares=cp_size)
-    context = None
-    if cp_size > 1:
-        context = _context_share(cu_seqlens, position_ids[0], slots, buckets, cp_group)
+    slots, context = None, None
+    buckets: tuple[tuple[int, int], ...] = ()
+    if not (cp_size == 1 and _has_fused_kernel(cu_seqlens.device, dtype)):
+        slots, buckets = _padded_layout(cu_seqlens.tolist(), num_shares=cp_size)
+        if cp_size > 1:
+            context = _context_share(cu_seqlens, position_ids[0], slots, buckets, cp_group)
+        slots = slots.to(cu_seqlens.device)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -80,7 +93,7 @@ def pack_sequences(
         max_seqlen_kv=max_seqlen,
         cos=torch.cat([cos, cos], dim=-1),
         sin=torch.cat([-sin, sin], dim=-1),
-        slots=slots.to(cu_seqlens.device),
+        slots=slots,
         buckets=buckets,
         context=context,
     )
@@ -189,6 +202,65 @@ class _FromSlots(torch.autograd.Function):
         return padded.index_copy_(0, slots, grad), None
 
 
+def _has_fused_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Causal attention of all sequences in one kernel that reads where they begin; no mask.
+
+    What `torch.nn.attention.varlen.varlen_attn` calls, in torch 2.11 as in 2.13: that function
+    itself leaves its backward pass to atomic additions. Here both passes are deterministic, so
+    that a resumed run has the same bits; it costs a buffer of T N D float32, times multiprocessors
+    / (S N), rounded up.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+    ) -> Tensor:
+        # From a longest length of 1 on down, torch takes the heads for positions, and splits the
+        # keys by how many there are.
+        ctx.shape = cu_seqlens, cu_seqlens, max(max_seqlen, 2), max(max_seqlen, 2)
+        ctx.scale = scale
+        out, log_sum_exp, *random_state, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *ctx.shape, 0.0, True, False, scale=scale
+        )
+        ctx.save_for_backward(query, key, value, out, log_sum_exp, *random_state)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, seed, offset = ctx.saved_tensors
+        with _deterministic():
+            gradients = torch.ops.aten._flash_attention_backward(
+                grad, *saved, *ctx.shape, 0.0, True, seed, offset, scale=ctx.scale
+            )
+        return *gradients, None, None, None
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """The flag that torch's attention asks in its backward pass; as it was on exit."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        settings.fill_uninitialized_memory = fills
+
+
 class PackedAttention(nn.Module):
     """Causal attention of packed (thd) sequences with grouped queries; never across sequences.
 
@@ -230,6 +302,11 @@ class PackedAttention(nn.Module):
             _Rotate.apply(query, packed.cos, packed.sin),
             _Rotate.apply(key, packed.cos, packed.sin),
         )
+        if packed.slots is None:
+            output = _FusedAttention.apply(
+                query, key, value, packed.cu_seqlens_q, packed.max_seqlen_q, self.softmax_scale
+            )
+            return output.flatten(1)
         if packed.context:
             return self._attend_in_context(query, key, value, packed, packed.context)
         num_slots = sum(rows * longest for rows, longest in packed.buckets)
@@ -246,12 +323,21 @@ class PackedAttention(nn.Module):
             q, k, v = (
                 x[bucket].unflatten(0, (rows, longest)).transpose(1, 2) for x in (query, key, value)
             )
-            output = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True
-            )
+            output = self._attend(q, k, v, is_causal=True)
             outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return _FromSlots.apply(joined, packed.slots) if is_padded else joined
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """[S, N, L, D] from as many padded sequences; keys and values [S, G, L, D]."""
+        grouped = not (query.is_cuda and query.dtype == torch.float32)
+        if not grouped:
+            # The one kernel there that needs no memory for every pair of tokens has no groups.
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        return F.scaled_dot_product_attention(
+            query, key, value, scale=self.softmax_scale, enable_gqa=grouped, **options
+        )
 
     def _attend_in_context(
         self,
@@ -281,9 +367,7 @@ class PackedAttention(nn.Module):
             strict=True,
         ):
             q, k, v = (x.unflatten(0, (len(mask), -1)).transpose(1, 2) for x in (q, k, v))
-            output = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=self.softmax_scale, enable_gqa=True
-            )
+            output = self._attend(q, k, v, attn_mask=mask)
             outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
         return _FromSlots.apply(torch.cat(outputs), packed.slots)
 

@@ -1,0 +1,115 @@
+"""Parts that need vLLM or Transformer Engine."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import time
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from gapo_megatron.errors import GapoError
+from gapo_megatron.policy import Policy, log_probs
+from tests.gpu.report import Report
+from tests.gpu.resources import seconds_of
+from tests.gpu.setting import Setting
+from tests.gpu.training import run_update
+
+
+def fp8(setting: Setting, report: Report) -> None:
+    """Log-probs and seconds of an update, in fp8 beside the usual precision; the same weights."""
+    length = setting.tokens(1024)
+    values = {}
+    for precision in (setting.precision, "fp8"):
+        try:
+            policy = setting.policy(setting.config(model={"precision": precision}))
+        except GapoError as error:  # a GPU without fp8
+            report.claim(precision, str(error), "builds", holds=False)
+            return
+        packed = [setting.rows_of(policy, num_tokens=2 * length, length=length)]
+        (values[precision],) = log_probs(policy, packed)
+        run_update(policy, packed)
+        seconds = seconds_of(functools.partial(run_update, policy, packed))
+        report.figure(f"{precision}: an update", seconds, "s")
+        del policy, packed
+        gc.collect()  # wrappers and hooks hold each other
+    usual, rounded = values.values()
+    difference = (usual - rounded).abs()
+    report.figure("mean difference of a log-prob", float(difference.mean()))
+    report.figure("largest difference of a log-prob", float(difference.max()))
+    finite = bool(rounded.isfinite().all())
+    report.claim("log-probs in fp8 finite", finite, "True", holds=finite)
+
+
+def engine(setting: Setting, report: Report) -> None:
+    """vLLM in the policy's precision."""
+    _run_engine(setting, report, quantization="")
+
+
+def engine_fp8(setting: Setting, report: Report) -> None:
+    """vLLM with the layers' weights in fp8."""
+    _run_engine(setting, report, quantization="fp8")
+
+
+def _run_engine(setting: Setting, report: Report, *, quantization: str) -> None:
+    rollout: dict[str, Any] = {
+        "memory_fraction": 0.4,
+        "quantization": quantization,
+        "enforce_eager": setting.tiny,
+        # What is looked for is how far they are apart, not whether that passes.
+        "verify_bound": 10.0,
+    }
+    config = setting.config(rollout=rollout)
+    policy = setting.policy(config)
+    _write_weights(policy, config.model.hf_dir)
+    rollouts = importlib.import_module("gapo_megatron.rollout")
+    weight_sync = importlib.import_module("gapo_megatron.weight_sync")
+    start = time.perf_counter()
+    built = rollouts.RolloutEngine(config, policy.hf_config, device=setting.device)
+    report.figure("start of the engine", time.perf_counter() - start, "s")
+    probe = weight_sync.prompts_as_sequences(setting.prompts(config, 4), 4)
+    packed = [policy.pack(probe, [i]) for i in range(len(probe))]
+    for turn in range(2):
+        if setting.is_cuda:
+            before = torch.cuda.mem_get_info()[0]
+        report.figure(f"turn {turn}: sleep", seconds_of(built.sleep), "s")
+        if setting.is_cuda:
+            freed = torch.cuda.mem_get_info()[0] - before
+            report.figure(f"turn {turn}: freed by sleep", freed / 2**30, "GiB")
+        norm = run_update(policy, packed)
+        report.claim(f"turn {turn}: gradient norm", norm, "positive", holds=norm > 0)
+        start = time.perf_counter()
+        check = weight_sync.sync(policy, built, probe, policy_version=turn + 1)
+        report.figure(f"turn {turn}: sync, wake and check", time.perf_counter() - start, "s")
+        report.figure(f"turn {turn}: mean mismatch", check.mean_abs_diff)
+        report.figure(f"turn {turn}: largest mismatch", check.max_abs_diff)
+        bound = 0.1 if setting.is_cuda else 1e-3
+        report.claim(
+            f"turn {turn}: mismatch", check.mean_abs_diff, f"at most {bound}",
+            holds=check.mean_abs_diff <= bound,
+        )  # fmt: skip
+        _generate(setting, report, built, turn=turn)
+
+
+def _write_weights(policy: Policy, folder: str) -> None:
+    weights = {name: tensor.cpu().contiguous() for name, tensor in policy.iterate_hf_weights()}
+    save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
+
+
+def _generate(setting: Setting, report: Report, built: Any, *, turn: int) -> None:
+    config = built.config
+    start = time.perf_counter()
+    rollouts = built.generate(
+        setting.prompts(config, 2 if setting.tiny else 32),
+        num_samples=2 if setting.tiny else 8,
+        seed=0,
+        step=turn,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    seconds = time.perf_counter() - start
+    num_tokens = sum(len(one.token_ids) for group in rollouts for one in group)
+    report.figure(f"turn {turn}: generation", num_tokens / seconds, "tokens/s")
+    report.claim(f"turn {turn}: tokens", num_tokens, "some", holds=num_tokens > 0)

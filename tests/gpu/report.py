@@ -1,0 +1,72 @@
+"""What a part has to say: figures, claims that must hold, and goals. The standard library alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a part's table."""
+
+    what: str
+    value: Any
+    unit: str = ""
+    kind: Literal["figure", "claim", "goal"] = "figure"
+    rule: str = ""
+    """What a claim or a goal says of the value."""
+    holds: bool = True
+
+    def __str__(self) -> str:
+        shown = f"{self.value:.4g}" if isinstance(self.value, float) else str(self.value)
+        text = f"{shown} {self.unit}".strip()
+        if self.kind == "figure":
+            return text
+        said = {"claim": ("holds", "DOES NOT HOLD"), "goal": ("met", "not met")}[self.kind]
+        return f"{text} ({self.rule}: {said[not self.holds]})"
+
+
+@dataclass
+class Report:
+    """Filled by a part."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    def figure(self, what: str, value: Any, unit: str = "") -> None:
+        """Something measured."""
+        self.rows.append(Row(what, value, unit))
+
+    def claim(self, what: str, value: Any, rule: str, *, holds: bool, unit: str = "") -> None:
+        """Something that must hold: else the part fails."""
+        self.rows.append(Row(what, value, unit, "claim", rule, holds))
+
+    def goal(self, what: str, value: float, unit: str, *, at_least: float) -> None:
+        """Something aimed at; a part may miss it."""
+        holds = math.isfinite(value) and value >= at_least
+        self.rows.append(Row(what, value, unit, "goal", f"at least {at_least:g}", holds))
+
+    @property
+    def holds(self) -> bool:
+        """Every claim."""
+        return all(row.holds for row in self.rows if row.kind == "claim")
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [asdict(row) for row in self.rows]
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: one line a row, the parts in their order."""
+    lines = ["| part | what | found |", "| --- | --- | --- |"]
+    for result in results:
+        seconds = f", {result['seconds']:.0f} s" if "seconds" in result else ""
+        why = f": {result['why']}" if result.get("why") else ""
+        lines.append(f"| **{result['part']}** | {result['status']}{seconds}{why} | |")
+        lines += [f"| | {row.what} | {row} |" for row in _rows(result)]
+    return "\n".join(line.replace("\n", " ") for line in lines) + "\n"
+
+
+def _rows(result: Mapping[str, Any]) -> Iterable[Row]:
+    return (Row(**row) for row in result.get("rows", ()))

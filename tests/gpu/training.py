@@ -1,0 +1,152 @@
+"""Parts: what an update computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gapo_megatron.batching import plan, sequence_lengths, unpack
+from gapo_megatron.config import Config
+from gapo_megatron.learn import learn
+from gapo_megatron.metrics import Stopwatch
+from gapo_megatron.policy import Policy, log_probs, update
+from gapo_megatron.supervised import _supervised_step
+from gapo_megatron.types import Batch, Microbatch, Plan
+from tests.gpu.report import Report
+from tests.gpu.setting import MeanLogProb, Setting
+
+
+def equal_bits(setting: Setting, report: Report) -> None:
+    """Log-probs of the old pass are those of the update, bit for bit, however they are packed."""
+    config = setting.config()
+    policy = setting.policy(config)
+    batch = setting.batch(config, num_prompts=2)
+    order = list(range(len(batch)))
+    random.Random(0).shuffle(order)
+    packings = {
+        "one sequence each": [[i] for i in order],
+        "two together": [order[i : i + 2] for i in range(0, len(order), 2)],
+        "all together": [order] if setting.tiny else [order[:4], order[4:8], order[8:]],
+        "with an empty one": [order[:1], [], *([i] for i in order[1:])],
+    }
+    by_packing = {}
+    for name, indices in packings.items():
+        packed = [policy.pack(batch, one) for one in indices]
+        old = log_probs(policy, packed)
+        loss = MeanLogProb(sum(len(one.labels) for one in packed))
+        by_packing[name] = unpack(batch, indices, old)
+        # So small a step that the weights stay where they are: packings can be compared.
+        result = update(policy, packed, loss, learning_rate=0.0)
+        pairs = zip(old, loss.seen, strict=True)
+        differing = sum(int((a != b).sum()) for a, b in pairs if a is not None)
+        report.claim(f"{name}: rows that differ", differing, "none", holds=differing == 0)
+        report.claim(
+            f"{name}: gradient norm",
+            result.grad_norm,
+            "finite, not 0",
+            holds=math.isfinite(result.grad_norm) and result.grad_norm > 0,
+        )
+    first = by_packing["one sequence each"]
+    for name, values in by_packing.items():
+        largest = max(float((values[i] - first[i]).abs().max()) for i in first)
+        report.figure(f"{name}: largest difference from one sequence each", largest)
+
+
+def nothing_to_score(setting: Setting, report: Report) -> None:
+    """An empty micro-batch beside others changes nothing, by a sequence and a token method."""
+    configs = {
+        method: setting.config(objective={"method": method, "entropy_coef": 0.001})
+        for method in ("gapo", "grpo")
+    }
+    policy = setting.policy(configs["gapo"])
+    weights = _copies(policy)
+    for method, config in configs.items():
+        batch = setting.batch(config, num_prompts=2)
+        whole = _plan(policy, batch, config, num_minibatches=1)
+        with_empty = dataclasses.replace(
+            whole,
+            minibatches=tuple(
+                dataclasses.replace(
+                    one, microbatches=tuple((*rank, ()) for rank in one.microbatches)
+                )
+                for one in whole.minibatches
+            ),
+        )
+        metrics = []
+        for packing in (whole, with_empty):
+            policy.load_hf_weights(weights)
+            metrics.append(learn(policy, batch, packing, config, Stopwatch()) or {})
+        without, with_one = (found["optim/grad_norm"] for found in metrics)
+        report.claim(
+            f"{method}: gradient norm with and without",
+            with_one,
+            f"equals {without:.6g} to 1e-3",
+            holds=abs(with_one - without) <= 1e-3 * without,
+        )
+        bad = [name for name, value in metrics[1].items() if not math.isfinite(value)]
+        report.claim(f"{method}: metrics not finite", bad, "none", holds=not bad)
+
+
+def ten_sft_steps(setting: Setting, report: Report) -> None:
+    """Supervised steps on the same few sequences: the loss falls."""
+    config = setting.config()
+    policy = setting.policy(config)
+    batch = setting.batch(config, num_prompts=1)
+    losses = []
+    start = time.perf_counter()
+    for _ in range(10):
+        losses.append(_supervised_step(policy, batch, config, 1e-3 if setting.tiny else 1e-5))
+    seconds = time.perf_counter() - start
+    falls = losses[-1] < losses[0]
+    report.claim("loss, last", losses[-1], f"below the first, {losses[0]:.4g}", holds=falls)
+    report.figure("seconds a step, ten", seconds / 10, "s")
+
+
+def ten_learn_steps(setting: Setting, report: Report) -> None:
+    """GAPO with two mini-batches a step, on random responses and verdicts."""
+    config = setting.config(optimizer={"learning_rate": 1e-6})
+    policy = setting.policy(config)
+    stopwatch, metrics = Stopwatch(), {}
+    num_tokens = 0
+    start = time.perf_counter()
+    for step in range(10):
+        batch = setting.batch(config, num_prompts=4, seed=step)
+        packing = _plan(policy, batch, config, num_minibatches=2)
+        metrics = learn(policy, batch, packing, config, stopwatch) or {}
+        num_tokens += packing.num_tokens_computed
+        policy.make_room()
+        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        report.claim(f"step {step}: metrics not finite", bad, "none", holds=not bad)
+    seconds = time.perf_counter() - start
+    updates = policy.num_updates
+    report.claim("updates", updates, "20", holds=updates == 20)
+    report.figure("tokens/s, learning alone", num_tokens / seconds, "tokens/s")
+    for name in ("optim/grad_norm", "skip/backward_token_share"):
+        report.figure(f"{name}, last step", metrics[name])
+
+
+def _plan(policy: Policy, batch: Batch, config: Config, *, num_minibatches: int) -> Plan:
+    return plan(
+        sequence_lengths(batch),
+        batch.advantages,
+        num_response_tokens=batch.num_response_tokens,
+        valid=batch.valid,
+        num_minibatches=num_minibatches,
+        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+        data_parallel_size=policy.groups.dp_size,
+    )
+
+
+def _copies(policy: Policy) -> Sequence[tuple[str, Tensor]]:
+    return [(name, weight.cpu().clone()) for name, weight in policy.iterate_hf_weights()]
+
+
+def run_update(policy: Policy, packed: Sequence[Microbatch]) -> float:
+    """An update on all rows; the gradient's norm, which waits for the device."""
+    num_rows = sum(len(one.labels) for one in packed)
+    return update(policy, packed, MeanLogProb(num_rows)).grad_norm

@@ -1,0 +1,225 @@
+"""Attention by the fused kernel, as far as no GPU can tell: what it is handed, and what comes back.
+
+`tests/distributed` compares the CPU's path with transformers; on a GPU the last tests here run too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gapo_megatron.policy import attention
+from gapo_megatron.policy.attention import PackedAttention, PackedSequences, pack_sequences
+
+NUM_HEADS, NUM_GROUPS, HEAD_DIM = 4, 2, 16
+ALONE: Any = SimpleNamespace(size=lambda: 1)
+# Lengths: several of every kind; one sequence and padding of one token; no sequence (padding only).
+PACKINGS = [(5, 1, 17, 3, 16), (9, 1), (1,)]
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Kernels:
+    """Stand-ins of torch's two, one sequence after another; what they were handed."""
+
+    def __init__(self) -> None:
+        self.forward_calls: list[tuple[Any, ...]] = []
+        self.backward_calls: list[tuple[Any, ...]] = []
+        self.was_deterministic: list[bool] = []
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
+    ) -> Any:
+        parts = []
+        for start, end in itertools.pairwise(bounds.tolist()):
+            q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
+            output = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=True
+            )
+            parts.append(output[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float) -> Any:
+        self.forward_calls.append(args)
+        output = self.attend(query, key, value, args[0], scale)
+        log_sum_exp, state = torch.zeros(query.shape[1], len(query)), torch.zeros(2)
+        return output, log_sum_exp, state, torch.zeros(()), torch.zeros(0)
+
+    def backward(self, grad: Tensor, *args: Any, scale: float) -> tuple[Tensor, ...]:
+        self.backward_calls.append(args)
+        self.was_deterministic.append(torch.are_deterministic_algorithms_enabled())
+        inputs = [x.detach().requires_grad_() for x in args[:3]]
+        with torch.enable_grad():
+            output = self.attend(*inputs, args[5], scale)
+        return torch.autograd.grad(output, inputs, grad)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """As on a GPU in bf16, but in float32."""
+    found = Kernels()
+    monkeypatch.setattr(attention, "_has_fused_kernel", lambda *_: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", found.forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", found.backward)
+    yield found
+
+
+def layer() -> PackedAttention:
+    return PackedAttention(SimpleNamespace(kv_channels=HEAD_DIM))
+
+
+def layout(lengths: tuple[int, ...], device: str = "cpu", **options: Any) -> PackedSequences:
+    bounds = [0, *itertools.accumulate(lengths)]
+    positions = [position for length in lengths for position in range(length)]
+    settings = {"dtype": torch.float32, "cp_group": ALONE} | options
+    return pack_sequences(
+        torch.tensor(bounds, dtype=torch.int32, device=device),
+        max_seqlen=max(lengths),
+        position_ids=torch.tensor([positions], device=device),
+        inverse_frequencies=0.1 ** torch.arange(HEAD_DIM // 2, device=device),
+        **settings,
+    )
+
+
+def inputs(num_tokens: int, **options: Any) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    heads = (NUM_HEADS, NUM_GROUPS, NUM_GROUPS)
+    made = [torch.randn(num_tokens, n, HEAD_DIM, generator=generator) for n in heads]
+    return [x.to(**options).requires_grad_() for x in made]
+
+
+def attend(packed: PackedSequences, given: list[Tensor]) -> list[Tensor]:
+    """Output, and the gradients of query, key and value."""
+    output = layer()(*given, None, packed_seq_params=packed)
+    weights = torch.linspace(-1, 1, output.numel()).view_as(output).to(output)
+    return [output, *torch.autograd.grad((output * weights).sum(), given)]
+
+
+@pytest.mark.parametrize("lengths", PACKINGS, ids=str)
+def test_the_fused_kernel_is_handed_the_sequences(
+    lengths: tuple[int, ...], kernels: Kernels
+) -> None:
+    packed = layout(lengths)
+    assert packed.slots is None and packed.buckets == ()
+    given = inputs(sum(lengths))
+    found = attend(packed, given)
+    ((*bounds, longest, longest_key, dropout, is_causal, debug),) = kernels.forward_calls
+    for one in bounds:
+        assert one.dtype == torch.int32 and one.tolist() == [0, *itertools.accumulate(lengths)]
+    # With 1, torch's C++ lays heads out as positions and splits the keys.
+    assert longest == longest_key == max(*lengths, 2)
+    assert (dropout, is_causal, debug) == (0.0, True, False)
+    (backward,) = kernels.backward_calls
+    assert backward[7:11] == (longest, longest, 0.0, True)
+    assert [x.shape for x in backward[5:7]] == [bounds[0].shape] * 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_has_fused_kernel", lambda *_: False)
+        expected = attend(layout(lengths), given)
+    for part, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("before", [(False, False), (True, True)], ids=str)
+def test_the_backward_pass_is_deterministic_and_leaves_the_flag(
+    before: tuple[bool, bool], kernels: Kernels
+) -> None:
+    enabled, warns = before
+    torch.use_deterministic_algorithms(enabled, warn_only=warns)
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        attend(layout((3, 2)), inputs(5))
+        assert kernels.was_deterministic == [True]
+        assert torch.are_deterministic_algorithms_enabled() == enabled
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == warns
+        assert torch.utils.deterministic.fill_uninitialized_memory == fills
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_torch_takes_these_arguments_and_nothing_is_read_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "_has_fused_kernel", lambda *_: True)
+    # On this device whatever asks for a value fails.
+    packed = layout((4, 3), device="meta", dtype=torch.bfloat16)
+    given = inputs(7, device="meta", dtype=torch.bfloat16)
+    output, *gradients = attend(packed, given)
+    assert (output.shape, output.dtype) == ((7, NUM_HEADS * HEAD_DIM), torch.bfloat16)
+    assert [x.shape for x in gradients] == [x.shape for x in given]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "is_fused"),
+    [
+        ("cuda", torch.bfloat16, True),
+        ("cuda", torch.float32, False),
+        ("cpu", torch.bfloat16, False),
+    ],
+)
+def test_where_the_fused_kernel_serves(device: str, dtype: torch.dtype, is_fused: bool) -> None:
+    assert attention._has_fused_kernel(torch.device(device), dtype) == is_fused
+
+
+def test_fp32_on_a_gpu_gets_a_head_of_keys_for_each_of_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda *args, **kw: seen.append((args, kw)) or real(*args, **kw),
+    )
+    for device in ("cuda", "cpu"):
+        with FakeTensorMode():
+            heads = (NUM_HEADS, NUM_GROUPS, NUM_GROUPS)
+            q, k, v = (torch.empty(2, n, 5, HEAD_DIM, device=device) for n in heads)
+            output = layer()._attend(q, k, v, is_causal=True)
+        assert output.shape == q.shape
+    ((on_cuda, cuda_options), (on_cpu, cpu_options)) = seen
+    assert [x.shape[1] for x in on_cuda] == [NUM_HEADS] * 3 and not cuda_options["enable_gqa"]
+    assert [x.shape[1] for x in on_cpu] == [NUM_HEADS, NUM_GROUPS, NUM_GROUPS]
+    assert cpu_options["enable_gqa"]
+
+
+@pytest.mark.parametrize("lengths", [*PACKINGS, (700, 1, 64, 129, 2048)], ids=str)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
+def test_on_a_gpu_bits_repeat_and_values_agree(lengths: tuple[int, ...], device: str) -> None:
+    packed = layout(lengths, device, dtype=torch.bfloat16)
+    given = inputs(sum(lengths), device=device, dtype=torch.bfloat16)
+    first, again = attend(packed, given), attend(packed, given)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    # Sequence by sequence the same forward bits: a row does not depend on what it is packed with.
+    start = 0
+    for length in lengths:
+        rows = slice(start, start := start + length)
+        alone = layer()(
+            *(x[rows] for x in given),
+            None,
+            packed_seq_params=layout((length,), device, dtype=torch.bfloat16),
+        )
+        assert torch.equal(alone, first[0][rows])
+    exact = attend(layout(lengths), [x.detach().cpu().float().requires_grad_() for x in given])
+    for part, whole in zip(first, exact, strict=True):
+        # bf16 keeps 8 bits of inputs, probabilities and results.
+        assert (part.cpu().float() - whole).norm() <= 2e-2 * whole.norm()
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
+def test_on_a_gpu_fp32_agrees(device: str) -> None:
+    lengths = PACKINGS[0]
+    found = attend(layout(lengths, device), inputs(sum(lengths), device=device))
+    exact = attend(layout(lengths), inputs(sum(lengths)))
+    for part, whole in zip(found, exact, strict=True):
+        assert (part.cpu() - whole).norm() <= 1e-3 * whole.norm()  # TF32 of the second product

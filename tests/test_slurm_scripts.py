@@ -500,6 +500,25 @@ def test_ranks_know_their_place_and_code(start: Start, run_dir: Path) -> None:
     }
 
 
+def test_kernels_are_compiled_to_a_disk_of_the_node(start: Start, run_dir: Path) -> None:
+    """Not in the home folder, where the libraries would put them; a site's own choice holds."""
+    names = "CACHE_DIR VLLM_CACHE_ROOT TRITON_CACHE_DIR FLASHINFER_WORKSPACE_BASE"
+    cache = run_dir.parent / "cache"
+    run = start(run_dir, SHOW=names, CACHE_DIR=str(cache), TRITON_CACHE_DIR="/theirs")
+    assert run.end()[0] == 0
+    lines = (run.attempts[0] / "rank_1.log").read_text().splitlines()
+    assert dict(line.split("=") for line in lines[:-1]) == {
+        "CACHE_DIR": str(cache),
+        "VLLM_CACHE_ROOT": f"{cache}/vllm",
+        "TRITON_CACHE_DIR": "/theirs",
+        "FLASHINFER_WORKSPACE_BASE": str(cache),
+    }
+    run = start(run_dir.with_name("default"), SHOW="CACHE_DIR")
+    assert run.end()[0] == 0
+    log = (run.attempts[0] / "rank_1.log").read_text()
+    assert log.startswith(f"CACHE_DIR=/tmp/gapo_cache_{os.getuid()}\n")
+
+
 def test_site_settings_and_a_container(start: Start, run_dir: Path) -> None:
     tree = run_dir.parent / "tree"
     shutil.copytree(ROOT / "slurm", tree / "slurm")

@@ -81,6 +81,4 @@ def test_vllm_takes_our_arguments_as_they_are(
     # Its rotary embeddings reach to the longest sequence and no further.
     assert model.hf_text_config.max_position_embeddings == arguments.max_model_len
     assert (config.quant_config is None) == (not quantization)
-    # Prompts are cut, responses are not: a seeded request is continued where it was.
-    assert config.scheduler_config.max_num_batched_tokens > 0
     assert config.compilation_config.cudagraph_mode.name != "NONE" or model.enforce_eager

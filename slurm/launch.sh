@@ -13,6 +13,7 @@
 # ON_STOP           after a stop, under Slurm: requeue (default) or exit
 # MAX_RESTARTS      of one job (default 50)
 # MAX_FAILURES      failed attempts in a row without a new checkpoint (default 3)
+# CACHE_DIR         where kernels are compiled to, on a disk of each node's own (default /tmp/gapo_cache_UID)
 # PYTHON, CONTAINER, SRUN_OPTIONS     see slurm/site.example.sh
 #
 # Exit codes: 0 finished, or stopped as asked; 2 a mistake in config, data or usage; 75 stopped, to be started
@@ -387,6 +388,10 @@ export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 threads=1
 [ "${SLURM_GPUS_ON_NODE:-0}" = 0 ] || threads=$((${SLURM_CPUS_PER_TASK:-1} < 8 ? ${SLURM_CPUS_PER_TASK:-1} : 8))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
+# Thousands of small files with locks: in the home folder all ranks of all nodes would wait for one file server.
+export CACHE_DIR=${CACHE_DIR:-/tmp/gapo_cache_$UID}
+export VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$CACHE_DIR/vllm} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$CACHE_DIR/triton}
+export FLASHINFER_WORKSPACE_BASE=${FLASHINFER_WORKSPACE_BASE:-$CACHE_DIR}
 ulimit -n "$(ulimit -Hn)"
 python_path=${PYTHONPATH:+:$PYTHONPATH}
 attempt='' attempt_dir='' child='' cancelled=0 max_restarts=${MAX_RESTARTS:-50}

@@ -32,7 +32,7 @@
 # Pyxis: options of srun (no spaces within one).
 # PYTHON=/opt/gapo/bin/python
 # SRUN_OPTIONS="--container-image=$PWD/gapo.sqsh --container-workdir=$PWD"
-# SRUN_OPTIONS+=" --container-mounts=$PWD:$PWD,/scratch:/scratch"
+# SRUN_OPTIONS+=" --container-mounts=$PWD:$PWD,/scratch:/scratch,/tmp:/tmp"   # /tmp: see CACHE_DIR
 
 # --- network -----------------------------------------------------------------------------------------------
 # Which interface sockets use: for the rendezvous, and for NCCL where there is no InfiniBand.
@@ -48,3 +48,4 @@
 # --- launch.sh ---------------------------------------------------------------------------------------------
 # export NUM_NODES=4                          # with `sbatch --nodes=5`: one spare node
 # export MAX_RESTARTS=50 MAX_FAILURES=3
+# export CACHE_DIR=/local/$USER/gapo_cache    # compiled kernels, on a disk of each node's own; default: in /tmp

@@ -70,7 +70,7 @@ def test_a_gpu_without_transformer_engine_is_a_pity(tmp_path: Path) -> None:
     found = look(tmp_path, LOGIN_NODE)
     engine = found["import transformer_engine"]
     assert (engine.status, engine.detail) == ("warn", "not installed")
-    assert "requirements/gpu.txt" in engine.advice
+    assert "tools/setup_gpu_env.sh" in engine.advice
 
 
 def test_the_apex_of_the_public_index_is_recognised(tmp_path: Path) -> None:
@@ -186,3 +186,16 @@ def test_another_nccl_than_the_one_installed_for_torch(
     assert judge_nccl(of_the_site, None).status == "ok"  # a container's own
     both = GPU | {"nccl_paths": [path, "/opt/nccl/libnccl.so.2"]}
     assert re.search(mentions("two", "2.28.9", path), judge_nccl(both, packaged).detail)
+
+
+def test_kernels_that_every_node_would_compile_are_missed(tmp_path: Path) -> None:
+    assert "flashinfer" not in look(tmp_path, GPU)
+    install(tmp_path, "flashinfer_python", "0.7.0.post1", {})
+    install(tmp_path, "flashinfer_cubin", "0.7.0.post1", {})
+    found = look(tmp_path, GPU)["flashinfer"]
+    assert found.status == "warn"
+    assert re.search(mentions("flashinfer-jit-cache not installed"), found.detail)
+    assert "download-kernels" in found.advice
+    install(tmp_path, "flashinfer_jit_cache", "0.7.0.post1+cu130", {})
+    assert look(tmp_path, GPU)["flashinfer"].status == "ok"
+    assert "flashinfer" not in look(tmp_path, CPU)

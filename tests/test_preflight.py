@@ -22,6 +22,7 @@ from gapo_megatron.launch import node_checks
 from gapo_megatron.launch.node_checks import (
     CommandError,
     Gpu,
+    check_cache,
     check_gpu_errors,
     check_gpus,
     check_memory,
@@ -464,3 +465,32 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     check = node_checks.check_packages()
     assert not check.ok
     assert check.detail.endswith("does not find no_such.module, json.nothing")
+
+
+def test_nobody_else_can_write_the_kernels_that_this_user_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "disk" / "cache"
+    assert check_cache({}).ok  # not started by slurm/launch.sh
+    env = {"CACHE_DIR": str(folder)}
+    assert check_cache(env) == check_cache(env)  # the second finds it there
+    assert check_cache(env).ok
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    check = check_cache(env)
+    assert not check.ok
+    assert re.search(mentions("CACHE_DIR", str(folder), "drwxrwxrwx"), check.detail)
+    elsewhere = tmp_path / "link"
+    elsewhere.symlink_to(folder.parent)  # somebody else's way to say where
+    (tmp_path / "file").touch()
+    for path in (elsewhere, tmp_path / "file", tmp_path / "file" / "below"):
+        check = check_cache({"CACHE_DIR": str(path)})
+        assert not check.ok
+        assert re.search(mentions("CACHE_DIR", str(path)), check.detail)
+
+
+def test_a_folder_of_kernels_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    check = check_cache({"CACHE_DIR": str(tmp_path)})
+    assert not check.ok
+    assert re.search(mentions("CACHE_DIR", f"user {tmp_path.stat().st_uid};"), check.detail)

@@ -519,6 +519,26 @@ def test_threads_beside_a_gpu_are_the_tasks_cores(
     assert (attempt / "rank_0.log").read_text().startswith(f"OMP_NUM_THREADS={expected}\n")
 
 
+def test_kernels_are_compiled_to_a_disk_of_the_node(start: Start, run_dir: Path) -> None:
+    """Not in the home folder, where the libraries would put them; a site's own choice holds."""
+    names = "CACHE_DIR VLLM_CACHE_ROOT TRITON_CACHE_DIR FLASHINFER_WORKSPACE_BASE"
+    cache = run_dir.parent / "cache"
+    run = start(run_dir, SHOW=names, CACHE_DIR=str(cache), TRITON_CACHE_DIR="/theirs")
+    assert run.end()[0] == 0
+    lines = (run.attempts[0] / "rank_1.log").read_text().splitlines()
+    assert dict(line.split("=") for line in lines[:-1]) == {
+        "CACHE_DIR": str(cache),
+        "VLLM_CACHE_ROOT": f"{cache}/vllm",
+        "TRITON_CACHE_DIR": "/theirs",
+        "FLASHINFER_WORKSPACE_BASE": str(cache),
+    }
+    run = start(run_dir.with_name("default"), SHOW="CACHE_DIR TRITON_CACHE_DIR")
+    assert run.end()[0] == 0
+    folder = f"/tmp/gapo_cache_{os.getuid()}"
+    log = (run.attempts[0] / "rank_1.log").read_text()
+    assert log.startswith(f"CACHE_DIR={folder}\nTRITON_CACHE_DIR={folder}/triton\n")
+
+
 def test_site_settings_and_a_container(start: Start, run_dir: Path) -> None:
     tree = run_dir.parent / "tree"
     shutil.copytree(ROOT / "slurm", tree / "slurm")

@@ -41,7 +41,7 @@ def judge_policy(answer: Answer, *, precision: str, torch: Answer) -> Iterator[F
     where = answer["gpu"] if on_gpu else "the CPU: for tests and demos"
     yield Finding("kernels", "one update", "ok", f"done by a tiny model in {precision} on {where}")
     fused = answer["transformer_engine"] or precision == "fp32" or not on_gpu
-    advice = "Transformer Engine has faster ones: follow requirements/gpu.txt"
+    advice = "Transformer Engine has faster ones: tools/setup_gpu_env.sh"
     yield judge("kernels", "layers", fused, answer["layers"], advice, bad="warn")
     attention = ": ".join(filter(None, (answer["attention"], answer["attention_backend"])))
     good = not answer["attention_backend"].startswith("Unfused")

@@ -21,6 +21,8 @@ from gapo_megatron.launch.node_checks import CommandError
 Ask = Callable[[str], Answer]
 
 PIP = f"{sys.executable} -m pip"
+SETUP = "tools/setup_gpu_env.sh"
+"""Makes the environment of requirements/gpu.txt."""
 TORCH = """\
 import json, time; start = time.time(); import torch
 cuda = torch.version.cuda
@@ -32,8 +34,9 @@ print(json.dumps({
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None, "nccl_paths": nccl,
 }))
 """
+# torch first, as in the trainer: it loads NCCL, which in a virtual environment nothing else finds.
 TRANSFORMER_ENGINE = """\
-import json, transformer_engine, transformer_engine.pytorch, transformer_engine_torch
+import json, torch, transformer_engine, transformer_engine.pytorch, transformer_engine_torch
 print(json.dumps({"version": transformer_engine.__version__,
                   "path": transformer_engine_torch.__file__}))
 """
@@ -42,6 +45,8 @@ print(json.dumps({"version": transformer_engine.__version__,
 APEX = "import apex, apex.optimizers, apex.normalization, amp_C; print('{}')"
 FLASH_ATTENTION = {"flash-attn": "flash_attn", "flash-attn-3": "flash_attn_interface"}
 """Distributions, and the module that Transformer Engine imports of each."""
+FLASHINFER_KERNELS = ("flashinfer-cubin", "flashinfer-jit-cache")
+"""Distributions with its compiled kernels, which have its version."""
 
 
 def look_at_libraries(torch: Answer, ask: Ask, env: Mapping[str, str]) -> Iterator[Finding]:
@@ -60,6 +65,8 @@ def look_at_libraries(torch: Answer, ask: Ask, env: Mapping[str, str]) -> Iterat
     yield look_at_flash_attention(here, ask)
     yield look_at_triton(facts, ask)
     if facts.get("cuda"):
+        if "flashinfer-python" in here:
+            yield judge_flashinfer({name: one.version for name, one in here.items()})
         packaged = next((one for name, one in here.items() if name.startswith("nvidia-nccl")), None)
         yield judge_nccl(facts, packaged)
 
@@ -97,7 +104,7 @@ def look_at_transformer_engine(
     if importlib.util.find_spec("transformer_engine") is None:
         if not cuda:
             return Finding("libraries", name, "ok", "not installed; it needs a GPU")
-        advice = "faster layers, attention and optimizer, and fp8: follow requirements/gpu.txt"
+        advice = f"faster layers, attention and optimizer, and fp8: {SETUP}"
         return Finding("libraries", name, "warn", "not installed", advice)
     # Where there is a GPU, the trainer takes it for granted that an installed one works.
     bad: Status = "fail" if torch.get("num_gpus") else "warn"
@@ -105,11 +112,11 @@ def look_at_transformer_engine(
     major = (cuda or "").partition(".")[0]
     if cuda and built_for and major not in built_for:
         detail = f"its core is built for CUDA {', '.join(built_for)}, torch for {cuda}"
-        advice = f"{PIP} uninstall transformer-engine-cu{built_for[0]}; then requirements/gpu.txt"
+        advice = f"{PIP} uninstall transformer-engine-cu{built_for[0]}; then {SETUP}"
         return Finding("libraries", name, bad, detail, advice)
     answer = ask(TRANSFORMER_ENGINE)
     if isinstance(answer, CommandError):
-        advice = "compile it against the torch that is here: requirements/gpu.txt; or uninstall it"
+        advice = f"compile it against the torch that is here, as {SETUP} does; or uninstall it"
         return Finding("libraries", name, bad, str(answer), advice)
     return Finding("libraries", name, "ok", f"{answer['version']} ({answer['path']})")
 
@@ -128,7 +135,7 @@ def look_at_apex(installed: metadata.Distribution | None, ask: Ask) -> Finding:
     if not any((folder / "optimizers").is_dir() for folder in folders):
         summary = installed.metadata["Summary"] if installed else None
         detail = f"not NVIDIA's, but {summary or spec.origin!r}, {version}"
-        advice = f"{PIP} uninstall apex; nothing has to take its place (requirements/gpu.txt)"
+        advice = f"{PIP} uninstall apex; nothing has to take its place"
         return Finding("libraries", "apex", "warn", detail, advice)
     answer = ask(APEX)
     if isinstance(answer, CommandError):
@@ -163,6 +170,20 @@ def look_at_triton(torch: Mapping[str, Any], ask: Ask) -> Finding:
         advice = "reinstall the triton that this torch asks for"
         return Finding("libraries", "import triton", bad, str(answer), advice)
     return Finding("libraries", "import triton", "ok", str(answer["version"]))
+
+
+def judge_flashinfer(versions: Mapping[str, str]) -> Finding:
+    """Whether its kernels are here, compiled: else vLLM compiles them at start, on every node.
+
+    Args:
+        versions: of what is installed, by normal name; FlashInfer is.
+    """
+    wanted = versions["flashinfer-python"]
+    found = {name: versions.get(name, "not installed") for name in FLASHINFER_KERNELS}
+    good = all(version.partition("+")[0] == wanted for version in found.values())
+    detail = f"{wanted}; " + ", ".join(f"{name} {version}" for name, version in found.items())
+    advice = f"{sys.executable} -m flashinfer download-kernels (vLLM's own command needs a GPU)"
+    return judge("libraries", "flashinfer", good, detail, advice, bad="warn")
 
 
 def judge_nccl(torch: Mapping[str, Any], packaged: metadata.Distribution | None) -> Finding:

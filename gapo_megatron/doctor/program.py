@@ -37,7 +37,7 @@ def look_at_program() -> Iterator[Finding]:
     version = f"{platform.python_version()} ({sys.executable})"
     yield judge("program", "python", sys.version_info >= (3, 11), version, "needs 3.11 or newer")
     yield _commit()
-    advice = "make env; on a machine with GPUs follow requirements/gpu.txt"
+    advice = "make env; on a machine with GPUs tools/setup_gpu_env.sh"
     yield from_check("program", node_checks.check_packages(), advice)
     here = {name: one.version for name, one in distributions().items()}
     fallback = "" if shutil.which("nvidia-smi") else "+cpu"
@@ -74,7 +74,7 @@ def compare_with_lock(here: Mapping[str, str], path: Path) -> Iterator[Finding]:
             yield Finding("program", name, "warn", said, "suspect this first when numbers differ")
         else:
             said = f"not installed; {path.name} has {lock[name]}"
-            advice = DISPENSABLE.get(name, f"see the head of requirements/{path.name}")
+            advice = DISPENSABLE.get(name, f"install the version of requirements/{path.name}")
             status: Status = "warn" if name in DISPENSABLE else "fail"
             yield Finding("program", name, status, said, advice)
     others = sorted(set(lock) - set(STACK))

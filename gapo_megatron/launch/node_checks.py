@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -130,6 +131,7 @@ def check_local(env: Mapping[str, str], *, run_dir: str | Path, min_free_gib: fl
         check_memory(env),
         check_shm(),
         check_packages(),
+        check_cache(env),
         *check_gpus(env),
     ]
 
@@ -186,6 +188,26 @@ def check_packages() -> Check:
     if missing:
         return Check("packages", False, f"{interpreter} does not find {', '.join(missing)}")
     return Check("packages", True, f"{interpreter} finds all {len(PACKAGES)}")
+
+
+def check_cache(env: Mapping[str, str]) -> Check:
+    """Whether compiled kernels, in CACHE_DIR, can be written by this user and by nobody else.
+
+    Its name can be guessed, and what lies there is run. Makes the folder if it is not there.
+    """
+    folder = env.get("CACHE_DIR", "")
+    if not folder:
+        return Check("cache", True, "each library's own")
+    try:
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = os.lstat(folder)
+    except OSError as error:
+        return Check("cache", False, f"CACHE_DIR ({folder}) must be a folder: {error}")
+    mode, owner = status.st_mode, status.st_uid
+    if not stat.S_ISDIR(mode) or owner != os.getuid() or mode & 0o022:
+        detail = f"{stat.filemode(mode)} of user {owner}; must be a folder of user {os.getuid()}"
+        return Check("cache", False, f"CACHE_DIR ({folder}): {detail} that no other can write")
+    return Check("cache", True, folder)
 
 
 def check_gpus(env: Mapping[str, str]) -> list[Check]:

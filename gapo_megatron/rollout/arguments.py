@@ -100,7 +100,7 @@ def eos_token_ids(hf_dir: str | Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def engine_args(
-    config: Config, hf_config: PretrainedConfig, device: torch.device, *, load_weights: bool
+    config: Config, hf_config: PretrainedConfig, device: torch.device, *, load_weights: bool = False
 ) -> EngineArgs:
     """What vLLM is started with; the same on every rank. For `load_weights` see `RolloutEngine`."""
     rollout = config.rollout

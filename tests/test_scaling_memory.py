@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from gapo_megatron.batching import pack
 from gapo_megatron.convert import rules_for
 from gapo_megatron.counts import arithmetic
 from gapo_megatron.logprob import tiles
@@ -62,7 +61,7 @@ def measured(policy: Policy, num_tokens: int) -> int:
     with torch.no_grad():
         for parameter in policy.stages[0].parameters():
             parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
-    microbatch = pack(full_batch(num_tokens), [0, 1], align=policy.sequence_multiple, device="cpu")
+    microbatch = policy.pack(full_batch(num_tokens), [0, 1])
     assert microbatch.tokens.shape == (1, num_tokens)
     with KeptForBackward(besides=policy.stages[0].parameters()) as kept:
         step.update(policy, [microbatch], lambda _, values, __: (-values.sum(), {}))

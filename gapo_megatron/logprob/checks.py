@@ -95,9 +95,10 @@ def flag_not_finite(
     """
     if not len(rows):
         return
-    bad = ~log_probs.isfinite()
+    is_finite = log_probs.isfinite()
     if entropy is not None:
-        bad = bad | ~entropy.isfinite()
+        is_finite = is_finite & entropy.isfinite()
+    bad = ~is_finite
     first = bad.to(torch.uint8).argmax()
     row_is_finite = rows.index_select(0, first[None]).isfinite().all()
 
@@ -114,4 +115,4 @@ def flag_not_finite(
             cause = "its logits overflow, or a weight row of another rank's shard is not finite"
         return DivergenceError(message + cause)
 
-    flags.keep(bad.any(), explain)
+    flags.keep(~is_finite.all(), explain)

@@ -290,20 +290,20 @@ def _flag_not_finite(
     advantages: torch.Tensor,
 ) -> None:
     """Keep a flag: an input is not finite. Its DivergenceError names the sequence."""
-    bad = {
-        "advantages": ~advantages.isfinite(),
-        "old_log_probs": ~old_log_probs.isfinite(),
-        "log_probs": ~log_probs.isfinite(),
+    inputs = {
+        "advantages": advantages.isfinite(),
+        "old_log_probs": old_log_probs.isfinite(),
+        "log_probs": log_probs.isfinite(),
     }
 
     def explain() -> DivergenceError:
         # The first of these that is broken broke the others.
-        name, is_bad = next((name, is_bad) for name, is_bad in bad.items() if is_bad.any())
-        places = is_bad.nonzero()[:, 0]
+        name, is_finite = next(one for one in inputs.items() if not one[1].all())
+        places = (~is_finite).nonzero()[:, 0]
         found = sorted(set((places if name == "advantages" else sequence_ids[places]).tolist()))
         return DivergenceError(
             f"{name} not finite in sequence {found[0]} of the micro-batch "
             f"({len(found)} of {len(advantages)} sequences affected)"
         )
 
-    flags.keep(torch.stack([is_bad.any() for is_bad in bad.values()]).any(), explain)
+    flags.keep(~torch.stack([one.all() for one in inputs.values()]).all(), explain)

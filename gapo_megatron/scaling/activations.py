@@ -241,4 +241,5 @@ def _experts(hf_config: Any, e: int, hidden: int, fused: bool) -> int:
     # Expert, share, place in the order of experts; of all experts share and choice.
     router = chosen * (2 * _INDEX + 4) + 5 * experts
     wide = hf_config.moe_intermediate_size * (4 if fused else 6)
-    return router + chosen * (e * (hidden + wide) + 4)
+    states = hidden if fused else 2 * hidden  # torch's sum of them keeps the experts' outputs too
+    return router + chosen * (e * (states + wide) + 4)

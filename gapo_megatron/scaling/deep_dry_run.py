@@ -96,10 +96,7 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
             if hasattr(module, "routing"):
                 module.register_forward_hook(_share_equally)
         microbatch = _full_microbatch(config, policy)
-        ranks = groups.tp_size if config.parallel.sequence_parallel else 1
         num_tokens = microbatch.tokens.shape[1]
-        received_tokens = num_tokens // (ranks * groups.cp_size)
-        no_data.received_shape = (received_tokens, 1, policy.hf_config.hidden_size)
         no_data.reset_peak()
         before = no_data.live_bytes
         num_microbatches = groups.pp_size * min(groups.vpp_size, 2)

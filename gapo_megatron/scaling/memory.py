@@ -87,14 +87,21 @@ class StageMemory:
         return self.state + self.fp8_copies + self.engine_asleep + step
 
     @property
-    def generating(self) -> int:
-        """While vLLM receives weights, or is awake: the trainer gives up all that is not needed.
+    def receiving(self) -> int:
+        """While vLLM receives weights: the trainer has its own, and has given up gradients."""
+        kept = self.state - self.gradients - min(self.offloaded, self.optimizer)
+        return kept + self.rollout_weights + self.engine_asleep
 
-        Its own weights leave, if they do, when vLLM has them and before the KV cache comes.
-        """
-        kept = self.state - self.gradients + self.rollout_weights
-        receiving = kept - min(self.offloaded, self.optimizer) + self.engine_asleep
-        return max(receiving, kept - self.offloaded + self.kv_cache)
+    @property
+    def awake(self) -> int:
+        """While vLLM generates: the trainer's weights have left, if they do."""
+        kept = self.state - self.gradients - self.offloaded
+        return kept + self.rollout_weights + self.kv_cache
+
+    @property
+    def generating(self) -> int:
+        """From the sync to the end of generation: the worse of the two."""
+        return max(self.receiving, self.awake)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ _BUDGET_FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)
 """Of `batch.max_tokens_per_microbatch` that are tried."""
 _GENERATING = "out of memory while generating"
 SMALLER_FRACTION = f"{_GENERATING}: a smaller rollout.memory_fraction would fit"
+_HOST_SHARE = 0.9
+"""Of a node's own memory; the rest is for its system, the verifiers and the page cache: assumed."""
 OUT_OF_HOST = "out of a node's own memory: what is offloaded, and a checkpoint being saved"
 LARGER_FRACTION = f"{_GENERATING}: no room for the KV cache of one sequence"
 
@@ -63,16 +65,19 @@ class Candidate:
             parts = (*_STATE_PARTS, *_STEP_PARTS)
             return Refusal(_most_of_all("training", self.memory.trainer, parts), needed)
         needed, engine = self.memory.generating, self.memory.engine
+        state = ("weights",) if engine.offloaded else _STATE_PARTS
+        if engine.receiving > gpu.memory_bytes:
+            parts = (*state, "rollout_weights")
+            return Refusal(_most_of_all("the engine receives weights", engine, parts), needed)
         if needed - engine.kv_cache > gpu.memory_bytes:
-            state = ("weights",) if engine.offloaded else _STATE_PARTS
-            parts = (*state, *_ROLLOUT_PARTS)
+            parts = (*(() if engine.offloaded > engine.optimizer else state), *_ROLLOUT_PARTS)
             return Refusal(_most_of_all("generating", engine, parts), needed)
         if needed > gpu.memory_bytes:
             return Refusal(SMALLER_FRACTION, needed)
         if self.times.generation_s == float("inf"):
             return Refusal(LARGER_FRACTION, needed)
         host = (self.memory.offloaded + self.memory.checkpoint) * gpu.gpus_per_node
-        if self.memory.offloaded and host > gpu.host_memory_bytes:
+        if self.memory.offloaded and host > _HOST_SHARE * gpu.host_memory_bytes:
             return Refusal(OUT_OF_HOST, host)
         return None
 

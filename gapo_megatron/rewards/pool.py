@@ -32,7 +32,7 @@ MAX_FAILED_STARTS = 3
 """In a row; with more, workers cannot start here. One may be killed in its start by chance."""
 
 QUESTION_S = 5.0
-"""Between two questions of `judge` whether it may end."""
+"""Between two questions of `collect` whether it may end."""
 
 READY = b"ready\n"
 """What a worker sends first, once its verifier is imported."""
@@ -120,10 +120,9 @@ class Pool:
             RewardError: workers cannot start; their own error is on stderr.
         """
         # First of all: a worker may have been killed while there was nothing to judge.
-        for number, verdict in self._settle().items():
-            if number in self._open:
-                self._open.remove(number)
-                self._verdicts[number] = verdict
+        settled = self._settle()
+        self._verdicts |= settled
+        self._open -= settled.keys()
         for worker in self._workers:
             if worker.is_free and self._waiting:
                 number, item = self._waiting.popleft()

@@ -66,7 +66,7 @@ def sample(
     stopwatch: Stopwatch,
     step: int,
 ) -> Sampled | None:
-    """Draw prompts, generate k rollouts of each, and judge them.
+    """Draw prompts, generate k rollouts of each, and judge each as soon as it has ended.
 
     A group whose valid rollouts all have the same reward has A = 0 throughout: nothing is learned
     from it. With `batch.dynamic_sampling_rounds` (DAPO's dynamic sampling) such groups are replaced
@@ -86,7 +86,7 @@ def sample(
         config: of the run.
         open_groups: of the step before; the same on every rank.
         attempt: may ask to break off.
-        stopwatch: counts the stages `rollout` and `reward`.
+        stopwatch: counts the stages `rollout` and `reward`: what judging takes beyond it.
         step: seeds the samples, with the run's seed and the prompt's id.
 
     Returns:
@@ -189,6 +189,9 @@ def _judge(
         wanted_here, spare = engine.share(prompts[:wanted]), engine.share(prompts[wanted:])
         begun = {group.prompt.id: group.rollouts for group in open_groups}
         mine = sorted(wanted_here + spare, key=lambda prompt: prompt.id not in begun)
+        # Settled before any response ends, by problem: the slices still make up all in order.
+        judged_here = engine.part(range(len(mine)))
+        judging = rewards.Judging(pool, [mine[i] for i in judged_here], tokenizer=tokenizer)
         rollouts = engine.generate(
             mine,
             num_groups=len(wanted_here),
@@ -201,6 +204,7 @@ def _judge(
             top_p=config.rollout.top_p,
             progress=True,
             occupancy=occupancy,
+            on_ended=judging.add,
             should_abandon=attempt.patience(stopwatch.expect("rollout")),
         )
     if rollouts is None:
@@ -209,14 +213,13 @@ def _judge(
         whole = [i for i, group in enumerate(rollouts) if all(one.finished for one in group)]
         # Of more than are wanted that end together the last ones are left, finished as they are.
         kept = whole[: len(wanted_here)]
-        my_kept = engine.part(kept)
-        my_left = engine.part([i for i in range(len(mine)) if i not in kept])
+        my_kept = [i for i in judged_here if i in kept]
+        my_left = [i for i in judged_here if i not in kept]
         prompts, responses = [mine[i] for i in my_kept], [rollouts[i] for i in my_kept]
         verdicts = rewards.score(
-            pool,
+            judging,
             prompts,
             responses,
-            tokenizer=tokenizer,
             gather=engine.gather,
             should_abandon=attempt.patience(stopwatch.expect("reward")),
         )

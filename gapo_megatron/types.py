@@ -51,6 +51,10 @@ class Carried:
     """[n] float32: the trainer's log-probs of the tokens, each at the weights that sampled it."""
 
 
+Ended = tuple[Prompt, int, Rollout]
+"""A response that is finished: its problem, its number among the k, and itself."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenGroup:
     """A prompt that an engine has broken off: the next step goes on with it."""

@@ -20,6 +20,7 @@ from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k, pass_at_k
 from gapo_megatron.evaluate.statistics import mean_interval, paired_difference, welch_p_value
 from gapo_megatron.types import Prompt, Rollout
 from tests.messages import mentions
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
@@ -92,9 +93,17 @@ class FakeEngine:
     def share(self, prompts):
         return list(prompts)
 
-    def generate(self, prompts, **sampling):
+    def generate(self, prompts, *, on_ended, **sampling):
         self.asked = sampling
-        return [tuple(self._rollout(text) for text in self.responses[p.id]) for p in prompts]
+        groups = [tuple(self._rollout(text) for text in self.responses[p.id]) for p in prompts]
+        for prompt, group in zip(reversed(prompts), reversed(groups), strict=True):
+            for sample, rollout in reversed(list(enumerate(group))):
+                on_ended([(prompt, sample, rollout)])
+                self.go_on(on_ended)
+        return groups
+
+    def go_on(self, on_ended) -> None:
+        """Generate the next response."""
 
     def part(self, groups):
         return list(groups)
@@ -186,6 +195,25 @@ def test_a_rank_judges_its_part_of_what_its_engine_made(pool, tokenizer):
     engine.part = lambda groups: groups[:1]  # and nobody else gathers with it
     metrics = evaluate(engine, PROMPTS, pool=pool, tokenizer=tokenizer, config=_config(), step=0)
     assert metrics["eval/pass@1"] == 0.75
+
+
+def test_a_response_is_judged_while_the_next_is_generated(pool, tokenizer):
+    num_judged = []
+
+    def wait_for_its_verdict(on_ended) -> None:
+        def is_judged() -> bool:
+            on_ended([])
+            return not pool._open
+
+        wait_until(is_judged, "its verdict")
+        num_judged.append(len(pool._verdicts))
+
+    engine = FakeEngine(tokenizer, RESPONSES)
+    settings = {"pool": pool, "tokenizer": tokenizer, "config": _config(), "step": 0}
+    afterwards = evaluate(engine, PROMPTS, **settings)
+    engine.go_on = wait_for_its_verdict
+    assert evaluate(engine, PROMPTS, **settings) == afterwards
+    assert num_judged == list(range(1, 13))
 
 
 def test_an_unknown_verdict_leaves_the_samples(tokenizer):

@@ -51,6 +51,15 @@ def _rollout(tokenizer, text: str, *, ends: bool = True) -> Rollout:
     return Rollout(np.array(ids, np.int32), np.zeros(len(ids), np.float32), truncated=not ends)
 
 
+def _judging(pool: rewards.Pool, prompts, rollouts, tokenizer) -> rewards.Judging:
+    """Of a generation that has ended, the last response first."""
+    judging = rewards.Judging(pool, prompts, tokenizer=tokenizer)
+    for prompt, group in zip(prompts, rollouts, strict=True):
+        for sample, rollout in reversed(list(enumerate(group))):
+            judging.add([(prompt, sample, rollout)])
+    return judging
+
+
 def test_score_judges_every_rollout_by_its_text(tokenizer):
     prompts = [Prompt("a", (1,), "12"), Prompt("b", (1,), "3")]
     rollouts = [
@@ -58,15 +67,35 @@ def test_score_judges_every_rollout_by_its_text(tokenizer):
         (_rollout(tokenizer, "3", ends=False), _rollout(tokenizer, "3>", ends=False)),
     ]
     with rewards.start_pool(RewardConfig(kind="exact"), num_workers=2) as pool:
-        verdicts = rewards.score(pool, prompts, rollouts, tokenizer=tokenizer)
+        judging = _judging(pool, prompts, rollouts, tokenizer)
+        verdicts = rewards.score(judging, prompts, rollouts)
     assert [[verdict.reward for verdict in group] for group in verdicts] == [[1, 0], [1, 0]]
 
 
-def test_score_says_how_many_are_unknown_and_why(tokenizer, caplog):
-    rollouts = [[_rollout(tokenizer, text) for text in ("1", "2", "1")]]
+def test_what_other_ranks_judge_and_what_is_broken_off_counts_nowhere(tokenizer, caplog):
+    """A rank knows its problems before generation, and which of them are whole only after it."""
+    mine, broken_off, others = (Prompt(name, (1,), "") for name in "abc")
+    rollouts = [_rollout(tokenizer, text) for text in ("2", "1")]
     # To this verifier "1" is unknown and everything else correct.
     with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=600) as pool:
-        [verdicts] = rewards.score(pool, [Prompt("a", (1,), "")], rollouts, tokenizer=tokenizer)
+        judging = rewards.Judging(pool, [broken_off, mine], tokenizer=tokenizer)
+        judging.add([(prompt, 1, rollouts[1]) for prompt in (others, broken_off)])
+        judging.add([(prompt, 0, rollouts[0]) for prompt in (others, mine)])
+        assert len(pool._open) == 2
+        [[verdict]] = rewards.score(judging, [mine], [rollouts[:1]])
+    assert verdict.outcome is Outcome.CORRECT
+    assert not caplog.messages
+
+
+def test_score_says_how_many_are_unknown_and_why(tokenizer, caplog):
+    prompts, rollouts = (
+        [Prompt("a", (1,), "")],
+        [[_rollout(tokenizer, text) for text in ("1", "2", "1")]],
+    )
+    # To this verifier "1" is unknown and everything else correct.
+    with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=600) as pool:
+        judging = _judging(pool, prompts, rollouts, tokenizer)
+        [verdicts] = rewards.score(judging, prompts, rollouts)
     assert [verdict.outcome for verdict in verdicts] == ["unknown", "correct", "unknown"]
     (message,) = caplog.messages
     assert re.search(r"\b2\b.*\b3\b.*\bcannot tell\b", message)
@@ -91,11 +120,11 @@ def test_ranks_end_judging_together_or_break_off_together(tokenizer, others, kep
         return False
 
     with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=600) as pool:
+        prompts, rollouts = [Prompt("a", (1,), "")], [[_rollout(tokenizer, "2")]]
         verdicts = rewards.score(
-            pool,
-            [Prompt("a", (1,), "")],
-            [[_rollout(tokenizer, "2")]],
-            tokenizer=tokenizer,
+            _judging(pool, prompts, rollouts, tokenizer),
+            prompts,
+            rollouts,
             gather=gather,
             should_abandon=should_abandon,
         )

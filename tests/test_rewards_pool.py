@@ -173,12 +173,81 @@ def test_an_item_is_late_when_its_time_is_over_and_no_sooner(clock, tmp_path):
         pool.wait_until_ready()
         [worker] = pool._workers
         worker.take(pool._next_index, (f"await {tmp_path}/go", ""), timeout_s=pool.timeout_s)
+        worker.send()
         clock.now += 150
         assert pool._settle() == {}
         clock.now += 0.1
         [verdict] = pool._settle().values()
     assert verdict.outcome is Outcome.UNKNOWN
     assert "150 s" in verdict.reason
+
+
+def _poll_until_judged(pool: Pool) -> None:
+    def is_judged() -> bool:
+        pool.poll()
+        return not pool._open
+
+    wait_until(is_judged, "verdicts on all that was submitted")
+
+
+def test_items_are_judged_between_polls_and_collected_in_any_order(pool, monkeypatch):
+    numbers = pool.submit([(f"echo {n}", "a") for n in range(10)])
+    _poll_until_judged(pool)
+    numbers += pool.submit([("echo last", "b")])
+    _poll_until_judged(pool)
+    monkeypatch.setattr(pool, "_wait", lambda _: pytest.fail("waited for what is there"))
+    reasons = [verdict.reason for verdict in pool.collect(numbers[::-1])]
+    assert reasons == ["last for b", *(f"{n} for a" for n in reversed(range(10)))]
+    assert pool.collect([]) == []
+
+
+def test_what_is_not_collected_is_dropped_whether_begun_or_waiting(tmp_path):
+    with Pool(OBEDIENT, num_workers=1, timeout_s=PATIENCE_S) as pool:
+        pool.wait_until_ready()
+        pool.submit([(f"await {tmp_path}/go", "")])
+        pool.poll()
+        never = (f"await {tmp_path}/never", "")
+        [_, number, _] = pool.submit([never, ("echo it", ""), never])
+        (tmp_path / "go").touch()  # of the first: nobody wants to know
+        [verdict] = pool.collect([number])
+        assert verdict.reason == "it for "
+        pool.submit([never])  # and never collected, as of a generation that is broken off
+        assert [one.reason for one in pool.judge([("echo", "new")])] == [" for new"]
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [("exit", "exit code 3"), ("kill", "SIGKILL"), ("hang", "150 s"), ("babble", "verdict")],
+)
+def test_a_worker_that_fails_between_polls_is_replaced_there(clock, command, reason):
+    with Pool(OBEDIENT, num_workers=1, timeout_s=150) as pool:
+        pool.wait_until_ready()
+        before = _pids(pool)
+        numbers = pool.submit([(command, ""), ("echo it", "")])
+        pool.poll()
+        clock.now += 150.1 if command == "hang" else 0
+        _poll_until_judged(pool)
+        assert not _pids(pool) & before
+        failed, other = pool.collect(numbers)
+    assert failed.outcome is Outcome.UNKNOWN and reason in failed.reason
+    assert other.reason == "it for "
+
+
+def test_time_in_which_nobody_sends_does_not_count(clock):
+    """Between polls an engine generates; an answer with tests may not fit into the channel."""
+    text = "x" * 4_000_000
+    with Pool(OBEDIENT, num_workers=1, timeout_s=150) as pool:
+        pool.wait_until_ready()
+        [worker] = pool._workers
+        numbers = pool.submit([(f"echo {len(text)}", text)])
+        pool.poll()
+        while worker.outbox:
+            assert select.select([], [worker.channel], [], HANG_S)[1]
+            clock.now += 140
+            pool.poll()
+        assert clock.now > 300
+        [verdict] = pool.collect(numbers)
+    assert verdict.outcome is Outcome.WRONG and verdict.reason.startswith(f"{len(text)} for x")
 
 
 def test_a_worker_killed_between_two_batches_is_replaced_and_no_item_lost():
@@ -237,9 +306,11 @@ def test_what_was_broken_off_is_no_verdict_on_what_follows(monkeypatch, tmp_path
     with Pool(OBEDIENT, num_workers=1, timeout_s=PATIENCE_S) as pool:
         pool.wait_until_ready()
         with pytest.raises(InterruptedError):
-            pool.judge([(f"await {tmp_path}/go", "")], may_end=stop)
+            pool.judge([(f"await {tmp_path}/{name}", "") for name in ("go", "never")], may_end=stop)
         (tmp_path / "go").touch()
-        assert pool.judge([("echo new", "it")])[0].reason == "new for it"
+        numbers = pool.submit([("echo new", "it")])
+        _poll_until_judged(pool)
+        assert pool.collect(numbers)[0].reason == "new for it"
 
 
 def test_a_stopped_worker_is_given_up():

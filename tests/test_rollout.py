@@ -34,8 +34,15 @@ from vllm import EngineArgs
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.convert import rules_for, to_hf, to_megatron
 from gapo_megatron.convert.hf import write_hf
-from gapo_megatron.errors import ConfigError, DataError, RolloutError, WeightSyncError
+from gapo_megatron.errors import (
+    ConfigError,
+    DataError,
+    RewardError,
+    RolloutError,
+    WeightSyncError,
+)
 from gapo_megatron.launch.environment import share_of_cores
+from gapo_megatron.rewards import Judging, Pool, score
 from gapo_megatron.rollout import (
     Occupancy,
     RolloutEngine,
@@ -50,7 +57,7 @@ from gapo_megatron.rollout.arguments import check_engine, engine_args
 from gapo_megatron.rollout.progress import wait_for_all
 from gapo_megatron.rollout.schedule import Phase, Schedule
 from gapo_megatron.rollout.weights import verify_bound
-from gapo_megatron.types import Prompt
+from gapo_megatron.types import Prompt, Rollout
 from tests.dist import run_distributed
 from tests.messages import mentions
 from tests.waiting import wait_until
@@ -352,6 +359,91 @@ def test_what_is_broken_off_goes_on_from_its_tokens_at_other_weights(fresh):
             assert len(r.token_ids) <= 150 and (len(r.token_ids) == 150 or not r.truncated)
             assert (r.token_ids.dtype, r.log_probs.dtype) == (np.int32, np.float32)
     assert largest_difference(fresh.model, prompts, before) > 0.05
+
+
+def test_responses_are_handed_over_when_they_end_and_once(fresh):
+    engine, prompts = fresh.engine, make_prompts(16)
+    calls, still_running = [], []
+
+    def on_ended(ended) -> None:
+        calls.append(list(ended))
+        still_running.append(engine.llm.has_unfinished_requests())
+
+    def handed_over() -> dict[tuple[str, int], Rollout]:
+        everything = [one for ended in calls for one in ended]
+        assert len({(prompt.id, sample) for prompt, sample, _ in everything}) == len(everything)
+        return {(prompt.id, sample): rollout for prompt, sample, rollout in everything}
+
+    def finished(groups) -> dict[tuple[str, int], Rollout]:
+        return {
+            (prompt.id, sample): rollout
+            for prompt, group in zip(prompts, groups, strict=True)
+            for sample, rollout in enumerate(group)
+            if rollout.finished
+        }
+
+    first = generate(engine, prompts, num_groups=5, on_ended=on_ended, **LONG)
+    assert handed_over() == finished(first)  # the same objects: rollouts are equal to no other
+    assert sum(map(bool, calls)) > 3 and [] in calls
+    assert not still_running[0] and all(still_running[1:])
+    calls.clear()
+    begun = {prompt.id: group for prompt, group in zip(prompts, first, strict=True)}
+    rest = generate(engine, prompts, begun=begun, on_ended=on_ended, step=1, **LONG)
+    assert handed_over() == finished(rest) and len(finished(rest)) == 32
+    assert len(calls[0]) == len(finished(first))
+
+    def fail(ended) -> None:
+        if ended:
+            raise RewardError("no worker can start")
+
+    with pytest.raises(RewardError):
+        generate(engine, prompts, on_ended=fail)
+    assert not engine.llm.has_unfinished_requests()
+
+
+def test_a_decoding_step_may_wait_for_the_verdicts_on_what_ended_before(fresh, monkeypatch):
+    """Then all are there, before the last response ends: none waits for the others."""
+    engine, prompts = fresh.engine, make_prompts(4)
+    tokenizer = SimpleNamespace(
+        batch_decode=lambda all_ids, **_: [f"echo {ids}" for ids in all_ids]
+    )
+    step, num_judged = engine.llm.step, []
+    with Pool("tests.reward_setup", num_workers=1, timeout_s=600) as pool:
+        judging = Judging(pool, prompts, tokenizer=tokenizer)
+
+        def is_judged() -> bool:
+            judging.add([])
+            return not pool._open
+
+        def step_when_judged():
+            wait_until(is_judged, "verdicts on what has ended")
+            num_judged.append(len(pool._verdicts))
+            return step()
+
+        monkeypatch.setattr(engine.llm, "step", step_when_judged)
+        groups = generate(engine, prompts, on_ended=judging.add, **LONG)
+        verdicts = score(judging, prompts, groups)
+    assert len(set(num_judged)) > 3 and 0 < num_judged[-1] < 8
+    assert [[verdict.reason for verdict in group] for group in verdicts] == [
+        [f"{tokens} for "[:500] for tokens in group] for group in tokens_of(groups)
+    ]
+
+
+def test_an_engine_that_has_ended_hands_over_until_the_last_one_has(fresh, monkeypatch):
+    """Nothing new; but nobody else would feed the workers."""
+    calls = []
+
+    def wait(_, on_wait) -> None:
+        assert not fresh.engine.llm.has_unfinished_requests()
+        before = len(calls)
+        on_wait()
+        assert calls[before:] == [()]
+
+    monkeypatch.setattr(engine_module, "wait_for_all", wait)
+    generate(
+        fresh.engine, make_prompts(2), on_ended=calls.append, should_abandon=lambda seconds: False
+    )
+    assert calls[-1] == ()
 
 
 def test_what_has_not_begun_is_open_without_a_token(fresh):
@@ -866,7 +958,8 @@ def two_ranks(folder: str, tp_size: int):
         generate(engine, mine, should_abandon=lambda _, rank=rank: dist.get_rank() == rank) is None
         for rank in range(2)
     ]
-    first = generate(engine, mine, num_groups=1, **LONG)
+    calls = []
+    first = generate(engine, mine, num_groups=1, on_ended=calls.append, **LONG)
     begun = {prompt.id: group for prompt, group in zip(mine, first, strict=True)}
     rest = generate(engine, mine, begun=begun, step=1, **LONG)
     rest_ids = [r.token_ids for group in rest for r in group]
@@ -895,6 +988,7 @@ def two_ranks(folder: str, tp_size: int):
         "alone": alone,
         "tokens": tokens_of([group for _, group in gathered]),
         "abandoned": abandoned,
+        "ended": [[(prompt.id, sample) for prompt, sample, _ in ended] for ended in calls],
         "first": [[(r.token_ids.tolist(), r.finished) for r in group] for group in first],
         "rest": [[(r.token_ids.tolist(), r.finished) for r in group] for group in rest],
         "rest_noise": max(
@@ -920,7 +1014,7 @@ def test_two_ranks(tmp_path, tp_size, shares):
     results = run_distributed(two_ranks, 2, str(tmp_path), tp_size)
     assert [result["mine"] for result in results] == shares
     if tp_size == 2:  # ranks of one engine have broken off together, and hold the same
-        for name in ("first", "rest"):
+        for name in ("first", "ended", "rest"):
             assert results[0][name] == results[1][name]
     # Either way each rank has its own to judge.
     assert [result["part"] for result in results] == [["p0", "p1"], ["p2", "p3", "p4"]]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gapo_megatron import rewards
 from gapo_megatron import sample as sample_module
 from gapo_megatron.config import Config
 from gapo_megatron.counts import num_begun
@@ -249,7 +251,7 @@ class StandInRank(StandInEngine):
     barrier = threading.Barrier(4)
     sent: tuple[list[Any], ...] = ([], [], [], [])
 
-    def __init__(self, rank: int, lengths: Mapping[str, int]) -> None:
+    def __init__(self, rank: int, lengths: Mapping[str, int] | None) -> None:
         super().__init__(lengths)
         self.rank = rank
 
@@ -265,6 +267,113 @@ class StandInRank(StandInEngine):
         received = [item for part in self.sent for item in part]
         self.barrier.wait(timeout=20)
         return received
+
+
+class StreamingRank(StandInRank):
+    """Hands every response over when it has ended, the shortest first."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, on_ended: Callable[[Any], object], **settings: Any
+    ) -> list[tuple[Rollout, ...]]:
+        groups = super().generate(prompts, **settings)
+        ended = [
+            (prompt, sample, rollout)
+            for prompt, group in zip(prompts, groups, strict=True)
+            for sample, rollout in enumerate(group)
+            if rollout.finished
+        ]
+        for one in sorted(ended, key=lambda one: len(one[2].token_ids)):
+            on_ended([one])
+        return groups
+
+
+def decode(token_ids: Sequence[Sequence[int]], **_: Any) -> list[str]:
+    """As commands to tests/reward_setup.py, which make verdicts that say what is judged by what."""
+    return [f"echo {len(ids)} tokens" for ids in token_ids]
+
+
+TOKENIZER = SimpleNamespace(batch_decode=decode)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[list[rewards.Pool]]:
+    """One for each of four ranks. Every worker is ready: none is started in a rank's thread."""
+    with ExitStack() as stack:
+        verifier = "tests.reward_setup"
+        pools = [rewards.Pool(verifier, num_workers=1, timeout_s=600) for _ in range(4)]
+        for pool in pools:
+            stack.enter_context(pool).wait_until_ready()
+        yield pools
+
+
+@pytest.mark.parametrize(("oversampling", "num_open"), [(1.0, 0), (1.5, 0), (1.5, 3)])
+def test_verdicts_belong_to_their_responses_whichever_rank_judges(
+    pools: list[rewards.Pool], oversampling: float, num_open: int
+) -> None:
+    """Two ranks in each of two engines; responses end in another order than they were begun."""
+    partial = bool(num_open)
+    config = config_of(6, oversampling=oversampling, partial_rollouts=partial)
+    prompts = [Prompt(str(i), (1,), f"answer {i}") for i in range(int(6 * oversampling))]
+    tokens = np.zeros(1, np.int32)
+    first = Rollout(tokens, np.zeros(1, np.float32), False, False, Carried(0, np.ones(1)))
+    # Of each open group two responses are finished: they are judged with the others.
+    done = replace(first, finished=True)
+    opened = [
+        OpenGroup(prompt, (done, done, *[first] * (GROUP_SIZE - 2)))
+        for prompt in prompts[len(prompts) - num_open :]
+    ]
+
+    def run(rank: int) -> Any:
+        return sample_module._judge(
+            StreamingRank(rank, None),
+            prompts[: len(prompts) - num_open],
+            opened,
+            6,
+            pools[rank],
+            TOKENIZER,
+            config,
+            attempt=ATTEMPT,
+            stopwatch=Stopwatch(),
+            occupancy=Occupancy(),
+            step=1,
+        )
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(run, range(4)))
+    for judged in found:
+        assert len(judged.groups) >= 6
+        for group in judged.groups:
+            expected = [
+                f"{len(r.token_ids)} tokens for {group.prompt.answer}" for r in group.rollouts
+            ]
+            assert [verdict.reason for verdict in group.verdicts] == expected
+        ids = [group.prompt.id for group in (*judged.groups, *judged.open_groups)]
+        assert len(set(ids)) == len(ids) == (len(prompts) if partial else 6)
+        assert ids == [group.prompt.id for group in (*found[0].groups, *found[0].open_groups)]
+
+
+def test_verdicts_of_a_generation_that_is_broken_off_count_nowhere(
+    pools: list[rewards.Pool],
+) -> None:
+    class StoppedEngine(StandInEngine):
+        def generate(self, prompts: Any, *, on_ended: Any, **_: Any) -> Any:
+            rollout = Rollout(np.zeros(3, np.int32), np.zeros(3, np.float32), False)
+            on_ended([(prompt, 0, rollout) for prompt in prompts])
+            return None
+
+    source = PromptSource([Prompt(str(i), (i,), "old") for i in range(6)], seed=0)
+    sampled = sample(
+        StoppedEngine(),
+        source,
+        pools[0],
+        TOKENIZER,
+        config_of(6),
+        attempt=ATTEMPT,
+        stopwatch=Stopwatch(),
+        step=0,
+    )
+    assert sampled is None
+    assert pools[0].judge([("echo it", "new")])[0].reason == "it for new"
 
 
 LENGTHS = {"0": 5, "1": 2, "2": 9, "3": 4, "4": 4, "5": 4, "6": 7, "7": 5, "8": 14}

@@ -11,7 +11,7 @@ from gapo_megatron import rewards
 from gapo_megatron.config import Config
 from gapo_megatron.evaluate.counts import Counts, write_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
-from gapo_megatron.types import Group, Outcome, Prompt, Rollout
+from gapo_megatron.types import Ended, Group, Outcome, Prompt, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +43,7 @@ class Engine(Protocol):
         temperature: float,
         top_p: float,
         progress: bool,
+        on_ended: Callable[[Sequence[Ended]], object] | None = None,
         should_abandon: Callable[[float], bool] | None,
     ) -> list[tuple[Rollout, ...]] | None:
         """Rollouts of each."""
@@ -86,6 +87,7 @@ def evaluate(
     Collectives: `engine.generate` and `engine.gather`, on every rank.
     """
     mine = engine.share(prompts)
+    judging = rewards.Judging(pool, engine.part(mine), tokenizer=tokenizer)
     num_samples = config.evaluation.samples_per_prompt
     rollouts = engine.generate(
         mine,
@@ -96,16 +98,16 @@ def evaluate(
         temperature=config.evaluation.temperature,
         top_p=config.rollout.top_p,
         progress=True,
+        on_ended=judging.add,
         should_abandon=should_abandon,
     )
     if rollouts is None:
         return None
     mine, rollouts = engine.part(mine), engine.part(rollouts)
     verdicts = rewards.score(
-        pool,
+        judging,
         mine,
         rollouts,
-        tokenizer=tokenizer,
         gather=engine.gather,
         should_abandon=should_abandon,
     )

@@ -15,7 +15,7 @@ from gapo_megatron.errors import DataError
 from gapo_megatron.rewards.pool import Pool
 from gapo_megatron.rewards.sandbox import Limits, start_timeout_s
 from gapo_megatron.rewards.sandbox.check import check_sandbox
-from gapo_megatron.types import Outcome, Prompt, Rollout, Verdict
+from gapo_megatron.types import Ended, Outcome, Prompt, Rollout, Verdict
 
 if TYPE_CHECKING:  # the workers import this too, and start without what they do not need
     from transformers import PreTrainedTokenizerBase
@@ -118,22 +118,62 @@ def start_pool(config: RewardConfig, *, num_workers: int) -> Pool:
     )
 
 
+class Judging:
+    """The responses of one generation under judgement: begun as they end, awaited by `score`."""
+
+    def __init__(
+        self, pool: Pool, prompts: Sequence[Prompt], *, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Nothing is judged yet.
+
+        Args:
+            pool: workers with the verifier. Until `score` returns, nobody else may use it.
+            prompts: problems whose responses this rank judges.
+            tokenizer: of the policy; special tokens are left out of the text.
+        """
+        self.pool = pool
+        self.numbers: dict[tuple[str, int], int] = {}
+        """Of each response in the pool, by its problem's id and its own number among the k."""
+        self._ids = {prompt.id for prompt in prompts}
+        self._tokenizer = tokenizer
+
+    def add(self, ended: Sequence[Ended]) -> None:
+        """Judge these, and keep the workers busy: for `RolloutEngine.generate`. Never waits.
+
+        A response is judged by its text; one cut off at the token limit has no other rule.
+
+        Args:
+            ended: any number, also none; those of others' problems are left to them.
+
+        Raises:
+            RewardError: see `Pool.poll`.
+        """
+        if mine := [one for one in ended if one[0].id in self._ids]:
+            texts = self._tokenizer.batch_decode(
+                [rollout.token_ids.tolist() for _, _, rollout in mine], skip_special_tokens=True
+            )
+            items = [
+                (text, prompt.answer) for text, (prompt, _, _) in zip(texts, mine, strict=True)
+            ]
+            keys = [(prompt.id, sample) for prompt, sample, _ in mine]
+            self.numbers |= zip(keys, self.pool.submit(items), strict=True)
+        self.pool.poll()
+
+
 def score(
-    pool: Pool,
+    judging: Judging,
     prompts: Sequence[Prompt],
     rollouts: Sequence[Sequence[Rollout]],
     *,
-    tokenizer: PreTrainedTokenizerBase,
     gather: Callable[[Sequence[tuple[bool, bool]]], list[tuple[bool, bool]]] = list,
     should_abandon: Callable[[float], bool] | None = None,
 ) -> list[tuple[Verdict, ...]] | None:
-    """Judge every rollout by its text; a response cut off at the token limit has no other rule.
+    """Wait for the verdicts on these rollouts; others that are under judgement are dropped.
 
     Args:
-        pool: workers with the verifier.
-        prompts: this rank's problems.
+        judging: has been given all of them.
+        prompts: problems, of those that this rank judges.
         rollouts: their rollouts, in the same order.
-        tokenizer: of the policy; special tokens are left out of the text.
         gather: of the ranks that judge at the same time: all their lists, as one. None ends before
             the last has its verdicts, so that none waits for long without a sign of life.
         should_abandon: asked every few seconds, with those since the call: whether to break off.
@@ -144,7 +184,7 @@ def score(
     Collectives: `gather`, as often on every rank.
 
     Raises:
-        RewardError: see `Pool.judge`.
+        RewardError: see `Pool.poll`.
     """
     start = time.monotonic()
 
@@ -157,19 +197,13 @@ def score(
             raise _BrokenOffError
         return False
 
-    texts = iter(
-        tokenizer.batch_decode(
-            [rollout.token_ids.tolist() for group in rollouts for rollout in group],
-            skip_special_tokens=True,
-        )
-    )
-    items = [
-        (next(texts), prompt.answer)
+    numbers = [
+        judging.numbers[prompt.id, sample]
         for prompt, group in zip(prompts, rollouts, strict=True)
-        for _ in group
+        for sample in range(len(group))
     ]
     try:
-        verdicts = pool.judge(items, may_end=may_end)
+        verdicts = judging.pool.collect(numbers, may_end=may_end)
     except _BrokenOffError:
         return None
     unknown = Counter(v.reason for v in verdicts if v.outcome is Outcome.UNKNOWN)
@@ -178,11 +212,20 @@ def score(
         logger.warning(
             "%d of %d responses could not be judged; most often: %s",
             unknown.total(),
-            len(items),
+            len(numbers),
             reason,
         )
     remaining = iter(verdicts)
     return [tuple(next(remaining) for _ in group) for group in rollouts]
 
 
-__all__ = ["Pool", "check", "check_answer", "check_excerpt", "score", "start_pool", "timeout_s"]
+__all__ = [
+    "Judging",
+    "Pool",
+    "check",
+    "check_answer",
+    "check_excerpt",
+    "score",
+    "start_pool",
+    "timeout_s",
+]

@@ -32,7 +32,7 @@ MAX_FAILED_STARTS = 3
 """In a row; with more, workers cannot start here. One may be killed in its start by chance."""
 
 QUESTION_S = 5.0
-"""Between two questions of `judge` whether it may end."""
+"""Between two questions of `collect` whether it may end."""
 
 READY = b"ready\n"
 """What a worker sends first, once its verifier is imported."""
@@ -66,7 +66,7 @@ class Pool:
             verifier: name of a module with `verify(response, answer) -> Verdict`. Imported in the
                 workers alone; it should import neither torch nor transformers.
             num_workers: processes.
-            timeout_s: wall-clock seconds for one item, from when a worker takes it.
+            timeout_s: wall-clock seconds for one item, from when a worker has it whole.
             options: further keyword arguments of `verify`; JSON.
         """
         assert num_workers > 0, f"num_workers ({num_workers}) must be positive"
@@ -77,12 +77,16 @@ class Pool:
         self._workers = [_Worker(self._command) for _ in range(num_workers)]
         self._num_failed_starts = 0
         self._next_index = 0  # never used twice: a late verdict must not pass for another item's
+        self._waiting: deque[tuple[int, tuple[str, str]]] = deque()
+        self._open: set[int] = set()
+        """Submitted and not judged yet."""
+        self._verdicts: dict[int, Verdict] = {}
 
     def wait_until_ready(self) -> None:
         """Return when every worker has started: before work that a failure would waste.
 
         Raises:
-            RewardError: as `judge`.
+            RewardError: as `poll`.
         """
         self._settle()
         while not all(worker.is_ready for worker in self._workers):
@@ -92,10 +96,46 @@ class Pool:
     def judge(
         self, items: Sequence[tuple[str, str]], *, may_end: Callable[[bool], bool] = bool
     ) -> list[Verdict]:
-        """Give each (response, answer) to the next free worker.
+        """Submit items and collect their verdicts: `submit` and `collect` in one."""
+        return self.collect(self.submit(items), may_end=may_end)
+
+    def submit(self, items: Sequence[tuple[str, str]]) -> list[int]:
+        """Queue items, each a (response, answer), and return; `poll` and `collect` hand them out.
+
+        Returns:
+            Their numbers, for `collect`.
+        """
+        numbers = list(range(self._next_index, self._next_index + len(items)))
+        self._next_index += len(items)
+        self._waiting.extend(zip(numbers, items, strict=True))
+        self._open.update(numbers)
+        return numbers
+
+    def poll(self) -> None:
+        """Take the verdicts that are there, and give each free worker an item. Never waits.
+
+        Nobody else feeds the workers: to be called often while there is other work to do.
+
+        Raises:
+            RewardError: workers cannot start; their own error is on stderr.
+        """
+        # First of all: a worker may have been killed while there was nothing to judge.
+        settled = self._settle()
+        self._verdicts |= settled
+        self._open -= settled.keys()
+        for worker in self._workers:
+            if worker.is_free and self._waiting:
+                number, item = self._waiting.popleft()
+                worker.take(number, item, timeout_s=self.timeout_s)
+                worker.send()
+
+    def collect(
+        self, numbers: Sequence[int], *, may_end: Callable[[bool], bool] = bool
+    ) -> list[Verdict]:
+        """Wait for the verdicts on these items, and drop whatever else was submitted so far.
 
         Args:
-            items: any number.
+            numbers: of items submitted since the last `collect`.
             may_end: asked every few seconds, and as long as all items are judged, with whether they
                 are; then False keeps it here. What it raises breaks off, and the pool stays usable.
 
@@ -103,27 +143,27 @@ class Pool:
             One verdict per item, in order; unknown, with the reason, where the worker failed.
 
         Raises:
-            RewardError: workers cannot start; their own error is on stderr.
+            RewardError: as `poll`.
         """
-        first = self._next_index
-        self._next_index += len(items)
-        waiting = deque(range(first, self._next_index))
-        verdicts: dict[int, Verdict] = {}
+        wanted = set(numbers)
+        self._open &= wanted
+        self._waiting = deque(one for one in self._waiting if one[0] in wanted)
         next_question = time.monotonic() + QUESTION_S
-        self._settle()  # a worker may have been killed while there was nothing to judge
-        while len(verdicts) < len(items):
-            for worker in self._workers:
-                if worker.is_free and waiting:
-                    index = waiting.popleft()
-                    worker.take(index, items[index - first], timeout_s=self.timeout_s)
-            self._wait(next_question)
-            verdicts |= {index: one for index, one in self._settle().items() if index >= first}
-            if time.monotonic() >= next_question:
-                may_end(False)
-                next_question = time.monotonic() + QUESTION_S
-        while not may_end(True):
-            pass
-        return [verdicts[first + place] for place in range(len(items))]
+        try:
+            self.poll()
+            while self._open:
+                self._wait(next_question)
+                self.poll()
+                if time.monotonic() >= next_question:
+                    may_end(False)
+                    next_question = time.monotonic() + QUESTION_S
+            while not may_end(True):
+                pass
+            return [self._verdicts[number] for number in numbers]
+        finally:
+            self._open.clear()
+            self._waiting.clear()
+            self._verdicts.clear()
 
     def close(self) -> None:
         """End the workers and wait for that. May be called twice."""
@@ -203,7 +243,7 @@ class _Worker:
         return self.is_ready and self.index is None
 
     def take(self, index: int, item: tuple[str, str], *, timeout_s: float) -> None:
-        """Start on an item; the clock runs from here."""
+        """Start on an item."""
         self.index = index
         self.limit(timeout_s)
         self.outbox = memoryview(json.dumps([index, *item]).encode() + b"\n")
@@ -217,13 +257,19 @@ class _Worker:
         """Allow so many seconds from now."""
         self.limit_s, self.deadline = limit_s, time.monotonic() + limit_s
 
+    def send(self) -> None:
+        """Send what can be without waiting."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            if self.outbox:
+                self.outbox = self.outbox[self.channel.send(self.outbox) :]
+                # It has read on: that nobody sent the rest sooner must not count as its time.
+                self.limit(self.limit_s)
+
     def exchange(self) -> None:
         """Send and receive what can be without waiting; fills `verdict` or `failure`."""
         if self.failure:
             return
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            if self.outbox:
-                self.outbox = self.outbox[self.channel.send(self.outbox) :]
+        self.send()
         try:
             received = self.channel.recv(MAX_REPLY_BYTES)
         except BlockingIOError:

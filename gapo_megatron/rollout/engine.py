@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -32,18 +31,16 @@ from gapo_megatron.rollout.guards import (
     trainer_num_threads,
     trainer_random_state,
 )
-from gapo_megatron.rollout.progress import GenerationProgress, Occupancy, wait_for_all
+from gapo_megatron.rollout.progress import End, GenerationProgress, Occupancy, wait_for_all
 from gapo_megatron.rollout.requests import (
-    NOT_BEGUN,
     TOKENS_ONLY,
     Request,
-    make_request,
+    Responses,
     num_tokens,
-    to_rollout,
     unfinished_outputs,
 )
 from gapo_megatron.rollout.schedule import Phase, Schedule
-from gapo_megatron.types import Prompt, Rollout
+from gapo_megatron.types import Ended, Prompt, Rollout
 
 T = TypeVar("T")
 
@@ -155,6 +152,7 @@ class RolloutEngine:
         top_p: float = 1.0,
         progress: bool = False,
         occupancy: Occupancy | None = None,
+        on_ended: Callable[[Sequence[Ended]], object] | None = None,
         should_abandon: Callable[[float], bool] | None = None,
     ) -> list[tuple[Rollout, ...]] | None:
         """Sample responses for this replica's prompts.
@@ -178,6 +176,10 @@ class RolloutEngine:
             top_p: nucleus of sampling, in (0, 1].
             progress: show a bar with tokens/s (rank 0 only).
             occupancy: adds how full the replicas were; needs `should_abandon`.
+            on_ended: called with the responses that have ended since its last call, often none,
+                each once: first with what `begun` holds, then after every decoding step and, with
+                `should_abandon`, now and then while other replicas still generate. What it raises
+                breaks off.
             should_abandon: asked now and then on every rank, with the seconds since the call:
                 whether to break off. The first rank of each replica decides for it. Asked, to no
                 effect, also while other replicas still generate.
@@ -200,55 +202,39 @@ class RolloutEngine:
         # What was generated or scored before must not decide what is cached now: a resumed run
         # starts from an empty cache, and its bits must be the same.
         self.llm.reset_prefix_cache()
-        begun = begun or {}
-        so_far = [begun.get(prompt.id, (NOT_BEGUN,) * num_samples) for prompt in prompts]
-        requests = {
-            f"{i}-{sample}": make_request(
-                prompt,
-                sample,
-                rollout,
-                seed=seed,
-                step=step,
-                max_response_tokens=max_response_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                stop_token_ids=list(self.eos_token_ids),
-            )
-            for i, prompt in enumerate(prompts)
-            for sample, rollout in enumerate(so_far[i])
-            if not rollout.finished
-        }
-        missing = [sum(not rollout.finished for rollout in rollouts) for rollouts in so_far]
+        responses = Responses(prompts, begun or {}, num_samples=num_samples)
+        requests = responses.requests(
+            seed=seed,
+            step=step,
+            max_response_tokens=max_response_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            stop_token_ids=list(self.eos_token_ids),
+        )
         wanted = len(prompts) if num_groups is None else num_groups
         occupancy = occupancy or Occupancy()
+        hand_over = on_ended or (lambda ended: None)
 
         def is_enough(finished: Sequence[RequestOutput]) -> bool:
-            for output in finished:
-                missing[int(output.request_id.partition("-")[0])] -= 1
-            return missing.count(0) >= wanted
+            hand_over([responses.take(output) for output in finished])
+            return responses.num_whole >= wanted
 
+        hand_over(responses.ended)
         start = time.monotonic()
         with GenerationProgress(len(requests), shown=progress and dist.get_rank() == 0) as bar:
-            outputs, end = self._run(requests, bar, should_abandon, is_enough, occupancy)
+            _, unfinished, end = self._run(requests, bar, should_abandon, is_enough, occupancy)
         if should_abandon is not None:
             ask = should_abandon
-            wait_for_all(self.gloo_group, lambda: ask(time.monotonic() - start))
+            wait_for_all(self.gloo_group, lambda: (ask(time.monotonic() - start), hand_over(())))
             ends = [end] * dist.get_world_size()
             dist.all_gather_object(ends, end, group=self.gloo_group)
             occupancy.taken_s += sum(one.taken_s for one in ends)
             occupancy.there_s += len(ends) * max(one.seconds for one in ends)
             if any(one.broken_off for one in ends):
                 return None
-
-        def rollout(i: int, sample: int, before: Rollout) -> Rollout:
-            if (output := outputs.get(f"{i}-{sample}")) is None:
-                return before
-            return to_rollout(output, before, may_be_open=num_groups is not None)
-
-        return [
-            tuple(rollout(i, sample, before) for sample, before in enumerate(rollouts))
-            for i, rollouts in enumerate(so_far)
-        ]
+        for output in unfinished:
+            responses.take(output, may_be_open=num_groups is not None)
+        return [tuple(group) for group in responses.rollouts]
 
     def log_probs(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray]
@@ -273,7 +259,7 @@ class RolloutEngine:
             np.concatenate(pair).tolist() for pair in zip(prompt_ids, response_ids, strict=True)
         ]
         requests = {str(i): (ids, params) for i, ids in enumerate(tokens)}
-        outputs, _ = self._run(requests, None)
+        outputs, _, _ = self._run(requests, None)
         scored = []
         for i, ids in enumerate(tokens):
             # One entry per token, without alternatives; the very first token has none.
@@ -338,16 +324,15 @@ class RolloutEngine:
         should_abandon: Callable[[float], bool] | None = None,
         is_enough: Callable[[Sequence[RequestOutput]], bool] = lambda finished: False,
         occupancy: Occupancy | None = None,
-    ) -> tuple[dict[str, RequestOutput], _End]:
+    ) -> tuple[dict[str, RequestOutput], list[RequestOutput], End]:
         """Run requests until all are finished, or it is enough, or it is told to break off.
 
         Leaves no request in the engine. `is_enough` is told what every decoding step finishes.
 
         Returns:
-            What there is of every request, by name, finished or not; and how it ended.
+            The finished requests by name; what there is of the others; and how it ended.
         """
         outputs: dict[str, RequestOutput] = {}
-        unfinished: dict[str, RequestOutput] = {}
         occupancy = occupancy or Occupancy()
         taken_s, broken_off = 0.0, False
         scheduler = self.llm.engine_core.engine_core.scheduler
@@ -378,18 +363,7 @@ class RolloutEngine:
             finally:
                 if left := [name for name in requests if name not in outputs]:
                     self.llm.abort_request(left)
-        return outputs | unfinished, _End(broken_off, taken_s, last - start)
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """What ranks tell each other of their runs."""
-
-    broken_off: bool
-    """Whether it was told to."""
-    taken_s: float
-    """As in `Occupancy`, of this run alone."""
-    seconds: float
+        return outputs, list(unfinished.values()), End(broken_off, taken_s, last - start)
 
 
 # Decoding steps between two questions whether to go on: a broadcast within the replica.

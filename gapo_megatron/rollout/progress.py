@@ -64,6 +64,17 @@ class Occupancy:
         return 1 - self.taken_s / self.there_s if self.there_s else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """What ranks tell each other of how their engine ended."""
+
+    broken_off: bool
+    """Whether it was told to."""
+    taken_s: float
+    """As in `Occupancy`, of this call alone."""
+    seconds: float
+
+
 class GenerationProgress:
     """Finished responses and tokens/s. It has no thread of its own: vLLM needs the interpreter."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from gapo_megatron.errors import RolloutError
-from gapo_megatron.types import Prompt, Rollout
+from gapo_megatron.types import Ended, Prompt, Rollout
 
 Request = tuple[list[int], SamplingParams]
 """Tokens given, and how to go on."""
@@ -61,6 +62,59 @@ def make_request(
         **params,
         **TOKENS_ONLY,
     )
+
+
+class Responses:
+    """The k responses to each of some prompts, as far as they have come.
+
+    Attributes:
+        rollouts: of each prompt, in order.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        begun: Mapping[str, tuple[Rollout, ...]],
+        *,
+        num_samples: int,
+    ) -> None:
+        """`begun` has the responses to some of the prompts, by id; the others have no token yet."""
+        not_begun = (NOT_BEGUN,) * num_samples
+        self.rollouts = [list(begun.get(prompt.id, not_begun)) for prompt in prompts]
+        self._prompts = prompts
+        self._num_open = [sum(not one.finished for one in group) for group in self.rollouts]
+
+    @property
+    def num_whole(self) -> int:
+        """Prompts whose responses are all finished."""
+        return self._num_open.count(0)
+
+    @property
+    def ended(self) -> list[Ended]:
+        """All that are finished."""
+        return [
+            (prompt, sample, rollout)
+            for prompt, group in zip(self._prompts, self.rollouts, strict=True)
+            for sample, rollout in enumerate(group)
+            if rollout.finished
+        ]
+
+    def requests(self, **settings: Any) -> dict[str, Request]:
+        """Ask for the rest of all others, by a name each; `settings` as of `make_request`."""
+        return {
+            f"{i}-{sample}": make_request(prompt, sample, rollout, **settings)
+            for i, prompt in enumerate(self._prompts)
+            for sample, rollout in enumerate(self.rollouts[i])
+            if not rollout.finished
+        }
+
+    def take(self, output: RequestOutput, *, may_be_open: bool = False) -> Ended:
+        """Add what a request brought; the arguments are those of `to_rollout`."""
+        i, sample = map(int, output.request_id.split("-"))
+        rollout = to_rollout(output, self.rollouts[i][sample], may_be_open=may_be_open)
+        self.rollouts[i][sample] = rollout
+        self._num_open[i] -= rollout.finished
+        return self._prompts[i], sample, rollout
 
 
 def unfinished_outputs(llm: LLMEngine) -> dict[str, RequestOutput]:

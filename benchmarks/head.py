@@ -54,6 +54,7 @@ plot of such files again, several in one.
 
 providers:
   ours               token_log_probs; dweight fresh, in the weight's dtype, as of all others
+  ours-torch         the same operator, its inner code in torch
   ours-main-grad     the same, dweight added to a float32 buffer (Megatron-core's main_grad)
   naive              all logits, products of float32 factors
   naive-rounded      all logits, in the inputs' dtype, then a float32 softmax
@@ -174,18 +175,23 @@ def measure(
         try:
             for _ in range(5 if arguments.device == "cuda" else 1):
                 sample(heads[name], problem, batch, arguments.device)
-        except torch.OutOfMemoryError:
-            write(lines, {"kind": "alone", "provider": name, "failed": "out of memory"} | key)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            write_failed(lines, name, key, error)
             del heads[name]
     for mode, f in points:
         batch = make_batch(problem, exact, f, mode)
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in heads}
         for _ in range(arguments.repeats):
-            for name, head in heads.items():
+            for name in list(heads):
                 what = f"{shape} {dtype} {mode} f={f:g}: {name}"
                 progress.update(bar, description=what, advance=1)
-                if sum(map(sum, samples[name])) < arguments.patience_s:
-                    samples[name].append(sample(head, problem, batch, arguments.device))
+                if sum(map(sum, samples[name])) >= arguments.patience_s:
+                    continue
+                try:
+                    samples[name].append(sample(heads[name], problem, batch, arguments.device))
+                except RuntimeError as error:
+                    write_failed(lines, name, key, error)
+                    del heads[name], samples[name]
         for name, pairs in samples.items():
             forward_s, backward_s = zip(*pairs, strict=True)
             timed = {"forward_s": forward_s, "backward_s": backward_s}
@@ -232,6 +238,12 @@ def write(lines: TextIO, record: dict[str, Any]) -> None:
     """One JSON line, at once."""
     lines.write(json.dumps(record) + "\n")
     lines.flush()
+
+
+def write_failed(lines: TextIO, name: str, key: dict[str, Any], error: RuntimeError) -> None:
+    """A provider that ran alone and breaks down among the others: nobody else stops."""
+    said = (str(error).splitlines() or [type(error).__name__])[0][:300]
+    write(lines, {"kind": "alone", "provider": name, "failed": said} | key)
 
 
 def make_problem(shape: str, dtype: str, data: str, device: str) -> Problem:

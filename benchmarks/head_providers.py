@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from gapo_megatron.logprob import segment_mean, token_log_probs
-from gapo_megatron.logprob.implementation import choose_implementation
+from gapo_megatron.logprob.implementation import Name, choose_implementation
 
 PROVIDERS = [
     "ours",
+    "ours-torch",
     "ours-main-grad",
     "naive",
     "naive-rounded",
@@ -90,6 +91,8 @@ def load_head(name: str, problem: Problem) -> Head:
     if name == "ours":
         code = choose_implementation(weight.device, weight.dtype)
         return Head(ours, code.__name__.split(".")[-1])
+    if name == "ours-torch":
+        return Head(functools.partial(ours, implementation="torch"), "tiles")
     if name == "ours-main-grad":
         main_grad = torch.empty_like(weight, dtype=torch.float32, requires_grad=False).zero_()
         score = functools.partial(ours, main_grad=main_grad)
@@ -132,9 +135,12 @@ def ours(
     weight: torch.Tensor,
     labels: torch.Tensor,
     main_grad: torch.Tensor | None = None,
+    implementation: Name = "auto",
 ) -> torch.Tensor:
     """The operator, log-probs alone."""
-    log_probs = token_log_probs(hidden, weight, labels, main_grad=main_grad)
+    log_probs = token_log_probs(
+        hidden, weight, labels, main_grad=main_grad, implementation=implementation
+    )
     assert isinstance(log_probs, torch.Tensor)
     return log_probs
 

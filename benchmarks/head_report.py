@@ -18,6 +18,7 @@ MAX_TIME, MAX_MEMORY, MIN_SPEEDUP = 1.1, 0.05, 2.0
 """Against naive at f = 1, its time and its extra memory; at f = 0.5, the fastest exact peer."""
 COLORS = {
     "ours": "#D55E00",
+    "ours-torch": "#8C2D04",
     "ours-main-grad": "#E69F00",
     "naive": "#000000",
     "naive-rounded": "#7F7F7F",
@@ -41,7 +42,11 @@ class Group:
             (r["provider"], r["mode"], r["active"]): r for r in records if r["kind"] == "time"
         }
         self.key = {k: records[0][k] for k in ("shape", "dtype", "data", "device")}
-        self.providers = [name for name in self.alone if (name, "clipped", 1) in self.times]
+        self.providers = [
+            name
+            for name, found in self.alone.items()
+            if "failed" not in found and (name, "clipped", 1) in self.times
+        ]
 
     def total(self, provider: str, mode: str, active: float) -> list[float] | None:
         """Seconds of forward + backward, sorted."""

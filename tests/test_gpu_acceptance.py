@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib
+import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from gapo_megatron.memory import DeviceMemory
 from gapo_megatron.policy import destroy
 from tests.dist import run_distributed
 from tests.gpu import __main__ as command
@@ -23,6 +29,7 @@ from tests.gpu import engine, programs, resources, runner, training
 from tests.gpu.parts import PARTS, Part
 from tests.gpu.report import Report, Row, table
 from tests.gpu.setting import Setting
+from tests.waiting import HANG_S, wait_until
 
 BY_NAME = {part.name: part for part in PARTS}
 MODULES = {"engine": engine, "programs": programs, "resources": resources, "training": training}
@@ -65,6 +72,40 @@ def test_parts_on_a_cpu(names: tuple[str, ...]) -> None:
             assert not isinstance(row.value, float) or math.isfinite(row.value), f"{name}: {row}"
 
 
+def run_memory(bytes_per_reading: int) -> list[Row]:
+    """With a device whose free memory grows by so much from reading to reading."""
+    readings = itertools.count()
+    resources.device_reader = lambda device: (
+        lambda peak: DeviceMemory(100, 200, bytes_per_reading * next(readings))
+    )
+    return run_tiny("memory")["memory"]
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_the_weights_leave_free_memory(grows: bool) -> None:
+    (rows,) = run_distributed(run_memory, 1, 2**30 if grows else 1)
+    claims = [row for row in rows if row.kind == "claim" and "without the weights" in row.what]
+    assert len(claims) == 4 and all(row.holds == grows for row in claims)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"),
+    [
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA H200", True),
+        ("NVIDIA H100 PCIe", False),
+        ("NVIDIA H100 NVL", False),
+        ("NVIDIA H200 NVL", False),
+    ],
+)
+def test_the_peak_is_of_the_module(
+    name: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    peak = resources.peak_flops(Setting("cuda", tiny=True, folder=Path()))
+    assert (peak == 989e12) == is_known and (peak is None) == (not is_known)
+
+
 def holds(rows: list[Row]) -> bool:
     return all(row.holds for row in rows if row.kind == "claim")
 
@@ -101,13 +142,31 @@ def test_marked_files_are_those_with_tests_for_a_gpu() -> None:
     assert "test_config.py" not in names
 
 
+def test_marked_tests_have_the_parts_limit_and_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(programs, "run_program", lambda command: commands.append(command) or 5)
+    report = Report()
+    programs.marked_tests(Setting("cuda", tiny=True, folder=tmp_path), report)
+    (command,) = commands
+    assert "timeout=0" in command and f"--basetemp={tmp_path / 'pytest'}" in command
+    assert not report.holds  # no file of results
+
+
+def test_every_part_fits_into_a_call_of_ten_minutes() -> None:
+    assert all(part.limit_s < 550 for part in PARTS)
+    names = [part.name for part in PARTS]
+    assert {"tiny_update", "equal_bits", "speed"} == set(names[: names.index("marked_tests")])
+
+
 def test_a_failed_or_missing_test_fails_the_part() -> None:
     case = '<testcase classname="m" name="t{}">{}</testcase>'
     kinds = {"ok": "", "bad": "<failure/>", "left": '<skipped message="no GPU"/>'}
     for present, expected in {("ok", "left"): True, ("ok", "bad"): False, ("left",): False}.items():
         cases = "".join(case.format(kind, kinds[kind]) for kind in present)
         report = Report()
-        programs.count_tests(ET.fromstring(f"<s>{cases}</s>"), report, needs_all=True)
+        programs.count_tests(ET.fromstring(f"<s>{cases}</s>"), report, needs_some=True)
         assert report.holds == expected, report.rows
 
 
@@ -143,6 +202,48 @@ def test_the_head_is_compared_with_exact_peers_alone() -> None:
     assert not wrong.holds
 
 
+def test_a_peer_that_broke_down_takes_nobody_with_it() -> None:
+    def records(lost: str) -> list[dict[str, Any]]:
+        return [one for one in head_records() if one["kind"] != "time" or one["provider"] != lost]
+
+    report = Report()
+    programs.compare_heads(records("liger"), report, has_goals=True)
+    assert report.holds and "not timed" in [row.value for row in report.rows]
+    assert [row.what.split()[-1] for row in report.rows if row.kind == "goal"] == ["ours"]
+    programs.compare_heads(records("ours"), report, has_goals=True)
+    assert not report.holds
+
+
+@pytest.mark.parametrize("good_calls", [0, 2], ids=["warming up", "sampled"])
+def test_the_head_goes_on_without_who_breaks_down(
+    good_calls: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(runner.ROOT / "benchmarks")
+    head = importlib.import_module("head")
+    errors = ("d_error_rms", "d_error_max", "beyond_gspo_clip", "dhidden_error", "dweight_error")
+    found = dict.fromkeys(errors, 0.0) | {"note": "n", "extra_bytes": 1, "exact": True}
+    calls = itertools.count()
+
+    def sample(one: Any, *_: Any) -> tuple[float, float]:
+        if one.note == "logits in float32" and next(calls) >= good_calls:
+            raise RuntimeError("a kernel broke down\nand more")
+        return 0.25, 0.5
+
+    monkeypatch.setattr(head, "run_alone", lambda task: found)
+    monkeypatch.setattr(head, "sample", sample)
+    output = tmp_path / "head.jsonl"
+    arguments = f"head.py --device cpu --shapes 64x128x512 --dtype bfloat16 --output {output}"
+    arguments += " --providers ours naive --repeats 3 --active 1 0.5 --clipped-only --no-plot"
+    monkeypatch.setattr(
+        sys, "argv", [*arguments.split(), "--threads", str(torch.get_num_threads())]
+    )
+    head.main()
+    report = Report()
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    programs.compare_heads(records, report, has_goals=False)
+    assert report.holds and any("a kernel broke down" in str(row) for row in report.rows)
+
+
 def test_waits_are_counted_by_the_line_that_waits() -> None:
     def work() -> None:
         for _ in range(3):
@@ -154,13 +255,35 @@ def test_waits_are_counted_by_the_line_that_waits() -> None:
     assert count == 3 and Path(__file__).name in place
 
 
+def test_the_device_alone_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Profile:
+        def __init__(self, activities: Any) -> None:
+            asked.extend(activities)
+
+        def __enter__(self) -> Profile:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def events(self) -> list[Any]:
+            return []
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    for device in ("cuda", "cpu"):
+        resources.profile(Setting(device, tiny=True, folder=Path()), lambda: None)
+    assert asked == [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+
+
 def test_time_that_spans_share_counts_once() -> None:
     assert resources.covered([(0, 2), (1, 3), (5, 6), (5.5, 5.75)]) == (4, 6)
     assert resources.covered([]) == (0, 0)
 
 
 def command_of(script: str) -> Any:
-    return lambda part, rows: [sys.executable, "-c", script, str(rows), part.name]
+    return lambda part, rows, scratch: [sys.executable, "-c", script, str(rows), str(scratch)]
 
 
 FACTS = {"modules": [*runner.NEEDED], "device": "a device", "why": ""}
@@ -207,23 +330,129 @@ def test_what_is_done_is_kept_until_asked_again(tmp_path: Path) -> None:
         return str(result["status"])
 
     broken = WRITE.format([GOOD | {"holds": False}])
-    assert run("raise SystemExit(1)") == "crashed"  # is not kept
-    assert run(WRITE.format([GOOD])) == "passed"
+    assert run("raise SystemExit(1)") == "crashed"
+    assert run(broken) == "failed"
+    assert run(WRITE.format([GOOD])) == "passed"  # neither of the two counted as done
     assert run(broken) == "passed"
     assert run(broken, folder="another identity") == "failed"
     assert run(broken, again=True) == "failed"
 
 
 def test_what_is_missing_is_said_and_not_run(tmp_path: Path) -> None:
-    facts = FACTS | {"modules": [name for name in runner.NEEDED if name != "megatron.core"]}
-    part = Part("one", "engine", "something", 60, ("vllm",))
+    part = Part("one", "engine", "something", 60, ("transformer_engine", "fp8"))
     lines: list[str] = []
     (result,) = runner.run_parts(
-        [part], facts, tmp_path, command_of("raise SystemExit(1)"), again=True, say=lines.append
+        [part], FACTS, tmp_path, command_of("raise SystemExit(1)"), again=True, say=lines.append
     )
     assert result["status"] == "missing"
     for text in (result["why"], "".join(lines), table([result])):
-        assert "megatron-core" in text and "vllm" in text
+        assert "transformer_engine" in text and "fp8" in text
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_nothing_runs_without_what_every_part_needs(
+    device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    modules = [name for name in runner.NEEDED if name != "megatron.core"]
+    monkeypatch.setattr(runner, "look", lambda parts: FACTS | {"modules": modules})
+    monkeypatch.setattr(runner, "run_parts", lambda *args, **options: [])
+    assert command.main(["--device", device, "--output", str(tmp_path)]) == 2
+    said = capsys.readouterr().out
+    assert f"{sys.executable} -m pip install megatron-core\n" in said and not [*tmp_path.iterdir()]
+
+
+def processes(folder: Path) -> list[int]:
+    """Of the part's process and of a program it has started, once both are there."""
+    return [int(path.read_text()) for path in folder.glob("*.pid") if path.read_text()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_part_ends_with_the_runner(number: signal.Signals, tmp_path: Path) -> None:
+    own = f"import os, pathlib; pathlib.Path({str(tmp_path)!r}, '{{}}.pid')"
+    own += ".write_text(str(os.getpid())); "
+    program = own.format("program") + "import time; time.sleep(600)"
+    part = own.format("part") + "import sys; from tests.gpu import runner; "
+    part += f"runner.run_program([sys.executable, '-c', {program!r}])"
+    started = (
+        "import sys; from pathlib import Path; from tests.gpu import parts, runner\n"
+        "runner.exit_on_signals()\n"
+        "part = parts.Part('one', 'programs', '', 600)\n"
+        f"runner.run_part(part, lambda *_: [sys.executable, '-c', {part!r}],"
+        f" log=Path({str(tmp_path / 'one.log')!r}))"
+    )
+    found = subprocess.Popen([sys.executable, "-c", started], cwd=runner.ROOT)
+    try:
+        wait_until(lambda: len(processes(tmp_path)) == 2, "the part and its program")
+        pids = processes(tmp_path)
+        found.send_signal(number)
+        assert found.wait(HANG_S) == (-9 if number == signal.SIGKILL else 128 + number)
+        wait_until(lambda: not any(map(is_alive, pids)), "their end")
+    finally:
+        found.kill()
+        for pid in processes(tmp_path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", ["", "os._exit(3)", "time.sleep(600)"])
+def test_a_parts_folder_goes_with_it(end: str, tmp_path: Path) -> None:
+    script = "import os, sys, time; open(sys.argv[2] + '/big', 'w').write(sys.argv[2]); "
+    script += f"open({str(tmp_path / 'where')!r}, 'w').write(sys.argv[2]); {end}"
+    part = Part("one", "programs", "something", 1 if "sleep" in end else 60)
+    runner.run_part(part, command_of(script), log=tmp_path / "one.log")
+    where = Path((tmp_path / "where").read_text())
+    assert where.is_absolute() and not where.exists()
+
+
+def test_rows_are_written_as_they_are_found(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, sys; from tests.gpu.report import Report\n"
+        "Report(path=pathlib.Path(sys.argv[1])).figure('a figure', 3)\n"
+        "for i in range(100): print('line', i)\n"
+        "raise SystemExit(4)"
+    )
+    lines: list[str] = []
+    parts = [dataclasses.replace(PARTS[1], limit_s=60)]
+    (result,) = runner.run_parts(
+        parts, FACTS, tmp_path, command_of(script), again=False, say=lines.append
+    )
+    assert result["status"] == "crashed" and result["rows"][0]["what"] == "a figure"
+    assert "line 71\n" in "\n".join(lines) and "line 69\n" not in "\n".join(lines)
+
+
+def test_the_summary_has_every_part(tmp_path: Path) -> None:
+    first, second, third = PARTS[:3]
+    kept = {"part": first.name, "status": "passed", "why": "", "seconds": 1.0, "rows": [GOOD]}
+    (tmp_path / f"{first.name}.json").write_text(json.dumps(kept))
+    Report(path=tmp_path / f"{second.name}.rows.json").figure("half", 1)
+    found = runner.all_results(tmp_path, FACTS)
+    assert [one["part"] for one in found] == [part.name for part in PARTS]
+    statuses = {one["part"]: one["status"] for one in found}
+    assert found[0] == kept and statuses[second.name] == "not finished"
+    assert statuses[third.name] == "not run" and statuses["engine"] == "missing"
+    about = runner.identity(FACTS, tiny=False)
+    text = runner.write_summary(tmp_path, about, found)
+    assert all(part.name in text for part in PARTS) and "half" in text
+
+
+def test_an_identity_is_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "ROOT", tmp_path)  # no repository
+    keys = set()
+    for folder in ("gapo_megatron", "tests/gpu", "benchmarks"):
+        (tmp_path / folder).mkdir(parents=True)
+        for content in ("a = 1", "a = 2"):
+            (tmp_path / folder / "a.py").write_text(content)
+            keys.add(runner.key(runner.identity(FACTS, tiny=False)))
+    assert len(keys) == 6
+    assert runner.key(runner.identity(FACTS, tiny=False)) in keys
 
 
 def test_an_identity_is_commit_device_and_versions() -> None:
@@ -244,7 +473,7 @@ def test_without_a_gpu_it_lists_what_it_would_run(
     )
     assert command.main([]) == 2
     said = capsys.readouterr().out
-    assert "no device" in said and "no triton" in said
+    assert "no device" in said and "no vllm" in said and "triton" in said
     assert all(part.name in said and part.tells in said for part in PARTS)
 
 
@@ -271,7 +500,7 @@ def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
     (results,) = tmp_path.glob("*/results.json")
     found = {one["part"]: one for one in json.loads(results.read_text())["results"]}
     statuses = {name: one["status"] for name, one in found.items()}
-    expected = dict.fromkeys(names, "passed") | {"fp8": "missing"}
+    expected = dict.fromkeys(found, "not run") | dict.fromkeys(names, "passed") | {"fp8": "missing"}
     assert statuses == expected, f"{found}\n{done.stdout}{done.stderr}"
     assert done.returncode == 0
     assert (results.parent / "table.md").read_text() in done.stdout

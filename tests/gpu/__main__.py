@@ -1,9 +1,10 @@
 """`make test-gpu`: what this package does on this GPU, part by part.
 
 Runs every test marked `gpu` and an acceptance of about ten minutes, in the order of what it tells,
-each part in a process and a time limit of its own. What is done is kept, for this commit, device
-and versions: the same command goes on where it was. Exit code: 0 if every part passed, or was left
-out because something it needs is not installed; 1 if one did not pass; 2 if there is no GPU.
+each part in a process and a time limit of its own. What has passed is kept, for this commit, these
+sources, device and versions: the same command goes on where it was. Exit code: 0 if every part
+passed, or was left out because something that it alone needs is not there; 1 if one did not pass;
+2 if there is no GPU, or something that every part needs is not installed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
-    parser.add_argument("--again", action="store_true", help="also what is done")
+    parser.add_argument("--again", action="store_true", help="also what has passed")
     parser.add_argument("--output", type=Path, default=Path("runs/test_gpu"), help="%(default)s")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="%(default)s")
     parser.add_argument(
@@ -30,23 +31,38 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     parts = [part for part in PARTS if options.only is None or part.name in options.only]
-    facts = runner.look(parts)
+    facts = runner.look(PARTS)
+    if absent := runner.absent_packages(facts):
+        print(
+            f"Every part needs {', '.join(absent)}, and this Python lacks it; with PyTorch there:\n"
+            f"  {sys.executable} -m pip install {' '.join(absent)}"
+        )
     if options.device == "cuda" and not facts["device"]:
         print(
             f"No GPU that PyTorch can use here: {facts['why']}.\nWhere there is one, this runs:\n"
         )
         for part in parts:
-            absent = runner.missing(part, facts)
-            print(f"  {part.name:18}{part.tells}{f' [{absent}]' if absent else ''}")
+            lacks = runner.missing(part, facts)
+            print(f"  {part.name:18}{part.tells}{f' [{lacks}]' if lacks else ''}")
+    if absent or (options.device == "cuda" and not facts["device"]):
         return 2
     tiny = options.tiny or options.device == "cpu"
     about = runner.identity(facts if options.device == "cuda" else {"device": ""}, tiny=tiny)
     folder = options.output / runner.key(about)
     command = functools.partial(runner.part_command, device=options.device, tiny=tiny)
-    results = runner.run_parts(parts, facts, folder, command, again=options.again)
-    print(f"\n{runner.write_summary(folder, about, results)}\nIn {folder}: results.json, table.md")
+
+    def summary() -> str:
+        return runner.write_summary(folder, about, runner.all_results(folder, facts))
+
+    try:
+        results = runner.run_parts(
+            parts, facts, folder, command, again=options.again, after=summary
+        )
+    finally:  # also of a run that is ended
+        print(f"\n{summary()}\nIn {folder}: results.json, table.md")
     return int(any(result["status"] not in ("passed", "missing") for result in results))
 
 
 if __name__ == "__main__":
+    runner.exit_on_signals()
     sys.exit(main())

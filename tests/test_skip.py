@@ -252,8 +252,9 @@ def test_a_flag_stops_the_update_whatever_the_loss(folder: Path, groups: Paralle
     assert equal(state(policy), before) and policy.num_updates == 0
 
 
+@pytest.mark.parametrize("head", ["auto", "torch"])
 def test_the_head_adds_to_the_gradient_buffer_with_the_code_that_was_chosen(
-    folder: Path, groups: ParallelGroups
+    folder: Path, groups: ParallelGroups, head: str
 ) -> None:
     """Results alone do not tell: dW could go through autograd, or model.head do nothing."""
     seen = []
@@ -262,7 +263,7 @@ def test_the_head_adds_to_the_gradient_buffer_with_the_code_that_was_chosen(
         seen.append((options["main_grad"], options["implementation"]))
         return token_log_probs(*args, **options)
 
-    policy = build(folder, groups, model={"precision": "bf16", "head": "torch"})
+    policy = build(folder, groups, model={"precision": "bf16", "head": head})
     with patch.object(step, "token_log_probs", watched):
         train(policy, ())
     weight = policy.stages[0].head_weight

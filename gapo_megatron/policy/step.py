@@ -372,7 +372,7 @@ def _score(
         # micro-batches. The hook then finds no gradient of the head to add.
         main_grad=weight.main_grad,
         return_entropy=with_entropy,
-        implementation=policy.config.model.head,
+        implementation=policy.head,
         ahead=ahead,
     )
     values, entropy = result if with_entropy else (result, None)

@@ -216,7 +216,8 @@ def test_hidden_states_that_are_not_finite_are_named_with_their_micro_batch(
 ) -> None:
     policy = build(folder, groups)
     before = state(policy)
-    place = int(MICROBATCHES[1].row_index[2])
+    row = len(BATCH.response_ids[3]) + 2  # of the second sequence
+    place = int(MICROBATCHES[1].row_index[row])
 
     def poisoned(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Any:
         if labels is MICROBATCHES[1].labels:
@@ -229,7 +230,7 @@ def test_hidden_states_that_are_not_finite_are_named_with_their_micro_batch(
         lambda: step.log_probs(policy, MICROBATCHES),
         lambda: update(policy, MICROBATCHES, lambda _, values, __: (values.sum(), {})),
     ):
-        found = mentions("micro-batch 1", "row 2", f"hidden[{place}]")
+        found = mentions("micro-batch 1", f"row {row}", "sequence 4", f"hidden[{place}]")
         with (
             patch.object(step, "token_log_probs", poisoned),
             pytest.raises(DivergenceError, match=found),

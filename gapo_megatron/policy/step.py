@@ -293,6 +293,7 @@ def _run(
     if policy.reduction is not None and not forward_only:
         config.no_sync_func = policy.reduction.not_last
     config.finalize_model_grads_func = functools.partial(_sum_gradients, policy.reduction)
+    communication = _communication(policy, microbatches, forward_only=forward_only)
     with cpu.device_scope():
         reports: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
@@ -302,8 +303,10 @@ def _run(
             seq_length=max(m.tokens.shape[1] for m in microbatches),
             micro_batch_size=1,
             forward_only=forward_only,
-            **_communication(policy, microbatches),
+            **communication,
         )
+    if communication:
+        communication["p2p_communicator"].check_finished()
     return reports[:num_given]
 
 
@@ -317,7 +320,9 @@ def _share(policy: Policy, whole: Microbatch) -> Share:
     return Share(whole, None, (0, len(whole.labels)))
 
 
-def _communication(policy: Policy, microbatches: Sequence[Microbatch]) -> dict[str, Any]:
+def _communication(
+    policy: Policy, microbatches: Sequence[Microbatch], *, forward_only: bool
+) -> dict[str, Any]:
     """How the schedule's stages talk to each other; nothing where there is one."""
     groups, config = policy.groups, policy.stages[0].config
     if groups.pp_size == 1:
@@ -325,7 +330,9 @@ def _communication(policy: Policy, microbatches: Sequence[Microbatch]) -> dict[s
     num_shards = groups.cp_size * (groups.tp_size if config.sequence_parallel else 1)
     shapes = [(m.tokens.shape[1] // num_shards, 1, config.hidden_size) for m in microbatches]
     return {
-        "p2p_communicator": PlannedCommunicator(groups.pp_group, config, shapes),
+        "p2p_communicator": PlannedCommunicator(
+            groups.pp_group, config, shapes, forward_only=forward_only
+        ),
         "pg_collection": schedule_groups(),
     }
 
@@ -357,7 +364,8 @@ def _score(
     groups = policy.groups
     weight: Any = policy.stages[-1].head_weight
     with_entropy = policy.config.objective.entropy_coef > 0
-    ahead = Ahead(flags, share.row_edges)
+    indices, sequence_ids = share.microbatch.indices, share.microbatch.sequence_ids
+    ahead = Ahead(flags, share.row_edges, sequence_of=lambda row: indices[int(sequence_ids[row])])
     result: Any = token_log_probs(
         hidden[:, 0],
         weight,

@@ -114,7 +114,7 @@ def update(
     With `skip_inactive` it also waits for each micro-batch's loss, once, and leaves out what cannot
     change the weights: rows without gradient in the head's backward pass, and the model's whole
     backward pass of a micro-batch in which no row has one (of the last stage: the others propagate
-    zeros, because the pipeline waits for them; ranks that share experts go back together). Either
+    zeros, because the pipeline waits for them; ranks that share experts have one together). Either
     way a micro-batch without rows has no backward pass (except beside ranks that share experts),
     and there is no optimizer step if the gradient's norm is zero (AdamW would follow old momenta
     and decay).
@@ -152,10 +152,18 @@ def update(
         value, outputs = loss(index, scored.log_probs, scored.entropy)
         losses.append(value.detach())
         is_active = _active_rows(value, scored)
-        if is_active is None or not _goes_back(policy, is_active, scored, read=skip_inactive):
-            value = _without_backward(policy, value)
+        has_gradient = is_active is not None
         if is_active is None:
-            is_active = torch.zeros(0, dtype=torch.bool, device=policy.device)
+            is_active = torch.zeros_like(scored.log_probs, dtype=torch.bool)
+        # At most so many: what the host knows without reading.
+        num_active = len(is_active) if has_gradient else 0
+        if skip_inactive:
+            num_active = _read_active(policy, is_active, scored)
+        if not _has_backward(policy, num_active, read=skip_inactive):
+            value = _without_backward(policy, value)
+        elif not has_gradient:
+            # For the ranks whose tokens its experts serve: all the way, with zeros.
+            value = _ZeroGradient.apply(value.detach(), scored.log_probs)
         return value, outputs | {"active_rows": is_active.sum().double()}
 
     with cpu.device_scope():
@@ -177,7 +185,7 @@ def _active_rows(loss: Tensor, scored: _Scored) -> Tensor | None:
     """[R] bool: rows of the whole micro-batch whose log-prob or entropy has a gradient.
 
     None: the loss depends on none of them. The same on every tensor and context parallel rank: they
-    go back together or not at all.
+    have a backward pass together or not at all.
     """
     if not loss.requires_grad:
         return None
@@ -188,25 +196,30 @@ def _active_rows(loss: Tensor, scored: _Scored) -> Tensor | None:
     return functools.reduce(torch.logical_or, active) if active else None
 
 
-def _goes_back(policy: Policy, is_active: Tensor, scored: _Scored, *, read: bool) -> bool:
-    """A row has a gradient here, or on a rank that holds experts of this one's tokens.
+def _read_active(policy: Policy, is_active: Tensor, scored: _Scored) -> int:
+    """How many rows have a gradient, on the rank of the expert parallel group with most of them.
 
-    Experts send gradients back where the tokens came from: a rank alone that left its backward pass
-    out would keep the others waiting.
+    Tells the head's backward pass, too, how many there are of this rank's (`Ahead.num_active`).
 
-    Waits for the device, once, and is collective over the expert parallel group, if `read`. Without
-    it, what has rows goes back.
+    Waits for the device, once. Collective over the expert parallel group.
     """
     groups, ahead = policy.groups, scored.ahead
-    if not read:
-        return groups.ep_size > 1 or len(is_active) > 0
     local = is_active if scored.rows is None else is_active[scored.rows]
     parts = [local[begin:end].sum() for begin, end in itertools.pairwise(ahead.row_edges)]
     most = is_active.sum()
     if groups.ep_size > 1:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.ep_group)
     num_active, *ahead.num_active = torch.stack([most, *parts]).tolist()
-    return bool(num_active)
+    return int(num_active)
+
+
+def _has_backward(policy: Policy, num_active: int, *, read: bool) -> bool:
+    """Whether a micro-batch has a backward pass.
+
+    Experts send gradients back where the tokens came from: a rank alone that left its backward pass
+    out would keep the others waiting. They agree where `num_active` was read from all of them.
+    """
+    return num_active > 0 or (policy.groups.ep_size > 1 and not read)
 
 
 def _without_backward(policy: Policy, loss: Tensor) -> Tensor:

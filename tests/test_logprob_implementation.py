@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
+import subprocess
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from triton.compiler.errors import CompilationError
 
 from gapo_megatron.logprob import implementation, tiles, triton_kernels
-from gapo_megatron.logprob.implementation import _choose, choose_implementation
+from gapo_megatron.logprob.implementation import (
+    _choose,
+    choose_implementation,
+    choose_together,
+)
 from gapo_megatron.logprob.self_check import find_fault
+from tests.dist import run_distributed
 from tests.messages import mentions
 
 HOPPER, AMPERE = (9, 0), (8, 0)
 CPU = torch.device("cpu")
+
+
+def chosen(*arguments: Any) -> Any:
+    """The module of what `_choose` says."""
+    return implementation._load(_choose(*arguments))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +53,7 @@ def test_code_by_device(
     device: str,
     dtype: torch.dtype,
     capability: tuple[int, int] | None,
-    name: str,
+    name: implementation.Name,
     expected: object,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -48,7 +62,7 @@ def test_code_by_device(
     _choose.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            assert _choose(device, dtype, capability, name) is expected
+            assert chosen(device, dtype, capability, name) is expected
     word = "triton" if expected is triton_kernels else "torch"
     (record,) = caplog.records
     assert re.search(mentions(dtype, device, word), record.getMessage())
@@ -90,7 +104,7 @@ def test_auto_takes_kernels_that_agree_with_float64(
 ) -> None:
     kernels = on_a_gpu["code"] = wrong("softmax_stats", lambda stats: stats)
     with caplog.at_level(logging.INFO):
-        assert _choose("cuda", torch.bfloat16, HOPPER, "auto") is kernels
+        assert chosen("cuda", torch.bfloat16, HOPPER, "auto") is kernels
     assert re.search(mentions("triton", "float64"), caplog.records[-1].getMessage())
 
 
@@ -114,12 +128,20 @@ def test_auto_leaves_kernels_that_are_wrong(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     on_a_gpu["code"] = wrong(name, change)
-    assert _choose("cuda", torch.bfloat16, HOPPER, "auto") is tiles
+    assert chosen("cuda", torch.bfloat16, HOPPER, "auto") is tiles
     (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert what in warning.getMessage()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no C compiler"), CompilationError("", None)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("no C compiler"),
+        CompilationError("", None),
+        subprocess.CalledProcessError(1, "gcc"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
+)
 def test_auto_leaves_kernels_that_do_not_compile(
     error: Exception, on_a_gpu: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -127,10 +149,43 @@ def test_auto_leaves_kernels_that_do_not_compile(
         raise error
 
     on_a_gpu["code"] = wrong("softmax_stats", fails)
-    assert _choose("cuda", torch.bfloat16, HOPPER, "auto") is tiles
+    assert chosen("cuda", torch.bfloat16, HOPPER, "auto") is tiles
     assert type(error).__name__ in caplog.text
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), torch.AcceleratorError("lost")])
+def test_what_is_wrong_with_the_device_is_not_the_kernels_fault(
+    error: Exception, on_a_gpu: dict[str, Any]
+) -> None:
+    def fails(_: Any) -> Any:
+        raise error
+
+    on_a_gpu["code"] = wrong("softmax_stats", fails)
+    with pytest.raises(type(error), match=str(error)):
+        _choose("cuda", torch.bfloat16, HOPPER, "auto")
 
 
 def test_what_is_asked_for_by_name_is_not_checked(on_a_gpu: dict[str, Any]) -> None:
     kernels = on_a_gpu["code"] = wrong("softmax_stats", lambda stats: 2 * stats)
-    assert _choose("cuda", torch.bfloat16, HOPPER, "triton") is kernels
+    assert chosen("cuda", torch.bfloat16, HOPPER, "triton") is kernels
+
+
+def choose_where_one_may_fail(failing: int | None) -> tuple[str, list[str]]:
+    """What this rank takes, and what it warns of, if the kernels are wrong on rank `failing`."""
+    fault = "off by a mile" if dist.get_rank() == failing else ""
+    records: list[str] = []
+    with (
+        patch.object(implementation, "_capability", lambda _: HOPPER),
+        patch.object(implementation, "find_fault", lambda *_: fault),
+        patch.object(implementation.logger, "warning", lambda *words: records.append(str(words))),
+    ):
+        return choose_together(CPU, torch.bfloat16, "auto"), records
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_ranks_take_the_same_code(failing: int | None) -> None:
+    ranks = run_distributed(choose_where_one_may_fail, 2, failing)
+    assert [code for code, _ in ranks] == ["triton" if failing is None else "torch"] * 2
+    for rank, (_, warnings) in enumerate(ranks):
+        word = "mile" if rank == failing else f"{failing}"
+        assert [word in warning for warning in warnings] == [True] * (failing is not None)

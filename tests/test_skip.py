@@ -106,7 +106,7 @@ def test_a_micro_batch_of_clipped_sequences_has_no_backward_pass(
 
     whole = build(folder, groups, model=model)
     passes = count_backward(whole)
-    with patch.object(step, "_goes_back", always_back(step._goes_back)):
+    with patch.object(step, "_has_backward", always_back):
         expected = train(whole, clipped)
     assert len(passes) == len(MICROBATCHES)
     # What was left out are exact zeros.
@@ -216,7 +216,8 @@ def test_hidden_states_that_are_not_finite_are_named_with_their_micro_batch(
 ) -> None:
     policy = build(folder, groups)
     before = state(policy)
-    place = int(MICROBATCHES[1].row_index[2])
+    row = len(BATCH.response_ids[3]) + 2  # of the second sequence
+    place = int(MICROBATCHES[1].row_index[row])
 
     def poisoned(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Any:
         if labels is MICROBATCHES[1].labels:
@@ -229,7 +230,7 @@ def test_hidden_states_that_are_not_finite_are_named_with_their_micro_batch(
         lambda: step.log_probs(policy, MICROBATCHES),
         lambda: update(policy, MICROBATCHES, lambda _, values, __: (values.sum(), {})),
     ):
-        found = mentions("micro-batch 1", "row 2", f"hidden[{place}]")
+        found = mentions("micro-batch 1", f"row {row}", "sequence 4", f"hidden[{place}]")
         with (
             patch.object(step, "token_log_probs", poisoned),
             pytest.raises(DivergenceError, match=found),
@@ -252,8 +253,9 @@ def test_a_flag_stops_the_update_whatever_the_loss(folder: Path, groups: Paralle
     assert equal(state(policy), before) and policy.num_updates == 0
 
 
+@pytest.mark.parametrize("head", ["auto", "torch"])
 def test_the_head_adds_to_the_gradient_buffer_with_the_code_that_was_chosen(
-    folder: Path, groups: ParallelGroups
+    folder: Path, groups: ParallelGroups, head: str
 ) -> None:
     """Results alone do not tell: dW could go through autograd, or model.head do nothing."""
     seen = []
@@ -262,7 +264,7 @@ def test_the_head_adds_to_the_gradient_buffer_with_the_code_that_was_chosen(
         seen.append((options["main_grad"], options["implementation"]))
         return token_log_probs(*args, **options)
 
-    policy = build(folder, groups, model={"precision": "bf16", "head": "torch"})
+    policy = build(folder, groups, model={"precision": "bf16", "head": head})
     with patch.object(step, "token_log_probs", watched):
         train(policy, ())
     weight = policy.stages[0].head_weight

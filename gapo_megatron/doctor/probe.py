@@ -98,7 +98,7 @@ def policy(**model: str) -> None:
         attention_backend=next(iter(attention_backend), ""),
         norm=_where(type(built.stages[0].decoder.final_layernorm)),
         optimizer=_where(type(optimizer)),
-        log_probs=choose_implementation(world.device, dtype, config.model.head).__name__,
+        log_probs=choose_implementation(world.device, dtype, built.head).__name__,
         fp8={recipe: why_not(recipe) for recipe in RECIPES},
         collectives=world.backend,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +23,13 @@ class Ahead:
             (0, R) without sequence parallelism. Increasing.
         num_active: set before the backward pass: how many rows between two edges have a gradient.
             None: the backward pass computes all rows.
+        sequence_of: for messages, which sequence of the batch a row belongs to; may wait.
     """
 
     flags: Flags
     row_edges: Sequence[int]
     num_active: Sequence[int] | None = None
+    sequence_of: Callable[[int], int] | None = None
 
 
 def active_rows(

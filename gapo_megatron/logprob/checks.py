@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.flags import Flags
+from gapo_megatron.logprob.ahead import Ahead
 from gapo_megatron.logprob.statistics import accumulation_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -78,7 +78,7 @@ def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
 
 
 def flag_not_finite(
-    flags: Flags,
+    ahead: Ahead,
     log_probs: torch.Tensor,
     entropy: torch.Tensor | None,
     rows: torch.Tensor,
@@ -86,7 +86,7 @@ def flag_not_finite(
     weight: torch.Tensor,
     vocab_start: int,
 ) -> None:
-    """Keep a flag: a result is not finite. Its DivergenceError names the row and the cause.
+    """Keep a flag: a result is not finite. Its DivergenceError names row, sequence and cause.
 
     `rows` are the scored hidden states [R, H], row r from position row_index[r] (None: r). They are
     not held: what the message says about them is computed here, on the device.
@@ -104,7 +104,10 @@ def flag_not_finite(
 
     def explain() -> DivergenceError:
         row, num_rows = int(first), int(bad.sum())
-        message = f"log-probability of row {row} is not finite ({num_rows} rows in all): "
+        place = f"row {row}"
+        if ahead.sequence_of is not None:
+            place += f", in sequence {ahead.sequence_of(row)} of the batch,"
+        message = f"log-probability of {place} is not finite ({num_rows} rows in all): "
         bad_weight = (~weight.isfinite().all(dim=1)).nonzero()
         if not bool(row_is_finite):
             position = row if row_index is None else int(row_index[row])
@@ -115,4 +118,4 @@ def flag_not_finite(
             cause = "its logits overflow, or a weight row of another rank's shard is not finite"
         return DivergenceError(message + cause)
 
-    flags.keep(~is_finite.all(), explain)
+    ahead.flags.keep(~is_finite.all(), explain)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import subprocess
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from gapo_megatron.logprob.self_check import find_fault
 
 Name = Literal["auto", "torch", "triton"]
+Resolved = Literal["torch", "triton"]
 
 logger = logging.getLogger(__name__)
+
+_OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors that say nothing about the kernels: other code would meet them too."""
 
 
 def choose_implementation(device: torch.device, dtype: torch.dtype, name: Name = "auto") -> Any:
@@ -27,34 +33,66 @@ def choose_implementation(device: torch.device, dtype: torch.dtype, name: Name =
     Raises:
         ValueError: Triton was asked for where it does not serve.
     """
-    capability = None
+    return _load(_choose(device.type, dtype, _capability(device), name))
+
+
+def choose_together(device: torch.device, dtype: torch.dtype, name: Name) -> Resolved:
+    """What `choose_implementation` takes, the same on every rank: Triton where all ranks can.
+
+    Ranks that chose alone would cut rows into other blocks, and wait for each other's collectives.
+
+    Collectives: with `auto` on a CUDA device, one all-reduce of a number over all ranks.
+
+    Raises:
+        ValueError: Triton was asked for where it does not serve.
+    """
+    capability = _capability(device)
+    resolved = _choose(device.type, dtype, capability, name)
+    if name != "auto" or capability is None:
+        return resolved
+    num_ranks = dist.get_world_size()
+    without = torch.tensor(num_ranks if resolved == "triton" else dist.get_rank(), device=device)
+    dist.all_reduce(without, op=dist.ReduceOp.MIN)
+    first = int(without)
+    if resolved == "triton" and first < num_ranks:
+        logger.warning("log-probs: torch on every rank, because of rank %d: see its log", first)
+    return "triton" if first == num_ranks else "torch"
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """Of an NVIDIA GPU; None: it is something else."""
     if device.type == "cuda" and torch.version.cuda is not None:
-        capability = torch.cuda.get_device_capability(device)
-    return _choose(device.type, dtype, capability, name)
+        return torch.cuda.get_device_capability(device)
+    return None
 
 
 @functools.cache
-def _choose(device: str, dtype: torch.dtype, capability: tuple[int, int] | None, name: Name) -> Any:
+def _choose(
+    device: str, dtype: torch.dtype, capability: tuple[int, int] | None, name: Name
+) -> Resolved:
     suits_triton = (capability or (0, 0))[0] == 9 and dtype == torch.bfloat16
-    reason = "model.head asks for it"
-    if name == "auto" and not suits_triton:
-        name, reason = "torch", "Triton serves bfloat16 on compute capability 9"
-    elif name == "auto":
+    resolved: Resolved
+    if name != "auto":
+        if name == "triton" and not suits_triton:
+            raise ValueError(
+                "implementation ('triton') needs bfloat16 on a GPU of compute capability 9, not "
+                f"{dtype} on {device} {capability or ''}"
+            )
+        resolved, reason = name, "model.head asks for it"
+    elif not suits_triton:
+        resolved, reason = "torch", "Triton serves bfloat16 on compute capability 9"
+    else:
         fault = _why_not_triton(torch.device(device), dtype)
-        name = "torch" if fault else "triton"
-        reason = fault or "its kernels agree with float64 here"
+        resolved, reason = "torch" if fault else "triton", fault
         if fault:
             logger.warning("log-probs: Triton's kernels are not used: %s", fault)
-    elif name == "triton" and not suits_triton:
-        raise ValueError(
-            "implementation ('triton') needs bfloat16 on a GPU of compute capability 9, not "
-            f"{dtype} on {device} {capability or ''}"
-        )
-    logger.info("log-probs of %s on %s: %s (%s)", dtype, device, name, reason)
-    return _load(name)
+        else:
+            reason = "its kernels agree with float64 here"
+    logger.info("log-probs of %s on %s: %s (%s)", dtype, device, resolved, reason)
+    return resolved
 
 
-def _load(name: str) -> Any:
+def _load(name: Resolved) -> Any:
     module = {"torch": "tiles", "triton": "triton_kernels"}[name]
     return importlib.import_module(f"gapo_megatron.logprob.{module}")
 
@@ -69,5 +107,8 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str:
         return f"they do not load: {error}"
     try:
         return find_fault(code, device, dtype)
-    except (TritonError, RuntimeError) as error:  # of its compiler, or its launcher
+    except _OF_THE_DEVICE:
+        raise
+    except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        # Of its compiler, the C compiler, the folder of what they compiled, or its launcher.
         return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"

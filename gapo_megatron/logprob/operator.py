@@ -186,9 +186,9 @@ class _TokenLogProbs(torch.autograd.Function):
         # target - maximum first: exact where they are close, however large both are.
         log_probs = (stats[TARGET] - maximum) - log_sum
         entropy = log_sum - stats[WEIGHTED] / sum_exp if options.with_entropy else None
-        flags = Flags() if options.ahead is None else options.ahead.flags
+        ahead = options.ahead or Ahead(Flags(), (0, len(rows)))
         flag_not_finite(
-            flags,
+            ahead,
             log_probs,
             entropy,
             rows,
@@ -197,7 +197,7 @@ class _TokenLogProbs(torch.autograd.Function):
             options.vocab_start,
         )
         if options.ahead is None:
-            flags.check()
+            ahead.flags.check()
 
         # `hidden` as it came in: neither the gathered positions nor the scored rows are kept.
         ctx.save_for_backward(hidden, weight, columns, row_index, maximum, sum_exp, entropy)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
@@ -18,39 +19,75 @@ Shape = tuple[int, int, int]
 
 
 class PlannedCommunicator(P2PCommunicator):
-    """Megatron-core's, for one pass; answers for shapes instead of asking its neighbours."""
+    """Megatron-core's, for one pass; answers for shapes instead of asking its neighbours.
 
-    def __init__(self, pp_group: dist.ProcessGroup, config: Any, shapes: Sequence[Shape]) -> None:
+    A tensor of the planned size and another shape would arrive as if it were right. So what is sent
+    must have the planned shape, and nothing planned may be left: a schedule of another order than
+    planned here ends in an error.
+    """
+
+    def __init__(
+        self,
+        pp_group: dist.ProcessGroup,
+        config: Any,
+        shapes: Sequence[Shape],
+        *,
+        forward_only: bool,
+    ) -> None:
         """Take the shapes of what travels, by micro-batch.
 
         Args:
             pp_group: the pipeline.
             config: of the model.
             shapes: hidden states of each micro-batch, as one rank of a stage holds them.
+            forward_only: no gradients travel.
         """
         super().__init__(pp_group, config)
         num_chunks = config.virtual_pipeline_model_parallel_size or 1
-        forward, backward = received(
-            len(shapes), num_chunks, pp_rank=pp_group.rank(), pp_size=pp_group.size()
-        )
-        self._activations = iter([shapes[i] for i in forward])
-        self._gradients = iter([shapes[i] for i in backward])
+        plan = travelling(len(shapes), num_chunks, pp_rank=pp_group.rank(), pp_size=pp_group.size())
+        self._place = f"pipeline rank {pp_group.rank()} of {pp_group.size()}"
+        self._shapes = {
+            name: iter([shapes[i] for i in order])
+            for name, order in plan.items()
+            if not (forward_only and name.endswith("gradient"))
+        }
+
+    def check_finished(self) -> None:
+        """Assert that everything planned has travelled."""
+        left = {name: len(list(shapes)) for name, shapes in self._shapes.items()}
+        assert not any(left.values()), f"{self._place}: planned, but not communicated: {left}"
 
     def _communicate_shapes(
-        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+        self,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Shapes of what comes from the stage before and from the one after; no communication."""
+        for name, tensor in (
+            ("sent activation", tensor_send_next),
+            ("sent gradient", tensor_send_prev),
+        ):
+            if tensor is not None:
+                planned, found = self._next(name), tuple(tensor.shape)
+                assert found == planned, f"{self._place}: {name} {found} must be {planned}"
         nothing = (0, 0, 0)
         return (
-            next(self._activations) if recv_prev else nothing,
-            next(self._gradients) if recv_next else nothing,
+            self._next("received activation") if recv_prev else nothing,
+            self._next("received gradient") if recv_next else nothing,
         )
 
+    def _next(self, name: str) -> Shape:
+        shape = next(self._shapes.get(name, iter(())), None)
+        assert shape is not None, f"{self._place}: one more {name} than planned"
+        return shape
 
-def received(
+
+def travelling(
     num_microbatches: int, num_chunks: int, *, pp_rank: int, pp_size: int
-) -> tuple[list[int], list[int]]:
-    """Micro-batches whose activations, and whose gradients, a stage receives, in that order.
+) -> dict[str, list[int]]:
+    """Micro-batches whose activations, and whose gradients, a stage sends and receives, in order.
 
     Args:
         num_microbatches: a multiple of `pp_size` with virtual stages.
@@ -61,7 +98,12 @@ def received(
     # Virtual stages take turns after groups of `pp_size` micro-batches.
     table = get_schedule_table(num_microbatches, num_chunks, pp_size)
     is_first, is_last = pp_rank == 0, pp_rank == pp_size - 1
+    # The model's first stage receives no activation, and so on.
+    first, last = 0, num_chunks - 1
     # Backward, virtual stages come in the opposite order: the table's first is the model's last.
-    forward = [i for i, chunk in table if not (is_first and chunk == 0)]
-    backward = [i for i, chunk in table if not (is_last and chunk == 0)]
-    return forward, backward
+    return {
+        "received activation": [i for i, chunk in table if not (is_first and chunk == first)],
+        "sent activation": [i for i, chunk in table if not (is_last and chunk == last)],
+        "received gradient": [i for i, chunk in table if not (is_last and chunk == first)],
+        "sent gradient": [i for i, chunk in table if not (is_first and chunk == last)],
+    }

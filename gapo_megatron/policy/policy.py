@@ -21,6 +21,7 @@ from gapo_megatron.convert.hf import finite_extremes, read_hf
 from gapo_megatron.convert.rules import shard_size, split_all
 from gapo_megatron.counts import layers_of_stages
 from gapo_megatron.fp8 import fp8_multiple
+from gapo_megatron.logprob import Resolved
 from gapo_megatron.model_checks import check_shapes, num_experts
 from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks, to_rank
@@ -36,7 +37,7 @@ from gapo_megatron.policy.optimizer import (
     wrap_model,
 )
 from gapo_megatron.policy.parallel import ParallelGroups
-from gapo_megatron.policy.precision import check_fp8, check_head, free_fp8_copies
+from gapo_megatron.policy.precision import check_fp8, choose_head, free_fp8_copies
 from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.types import Batch, Microbatch
 
@@ -51,6 +52,7 @@ class Policy:
         device: where parameters live.
         model: the DDP-wrapped virtual stages.
         optimizer: AdamW; fp32 master weights when parameters are bf16.
+        head: the code of log-probs, the same on every rank.
         num_updates: optimizer steps taken since the initial weights were loaded.
         reduction: begins the reduction of gradients during the last backward pass; None: it waits.
     """
@@ -63,6 +65,7 @@ class Policy:
         device: torch.device,
         model: list[DistributedDataParallel],
         optimizer: MegatronOptimizer,
+        head: Resolved,
     ) -> None:
         self.config = config
         self.hf_config = hf_config
@@ -70,6 +73,7 @@ class Policy:
         self.device = device
         self.model = model
         self.optimizer = optimizer
+        self.head = head
         self.num_updates = 0
         self.reduction = GradientReduction(model) if config.parallel.overlap_grad_reduce else None
         self._rules = model[0].module.rules
@@ -85,6 +89,8 @@ class Policy:
     def build(cls, config: Config, groups: ParallelGroups, device: torch.device | str) -> Policy:
         """Allocate model, gradients and optimizer of this rank. Weights are undefined until loaded.
 
+        Collectives: those of `choose_head`.
+
         Raises:
             ConfigError: a model folder, architecture, precision or layout that cannot run; raised
                 before anything is allocated.
@@ -94,7 +100,7 @@ class Policy:
         check_shapes(hf_config, config.parallel, config.model)
         if config.model.precision == "fp8":
             check_fp8(config.model.fp8_recipe)
-        check_head(config.model, device)
+        head = choose_head(config.model, device)
         with cpu.device_scope():
             stages = build_model(
                 hf_config,
@@ -108,7 +114,7 @@ class Policy:
             overlap = config.parallel.overlap_grad_reduce
             model = [wrap_model(stage, groups, overlap_grad_reduce=overlap) for stage in stages]
             optimizer = build_optimizer(config.optimizer, model)
-        return cls(config, hf_config, groups, device, model, optimizer)
+        return cls(config, hf_config, groups, device, model, optimizer, head)
 
     @property
     def stages(self) -> list[PolicyModel]:

@@ -10,7 +10,7 @@ import torch
 from gapo_megatron.config import ModelConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.fp8 import RECIPES
-from gapo_megatron.logprob import choose_implementation
+from gapo_megatron.logprob import Resolved, choose_together
 
 
 def precision_settings(precision: str, *, fp8_recipe: str) -> dict[str, Any]:
@@ -60,10 +60,16 @@ def free_fp8_copies(model: torch.nn.Module) -> None:
         getattr(module, "_fp8_workspaces", {}).clear()
 
 
-def check_head(config: ModelConfig, device: torch.device) -> None:
-    """Raise ConfigError if `model.head` names code that does not serve this device."""
+def choose_head(config: ModelConfig, device: torch.device) -> Resolved:
+    """The head's code, `model.head` without "auto"; the same on every rank.
+
+    Collectives: those of `choose_together`.
+
+    Raises:
+        ConfigError: `model.head` names code that does not serve this device.
+    """
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     try:
-        choose_implementation(device, dtype, config.head)
+        return choose_together(device, dtype, config.head)
     except ValueError as error:
         raise ConfigError(f"model.head ('{config.head}'): {error}") from None

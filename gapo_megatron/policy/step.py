@@ -114,7 +114,7 @@ def update(
     With `skip_inactive` it also waits for each micro-batch's loss, once, and leaves out what cannot
     change the weights: rows without gradient in the head's backward pass, and the model's whole
     backward pass of a micro-batch in which no row has one (of the last stage: the others propagate
-    zeros, because the pipeline waits for them; ranks that share experts go back together). Either
+    zeros, because the pipeline waits for them; ranks that share experts have one together). Either
     way a micro-batch without rows has no backward pass (except beside ranks that share experts),
     and there is no optimizer step if the gradient's norm is zero (AdamW would follow old momenta
     and decay).
@@ -152,10 +152,18 @@ def update(
         value, outputs = loss(index, scored.log_probs, scored.entropy)
         losses.append(value.detach())
         is_active = _active_rows(value, scored)
-        if is_active is None or not _goes_back(policy, is_active, scored, read=skip_inactive):
-            value = _without_backward(policy, value)
+        has_gradient = is_active is not None
         if is_active is None:
-            is_active = torch.zeros(0, dtype=torch.bool, device=policy.device)
+            is_active = torch.zeros_like(scored.log_probs, dtype=torch.bool)
+        # At most so many: what the host knows without reading.
+        num_active = len(is_active) if has_gradient else 0
+        if skip_inactive:
+            num_active = _read_active(policy, is_active, scored)
+        if not _has_backward(policy, num_active, read=skip_inactive):
+            value = _without_backward(policy, value)
+        elif not has_gradient:
+            # For the ranks whose tokens its experts serve: all the way, with zeros.
+            value = _ZeroGradient.apply(value.detach(), scored.log_probs)
         return value, outputs | {"active_rows": is_active.sum().double()}
 
     with cpu.device_scope():
@@ -177,7 +185,7 @@ def _active_rows(loss: Tensor, scored: _Scored) -> Tensor | None:
     """[R] bool: rows of the whole micro-batch whose log-prob or entropy has a gradient.
 
     None: the loss depends on none of them. The same on every tensor and context parallel rank: they
-    go back together or not at all.
+    have a backward pass together or not at all.
     """
     if not loss.requires_grad:
         return None
@@ -188,25 +196,30 @@ def _active_rows(loss: Tensor, scored: _Scored) -> Tensor | None:
     return functools.reduce(torch.logical_or, active) if active else None
 
 
-def _goes_back(policy: Policy, is_active: Tensor, scored: _Scored, *, read: bool) -> bool:
-    """A row has a gradient here, or on a rank that holds experts of this one's tokens.
+def _read_active(policy: Policy, is_active: Tensor, scored: _Scored) -> int:
+    """How many rows have a gradient, on the rank of the expert parallel group with most of them.
 
-    Experts send gradients back where the tokens came from: a rank alone that left its backward pass
-    out would keep the others waiting.
+    Tells the head's backward pass, too, how many there are of this rank's (`Ahead.num_active`).
 
-    Waits for the device, once, and is collective over the expert parallel group, if `read`. Without
-    it, what has rows goes back.
+    Waits for the device, once. Collective over the expert parallel group.
     """
     groups, ahead = policy.groups, scored.ahead
-    if not read:
-        return groups.ep_size > 1 or len(is_active) > 0
     local = is_active if scored.rows is None else is_active[scored.rows]
     parts = [local[begin:end].sum() for begin, end in itertools.pairwise(ahead.row_edges)]
     most = is_active.sum()
     if groups.ep_size > 1:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.ep_group)
     num_active, *ahead.num_active = torch.stack([most, *parts]).tolist()
-    return bool(num_active)
+    return int(num_active)
+
+
+def _has_backward(policy: Policy, num_active: int, *, read: bool) -> bool:
+    """Whether a micro-batch has a backward pass.
+
+    Experts send gradients back where the tokens came from: a rank alone that left its backward pass
+    out would keep the others waiting. They agree where `num_active` was read from all of them.
+    """
+    return num_active > 0 or (policy.groups.ep_size > 1 and not read)
 
 
 def _without_backward(policy: Policy, loss: Tensor) -> Tensor:
@@ -293,6 +306,7 @@ def _run(
     if policy.reduction is not None and not forward_only:
         config.no_sync_func = policy.reduction.not_last
     config.finalize_model_grads_func = functools.partial(_sum_gradients, policy.reduction)
+    communication = _communication(policy, microbatches, forward_only=forward_only)
     with cpu.device_scope():
         reports: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
@@ -302,8 +316,10 @@ def _run(
             seq_length=max(m.tokens.shape[1] for m in microbatches),
             micro_batch_size=1,
             forward_only=forward_only,
-            **_communication(policy, microbatches),
+            **communication,
         )
+    if communication:
+        communication["p2p_communicator"].check_finished()
     return reports[:num_given]
 
 
@@ -317,7 +333,9 @@ def _share(policy: Policy, whole: Microbatch) -> Share:
     return Share(whole, None, (0, len(whole.labels)))
 
 
-def _communication(policy: Policy, microbatches: Sequence[Microbatch]) -> dict[str, Any]:
+def _communication(
+    policy: Policy, microbatches: Sequence[Microbatch], *, forward_only: bool
+) -> dict[str, Any]:
     """How the schedule's stages talk to each other; nothing where there is one."""
     groups, config = policy.groups, policy.stages[0].config
     if groups.pp_size == 1:
@@ -325,7 +343,9 @@ def _communication(policy: Policy, microbatches: Sequence[Microbatch]) -> dict[s
     num_shards = groups.cp_size * (groups.tp_size if config.sequence_parallel else 1)
     shapes = [(m.tokens.shape[1] // num_shards, 1, config.hidden_size) for m in microbatches]
     return {
-        "p2p_communicator": PlannedCommunicator(groups.pp_group, config, shapes),
+        "p2p_communicator": PlannedCommunicator(
+            groups.pp_group, config, shapes, forward_only=forward_only
+        ),
         "pg_collection": schedule_groups(),
     }
 
@@ -357,7 +377,8 @@ def _score(
     groups = policy.groups
     weight: Any = policy.stages[-1].head_weight
     with_entropy = policy.config.objective.entropy_coef > 0
-    ahead = Ahead(flags, share.row_edges)
+    indices, sequence_ids = share.microbatch.indices, share.microbatch.sequence_ids
+    ahead = Ahead(flags, share.row_edges, sequence_of=lambda row: indices[int(sequence_ids[row])])
     result: Any = token_log_probs(
         hidden[:, 0],
         weight,
@@ -372,7 +393,7 @@ def _score(
         # micro-batches. The hook then finds no gradient of the head to add.
         main_grad=weight.main_grad,
         return_entropy=with_entropy,
-        implementation=policy.config.model.head,
+        implementation=policy.head,
         ahead=ahead,
     )
     values, entropy = result if with_entropy else (result, None)

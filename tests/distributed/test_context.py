@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from gapo_megatron.batching import pack
+from gapo_megatron.errors import DivergenceError
+from gapo_megatron.logprob import token_log_probs
+from gapo_megatron.policy import Policy, destroy, initialize, log_probs, step
 from gapo_megatron.policy.context import cut, held_positions, num_chunks
 from tests.dist import run_distributed, single_rank
-from tests.distributed.policy_setup import make_batch, save_model
+from tests.distributed.policy_setup import make_batch, make_config, read_weights, save_model
 from tests.distributed.test_policy import compare, train
+from tests.messages import mentions
 
 TOGETHER = [[(0, 1, 2, 3), (), (4, 5, 6, 7)]]
 LAYOUTS = {
@@ -27,6 +34,37 @@ LAYOUTS = {
     "context, data": ({"context_parallel_size": 2}, [[(0,), (1, 2, 3)], [(4, 5, 6), (7,)]]),
     "context of four": ({"context_parallel_size": 4}, TOGETHER),
 }
+
+
+def sequence_that_is_named(folder: Path, poisoned: int) -> str:
+    """The error of the rank that holds the last row of a sequence, which is not finite."""
+    config = make_config(folder, parallel={"context_parallel_size": 2})
+    policy = Policy.build(config, initialize(config.parallel), "cpu")
+    policy.load_hf_weights(read_weights(folder))
+    microbatch = policy.pack(make_batch(), (2, 5, 1))
+    rows = microbatch.share.microbatch.sequence_ids == poisoned
+    bad = microbatch.share.microbatch.row_index[rows][-1:]
+    # The sequence's last chunk is the first rank's, with its first one.
+    bad = bad if policy.groups.cp_rank == 0 else bad[:0]
+
+    def with_nan(hidden: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return token_log_probs(hidden.index_fill(0, bad, torch.nan), *args, **options)
+
+    try:
+        with patch.object(step, "token_log_probs", with_nan):
+            log_probs(policy, [microbatch])
+    except DivergenceError as error:
+        return str(error)
+    finally:
+        destroy()
+    return ""
+
+
+def test_a_row_that_is_not_finite_is_named_by_its_sequence(tmp_path: Path) -> None:
+    """The row is one of the rank's share."""
+    save_model(tmp_path, "qwen2_tied")
+    first, second = run_distributed(sequence_that_is_named, 2, tmp_path, 1)
+    assert re.search(mentions("micro-batch 0", "sequence 5"), first) and second == ""
 
 
 def train_every_layout(folder: Path) -> list:

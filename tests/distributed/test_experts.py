@@ -58,6 +58,33 @@ NUM_UPDATES = 2
 BATCH = make_batch(vocab_size=VOCAB_SIZE)
 
 
+def update_where_one_loss_has_no_gradient(folder: Path, skip_inactive: bool) -> list[float]:
+    """Gradient norms; the last one where no rank's loss has one."""
+    config = make_config(folder, parallel={EP: 2})
+    groups = initialize(config.parallel)
+    policy = Policy.build(config, groups, "cpu")
+    policy.load_hf_weights(read_weights(folder))
+    microbatches = [policy.pack(BATCH, (groups.dp_rank,))]
+    norms = []
+    for with_gradient in (0, None):
+
+        def loss(_: int, values: Tensor, __: object, on: int | None = with_gradient) -> object:
+            return (values.sum() if groups.dp_rank == on else torch.ones(())), {}
+
+        norms.append(update(policy, microbatches, loss, skip_inactive=skip_inactive).grad_norm)
+    destroy()
+    return norms
+
+
+@pytest.mark.parametrize("skip_inactive", [False, True])
+def test_a_loss_without_gradient_keeps_no_rank_waiting(tmp_path: Path, skip_inactive: bool) -> None:
+    save_model(tmp_path, "qwen3_moe")
+    first, second = run_distributed(
+        update_where_one_loss_has_no_gradient, 2, tmp_path, skip_inactive
+    )
+    assert first == second and first[0] > 0 and first[1] == 0
+
+
 @dataclass
 class Report:
     """What one rank saw."""

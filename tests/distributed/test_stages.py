@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from gapo_megatron import cpu
@@ -76,6 +78,35 @@ def test_every_stage_knows_the_shapes_that_it_would_be_told(folders: dict[str, P
         assert good == [*LAYOUTS]
 
 
+@pytest.fixture
+def first_stage(monkeypatch: pytest.MonkeyPatch) -> PlannedCommunicator:
+    """The first of two stages, in a pass over two micro-batches."""
+    monkeypatch.setattr("torch.distributed.get_global_rank", lambda _, rank: rank)
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    config = SimpleNamespace(virtual_pipeline_model_parallel_size=None)
+    return PlannedCommunicator(group, config, [(4, 1, 8), (6, 1, 8)], forward_only=True)
+
+
+def test_what_is_sent_has_the_planned_shape(first_stage: PlannedCommunicator) -> None:
+    with pytest.raises(AssertionError, match=mentions("activation", "(6, 1, 8)", "(4, 1, 8)")):
+        first_stage._communicate_shapes(torch.zeros(6, 1, 8), None, False, False)
+
+
+def test_nothing_planned_is_left(first_stage: PlannedCommunicator) -> None:
+    first_stage._communicate_shapes(torch.zeros(4, 1, 8), None, False, False)
+    with pytest.raises(AssertionError, match=mentions("'sent activation': 1")):
+        first_stage.check_finished()
+
+
+def test_nothing_travels_that_is_not_planned(first_stage: PlannedCommunicator) -> None:
+    for length in (4, 6):
+        first_stage._communicate_shapes(torch.zeros(length, 1, 8), None, False, False)
+    with pytest.raises(AssertionError, match=mentions("received activation")):
+        first_stage._communicate_shapes(None, None, True, False)
+    with pytest.raises(AssertionError, match=mentions("received gradient")):
+        first_stage._communicate_shapes(None, None, False, True)
+
+
 def train_on_two(folders: dict[str, Path]) -> dict[tuple[str, str], Any]:
     reports: dict[tuple[str, str], Any] = {}
     for layout, sizes in LAYOUTS.items():
@@ -128,6 +159,21 @@ def test_stages_go_with_other_parallelism(folders: dict[str, Path]) -> None:
             compare([reports[0], other], expected, where=layout, everything=False)
         seen = set().union(*(report.log_probs for report in reports))
         assert seen == set(expected.log_probs), layout
+
+
+SHARES = [[(0,), (1, 2, 3), (4, 5), (6,), (7,)]]
+
+
+@pytest.mark.system
+def test_four_ranks_with_virtual_stages(tmp_path: Path) -> None:
+    """Five micro-batches: Megatron-core's schedule wants eight of four ranks."""
+    save_model(tmp_path, "qwen2_tied", num_layers=8)
+    with single_rank():
+        expected = train(tmp_path, {}, [[tuple(range(8))]])
+    ranks = run_distributed(train, 4, tmp_path, {PP: 4, VPP: 2}, SHARES)
+    for rank in ranks[:-1]:
+        compare([rank, ranks[-1]], expected, where="four", everything=False)
+    assert set(ranks[-1].log_probs) == set(expected.log_probs)
 
 
 def layers(num_layers: int, **sizes: int) -> list[list[list[int]]]:

@@ -238,7 +238,7 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved, seed, offset = ctx.saved_tensors
-        with _deterministic():
+        with deterministic_algorithms():
             gradients = torch.ops.aten._flash_attention_backward(
                 grad, *saved, *ctx.shape, 0.0, True, seed, offset, scale=ctx.scale
             )
@@ -246,8 +246,11 @@ class _FusedAttention(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    """The flag that torch's attention asks in its backward pass; as it was on exit."""
+def deterministic_algorithms() -> Iterator[None]:
+    """Torch's flag for kernels that add in one order; as it was on exit.
+
+    Memory is not filled meanwhile: that is for finding what reads it before it is written.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic

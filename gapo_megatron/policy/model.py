@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -35,6 +31,11 @@ from gapo_megatron.convert.tables import Geometry, rules_for
 from gapo_megatron.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.model_checks import num_experts
+from gapo_megatron.policy.adjustments import (
+    combine_experts_in_order,
+    fuse_weight_gradients,
+    share_rotary_tables,
+)
 from gapo_megatron.policy.attention import PackedAttention, RMSNorm, pack_sequences
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import precision_settings
@@ -107,16 +108,6 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron-core's config of the model, the layout and the precision's fields."""
     fused = has_transformer_engine(device, number_format["params_dtype"])
-    modules = _selected_modules(fused=fused, has_experts=bool(num_experts(hf_config)))
-    recompute_settings: dict[str, dict[str, Any]] = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": modules},
-        "full": {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        },
-    }
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -157,15 +148,31 @@ def transformer_config(
         init_method=_leave_undefined,
         output_layer_init_method=_leave_undefined,
         embedding_init_method=_leave_undefined,
-        gradient_accumulation_fusion=False,  # see `_fuse_weight_gradients`
+        gradient_accumulation_fusion=False,  # see `fuse_weight_gradients`
         masked_softmax_fusion=False,
         bias_activation_fusion=fused,
         persist_layer_norm=fused,
         apply_rope_fusion=fused,
         **number_format,
-        **recompute_settings[recompute],
+        **_recompute_settings(recompute, hf_config, fused=fused),
         **(_expert_settings(hf_config, fused=fused) if num_experts(hf_config) else {}),
     )
+
+
+def _recompute_settings(
+    recompute: str, hf_config: PretrainedConfig, *, fused: bool
+) -> dict[str, Any]:
+    """TransformerConfig fields of `model.recompute`; `fused`: by Transformer Engine."""
+    if recompute == "none":
+        return {}
+    if recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    modules = _selected_modules(fused=fused, has_experts=bool(num_experts(hf_config)))
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
 def _selected_modules(*, fused: bool, has_experts: bool) -> list[str]:
@@ -198,7 +205,7 @@ def _expert_settings(hf_config: PretrainedConfig, *, fused: bool) -> dict[str, A
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": fused,  # one kernel for all experts of a rank
         # Transformer Engine adds a token's experts up in their order, in fp32. Megatron-core's own
-        # kernel adds by atomics, in bf16: see `_combine_experts_in_order`.
+        # kernel adds by atomics, in bf16: see `combine_experts_in_order`.
         "moe_permute_fusion": fused,
     }
 
@@ -249,10 +256,10 @@ class PolicyModel(GPTModel):
         self.inverse_frequencies = inverse_frequencies(hf_config).to(device)
         if self.uses_transformer_engine:
             self.rotary_pos_emb.inv_freq = self.inverse_frequencies
-            _fuse_weight_gradients(self)
-            _share_rotary_tables(self.rotary_pos_emb)
+            fuse_weight_gradients(self)
+            share_rotary_tables(self.rotary_pos_emb)
         else:
-            _combine_experts_in_order(self)
+            combine_experts_in_order(self)
         self.to(device)
 
     def _set_attention_backend(self) -> None:
@@ -304,22 +311,6 @@ class PolicyModel(GPTModel):
         return hidden_states
 
 
-def _share_rotary_tables(rotary: Any) -> None:
-    """Ask for tables of rotary angles of few lengths: of powers of two.
-
-    Megatron-core keeps the last 32 that it was asked for on the device, by the length of a
-    micro-batch's longest sequence, which is seldom the same twice: 0.4 GB of 26k positions. All
-    powers of two together take two tables. Transformer Engine's kernel looks positions up, and
-    takes any table that is long enough.
-    """
-    exact = rotary.get_rotary_seq_len
-
-    def rounded(*arguments: Any, **settings: Any) -> int:
-        return 1 << (exact(*arguments, **settings) - 1).bit_length()
-
-    rotary.get_rotary_seq_len = rounded
-
-
 def _layer_spec(
     config: TransformerConfig, num_layers: int, *, transformer_engine: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
@@ -345,54 +336,6 @@ def _layer_spec(
         # of the next linear only where one linear follows.
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
-
-
-def _fuse_weight_gradients(model: PolicyModel) -> None:
-    """Let Transformer Engine's linears add to `main_grad` (float32) in the product itself.
-
-    Otherwise every micro-batch writes a bf16 gradient of every weight and then adds it: 12 bytes of
-    traffic a parameter, and a rounding. As a field of TransformerConfig it would ask for apex's
-    extension too, on behalf of the output layer, whose forward pass never runs here: the head's
-    own product adds to `main_grad` already (`logprob`).
-    """
-    linears: list[Any] = [
-        module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")
-    ]
-    # A version that calls it something else would be slower without a word.
-    assert linears, "no linear of Transformer Engine's has fuse_wgrad_accumulation"
-    for linear in linears:
-        linear.fuse_wgrad_accumulation = True
-
-
-def _combine_experts_in_order(model: PolicyModel) -> None:
-    """Add up the experts of a token in one order, without Transformer Engine's kernel.
-
-    Megatron-core scatters them by atomics on a GPU, in whatever order they come: at equal weights
-    log-probs would differ from pass to pass, and a recomputed layer from its own forward pass. It
-    has a sorted kernel too, which it takes where torch asks for deterministic ones. On a CPU both
-    give the same bits.
-    """
-    for module in model.modules():
-        if isinstance(module, MoELayer):
-            dispatcher: Any = module.token_dispatcher
-            combine = functools.partial(_deterministic, dispatcher.combine_postprocess)
-            dispatcher.combine_postprocess = combine
-
-
-def _deterministic(combine: Callable[[Tensor], Tensor], permuted: Tensor) -> Tensor:
-    with _deterministic_algorithms():
-        return combine(permuted)
-
-
-@contextlib.contextmanager
-def _deterministic_algorithms() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from torch import Tensor
 
 Shape = tuple[int, int, int]
 
@@ -59,8 +60,8 @@ class PlannedCommunicator(P2PCommunicator):
 
     def _communicate_shapes(
         self,
-        tensor_send_next: torch.Tensor | None,
-        tensor_send_prev: torch.Tensor | None,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[Sequence[int], Sequence[int]]:
@@ -107,3 +108,17 @@ def travelling(
         "received gradient": [i for i, chunk in table if not (is_last and chunk == first)],
         "sent gradient": [i for i, chunk in table if not (is_first and chunk == last)],
     }
+
+
+class ZeroGradient(torch.autograd.Function):
+    """A value whose gradient at `received` is zero whatever that holds."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, received: Tensor) -> Tensor:
+        ctx.save_for_backward(received)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
+        (received,) = ctx.saved_tensors
+        return None, torch.zeros_like(received)

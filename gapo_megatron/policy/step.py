@@ -22,7 +22,7 @@ from gapo_megatron.logprob import Ahead, token_log_probs
 from gapo_megatron.policy import optimizer as optim
 from gapo_megatron.policy.context import join_rows
 from gapo_megatron.policy.parallel import schedule_groups
-from gapo_megatron.policy.pipeline import PlannedCommunicator
+from gapo_megatron.policy.pipeline import PlannedCommunicator, ZeroGradient
 from gapo_megatron.policy.policy import Policy
 from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.transfer import to_host
@@ -163,7 +163,7 @@ def update(
             value = _without_backward(policy, value)
         elif not has_gradient:
             # For the ranks whose tokens its experts serve: all the way, with zeros.
-            value = _ZeroGradient.apply(value.detach(), scored.log_probs)
+            value = ZeroGradient.apply(value.detach(), scored.log_probs)
         return value, outputs | {"active_rows": is_active.sum().double()}
 
     with cpu.device_scope():
@@ -226,21 +226,7 @@ def _without_backward(policy: Policy, loss: Tensor) -> Tensor:
     """`loss` cut off from the model; the stage before still gets its gradient, of zeros."""
     if policy.groups.pp_size == 1:
         return loss.detach()
-    return _ZeroGradient.apply(loss.detach(), policy.stages[-1].decoder.input_tensor)
-
-
-class _ZeroGradient(torch.autograd.Function):
-    """A value whose gradient at `received` is zero whatever that holds."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, received: Tensor) -> Tensor:
-        ctx.save_for_backward(received)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
-        (received,) = ctx.saved_tensors
-        return None, torch.zeros_like(received)
+    return ZeroGradient.apply(loss.detach(), policy.stages[-1].decoder.input_tensor)
 
 
 def _check_finite(policy: Policy, losses: list[Tensor], grad_norm: float, flags: Flags) -> None:
@@ -302,10 +288,9 @@ def _run(
         return hidden, score
 
     config = policy.stages[0].config
-    config.no_sync_func = None
-    if policy.reduction is not None and not forward_only:
-        config.no_sync_func = policy.reduction.not_last
-    config.finalize_model_grads_func = functools.partial(_sum_gradients, policy.reduction)
+    reduction = policy.reduction
+    config.no_sync_func = None if reduction is None or forward_only else reduction.not_last
+    config.finalize_model_grads_func = functools.partial(_sum_gradients, reduction)
     communication = _communication(policy, microbatches, forward_only=forward_only)
     with cpu.device_scope():
         reports: list[Any] = get_forward_backward_func()(

@@ -84,7 +84,7 @@ class RolloutEngine:
             ConfigError: see `check_engine`; raised before anything is built.
             RolloutError: vLLM refuses, for want of memory for instance.
         """
-        device = torch.device(device)
+        self.device = device = torch.device(device)
         check_engine(config, hf_config, device, world_size=dist.get_world_size())
         self.config = config
         self.hf_config = hf_config

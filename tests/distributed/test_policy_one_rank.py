@@ -21,8 +21,9 @@ from gapo_megatron.convert import find_rule
 from gapo_megatron.errors import ConfigError, ConversionError, DivergenceError
 from gapo_megatron.model_checks import check_shapes
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
+from gapo_megatron.policy.adjustments import share_rotary_tables
 from gapo_megatron.policy.load import load_weights
-from gapo_megatron.policy.model import _share_rotary_tables, build_model
+from gapo_megatron.policy.model import build_model
 from gapo_megatron.policy.optimizer import inner_optimizers
 from gapo_megatron.policy.step import UpdateResult, log_probs, update
 from tests.convert_setup import make_config as make_hf_config
@@ -194,7 +195,7 @@ def test_rotary_tables_are_few_whatever_the_lengths(groups: ParallelGroups) -> N
     with cpu.device_scope():
         rotary = RotaryEmbedding(8, 1.0, use_cpu_initialization=True, cp_group=groups.cp_group)
         whole = rotary.get_emb(1024)
-        _share_rotary_tables(rotary)
+        share_rotary_tables(rotary)
         RotaryEmbedding.forward.cache_clear()
         for longest in range(1, 1001):
             packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest)

@@ -319,7 +319,7 @@ def rank_of(rank: int, port: int, **env: str) -> dict[str, str]:
 
 
 MEET = """
-    import os
+    import os, time
     from gapo_megatron.launch import environment
     from gapo_megatron.launch.fail_fast import fail_fast
     environment._GRACE_S = 0.5
@@ -329,6 +329,8 @@ MEET = """
         names = [None, None]
         dist.all_gather_object(names, os.environ["GAPO_ATTEMPT"])
         print(*names)
+        while not os.path.exists(os.environ.get("WAIT_FOR", "/")):
+            time.sleep(0.05)
         dist.barrier()
 """
 
@@ -365,7 +367,11 @@ def test_two_launches_with_one_port_never_become_one_group(tmp_path, same_config
     def start(launch: str, rank: int) -> None:
         run = {"run": "/runs/a" if same_config else f"/runs/{launch}"}
         env = rank_of(rank, port, GAPO_ATTEMPT=launch, GAPO_ATTEMPT_DIR=str(tmp_path / launch))
+        # The one that has the port keeps it until the other has ended, however late that comes.
+        env["WAIT_FOR"] = str(tmp_path / "other has ended")
         done[launch, rank] = run_program(MEET.format(timeout_s=600, alike=run), **env)
+        if (launch, 1 - rank) in done:
+            (tmp_path / "other has ended").touch()
 
     for launch in ("one", "other"):
         (tmp_path / launch).mkdir()

@@ -114,10 +114,10 @@ def test_an_update_after_a_return_reaches_the_hooks_of_gradients() -> None:
 
 
 def test_the_host_has_one_allocation_of_all_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    locked = []
-    monkeypatch.setattr(
-        "torch.cuda._pin_memory_utils.pin_memory", lambda *where: locked.append(where)
-    )
+    locked, unlocked = [], []
+    utils = "torch.cuda._pin_memory_utils"
+    monkeypatch.setattr(f"{utils}.pin_memory", lambda *where: locked.append(where))
+    monkeypatch.setattr(f"{utils}.unpin_memory", unlocked.append)
 
     class OnGpu:
         """As much of a tensor on a GPU as is asked."""
@@ -138,6 +138,12 @@ def test_the_host_has_one_allocation_of_all_bytes(monkeypatch: pytest.MonkeyPatc
     _on_host(like)
     _on_host([])
     assert len(locked) == 1
+    # Whoever is the last to use the memory: then it is unlocked, once.
+    address, last = storage.data_ptr(), found[1][10:20]
+    del found, storage
+    assert unlocked == []
+    del last
+    assert unlocked == [address]
 
 
 def test_segments_expand_for_the_policy_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -162,14 +164,18 @@ def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Uninitialised contiguous tensors like these, in one allocation of their bytes.
 
     Page-locked where they are on a GPU: by registering memory, as torch's own allocator of
-    page-locked memory rounds every size up to a power of two.
+    page-locked memory rounds every size up to a power of two. It is unlocked before it is
+    freed.
     """
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-    memory = torch.empty(sum(sizes), dtype=torch.uint8)
+    array = np.empty(sum(sizes), dtype=np.uint8)  # all tensors in its memory keep it
+    memory = torch.from_numpy(array)
     if len(memory) and tensors[0].is_cuda:
-        from torch.cuda._pin_memory_utils import pin_memory  # it goes with the process
+        from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
         pin_memory(memory.data_ptr(), memory.nbytes)
+        # Else who gets this range of addresses next cannot lock it: error 712.
+        weakref.finalize(array, unpin_memory, memory.data_ptr()).atexit = False
     parts = zip(memory.split(sizes), tensors, strict=True)
     return [part[: one.nbytes].view(one.dtype).view(one.shape) for part, one in parts]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
+import itertools
 import json
 import math
 import os
@@ -19,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from gapo_megatron.memory import DeviceMemory
 from gapo_megatron.policy import destroy
 from tests.dist import run_distributed
 from tests.gpu import __main__ as command
@@ -69,6 +72,40 @@ def test_parts_on_a_cpu(names: tuple[str, ...]) -> None:
             assert not isinstance(row.value, float) or math.isfinite(row.value), f"{name}: {row}"
 
 
+def run_memory(bytes_per_reading: int) -> list[Row]:
+    """With a device whose free memory grows by so much from reading to reading."""
+    readings = itertools.count()
+    resources.device_reader = lambda device: (
+        lambda peak: DeviceMemory(100, 200, bytes_per_reading * next(readings))
+    )
+    return run_tiny("memory")["memory"]
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_the_weights_leave_free_memory(grows: bool) -> None:
+    (rows,) = run_distributed(run_memory, 1, 2**30 if grows else 1)
+    claims = [row for row in rows if row.kind == "claim" and "without the weights" in row.what]
+    assert len(claims) == 4 and all(row.holds == grows for row in claims)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"),
+    [
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA H200", True),
+        ("NVIDIA H100 PCIe", False),
+        ("NVIDIA H100 NVL", False),
+        ("NVIDIA H200 NVL", False),
+    ],
+)
+def test_the_peak_is_of_the_module(
+    name: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    peak = resources.peak_flops(Setting("cuda", tiny=True, folder=Path()))
+    assert (peak == 989e12) == is_known and (peak is None) == (not is_known)
+
+
 def holds(rows: list[Row]) -> bool:
     return all(row.holds for row in rows if row.kind == "claim")
 
@@ -103,6 +140,24 @@ def test_marked_files_are_those_with_tests_for_a_gpu() -> None:
     names = {path.name for path in programs.marked_files()}
     assert {"test_attention.py", "test_logprob_triton.py", "test_offload.py"} <= names
     assert "test_config.py" not in names
+
+
+def test_marked_tests_have_the_parts_limit_and_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(programs, "run_program", lambda command: commands.append(command) or 5)
+    report = Report()
+    programs.marked_tests(Setting("cuda", tiny=True, folder=tmp_path), report)
+    (command,) = commands
+    assert "timeout=0" in command and f"--basetemp={tmp_path / 'pytest'}" in command
+    assert not report.holds  # no file of results
+
+
+def test_every_part_fits_into_a_call_of_ten_minutes() -> None:
+    assert all(part.limit_s < 550 for part in PARTS)
+    names = [part.name for part in PARTS]
+    assert {"tiny_update", "equal_bits", "speed"} == set(names[: names.index("marked_tests")])
 
 
 def test_a_failed_or_missing_test_fails_the_part() -> None:
@@ -159,6 +214,36 @@ def test_a_peer_that_broke_down_takes_nobody_with_it() -> None:
     assert not report.holds
 
 
+@pytest.mark.parametrize("good_calls", [0, 2], ids=["warming up", "sampled"])
+def test_the_head_goes_on_without_who_breaks_down(
+    good_calls: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(runner.ROOT / "benchmarks")
+    head = importlib.import_module("head")
+    errors = ("d_error_rms", "d_error_max", "beyond_gspo_clip", "dhidden_error", "dweight_error")
+    found = dict.fromkeys(errors, 0.0) | {"note": "n", "extra_bytes": 1, "exact": True}
+    calls = itertools.count()
+
+    def sample(one: Any, *_: Any) -> tuple[float, float]:
+        if one.note == "logits in float32" and next(calls) >= good_calls:
+            raise RuntimeError("a kernel broke down\nand more")
+        return 0.25, 0.5
+
+    monkeypatch.setattr(head, "run_alone", lambda task: found)
+    monkeypatch.setattr(head, "sample", sample)
+    output = tmp_path / "head.jsonl"
+    arguments = f"head.py --device cpu --shapes 64x128x512 --dtype bfloat16 --output {output}"
+    arguments += " --providers ours naive --repeats 3 --active 1 0.5 --clipped-only --no-plot"
+    monkeypatch.setattr(
+        sys, "argv", [*arguments.split(), "--threads", str(torch.get_num_threads())]
+    )
+    head.main()
+    report = Report()
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    programs.compare_heads(records, report, has_goals=False)
+    assert report.holds and any("a kernel broke down" in str(row) for row in report.rows)
+
+
 def test_waits_are_counted_by_the_line_that_waits() -> None:
     def work() -> None:
         for _ in range(3):
@@ -168,6 +253,28 @@ def test_waits_are_counted_by_the_line_that_waits() -> None:
     setting = Setting("cpu", tiny=True, folder=Path())
     ((place, count),) = resources.count_waits(setting, work).items()
     assert count == 3 and Path(__file__).name in place
+
+
+def test_the_device_alone_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Profile:
+        def __init__(self, activities: Any) -> None:
+            asked.extend(activities)
+
+        def __enter__(self) -> Profile:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def events(self) -> list[Any]:
+            return []
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    for device in ("cuda", "cpu"):
+        resources.profile(Setting(device, tiny=True, folder=Path()), lambda: None)
+    assert asked == [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
 
 
 def test_time_that_spans_share_counts_once() -> None:

@@ -15,7 +15,8 @@ import torch
 from torch.autograd import DeviceType
 
 from gapo_megatron import checkpoint, cpu
-from gapo_megatron.policy import Policy
+from gapo_megatron.memory import DeviceMemory, device_reader
+from gapo_megatron.policy import Policy, log_probs
 from gapo_megatron.scaling.arithmetic import Shape, forward_flops
 from gapo_megatron.scaling.hardware import GPUS, find_gpu
 from tests.attempt_setup import make_attempt
@@ -24,38 +25,55 @@ from tests.gpu.setting import Setting
 from tests.gpu.training import run_update
 
 GIB = 2**30
+SYNCHRONISATIONS = "synchronisations (not torch.cuda.synchronize, nor waits for events)"
+"""What `torch.cuda.set_sync_debug_mode` sees."""
 
 
 def memory(setting: Setting, report: Report) -> None:
-    """Memory over four cycles of update and make_room, with the optimizer offloaded."""
-    config = setting.config(optimizer={"offload": True})
+    """Memory over four cycles of update, make_room and the weights' leave; all is offloaded."""
+    config = setting.config(optimizer={"offload": "all"})
     policy = setting.policy(config)
+    read = device_reader(setting.device)
     length = setting.tokens(4096)
     packed = [setting.rows_of(policy, num_tokens=2 * length, length=length)]
-    after = []
+    num_bytes = sum(one.nbytes for stage in policy.stages for one in stage.parameters())
+    report.figure("weights", num_bytes / GIB, "GiB")
+
+    def seen(when: str, *, peak: bool = False) -> DeviceMemory | None:
+        if found := read(peak):
+            for name, value in found._asdict().items():
+                report.figure(f"{when}: {name}", value / GIB, "GiB")
+        return found
+
+    left = []
     for cycle in range(4):
-        torch.cuda.reset_peak_memory_stats() if setting.is_cuda else None
         with cpu.device_scope():
             policy.begin_update()
-        _memory(report, f"cycle {cycle}, begin_update")
+        seen(f"cycle {cycle}, begin_update")
         run_update(policy, packed)
-        _memory(report, f"cycle {cycle}, update")
-        report.figure(f"cycle {cycle}, peak", torch.cuda.max_memory_allocated() / GIB, "GiB")
+        seen(f"cycle {cycle}, most in an update", peak=True)
+        (before,) = log_probs(policy, packed)
         policy.make_room()
-        after.append(_memory(report, f"cycle {cycle}, make_room"))
-        if setting.is_cuda:
-            free, _ = torch.cuda.mem_get_info()
-            report.figure(f"cycle {cycle}, free for the engine", free / GIB, "GiB")
-    grown = after[-1] - after[1]  # the first cycle makes Adam's moments
-    report.claim("bytes left behind by two cycles", grown, "none", holds=grown == 0)
-
-
-def _memory(report: Report, when: str) -> int:
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    report.figure(
-        f"{when}: allocated, reserved", f"{allocated / GIB:.3f}, {reserved / GIB:.3f}", "GiB"
-    )
-    return allocated
+        with_weights = seen(f"cycle {cycle}, make_room")
+        policy.make_room_of_weights()
+        without = seen(f"cycle {cycle}, make_room_of_weights")
+        policy.begin_pass()
+        (after,) = log_probs(policy, packed)
+        differing = int((before != after).sum())
+        report.claim(
+            f"cycle {cycle}: rows that differ once the weights are back", differing, "none",
+            holds=differing == 0,
+        )  # fmt: skip
+        if with_weights and without:
+            grown = without.free - with_weights.free
+            report.claim(
+                f"cycle {cycle}: free memory grown without the weights", grown,
+                f"at least their {num_bytes} bytes", holds=grown >= num_bytes, unit="bytes",
+            )  # fmt: skip
+            left.append(with_weights.allocated)
+    if left:
+        grown = left[-1] - left[1]  # the first cycle makes Adam's moments
+        report.claim("bytes left behind by two cycles", grown, "none", holds=grown == 0)
 
 
 def speed(setting: Setting, report: Report) -> None:
@@ -112,9 +130,10 @@ def _measure(
     else:
         report.goal(f"{what}: MFU", rate / peak, "", at_least=mfu)
     waits = count_waits(setting, lambda: run_update(policy, packed))
-    report.figure(f"{what}: synchronisations", sum(waits.values()))
+    report.figure(f"{what}: {SYNCHRONISATIONS}", sum(waits.values()))
     busy, wall, kernels = profile(setting, lambda: run_update(policy, packed))
-    report.figure(f"{what}: device idle in a profiled update", 1 - busy / max(wall, 1e-9))
+    idle = "idle: share without a kernel between the first and the last of a profiled update"
+    report.figure(f"{what}: {idle}", 1 - busy / max(wall, 1e-9))
     report.figure(f"{what}: most of the time", kernels)
 
 
@@ -137,15 +156,18 @@ def peak_flops(setting: Setting) -> float | None:
     if not setting.is_cuda:
         return find_gpu("cpu").flops(setting.precision)
     names = torch.cuda.get_device_name().lower().replace("-", " ").split()
+    if {"pcie", "nvl"} & set(names):  # of less power than the modules that the table has
+        return None
     known = [gpu for name, gpu in GPUS.items() if name in names]
     return known[0].flops(setting.precision) if known else None
 
 
 def profile(setting: Setting, work: Callable[[], Any]) -> tuple[float, float, str]:
     """Seconds that the device computed, seconds from first to last of it, and what took longest."""
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    kinds += [torch.profiler.ProfilerActivity.CUDA] if setting.is_cuda else []
-    with torch.profiler.profile(activities=kinds) as found:
+    # The device alone: to record every operator of the host slows the host, and shows as idleness.
+    activity = torch.profiler.ProfilerActivity
+    kind = activity.CUDA if setting.is_cuda else activity.CPU
+    with torch.profiler.profile(activities=[kind]) as found:
         work()
         _wait()
     of = DeviceType.CUDA if setting.is_cuda else DeviceType.CPU
@@ -179,7 +201,7 @@ def _count_waits(setting: Setting, report: Report, policy: Policy) -> None:
     packed = setting.rows_of(policy, num_tokens=length, length=length)
     found = [count_waits(setting, lambda n=n: run_update(policy, [packed] * n)) for n in (2, 4)]
     few, many = (sum(one.values()) for one in found)
-    report.figure("synchronisations of an update of 2 micro-batches", few)
+    report.figure(f"update of 2 micro-batches: {SYNCHRONISATIONS}", few)
     each = (many - few) / 2
     report.claim("synchronisations per micro-batch", each, "none", holds=each == 0)
     for place, count in itertools.islice(found[1].most_common(), 12):
@@ -187,7 +209,7 @@ def _count_waits(setting: Setting, report: Report, policy: Policy) -> None:
 
 
 def count_waits(setting: Setting, work: Callable[[], Any]) -> collections.Counter[str]:
-    """Calls that made the host wait, by the line of Python that made them."""
+    """Calls that made the host wait, by the line of Python that made them; see SYNCHRONISATIONS."""
     _wait()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -3,6 +3,8 @@
 On a CPU every tensor is the host's already: nothing waits, and devices do not tell what would. So
 what counts is the call. A tensor that is read (its value or its number of elements enters Python),
 a copy between devices that is not asynchronous, an operator whose output's size depends on values.
+
+It does not see `x[[0, 1]]`, `copy_` from host memory, `torch.allclose` and `new_tensor`.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ def ours(waits: Waits) -> Waits:
 
 
 _READS = ("tolist", "cpu")
-# The first is no GPU's attention; the second compares states of the CPU's random generator.
-_NOT_THE_DEVICE = ("attention.py:", "random.py:fork")
+# The first is attention without a fused kernel (docs/numerics.md); the second compares states of
+# the CPU's random generator.
+_NOT_THE_DEVICE = ("gapo_megatron/attention.py:pack_sequences", "megatron/random.py:fork")
 # By their names in ATen: a number for the host, or an output of unknown size.
 _OPERATORS = {
     "_local_scalar_dense",
@@ -128,10 +131,10 @@ def _count(waits: Waits, call: str) -> None:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         for package in {"gapo_megatron", "megatron"} & set(path.parts):
-            where = f"{path.name}:{frame.f_code.co_name}"
+            where = f"{package}/{path.name}:{frame.f_code.co_name}"
             if where.startswith(_NOT_THE_DEVICE):
                 return
-            place = place or f"{package}/{where}"
+            place = place or where
         frame = frame.f_back
     if place:
         waits[f"{call} at {place}"] += 1

@@ -54,6 +54,7 @@ class RolloutEngine:
 
     Attributes:
         config, hf_config: of the run, and of its model.
+        device: of this rank.
         policy_version: of the weights it generates with; -1 until the first sync.
         llm: vLLM's engine.
         schedule: whether the engine or the trainer has the memory.

@@ -382,7 +382,8 @@ def test_a_part_ends_with_the_runner(number: signal.Signals, tmp_path: Path) -> 
     part = own.format("part") + "import sys; from tests.gpu import runner; "
     part += f"runner.run_program([sys.executable, '-c', {program!r}])"
     started = (
-        "import sys; from pathlib import Path; from tests.gpu import parts, runner\n"
+        "import signal, sys; from pathlib import Path; from tests.gpu import parts, runner\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # these tests may run under nohup
         "runner.exit_on_signals()\n"
         "part = parts.Part('one', 'programs', '', 600)\n"
         f"runner.run_part(part, lambda *_: [sys.executable, '-c', {part!r}],"

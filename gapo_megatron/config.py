@@ -112,7 +112,7 @@ class ParallelConfig(_Section):
     sequence_parallel: bool = False
     """Shard activations between tensor-parallel regions along the sequence."""
     overlap_grad_reduce: bool = False
-    """Add up gradients over data-parallel ranks while the last micro-batch still goes back."""
+    """Sum gradients over data-parallel ranks during the last micro-batch's backward pass."""
     timeout_s: Seconds = 1800
     """A collective that waits longer ends the job."""
 

@@ -1,4 +1,4 @@
-"""What must not be on the device, noticed there and read later, for many places at once.
+"""Checks of values on the device whose outcome is read later, all of a pass at once.
 
 To ask a GPU whether a value is finite is to wait until it has computed it, and while the host waits
 it launches nothing. So checks within a pass over micro-batches raise a flag on the device; whoever
@@ -30,7 +30,8 @@ class Flags:
         """Remember a flag; nothing waits.
 
         Args:
-            is_raised: scalar bool on the device.
+            is_raised: scalar bool on the device, as `~(...).all()`: where tensors have no data
+                (`scaling.no_data`) every truth that is computed is True, and no flag is raised.
             explain: called if it turns out to be raised; may wait for the device. What it refers to
                 stays in memory until the flags are dropped: hold rows, not hidden states.
         """

@@ -33,7 +33,7 @@ RECIPES = {
     "delayed": Recipe(
         # As is usual. Megatron-core's default is the last pass alone: a micro-batch without a
         # sequence would set the scales of the next one. Largest values are exchanged in backward
-        # passes, so only among ranks that go back together: data parallel ranks do not.
+        # passes, so only among ranks that have them together: data parallel ranks do not.
         {
             "fp8": "hybrid",
             "fp8_amax_history_len": 1024,

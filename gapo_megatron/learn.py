@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -159,28 +160,28 @@ class _Sequences:
 
 
 def _on_device(batch: Batch, microbatch: Microbatch, device: torch.device) -> _Sequences:
-    """Copied once, before the schedule starts."""
+    """Copy what the loss needs of one micro-batch, once, before the schedule starts."""
     index = list(microbatch.indices)
     responses = [batch.response_ids[i] for i in index]
     none = np.zeros(0, np.float32)
     carried = [batch.carried_log_probs[i] if batch.carried_log_probs else none for i in index]
-    arrays = [
-        *(
-            column.numpy()[index]
-            for column in (batch.advantages, batch.num_correct, batch.group_size)
-        ),
-        np.array([len(ids) for ids in responses], dtype=np.int64),
-        np.array([len(values) > 0 for values in carried], dtype=bool),
-        np.concatenate([np.empty(0, np.float32), *(batch.rollout_log_probs[i] for i in index)]),
-    ]
+    arrays = {
+        "advantages": batch.advantages.numpy()[index],
+        "num_correct": batch.num_correct.numpy()[index],
+        "group_size": batch.group_size.numpy()[index],
+        "num_response_tokens": np.array([len(ids) for ids in responses], dtype=np.int64),
+        "is_carried": np.array([len(values) > 0 for values in carried], dtype=bool),
+        "rollout_log_probs": np.concatenate([none, *(batch.rollout_log_probs[i] for i in index)]),
+    }
     if batch.carried_log_probs:
         stored = [np.zeros(len(ids), np.float32) for ids in responses]
         is_stored = [np.arange(len(r)) < len(c) for r, c in zip(responses, carried, strict=True)]
         for values, first in zip(stored, carried, strict=True):
             values[: len(first)] = first
-        arrays.append(np.concatenate([np.empty(0, np.float32), *stored]))
-        arrays.append(np.concatenate([np.empty(0, bool), *is_stored]))
-    return _Sequences(microbatch.sequence_ids, *to_device(arrays, device))
+        arrays["carried_log_probs"] = np.concatenate([none, *stored])
+        arrays["is_carried_row"] = np.concatenate([np.empty(0, bool), *is_stored])
+    placed: dict[str, Any] = dict(zip(arrays, to_device([*arrays.values()], device), strict=True))
+    return _Sequences(microbatch.sequence_ids, **placed)
 
 
 @dataclass(frozen=True)

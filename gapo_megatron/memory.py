@@ -92,7 +92,7 @@ class Growth:
         self._least = least
         self._values: list[float] = []
 
-    def seen(self, value: float) -> tuple[float, float] | None:
+    def add(self, value: float) -> tuple[float, float] | None:
         """Take the value of one more step.
 
         Returns:
@@ -176,14 +176,14 @@ class StepMemory:
 
     def _warn(self, values: dict[str, float], *, is_first: bool) -> None:
         free = values.get("memory/after_sleep/free_gib")
-        if free is not None and (found := self._used.seen(-free)) and is_first:
+        if free is not None and (found := self._used.add(-free)) and is_first:
             logger.warning(
                 "memory/after_sleep/free_gib fell from %.2f to %.2f GiB within %d steps, on rank "
                 "%d last: something keeps device memory from step to step (docs/debugging.md, "
                 "Memory that creeps)",
                 -found[0], -found[1], WINDOW, values["memory/after_sleep/rank"],
             )  # fmt: skip
-        if (found := self._resident.seen(values["memory/host_rss_gib"])) and is_first:
+        if (found := self._resident.add(values["memory/host_rss_gib"])) and is_first:
             logger.warning(
                 "memory/host_rss_gib grew from %.2f to %.2f GiB within %d steps, on rank %d "
                 "last (docs/debugging.md, Memory that creeps)",

@@ -405,12 +405,17 @@ def test_a_part_ends_with_the_runner(number: signal.Signals, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("end", ["", "os._exit(3)", "time.sleep(600)"])
 def test_a_parts_folder_goes_with_it(end: str, tmp_path: Path) -> None:
-    script = "import os, sys, time; open(sys.argv[2] + '/big', 'w').write(sys.argv[2]); "
-    script += f"open({str(tmp_path / 'where')!r}, 'w').write(sys.argv[2]); {end}"
-    part = Part("one", "programs", "something", 1 if "sleep" in end else 60)
-    runner.run_part(part, command_of(script), log=tmp_path / "one.log")
-    where = Path((tmp_path / "where").read_text())
-    assert where.is_absolute() and not where.exists()
+    folders: list[Path] = []
+
+    def command(part: Part, rows: Path, scratch: Path) -> list[str]:
+        folders.append(scratch)
+        (scratch / "big").write_text("of a part")
+        return [sys.executable, "-c", f"import os, time; {end}"]
+
+    part = Part("one", "programs", "something", 1 if "sleep" in end else HANG_S)
+    runner.run_part(part, command, log=tmp_path / "one.log")
+    (folder,) = folders
+    assert folder.is_absolute() and not folder.exists()
 
 
 def test_rows_are_written_as_they_are_found(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_peak_is_what_the_device_lacked_then(monkeypatch: pytest.MonkeyPatch) 
 
 def growths(values: Sequence[float], least: float = 0.1) -> list[tuple[float, float]]:
     growth = Growth(least)
-    return [found for value in values if (found := growth.seen(value))]
+    return [found for value in values if (found := growth.add(value))]
 
 
 def test_a_growth_is_told_from_noise_and_from_a_jump() -> None:

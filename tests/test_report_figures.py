@@ -319,7 +319,7 @@ def test_memory_is_that_of_the_worst_seed(exhibits, study):
     last = {(row["arm"], row["metric"]): row["gib"] for row in exhibit.rows}
     for arm in study.curves:
         assert last[arm.label, "free, vLLM asleep"] == 60 - max(arm.seeds)
-        assert last[arm.label, "of a process, on the host"] == 4 + max(arm.seeds)
+        assert last[arm.label, "a process, in host memory"] == 4 + max(arm.seeds)
     assert len(exhibit.rows) == len(study.curves) * 2 * NUM_STEPS
     # A panel for each, and a line for each method in it.
     assert [len(axis.lines) for axis in exhibit.figure.axes] == [len(study.curves)] * 2

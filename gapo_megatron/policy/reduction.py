@@ -1,4 +1,4 @@
-"""Gradients are added up over data parallel ranks while the last micro-batch still goes back.
+"""Gradients are summed over data parallel ranks during the last micro-batch's backward pass.
 
 Gradients lie in buckets, some parameters' each, and a bucket has a reduce-scatter of its own.
 Megatron-core begins it when autograd has brought the bucket's last gradient, provided that every
@@ -90,8 +90,8 @@ class GradientReduction:
 
         Its schedules leave it for the last backward pass of each virtual stage, the model's last
         stage first, and enter it again before the gradient is sent on. So on all ranks the buckets
-        of a stage begin before the stage ahead of it gets its gradients, whether or not there was
-        anything to go back for here.
+        of a stage begin before the stage ahead of it gets its gradients, whether or not this
+        rank had a backward pass.
         """
         if self._is_last:
             self._stages_to_go -= 1

@@ -37,7 +37,7 @@ MEMORY = {
     "memory/after_sleep/free_gib": "free, vLLM asleep",
     "memory/update_peak/free_gib": "free, at the peak",
     "memory/after_wake/free_gib": "free, vLLM awake",
-    "memory/host_rss_gib": "of a process, on the host",
+    "memory/host_rss_gib": "a process, in host memory",
 }
 """Key -> what it is of; of those that are free the least counts, of the others the most."""
 

@@ -41,7 +41,7 @@ class LayerBytes:
     selective: int
     """Of all when some modules are recomputed: `policy.model` says which."""
     selective_again: int
-    """Of these modules, while one layer goes back; of the core attention it is left out."""
+    """Of these modules, during one layer's backward pass; of the core attention it is left out."""
 
     @property
     def all(self) -> int:
@@ -103,9 +103,9 @@ class KeptActivations:
     layers: int
     """Of the micro-batches in flight: see `num_in_flight`."""
     recomputed: int
-    """Under recomputation, of one layer while it goes back."""
+    """Under recomputation, of one layer, during its backward pass."""
     head: int
-    """Of the final norm and the log-probs: gone when the layers go back."""
+    """Of the final norm and the log-probs: gone when the layers have theirs."""
 
     @property
     def most(self) -> int:

@@ -26,6 +26,14 @@ from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.policy import Policy
 from gapo_megatron.types import Batch, Microbatch
 
+TP, PP, VPP, CP, EP, SP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+)
 # Odd: with two tensor parallel ranks the vocabulary is padded.
 VOCAB_SIZE = 97
 MODELS = ("qwen2_tied", "qwen2_untied", "llama_rope_scaling", "qwen3")

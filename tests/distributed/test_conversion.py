@@ -34,15 +34,18 @@ from tests.distributed.conversion_setup import (
     hf_config,
     save_model,
 )
-from tests.distributed.policy_setup import make_batch, make_config, pack_all, read_weights
+from tests.distributed.policy_setup import (
+    EP,
+    PP,
+    SP,
+    TP,
+    make_batch,
+    make_config,
+    pack_all,
+    read_weights,
+)
 
 WORLD_SIZE = 4
-TP, PP, EP, SP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
-)
 # What is left of the four ranks is data parallel.
 LAYOUTS: dict[str, dict[str, int]] = {
     "data": {},

@@ -19,6 +19,12 @@ from tests.dist import run_distributed
 from tests.distributed.checkpoint_setup import trainer_state
 from tests.distributed.conversion_setup import VOCAB_SIZE, save_model
 from tests.distributed.policy_setup import (
+    CP,
+    EP,
+    PP,
+    SP,
+    TP,
+    VPP,
     WeightedLoss,
     make_batch,
     make_config,
@@ -27,16 +33,8 @@ from tests.distributed.policy_setup import (
 )
 from tests.learn_setup import gradients
 
-TP, PP, VPP, CP, EP, SP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
-)
 # Per layout of two ranks: [parallel] settings, and the micro-batches of each data parallel rank.
-# In the last layout one rank has no tokens of its own to go back for, only the other's. In this
+# In the last layout one rank has no backward pass of its own tokens, only of the other's. In this
 # order experts are, from one to the next, spread over ranks, or no longer so.
 TOGETHER = [[(0, 1, 2, 3), (4, 5, 6, 7)]]
 APART = [[(0,), (1, 2, 3)], [(4, 5, 6), (7,)]]

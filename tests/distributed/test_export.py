@@ -15,14 +15,8 @@ from torch import Tensor
 from gapo_megatron.policy import Policy, destroy, export, initialize
 from tests.dist import run_distributed
 from tests.distributed.conversion_setup import save_model
-from tests.distributed.policy_setup import make_config, read_weights
+from tests.distributed.policy_setup import EP, PP, SP, TP, make_config, read_weights
 
-TP, PP, EP, SP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
-)
 NUM_LAYERS = 4
 SMALL = 20_000
 """Bytes: of an expert's 13,824 only one fits, of a layer's parameters some."""

@@ -24,6 +24,12 @@ from tests.dist import run_distributed, single_rank
 from tests.distributed import conversion_setup
 from tests.distributed.checkpoint_setup import trainer_state
 from tests.distributed.policy_setup import (
+    CP,
+    EP,
+    PP,
+    SP,
+    TP,
+    VPP,
     ClippedLoss,
     WeightedLoss,
     make_batch,
@@ -33,14 +39,6 @@ from tests.distributed.policy_setup import (
 )
 from tests.messages import mentions
 
-TP, PP, VPP, CP, EP, SP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
-)
 BATCH = make_batch(vocab_size=conversion_setup.VOCAB_SIZE)
 # Which sequences are clipped in each update: of one rank or the other the last micro-batch, of the
 # second rank all, of the first rank the first one, and of both all (nothing may move).

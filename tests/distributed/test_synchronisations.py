@@ -25,17 +25,20 @@ from gapo_megatron.policy.step import UpdateResult, update
 from gapo_megatron.types import Batch, Minibatch, OpenGroup, Plan, Prompt, Rollout
 from tests.dist import run_distributed
 from tests.distributed import conversion_setup
-from tests.distributed.policy_setup import make_batch, make_config, read_weights, save_model
+from tests.distributed.policy_setup import (
+    CP,
+    EP,
+    PP,
+    SP,
+    TP,
+    VPP,
+    make_batch,
+    make_config,
+    read_weights,
+    save_model,
+)
 from tests.synchronisations import Waits, counted_waits, ours
 
-TP, PP, VPP, CP, EP, SP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
-)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
     "sequence": {TP: 2, SP: True},

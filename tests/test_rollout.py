@@ -8,7 +8,6 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,7 +53,7 @@ from gapo_megatron.rollout import (
 )
 from gapo_megatron.rollout import engine as engine_module
 from gapo_megatron.rollout.arguments import check_engine, engine_args
-from gapo_megatron.rollout.progress import wait_for_all
+from gapo_megatron.rollout.progress import Heartbeat
 from gapo_megatron.rollout.schedule import Phase, Schedule
 from gapo_megatron.rollout.weights import verify_bound
 from gapo_megatron.types import Prompt, Rollout
@@ -433,16 +432,20 @@ def test_an_engine_that_has_ended_hands_over_until_the_last_one_has(fresh, monke
     """Nothing new; but nobody else would feed the workers."""
     calls = []
 
-    def wait(_, on_wait) -> None:
-        assert not fresh.engine.llm.has_unfinished_requests()
-        before = len(calls)
-        on_wait()
-        assert calls[before:] == [()]
+    class Waits(Heartbeat):
+        def wait_for_all(self, *, on_beat, meanwhile) -> None:
+            assert not fresh.engine.llm.has_unfinished_requests()
+            before = len(calls)
+            meanwhile()
+            assert calls[before:] == [()]
+            num_asked = len(asked)
+            on_beat()
+            assert len(asked) == num_asked + 1
+            super().wait_for_all(on_beat=on_beat, meanwhile=meanwhile)
 
-    monkeypatch.setattr(engine_module, "wait_for_all", wait)
-    generate(
-        fresh.engine, make_prompts(2), on_ended=calls.append, should_abandon=lambda seconds: False
-    )
+    asked = []
+    monkeypatch.setattr(engine_module, "Heartbeat", Waits)
+    generate(fresh.engine, make_prompts(2), on_ended=calls.append, should_abandon=asked.append)
     assert calls[-1] == ()
 
 
@@ -912,38 +915,37 @@ def test_seeds_are_fixed_and_apart():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def waits(folder: str) -> int:
-    """Rank 1 comes once rank 0 has said three times that it is well."""
-    num_asked, enough = 0, Path(folder, "enough")
-
-    def on_wait() -> None:
-        nonlocal num_asked
-        num_asked += 1
-        if num_asked == 3:
-            enough.touch()
-
+def beats(folder: str) -> int:
+    """Rank 0 has ended; rank 1 generates, is frozen for a while, and ends."""
+    heart = Heartbeat(dist.group.WORLD)
+    lively, frozen, thawed = (Path(folder, name) for name in ("lively", "frozen", "thawed"))
     if dist.get_rank() == 1:
-        wait_until(enough.exists, "rank 0 to be asked three times")
-    wait_for_all(dist.group.WORLD, on_wait)
-    return num_asked
+
+        def is_lively() -> bool:
+            heart.beat(ended=False)
+            return lively.exists()
+
+        wait_until(is_lively, "rank 0 to see beats")
+        frozen.touch()
+        wait_until(thawed.exists, "rank 0 to have looked")
+        heart.wait_for_all(on_beat=lambda: None, meanwhile=lambda: None)
+        return 0
+
+    wait_until(lambda: heart.beat(ended=True), "a beat of rank 1")
+    wait_until(lambda: heart.beat(ended=True), "another")
+    lively.touch()
+    wait_until(frozen.exists, "rank 1 to freeze")
+    num_beats = sum(heart.beat(ended=True) for _ in range(1000))
+    assert not heart.all_ended
+    thawed.touch()
+    heart.wait_for_all(on_beat=lambda: None, meanwhile=lambda: None)
+    return num_beats
 
 
-def test_an_engine_that_has_ended_says_so_until_the_last_one_has(tmp_path):
-    num_asked, _ = run_distributed(waits, 2, str(tmp_path))
-    assert num_asked >= 3
-
-
-def test_waiting_for_other_engines_has_no_limit(monkeypatch):
-    """The group's own, which its other collectives keep, counts from the first engine's end."""
-    given = {}
-
-    def barrier(**arguments):
-        given.update(arguments)
-        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
-
-    monkeypatch.setattr(dist, "barrier", barrier)
-    wait_for_all("group", lambda: None)
-    assert given["group"] == "group" and given["timeout"] > timedelta(days=30)
+def test_a_rank_that_freezes_while_it_generates_is_missed(tmp_path):
+    """Its own watch is frozen with it, so the others must not wait for it for ever."""
+    num_beats, _ = run_distributed(beats, 2, str(tmp_path))
+    assert num_beats <= 1, "at most the one that was under way"
 
 
 # --- several ranks -------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from gapo_megatron.rollout.guards import (
     trainer_num_threads,
     trainer_random_state,
 )
-from gapo_megatron.rollout.progress import End, GenerationProgress, Occupancy, wait_for_all
+from gapo_megatron.rollout.progress import End, GenerationProgress, Heartbeat, Occupancy
 from gapo_megatron.rollout.requests import (
     TOKENS_ONLY,
     Request,
@@ -191,7 +191,8 @@ class RolloutEngine:
             replica broke off.
 
         Collectives: vLLM's own within the replica; with `should_abandon` also a broadcast now and
-        then within the replica, and a barrier and one gather over all ranks.
+        then within the replica, a sum of one integer a second over all ranks (`Heartbeat`), and one
+        gather over all ranks.
 
         Raises:
             DataError: a prompt is empty, too long or has unknown tokens; names it. Raised before
@@ -222,11 +223,20 @@ class RolloutEngine:
 
         hand_over(responses.ended)
         start = time.monotonic()
+        heart = Heartbeat(self.gloo_group)
+
+        def asked_and_beats(seconds: float) -> bool:
+            heart.beat(ended=False)
+            return should_abandon is not None and should_abandon(seconds)
+
+        ask = asked_and_beats if should_abandon is not None else None
         with GenerationProgress(len(requests), shown=progress and dist.get_rank() == 0) as bar:
-            _, unfinished, end = self._run(requests, bar, should_abandon, is_enough, occupancy)
+            _, unfinished, end = self._run(requests, bar, ask, is_enough, occupancy)
         if should_abandon is not None:
-            ask = should_abandon
-            wait_for_all(self.gloo_group, lambda: (ask(time.monotonic() - start), hand_over(())))
+            heart.wait_for_all(
+                on_beat=lambda: should_abandon(time.monotonic() - start),
+                meanwhile=lambda: hand_over(()),
+            )
             ends = [end] * dist.get_world_size()
             dist.all_gather_object(ends, end, group=self.gloo_group)
             occupancy.taken_s += sum(one.taken_s for one in ends)

@@ -5,37 +5,78 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 _REFRESH_S = 0.2
-_ASK_EVERY_S = 0.05
-_NO_LIMIT = timedelta(days=365)
+_BEAT_EVERY_S = 1.0
+"""Of a rank that still generates: they set the pace, the others wait for them."""
+_LOOK_EVERY_S = 0.02
 
 
-def wait_for_all(group: dist.ProcessGroup, on_wait: Callable[[], object]) -> None:
-    """Wait until every rank is here, however long that takes, and call `on_wait` again and again.
+class Heartbeat:
+    """Ranks that generate for different times end together, and see each other make progress.
 
     One engine may generate for long after another has ended: longer than a collective may wait, and
-    than a rank may be silent before it counts as hung. A rank that does hang is ended by its own
-    watch, and the others by the loss of its connection.
-
-    Args:
-        group: of gloo.
-        on_wait: says that this rank is well (`Attempt.alive`).
-
-    Collectives: a barrier over the group.
+    than a rank may be silent before it counts as hung. So all ranks exchange beats, those that have
+    ended too. A rank that is frozen as a whole (a stopped process, a node that no longer answers)
+    cannot be ended by its own watch: its beat fails to come, the others are silent from then on,
+    and their watches end the job.
     """
-    arrival = dist.barrier(group=group, async_op=True, timeout=_NO_LIMIT)
-    while not arrival.is_completed():
-        on_wait()
-        time.sleep(_ASK_EVERY_S)
-    arrival.wait()
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """No collective. `group` is gloo's, and used for nothing else until `all_ended`."""
+        self.all_ended = False
+        self._group = group
+        self._num_generating = torch.zeros((), dtype=torch.int64)
+        self._beat: dist.Work | None = None
+        self._next_s = 0.0
+
+    def beat(self, *, ended: bool) -> bool:
+        """Take part in the exchange; never waits. To be called until `all_ended`.
+
+        Args:
+            ended: whether this rank has nothing left to generate; once True, it stays so.
+
+        Returns:
+            Whether a beat of all ranks has come to its end: then none of them is frozen.
+
+        Collectives: now and then an asynchronous sum of one integer over the group, as often on
+            every rank; the one that makes `all_ended` True is the same on all of them.
+        """
+        arrived = self._beat is not None and self._beat.is_completed()
+        if self._beat is not None and arrived:
+            self._beat.wait()  # raises what has gone wrong
+            self._beat = None
+            self.all_ended = int(self._num_generating) == 0
+        now = time.monotonic()
+        if self._beat is None and not self.all_ended and (ended or now >= self._next_s):
+            self._next_s = now + _BEAT_EVERY_S
+            self._num_generating.fill_(not ended)
+            self._beat = dist.all_reduce(self._num_generating, group=self._group, async_op=True)
+        return arrived
+
+    def wait_for_all(
+        self, *, on_beat: Callable[[], object], meanwhile: Callable[[], object]
+    ) -> None:
+        """Beat, having ended, until all ranks have; however long that takes.
+
+        Args:
+            on_beat: says that this rank is well (`Attempt.alive`): after each beat of all ranks.
+            meanwhile: called again and again.
+
+        Collectives: those of `beat`.
+        """
+        while not self.all_ended:
+            if self.beat(ended=True):
+                on_beat()
+            meanwhile()
+            time.sleep(_LOOK_EVERY_S)
 
 
 @dataclass

@@ -143,8 +143,10 @@ def write_model(folder: Path, num_bytes: int) -> None:
     import torch
     from transformers import Qwen2Config
 
-    from gapo_megatron.convert import Place, Rule, new_folder, rules_for
-    from gapo_megatron.convert.hf import write_hf_weights
+    from gapo_megatron.hf.folder import new_folder
+    from gapo_megatron.hf.weights import write_hf_weights
+    from gapo_megatron.models.rules import Place, Rule
+    from gapo_megatron.models.tables import rules_for
 
     layer_bytes = 2 * HIDDEN * (2 * HIDDEN + 2 * KV + 3 * INTERMEDIATE)
     num_layers = 3 * num_bytes // 4 // layer_bytes
@@ -227,7 +229,7 @@ def command(operation: Operation, root: Path, output: Path) -> list[str]:
 
 def run_tool(module: str, *command_line: str) -> None:
     """Call a tool's `main`; print the seconds it took and the peaks of memory as JSON."""
-    importlib.import_module("gapo_megatron.conversion.directions")
+    importlib.import_module("gapo_megatron.ops.convert.directions")
     importlib.import_module("transformers").AutoConfig.for_model("qwen2")  # imports some more
     main = importlib.import_module(module).main
     startup_peak, start = peak_bytes(), time.perf_counter()

@@ -22,8 +22,8 @@ import torch.multiprocessing as mp
 from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from gapo_megatron.config import parse_config
-from gapo_megatron.convert import rules_for
-from gapo_megatron.convert.rules import hf_shapes
+from gapo_megatron.models.rules import hf_shapes
+from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import Policy, initialize
 
 COLLECTIVES = ("broadcast", "all_gather", "all_gather_into_tensor")

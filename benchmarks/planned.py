@@ -13,15 +13,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.config import load_config
-from gapo_megatron.scaling.anchors import ANCHORS
-from gapo_megatron.scaling.efficiency import Efficiency
-from gapo_megatron.scaling.hardware import GPUS
-from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.memory import memory
-from gapo_megatron.scaling.planner import gib, read_model
-from gapo_megatron.scaling.tables import anchors_table
-from gapo_megatron.scaling.times import step_time
-from gapo_megatron.scaling.workload import default_workload
+from gapo_megatron.ops.plan.anchors import ANCHORS
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.memory import memory
+from gapo_megatron.ops.plan.planner import gib, read_model
+from gapo_megatron.ops.plan.tables import anchors_table
+from gapo_megatron.ops.plan.times import step_time
+from gapo_megatron.ops.plan.workload import default_workload
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 LAYOUTS = sorted(CONFIGS.glob("*/h?00_*.toml"))

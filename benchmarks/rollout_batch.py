@@ -138,16 +138,16 @@ def is_correct(response_ids: list[int]) -> bool:
 def run_ours(setting: Setting, folder: Path) -> list[float]:
     """The stages of `train.py`, without evaluation, checkpoints and files."""
     from gapo_megatron.batching import plan, sequence_lengths
+    from gapo_megatron.clock import Stopwatch
     from gapo_megatron.config import parse_config
-    from gapo_megatron.convert.hf import read_hf
-    from gapo_megatron.launch import environment
-    from gapo_megatron.learn import learn
-    from gapo_megatron.metrics import Stopwatch
+    from gapo_megatron.hf.weights import read_hf
+    from gapo_megatron.learn.step import learn
     from gapo_megatron.objective import make_batch
     from gapo_megatron.policy import Policy, initialize
-    from gapo_megatron.rollout import RolloutEngine
+    from gapo_megatron.rollout.sync import first_sequences, prompts_as_sequences, sync
+    from gapo_megatron.rollout.vllm import RolloutEngine
+    from gapo_megatron.run import processes as environment
     from gapo_megatron.types import Group, Outcome, Prompt, Verdict
-    from gapo_megatron.weight_sync import first_sequences, prompts_as_sequences, sync
 
     longest = PROMPT_TOKENS + setting.max_response_tokens
     config = parse_config(

@@ -28,22 +28,22 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron import learn as learn_module
 from gapo_megatron import rewards
 from gapo_megatron.batching import plan, sequence_lengths
+from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.convert.hf import read_hf
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.launch import environment
-from gapo_megatron.learn import learn
-from gapo_megatron.metrics import Stopwatch
+from gapo_megatron.hf.weights import read_hf
+from gapo_megatron.learn import step as learn_module
+from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import make_batch
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.policy.parallel import ParallelGroups
-from gapo_megatron.rollout import RolloutEngine
+from gapo_megatron.rollout.vllm import RolloutEngine
+from gapo_megatron.run import processes as environment
 from gapo_megatron.types import Group
 
 Weights = dict[str, torch.Tensor]

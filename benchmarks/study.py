@@ -18,11 +18,11 @@ from pathlib import Path
 
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
 from gapo_megatron.evaluate.statistics import has_spread, mean_interval, stars, welch_p_value
-from gapo_megatron.report.arms import Arm, Comparison
-from gapo_megatron.report.clipping import CLIPPED, DEVIATION, DRIFT
-from gapo_megatron.report.intervention import correlation_since
-from gapo_megatron.report.runs import Run
-from gapo_megatron.report.series import last_half
+from gapo_megatron.ops.report.arms import Arm, Comparison
+from gapo_megatron.ops.report.clipping import CLIPPED, DEVIATION, DRIFT
+from gapo_megatron.ops.report.intervention import correlation_since
+from gapo_megatron.ops.report.runs import Run
+from gapo_megatron.ops.report.series import last_half
 
 LOST = "clip_gradient_mass_lost"
 SEQUENCE = ("gspo", "gspo_asym", "f_gspo")
@@ -263,7 +263,7 @@ def table(runs: Sequence[Run]) -> str:
 
 if __name__ == "__main__":
     from gapo_megatron.errors import DataError
-    from gapo_megatron.report.archive import read_archive
+    from gapo_megatron.ops.report.archive import read_archive
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -29,11 +29,13 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron import learn, loop, train
+from gapo_megatron import train
 from gapo_megatron.batching import plan
 from gapo_megatron.config import load_config
-from gapo_megatron.metrics import MetricsWriter
+from gapo_megatron.learn import step as learn
 from gapo_megatron.objective import METHODS, diagnostics, policy_loss
+from gapo_megatron.run import loop
+from gapo_megatron.run.metrics import MetricsWriter
 from gapo_megatron.types import Batch
 
 # Label -> where the function is looked up when it is called.

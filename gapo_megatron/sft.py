@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.config_rules import check_paths, input_paths
-from gapo_megatron.convert.folder import check_replaceable, is_marked
-from gapo_megatron.convert.model_folder import check_model_folder
+from gapo_megatron.config.rules import check_paths, input_paths
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.fail_fast import fail_fast
-from gapo_megatron.launch.imports import without_garbage_collection
-from gapo_megatron.launch.placement import choose_cuda_queues
-from gapo_megatron.model_checks import check_shapes
+from gapo_megatron.hf.folder import check_replaceable, is_marked
+from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.run.fail_fast import fail_fast
+from gapo_megatron.run.imports import without_garbage_collection
+from gapo_megatron.run.placement import choose_cuda_queues
 
 
 def train_supervised(config: Config) -> float:
@@ -47,7 +47,7 @@ def train_supervised(config: Config) -> float:
     choose_cuda_queues(ranks_per_layer=config.parallel.ranks_per_layer)
     # Torch, transformers, Megatron-core: seconds that nothing above needs.
     with without_garbage_collection():
-        from gapo_megatron import supervised
+        from gapo_megatron.run import supervised
 
     return supervised.run(config, settings, facts)
 

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import argparse
 import re
+import runpy
 import sys
 from pathlib import Path
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.config_rules import check_paths, input_paths
-from gapo_megatron.convert.folder import check_replaceable, is_marked
-from gapo_megatron.convert.model_folder import check_model_folder
-from gapo_megatron.launch.fail_fast import fail_fast
-from gapo_megatron.launch.imports import without_garbage_collection
-from gapo_megatron.launch.placement import choose_cuda_queues, is_first, world_size
-from gapo_megatron.launch.restart import check_not_lost
-from gapo_megatron.launch.run_folder import check_writable, has_finished
-from gapo_megatron.metrics import check_sinks
-from gapo_megatron.model_checks import check_shapes
+from gapo_megatron.config.rules import check_paths, input_paths
+from gapo_megatron.hf.folder import check_replaceable, is_marked
+from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.io.run_folder import check_writable, has_finished
+from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.run.fail_fast import fail_fast
+from gapo_megatron.run.imports import without_garbage_collection
+from gapo_megatron.run.metrics import check_sinks
+from gapo_megatron.run.placement import choose_cuda_queues, is_first, world_size
+from gapo_megatron.run.restart import check_not_lost
 
 
 def train(config: Config, *, keep_weights: bool = True) -> None:
@@ -43,7 +44,7 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
     choose_cuda_queues(ranks_per_layer=config.parallel.ranks_per_layer)
     # Torch, transformers, Megatron-core, vLLM: seconds that nothing above needs.
     with without_garbage_collection():
-        from gapo_megatron import loop
+        from gapo_megatron.run import loop
 
     loop.run(config, keep_weights=keep_weights)
 
@@ -56,7 +57,7 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
             be used, the run's checkpoints are gone, or the parallel sizes do not cut the model.
     """
     check_paths(config)
-    check_writable(config.run.output_dir)
+    check_writable(config.run.output_dir, is_first=is_first())
     check_sinks(config.metrics)
     rewards.check(config.reward)
     if keep_weights and is_first():
@@ -80,6 +81,17 @@ def _check_export(config: Config) -> None:
 
 def main() -> None:
     """Parse the command line and train; see `fail_fast` for exit codes."""
+    arguments = parse_arguments()
+    if arguments.dry_run:
+        # Another program, with the same command line: training knows nothing of what it needs.
+        runpy.run_module("gapo_megatron.ops.dry_run", run_name="__main__", alter_sys=True)
+        return
+    with fail_fast():
+        train(load_config(arguments.config, arguments.overrides))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line: `config`, `overrides`, `dry_run` and `rank`, (rank, world size)."""
     parser = argparse.ArgumentParser(
         prog="python -m gapo_megatron.train", description=__doc__.split("\n\n")[1]
     )
@@ -109,21 +121,8 @@ def main() -> None:
     arguments = parser.parse_args(given)
     if arguments.rank and not arguments.dry_run:
         parser.error("--rank goes with --dry-run")
-    with fail_fast():
-        config = load_config(arguments.config, arguments.overrides)
-        if arguments.dry_run:
-            rank, num_ranks = arguments.rank or (0, world_size())
-            # Tables, which a run does not print.
-            from gapo_megatron.dry_run import print_dry_run
-
-            print_dry_run(config, world_size=num_ranks)
-            if arguments.dry_run == "deep":
-                # Nothing else needs tensors without data, which take seconds to import.
-                from gapo_megatron.scaling.deep_dry_run import print_deep_dry_run
-
-                print_deep_dry_run(config, rank=rank, world_size=num_ranks)
-        else:
-            train(config)
+    arguments.rank = arguments.rank or (0, world_size())
+    return arguments
 
 
 def _rank_of(text: str) -> tuple[int, int]:

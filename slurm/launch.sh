@@ -85,7 +85,7 @@ prepare() {
     PYTHONPATH=$tree$python_path start here $PREPARE
     await || exit
   fi
-  answer=$(PYTHONPATH=$tree$python_path here -m gapo_megatron.launch.prepare "$@" \
+  answer=$(PYTHONPATH=$tree$python_path here -m gapo_megatron.ops.launch.prepare "$@" \
     --world-size "$world_size" --job "$job") || exit
   { read -r run_dir && read -r code && read -r state; } <<<"$answer" || die 1 "prepare printed: $answer"
   if [ "$state" = finished ]; then
@@ -140,7 +140,7 @@ check_nodes() { # leaves the nodes to train on in `used`
   [ "$mode" = local ] || step=("${srun[@]}" --overlap --nodes="$count" --ntasks="$count" --ntasks-per-node=1
     --kill-on-bad-exit=0 --wait=0)
   # Its own limit is 300 s: a cold disk takes long to read torch.
-  start timeout --kill-after=10 330 "${step[@]}" "${python[@]}" -m gapo_megatron.launch.preflight \
+  start timeout --kill-after=10 330 "${step[@]}" "${python[@]}" -m gapo_megatron.ops.launch.preflight \
     --output "$attempt_dir/check" --run-dir "$run_dir" --num-nodes "$count" \
     ${MIN_FREE_GIB:+--min-free-gib "$MIN_FREE_GIB"}
   await
@@ -262,7 +262,7 @@ conclude() {
       ;;
     *)
       local verdict=0
-      here -m gapo_megatron.launch.postmortem "$attempt_dir" || verdict=$?
+      here -m gapo_megatron.ops.launch.postmortem "$attempt_dir" || verdict=$?
       exit_code=$(grep -xE '[0-9]{1,3}' "$attempt_dir/exit_code" 2>/dev/null || first_exit_code)
       ((verdict != 4)) || exit "$exit_code" # it would fail again
       count_failure || die "$exit_code" "MAX_FAILURES in a row without a new checkpoint: giving up"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron.launch.attempt import Attempt
+from gapo_megatron.run.attempt import Attempt
 
 
 def make_attempt(run_dir: Path, *, name: str = "7.0", **settings: Any) -> Attempt:

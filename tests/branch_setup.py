@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import Qwen2Config
 
-from gapo_megatron import manifest
 from gapo_megatron.checkpoint import begin_branch, check_branch
 from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.manifest import Manifest
+from gapo_megatron.hf import manifest
+from gapo_megatron.hf.manifest import Manifest
 from tests.attempt_setup import make_attempt
 
 NAMES = ["__0_0.distcp", "rng_00000.pt", "trainer_state.json", "sub/common.pt"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.model_shapes import shipped_fields
+from gapo_megatron.models.published import shipped_fields
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(path for path in ROOT.glob("configs/*/*.toml") if path.parent.name != "studies")

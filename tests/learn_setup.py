@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from gapo_megatron import learn as learn_module
 from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.checkpoint import OpenStep
+from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
-from gapo_megatron.learn import learn
-from gapo_megatron.metrics import Stopwatch
+from gapo_megatron.learn import step as learn_module
+from gapo_megatron.learn.step import learn
+from gapo_megatron.learn.update import UpdateResult
 from gapo_megatron.objective import PolicyLoss, make_batch
 from gapo_megatron.policy import Policy, destroy, initialize
-from gapo_megatron.policy.step import UpdateResult
 from gapo_megatron.types import Carried, Group, Outcome, Plan, Prompt, Rollout, Verdict
 from tests.distributed import policy_setup
 from tests.peers.reference import gapo_update, in_float64, response_log_probs

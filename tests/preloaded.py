@@ -10,14 +10,5 @@ gc.disable()
 
 import pytest  # noqa: F401, E402
 
-import gapo_megatron.carry  # noqa: E402
-import gapo_megatron.checkpoint  # noqa: E402
-import gapo_megatron.evaluate.evaluate  # noqa: E402
-import gapo_megatron.learn  # noqa: E402
-import gapo_megatron.noise_floor  # noqa: E402
-import gapo_megatron.rewards  # noqa: E402
-import gapo_megatron.rollout  # noqa: E402
-import gapo_megatron.weight_sync  # noqa: E402, F401
-
 gc.freeze()
 gc.enable()

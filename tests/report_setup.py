@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from gapo_megatron.config import load_config
-from gapo_megatron.report.arms import Comparison
-from gapo_megatron.report.runs import read_run
-from gapo_megatron.toml_tree import to_toml
+from gapo_megatron.config.toml_tree import to_toml
+from gapo_megatron.ops.report.arms import Comparison
+from gapo_megatron.ops.report.runs import read_run
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.toml"
 NUM_STEPS = 40

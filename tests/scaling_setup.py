@@ -13,13 +13,13 @@ from scipy.optimize import brentq
 from transformers import AutoConfig
 
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.convert.tables import ARCHITECTURES
-from gapo_megatron.scaling.arithmetic import Shape
-from gapo_megatron.scaling.efficiency import Efficiency
-from gapo_megatron.scaling.hardware import GPUS, Gpu
-from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.training import Training
-from gapo_megatron.scaling.workload import Workload
+from gapo_megatron.models.tables import ARCHITECTURES
+from gapo_megatron.ops.plan.arithmetic import Shape
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS, Gpu
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.training import Training
+from gapo_megatron.ops.plan.workload import Workload
 from tests.test_convert_models import CONFIGS
 
 # Sizes that are no multiples of 64: parameters and buckets are padded.

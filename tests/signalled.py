@@ -9,7 +9,7 @@ import os
 import signal
 
 import gapo_megatron.train
-from gapo_megatron.launch.attempt import Attempt
+from gapo_megatron.run.attempt import Attempt
 
 
 def _enter(self: Attempt, stage: str) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gapo_megatron import cpu
+from gapo_megatron.compat import cpu
 
 Waits = Counter[str]
 """What waited, "call at package/file:function" -> how often."""

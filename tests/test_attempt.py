@@ -16,11 +16,11 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from gapo_megatron import documents
+from gapo_megatron.clock import Expectation
 from gapo_megatron.errors import ConfigError, FencedError
-from gapo_megatron.launch import attempt as module
-from gapo_megatron.launch.run_folder import is_finished, mark_finished
-from gapo_megatron.metrics import Expectation
+from gapo_megatron.io import documents
+from gapo_megatron.io.run_folder import is_finished, mark_finished
+from gapo_megatron.run import attempt as module
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed, single_rank
 from tests.messages import mentions
@@ -232,8 +232,8 @@ def test_a_run_of_more_steps_is_not_finished(tmp_path: Path) -> None:
 PROGRAM = """
 import sys, time
 import torch.distributed as dist
-from gapo_megatron.launch.attempt import Attempt
-from gapo_megatron.launch.fail_fast import fail_fast
+from gapo_megatron.run.attempt import Attempt
+from gapo_megatron.run.fail_fast import fail_fast
 
 def somewhere_deep():
     print("ready", flush=True)

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from gapo_megatron import manifest
 from gapo_megatron.checkpoint import begin_branch, branch, check_branch, record_branch
-from gapo_megatron.convert.folder import fsync
 from gapo_megatron.errors import CheckpointError, FencedError
+from gapo_megatron.hf import manifest
+from gapo_megatron.hf.folder import fsync
 from tests.attempt_setup import make_attempt
 from tests.branch_setup import MODEL, NAMES, begin, make_config, make_old_run
 from tests.dist import single_rank

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
-from gapo_megatron import manifest, settings
 from gapo_megatron.checkpoint import BranchPoint, check_branch
+from gapo_megatron.config import roles as settings
 from gapo_megatron.errors import CheckpointError, ConfigError
-from gapo_megatron.launch.run_folder import mark_finished
+from gapo_megatron.hf import manifest
+from gapo_megatron.io.run_folder import mark_finished
 from tests.branch_setup import MODEL, begin, make_checkpoint, make_config, make_old_run
 from tests.dist import single_rank
 from tests.messages import mentions

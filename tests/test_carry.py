@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from gapo_megatron import carry as carry_module
 from gapo_megatron import checkpoint
-from gapo_megatron.carry import carry
 from gapo_megatron.checkpoint.open_groups import load_open_groups, save_open_groups
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.run_folder import mark_finished
+from gapo_megatron.io.run_folder import mark_finished
+from gapo_megatron.learn import carry as carry_module
+from gapo_megatron.learn.carry import carry
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.types import Batch, Carried, OpenGroup, Prompt, Rollout
 from tests.attempt_setup import make_attempt

@@ -18,15 +18,15 @@ import torch
 from pydantic import ValidationError
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-from gapo_megatron import manifest
 from gapo_megatron.checkpoint import OpenStep, check_resume, files, rng
 from gapo_megatron.checkpoint.open_groups import load_open_groups
 from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.checkpoint.trainer_state import read_trainer_state, write_trainer_state
 from gapo_megatron.config import CheckpointConfig, parse_config
 from gapo_megatron.errors import CheckpointError, ConfigError
-from gapo_megatron.launch.run_folder import check_writable, checkpoints_dir
-from gapo_megatron.manifest import Manifest
+from gapo_megatron.hf import manifest
+from gapo_megatron.hf.manifest import Manifest
+from gapo_megatron.io.run_folder import check_writable, checkpoints_dir
 from tests.damage import sign_document
 from tests.dist import single_rank
 from tests.messages import mentions

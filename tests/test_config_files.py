@@ -9,15 +9,15 @@ from rich.console import Console
 
 from benchmarks.planned import nodes_of
 from gapo_megatron.config import load_config
-from gapo_megatron.convert import rules_for
-from gapo_megatron.dry_run import per_rank_parameters, print_dry_run
-from gapo_megatron.model_checks import check_shapes
-from gapo_megatron.scaling.efficiency import Efficiency
-from gapo_megatron.scaling.hardware import GPUS
-from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.memory import memory
-from gapo_megatron.scaling.planner import plan, read_model
-from gapo_megatron.scaling.workload import default_workload
+from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.dry_run import per_rank_parameters, print_dry_run
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.memory import memory
+from gapo_megatron.ops.plan.planner import plan, read_model
+from gapo_megatron.ops.plan.workload import default_workload
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Studies (files with a `config`) are of their own form: test_study.py.

@@ -8,17 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from gapo_megatron.convert import (
-    Place,
-    checked,
-    find_rule,
-    hf_shapes,
-    rules_for,
-    to_hf,
-    to_megatron,
-)
-from gapo_megatron.convert.tables import ARCHITECTURES
 from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.models.rules import Place, checked, find_rule, hf_shapes, to_hf, to_megatron
+from gapo_megatron.models.tables import ARCHITECTURES, rules_for
 from tests.convert_setup import make_config, make_model, written_weights
 from tests.messages import mentions
 
@@ -280,7 +272,7 @@ def test_unsupported_architectures_are_config_errors():
 
 def test_conversion_needs_neither_megatron_nor_vllm():
     code = (
-        "import sys, gapo_megatron.convert; "
+        "import sys, gapo_megatron.hf; "
         "sys.exit(any(m.split('.')[0] in ('megatron', 'vllm') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

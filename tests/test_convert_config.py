@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from gapo_megatron.convert import hf_shapes, rules_for
-from gapo_megatron.convert.config_check import check_config, compare_configs
-from gapo_megatron.convert.hf import Entry
-from gapo_megatron.convert.megatron_record import from_args, to_args
-from gapo_megatron.convert.rope import Rope, read_rope
-from gapo_megatron.convert.tables import ARCHITECTURES
 from gapo_megatron.errors import ConfigError, ConversionError, GapoError
+from gapo_megatron.hf.config_check import check_config, compare_configs
+from gapo_megatron.hf.megatron_record import from_args, to_args
+from gapo_megatron.hf.weights import Entry
+from gapo_megatron.models.rope import Rope, read_rope
+from gapo_megatron.models.rules import hf_shapes
+from gapo_megatron.models.tables import ARCHITECTURES, rules_for
 from tests.convert_setup import make_config
 
 LLAMA3 = {

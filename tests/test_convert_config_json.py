@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
-from gapo_megatron.convert import rules_for
-from gapo_megatron.convert.config_check import read_config
-from gapo_megatron.convert.config_json import facts_of, read_facts
-from gapo_megatron.convert.rope import read_rope
-from gapo_megatron.convert.tables import ARCHITECTURES, Geometry
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.model_shapes import find_model, shipped_fields, shipped_names
+from gapo_megatron.hf.config_check import read_config
+from gapo_megatron.models.config_json import facts_of, read_facts
+from gapo_megatron.models.published import find_model, shipped_fields, shipped_names
+from gapo_megatron.models.rope import read_rope
+from gapo_megatron.models.tables import ARCHITECTURES, Geometry, rules_for
 from tests.messages import mentions
 from tests.test_convert_models import CONFIGS
 

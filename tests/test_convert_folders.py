@@ -13,12 +13,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from gapo_megatron.convert import new_folder
-from gapo_megatron.convert.folder import MARKER_NAME, check_replaceable, claim, is_marked, mark
-from gapo_megatron.convert.headers import find_files
-from gapo_megatron.convert.hf import HfFolder, read_hf, write_hf
-from gapo_megatron.convert.tables import ARCHITECTURES
 from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.hf.folder import (
+    MARKER_NAME,
+    check_replaceable,
+    claim,
+    is_marked,
+    mark,
+    new_folder,
+)
+from gapo_megatron.hf.headers import find_files
+from gapo_megatron.hf.weights import HfFolder, read_hf, write_hf
+from gapo_megatron.models.tables import ARCHITECTURES
 from tests.convert_setup import make_config, make_model, written_weights
 from tests.messages import mentions
 

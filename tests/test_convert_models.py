@@ -11,13 +11,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from gapo_megatron.convert import hf_shapes, rules_for
-from gapo_megatron.convert.config_check import check_config, compare_configs
-from gapo_megatron.convert.hf import Entry
-from gapo_megatron.convert.megatron_record import from_args, to_args
-from gapo_megatron.convert.rope import Rope, read_rope
-from gapo_megatron.convert.tables import ARCHITECTURES
-from gapo_megatron.model_shapes import shipped_fields
+from gapo_megatron.hf.config_check import check_config, compare_configs
+from gapo_megatron.hf.megatron_record import from_args, to_args
+from gapo_megatron.hf.weights import Entry
+from gapo_megatron.models.published import shipped_fields
+from gapo_megatron.models.rope import Rope, read_rope
+from gapo_megatron.models.rules import hf_shapes
+from gapo_megatron.models.tables import ARCHITECTURES, rules_for
 
 # As published in config.json, less what decides neither a shape nor what is computed.
 QWEN2_5 = {

@@ -34,13 +34,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from transformers import PretrainedConfig
 
-from gapo_megatron import cpu
 from gapo_megatron.checkpoint.save import _InProcessSave
-from gapo_megatron.convert import Place, Rule, find_rule, rules_for, torch_dist, workers
-from gapo_megatron.convert.hf import in_model_order, write_hf_weights
-from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron
-from gapo_megatron.convert.unpickle import check_extra_state, read_common, read_metadata
+from gapo_megatron.compat import cpu
 from gapo_megatron.errors import ConversionError
+from gapo_megatron.hf import torch_dist, workers
+from gapo_megatron.hf.torch_dist import MegatronFolder, write_megatron
+from gapo_megatron.hf.unpickle import check_extra_state, read_common, read_metadata
+from gapo_megatron.hf.weights import in_model_order, write_hf_weights
+from gapo_megatron.models.rules import Place, Rule, find_rule
+from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy.load import load_sharded
 from tests.convert_setup import make_config
 from tests.damage import DEEP_LIST, HOSTILE_PICKLES, Trap, as_torch_save

@@ -14,7 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from gapo_megatron.conversion.verify import (
+from gapo_megatron.errors import ConversionError
+from gapo_megatron.hf.torch_dist import MegatronFolder, write_megatron
+from gapo_megatron.hf.weights import HfFolder, write_hf_weights
+from gapo_megatron.models.rules import Place, Rule, hf_shapes
+from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.convert.verify import (
     Mode,
     Report,
     Side,
@@ -26,10 +31,6 @@ from gapo_megatron.conversion.verify import (
     part_of,
     verify,
 )
-from gapo_megatron.convert import Place, Rule, hf_shapes, rules_for
-from gapo_megatron.convert.hf import HfFolder, write_hf_weights
-from gapo_megatron.convert.torch_dist import MegatronFolder, write_megatron
-from gapo_megatron.errors import ConversionError
 from tests.convert_setup import make_config
 from tests.messages import mentions
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
-from gapo_megatron import cpu
+from gapo_megatron.compat import cpu
 from gapo_megatron.errors import GapoError
 from tests.needs import need
 

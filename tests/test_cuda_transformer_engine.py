@@ -19,14 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from gapo_megatron import cpu
+from gapo_megatron.compat import cpu
 from gapo_megatron.config import Config, ParallelConfig, load_config
-from gapo_megatron.convert import find_rule, rules_for
-from gapo_megatron.convert.config_check import read_config
-from gapo_megatron.convert.disk_keys import extra_states, written_key, written_shape
-from gapo_megatron.convert.rules import Place, Rule, shard_size
-from gapo_megatron.convert.tables import ARCHITECTURES
-from gapo_megatron.counts import layers_of_stages
+from gapo_megatron.config.counts import layers_of_stages
+from gapo_megatron.hf.config_check import read_config
+from gapo_megatron.hf.disk_keys import extra_states, written_key, written_shape
+from gapo_megatron.models.rules import Place, Rule, find_rule, shard_size
+from gapo_megatron.models.tables import ARCHITECTURES, rules_for
 from tests.convert_setup import make_config
 from tests.cuda_setup import CONFIGS, model_folder, needs_cuda_wheels
 
@@ -105,8 +104,8 @@ class Rank:
 
 def build(config: Config, device: torch.device, *, rank: int, world_size: int) -> Iterator[Rank]:
     """One rank of a config, while its groups are there."""
+    from gapo_megatron.ops.plan.fake import fake_groups
     from gapo_megatron.policy.model import build_model
-    from gapo_megatron.scaling.fake import fake_groups
 
     hf_config = read_config(Path(config.model.hf_dir))
     parallel, model = config.parallel, config.model

@@ -40,7 +40,7 @@ def h100(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def engine_config(path: Path, folder: Path, *settings: str) -> tuple[Any, VllmConfig]:
     from gapo_megatron.policy.model import read_hf_config
-    from gapo_megatron.rollout.arguments import engine_args
+    from gapo_megatron.rollout.vllm.arguments import engine_args
 
     config = model_folder(path, folder, *settings)
     hf_config = read_hf_config(config.model.hf_dir)

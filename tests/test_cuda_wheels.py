@@ -12,7 +12,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from gapo_megatron.doctor.libraries import TRANSFORMER_ENGINE
+from gapo_megatron.ops.doctor.libraries import TRANSFORMER_ENGINE
 from tests.cuda_setup import ROOT, needs_cuda_wheels
 from tests.test_requirements import LOCKS, pins, unmet
 

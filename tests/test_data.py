@@ -12,11 +12,12 @@ import sentencepiece
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gapo_megatron.data import arithmetic, schema
+from gapo_megatron.data import schema
 from gapo_megatron.data.schema import encode_prompt, read_jsonl, read_prompts
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
+from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.rewards import exact
 from gapo_megatron.types import Outcome, Prompt
 from tests.messages import mentions

@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from gapo_megatron.config import load_config
-from gapo_megatron.convert.config_json import facts_of, read_facts
+from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.model_shapes import shipped_fields
-from gapo_megatron.toml_tree import to_toml
+from gapo_megatron.models.config_json import facts_of, read_facts
+from gapo_megatron.models.published import shipped_fields
 from tests.messages import mentions
 
 ROOT = Path(__file__).parents[1]

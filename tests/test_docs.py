@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.launch.study import read_study
+from gapo_megatron.ops.launch.study import read_study
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])

@@ -16,20 +16,17 @@ from typing import Any
 import pytest
 
 from gapo_megatron.config import load_config, parse_config
-from gapo_megatron.data import arithmetic
-from gapo_megatron.doctor import probe
-from gapo_megatron.doctor.ask import ask
-from gapo_megatron.doctor.config import (
-    config_code,
-    judge_config,
-)
-from gapo_megatron.doctor.finding import Finding
-from gapo_megatron.doctor.libraries import TORCH, judge_torch
-from gapo_megatron.doctor.machine import look_at_machine, look_at_run_dir, num_gpus
-from gapo_megatron.doctor.program import compare_with_lock
-from gapo_megatron.doctor.slurm import judge_settings, look_at_slurm
-from gapo_megatron.launch.node_checks import parse_links
-from gapo_megatron.toml_tree import to_toml
+from gapo_megatron.config.toml_tree import to_toml
+from gapo_megatron.ops.doctor import probe
+from gapo_megatron.ops.doctor.ask import ask
+from gapo_megatron.ops.doctor.config import config_code, judge_config
+from gapo_megatron.ops.doctor.finding import Finding
+from gapo_megatron.ops.doctor.libraries import TORCH, judge_torch
+from gapo_megatron.ops.doctor.machine import look_at_machine, look_at_run_dir, num_gpus
+from gapo_megatron.ops.doctor.program import compare_with_lock
+from gapo_megatron.ops.doctor.slurm import judge_settings, look_at_slurm
+from gapo_megatron.ops.launch.node_checks import parse_links
+from gapo_megatron.ops.prepare import demo_task as arithmetic
 from tests.distributed.conversion_setup import convert
 from tests.doctor_setup import install
 from tests.messages import mentions
@@ -60,7 +57,7 @@ GPU2\tSYS\tSYS\t X \t48-71\t2\t\tN/A
 """
 LOOK_AT_NODE = """
 import dataclasses, json, os
-from gapo_megatron.doctor import machine, slurm
+from gapo_megatron.ops.doctor import machine, slurm
 found = [*machine.look_at_machine(os.environ), *slurm.look_at_slurm(os.environ)]
 print(json.dumps([dataclasses.asdict(one) for one in found]))
 """

@@ -13,12 +13,13 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gapo_megatron.doctor import probe
-from gapo_megatron.doctor.ask import Answer, ask
-from gapo_megatron.doctor.finding import Finding
-from gapo_megatron.doctor.kernels import judge_policy, judge_rollout, policy_code
-from gapo_megatron.launch.node_checks import CommandError
-from gapo_megatron.policy import Policy, destroy, initialize, update
+from gapo_megatron.learn.update import update
+from gapo_megatron.ops.doctor import probe
+from gapo_megatron.ops.doctor.ask import Answer, ask
+from gapo_megatron.ops.doctor.finding import Finding
+from gapo_megatron.ops.doctor.kernels import judge_policy, judge_rollout, policy_code
+from gapo_megatron.ops.launch.node_checks import CommandError
+from gapo_megatron.policy import Policy, destroy, initialize
 from tests.dist import single_rank
 from tests.distributed.policy_setup import (
     WeightedLoss,

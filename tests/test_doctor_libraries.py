@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from gapo_megatron.doctor.ask import ask
-from gapo_megatron.doctor.finding import Finding
-from gapo_megatron.doctor.libraries import (
+from gapo_megatron.ops.doctor.ask import ask
+from gapo_megatron.ops.doctor.finding import Finding
+from gapo_megatron.ops.doctor.libraries import (
     FLASH_ATTENTION,
     judge_nccl,
     judge_torch,
     look_at_transformer_engine,
 )
-from gapo_megatron.launch.node_checks import CommandError
+from gapo_megatron.ops.launch.node_checks import CommandError
 from tests.doctor_setup import install, install_nvidia_apex, install_web_apex, path_with
 from tests.messages import mentions
 from tests.waiting import HANG_S
@@ -42,8 +42,8 @@ LOGIN_NODE = GPU | {"num_gpus": 0}
 LOOK = """
 import dataclasses, json, os, sys
 from functools import partial
-from gapo_megatron.doctor.ask import ask
-from gapo_megatron.doctor.libraries import look_at_libraries
+from gapo_megatron.ops.doctor.ask import ask
+from gapo_megatron.ops.doctor.libraries import look_at_libraries
 found = look_at_libraries(json.loads(sys.argv[1]), partial(ask, env=os.environ), os.environ)
 print(json.dumps({one.name: dataclasses.asdict(one) for one in found}))
 """

@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from gapo_megatron.documents import (
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.io.documents import (
     MAX_BITS,
     MAX_DEPTH,
     open_file,
@@ -15,7 +16,6 @@ from gapo_megatron.documents import (
     read_text,
     read_toml,
 )
-from gapo_megatron.errors import ConfigError, DataError
 from tests.messages import mentions
 
 

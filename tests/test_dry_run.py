@@ -13,13 +13,13 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gapo_megatron import manifest
 from gapo_megatron.config import Config, ParallelConfig, parse_config
-from gapo_megatron.convert import rules_for
-from gapo_megatron.counts import arithmetic
-from gapo_megatron.dry_run import per_rank_parameters, print_dry_run
+from gapo_megatron.config.counts import arithmetic
+from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.toml_tree import to_toml
+from gapo_megatron.hf import manifest
+from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.dry_run import per_rank_parameters, print_dry_run
 from tests.messages import mentions
 
 TINY = {

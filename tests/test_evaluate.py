@@ -11,13 +11,13 @@ from scipy import stats
 
 from gapo_megatron import rewards
 from gapo_megatron.config import RewardConfig, parse_config
-from gapo_megatron.data import arithmetic
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.counts import read_counts
 from gapo_megatron.evaluate.evaluate import evaluate, evaluation_seed
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k, pass_at_k
 from gapo_megatron.evaluate.statistics import mean_interval, paired_difference, welch_p_value
+from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.types import Prompt, Rollout
 from tests.messages import mentions
 from tests.waiting import wait_until

@@ -11,7 +11,6 @@ import pytest
 
 from gapo_megatron import rewards
 from gapo_megatron.config import RewardConfig
-from gapo_megatron.data import arithmetic
 from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
@@ -26,6 +25,7 @@ from gapo_megatron.evaluate.samples import (
     read_samples,
     write_samples,
 )
+from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.types import Outcome, Rollout, Verdict
 from tests.messages import mentions
 from tests.test_data_benchmarks import put

@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gapo_megatron.data import arithmetic
 from gapo_megatron.data.benchmarks import BENCHMARKS
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.evaluate.paper import Sampling, read_settings
+from gapo_megatron.ops.prepare import demo_task as arithmetic
 from tests.messages import mentions
 from tests.programs import Program
 from tests.waiting import wait_until

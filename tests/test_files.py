@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron import files
 from gapo_megatron.errors import ConfigError, MachineError
-from gapo_megatron.files import naming, write_atomically
+from gapo_megatron.io import files
+from gapo_megatron.io.files import naming, write_atomically
 from tests.full_disk import full_disk
 from tests.messages import mentions
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.flags import Flags
 from tests.messages import mentions
 from tests.synchronisations import counted_waits
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.launch.freeze import ROOMS, freeze, frozen_code, repository
+from gapo_megatron.ops.launch.freeze import ROOMS, freeze, frozen_code, repository
 from tests.messages import mentions
 
 
@@ -130,7 +130,7 @@ def test_the_repositorys_own_rooms_exist() -> None:
 def test_imports_in_a_blink() -> None:
     """launch.sh and submitit's process load it on a busy login or compute node."""
     program = (
-        "import sys, gapo_megatron.launch.freeze;"
+        "import sys, gapo_megatron.ops.launch.freeze;"
         "print(sorted({'torch', 'numpy', 'pydantic', 'megatron', 'vllm'} & set(sys.modules)))"
     )
     done = subprocess.run(

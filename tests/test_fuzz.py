@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
-from gapo_megatron.documents import read_json
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.documents import read_json
 from tests.dist import run_distributed
 from tests.fuzz import campaign as campaign_module
 from tests.fuzz.campaign import RAN, Target, campaign

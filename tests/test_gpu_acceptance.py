@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from gapo_megatron.memory import DeviceMemory
 from gapo_megatron.policy import destroy
+from gapo_megatron.run.memory import DeviceMemory
 from tests.dist import run_distributed
 from tests.gpu import __main__ as command
 from tests.gpu import engine, programs, resources, runner, training

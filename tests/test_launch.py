@@ -18,15 +18,15 @@ import torch.distributed as dist
 
 from gapo_megatron.config import parse_config
 from gapo_megatron.errors import ConfigError, MachineError
-from gapo_megatron.launch import environment
-from gapo_megatron.launch.environment import recognize, seed_everything
-from gapo_megatron.launch.placement import (
+from gapo_megatron.run import processes as environment
+from gapo_megatron.run.placement import (
     Placement,
     first_host,
     launch_name,
     read_placement,
     world_size,
 )
+from gapo_megatron.run.processes import recognize, seed_everything
 from tests.messages import mentions
 from tests.waiting import HANG_S
 
@@ -166,7 +166,7 @@ def test_start_alone_brings_up_a_group_and_what_vllm_reads():
     result = run_program(
         """
         import os, torch, torch.distributed as dist
-        from gapo_megatron.launch import environment
+        from gapo_megatron.ops.launch import environment
         world = environment.start(600, cpu_kv_cache_gib=3)
         dist.all_reduce(torch.ones(1, device=world.device))
         dist.new_group([0], backend="gloo").rank()
@@ -320,8 +320,8 @@ def rank_of(rank: int, port: int, **env: str) -> dict[str, str]:
 
 MEET = """
     import os, time
-    from gapo_megatron.launch import environment
-    from gapo_megatron.launch.fail_fast import fail_fast
+    from gapo_megatron.ops.launch import environment
+    from gapo_megatron.run.fail_fast import fail_fast
     environment._GRACE_S = 0.5
     with fail_fast():
         world = environment.start({timeout_s}, alike={alike})
@@ -424,7 +424,7 @@ def test_fail_fast_exit_codes_and_messages(statement, code, shows_traceback):
         f"""
         import atexit, errno
         from gapo_megatron.errors import *
-        from gapo_megatron.launch.fail_fast import fail_fast
+        from gapo_megatron.run.fail_fast import fail_fast
         atexit.register(lambda: print("teardown ran"))
         with fail_fast():
             {statement}
@@ -457,10 +457,10 @@ def test_a_moment_of_bad_disk_is_not_for_ever(tmp_path, use, name):
         f"""
         import errno, os, tempfile
         from pathlib import Path
-        from gapo_megatron.documents import read_json
-        from gapo_megatron.launch.fail_fast import fail_fast
-        from gapo_megatron.launch.run_folder import check_writable, is_finished
-        from gapo_megatron.manifest import list_steps
+        from gapo_megatron.io.documents import read_json
+        from gapo_megatron.run.fail_fast import fail_fast
+        from gapo_megatron.io.run_folder import check_writable, is_finished
+        from gapo_megatron.hf.manifest import list_steps
         folder = Path({str(tmp_path)!r})
         path = folder / "finished.json"
         def fail(*arguments, **options):
@@ -480,7 +480,7 @@ def test_a_full_disk_below_the_log_does_not_keep_a_rank():
         """
         import atexit, os, sys
         from gapo_megatron.errors import ConfigError
-        from gapo_megatron.launch.fail_fast import fail_fast
+        from gapo_megatron.run.fail_fast import fail_fast
         atexit.register(lambda: os.write(2, b"teardown ran"))
         full = open("/dev/full", "w")
         with fail_fast():

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gapo_megatron import learn as learn_module
 from gapo_megatron.batching import plan, sequence_lengths
+from gapo_megatron.learn import step as learn_module
 from gapo_megatron.objective import make_batch
 from gapo_megatron.types import Group, Outcome, Verdict
 from tests.dist import single_rank

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gapo_megatron.checkpoint.save import write_state
-from gapo_megatron.conversion.logits_check import LogitsReport, compare_logits, obstacle
 from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.ops.convert.logits_check import LogitsReport, compare_logits, obstacle
 from gapo_megatron.policy import Policy, destroy, initialize
 from tests.convert_tools_setup import save_model_with_tokenizer, set_field
 from tests.dist import single_rank

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.flags import Flags
 from gapo_megatron.logprob import Ahead, token_log_probs
 from tests.logprob_setup import problem
 from tests.messages import mentions

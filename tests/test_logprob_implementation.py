@@ -17,11 +17,7 @@ import torch.distributed as dist
 from triton.compiler.errors import CompilationError
 
 from gapo_megatron.logprob import implementation, tiles, triton_kernels
-from gapo_megatron.logprob.implementation import (
-    _choose,
-    choose_implementation,
-    choose_together,
-)
+from gapo_megatron.logprob.implementation import _choose, choose_implementation, choose_together
 from gapo_megatron.logprob.self_check import find_fault
 from tests.dist import run_distributed
 from tests.messages import mentions

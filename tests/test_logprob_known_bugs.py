@@ -51,9 +51,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from gapo_megatron.learn.update import log_probs
 from gapo_megatron.logprob import tiles, token_log_probs
 from gapo_megatron.policy import Policy, destroy, initialize
-from gapo_megatron.policy.step import log_probs
 from tests.dist import single_rank
 from tests.distributed.policy_setup import (
     make_batch,

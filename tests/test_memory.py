@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.memory import (
+from gapo_megatron.run.memory import (
     MOMENTS,
     WINDOW,
     DeviceMemory,
@@ -130,7 +130,7 @@ def test_a_device_that_fills_up_is_warned_of_once_a_growth(
             CPU, read=lambda _: DeviceMemory(GIB, GIB, int((60 - next(left)) * GIB))
         )
         caplog.clear()
-        with caplog.at_level(logging.WARNING, "gapo_megatron.memory"):
+        with caplog.at_level(logging.WARNING, "gapo_megatron.run.memory"):
             for _ in lost_gib:
                 run_step(memory, ["after_sleep"])
         return caplog.messages

@@ -12,10 +12,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from gapo_megatron import console_table, metrics
+from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config, MetricsConfig, parse_config
 from gapo_megatron.errors import ConfigError, DataError, MachineError
-from gapo_megatron.metrics import MetricsWriter, Stopwatch, check_metrics, check_sinks
+from gapo_megatron.io import console_table
+from gapo_megatron.io.metric_files import check_metrics
+from gapo_megatron.run import metrics
+from gapo_megatron.run.metrics import MetricsWriter, check_sinks
 from tests.full_disk import full_disk
 from tests.messages import mentions
 from tests.waiting import HANG_S

@@ -19,19 +19,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.convert import model_folder
-from gapo_megatron.convert.headers import read_header, read_headers
-from gapo_megatron.convert.hf import HfFolder, carry_over, read_hf
-from gapo_megatron.convert.model_folder import check_model_folder, end_tokens, non_weight_files
-from gapo_megatron.data import arithmetic
 from gapo_megatron.data.schema import encode_prompt
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.documents import open_file
-from gapo_megatron.dry_run import print_dry_run
 from gapo_megatron.errors import ConfigError, ConversionError, GapoError
-from gapo_megatron.model_checks import num_experts
+from gapo_megatron.hf import model_folder
+from gapo_megatron.hf.headers import read_header, read_headers
+from gapo_megatron.hf.model_folder import check_model_folder, end_tokens, non_weight_files
+from gapo_megatron.hf.weights import HfFolder, carry_over, read_hf
+from gapo_megatron.io.documents import open_file
+from gapo_megatron.models.checks import num_experts
+from gapo_megatron.ops.dry_run import print_dry_run
+from gapo_megatron.ops.plan.arithmetic import Shape
+from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.policy.model import read_hf_config
-from gapo_megatron.scaling.arithmetic import Shape
 from gapo_megatron.sft import train_supervised
 from gapo_megatron.train import check_before_imports
 from tests.convert_tools_setup import assert_refused, to_hf, to_megatron

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from gapo_megatron import noise_floor
+from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.metrics import Stopwatch
-from gapo_megatron.noise_floor import NoiseFloor, measure_noise_floor, watch_noise_floor
+from gapo_megatron.learn import noise_floor
+from gapo_megatron.learn.noise_floor import NoiseFloor, measure_noise_floor, watch_noise_floor
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.types import Batch, Microbatch
 from tests.dist import run_distributed, single_rank

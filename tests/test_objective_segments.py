@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gapo_megatron.methods import METHODS
+from gapo_megatron.config.methods import METHODS
 from gapo_megatron.objective import diagnostics, policy_loss
 from gapo_megatron.objective.segments import segment_counts, segment_sum
 

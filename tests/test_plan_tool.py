@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.scaling.calibration import Calibration
-from gapo_megatron.scaling.calibration_file import write_calibration
-from gapo_megatron.scaling.efficiency import Efficiency
-from gapo_megatron.scaling.hardware import GPUS
+from gapo_megatron.ops.plan.calibration import Calibration
+from gapo_megatron.ops.plan.calibration_file import write_calibration
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS
 from tests.scaling_setup import write_model
 from tests.test_convert_models import CONFIGS
 from tests.test_scaling_calibration import SMALL, a_step, write_run
@@ -135,7 +135,7 @@ def test_runs_are_fitted_and_tested(tmp_path, capsys):
 
 
 def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gapo_megatron.scaling.probe.subprocess.run", None)
+    monkeypatch.setattr("gapo_megatron.ops.plan.probe.subprocess.run", None)
     command = [CONFIG, "--probe", "--gpu", "h200", "--mean-prompt-tokens", "100"]
     assert tool.main([*command, "--calibration", str(tmp_path / "none" / "x.toml")]) == 1
     assert "no folder" in capsys.readouterr().err
@@ -177,7 +177,7 @@ def test_a_probe_trains_and_fits(tmp_path, capsys, monkeypatch):
         write_run(folder, rows=[a_step(scale)] * 8, hf_dir=tmp_path / "model")
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr("gapo_megatron.scaling.probe.subprocess.run", pretend)
+    monkeypatch.setattr("gapo_megatron.ops.plan.probe.subprocess.run", pretend)
     command = [CONFIG, f"model.hf_dir={tmp_path / 'model'}", "--probe", "--gpu", "h200"]
     command += ["--processes", "1"]
     command += ["--mean-prompt-tokens", "100", "--size", "", "--size", "run.seed=1"]
@@ -198,7 +198,7 @@ def test_a_probe_that_fails_names_its_log(tmp_path, capsys, monkeypatch):
         stdout.write("no GPU")
         return subprocess.CompletedProcess(command, 1)
 
-    monkeypatch.setattr("gapo_megatron.scaling.probe.subprocess.run", fail)
+    monkeypatch.setattr("gapo_megatron.ops.plan.probe.subprocess.run", fail)
     command = [CONFIG, "--probe", "--gpu", "cpu", "--processes", "1", "--mean-prompt-tokens", "100"]
     assert tool.main(command) == 1
     err = capsys.readouterr().err

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.launch.postmortem import main
+from gapo_megatron.ops.launch.postmortem import main
 from tests.full_disk import full_disk
 from tests.messages import mentions
 
@@ -55,11 +55,11 @@ IN_READ = """\
   File "/usr/lib/python3.11/socket.py", line 718 in readinto
   File "/runs/code/12/gapo_megatron/data/source.py", line 44 in next_batch"""
 
-AT_STEP = "step (torch/optim/adamw.py:5) < update (gapo_megatron/policy/step.py:88)"
+AT_STEP = "step (torch/optim/adamw.py:5) < update (gapo_megatron/learn/update.py:88)"
 AT_READ = "readinto (socket.py:718) < next_batch (gapo_megatron/data/source.py:44)"
 AT_ALL_REDUCE = (
     "all_reduce (torch/distributed/distributed_c10d.py:3252) < "
-    "update (gapo_megatron/policy/step.py:120)"
+    "update (gapo_megatron/learn/update.py:120)"
 )
 
 
@@ -466,7 +466,7 @@ def test_a_thousand_ranks_fit_on_a_screen(attempt: Attempt) -> None:
 def test_it_reads_what_fail_fast_writes(tmp_path: Path) -> None:
     raising = (
         "from gapo_megatron.errors import ConfigError\n"
-        "from gapo_megatron.launch.fail_fast import fail_fast\n"
+        "from gapo_megatron.run.fail_fast import fail_fast\n"
         "with fail_fast():\n"
         "    raise ConfigError('run.seed (x)\\nmust be a number')\n"
     )
@@ -474,7 +474,7 @@ def test_it_reads_what_fail_fast_writes(tmp_path: Path) -> None:
     failed = subprocess.run([sys.executable, "-c", raising], env=env, cwd=ROOT, capture_output=True)
     assert failed.returncode == 2, failed.stderr
     (tmp_path / "launch.log").write_text("task 1: Exited with exit code 2\ntask 0: Terminated\n")
-    command = [sys.executable, "-m", "gapo_megatron.launch.postmortem", str(tmp_path)]
+    command = [sys.executable, "-m", "gapo_megatron.ops.launch.postmortem", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 4
     assert (tmp_path / "exit_code").read_text() == "2\n"
@@ -484,7 +484,7 @@ def test_it_reads_what_fail_fast_writes(tmp_path: Path) -> None:
 
 
 def test_it_starts_without_anything_heavy() -> None:
-    code = "import sys, gapo_megatron.launch.postmortem; print(*sys.modules)"
+    code = "import sys, gapo_megatron.ops.launch.postmortem; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert not set(done.stdout.split()) & {"torch", "numpy", "megatron", "vllm", "pydantic"}

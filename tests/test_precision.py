@@ -18,8 +18,8 @@ from transformers import AutoConfig
 
 from gapo_megatron.config import ModelConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.fp8 import RECIPES, fp8_multiple
-from gapo_megatron.model_checks import check_shapes
+from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.models.fp8 import RECIPES, fp8_multiple
 from gapo_megatron.policy.model import transformer_config
 from gapo_megatron.policy.precision import check_fp8, free_fp8_copies, precision_settings
 from tests.distributed.policy_setup import save_model

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from gapo_megatron.launch import node_checks
-from gapo_megatron.launch.node_checks import (
+from gapo_megatron.ops.launch import node_checks
+from gapo_megatron.ops.launch.node_checks import (
     CommandError,
     Gpu,
     check_cache,
@@ -29,7 +29,7 @@ from gapo_megatron.launch.node_checks import (
     parse_gpus,
     visible_gpus,
 )
-from gapo_megatron.launch.preflight import Preflight
+from gapo_megatron.ops.launch.preflight import Preflight
 from tests.messages import mentions
 from tests.waiting import HANG_S, wait_until
 
@@ -66,7 +66,7 @@ class Nodes:
 
     def start(self, node: str, *options: str, prefix: tuple[str, ...] = (), **env: str) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "CUDA_"))}
-        command = [*prefix, sys.executable, "-m", "gapo_megatron.launch.preflight"]
+        command = [*prefix, sys.executable, "-m", "gapo_megatron.ops.launch.preflight"]
         command += ["--output", str(self.check), "--num-nodes", str(self.num_nodes)]
         command += ["--timeout-s", str(self.timeout_s), *options]
         if "--run-dir" not in options:
@@ -275,7 +275,7 @@ def test_a_disk_that_takes_no_verdict_says_so(nodes: Nodes) -> None:
     ],
 )
 def test_usage(tmp_path: Path, env: dict[str, str], words: str) -> None:
-    command = [sys.executable, "-m", "gapo_megatron.launch.preflight", "--num-nodes=1"]
+    command = [sys.executable, "-m", "gapo_megatron.ops.launch.preflight", "--num-nodes=1"]
     command += [f"--output={tmp_path}/missing/check", f"--run-dir={tmp_path}"]
     done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
@@ -283,7 +283,7 @@ def test_usage(tmp_path: Path, env: dict[str, str], words: str) -> None:
 
 
 def test_it_starts_without_anything_heavy() -> None:
-    code = "import sys, gapo_megatron.launch.preflight; print(*sys.modules)"
+    code = "import sys, gapo_megatron.ops.launch.preflight; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert not set(done.stdout.split()) & {"torch", "numpy", "megatron", "vllm", "pydantic"}

@@ -11,7 +11,7 @@ import pytest
 
 from gapo_megatron.config import load_config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.prepare import prepare
+from gapo_megatron.ops.launch.prepare import prepare
 from tests.messages import mentions
 from tests.waiting import HANG_S
 
@@ -21,7 +21,7 @@ DEMO = str(ROOT / "configs" / "demo.toml")
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "gapo_megatron.launch.prepare", *arguments],
+        [sys.executable, "-m", "gapo_megatron.ops.launch.prepare", *arguments],
         cwd=ROOT,
         env=os.environ | env,
         capture_output=True,

@@ -14,10 +14,10 @@ import pytest
 
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.data.benchmarks import BENCHMARKS, BOXED
-from gapo_megatron.data.prepare import Lengths
-from gapo_megatron.data.prepare.duplicates import Duplicates
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.ops.prepare import Lengths
+from gapo_megatron.ops.prepare.duplicates import Duplicates
 from gapo_megatron.rewards import code
 from gapo_megatron.rewards.code.forms import AssertTests, CallTests, TextTests, read_tests
 from tests.messages import mentions

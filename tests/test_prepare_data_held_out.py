@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gapo_megatron.data.benchmarks import BENCHMARKS, BOXED, without_request
-from gapo_megatron.data.prepare import HeldOut
+from gapo_megatron.ops.prepare import HeldOut
 from tests.prepare_data_setup import put_benchmarks
 
 TRAIN = "a train leaves the town at noon and goes on for three hours"

@@ -15,16 +15,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from gapo_megatron.convert import folder as folder_module
-from gapo_megatron.data.prepare import HeldOut, Lengths, Source, deepcoder, own, prepare
-from gapo_megatron.data.prepare import journal as journal_module
-from gapo_megatron.data.prepare.journal import Journal
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.hf import folder as folder_module
+from gapo_megatron.ops.prepare import HeldOut, Lengths, Source, deepcoder, own, prepare
+from gapo_megatron.ops.prepare import journal as journal_module
+from gapo_megatron.ops.prepare.journal import Journal
 from tests.messages import mentions
 from tests.prepare_data_setup import put, put_benchmarks, put_tokenizer
 
-module = importlib.import_module("gapo_megatron.data.prepare.prepare")  # not the function
+module = importlib.import_module("gapo_megatron.ops.prepare.prepare")  # not the function
 
 TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}
 

@@ -7,9 +7,9 @@ import pytest
 from scipy import stats
 
 from gapo_megatron.errors import DataError
-from gapo_megatron.report.arms import CLIP, Comparison, K
-from gapo_megatron.report.runs import find_runs, read_run
-from gapo_megatron.report.series import (
+from gapo_megatron.ops.report.arms import CLIP, Comparison, K
+from gapo_megatron.ops.report.runs import find_runs, read_run
+from gapo_megatron.ops.report.series import (
     NoData,
     final,
     interval,

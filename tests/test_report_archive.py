@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from gapo_megatron.config.methods import METHODS
 from gapo_megatron.errors import DataError
-from gapo_megatron.methods import METHODS
-from gapo_megatron.report import report, write_report
-from gapo_megatron.report.archive import BIN_STEPS, read_archive, write_archive
-from gapo_megatron.report.arms import Comparison
-from gapo_megatron.report.intervention import correlation_since
-from gapo_megatron.report.learning import reward, reward_rows
-from gapo_megatron.report.runs import find_runs, read_run
-from gapo_megatron.report.summary import summary
+from gapo_megatron.ops.report import report, write_report
+from gapo_megatron.ops.report.archive import BIN_STEPS, read_archive, write_archive
+from gapo_megatron.ops.report.arms import Comparison
+from gapo_megatron.ops.report.intervention import correlation_since
+from gapo_megatron.ops.report.learning import reward, reward_rows
+from gapo_megatron.ops.report.runs import find_runs, read_run
+from gapo_megatron.ops.report.summary import summary
 from tests.messages import mentions
 from tests.report_setup import write_run
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from gapo_megatron.errors import DataError
-from gapo_megatron.report.arms import Comparison
-from gapo_megatron.report.runs import read_run
+from gapo_megatron.ops.report.arms import Comparison
+from gapo_megatron.ops.report.runs import read_run
 from tests.messages import mentions
 from tests.report_setup import write_run
 

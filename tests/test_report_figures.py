@@ -15,13 +15,13 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from gapo_megatron.evaluate.heat_map import difference_limit
-from gapo_megatron.report import style
-from gapo_megatron.report.arms import Comparison
-from gapo_megatron.report.clipping import draw_correlation
-from gapo_megatron.report.picture import draw_picture, write_picture
-from gapo_megatron.report.report import MAKERS, note_missing
-from gapo_megatron.report.runs import read_run
-from gapo_megatron.report.series import NoData, windowed
+from gapo_megatron.ops.report import style
+from gapo_megatron.ops.report.arms import Comparison
+from gapo_megatron.ops.report.clipping import draw_correlation
+from gapo_megatron.ops.report.picture import draw_picture, write_picture
+from gapo_megatron.ops.report.report import MAKERS, note_missing
+from gapo_megatron.ops.report.runs import read_run
+from gapo_megatron.ops.report.series import NoData, windowed
 from tests.report_setup import (
     FLOOR_MAX,
     FLOOR_MEAN,

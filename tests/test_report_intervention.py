@@ -9,12 +9,12 @@ import pytest
 from scipy import stats
 
 from gapo_megatron.config import load_config
-from gapo_megatron.report.arms import Comparison
-from gapo_megatron.report.clipping import CLIPPED
-from gapo_megatron.report.intervention import intervention
-from gapo_megatron.report.runs import Run
-from gapo_megatron.report.series import NoData
-from gapo_megatron.report.style import style
+from gapo_megatron.ops.report.arms import Comparison
+from gapo_megatron.ops.report.clipping import CLIPPED
+from gapo_megatron.ops.report.intervention import intervention
+from gapo_megatron.ops.report.runs import Run
+from gapo_megatron.ops.report.series import NoData
+from gapo_megatron.ops.report.style import style
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.toml"
 K, BEGIN, END = 8, 10, 40

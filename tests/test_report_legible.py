@@ -8,10 +8,10 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from gapo_megatron.report import style
-from gapo_megatron.report.learning import OTHER
-from gapo_megatron.report.report import MAKERS
-from gapo_megatron.report.series import NoData
+from gapo_megatron.ops.report import style
+from gapo_megatron.ops.report.learning import OTHER
+from gapo_megatron.ops.report.report import MAKERS
+from gapo_megatron.ops.report.series import NoData
 from tests.report_setup import write_study
 
 FEW = ("gapo", "gspo_asym", "dr_grpo")

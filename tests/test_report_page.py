@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.report import write_report
-from gapo_megatron.report.report import MAKERS, some
+from gapo_megatron.ops.report import write_report
+from gapo_megatron.ops.report.report import MAKERS, some
 from tests.needs import needs
 from tests.report_setup import write_run
 from tests.waiting import HANG_S
@@ -143,7 +143,7 @@ def test_nothing_is_imported_that_is_not_needed():
     done = subprocess.run([*TOOL, "--help"], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0
     program = (
-        "import sys, gapo_megatron.report;"
+        "import sys, gapo_megatron.ops.report;"
         "print(sorted({'transformers', 'megatron', 'vllm'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)

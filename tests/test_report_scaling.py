@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from gapo_megatron.launch.study import read_study
-from gapo_megatron.report.scaling import layout_items, observe, scaling_rows, scaling_tables
-from gapo_megatron.report.scaling_figures import lines, step_split, throughput, write_scaling
-from gapo_megatron.report.style import style
-from gapo_megatron.scaling.calibration import STAGES, read_observation
-from gapo_megatron.scaling.efficiency import Efficiency
-from gapo_megatron.scaling.hardware import GPUS
+from gapo_megatron.ops.launch.study import read_study
+from gapo_megatron.ops.plan.calibration import STAGES, read_observation
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.report.scaling import layout_items, observe, scaling_rows, scaling_tables
+from gapo_megatron.ops.report.scaling_figures import lines, step_split, throughput, write_scaling
+from gapo_megatron.ops.report.style import style
 from tests.messages import mentions
 from tests.scaling_setup import config, layout, write_model
 from tests.test_convert_models import CONFIGS

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch import attempt
-from gapo_megatron.launch.prepare import check_before_nodes
-from gapo_megatron.launch.restart import AFTER_A_SAVE, check_not_lost
-from gapo_megatron.launch.run_folder import mark_finished
-from gapo_megatron.toml_tree import to_toml
+from gapo_megatron.io.run_folder import mark_finished
+from gapo_megatron.ops.launch.prepare import check_before_nodes
+from gapo_megatron.run import attempt
+from gapo_megatron.run.restart import AFTER_A_SAVE, check_not_lost
 from gapo_megatron.train import check_before_imports
 from tests.branch_setup import make_checkpoint, tree_of
 from tests.messages import mentions

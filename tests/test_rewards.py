@@ -9,9 +9,9 @@ import pytest
 
 from gapo_megatron import rewards
 from gapo_megatron.config import RewardConfig
-from gapo_megatron.data import arithmetic
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.rewards import exact
 from gapo_megatron.types import Outcome, Prompt, Rollout
 from tests.messages import mentions

@@ -31,19 +31,13 @@ from transformers import (
 from vllm import EngineArgs
 
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.convert import rules_for, to_hf, to_megatron
-from gapo_megatron.convert.hf import write_hf
-from gapo_megatron.errors import (
-    ConfigError,
-    DataError,
-    RewardError,
-    RolloutError,
-    WeightSyncError,
-)
-from gapo_megatron.launch.environment import share_of_cores
+from gapo_megatron.errors import ConfigError, DataError, RewardError, RolloutError, WeightSyncError
+from gapo_megatron.hf.weights import write_hf
+from gapo_megatron.models.rules import to_hf, to_megatron
+from gapo_megatron.models.tables import rules_for
 from gapo_megatron.rewards import Judging, Pool, score
-from gapo_megatron.rollout import (
-    Occupancy,
+from gapo_megatron.rollout.progress import Heartbeat, Occupancy
+from gapo_megatron.rollout.vllm import (
     RolloutEngine,
     arguments,
     eos_token_ids,
@@ -51,11 +45,11 @@ from gapo_megatron.rollout import (
     sync_weights,
     verify_weights,
 )
-from gapo_megatron.rollout import engine as engine_module
-from gapo_megatron.rollout.arguments import check_engine, engine_args
-from gapo_megatron.rollout.progress import Heartbeat
-from gapo_megatron.rollout.schedule import Phase, Schedule
-from gapo_megatron.rollout.weights import verify_bound
+from gapo_megatron.rollout.vllm import engine as engine_module
+from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args
+from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
+from gapo_megatron.rollout.vllm.weights import verify_bound
+from gapo_megatron.run.processes import share_of_cores
 from gapo_megatron.types import Prompt, Rollout
 from tests.dist import run_distributed
 from tests.messages import mentions

@@ -27,7 +27,7 @@ from vllm._custom_ops import cpu_has_amx_fp8
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 
 from gapo_megatron.config import Config
-from gapo_megatron.rollout import RolloutEngine, sync_weights
+from gapo_megatron.rollout.vllm import RolloutEngine, sync_weights
 from tests.dist import run_distributed
 from tests.test_rollout import (
     EOS,

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from gapo_megatron import rewards
-from gapo_megatron import sample as sample_module
+from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
-from gapo_megatron.counts import num_begun
+from gapo_megatron.config.counts import num_begun
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.metrics import Stopwatch
-from gapo_megatron.rollout import Occupancy
-from gapo_megatron.rollout.engine import _slice
-from gapo_megatron.sample import check_problems, choose, is_informative, sample
+from gapo_megatron.rollout import rollouter as sample_module
+from gapo_megatron.rollout.progress import Occupancy
+from gapo_megatron.rollout.rollouter import check_problems, choose, is_informative, sample
+from gapo_megatron.rollout.vllm.engine import _slice
 from gapo_megatron.types import Carried, OpenGroup, Outcome, Prompt, Rollout, Verdict
 from tests.learn_setup import GROUP_SIZE, make_config, make_groups
 from tests.messages import mentions

@@ -2,11 +2,11 @@
 
 import pytest
 
-from gapo_megatron.scaling.anchors import ANCHORS, MODELS
-from gapo_megatron.scaling.arithmetic import Shape
-from gapo_megatron.scaling.efficiency import Efficiency
-from gapo_megatron.scaling.hardware import GPUS
-from gapo_megatron.scaling.times import step_time
+from gapo_megatron.ops.plan.anchors import ANCHORS, MODELS
+from gapo_megatron.ops.plan.arithmetic import Shape
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.times import step_time
 from tests.test_convert_models import NUM_PARAMETERS
 
 

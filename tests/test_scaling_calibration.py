@@ -11,9 +11,10 @@ import pytest
 from transformers import AutoConfig
 
 from gapo_megatron.config import load_config
+from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.scaling.arithmetic import Shape
-from gapo_megatron.scaling.calibration import (
+from gapo_megatron.ops.plan.arithmetic import Shape
+from gapo_megatron.ops.plan.calibration import (
     STAGES,
     Calibration,
     Observation,
@@ -22,14 +23,13 @@ from gapo_megatron.scaling.calibration import (
     seconds,
     worst_misses,
 )
-from gapo_megatron.scaling.calibration_file import read_calibration, write_calibration
-from gapo_megatron.scaling.efficiency import Efficiency
-from gapo_megatron.scaling.hardware import GPUS, Gpu
-from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.probe import default_sizes, mean_prompt_tokens, probe, probe_command
-from gapo_megatron.scaling.times import StepTime
-from gapo_megatron.scaling.workload import Workload, default_workload
-from gapo_megatron.toml_tree import to_toml
+from gapo_megatron.ops.plan.calibration_file import read_calibration, write_calibration
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS, Gpu
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.probe import default_sizes, mean_prompt_tokens, probe, probe_command
+from gapo_megatron.ops.plan.times import StepTime
+from gapo_megatron.ops.plan.workload import Workload, default_workload
 from tests.messages import mentions
 from tests.scaling_setup import config, hf, layout, write_model
 from tests.test_convert_models import CONFIGS
@@ -503,7 +503,7 @@ def test_over_sampling_is_measured_but_neither_fitted_nor_planned(tmp_path, monk
     with pytest.raises(ConfigError, match=words):
         default_workload(config(batch=batch))
     # Before anything is trained.
-    monkeypatch.setattr("gapo_megatron.scaling.probe.subprocess.run", None)
+    monkeypatch.setattr("gapo_megatron.ops.plan.probe.subprocess.run", None)
     sizes = [[], ["batch.oversampling=1.5"]]
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config()))
@@ -535,7 +535,7 @@ def test_a_probe_sends_nothing(tmp_path):
     command = probe_command(
         "a.toml", ["run.seed=1"], output_dir=tmp_path, num_steps=5, world_size=1
     )
-    assert command[1:5] == ["-m", "gapo_megatron.scaling.probe", "a.toml", "run.seed=1"]
+    assert command[1:5] == ["-m", "gapo_megatron.ops.plan.probe", "a.toml", "run.seed=1"]
     assert command[-2:] == ["run.num_steps=5", f"run.output_dir={tmp_path}"]
     assert "evaluation.every_steps=0" in command
     # Whatever the config says. (That nothing is kept either: tests/test_train.py.)

@@ -12,19 +12,20 @@ from rich.console import Console
 
 from gapo_megatron import train
 from gapo_megatron.config import load_config
-from gapo_megatron.convert import rules_for
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.policy import Policy, step
+from gapo_megatron.learn import update as step
+from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.plan import deep_dry_run
+from gapo_megatron.ops.plan.activations import kept_activations, num_in_flight
+from gapo_megatron.ops.plan.deep_dry_run import print_deep_dry_run, step_one_rank
+from gapo_megatron.ops.plan.fake import fake_groups
+from gapo_megatron.ops.plan.kept import KeptForBackward
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.memory import step_bytes
+from gapo_megatron.ops.plan.no_data import NoData
+from gapo_megatron.ops.plan.state import rank_bytes
+from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import read_hf_config
-from gapo_megatron.scaling import deep_dry_run
-from gapo_megatron.scaling.activations import kept_activations, num_in_flight
-from gapo_megatron.scaling.deep_dry_run import print_deep_dry_run, step_one_rank
-from gapo_megatron.scaling.fake import fake_groups
-from gapo_megatron.scaling.kept import KeptForBackward
-from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.memory import step_bytes
-from gapo_megatron.scaling.no_data import NoData
-from gapo_megatron.scaling.state import rank_bytes
 from tests.scaling_setup import (
     SIX_LAYERS,
     SIX_LAYERS_EXPERTS,

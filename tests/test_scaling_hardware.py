@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.scaling import hardware
-from gapo_megatron.scaling.efficiency import Efficiency
-from gapo_megatron.scaling.hardware import GPUS, find_gpu, measure_cpu
+from gapo_megatron.ops.plan import hardware
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS, find_gpu, measure_cpu
 from tests.messages import mentions
 from tests.scaling_setup import H200
 

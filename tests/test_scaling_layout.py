@@ -7,14 +7,14 @@ from unittest.mock import patch
 
 import pytest
 
-from gapo_megatron import counts
-from gapo_megatron.convert import rules_for
+from gapo_megatron.config import counts
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.plan.deep_dry_run import allocated_bytes
+from gapo_megatron.ops.plan.fake import fake_groups
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.state import rank_bytes, stage_states, state_bytes
 from gapo_megatron.policy import Policy
-from gapo_megatron.scaling.deep_dry_run import allocated_bytes
-from gapo_megatron.scaling.fake import fake_groups
-from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.state import rank_bytes, stage_states, state_bytes
 from tests.scaling_setup import (
     QWEN3,
     SIX_LAYERS,

@@ -9,22 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from gapo_megatron.convert import rules_for
-from gapo_megatron.counts import arithmetic
+from gapo_megatron.config.counts import arithmetic
+from gapo_megatron.learn import update as step
 from gapo_megatron.logprob import tiles
-from gapo_megatron.policy import Policy, step
-from gapo_megatron.scaling.activations import (
+from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.plan.activations import (
     kept_activations,
     most_microbatches,
     neighbour_bytes,
     num_in_flight,
 )
-from gapo_megatron.scaling.fake import fake_groups
-from gapo_megatron.scaling.hardware import GPUS
-from gapo_megatron.scaling.kept import KeptForBackward
-from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.memory import Memory, block_shape, memory, step_bytes
-from gapo_megatron.scaling.state import state_bytes
+from gapo_megatron.ops.plan.fake import fake_groups
+from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.kept import KeptForBackward
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.memory import Memory, block_shape, memory, step_bytes
+from gapo_megatron.ops.plan.state import state_bytes
+from gapo_megatron.policy import Policy
 from gapo_megatron.types import Batch
 from tests.scaling_setup import (
     TINY,

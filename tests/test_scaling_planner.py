@@ -11,14 +11,14 @@ import torch
 
 from gapo_megatron.batching import plan as plan_batch
 from gapo_megatron.config import load_config
-from gapo_megatron.counts import check_world_size
+from gapo_megatron.config.counts import check_world_size
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.model_checks import check_shapes
-from gapo_megatron.scaling.arithmetic import Shape
-from gapo_megatron.scaling.efficiency import Efficiency
-from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.memory import memory
-from gapo_megatron.scaling.planner import (
+from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.ops.plan.arithmetic import Shape
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.memory import memory
+from gapo_megatron.ops.plan.planner import (
     LARGER_FRACTION,
     OUT_OF_HOST,
     SMALLER_FRACTION,
@@ -31,9 +31,9 @@ from gapo_megatron.scaling.planner import (
     plan,
     read_model,
 )
-from gapo_megatron.scaling.tables import memory_table, nothing_fits, to_json
-from gapo_megatron.scaling.times import step_time
-from gapo_megatron.scaling.workload import Workload
+from gapo_megatron.ops.plan.tables import memory_table, nothing_fits, to_json
+from gapo_megatron.ops.plan.times import step_time
+from gapo_megatron.ops.plan.workload import Workload
 from tests.messages import mentions
 from tests.scaling_setup import H200, WORKLOAD, config, hf, layout, parallel_of
 from tests.test_convert_models import NUM_PARAMETERS

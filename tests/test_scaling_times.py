@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from gapo_megatron.scaling.efficiency import Efficiency
-from gapo_megatron.scaling.hardware import GPUS
-from gapo_megatron.scaling.times import reward_s, step_time, sync_s
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.times import reward_s, step_time, sync_s
 from tests.scaling_setup import H200, WORKLOAD, config, hf, layout, training
 from tests.test_convert_models import NUM_PARAMETERS
 

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from gapo_megatron.scaling.training import Training
-from gapo_megatron.scaling.workload import Workload
+from gapo_megatron.ops.plan.training import Training
+from gapo_megatron.ops.plan.workload import Workload
 from tests.scaling_setup import (
     IDEAL,
     WORKLOAD,

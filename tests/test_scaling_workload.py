@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.scaling.workload import DEFAULT_SPREAD, spread_of
+from gapo_megatron.ops.plan.workload import DEFAULT_SPREAD, spread_of
 from tests.scaling_setup import WORKLOAD, config, draw_lengths
 
 

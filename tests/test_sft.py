@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.data import arithmetic
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError, ConversionError, DataError
+from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.policy import destroy
+from gapo_megatron.run.supervised import _learning_rate, _read_examples
 from gapo_megatron.sft import train_supervised
-from gapo_megatron.supervised import _learning_rate, _read_examples
 from tests.messages import mentions
 
 LINES = [

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.flags import Flags
+from gapo_megatron.learn import update as step
+from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.logprob import token_log_probs
-from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize, step
-from gapo_megatron.policy.step import UpdateResult, update
+from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from tests.dist import single_rank
 from tests.distributed.policy_setup import (
     ClippedLoss,

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from gapo_megatron.config import load_config
-from gapo_megatron.counts import arithmetic
+from gapo_megatron.config.counts import arithmetic
 from tests.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[1]

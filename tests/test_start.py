@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.launch.imports import without_garbage_collection
+from gapo_megatron.run.imports import without_garbage_collection
 from tests.messages import mentions
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.status import (
+from gapo_megatron.ops.launch.status import (
     JOBS_NAME,
     Status,
     ask_slurm,

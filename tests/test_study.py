@@ -8,20 +8,20 @@ import pytest
 from transformers import AutoConfig
 
 from gapo_megatron.config import load_config
-from gapo_megatron.counts import arithmetic
+from gapo_megatron.config.counts import arithmetic
+from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch.run_folder import mark_finished
-from gapo_megatron.launch.study import Resources, Run, read_study, unfinished
-from gapo_megatron.model_checks import check_shapes
-from gapo_megatron.scaling.arithmetic import Shape
-from gapo_megatron.scaling.efficiency import Efficiency
-from gapo_megatron.scaling.hardware import GIB, GPUS
-from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.memory import memory
-from gapo_megatron.scaling.planner import Candidate
-from gapo_megatron.scaling.times import step_time
-from gapo_megatron.scaling.workload import default_workload
-from gapo_megatron.toml_tree import to_toml
+from gapo_megatron.io.run_folder import mark_finished
+from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.ops.launch.study import Resources, Run, read_study, unfinished
+from gapo_megatron.ops.plan.arithmetic import Shape
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GIB, GPUS
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.memory import memory
+from gapo_megatron.ops.plan.planner import Candidate
+from gapo_megatron.ops.plan.times import step_time
+from gapo_megatron.ops.plan.workload import default_workload
 from tests.messages import mentions
 from tests.scaling_setup import write_model
 from tests.test_convert_models import CONFIGS as MODELS

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.report.archive import read_archive, write_archive
-from gapo_megatron.report.runs import read_run
+from gapo_megatron.ops.report.archive import read_archive, write_archive
+from gapo_megatron.ops.report.runs import read_run
 from tests.report_setup import NUM_STEPS, write_run
 
 _PATH = Path(__file__).parents[1] / "benchmarks" / "study.py"
@@ -209,7 +209,7 @@ def test_two_arms_that_no_claim_tells_apart_are_named(study, tmp_path):
 
 def test_the_repository_has_these_arms(study):
     """What the configs run is what the table asks for."""
-    from gapo_megatron.launch.study import read_study
+    from gapo_megatron.ops.launch.study import read_study
 
     configs = _PATH.parents[1] / "configs"
     runs = read_study(configs / "study_miniature.toml").runs

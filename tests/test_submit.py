@@ -24,11 +24,11 @@ from rich.console import Console
 from submitit.core.utils import pickle_load
 
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.launch import local
-from gapo_megatron.launch.local import gpu_shares
-from gapo_megatron.launch.status import Status
-from gapo_megatron.launch.study import Resources
-from gapo_megatron.launch.submit import Submission
+from gapo_megatron.ops.launch import local
+from gapo_megatron.ops.launch.local import gpu_shares
+from gapo_megatron.ops.launch.status import Status
+from gapo_megatron.ops.launch.study import Resources
+from gapo_megatron.ops.launch.submit import Submission
 from tests.submit_setup import ROOT, SUBMIT, environment, steps_of, submit, write_study
 from tests.waiting import HANG_S, wait_until
 
@@ -422,7 +422,7 @@ def test_runs_survive_the_death_of_the_foreground(tmp_path: Path) -> None:
 def test_loads_in_a_blink() -> None:
     """A job's first process unpickles it; --status and --help need no pydantic."""
     program = (
-        "import sys, gapo_megatron.launch.submit, gapo_megatron.launch.local, tools.submit;"
+        "import sys, gapo_megatron.ops.launch.submit, gapo_megatron.ops.launch.local, tools.submit;"
         "print(sorted({'torch', 'numpy', 'pydantic', 'megatron', 'vllm'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
@@ -434,8 +434,8 @@ def test_neither_submitting_nor_a_jobs_first_check_needs_torch(tmp_path: Path) -
     study = write_study(tmp_path, num_runs=2, num_steps=2)
     program = (
         "import sys; from pathlib import Path\n"
-        "from gapo_megatron.launch.prepare import check_before_nodes\n"
-        "from gapo_megatron.launch.study import read_study, unfinished\n"
+        "from gapo_megatron.ops.launch.prepare import check_before_nodes\n"
+        "from gapo_megatron.ops.launch.study import read_study, unfinished\n"
         "for run in unfinished(read_study(Path(sys.argv[1]), [])):\n"
         "    check_before_nodes(run.config, world_size=2)\n"
         "print(sorted({'torch', 'transformers', 'megatron', 'vllm'} & set(sys.modules)))\n"

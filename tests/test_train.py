@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.data import arithmetic
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
-from gapo_megatron.manifest import read_manifest
-from gapo_megatron.scaling.calibration import read_observation
+from gapo_megatron.hf.manifest import read_manifest
+from gapo_megatron.ops.plan.calibration import read_observation
+from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.train import train
 from tests.distributed.conversion_setup import convert
 from tests.programs import Program
@@ -213,7 +213,7 @@ def test_a_probe_keeps_no_weights(root: Path, whole_run: Path) -> None:
     run_dir = root / "probe"
     finish(
         Program(
-            "gapo_megatron.scaling.probe",
+            "gapo_megatron.ops.plan.probe",
             root / "config.toml",
             "run.num_steps=3",
             "checkpoint.every_steps=1",

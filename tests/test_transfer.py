@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gapo_megatron.transfer import to_device, to_host
+from gapo_megatron.device.transfer import to_device, to_host
 
 ARRAYS = [
     np.arange(5, dtype=np.int64),

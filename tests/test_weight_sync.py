@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gapo_megatron import weight_sync
 from gapo_megatron.policy import Policy, destroy, initialize
-from gapo_megatron.rollout import WeightCheck
+from gapo_megatron.rollout import sync as weight_sync
+from gapo_megatron.rollout.sync import first_sequences, prompts_as_sequences, sync
+from gapo_megatron.rollout.vllm import WeightCheck
 from gapo_megatron.types import Prompt
-from gapo_megatron.weight_sync import first_sequences, prompts_as_sequences, sync
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import (
     make_batch,

@@ -1,6 +1,6 @@
 """What commands write must not cost anybody a file: every writer of the package is tried here.
 
-Folders that are replaced whole are those of `convert.folder`: tests/test_convert_folders.py.
+Folders that are replaced whole are those of `hf.folder`: tests/test_convert_folders.py.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from gapo_megatron import manifest
 from gapo_megatron.config import CheckpointConfig, load_config
-from gapo_megatron.data.prepare.journal import Journal
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.files import check_overwritable
-from gapo_megatron.launch.prepare import check_before_nodes
-from gapo_megatron.launch.run_folder import check_ours, check_writable
-from gapo_megatron.report.report import MAKERS, write_report
-from gapo_megatron.report.scaling_figures import check_scaling
-from gapo_megatron.scaling.calibration_file import check_calibration
+from gapo_megatron.hf import manifest
+from gapo_megatron.io.files import check_overwritable
+from gapo_megatron.io.run_folder import check_ours, check_writable
+from gapo_megatron.ops.launch.prepare import check_before_nodes
+from gapo_megatron.ops.plan.calibration_file import check_calibration
+from gapo_megatron.ops.prepare.journal import Journal
+from gapo_megatron.ops.report.report import MAKERS, write_report
+from gapo_megatron.ops.report.scaling_figures import check_scaling
 from tests.messages import mentions
 from tests.report_setup import write_run
 
@@ -137,7 +137,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them take ten seconds."""
     few = {title: MAKERS[title] for title in ("Summary", "Training reward")}
-    monkeypatch.setattr("gapo_megatron.report.report.MAKERS", few)
+    monkeypatch.setattr("gapo_megatron.ops.report.report.MAKERS", few)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron.conversion.command import EXIT_CODES, add_options, options, run
+from gapo_megatron.ops.convert.command import EXIT_CODES, add_options, options, run
 
 EXAMPLES = """\
 examples:
@@ -48,8 +48,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _convert(arguments: argparse.Namespace) -> None:
     # torch and transformers: seconds that --help and a mistake do not need.
-    from gapo_megatron.conversion.directions import hf_to_megatron
-    from gapo_megatron.conversion.report import show
+    from gapo_megatron.ops.convert.directions import hf_to_megatron
+    from gapo_megatron.ops.convert.report import show
 
     result = hf_to_megatron(arguments.hf, arguments.megatron, options(arguments))
     settings = f"model.hf_dir={arguments.megatron}/hf model.megatron_dir={arguments.megatron}"

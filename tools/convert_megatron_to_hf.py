@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron.conversion.command import EXIT_CODES, add_options, options, run, to_bytes
+from gapo_megatron.ops.convert.command import EXIT_CODES, add_options, options, run, to_bytes
 
 EXAMPLES = """\
 examples:
@@ -64,8 +64,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _convert(arguments: argparse.Namespace) -> None:
     # torch and transformers: seconds that --help and a mistake do not need.
-    from gapo_megatron.conversion.directions import megatron_to_hf
-    from gapo_megatron.conversion.report import show
+    from gapo_megatron.ops.convert.directions import megatron_to_hf
+    from gapo_megatron.ops.convert.report import show
 
     result = megatron_to_hf(
         arguments.megatron,

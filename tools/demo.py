@@ -24,11 +24,11 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.convert.folder import check_replaceable, claim, is_marked, mark
 from gapo_megatron.data.schema import read_jsonl
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.counts import Counts, read_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
+from gapo_megatron.hf.folder import check_replaceable, claim, is_marked, mark
 
 if TYPE_CHECKING:
     from gapo_megatron.evaluate.statistics import Interval
@@ -156,7 +156,7 @@ def _write_task(config: Config) -> None:
     # Torch and transformers: neither --help nor a wrong setting waits for them.
     from transformers.utils import logging as transformers_logging
 
-    from gapo_megatron.data import arithmetic
+    from gapo_megatron.ops.prepare import demo_task as arithmetic
 
     transformers_logging.disable_progress_bar()  # a bar for one file of 3 MB
     supervised = config.supervised
@@ -262,7 +262,9 @@ def _report(config: Config) -> None:
 
 
 def _draw(folders: Sequence[Path], output: Path) -> Path:
-    from gapo_megatron.report import write_picture  # seconds that the command line need not wait
+    from gapo_megatron.ops.report import (
+        write_picture,  # seconds that the command line need not wait
+    )
 
     return write_picture(folders, output)
 

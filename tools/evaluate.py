@@ -21,14 +21,14 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron.convert.folder import claim
 from gapo_megatron.data.benchmarks import BENCHMARKS
-from gapo_megatron.digest import code_sha256, file_sha256
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.paper import Sampling, Setting, read_settings
 from gapo_megatron.evaluate.samples import keep_settings
-from gapo_megatron.files import check_overwritable, write_atomically
-from gapo_megatron.launch.fail_fast import fail_fast
+from gapo_megatron.hf.folder import claim
+from gapo_megatron.io.digest import code_sha256, file_sha256
+from gapo_megatron.io.files import check_overwritable, write_atomically
+from gapo_megatron.run.fail_fast import fail_fast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from gapo_megatron.config import Config
     from gapo_megatron.evaluate.benchmark import Task
     from gapo_megatron.evaluate.table import Table
-    from gapo_megatron.launch.environment import World
+    from gapo_megatron.run.processes import World
 
 console = Console()
 
@@ -64,10 +64,10 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
     import torch.distributed as dist
 
     from gapo_megatron import rewards
-    from gapo_megatron.convert.model_folder import check_model_folder
     from gapo_megatron.data.tokenizer import load_tokenizer
     from gapo_megatron.evaluate.benchmark import Task
-    from gapo_megatron.launch import environment
+    from gapo_megatron.hf.model_folder import check_model_folder
+    from gapo_megatron.run import processes as environment
 
     sampling = _sampling(arguments, settings)
     config = _config(arguments, sampling)
@@ -123,9 +123,9 @@ def _sample(
     """Build the engine, and sample what is not kept yet."""
     from gapo_megatron import rewards
     from gapo_megatron.evaluate.benchmark import sample_task
-    from gapo_megatron.launch import environment
     from gapo_megatron.policy.model import read_hf_config
-    from gapo_megatron.rollout import RolloutEngine
+    from gapo_megatron.rollout.vllm import RolloutEngine
+    from gapo_megatron.run import processes as environment
 
     num_workers = min(environment.share_of_cores(), 8)
     hf_config = read_hf_config(arguments.model)
@@ -279,7 +279,7 @@ def _keep_settings(
     arguments: argparse.Namespace, sampling: Sampling, digests: dict[str, str]
 ) -> None:
     """Make sure that samples of other weights, prompts or settings do not mix with those there."""
-    from gapo_megatron.convert.model_folder import TOKENIZER_FILES
+    from gapo_megatron.hf.model_folder import TOKENIZER_FILES
 
     is_ours = (arguments.output / "settings.json").exists()  # `keep_settings` looks at it
     names = ("results.json", "results.md", "results.tex", "solve_rates.png", *arguments.benchmarks)

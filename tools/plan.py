@@ -20,7 +20,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 if TYPE_CHECKING:
-    from gapo_megatron.scaling.calibration import Calibration, Observation
+    from gapo_megatron.ops.plan.calibration import Calibration, Observation
 
 EXAMPLES = """\
 layouts, memory and time of a config, here on one node of H200:
@@ -45,7 +45,7 @@ two of its runs alone:
 the model against published step times:
   python tools/plan.py --anchors
 
-Times without --calibration rest on assumed efficiencies (gapo_megatron/scaling/efficiency.py);
+Times without --calibration rest on assumed efficiencies (gapo_megatron/ops/plan/efficiency.py);
 docs/scaling.md says how times are made. --calibration is written by --probe and --from-run, and
 read otherwise. Exit codes: 0; 1 when nothing fits or an input is wrong; 2 usage.
 """
@@ -78,9 +78,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.config import load_config
-    from gapo_megatron.scaling import tables
-    from gapo_megatron.scaling.planner import leave_out, overrides, plan, read_model
-    from gapo_megatron.scaling.workload import default_workload
+    from gapo_megatron.ops.plan import tables
+    from gapo_megatron.ops.plan.planner import leave_out, overrides, plan, read_model
+    from gapo_megatron.ops.plan.workload import default_workload
 
     config = load_config(arguments.config, arguments.overrides)
     hf_config, note = read_model(config)
@@ -140,10 +140,10 @@ def _calibration(arguments: argparse.Namespace) -> Calibration:
     import dataclasses
 
     from gapo_megatron.errors import ConfigError
-    from gapo_megatron.scaling.calibration import Calibration
-    from gapo_megatron.scaling.calibration_file import read_calibration
-    from gapo_megatron.scaling.efficiency import Efficiency
-    from gapo_megatron.scaling.hardware import find_gpu
+    from gapo_megatron.ops.plan.calibration import Calibration
+    from gapo_megatron.ops.plan.calibration_file import read_calibration
+    from gapo_megatron.ops.plan.efficiency import Efficiency
+    from gapo_megatron.ops.plan.hardware import find_gpu
 
     if arguments.calibration:
         found = read_calibration(arguments.calibration)
@@ -162,10 +162,10 @@ def _calibration(arguments: argparse.Namespace) -> Calibration:
 
 def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.errors import ConfigError
-    from gapo_megatron.scaling.calibration import fit, worst_misses
-    from gapo_megatron.scaling.calibration_file import check_calibration, write_calibration
-    from gapo_megatron.scaling.hardware import find_gpu
-    from gapo_megatron.scaling.tables import comparison_table, efficiencies_table
+    from gapo_megatron.ops.plan.calibration import fit, worst_misses
+    from gapo_megatron.ops.plan.calibration_file import check_calibration, write_calibration
+    from gapo_megatron.ops.plan.hardware import find_gpu
+    from gapo_megatron.ops.plan.tables import comparison_table, efficiencies_table
 
     if arguments.calibration and not arguments.calibration.parent.is_dir():
         raise ConfigError(
@@ -191,8 +191,8 @@ def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
 
 def _probed(arguments: argparse.Namespace, scratch: Path) -> list[tuple[Observation, bool]]:
     from gapo_megatron.config import load_config
-    from gapo_megatron.scaling.hardware import CPU_NAME, find_gpu
-    from gapo_megatron.scaling.probe import default_sizes, probe
+    from gapo_megatron.ops.plan.hardware import CPU_NAME, find_gpu
+    from gapo_megatron.ops.plan.probe import default_sizes, probe
 
     config = load_config(arguments.config, arguments.overrides)
     sizes = [size.split() for size in arguments.size] or default_sizes(config)
@@ -222,8 +222,8 @@ def _finished(arguments: argparse.Namespace) -> list[tuple[Observation, bool]]:
 
 
 def _observe(arguments: argparse.Namespace, folder: Path, *, name: str = "") -> Observation:
-    from gapo_megatron.scaling.calibration import read_observation
-    from gapo_megatron.scaling.probe import mean_prompt_tokens
+    from gapo_megatron.ops.plan.calibration import read_observation
+    from gapo_megatron.ops.plan.probe import mean_prompt_tokens
 
     prompt = arguments.mean_prompt_tokens
     return read_observation(
@@ -235,9 +235,9 @@ def _observe(arguments: argparse.Namespace, folder: Path, *, name: str = "") -> 
 
 
 def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
-    from gapo_megatron.report.scaling import observe, scaling_rows, scaling_tables
-    from gapo_megatron.report.scaling_figures import check_scaling, write_scaling
-    from gapo_megatron.scaling.tables import times_rest_on
+    from gapo_megatron.ops.plan.tables import times_rest_on
+    from gapo_megatron.ops.report.scaling import observe, scaling_rows, scaling_tables
+    from gapo_megatron.ops.report.scaling_figures import check_scaling, write_scaling
 
     folder = arguments.output or arguments.measured[0] / "scaling"
     check_scaling(folder)
@@ -258,9 +258,9 @@ def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _show_anchors(console: Console) -> int:
-    from gapo_megatron.scaling.anchors import ANCHORS
-    from gapo_megatron.scaling.efficiency import Efficiency
-    from gapo_megatron.scaling.tables import anchors_table
+    from gapo_megatron.ops.plan.anchors import ANCHORS
+    from gapo_megatron.ops.plan.efficiency import Efficiency
+    from gapo_megatron.ops.plan.tables import anchors_table
 
     console.print(anchors_table(ANCHORS, Efficiency()))
     console.print("Assumed where the source does not say; the default efficiencies for all:")

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 from gapo_megatron.errors import ConfigError, GapoError
 
 if TYPE_CHECKING:
-    from gapo_megatron.data.prepare import Counts, HeldOut, Source
+    from gapo_megatron.ops.prepare import Counts, HeldOut, Source
 
 KINDS = ("math", "code", "instructions", "exact")
 """As in the config, whose import takes seconds that --help does not need."""
@@ -58,8 +58,8 @@ def main() -> int:
 def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
     # Tokenizers and verifiers: seconds that --help does not need.
     from gapo_megatron.data.benchmarks import BOXED
-    from gapo_megatron.data.prepare import HeldOut, Lengths, prepare
     from gapo_megatron.data.tokenizer import load_tokenizer
+    from gapo_megatron.ops.prepare import HeldOut, Lengths, prepare
 
     tokenizer = load_tokenizer(arguments.model, field="--model")
     lengths = Lengths(tokenizer, arguments.max_prompt_tokens, arguments.chat_template)
@@ -93,7 +93,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Counts, HeldOut | None]:
 
 
 def _source(arguments: argparse.Namespace) -> Source:
-    from gapo_megatron.data import prepare as sources
+    from gapo_megatron.ops import prepare as sources
 
     if arguments.source == "deepscaler":
         return sources.deepscaler(suffix=arguments.suffix)

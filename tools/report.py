@@ -35,8 +35,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     arguments = _parse(command_line)
     # matplotlib and torch: seconds that --help does not need.
     from gapo_megatron.errors import GapoError
-    from gapo_megatron.report import write_report
-    from gapo_megatron.report.report import some
+    from gapo_megatron.ops.report import write_report
+    from gapo_megatron.ops.report.report import some
 
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

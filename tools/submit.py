@@ -25,21 +25,21 @@ from submitit.core.utils import FailedJobError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
+from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import CheckpointError, ConfigError
-from gapo_megatron.launch.freeze import freeze, repository
-from gapo_megatron.launch.local import gpu_shares, run_locally
-from gapo_megatron.launch.status import (
+from gapo_megatron.ops.launch.freeze import freeze, repository
+from gapo_megatron.ops.launch.local import gpu_shares, run_locally
+from gapo_megatron.ops.launch.status import (
     Status,
     find_runs,
     live_table,
     read_statuses,
     status_table,
 )
-from gapo_megatron.launch.submit import Submission, world_sizes
-from gapo_megatron.toml_tree import to_toml
+from gapo_megatron.ops.launch.submit import Submission, world_sizes
 
 if TYPE_CHECKING:
-    from gapo_megatron.launch.study import Run, Study
+    from gapo_megatron.ops.launch.study import Run, Study
 
 _LONGEST_CHAIN = 1000
 
@@ -67,8 +67,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from gapo_megatron.launch.prepare import check_before_nodes
-    from gapo_megatron.launch.study import Resources, read_study, unfinished  # and so pydantic
+    from gapo_megatron.ops.launch.prepare import check_before_nodes
+    from gapo_megatron.ops.launch.study import Resources, read_study, unfinished  # and so pydantic
 
     given = {name: getattr(arguments, name) for name in Resources.model_fields}
     study = read_study(arguments.config, arguments.overrides).asking(

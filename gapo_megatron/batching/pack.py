@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gapo_megatron.device.transfer import to_device, to_host
 from gapo_megatron.errors import DataError
-from gapo_megatron.transfer import to_device, to_host
 from gapo_megatron.types import Batch, Microbatch
 
 NO_SEQUENCES = Batch(

@@ -19,18 +19,18 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from gapo_megatron import manifest
+from gapo_megatron.checkpoint.owner import Owner
 from gapo_megatron.checkpoint.resume import require_same_model
 from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.checkpoint.trainer_state import TRAINER_STATE_NAME, read_trainer_state
 from gapo_megatron.config import Config
+from gapo_megatron.config.roles import broken_rules, changes
 from gapo_megatron.errors import CheckpointError, ConfigError
-from gapo_megatron.files import fsync, real, write_atomically
-from gapo_megatron.launch.attempt import Attempt
-from gapo_megatron.launch.run_folder import BRANCH_NAME, checkpoints_dir, is_finished
-from gapo_megatron.manifest import Branch, Manifest
-from gapo_megatron.metrics import METRICS_NAME
-from gapo_megatron.settings import broken_rules, changes
+from gapo_megatron.hf import manifest
+from gapo_megatron.hf.manifest import Branch, Manifest
+from gapo_megatron.io.files import fsync, real, write_atomically
+from gapo_megatron.io.metric_files import METRICS_NAME
+from gapo_megatron.io.run_folder import BRANCH_NAME, checkpoints_dir, is_finished
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def check_branch(config: Config, hf_config: PretrainedConfig | None) -> BranchPo
     return BranchPoint(path, found, branch)
 
 
-def begin_branch(point: BranchPoint, config: Config, attempt: Attempt) -> None:
+def begin_branch(point: BranchPoint, config: Config, attempt: Owner) -> None:
     """Make the branch point the run's first checkpoint: whole, or not there at all.
 
     Files are linked first and read then, so that the other run may remove its checkpoint meanwhile;
@@ -234,7 +234,7 @@ def _find(given: str) -> Path:
     return found
 
 
-def _take_share(point: BranchPoint, temporary: Path, attempt: Attempt) -> str | None:
+def _take_share(point: BranchPoint, temporary: Path, attempt: Owner) -> str | None:
     """Link and verify this rank's share of the files; what is wrong with them, if anything."""
     files = point.manifest.files
     share = {name: files[name] for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]}

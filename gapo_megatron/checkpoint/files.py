@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from gapo_megatron.convert.unpickle import explain
-from gapo_megatron.documents import open_file
 from gapo_megatron.errors import CheckpointError
+from gapo_megatron.hf.unpickle import explain
+from gapo_megatron.io.documents import open_file
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -11,9 +11,9 @@ import torch
 
 from gapo_megatron.checkpoint import files
 from gapo_megatron.config import Config
+from gapo_megatron.config.roles import changes
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.manifest import Manifest
-from gapo_megatron.settings import changes
+from gapo_megatron.hf.manifest import Manifest
 from gapo_megatron.types import Carried, OpenGroup, Prompt, Rollout
 
 OPEN_GROUPS_NAME = "open_groups.pt"

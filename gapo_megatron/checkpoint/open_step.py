@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gapo_megatron.checkpoint import files
-from gapo_megatron.learn import Progress
+from gapo_megatron.learn.step import Progress
 from gapo_megatron.types import Batch
 
 BATCH_NAME = "batch.pt"

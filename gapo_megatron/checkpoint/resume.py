@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
 from transformers import PretrainedConfig
 
-from gapo_megatron import manifest
 from gapo_megatron.checkpoint import rng
 from gapo_megatron.checkpoint.open_groups import (
     OPEN_GROUPS_NAME,
@@ -24,14 +23,15 @@ from gapo_megatron.checkpoint.open_step import BATCH_NAME, OpenStep, progress_na
 from gapo_megatron.checkpoint.save import layout, model_identity
 from gapo_megatron.checkpoint.trainer_state import TRAINER_STATE_NAME, read_trainer_state
 from gapo_megatron.config import Config
-from gapo_megatron.convert.unpickle import read_common, read_metadata
+from gapo_megatron.config.roles import changes
 from gapo_megatron.errors import CheckpointError, ConversionError
-from gapo_megatron.launch.run_folder import checkpoints_dir, is_finished
-from gapo_megatron.manifest import Branch, Manifest
-from gapo_megatron.metrics import METRICS_NAME, last_step
+from gapo_megatron.hf import manifest
+from gapo_megatron.hf.manifest import Branch, Manifest
+from gapo_megatron.hf.unpickle import read_common, read_metadata
+from gapo_megatron.io.metric_files import METRICS_NAME, last_step
+from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.load import find_damage_together, first_problem, load_sharded
-from gapo_megatron.settings import changes
 from gapo_megatron.types import OpenGroup
 
 logger = logging.getLogger(__name__)

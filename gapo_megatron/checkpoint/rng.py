@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from gapo_megatron import cpu
 from gapo_megatron.checkpoint import files
+from gapo_megatron.compat import cpu
 
 
 def file_name(rank: int) -> str:

@@ -31,16 +31,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from transformers import PretrainedConfig
 
-from gapo_megatron import cpu, manifest
 from gapo_megatron.checkpoint import rng
 from gapo_megatron.checkpoint.open_groups import save_open_groups
 from gapo_megatron.checkpoint.open_step import OpenStep
+from gapo_megatron.checkpoint.owner import Owner
 from gapo_megatron.checkpoint.trainer_state import write_trainer_state
+from gapo_megatron.compat import cpu
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError
-from gapo_megatron.launch.attempt import Attempt
-from gapo_megatron.launch.run_folder import checkpoints_dir
-from gapo_megatron.manifest import Branch
+from gapo_megatron.hf import manifest
+from gapo_megatron.hf.manifest import Branch
+from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.policy import ParallelGroups, Policy
 from gapo_megatron.types import OpenGroup
 
@@ -76,7 +77,7 @@ def save(
     policy: Policy,
     trainer_state: Mapping[str, Any],
     config: Config,
-    attempt: Attempt,
+    attempt: Owner,
     branch: Branch | None = None,
     open_step: OpenStep | None = None,
     open_groups: Sequence[OpenGroup] = (),

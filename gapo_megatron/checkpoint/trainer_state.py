@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gapo_megatron.documents import read_json
 from gapo_megatron.errors import CheckpointError
-from gapo_megatron.manifest import first_flaw
+from gapo_megatron.hf.manifest import first_flaw
+from gapo_megatron.io.documents import read_json
 
 TRAINER_STATE_NAME = "trainer_state.json"
 

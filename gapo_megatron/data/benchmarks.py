@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from gapo_megatron import rewards
 from gapo_megatron.data.rows import Row, read_rows
-from gapo_megatron.documents import is_unicode, keys_of
 from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.io.documents import is_unicode, keys_of
 
 BOXED = " Let's think step by step and output the final answer within \\boxed{}."
 """Asked at the end of every mathematical problem: the verifier looks for the box."""

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from gapo_megatron.documents import open_file, parse_json
 from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.io.documents import open_file, parse_json
 
 Row = dict[str, Any]
 

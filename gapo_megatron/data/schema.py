@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gapo_megatron import rewards
+from gapo_megatron.compat.library_errors import as_config_error
 from gapo_megatron.data.rows import read_lines
-from gapo_megatron.documents import is_unicode, keys_of, open_file
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.library_errors import as_config_error
+from gapo_megatron.io.documents import is_unicode, keys_of, open_file
 from gapo_megatron.types import Prompt
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from pathlib import Path
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from gapo_megatron.convert.config_json import ModelFacts
-from gapo_megatron.convert.headers import read_object
-from gapo_megatron.convert.model_folder import VOCABULARY_FILES, check_model_folder
+from gapo_megatron.compat.library_errors import as_config_error
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.library_errors import as_config_error
+from gapo_megatron.hf.model_folder import VOCABULARY_FILES, check_model_folder
+from gapo_megatron.io.documents import read_object
+from gapo_megatron.models.config_json import ModelFacts
 
 _SAMPLE = "What is 12 * (3 + 4)?\n\u00e9\u5317\U0001f600"
 

@@ -15,13 +15,7 @@ from gapo_megatron.data.schema import LengthError, encode_prompt
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.evaluate import Engine, evaluation_seed
 from gapo_megatron.evaluate.paper import Sampling
-from gapo_megatron.evaluate.samples import (
-    Sample,
-    Solved,
-    read_ids,
-    seed_folder,
-    write_samples,
-)
+from gapo_megatron.evaluate.samples import Sample, Solved, read_ids, seed_folder, write_samples
 from gapo_megatron.rewards import instructions
 from gapo_megatron.types import Outcome, Prompt, Rollout, Verdict
 

@@ -14,7 +14,7 @@ from gapo_megatron.evaluate.results import Results, read_results
 from gapo_megatron.evaluate.statistics import paired_difference, stars, welch_p_value
 from gapo_megatron.evaluate.table import NONE, Table, mean, percent, with_interval
 from gapo_megatron.evaluate.tables import title
-from gapo_megatron.files import real
+from gapo_megatron.io.files import real
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron.documents import read_json
 from gapo_megatron.errors import DataError
-from gapo_megatron.files import write_atomically
+from gapo_megatron.io.documents import read_json
+from gapo_megatron.io.files import write_atomically
 
 Counts = list[dict[str, Any]]
 """One entry per problem, in file order: id, level, num_samples (verdicts known), num_correct."""

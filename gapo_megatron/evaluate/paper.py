@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron.documents import read_toml
+from gapo_megatron.io.documents import read_toml
 
 PAPER_TABLES = Path(__file__).parents[2] / "docs" / "paper_tables.toml"
 

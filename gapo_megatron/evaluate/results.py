@@ -13,17 +13,12 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from gapo_megatron.data.benchmarks import BENCHMARKS
-from gapo_megatron.documents import read_json
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.paper import Sampling
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
-from gapo_megatron.evaluate.samples import (
-    Sample,
-    Solved,
-    read_samples,
-    seed_folder,
-)
-from gapo_megatron.files import write_atomically
+from gapo_megatron.evaluate.samples import Sample, Solved, read_samples, seed_folder
+from gapo_megatron.io.documents import read_json
+from gapo_megatron.io.files import write_atomically
 from gapo_megatron.types import Outcome
 
 RESULTS_FILE = "results.json"

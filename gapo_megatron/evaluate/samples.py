@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from gapo_megatron.data.rows import read_lines
-from gapo_megatron.documents import read_json
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.files import write_atomically
+from gapo_megatron.io.documents import read_json
+from gapo_megatron.io.files import write_atomically
 from gapo_megatron.types import Outcome, Verdict
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gapo_megatron.flags import Flags
+from gapo_megatron.device.flags import Flags
 
 
 @dataclass

@@ -22,14 +22,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from gapo_megatron.flags import Flags
+from gapo_megatron.device.flags import Flags
 from gapo_megatron.logprob.ahead import Ahead, active_rows
-from gapo_megatron.logprob.checks import (
-    check_labels,
-    check_rows,
-    check_tensors,
-    flag_not_finite,
-)
+from gapo_megatron.logprob.checks import check_labels, check_rows, check_tensors, flag_not_finite
 from gapo_megatron.logprob.implementation import Name, choose_implementation
 from gapo_megatron.logprob.statistics import (
     MAXIMUM,

@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 
-from gapo_megatron.logprob.statistics import (
-    MAXIMUM,
-    WEIGHTED,
-    accumulation_dtype,
-    merge_stats,
-)
+from gapo_megatron.logprob.statistics import MAXIMUM, WEIGHTED, accumulation_dtype, merge_stats
 
 BFLOAT16_ROWS = 128
 """Of every product of bfloat16 on a CPU in the forward pass: the fewest that run at full speed."""

@@ -3,15 +3,10 @@
 The mathematics of docs/objective.md; imports neither megatron nor vllm.
 """
 
-from gapo_megatron.methods import METHODS, Method
+from gapo_megatron.config.methods import METHODS, Method
 from gapo_megatron.objective.clipping import upper_clip
 from gapo_megatron.objective.groups import group_advantages, group_counts, make_batch
-from gapo_megatron.objective.losses import (
-    PolicyLoss,
-    importance_weights,
-    kl_penalty,
-    policy_loss,
-)
+from gapo_megatron.objective.losses import PolicyLoss, importance_weights, kl_penalty, policy_loss
 
 __all__ = [
     "METHODS",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from gapo_megatron.config.methods import Method
 from gapo_megatron.errors import ConfigError, RolloutError
-from gapo_megatron.methods import Method
 from gapo_megatron.types import Batch, Group
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from gapo_megatron.config.methods import Method
+from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import ConfigError, DivergenceError
-from gapo_megatron.flags import Flags
-from gapo_megatron.methods import Method
 from gapo_megatron.objective.clipping import upper_clip
 from gapo_megatron.objective.segments import segment_counts, segment_sum
 

@@ -4,7 +4,6 @@ import warnings
 
 from gapo_megatron.policy.parallel import ParallelGroups, destroy, initialize
 from gapo_megatron.policy.policy import Policy
-from gapo_megatron.policy.step import UpdateResult, log_probs, update
 
 # What Megatron-core says of itself, at every step or build: nothing a user could act on.
 for _message in (
@@ -19,9 +18,6 @@ for _message in (
 __all__ = [
     "ParallelGroups",
     "Policy",
-    "UpdateResult",
     "destroy",
     "initialize",
-    "log_probs",
-    "update",
 ]

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gapo_megatron.device.transfer import to_device
 from gapo_megatron.policy.parallel import ParallelGroups
-from gapo_megatron.transfer import to_device
 from gapo_megatron.types import Microbatch, Share
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gapo_megatron.convert.rules import Place, Rule, shard_size
+from gapo_megatron.models.rules import Place, Rule, shard_size
 from gapo_megatron.policy.parallel import ParallelGroups
 
 BUCKET_BYTES = 2**28

@@ -19,16 +19,16 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader, 
 from torch.distributed.checkpoint.metadata import StorageMeta
 from transformers import PretrainedConfig
 
-from gapo_megatron import cpu
+from gapo_megatron.compat import cpu
 from gapo_megatron.config import Config
-from gapo_megatron.convert import rules_for
-from gapo_megatron.convert.config_check import compare_configs
-from gapo_megatron.convert.disk_keys import find_spelling
-from gapo_megatron.convert.torch_dist import MegatronFolder
-from gapo_megatron.convert.unpickle import check_extra_state, explain, read_metadata
 from gapo_megatron.errors import ConfigError, ConversionError
-from gapo_megatron.files import real
-from gapo_megatron.manifest import MANIFEST_NAME, Manifest, find_damage
+from gapo_megatron.hf.config_check import compare_configs
+from gapo_megatron.hf.disk_keys import find_spelling
+from gapo_megatron.hf.manifest import MANIFEST_NAME, Manifest, find_damage
+from gapo_megatron.hf.torch_dist import MegatronFolder
+from gapo_megatron.hf.unpickle import check_extra_state, explain, read_metadata
+from gapo_megatron.io.files import real
+from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy.model import PolicyModel
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def find_weights(path: str | Path, hf_config: PretrainedConfig) -> MegatronFolde
     """The Megatron folder that a path stands for, provided it holds the model.
 
     Args:
-        path: the folder, or one that leads to it; see `convert.megatron_record.find_megatron`.
+        path: the folder, or one that leads to it; see `hf.megatron_record.find_megatron`.
         hf_config: of the model.
 
     Raises:
@@ -101,7 +101,7 @@ def check_digests(
 def find_damage_together(
     folder: Path, found: Manifest, *, on_bytes: Callable[[int], None] = lambda num_bytes: None
 ) -> str | None:
-    """As `manifest.find_damage` of all files of a manifest; the same on every rank.
+    """As `hf.manifest.find_damage` of all files of a manifest; the same on every rank.
 
     Collectives, over all ranks: a gather of damage reports; every rank reads its share.
     """
@@ -220,7 +220,7 @@ def _check_extra_states(tree: Any, *, source: str) -> None:
 
 
 def _layout_of(keys: Collection[str]) -> dict[str, Any]:
-    """How the writer named its tensors; see `convert.disk_keys`."""
+    """How the writer named its tensors; see `hf.disk_keys`."""
     return {
         "non_homogeneous_layers": any(key.startswith("decoder.layers.0.") for key in keys),
         "singleton_local_shards": any(key.endswith(".linear_fc1.weight_w") for key in keys),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from gapo_megatron import cpu
+from gapo_megatron.compat import cpu
 from gapo_megatron.policy.model import PolicyModel
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.types import Microbatch

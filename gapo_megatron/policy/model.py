@@ -25,12 +25,12 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from gapo_megatron.config import ParallelConfig
-from gapo_megatron.convert.config_check import read_config
-from gapo_megatron.convert.rope import read_rope
-from gapo_megatron.convert.tables import Geometry, rules_for
-from gapo_megatron.counts import layers_of_stages
+from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.model_checks import num_experts
+from gapo_megatron.hf.config_check import read_config
+from gapo_megatron.models.checks import num_experts
+from gapo_megatron.models.rope import read_rope
+from gapo_megatron.models.tables import Geometry, rules_for
 from gapo_megatron.policy.adjustments import (
     combine_experts_in_order,
     fuse_weight_gradients,
@@ -50,7 +50,7 @@ def read_hf_config(hf_dir: str) -> PretrainedConfig:
     """Read config.json of `model.hf_dir`.
 
     Raises:
-        ConfigError: see `convert.config_check.read_config`.
+        ConfigError: see `hf.config_check.read_config`.
     """
     try:
         return read_config(Path(hf_dir))
@@ -68,7 +68,7 @@ def build_model(
     recompute: str = "none",
     parallel: ParallelConfig | None = None,
 ) -> list[PolicyModel]:
-    """This rank's virtual stages, weights undefined. For use within `cpu.device_scope()`.
+    """This rank's virtual stages, weights undefined. For use within `compat.cpu.device_scope()`.
 
     Args:
         hf_config: of the model.

@@ -16,8 +16,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from gapo_megatron import counts
-from gapo_megatron.config import OptimizerConfig
+from gapo_megatron.config import OptimizerConfig, counts
 from gapo_megatron.policy import reduction
 from gapo_megatron.policy.model import PolicyModel
 from gapo_megatron.policy.parallel import ParallelGroups

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from gapo_megatron import cpu
+from gapo_megatron.compat import cpu
 from gapo_megatron.config import ParallelConfig
-from gapo_megatron.counts import check_world_size
+from gapo_megatron.config.counts import check_world_size
 
 
 @dataclass(frozen=True)

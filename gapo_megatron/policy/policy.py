@@ -13,16 +13,15 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from gapo_megatron import cpu
 from gapo_megatron.batching import NO_SEQUENCES, pack
+from gapo_megatron.compat import cpu
 from gapo_megatron.config import Config
-from gapo_megatron.convert import find_rule, to_megatron
-from gapo_megatron.convert.hf import finite_extremes, read_hf
-from gapo_megatron.convert.rules import shard_size, split_all
-from gapo_megatron.counts import layers_of_stages
-from gapo_megatron.fp8 import fp8_multiple
+from gapo_megatron.config.counts import layers_of_stages
+from gapo_megatron.hf.weights import finite_extremes, read_hf
 from gapo_megatron.logprob import Resolved
-from gapo_megatron.model_checks import check_shapes, num_experts
+from gapo_megatron.models.checks import check_shapes, num_experts
+from gapo_megatron.models.fp8 import fp8_multiple
+from gapo_megatron.models.rules import find_rule, shard_size, split_all, to_megatron
 from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks, to_rank
 from gapo_megatron.policy.export import whole_parameters
@@ -160,7 +159,7 @@ class Policy:
         Collectives: those of `load_megatron_weights`.
 
         Raises:
-            ConfigError, ConversionError: see `load_megatron_weights`, `convert.hf.read_hf`.
+            ConfigError, ConversionError: see `load_megatron_weights`, `hf.weights.read_hf`.
         """
         if self.config.model.megatron_dir:
             self.load_megatron_weights(self.config.model.megatron_dir, on_bytes=on_bytes)

@@ -9,8 +9,8 @@ import torch
 
 from gapo_megatron.config import ModelConfig
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.fp8 import RECIPES
 from gapo_megatron.logprob import Resolved, choose_together
+from gapo_megatron.models.fp8 import RECIPES
 
 
 def precision_settings(precision: str, *, fp8_recipe: str) -> dict[str, Any]:

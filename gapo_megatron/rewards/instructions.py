@@ -25,8 +25,8 @@ from typing import Any
 
 from langdetect import DetectorFactory, LangDetectException, detect
 
-from gapo_megatron.documents import parse_json
 from gapo_megatron.errors import DataError
+from gapo_megatron.io.documents import parse_json
 from gapo_megatron.types import Outcome, Verdict
 
 DetectorFactory.seed = 0  # it draws at random: equal text, equal answer

@@ -10,11 +10,12 @@ import torch
 from megatron.core import dist_checkpointing
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gapo_megatron import checkpoint, cpu
+from gapo_megatron import checkpoint
 from gapo_megatron.checkpoint import OpenStep
+from gapo_megatron.compat import cpu
 from gapo_megatron.config import Config, parse_config
+from gapo_megatron.learn.update import update
 from gapo_megatron.policy import Policy, initialize
-from gapo_megatron.policy.step import update
 from gapo_megatron.types import Batch
 from tests.attempt_setup import make_attempt
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto import CONFIG_MAPPING
 
-from gapo_megatron.convert import Place, Rule, rules_for
-from gapo_megatron.convert.hf import HfFolder
-from gapo_megatron.convert.torch_dist import write_megatron
+from gapo_megatron.hf.torch_dist import write_megatron
+from gapo_megatron.hf.weights import HfFolder
+from gapo_megatron.models.rules import Place, Rule
+from gapo_megatron.models.tables import rules_for
 
 VOCAB_SIZE = 61
 """Odd: every tensor parallel size pads it, and 4 pads it otherwise than 2."""

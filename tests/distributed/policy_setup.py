@@ -200,5 +200,5 @@ def count_backward(policy: Policy) -> list[Tensor]:
 
 
 def always_back(*_: Any, **__: Any) -> bool:
-    """`policy.step._has_backward` that leaves no backward pass out."""
+    """`learn.update._has_backward` that leaves no backward pass out."""
     return True

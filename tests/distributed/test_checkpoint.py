@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
-from gapo_megatron import checkpoint, manifest
+from gapo_megatron import checkpoint
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError, ConversionError, FencedError
-from gapo_megatron.launch.run_folder import checkpoints_dir
-from gapo_megatron.learn import Progress
+from gapo_megatron.hf import manifest
+from gapo_megatron.io.run_folder import checkpoints_dir
+from gapo_megatron.learn.step import Progress
 from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.policy.load import load_sharded
 from gapo_megatron.types import Batch

@@ -13,8 +13,10 @@ import torch
 
 from gapo_megatron.batching import pack
 from gapo_megatron.errors import DivergenceError
+from gapo_megatron.learn import update as step
+from gapo_megatron.learn.update import log_probs
 from gapo_megatron.logprob import token_log_probs
-from gapo_megatron.policy import Policy, destroy, initialize, log_probs, step
+from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.policy.context import cut, held_positions, num_chunks
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import make_batch, make_config, read_weights, save_model

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from gapo_megatron.batching import sequence_lengths
 from gapo_megatron.checkpoint.save import write_state
 from gapo_megatron.config import ParallelConfig
-from gapo_megatron.convert import rules_for
-from gapo_megatron.convert.hf import in_model_order
-from gapo_megatron.convert.torch_dist import MegatronFolder
+from gapo_megatron.hf.torch_dist import MegatronFolder
+from gapo_megatron.hf.weights import in_model_order
+from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.logits import logits
 from gapo_megatron.policy.model import read_hf_config

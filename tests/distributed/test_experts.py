@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gapo_megatron import checkpoint
+from gapo_megatron.learn.update import log_probs, update
 from gapo_megatron.policy import Policy, destroy, initialize
-from gapo_megatron.policy.step import log_probs, update
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed
 from tests.distributed.checkpoint_setup import trainer_state

@@ -13,12 +13,12 @@ from megatron.core import optimizer as mcore_optimizer
 from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
-from gapo_megatron import checkpoint, counts
-from gapo_megatron.config import Config
-from gapo_megatron.convert import rules_for
+from gapo_megatron import checkpoint
+from gapo_megatron.config import Config, counts
+from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.state import checkpoint_bytes, state_bytes
 from gapo_megatron.policy import Policy, destroy, initialize, optimizer
-from gapo_megatron.scaling.layout import Layout
-from gapo_megatron.scaling.state import checkpoint_bytes, state_bytes
 from tests.dist import run_distributed
 from tests.distributed import conversion_setup
 from tests.distributed.checkpoint_setup import save, tensors_on_disk

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.flags import Flags
+from gapo_megatron.learn import update as step
+from gapo_megatron.learn.update import log_probs, update
 from gapo_megatron.objective import METHODS, policy_loss
-from gapo_megatron.policy import Policy, destroy, initialize, step
-from gapo_megatron.policy.step import log_probs, update
+from gapo_megatron.policy import Policy, destroy, initialize
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import (
     MODELS,

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapo_megatron import checkpoint, counts
-from gapo_megatron.config import Config
+from gapo_megatron import checkpoint
+from gapo_megatron.config import Config, counts
 from gapo_megatron.errors import DivergenceError
+from gapo_megatron.learn.update import log_probs, update
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.reduction import GradientReduction
-from gapo_megatron.policy.step import log_probs, update
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed, single_rank
 from tests.distributed import conversion_setup

@@ -11,9 +11,9 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from gapo_megatron import cpu
+from gapo_megatron.compat import cpu
 from gapo_megatron.config import ParallelConfig
-from gapo_megatron.counts import layers_of_stages
+from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.policy.pipeline import PlannedCommunicator
 from tests.dist import run_distributed, single_rank

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from gapo_megatron import cpu
-from gapo_megatron import learn as learn_module
-from gapo_megatron.carry import carry
-from gapo_megatron.learn import learn
-from gapo_megatron.metrics import Stopwatch
-from gapo_megatron.policy import Policy, destroy, initialize, log_probs
-from gapo_megatron.policy.step import UpdateResult, update
+from gapo_megatron.clock import Stopwatch
+from gapo_megatron.compat import cpu
+from gapo_megatron.learn import step as learn_module
+from gapo_megatron.learn.carry import carry
+from gapo_megatron.learn.step import learn
+from gapo_megatron.learn.update import UpdateResult, log_probs, update
+from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.types import Batch, Minibatch, OpenGroup, Plan, Prompt, Rollout
 from tests.dist import run_distributed
 from tests.distributed import conversion_setup
@@ -219,7 +219,7 @@ def count_carry(folder: Path) -> list[Waits]:
 
 def test_carrying_waits_once(folder: Path) -> None:
     ((few, many),) = run_distributed(count_carry, 1, folder)
-    assert few["cpu at gapo_megatron/transfer.py:to_host"] == 1
+    assert few["cpu at gapo_megatron/device/transfer.py:to_host"] == 1
     # `plan` looks at lengths, on the host.
     assert {call for call in many - few if "plan.py" not in call} == set()
 

@@ -13,15 +13,15 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron.config import parse_config
-from gapo_megatron.convert.hf import read_hf
-from gapo_megatron.convert.model_folder import check_model_folder
-from gapo_megatron.convert.rules import to_megatron
-from gapo_megatron.convert.tables import rules_for
-from gapo_megatron.data.arithmetic import write_tokenizer
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.model_checks import check_shapes
+from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.hf.weights import read_hf
+from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.models.rules import to_megatron
+from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.prepare.demo_task import write_tokenizer
 from gapo_megatron.policy.model import read_hf_config
-from gapo_megatron.rollout.arguments import eos_token_ids
+from gapo_megatron.rollout.vllm.arguments import eos_token_ids
 from tests.fuzz.campaign import RAN, Target
 from tests.fuzz.mutate import Damage, damage_bytes, damage_file, damage_json, damage_tree, json_text
 

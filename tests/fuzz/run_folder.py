@@ -11,13 +11,14 @@ from random import Random
 from typing import Any
 
 from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.evaluate.counts import write_counts
-from gapo_megatron.launch.postmortem import Evidence
-from gapo_megatron.launch.run_folder import is_finished, mark_finished
-from gapo_megatron.launch.status import read_status
-from gapo_megatron.metrics import MetricsWriter, read_rows
-from gapo_megatron.report.runs import parse_branch, read_run
-from gapo_megatron.toml_tree import to_toml
+from gapo_megatron.io.metric_files import read_rows
+from gapo_megatron.io.run_folder import is_finished, mark_finished
+from gapo_megatron.ops.launch.postmortem import Evidence
+from gapo_megatron.ops.launch.status import read_status
+from gapo_megatron.ops.report.runs import parse_branch, read_run
+from gapo_megatron.run.metrics import MetricsWriter
 from tests.attempt_setup import make_attempt
 from tests.fuzz.campaign import Target
 from tests.fuzz.mutate import Damage, damage_bytes, damage_file, damage_json, damage_tree, json_text

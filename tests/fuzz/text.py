@@ -13,12 +13,12 @@ from typing import Any
 
 import gapo_megatron
 from gapo_megatron.config import Config, load_config, parse_config
-from gapo_megatron.data.arithmetic import write_tokenizer
+from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
-from gapo_megatron.dry_run import print_dry_run
-from gapo_megatron.launch.study import read_study
-from gapo_megatron.toml_tree import to_toml
+from gapo_megatron.ops.dry_run import print_dry_run
+from gapo_megatron.ops.launch.study import read_study
+from gapo_megatron.ops.prepare.demo_task import write_tokenizer
 from gapo_megatron.train import check_before_imports
 from tests.fuzz.campaign import Target
 from tests.fuzz.mutate import (
@@ -32,7 +32,7 @@ from tests.fuzz.mutate import (
     override,
 )
 
-_WARM_START = Path(gapo_megatron.__file__).parent / "model_shapes/warm_start.json"
+_WARM_START = Path(gapo_megatron.__file__).parent / "models/published/warm_start.json"
 
 
 def _whole_config(folder: Path) -> None:

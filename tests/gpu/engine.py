@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from gapo_megatron.policy import log_probs
+from gapo_megatron.learn.update import log_probs
 from tests.gpu.report import Report
 from tests.gpu.resources import seconds_of
 from tests.gpu.setting import Setting
@@ -61,8 +61,8 @@ def _run_engine(setting: Setting, report: Report, *, quantization: str) -> None:
     policy = setting.policy(config)
     # The engine asks for a file of weights, and reads none: they come by the sync.
     save_file({"unread": torch.zeros(1)}, f"{config.model.hf_dir}/model.safetensors")
-    rollouts = importlib.import_module("gapo_megatron.rollout")
-    weight_sync = importlib.import_module("gapo_megatron.weight_sync")
+    rollouts = importlib.import_module("gapo_megatron.rollout.vllm")
+    weight_sync = importlib.import_module("gapo_megatron.rollout.sync")
     start, free = time.perf_counter(), _free(setting)
     built = rollouts.RolloutEngine(config, policy.hf_config, device=setting.device)
     report.figure("start of the engine, which then sleeps", time.perf_counter() - start, "s")

@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from gapo_megatron.launch import environment
-from gapo_megatron.launch.fail_fast import fail_fast
+from gapo_megatron.run import processes as environment
+from gapo_megatron.run.fail_fast import fail_fast
 from tests.gpu.parts import PARTS
 from tests.gpu.report import Report
 from tests.gpu.setting import Setting

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gapo_megatron.files import write_atomically
+from gapo_megatron.io.files import write_atomically
 
 
 @dataclass(frozen=True)

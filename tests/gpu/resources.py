@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from gapo_megatron import checkpoint, cpu
-from gapo_megatron.memory import DeviceMemory, device_reader
-from gapo_megatron.policy import Policy, log_probs
-from gapo_megatron.scaling.arithmetic import Shape, forward_flops
-from gapo_megatron.scaling.hardware import GPUS, find_gpu
+from gapo_megatron import checkpoint
+from gapo_megatron.compat import cpu
+from gapo_megatron.learn.update import log_probs
+from gapo_megatron.ops.plan.arithmetic import Shape, forward_flops
+from gapo_megatron.ops.plan.hardware import GPUS, find_gpu
+from gapo_megatron.policy import Policy
+from gapo_megatron.run.memory import DeviceMemory, device_reader
 from tests.attempt_setup import make_attempt
 from tests.gpu.report import Report
 from tests.gpu.setting import Setting
@@ -126,7 +128,7 @@ def _measure(
     report.figure(f"{what}: model TFLOP/s", rate / 1e12, "TFLOP/s")
     peak = peak_flops(setting)
     if peak is None:
-        report.figure(f"{what}: MFU", "not known: scaling/hardware.py does not list this GPU")
+        report.figure(f"{what}: MFU", "not known: ops/plan/hardware.py does not list this GPU")
     else:
         report.goal(f"{what}: MFU", rate / peak, "", at_least=mfu)
     waits = count_waits(setting, lambda: run_update(policy, packed))

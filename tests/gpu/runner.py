@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gapo_megatron.doctor.ask import alone, ask
-from gapo_megatron.files import write_atomically
-from gapo_megatron.launch.node_checks import CommandError, run_command
+from gapo_megatron.io.files import write_atomically
+from gapo_megatron.ops.doctor.ask import alone, ask
+from gapo_megatron.ops.launch.node_checks import CommandError, run_command
 from tests.gpu.parts import NEEDED, PARTS, Part
 from tests.gpu.report import table
 

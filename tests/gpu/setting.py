@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.convert import hf_shapes, rules_for
-from gapo_megatron.model_shapes import shipped_fields
+from gapo_megatron.models.published import shipped_fields
+from gapo_megatron.models.rules import hf_shapes
+from gapo_megatron.models.tables import rules_for
 from gapo_megatron.objective import make_batch
 from gapo_megatron.policy import ParallelGroups, Policy, initialize
 from gapo_megatron.types import Batch, Group, Microbatch, Outcome, Prompt, Rollout, Verdict

@@ -19,9 +19,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from gapo_megatron.conversion.directions import Options, hf_to_megatron, megatron_to_hf
-from gapo_megatron.convert.model_folder import non_weight_files
-from gapo_megatron.convert.tables import ARCHITECTURES
+from gapo_megatron.hf.model_folder import non_weight_files
+from gapo_megatron.models.tables import ARCHITECTURES
+from gapo_megatron.ops.convert.directions import Options, hf_to_megatron, megatron_to_hf
 from tests.convert_setup import make_config, make_model
 from tests.dist import rank_context
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gapo_megatron.launch.freeze import freeze
+from gapo_megatron.ops.launch.freeze import freeze
 from tests.slurm.cluster import REPOSITORY, Cluster, until
 
 SCRIPTS = sorted((REPOSITORY / "slurm").glob("*.sbatch"))

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import pickle_load
 
-from gapo_megatron.launch.study import Resources
-from gapo_megatron.launch.submit import Submission
+from gapo_megatron.ops.launch.study import Resources
+from gapo_megatron.ops.launch.submit import Submission
 from tests.slurm.cluster import Cluster, tail, until
 from tests.submit_setup import SUBMIT, environment, steps_of, write_study
 from tests.waiting import HANG_S

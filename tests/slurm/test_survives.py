@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron import manifest
+from gapo_megatron.hf import manifest
 from tests.slurm.cluster import Cluster
 from tests.slurm.training import (
     CHECKPOINT_EVERY_STEPS,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gapo_megatron.documents import keys_of, open_file
+from gapo_megatron.io.documents import keys_of, open_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,7 @@ import functools
 
 from gapo_megatron.rewards.math import expressions
 from gapo_megatron.rewards.math.boxes import boxes, closing_brace, without_boxes
-from gapo_megatron.rewards.math.comparison import (
-    compare,
-    equal_lists,
-    forget,
-    is_read,
-    split,
-)
+from gapo_megatron.rewards.math.comparison import compare, equal_lists, forget, is_read, split
 from gapo_megatron.rewards.math.effort import TooMuchWorkError, limited
 from gapo_megatron.rewards.math.spelling import clean
 from gapo_megatron.rewards.response import final_part

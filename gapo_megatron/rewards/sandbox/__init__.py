@@ -5,11 +5,9 @@ What is isolated, how, and what is not: docs/sandbox.md.
 
 from __future__ import annotations
 
-import re
-
+from gapo_megatron.isolation import SYSTEM_PYTHON, Kind, split_setting
 from gapo_megatron.rewards.sandbox.base import (
     START_TIMEOUT_S,
-    Kind,
     Limits,
     ProgramError,
     Sandbox,
@@ -17,29 +15,6 @@ from gapo_megatron.rewards.sandbox.base import (
 )
 from gapo_megatron.rewards.sandbox.process import ProcessSandbox
 from gapo_megatron.rewards.sandbox.service import QUEUE_TIMEOUT_S, ServiceSandbox
-
-SYSTEM_PYTHON = "/usr/bin/python3"
-
-
-def split_setting(setting: str) -> tuple[Kind, str]:
-    """Read `reward.sandbox`: the kind, and which image or (as host:port) which service.
-
-    Raises:
-        ValueError: it is none of the forms; says which there are.
-    """
-    if setting == "bubblewrap":
-        return "bubblewrap", ""
-    if setting == "unsafe":
-        return "unsafe", ""
-    if setting.startswith("apptainer:/"):
-        return "apptainer", setting.removeprefix("apptainer:")
-    address = re.fullmatch(r"tcp://((?:[\w.-]+|\[[\da-f:]+\]):(\d+))", setting)
-    if address and 0 < int(address[2]) < 2**16:
-        return "service", address[1]
-    raise ValueError(
-        f"{setting!r} must be 'bubblewrap', 'apptainer:/PATH/OF/IMAGE', 'tcp://HOST:PORT' (a "
-        "service) or 'unsafe'"
-    )
 
 
 def start_sandbox(limits: Limits, *, sandbox: str, python: str, is_second: bool = False) -> Sandbox:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, Self
-
-Kind = Literal["bubblewrap", "apptainer", "service", "unsafe"]
+from typing import Any, Self
 
 START_TIMEOUT_S = 60.0
 """For a sandbox to start: 0.05 s, more while the machine is busy."""
@@ -91,4 +89,4 @@ class Sandbox(ABC):
         self.close()
 
 
-__all__ = ["START_TIMEOUT_S", "Kind", "Limits", "ProgramError", "Sandbox", "SandboxError"]
+__all__ = ["START_TIMEOUT_S", "Limits", "ProgramError", "Sandbox", "SandboxError"]

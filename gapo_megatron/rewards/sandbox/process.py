@@ -10,11 +10,11 @@ import subprocess
 import tempfile
 import time
 
+from gapo_megatron.isolation import Kind
 from gapo_megatron.rewards.pool import SIGNALS_LEFT_TO_TRAINER
 from gapo_megatron.rewards.sandbox import apptainer, bubblewrap
 from gapo_megatron.rewards.sandbox.base import (
     START_TIMEOUT_S,
-    Kind,
     Limits,
     ProgramError,
     Sandbox,

@@ -22,13 +22,8 @@ from functools import partial
 from io import BufferedReader
 from typing import NoReturn
 
-from gapo_megatron.documents import parse_json
-from gapo_megatron.rewards.sandbox.base import (
-    START_TIMEOUT_S,
-    Limits,
-    ProgramError,
-    SandboxError,
-)
+from gapo_megatron.io.documents import parse_json
+from gapo_megatron.rewards.sandbox.base import START_TIMEOUT_S, Limits, ProgramError, SandboxError
 from gapo_megatron.rewards.sandbox.process import ProcessSandbox
 from gapo_megatron.rewards.sandbox.service import (
     GRANTED,

@@ -1,0 +1,1 @@
+"""What libraries keep private, or do otherwise than their users need. One file a library."""

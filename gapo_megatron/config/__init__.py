@@ -1,0 +1,33 @@
+"""The run's configuration: what a TOML file may say, and what follows from it."""
+
+from gapo_megatron.config.schema import (
+    CONFIG_NAME,
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    MetricsConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    SupervisedConfig,
+    load_config,
+    parse_config,
+)
+
+__all__ = [
+    "CONFIG_NAME",
+    "BatchConfig",
+    "CheckpointConfig",
+    "Config",
+    "MetricsConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RewardConfig",
+    "SupervisedConfig",
+    "load_config",
+    "parse_config",
+]

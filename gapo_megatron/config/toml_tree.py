@@ -1,0 +1,108 @@
+"""TOML files as trees: one file over another, single values over both; and back to TOML."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gapo_megatron.errors import ConfigError, shown
+from gapo_megatron.io.documents import parse_toml, read_toml
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_NAME = re.compile(r"([\w-]+)\.([\w-]+)")
+_MOST_BASES = 16
+"""Files of which each is the next one's base."""
+
+
+def read_tree(path: Path, *, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Read a TOML file over the one that its `base` names.
+
+    Args:
+        path: of the file; `base` is relative to its folder.
+        seen: files that led here.
+
+    Raises:
+        ConfigError: names the file and what is wrong with it.
+    """
+    try:
+        tree = read_toml(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: cannot read the config file: {error.strerror}") from None
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base ({shown(base)}) must be the path of another TOML file")
+    here = os.path.realpath(path)
+    if here in seen:
+        raise ConfigError(f"{path}: `base` goes round in a circle")
+    if len(seen) == _MOST_BASES:
+        raise ConfigError(
+            f"{path}: base ({base!r}): more than {_MOST_BASES} files in a chain of `base`"
+        )
+    return _merge(read_tree(path.parent / base, seen=(*seen, here)), tree)
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one value of `tree` by `section.key=value`; what is no TOML value is a string.
+
+    Raises:
+        ConfigError: not of that form.
+    """
+    name, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"override {shown(override)} must have the form section.key=value")
+    set_value(tree, name, _value(text))
+
+
+def set_value(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set one value of `tree` by its name, `section.key`.
+
+    Raises:
+        ConfigError: not of that form, or the section is a value.
+    """
+    parts = _NAME.fullmatch(name)
+    if not parts:
+        raise ConfigError(
+            f"override {shown(f'{name}={value}')} must have the form section.key=value"
+        )
+    node = tree.setdefault(parts[1], {})
+    if not isinstance(node, dict):
+        raise ConfigError(f"override {shown(f'{name}={value}')}: {parts[1]} is not a section")
+    node[parts[2]] = value
+
+
+def _value(text: str) -> Any:
+    try:
+        tree = parse_toml(f"value = {text}", where="override")
+    except ConfigError:
+        return text  # a bare word is a string: objective.method=gapo
+    # A second line would be another key, or a section: no value, and not to be set either.
+    return tree["value"] if len(tree) == 1 else text
+
+
+def to_toml(config: BaseModel) -> str:
+    """A resolved config as TOML that loads again to an equal config (None is left out)."""
+    lines: list[str] = []
+    for section, values in config.model_dump(mode="python", exclude_none=True).items():
+        lines.append(f"[{section}]")
+        # JSON's strings, numbers and booleans are TOML's: no text has the one character that only
+        # TOML escapes (`config.types.check_text`), no number is NaN.
+        lines += [
+            f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()
+        ]
+        lines.append("")
+    return "\n".join(lines)

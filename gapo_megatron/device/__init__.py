@@ -1,0 +1,1 @@
+"""Work that must not make the host wait for the device."""

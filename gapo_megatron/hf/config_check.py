@@ -1,0 +1,136 @@
+"""A model's config against its weights, and against what a Megatron folder says of itself.
+
+A config that is wrong in a way that changes shapes would end in a puzzling shape error of some
+tensor; one that is wrong in a way that does not (rope base, norm epsilon) would end in nothing but
+a bad model. Both are named here, before a tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from gapo_megatron.compat.library_errors import as_config_error
+from gapo_megatron.errors import ConversionError
+from gapo_megatron.hf.model_folder import check_dtypes, check_sizes
+from gapo_megatron.hf.weights import Entry
+from gapo_megatron.models.config_json import read_facts
+from gapo_megatron.models.rope import read_rope
+from gapo_megatron.models.tables import Geometry, rules_for
+
+# What decides the shapes of the weights and what the model computes with them, beside rope.
+_MODEL_FIELDS = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+    "hidden_act",
+    "layer_types",
+    "rms_norm_eps",
+    "attention_bias",
+    "mlp_bias",
+    "num_experts",
+    "num_local_experts",  # the same in config.json of transformers 5
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+)
+
+
+def read_config(root: Path) -> PretrainedConfig:
+    """Read config.json of a folder as transformers does, provided a table covers its model.
+
+    Raises:
+        ConfigError: see `config_json.read_facts`, which a dry run and a plan go by; or transformers
+            cannot use it.
+    """
+    read_facts(root)
+    with as_config_error(f"{root / 'config.json'} is not a usable config"):
+        hf_config: PretrainedConfig = AutoConfig.from_pretrained(root, trust_remote_code=False)
+    rules_for(hf_config)
+    return hf_config
+
+
+def check_config(root: Path, entries: Mapping[str, Entry]) -> PretrainedConfig:
+    """Read config.json, provided it says what the weights say.
+
+    Args:
+        root: folder of config.json.
+        entries: shape, dtype and file of every tensor of the folder.
+
+    Returns:
+        The config as transformers reads it.
+
+    Raises:
+        ConfigError: see `read_config`.
+        ConversionError: it contradicts the weights, see `model_folder.check_sizes`.
+    """
+    hf_config = read_config(root)
+    check_dtypes(root, entries)
+    check_sizes(root, hf_config, entries)
+    return hf_config
+
+
+def compare_configs(
+    hf_config: PretrainedConfig, record: Mapping[str, Any], *, source: str = "the Megatron folder"
+) -> None:
+    """Refuse a Megatron folder that says it holds another model than config.json describes.
+
+    Args:
+        hf_config: of the Hugging Face side.
+        record: what the folder states of its model, by names of config.json's fields. What is
+            absent or null is not stated. Rope is, as soon as one of its fields is there: as in
+            config.json, a base without a scaling means that there is none.
+        source: of the record, for errors.
+
+    Raises:
+        ConfigError: the record's rope cannot be used, see `read_rope`.
+        ConversionError: lists every field that differs, with both values.
+    """
+    ours = {name: getattr(hf_config, name, None) for name in _MODEL_FIELDS}
+    geometry = Geometry.of(hf_config)
+    ours |= {"head_dim": geometry.head_dim, "num_key_value_heads": geometry.kv_heads}
+    pairs = {n: (record[n], ours[n]) for n in _MODEL_FIELDS if record.get(n) is not None}
+    fields = hf_config.to_dict()
+    if "sliding_window" in record:
+        pairs["sliding_window"] = (_window(record), _window(fields))
+    if any(record.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters")):
+        theirs, own = _flat_rope(record, source=source), _flat_rope(fields)
+        pairs |= {name: (theirs.get(name), own.get(name)) for name in {**theirs, **own}}
+    differences = [
+        f"{name} is {_shown(there)} there and {_shown(here)} here"
+        for name, (there, here) in pairs.items()
+        if (there or None) != (here or None)  # an architecture without a switch has it off
+    ]
+    if differences:
+        raise ConversionError(
+            f"{source} states another model than config.json describes: {'; '.join(differences)}"
+        )
+
+
+# --- two configs ---------------------------------------------------------------------------------
+
+
+def _flat_rope(fields: Mapping[str, Any], source: str = "config.json") -> dict[str, Any]:
+    rope = read_rope(fields, source=source)
+    return {"rope_theta": rope.base, "rope_type": rope.kind, **rope.scaling}
+
+
+def _window(fields: Mapping[str, Any]) -> int | None:
+    """How far attention sees; Qwen states a window even where it is switched off."""
+    window: int | None = fields.get("sliding_window")
+    return window if fields.get("use_sliding_window", True) else None
+
+
+def _shown(value: Any) -> str:
+    return "not stated" if value is None else repr(value)

@@ -1,0 +1,386 @@
+"""A Hugging Face model folder, checked before anything is made of it. No torch, no transformers.
+
+What is wrong with it is said by name here, in a second, and not by a library in the midst of the
+work. What a tokenizer makes of its files only its library can tell: see `data.tokenizer`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.hf.folder import MARKER_NAME, REPORT_NAME
+from gapo_megatron.hf.headers import INDEX, SINGLE, read_headers
+from gapo_megatron.io.documents import open_file, read_object, read_text
+from gapo_megatron.models.config_json import FLOATS, ModelFacts, read_facts, refuse_code
+from gapo_megatron.models.rules import Shape, check_names, hf_shapes
+from gapo_megatron.models.tables import Geometry, rules_for
+
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES,
+    *("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
+    "chat_template.jinja",
+)
+"""All that the tokens of a prompt depend on, of which a model has some."""
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_NOT_CARRIED = (*_WEIGHT_SUFFIXES, ".index.json", REPORT_NAME, MARKER_NAME)
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_IDS = "whole numbers of 0 or more, below vocab_size ({vocab_size}) of config.json"
+_ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_Check = Callable[[Any, int], bool]
+"""Of a value, and of how many tokens the model has."""
+
+
+def check_model_folder(
+    folder: str | Path, *, weights: bool = True, field: str | None = None
+) -> ModelFacts:
+    """Check what is in a model folder. Whether it is all that is needed is left to its readers.
+
+    Args:
+        folder: with a config.json.
+        weights: the headers of its weights are looked at, too, if it has any.
+        field: setting that names the folder, for errors.
+
+    Returns:
+        What config.json says of the model.
+
+    Raises:
+        ConfigError: see `read_facts`; a file of the tokenizer or generation_config.json that is
+            damaged or names tokens that the model does not have; a file that cannot be read, now
+            or when it is carried over.
+        ConversionError: weights of whole numbers or of 8 bits, or of another model than
+            config.json describes; a ConfigError instead, where `field` is given.
+    """
+    root = Path(folder)
+    try:
+        facts = read_facts(root)
+        _check_readable(root)
+        end_tokens(root, facts.vocab_size)
+        check_tokenizer_files(root, facts.vocab_size)
+        if weights and any((root / name).exists() for name in (SINGLE, INDEX)):
+            _check_weights(root, facts)
+    except (ConfigError, ConversionError) as error:
+        if field is None:
+            raise
+        raise ConfigError(f"{field} ({folder}): {error}") from None
+    return facts
+
+
+def non_weight_files(folder: str | Path) -> list[Path]:
+    """What is carried along beside the weights: config, tokenizer, chat template, and so on."""
+    return sorted(
+        path
+        for path in Path(folder).iterdir()
+        if not path.name.endswith(_NOT_CARRIED)
+        # A link to nothing in place of one that counts is an error, not a file that never was.
+        and (path.is_file() or path.name in ("generation_config.json", *TOKENIZER_FILES))
+    )
+
+
+def _check_readable(root: Path) -> None:
+    """Raise ConfigError where a file that is carried over, at the very end, cannot be opened."""
+    try:
+        for path in non_weight_files(root):
+            open_file(path).close()
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+def end_tokens(root: Path, vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end a response: `eos_token_id` of generation_config.json and of config.json.
+
+    Args:
+        root: the folder; of the two files some may be absent.
+        vocab_size: how many tokens the model has.
+
+    Raises:
+        ConfigError: a file is damaged, or names a token that the model does not have.
+    """
+    found: set[int] = set()
+    # Of the others nothing here generates by; the model's embedding has a place for padding.
+    for name, known in (
+        ("generation_config.json", ["eos_token_id"]),
+        ("config.json", ["eos_token_id", "pad_token_id"]),
+    ):
+        try:
+            fields = read_object(root / name)
+        except FileNotFoundError:
+            continue
+        for field in known:
+            value = fields.get(field)
+            if value is None or (field == "pad_token_id" and value == -1):  # none, in older files
+                continue
+            ids = value if field == "eos_token_id" and isinstance(value, list) else [value]
+            for one in ids:
+                if not _is_id(one, vocab_size):
+                    raise ConfigError(
+                        f"{root / name}: {field} ({one!a:.80}) must be tokens: "
+                        f"{_IDS.format(vocab_size=vocab_size)}"
+                    )
+            if field == "eos_token_id":
+                found.update(ids)
+    return tuple(sorted(found))
+
+
+def _is_id(value: Any, vocab_size: int) -> bool:
+    return type(value) is int and 0 <= value < vocab_size
+
+
+def _odd_entry(vocabulary: Any, vocab_size: int) -> str | None:
+    """What of a vocabulary is no token of the model, if anything is."""
+    if isinstance(vocabulary, list):  # tokens by their scores, in the order of their ids
+        return f"{len(vocabulary)} of them" if len(vocabulary) > vocab_size else None
+    if not isinstance(vocabulary, dict):
+        return f"{vocabulary!a:.80}"
+    tokens: dict[Any, str] = {}
+    for token, one in vocabulary.items():
+        if not _is_id(one, vocab_size):
+            return f"{token!a:.40}: {one!a:.40}"
+        if (other := tokens.setdefault(one, token)) != token:
+            return f"{other!a:.40} and {token!a:.40}: both {one}"
+    return None
+
+
+def _is_token(value: Any, vocab_size: int) -> bool:
+    """The text of a token, alone or with how it is looked for."""
+    if not isinstance(value, dict):
+        return isinstance(value, str)
+    flags = [value[name] for name in _ADDED_FLAGS if name in value]
+    return isinstance(value.get("content"), str) and all(isinstance(one, bool) for one in flags)
+
+
+def _are_tokens(value: Any, vocab_size: int) -> bool:
+    """Tokens, some of them by a name of their own."""
+    tokens = value.values() if isinstance(value, dict) else value
+    return isinstance(value, dict | list) and all(_is_token(one, vocab_size) for one in tokens)
+
+
+def _are_added(value: Any, vocab_size: int) -> bool:
+    """Tokens with their ids, as tokenizer.json has them."""
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and _is_token(one, vocab_size) and _is_id(one.get("id"), vocab_size)
+        for one in value
+    )
+
+
+def _are_added_by_id(value: Any, vocab_size: int) -> bool:
+    """Tokens by their ids, as tokenizer_config.json has them: there its keys are strings."""
+    return isinstance(value, dict) and all(
+        re.fullmatch(r"[0-9]{1,9}", key)
+        and int(key) < vocab_size
+        and isinstance(one, dict)
+        and _is_token(one, vocab_size)
+        for key, one in value.items()
+    )
+
+
+def _is_template(value: Any, vocab_size: int) -> bool:
+    if isinstance(value, list):
+        return all(
+            isinstance(one, dict) and all(isinstance(one.get(k), str) for k in ("name", "template"))
+            for one in value
+        )
+    texts = value.values() if isinstance(value, dict) else [value]
+    return all(isinstance(one, str) for one in texts)
+
+
+def _is(kind: type) -> _Check:
+    return lambda value, vocab_size: isinstance(value, kind)
+
+
+_RULES: dict[str, tuple[str, _Check]] = {
+    **dict.fromkeys((*_SPECIAL, "mask_token"), ("a token: its text, or a table", _is_token)),
+    **dict.fromkeys(
+        ("additional_special_tokens", "extra_special_tokens"), ("a list of tokens", _are_tokens)
+    ),
+    **dict.fromkeys(
+        (
+            *("add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens"),
+            *("clean_up_tokenization_spaces", "legacy", "use_default_system_prompt"),
+        ),
+        ("true or false", _is(bool)),
+    ),
+    "added_tokens_decoder": (f"tokens by their ids: {_IDS}", _are_added_by_id),
+    "chat_template": ("a template, or several by name", _is_template),
+    "tokenizer_class": ("a name", _is(str)),
+}
+_FIELDS: dict[str, dict[str, tuple[str, _Check]]] = {
+    "tokenizer_config.json": _RULES,
+    "special_tokens_map.json": _RULES,
+    "tokenizer.json": {
+        "added_tokens": (f"a list of tokens with their ids: {_IDS}", _are_added),
+        "model": ("a table", _is(dict)),
+    },
+}
+"""File of a tokenizer -> field -> what it must be, if it is there and not null."""
+
+
+def check_tokenizer_files(root: Path, vocab_size: int) -> None:
+    """Check the files of a tokenizer that are there.
+
+    Args:
+        root: the model folder.
+        vocab_size: how many tokens the model has.
+
+    Raises:
+        ConfigError: names file, field, value and rule.
+    """
+    files: dict[str, Any] = {}
+    for name in (*_FIELDS, "added_tokens.json", "vocab.json"):
+        try:
+            files[name] = read_object(root / name)
+        except FileNotFoundError:
+            continue
+    for name, rules in _FIELDS.items():
+        fields = files.get(name, {})
+        for field, (rule, holds) in rules.items():
+            value = fields.get(field)
+            if value is not None and not holds(value, vocab_size):
+                raise ConfigError(
+                    f"{root / name}: {field} ({value!a:.80}) must be "
+                    f"{rule.format(vocab_size=vocab_size)}"
+                )
+    refuse_code(files.get("tokenizer_config.json", {}), source=f"{root / 'tokenizer_config.json'}")
+    # transformers would read another file than tokenizer.json.
+    if others := files.get("tokenizer_config.json", {}).get("fast_tokenizer_files"):
+        raise ConfigError(
+            f"{root / 'tokenizer_config.json'}: fast_tokenizer_files ({others!a:.80}) are not read"
+        )
+    model = files.get("tokenizer.json", {}).get("model") or {}
+    for name, vocabulary in (
+        ("tokenizer.json: model.vocab", model.get("vocab", {})),
+        ("added_tokens.json", files.get("added_tokens.json", {})),
+        ("vocab.json", files.get("vocab.json", {})),
+    ):
+        if (odd := _odd_entry(vocabulary, vocab_size)) is not None:
+            rule = _IDS.format(vocab_size=vocab_size)
+            raise ConfigError(
+                f"{root}/{name} ({odd}) must be tokens, each with its id: {rule}; take out those "
+                "that the model has no embedding of"
+            )
+    if (path := root / "chat_template.jinja").exists():
+        read_text(path)
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+class _Tensor(Protocol):
+    """A tensor as headers describe it, with torch's dtype or its name."""
+
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def file(self) -> str: ...
+
+
+def _check_weights(root: Path, facts: ModelFacts) -> None:
+    tensors = read_headers(root)
+    check_dtypes(root, tensors)
+    check_sizes(root, facts, tensors)
+    rules = rules_for(facts)
+    try:
+        check_names(rules, tensors)
+    except ConversionError as error:
+        raise ConversionError(f"{root}: {error}") from None
+    for name, shape in hf_shapes(rules).items():
+        if (tensor := tensors[name]).shape != shape:
+            raise ConversionError(
+                f"{root / tensor.file}: {name} has shape {list(tensor.shape)}; "
+                f"the model's config says {list(shape)}"
+            )
+
+
+def check_dtypes(root: Path, tensors: Mapping[str, _Tensor]) -> None:
+    """Raise ConversionError unless every tensor of a folder, of either format, is of floats."""
+    for name, tensor in tensors.items():
+        if str(tensor.dtype).removeprefix("torch.") not in FLOATS:
+            raise ConversionError(
+                f"{root / tensor.file}: {name} is {tensor.dtype}; quantized weights are not "
+                "supported"
+            )
+
+
+def check_sizes(root: Path, hf_config: Any, tensors: Mapping[str, _Tensor]) -> None:
+    """Raise ConversionError where config.json contradicts the weights; lists fields and tensors.
+
+    A size is taken from the weights where all its tensors agree (every layer's, every expert's): a
+    single odd one is a damaged tensor, which the conversion table names, and not a wrong config.
+    """
+    differences = [*_depth(hf_config, tensors), *_sizes(hf_config, tensors)]
+    differences += _tying(hf_config, tensors)
+    if differences:
+        raise ConversionError(
+            f"{root / 'config.json'} contradicts the weights: {'; '.join(differences)}"
+        )
+
+
+def _depth(hf_config: Any, tensors: Mapping[str, _Tensor]) -> Iterator[str]:
+    """num_hidden_layers against the highest layer that has a tensor."""
+    numbers = {
+        int(found[1]): name
+        for name in tensors
+        if (found := re.match(r"model\.layers\.([0-9]{1,9})\.", name))
+    }
+    last = max(numbers, default=-1)
+    if numbers and last + 1 != hf_config.num_hidden_layers:
+        yield (
+            f"num_hidden_layers is {hf_config.num_hidden_layers}, but the last of the layers is "
+            f"number {last} ({numbers[last]} in {tensors[numbers[last]].file})"
+        )
+
+
+def _sizes(hf_config: Any, tensors: Mapping[str, _Tensor]) -> Iterator[str]:
+    """Sizes of the config against the first dimensions of the weights that show them."""
+    groups: dict[str, list[str]] = {}
+    for name in tensors:
+        groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    g = Geometry.of(hf_config)
+    layer, attention = "model.layers.*", "model.layers.*.self_attn"
+    heads = f"num_attention_heads ({g.heads}) x head_dim ({g.head_dim})"
+    kv_heads = f"num_key_value_heads ({g.kv_heads}) x head_dim ({g.head_dim})"
+    experts: int = getattr(hf_config, "num_experts", 0)
+    expert_size: int = getattr(hf_config, "moe_intermediate_size", 0)
+    for field, value, pattern in (
+        ("vocab_size", g.vocab, "model.embed_tokens.weight"),
+        ("hidden_size", g.hidden, f"{layer}.input_layernorm.weight"),
+        ("head_dim", g.head_dim, f"{attention}.q_norm.weight"),
+        (heads, g.heads * g.head_dim, f"{attention}.q_proj.weight"),
+        (kv_heads, g.kv_heads * g.head_dim, f"{attention}.k_proj.weight"),
+        ("intermediate_size", g.intermediate, f"{layer}.mlp.gate_proj.weight"),
+        ("num_experts", experts, f"{layer}.mlp.gate.weight"),
+        ("moe_intermediate_size", expert_size, f"{layer}.mlp.experts.*.gate_proj.weight"),
+    ):
+        names = groups.get(pattern, [])
+        sizes = {tensors[name].shape[:1] for name in names}
+        if len(sizes) == 1 and sizes != {(value,)}:
+            tensor = tensors[names[0]]
+            yield (
+                f"{field} is {value}, but {names[0]} in {tensor.file} has shape "
+                f"{list(tensor.shape)}"
+            )
+
+
+def _tying(hf_config: Any, tensors: Mapping[str, _Tensor]) -> Iterator[str]:
+    """tie_word_embeddings against the output layer that is there, or not."""
+    embedding, output = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
+    if not hf_config.tie_word_embeddings and output is None:
+        yield "tie_word_embeddings is false, but there is no lm_head.weight"
+    if not (hf_config.tie_word_embeddings and embedding and output):
+        return
+    if (output.shape, output.dtype) != (embedding.shape, embedding.dtype):
+        yield (
+            f"tie_word_embeddings is true, but lm_head.weight in {output.file} is "
+            f"{list(output.shape)} {output.dtype}, model.embed_tokens.weight "
+            f"{list(embedding.shape)} {embedding.dtype}"
+        )

@@ -1,0 +1,136 @@
+"""One safetensors file, read and written tensor by tensor.
+
+For the format see `headers`. The library reads through a memory map, page by page, and writes from
+tensors that are all in memory; here a tensor is one read and one write, and no more than one of
+them is in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gapo_megatron.errors import ConversionError
+from gapo_megatron.hf.headers import DTYPES
+from gapo_megatron.models.rules import Shape
+
+_NAMES = {getattr(torch, of_torch): name for name, (of_torch, _) in DTYPES.items()}
+_HUGE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor's place in its file."""
+
+    shape: Shape
+    dtype: torch.dtype
+    offset: int
+    """From the start of the file, in bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def read_tensor(path: Path, name: str, stored: Stored) -> Tensor:
+    """Read one tensor; it owns its memory.
+
+    Raises:
+        ConversionError: the file cannot be read, or has become shorter.
+    """
+    tensor = empty(stored.shape, stored.dtype)
+    buffer, done = _bytes_of(tensor), 0
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while done < len(buffer):
+                got = os.preadv(file.fileno(), [buffer[done:]], stored.offset + done)
+                if not got:
+                    raise ConversionError(f"{path} ends within {name}")
+                done += got
+    except OSError as error:
+        raise ConversionError(f"cannot read {name} from {path}: {error.strerror}") from None
+    return tensor
+
+
+def write_file(
+    path: Path,
+    layout: Mapping[str, tuple[Shape, torch.dtype]],
+    tensors: Iterable[tuple[str, Tensor]],
+) -> None:
+    """Write a file, and flush it to disk.
+
+    Args:
+        path: of a file that does not exist.
+        layout: shape and dtype of every tensor.
+        tensors: exactly those, in any order, on any device; consumed one by one.
+
+    Raises:
+        ConversionError: the file cannot be written (names file and tensor), or a tensor is not
+            what `layout` says.
+    """
+    # Wide dtypes first: every tensor is then aligned to its own.
+    names = sorted(layout, key=lambda name: -layout[name][1].itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places, end = {}, 0
+    for name in names:
+        shape, dtype = layout[name]
+        places[name] = Stored(shape, dtype, end)
+        end += places[name].num_bytes
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [places[name].offset, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start, name = 8 + len(text), "the header"
+    try:
+        with open(path, "xb", buffering=0) as file:
+            _write(file.fileno(), memoryview(len(text).to_bytes(8, "little") + text), 0)
+            for name, tensor in tensors:
+                place = places.pop(name)
+                if (tuple(tensor.shape), tensor.dtype) != (place.shape, place.dtype):
+                    raise ConversionError(
+                        f"{path}: {name} is {list(tensor.shape)} {tensor.dtype}; "
+                        f"it should be {list(place.shape)} {place.dtype}"
+                    )
+                content = _bytes_of(tensor.detach().cpu().contiguous())
+                _write(file.fileno(), content, start + place.offset)
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConversionError(f"cannot write {name} to {path}: {error.strerror}") from None
+    if places:
+        raise ConversionError(f"{path}: no {', '.join(places)} came")
+
+
+def empty(shape: Shape, dtype: torch.dtype) -> Tensor:
+    """A CPU tensor with undefined content.
+
+    Large ones lie on huge pages: to get the pages of fresh memory 4 KiB by 4 KiB takes several
+    times as long as to fill them.
+    """
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if num_bytes < _HUGE_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _write(descriptor: int, content: memoryview, offset: int) -> None:
+    while content:
+        done = os.pwrite(descriptor, content, offset)
+        content, offset = content[done:], offset + done

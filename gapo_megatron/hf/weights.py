@@ -1,0 +1,334 @@
+"""Hugging Face model folders: read tensor by tensor, written whole or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gapo_megatron.errors import ConversionError
+from gapo_megatron.hf import shard
+from gapo_megatron.hf.folder import is_marked, mark, new_folder
+from gapo_megatron.hf.headers import INDEX, SINGLE, read_headers
+from gapo_megatron.hf.model_folder import non_weight_files
+from gapo_megatron.hf.workers import Read, worker_pool
+from gapo_megatron.io.documents import read_object
+from gapo_megatron.models.config_json import read_facts
+from gapo_megatron.models.rules import Place, Rule, Shape, checked, hf_shapes
+from gapo_megatron.models.tables import rules_for
+
+MAX_SHARD_BYTES = 5 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a folder, as its headers describe it."""
+
+    shape: Shape
+    dtype: torch.dtype
+    file: str
+    """Name in the folder; of the first part of a tensor that is stored in parts."""
+
+
+class HfFolder:
+    """A Hugging Face model folder, open for reading.
+
+    Attributes:
+        root: the folder.
+        entries: every tensor by name, in the order of the folder.
+    """
+
+    def __init__(self, hf_dir: str | Path) -> None:
+        """Check that the folder is complete; reads headers only.
+
+        Raises:
+            ConfigError, ConversionError: see `headers.read_headers`.
+        """
+        self.root = Path(hf_dir)
+        headers = read_headers(self.root)
+        self._stored = {
+            name: shard.Stored(header.shape, getattr(torch, header.dtype), header.offset)
+            for name, header in headers.items()
+        }
+        self.entries = {
+            name: Entry(stored.shape, stored.dtype, headers[name].file)
+            for name, stored in self._stored.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor on the CPU, in the dtype of the file; it owns its memory.
+
+        Thread-safe.
+
+        Raises:
+            ConversionError: the file cannot be read; names file and tensor.
+        """
+        path = self.root / self.entries[name].file
+        return shard.read_tensor(path, name, self._stored[name])
+
+
+def read_hf(hf_dir: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Stream every weight of a model folder; one is in memory at a time.
+
+    Yields:
+        (Hugging Face name, whole tensor on the CPU in the dtype of the file).
+
+    Raises:
+        ConfigError, ConversionError: see `HfFolder`; raised by the call itself, before the first
+            tensor. Or, with its tensor, a weight that is not finite; names tensor and file.
+    """
+    folder = HfFolder(hf_dir)
+
+    def read(name: str) -> Tensor:
+        tensor = folder.read(name)
+        finite_extremes(tensor, name=f"{folder.root / folder.entries[name].file}: {name}")
+        return tensor
+
+    return ((name, read(name)) for name in folder.entries)
+
+
+def finite_extremes(tensor: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
+    """The least and the largest number of a weight.
+
+    Raises:
+        ConversionError: `name` is not finite.
+    """
+    # NaN is the least and the largest of what holds one; far faster than to look at every element.
+    least, largest = torch.aminmax(tensor)
+    for extreme in (least, largest):
+        if not extreme.isfinite():
+            raise ConversionError(f"{name} holds {extreme.item()}: the weights are damaged")
+    return least, largest
+
+
+def write_hf(
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    source_dir: str | Path,
+    output_dir: str | Path,
+    made_by: str,
+    or_unmarked: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    write: bool = True,
+) -> None:
+    """Write a model folder that transformers and vLLM load.
+
+    `output_dir` never holds half a model, see `new_folder`. One file's tensors are in memory.
+
+    Args:
+        tensors: (Hugging Face name, whole tensor) in any order, on any device. Read to its end also
+            where `write` is False, because making it may be collective.
+        source_dir: folder whose config.json says which tensors there must be, and whose files other
+            than weights (config, tokenizer, generation config) are carried over. config.json comes
+            to name the dtype of the tensors, if they have one.
+        output_dir: folder to make, or an earlier result of the same command to replace.
+        made_by: the command.
+        or_unmarked: a folder that does not say who made it counts as its own, too.
+        max_shard_bytes: of one file, unless a single tensor is larger.
+        write: False on every rank but one.
+
+    Raises:
+        ConfigError: `source_dir` has no usable config.json; `output_dir` may not be replaced (see
+            `check_replaceable`), or is on a disk without space.
+        ConversionError: a tensor is missing, extra, twice or misshapen; names it. Or the disk
+            fails.
+    """
+    source = Path(source_dir)
+    rules = rules_for(read_facts(source))
+    tensors = checked(rules, tensors)
+    if not write:
+        for _ in tensors:
+            pass
+        return
+    first = next(tensors)  # its dtype stands for all of them: the space is about what they need
+    num_bytes = _num_bytes(hf_shapes(rules).values(), first[1].dtype)
+    is_ours = is_marked(output_dir, made_by=made_by, or_unmarked=or_unmarked)
+    with new_folder(output_dir, num_bytes=num_bytes, replace=True, is_ours=is_ours) as temporary:
+        dtypes = _write_stream(itertools.chain([first], tensors), temporary, max_shard_bytes)
+        carry_over(source, temporary, dtype=dtypes.pop() if len(dtypes) == 1 else None)
+        mark(temporary, made_by=made_by, made_at=Path(output_dir))
+
+
+def write_hf_weights(
+    read: Read,
+    rules: Sequence[Rule],
+    *,
+    dtypes: Mapping[str, torch.dtype],
+    output_dir: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    num_threads: int = 2,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write the safetensors files (and their index) of a model, several at a time.
+
+    A thread holds one Megatron parameter and the tensors it is cut into.
+
+    Args:
+        read: gives a whole Megatron parameter in its dtype; called from several threads, and again
+            for each of its tensors where they do not fit into one file.
+        rules: of the model.
+        dtypes: of every parameter, by `Rule.megatron`.
+        output_dir: an existing folder without weights; see `new_folder`.
+        max_shard_bytes: of one file, unless a single tensor is larger.
+        num_threads: files written at a time.
+        on_bytes: called with the bytes of tensors that have been written, from several threads.
+
+    Raises:
+        ConversionError: a parameter has another shape or dtype than `rules` and `dtypes` say, or
+            the disk fails; names file and tensor.
+    """
+    shards = _plan_shards(rules, dtypes, max_shard_bytes)
+    names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+
+    def write(file: str, units: list[_Unit]) -> None:
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for unit in units:
+                parts = unit.rule.split(read(unit.rule, unit.place), unit.place)
+                yield from (
+                    (name, part)
+                    for name, part in zip(unit.rule.hf_names(unit.place), parts, strict=True)
+                    if name in unit.layout
+                )
+                on_bytes(unit.num_bytes)
+
+        layout = {name: of for unit in units for name, of in unit.layout.items()}
+        shard.write_file(output_dir / file, layout, tensors())
+
+    with worker_pool(num_threads, read) as (pool, read):
+        futures = [pool.submit(write, *one) for one in zip(names, shards, strict=True)]
+        for future in as_completed(futures):  # the first failure ends it
+            future.result()
+    if len(shards) > 1:
+        homes = {
+            name: file
+            for file, units in zip(names, shards, strict=True)
+            for unit in units
+            for name in unit.layout
+        }
+        _write_index(output_dir, homes, sum(unit.num_bytes for units in shards for unit in units))
+
+
+def in_model_order(rules: Sequence[Rule]) -> list[tuple[Rule, Place]]:
+    """Every parameter (tied copies left out), layer by layer: the order of most folders' files."""
+    first = next((n for n, rule in enumerate(rules) if rule.num_layers), len(rules))
+
+    def position(numbered: tuple[int, Rule, Place]) -> float:
+        number, _, place = numbered
+        if place.layer is not None:
+            return place.layer
+        return -1 if number < first else float("inf")
+
+    everything = [
+        (number, rule, place)
+        for number, rule in enumerate(rules)
+        if not rule.tied
+        for place in rule.places
+    ]
+    return [(rule, place) for _, rule, place in sorted(everything, key=position)]
+
+
+def carry_over(source: Path, target: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Copy what is not weights; config.json names the weights' dtype, if one is given."""
+    for path in non_weight_files(source):
+        shutil.copyfile(path, target / path.name)
+    if dtype is not None:
+        config = read_object(source / "config.json")
+        config.pop("torch_dtype", None)  # the key's name before transformers 5
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (target / "config.json").write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Tensors of one parameter that go into one file."""
+
+    rule: Rule
+    place: Place
+    layout: dict[str, tuple[Shape, torch.dtype]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(_num_bytes([shape], dtype) for shape, dtype in self.layout.values())
+
+
+def _plan_shards(
+    rules: Sequence[Rule], dtypes: Mapping[str, torch.dtype], max_bytes: int
+) -> list[list[_Unit]]:
+    shards: list[list[_Unit]] = [[]]
+    room = max_bytes
+    for rule, place in in_model_order(rules):
+        dtype = dtypes[rule.megatron]
+        layout = {
+            name: (shape, dtype)
+            for name, shape in zip(rule.hf_names(place), rule.hf_shapes, strict=True)
+        }
+        whole = _Unit(rule, place, layout)
+        units = [whole]
+        if whole.num_bytes > max_bytes:
+            units = [_Unit(rule, place, {name: of}) for name, of in layout.items()]
+        for unit in units:
+            if shards[-1] and unit.num_bytes > room:
+                shards.append([])
+                room = max_bytes
+            shards[-1].append(unit)
+            room -= unit.num_bytes
+    return shards
+
+
+def _write_stream(
+    tensors: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    max_shard_bytes: int,
+) -> set[torch.dtype]:
+    """Write tensors as they come; how many files they make is known at the end."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    dtypes: set[torch.dtype] = set()
+    pending_bytes = total_bytes = 0
+
+    def flush() -> None:
+        shards.append(list(pending))
+        layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in pending.items()}
+        shard.write_file(folder / f"{len(shards)}.part", layout, pending.items())
+        pending.clear()
+
+    for name, tensor in tensors:
+        # A copy of its own: the source may reuse the memory for the next one.
+        tensor = tensor.detach().to("cpu", copy=True).contiguous()
+        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
+            flush()
+            pending_bytes = 0
+        pending[name] = tensor
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+        dtypes.add(tensor.dtype)
+    flush()
+    homes: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = _shard_name(number, len(shards))
+        (folder / f"{number}.part").rename(folder / file)
+        homes |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        _write_index(folder, homes, total_bytes)
+    return dtypes
+
+
+def _shard_name(number: int, of: int) -> str:
+    return SINGLE if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
+
+
+def _write_index(folder: Path, homes: Mapping[str, str], num_bytes: int) -> None:
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": homes}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _num_bytes(shapes: Iterable[Shape], dtype: torch.dtype) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize

@@ -1,0 +1,1 @@
+"""Files: atomic writes, documents that nobody here wrote, digests, what lies in a run's folder."""

@@ -1,0 +1,97 @@
+"""Files of a run folder that tell how the run stands. The standard library alone."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.documents import read_json
+from gapo_megatron.io.files import check_overwritable, write_atomically
+
+BRANCH_NAME = "branch.json"
+"""Of a branched run: where it left another one (`hf.manifest.Branch`)."""
+
+FINISHED_NAME = "finished.json"
+OWNER_NAME = "OWNER"
+"""Of the attempt that may write."""
+_WRITTEN = (
+    *("config.toml", "metrics.jsonl", "timings.jsonl", "evaluations", "tensorboard"),
+    *("wandb_run_id.txt", "stage_seconds.json", "failures", BRANCH_NAME),
+)
+"""What a run begins anew, replaces or removes; launchers make other folders before its first start,
+and `hf` has an owner of its own (`hf.folder`)."""
+_IF_DAMAGED = (
+    "remove the file: the run then goes on from its last checkpoint and, if all steps are done, "
+    "exports the model again"
+)
+
+
+def checkpoints_dir(run_dir: str | Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(run_dir) / "checkpoints"
+
+
+def check_ours(run_dir: str | Path) -> None:
+    """Refuse a folder that holds somebody else's files under names that a run writes.
+
+    Raises:
+        ConfigError: names the folder and the first such file.
+    """
+    # Every start leaves its name in OWNER before it writes anything else. Checkpoints may have been
+    # brought here to go on from; a folder for them may be another disk's.
+    brought = any(checkpoints_dir(run_dir).glob("step_*/manifest.json"))
+    is_ours = brought or (Path(run_dir) / OWNER_NAME).exists()
+    check_overwritable(run_dir, _WRITTEN, field="run.output_dir", is_ours=is_ours)
+
+
+def check_writable(run_dir: str | Path, *, is_first: bool = True) -> None:
+    """Create the run's folder and prove that this node can write files there.
+
+    Raises:
+        ConfigError: it cannot be created or written, or as of `check_ours`.
+    """
+    if is_first:
+        check_ours(run_dir)
+    try:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir) as probe:
+            probe.write(b"x")
+            probe.flush()
+    except OSError as error:
+        raise ConfigError(
+            f"run.output_dir ({str(run_dir)!r}) must be a folder this user can write to: "
+            f"{error.strerror}"
+        ) from None
+
+
+def is_finished(run_dir: str | Path, *, num_steps: int) -> bool:
+    """Whether a run of `num_steps` steps was completed in this folder, model exported and all.
+
+    Raises:
+        ConfigError: finished.json cannot be read, or is damaged: nothing else tells a finished run
+            from one that a stop has ended before its last evaluation.
+    """
+    path = Path(run_dir) / FINISHED_NAME
+    try:
+        found = read_json(path)
+    except FileNotFoundError:
+        return False
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError):  # not the file's fault
+            raise
+        raise ConfigError(f"{error}; {_IF_DAMAGED}") from None
+    if not isinstance(found, dict) or type(done := found.get("num_steps")) is not int:
+        raise ConfigError(f"{path} has no whole number num_steps; {_IF_DAMAGED}")
+    return bool(done >= num_steps)
+
+
+def has_finished(run_dir: str | Path) -> bool:
+    """Whether a run of any number of steps was completed in this folder."""
+    return (Path(run_dir) / FINISHED_NAME).exists()
+
+
+def mark_finished(run_dir: str | Path, *, num_steps: int) -> None:
+    """Make `is_finished` true. Rank 0, once everything is written."""
+    write_atomically(Path(run_dir) / FINISHED_NAME, json.dumps({"num_steps": num_steps}))

@@ -1,0 +1,247 @@
+"""The noise floor: how far rounding alone moves a ratio, to be read beside the clip.
+
+The same sequences are scored twice at the same weights, packed differently. Exact arithmetic would
+give the same log-probs; what differs is rounding. docs/numerics.md says how to read the figures.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gapo_megatron.batching import plan, sequence_lengths, unpack
+from gapo_megatron.clock import Stopwatch
+from gapo_megatron.config import Config
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.learn.update import log_probs
+from gapo_megatron.objective import policy_loss
+from gapo_megatron.policy import Policy
+from gapo_megatron.types import Batch
+
+logger = logging.getLogger(__name__)
+
+SEQUENCES_PER_RANK = 8
+"""Scored on each data-parallel rank: enough for a mean, few beside the hundreds of a step."""
+LARGEST_SHARE = 0.1
+"""Of eps_low that the mean may reach without a warning."""
+
+_REMEDIES = {
+    "fp8": "set model.precision (fp8) to bf16 or fp32, or widen",
+    "bf16": "set model.precision (bf16) to fp32, or widen",
+    "fp32": "model.precision is fp32 already: widen",
+}
+
+
+@dataclass(frozen=True)
+class NoiseFloor:
+    """|ratio - 1| between two packings at equal weights, over sequences (token ratio: tokens)."""
+
+    mean: float
+    max: float
+
+
+def watch_noise_floor(
+    policy: Policy,
+    batch: Batch,
+    config: Config,
+    stopwatch: Stopwatch,
+    *,
+    step: int,
+    first_sampled: int,
+) -> dict[str, float]:
+    """Measure when it is due, log the result on rank 0, and warn when the clip is too narrow.
+
+    Where a run begins, a clip that would decide on rounding alone ends it.
+
+    Due at every `metrics.noise_floor_every_steps`-th step from step 0 (0: never), and at the first
+    step that a resumed run samples for, whose machine or layout may be another. The latter is in
+    the log only: the metrics hold what an uninterrupted run has too.
+
+    The warning goes by the mean. The largest of a sample grows with its size, that is with the
+    number of ranks, and is mostly a short response's, which counts least in a token mean.
+
+    Args:
+        policy: at any weights; unchanged.
+        batch: the same on every rank.
+        config: of the run.
+        stopwatch: counts the stage `noise_floor`.
+        step: about to be trained.
+        first_sampled: the first that this process samples for.
+
+    Returns:
+        `numerics/noise_floor_mean`, `numerics/noise_floor_max` and, beside them, the clip of the
+        method in use: `numerics/eps_low`, `numerics/eps_high_max`; the same bits on every rank.
+        Nothing when the step records none.
+
+    Collectives: those of `measure_noise_floor`, when due.
+
+    Raises:
+        ConfigError: at step 0 the mean is above `metrics.noise_floor_limit` times eps_low. On every
+            rank alike; no weight has moved. Later a warning has to do: work is at stake.
+    """
+    every = config.metrics.noise_floor_every_steps
+    if not every or (step % every and step != first_sampled):
+        return {}
+    with stopwatch("noise_floor"):
+        found = measure_noise_floor(policy, batch, config)
+    if policy.groups.rank == 0:
+        _log(found, config)
+    if found is None:
+        return {}
+    method, limit = config.objective.resolve(), config.metrics.noise_floor_limit
+    if step == 0 and found.mean > limit * method.eps_low:
+        raise ConfigError(
+            f"metrics.noise_floor_limit ({limit:g}): at the same weights another packing moves the "
+            f"ratio by {found.mean:.1e} (mean), more than {limit:g} times eps_low "
+            f"({method.eps_low:g}): {_remedy(config)}, or raise the limit"
+        )
+    if step % every:
+        return {}
+    return {
+        "numerics/noise_floor_mean": found.mean,
+        "numerics/noise_floor_max": found.max,
+        "numerics/eps_low": method.eps_low,
+        "numerics/eps_high_max": method.eps_high_max,
+    }
+
+
+def measure_noise_floor(policy: Policy, batch: Batch, config: Config) -> NoiseFloor | None:
+    """Score a few sequences packed as an update would, then each alone in the opposite order.
+
+    Args:
+        policy: at any weights; unchanged.
+        batch: the same on every rank. `SEQUENCES_PER_RANK` of its valid sequences per data-parallel
+            rank are scored, evenly spaced, so that they come from different prompts.
+        config: of the run: token budget of a micro-batch, method.
+
+    Returns:
+        Over the sequences that shared a micro-batch; the same bits on every rank. None when none
+        did (too few valid ones, or a budget of one sequence): there was no other packing.
+
+    Collectives: those of `learn.update.log_probs`, twice; one all-gather over all ranks.
+
+    Raises:
+        DivergenceError: a log-prob is not finite.
+    """
+    groups = policy.groups
+    chosen = _choose(batch, SEQUENCES_PER_RANK * groups.dp_size)
+    packing = plan(
+        sequence_lengths(batch),
+        batch.advantages,
+        valid=chosen,
+        num_minibatches=1,
+        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+        data_parallel_size=groups.dp_size,
+        keep_zero_advantage=True,
+    ).minibatches[0]
+    compared = [
+        [index for indices in microbatches if len(indices) > 1 for index in indices]
+        for microbatches in packing.microbatches
+    ]
+    # As many micro-batches as on the rank that compares most: collectives must match.
+    most = max(len(indices) for indices in compared)
+    if most == 0:
+        return None
+    mine = compared[groups.dp_rank]
+    alone = [(index,) for index in reversed(mine)] + [()] * (most - len(mine))
+
+    together_scores = _score(policy, batch, packing.microbatches[groups.dp_rank])
+    alone_scores = _score(policy, batch, alone)
+    deviation: list[float] = []
+    if mine and groups.is_last_stage and groups.is_first_copy:
+        deviation = _deviation(batch, mine, together_scores, alone_scores, config)
+    return _over_ranks(deviation, policy.device)
+
+
+def _choose(batch: Batch, count: int) -> torch.Tensor:
+    """[B] bool: `count` valid sequences (all, if fewer), evenly spaced."""
+    valid = batch.valid.nonzero().flatten()
+    count = min(count, len(valid))
+    chosen = torch.zeros_like(batch.valid)
+    chosen[valid[torch.arange(count) * len(valid) // max(count, 1)]] = True
+    return chosen
+
+
+def _score(
+    policy: Policy, batch: Batch, microbatches: Sequence[Sequence[int]]
+) -> dict[int, torch.Tensor]:
+    """Log-probs by position in the batch, on the CPU; none where the last stage is elsewhere."""
+    packed = [policy.pack(batch, indices) for indices in microbatches]
+    return unpack(batch, microbatches, log_probs(policy, packed))
+
+
+def _deviation(
+    batch: Batch,
+    indices: Sequence[int],
+    scores: dict[int, torch.Tensor],
+    other_scores: dict[int, torch.Tensor],
+    config: Config,
+) -> list[float]:
+    """|ratio - 1| of the ratio that the objective itself clips: per sequence, or per token."""
+    index = torch.tensor(indices)
+    ratio = policy_loss(
+        torch.cat([scores[i] for i in indices]),
+        torch.cat([other_scores[i] for i in indices]),
+        sequence_ids=torch.arange(len(index)).repeat_interleave(batch.num_response_tokens[index]),
+        advantages=batch.advantages[index],
+        num_correct=batch.num_correct[index],
+        group_size=batch.group_size[index],
+        # Denominators of the loss; a ratio has none.
+        num_tokens_global=1,
+        num_sequences_global=1,
+        max_response_tokens=1,
+        method=config.objective.resolve(),
+    ).ratio
+    deviation: list[float] = (ratio - 1).abs().tolist()
+    return deviation
+
+
+def _over_ranks(deviation: Sequence[float], device: torch.device) -> NoiseFloor:
+    """Mean and maximum over all ranks, added in rank order. Collective."""
+    local = torch.tensor(
+        [math.fsum(deviation), max(deviation, default=0.0), len(deviation)],
+        dtype=torch.float64,
+        device=device,
+    )
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, local)
+    sums, maxima, counts = zip(*(part.tolist() for part in parts), strict=True)
+    return NoiseFloor(mean=sum(sums) / sum(counts), max=max(maxima))
+
+
+def _log(found: NoiseFloor | None, config: Config) -> None:
+    if found is None:
+        logger.info("noise floor not measured: no two sequences share a micro-batch")
+        return
+    method = config.objective.resolve()
+    logger.info(
+        "noise floor of the ratio: mean %.1e, max %.1e (eps_low %g, eps_high_max %g)",
+        found.mean,
+        found.max,
+        method.eps_low,
+        method.eps_high_max,
+    )
+    if found.mean > LARGEST_SHARE * method.eps_low:
+        logger.warning(
+            "noise floor: at the same weights another packing moves the ratio by %.1e (mean; max "
+            "%.1e), more than a tenth of eps_low (%g): the clip decides partly on rounding. What "
+            "to change: %s. The rounding is that of the layers: in every configuration the head "
+            "keeps float32 logits, and old log-probs are the trainer's own.",
+            found.mean,
+            found.max,
+            method.eps_low,
+            _remedy(config),
+        )
+
+
+def _remedy(config: Config) -> str:
+    model = config.model
+    remedy = f"{_REMEDIES[model.precision]} objective.eps_low and objective.eps_high_max"
+    if model.precision == "fp8" and model.fp8_recipe in ("tensorwise", "delayed"):
+        return f"set model.fp8_recipe ({model.fp8_recipe}) to blockwise or mxfp8, or {remedy}"
+    return remedy

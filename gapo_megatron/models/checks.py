@@ -1,0 +1,111 @@
+"""Which models this package computes, and which parallel sizes divide them. Imports no torch.
+
+A model is given by its config.json: `models.config_json.ModelFacts`, transformers'
+`PretrainedConfig`, or any object with the same attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gapo_megatron.config import ModelConfig, ParallelConfig
+from gapo_megatron.config.counts import layers_of_stages
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.models.fp8 import check_fp8_shapes
+from gapo_megatron.models.rope import read_rope
+from gapo_megatron.models.tables import rules_for
+
+
+def num_experts(hf_config: Any) -> int | None:
+    """Experts of every layer; None: a dense model, whose config.json may name some all the same."""
+    return hf_config.num_experts if hf_config.model_type == "qwen3_moe" else None
+
+
+def check_shapes(
+    hf_config: Any, parallel: ParallelConfig, model: ModelConfig | None = None
+) -> None:
+    """Refuse a model that this package does not compute, or the parallel sizes do not cut evenly.
+
+    Args:
+        hf_config: of the model.
+        parallel: how it is cut.
+        model: for its precision; None: not fp8, which takes matrices of certain sizes alone, and
+            not every recomputation.
+
+    Raises:
+        ConfigError: names the field and its value; of a size, the two numbers.
+    """
+    tp, ep = "tensor_model_parallel_size", "expert_model_parallel_size"
+    cuts = [
+        ("num_attention_heads", tp),
+        ("num_key_value_heads", tp),
+    ]
+    cuts += [("num_experts", ep)] if num_experts(hf_config) else [("intermediate_size", tp)]
+    for field, where in cuts:
+        value, size = getattr(hf_config, field), getattr(parallel, where)
+        if value % size:
+            raise ConfigError(
+                f"parallel.{where} ({size}) must divide the model's {field} ({value})"
+            )
+    layers_of_stages(parallel, hf_config.num_hidden_layers)
+    for field in ("attention_bias", "mlp_bias"):
+        if getattr(hf_config, field, False):
+            raise ConfigError(f"the model's {field} (true) is not supported")
+    window = getattr(hf_config, "sliding_window", None)
+    if window and getattr(hf_config, "use_sliding_window", True):
+        raise ConfigError(f"the model's sliding_window ({window}) is not supported: must be null")
+    if hf_config.hidden_act != "silu":
+        raise ConfigError(f"the model's hidden_act ({hf_config.hidden_act!r}) must be 'silu'")
+    read_rope(hf_config.to_dict())
+    if num_experts(hf_config):
+        _check_experts(hf_config, parallel)
+    elif parallel.expert_model_parallel_size > 1:
+        raise ConfigError(
+            f"parallel.{ep} ({parallel.expert_model_parallel_size}) must be 1: "
+            f"the model ({hf_config.model_type}) has no experts"
+        )
+    if model is not None:
+        check_fp8_shapes(rules_for(hf_config), parallel, model)
+        _check_recompute(hf_config, model)
+
+
+def _check_recompute(hf_config: Any, model: ModelConfig) -> None:
+    """Refuse what Megatron-core refuses: the scales of a recomputed input would be another's."""
+    if (
+        num_experts(hf_config)
+        and (model.precision, model.fp8_recipe) == ("fp8", "delayed")
+        and model.recompute == "selective"
+    ):
+        raise ConfigError(
+            f"model.recompute ({model.recompute!r}) of a model with experts does not go with "
+            f"model.fp8_recipe ({model.fp8_recipe!r}): use another recipe, or 'full' or 'none'"
+        )
+
+
+def check_engine_heads(hf_config: Any, size: int) -> None:
+    """Raise ConfigError unless `rollout.tensor_parallel_size` divides the model's heads."""
+    if hf_config.num_attention_heads % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({size}) must divide the model's num_attention_heads "
+            f"({hf_config.num_attention_heads})"
+        )
+
+
+def _check_experts(hf_config: Any, parallel: ParallelConfig) -> None:
+    tp = parallel.tensor_model_parallel_size
+    if tp > 1 and not parallel.sequence_parallel:
+        # Every tensor parallel rank would send all tokens to the experts, not its part.
+        raise ConfigError(
+            f"parallel.sequence_parallel must be true for a model with experts at "
+            f"parallel.tensor_model_parallel_size ({tp}) > 1"
+        )
+    if tp > 1 and parallel.expert_model_parallel_size == 1:
+        # Each of them would have a copy of every expert, and Megatron-core (0.16) would add up
+        # their gradients over the data parallel ranks only.
+        raise ConfigError(
+            "parallel.expert_model_parallel_size (1) must be 2 or more for a model with experts "
+            f"at parallel.tensor_model_parallel_size ({tp}) > 1"
+        )
+    if hf_config.num_experts_per_tok == 1 and hf_config.norm_topk_prob:
+        # A share of 1 whatever the router says: it would have no gradient.
+        raise ConfigError("the model's num_experts_per_tok (1) must be 2 or more: norm_topk_prob")

@@ -1,0 +1,300 @@
+"""config.json of a model without transformers: for a command line, a dry run, a plan.
+
+The same values that transformers' `PretrainedConfig` would have for what this package asks of a
+model, defaults included, or an error that names field, value and rule. transformers checks types
+alone: here a size that is zero or negative is refused too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.documents import read_json
+from gapo_megatron.models.rope import read_rope
+from gapo_megatron.models.tables import ARCHITECTURES, check_model_type, rules_for
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+"""Dtypes that a weight may have: of the others a number alone says nothing without its scale."""
+
+_Rule = tuple[str, Callable[[Any], bool]]
+
+_ATTENTIONS = ("full_attention", "sliding_attention")
+# The largest that is believed, several times what there is: what is made of layers and experts has
+# an entry for each of them.
+_SIZES = {
+    "num_hidden_layers": 2**10,
+    "hidden_size": 2**20,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "intermediate_size": 2**24,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**31 - 1,
+    "num_experts": 2**11,
+    "num_experts_per_tok": 2**11,
+    "moe_intermediate_size": 2**20,
+    "decoder_sparse_step": 2**10,
+}
+_SWITCHES = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "norm_topk_prob",
+    "use_sliding_window",
+)
+
+
+def _size_rule(largest: int) -> _Rule:
+    # true and false are integers, too
+    return f"a whole number of 1 to {largest}", lambda v: type(v) is int and 0 < v <= largest
+
+
+def _is_list_of_layers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+
+
+_RULES: dict[str, _Rule] = {
+    **{name: _size_rule(largest) for name, largest in _SIZES.items()},
+    **dict.fromkeys(_SWITCHES, ("true or false", lambda value: isinstance(value, bool))),
+    "hidden_act": ("a string", lambda value: isinstance(value, str)),
+    # transformers takes no whole number here.
+    "rms_norm_eps": (
+        "a number between 0 and 1 with a point or an exponent",
+        lambda value: isinstance(value, float) and 0 < value < 1,
+    ),
+    "sliding_window": (
+        "null or a whole number of 0 or more",
+        lambda value: type(value) is int and value >= 0,
+    ),
+    "mlp_only_layers": ("a list of layer numbers", _is_list_of_layers),
+    "layer_types": (
+        f"a list of {' and '.join(_ATTENTIONS)}",
+        lambda value: isinstance(value, list) and all(one in _ATTENTIONS for one in value),
+    ),
+}
+
+# What a model type has where config.json says nothing, as in transformers' configuration classes.
+_QWEN: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+    "norm_topk_prob": False,
+    "mlp_only_layers": [],
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
+    "qwen3_moe": _QWEN | _EXPERTS,
+    "llama": _LLAMA | {"attention_bias": False, "mlp_bias": False},
+    "mistral": _LLAMA
+    | {
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+}
+_NULLABLE = {
+    "qwen2": ("num_key_value_heads",),
+    "qwen3": ("num_key_value_heads",),
+    "qwen3_moe": ("mlp_only_layers",),
+    "llama": (),
+    "mistral": (),
+}
+"""Fields that may be null although their default is not."""
+
+
+class ModelFacts(SimpleNamespace):
+    """What config.json says of a model, by its own names; `to_dict` as transformers' config has."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The facts by name."""
+        return dict(vars(self))
+
+
+def read_facts(folder: str | Path) -> ModelFacts:
+    """Read config.json of a folder, provided a table covers its model.
+
+    Raises:
+        ConfigError: it cannot be used: not there, not supported, a value of the wrong type or sign,
+            or contradicting itself (architecture and model type, rope stated twice).
+    """
+    path = Path(folder) / "config.json"
+    try:
+        fields = read_json(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    return facts_of(fields, source=str(path))
+
+
+def read_model_facts(hf_dir: str) -> ModelFacts:
+    """Read config.json of `model.hf_dir`; errors name that setting, see `read_facts`."""
+    try:
+        return read_facts(hf_dir)
+    except ConfigError as error:
+        raise ConfigError(f"model.hf_dir ({hf_dir}): {error}") from None
+
+
+def facts_of(fields: Any, *, source: str) -> ModelFacts:
+    """What the fields of config.json say; `source` is its name, for errors. See `read_facts`."""
+    model_type = _model_type(fields, source)
+    _check_loading(fields, source)
+    stated = _stated(fields, source)
+    for name, value in stated.items():
+        _check(name, value, model_type=model_type, source=source)
+    rope = read_rope(fields, source=source)
+    if model_type == "mistral" and "layer_types" in stated:
+        raise ConfigError(
+            f"{source}: layer_types is not supported for mistral models: with it transformers "
+            "takes them for ministral"
+        )
+    layers = stated.pop("layer_types", None)
+    facts = _DEFAULTS[model_type] | stated
+    if layers is not None and len(layers) != facts["num_hidden_layers"]:
+        raise ConfigError(
+            f"{source}: layer_types has {len(layers)} entries, and must have as many as "
+            f"num_hidden_layers ({facts['num_hidden_layers']})"
+        )
+    _fill(facts, model_type=model_type, source=source)
+    facts["rope_parameters"] = {"rope_type": rope.kind, "rope_theta": rope.base, **rope.scaling}
+    facts["quantization_config"] = fields.get("quantization_config")
+    found = ModelFacts(model_type=model_type, **facts)
+    try:
+        rules_for(found)  # refuses what no table covers
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {str(error).removeprefix('config.json: ')}") from None
+    return found
+
+
+def _model_type(fields: Any, source: str) -> str:
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise ConfigError(f"{source} names no model_type")
+    model_type: str = fields["model_type"]
+    check_model_type(model_type, source=source)
+    named, wanted = fields.get("architectures") or [], ARCHITECTURES[model_type]
+    if named != [wanted]:
+        shown = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
+        raise ConfigError(
+            f"{source}: architectures ({shown or 'none'}) is not {wanted}, "
+            f"which model_type {model_type!r} stands for"
+        )
+    return model_type
+
+
+def _check_loading(fields: Mapping[str, Any], source: str) -> None:
+    """What says nothing of the model, but how a library is to load it."""
+    refuse_code(fields, source=source)
+    # transformers would read another file than this one.
+    if others := fields.get("configuration_files"):
+        raise ConfigError(f"{source}: configuration_files ({others!a:.80}) are not read")
+    for name in ("dtype", "torch_dtype"):  # the key's name before transformers 5
+        if (value := fields.get(name)) is not None and value not in FLOATS:
+            raise ConfigError(
+                f"{source}: {name} ({json.dumps(value)[:80]}) must be one of {', '.join(FLOATS)}"
+            )
+
+
+def refuse_code(fields: Mapping[str, Any], *, source: str) -> None:
+    """Raise ConfigError where a file of a model folder names Python code that goes with it.
+
+    Without it the libraries would take a class of their own for the one that is meant: another
+    model or tokenizer, perhaps.
+    """
+    if code := fields.get("auto_map"):
+        raise ConfigError(
+            f"{source}: auto_map ({code!a:.200}) names code of the folder, which is never run; if "
+            "the model is one that transformers itself computes, remove auto_map"
+        )
+
+
+def _stated(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """What config.json says of the fields of `_RULES`, under one name each."""
+    stated = {name: fields[name] for name in _RULES if name in fields}
+    if "num_local_experts" in fields:  # transformers 5 writes it in place of num_experts
+        other = fields["num_local_experts"]
+        if stated.setdefault("num_experts", other) != other:
+            raise ConfigError(
+                f"{source}: num_experts is {stated['num_experts']!r}, but num_local_experts is "
+                f"{other!r}"
+            )
+    return stated
+
+
+def _check(name: str, value: Any, *, model_type: str, source: str) -> None:
+    rule, holds = _RULES[name]
+    if value is None:
+        # Null where the type has no such field is the same as saying nothing.
+        may_be_null = name in ("sliding_window", "layer_types", *_NULLABLE[model_type])
+        if may_be_null or _DEFAULTS[model_type].get(name) is None:
+            return
+    if value is None or not holds(value):
+        raise ConfigError(f"{source}: {name} ({json.dumps(value)}) must be {rule}")
+
+
+def _fill(facts: dict[str, Any], *, model_type: str, source: str) -> None:
+    """Values that follow from others, as transformers fills them in."""
+    hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
+    if facts["num_key_value_heads"] is None:
+        facts["num_key_value_heads"] = heads
+    if model_type in ("llama", "mistral") and facts["head_dim"] is None:
+        facts["head_dim"] = hidden // heads
+    if not facts.get("head_dim") and hidden < heads:
+        raise ConfigError(
+            f"{source}: hidden_size ({hidden}) must be num_attention_heads ({heads}) or more"
+        )
+    if model_type == "llama" and hidden % heads:
+        raise ConfigError(
+            f"{source}: num_attention_heads ({heads}) must divide hidden_size ({hidden})"
+        )
+    if model_type == "qwen3_moe" and facts["mlp_only_layers"] is None:
+        facts["mlp_only_layers"] = []
+    head_dim = facts.get("head_dim") or hidden // heads
+    if head_dim % 2:
+        raise ConfigError(
+            f"{source}: head_dim ({head_dim}) must be even: rotary positions turn pairs of numbers"
+        )
+    if model_type == "qwen3_moe" and facts["num_experts_per_tok"] > facts["num_experts"]:
+        raise ConfigError(
+            f"{source}: num_experts_per_tok ({facts['num_experts_per_tok']}) must be num_experts "
+            f"({facts['num_experts']}) or less"
+        )
+    if "use_sliding_window" in _DEFAULTS[model_type] and not facts["use_sliding_window"]:
+        facts["sliding_window"] = None

@@ -1,0 +1,1 @@
+"""What operates runs and trains nothing. Nothing outside this package imports it."""

@@ -1,0 +1,98 @@
+"""The command line of both conversion tools. Imports no torch: --help and a mistake are quick."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gapo_megatron.errors import ConfigError, GapoError
+
+if TYPE_CHECKING:
+    from gapo_megatron.ops.convert.directions import Options
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+EXIT_CODES = """\
+exit codes: 0; 1 damaged weights, a failed check, a disk that fills up; 2 options, a config, a
+folder or a disk that cannot be used; 130 interrupted. What did not end with 0 has made no output.
+docs/conversion.md says what the checks see and draws the layouts.
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what both tools take besides their folders."""
+    parser.add_argument(
+        "--verify",
+        choices=("none", "sample", "full"),
+        default="sample",
+        help="what is read back from the output and compared bit for bit: nothing, some of every "
+        "kind and file (default), or all; sample and full compare the logits of both sides too",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("keep", *_DTYPES),
+        default="keep",
+        help="cast every tensor (default: keep each one's own)",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the result of an earlier conversion, once all is well",
+    )
+    parser.add_argument(
+        "--workers",
+        type=_positive,
+        default=4,
+        metavar="N",
+        help="threads; each holds a few parameters in memory (default: 4)",
+    )
+
+
+def options(arguments: argparse.Namespace) -> Options:
+    """The options of `add_options`, as a conversion takes them."""
+    import torch  # seconds
+
+    from gapo_megatron.ops.convert.directions import Options
+
+    name = _DTYPES.get(arguments.dtype)
+    return Options(
+        mode=arguments.verify,
+        dtype=getattr(torch, name) if name else None,
+        replace=arguments.overwrite,
+        num_threads=arguments.workers,
+    )
+
+
+def run(convert: Callable[[], None]) -> int:
+    """Call `convert`; its exit code: 0, 1 failed, 2 usage or config, 130 interrupted."""
+    try:
+        convert()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (GapoError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the output was not made", file=sys.stderr)
+        return 130
+    return 0
+
+
+def to_bytes(text: str) -> int:
+    """Read a size as Hugging Face writes it: 5GB is 5 * 10^9 bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]B)", text.upper())
+    number = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 500MB or 5GB")
+    return number
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
+    return int(text)

@@ -1,0 +1,341 @@
+"""Convert a model, and refuse to lie about it: what the two conversion tools do, in order.
+
+What headers can tell is checked before a byte is written. The output is written under a temporary
+name, and gets its own when it has passed the gate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from gapo_megatron.errors import ConfigError, ConversionError
+from gapo_megatron.hf.config_check import check_config, compare_configs, read_config
+from gapo_megatron.hf.folder import REPORT_NAME, new_folder
+from gapo_megatron.hf.manifest import MANIFEST_NAME, find_damage
+from gapo_megatron.hf.megatron_record import TRACKER, Found, find_megatron
+from gapo_megatron.hf.model_folder import check_dtypes, check_model_folder
+from gapo_megatron.hf.torch_dist import MegatronFolder, write_megatron
+from gapo_megatron.hf.weights import MAX_SHARD_BYTES, HfFolder, carry_over, write_hf_weights
+from gapo_megatron.hf.workers import worker_pool
+from gapo_megatron.io.files import real
+from gapo_megatron.models.rope import read_rope
+from gapo_megatron.models.rules import Place, Rule
+from gapo_megatron.models.tables import Geometry, rules_for
+from gapo_megatron.ops.convert.progress import Pass, progress, waiting
+from gapo_megatron.ops.convert.report import write_report
+from gapo_megatron.ops.convert.verify import (
+    Mode,
+    Part,
+    Side,
+    cast,
+    check_tensors,
+    kept_dtypes,
+    num_bytes_to_read,
+    verify,
+)
+
+OVERWRITE = "; --overwrite replaces the result of a conversion"
+"""What the two tools offer where an output exists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What both directions can be told."""
+
+    mode: Mode = "sample"
+    """What of the output is read back and compared."""
+    dtype: torch.dtype | None = None
+    """Cast to it; None keeps every tensor's own."""
+    replace: bool = False
+    """An output that exists is replaced, not an error."""
+    num_threads: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A conversion that passed its gate."""
+
+    output: Path
+    parts: Sequence[Part]
+    checks: Mapping[str, str]
+    """Check -> what it found."""
+    written: Pass
+
+
+def hf_to_megatron(hf_dir: Path, megatron_dir: Path, options: Options) -> Result:
+    """Make a Megatron folder of a Hugging Face folder.
+
+    Raises:
+        ConfigError: a folder or config that cannot be used, an output that exists, too little
+            space; before a byte is written.
+        ConversionError: a tensor that is missing, extra, misshapen or damaged, a config that
+            contradicts the weights, an output that differs from its source; there is no output.
+    """
+    _check_apart(megatron_dir, hf_dir)
+    hf = HfFolder(hf_dir)
+    check_model_folder(hf_dir, weights=False)  # theirs come next
+    hf_config = check_config(hf.root, hf.entries)
+    rules = rules_for(hf_config)
+    left_out = check_tensors(hf, rules)
+    dtypes = _all(rules, options.dtype) or kept_dtypes(hf, rules)
+    checks = {"config": f"agrees with the weights: {_describe(hf_config)}"}
+    if left_out:
+        checks["left out"] = f"{', '.join(left_out)}: the rest of the model determines them"
+
+    def read(rule: Rule, place: Place) -> Tensor:
+        tensors = []
+        for name in rule.hf_names(place):
+            where = f"{hf.root / hf.entries[name].file}: {name}"
+            tensors.append(cast(hf.read(name), options.dtype, name=where))
+        return rule.merge(tensors, place)
+
+    num_bytes = _num_bytes(rules, dtypes)
+    with new_folder(
+        megatron_dir,
+        num_bytes=num_bytes,
+        replace=options.replace,
+        is_ours=(megatron_dir / REPORT_NAME).is_file(),
+        advice=OVERWRITE,
+    ) as folder:
+        release, side_files = folder / "release", folder / "hf"
+        release.mkdir()
+        with progress("convert", num_bytes) as (written, on_bytes):
+            write_megatron(
+                read,
+                rules,
+                hf_config=hf_config,
+                dtypes=dtypes,
+                output_dir=release,
+                num_threads=options.num_threads,
+                on_bytes=on_bytes,
+            )
+        (folder / TRACKER).write_text("release", encoding="utf-8")
+        side_files.mkdir()
+        carry_over(hf_dir, side_files, dtype=_new_dtype(hf_config, dtypes))
+        parts, more = _gate(hf, MegatronFolder(folder, rules), rules, options, written="megatron")
+        checks |= more
+        write_report(folder, source=hf_dir, dtypes=dtypes.values(), checks=checks)
+    return Result(megatron_dir, parts, checks, written)
+
+
+def megatron_to_hf(
+    megatron_dir: Path,
+    hf_dir: Path,
+    options: Options,
+    *,
+    hf_config_dir: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Result:
+    """Make a Hugging Face folder of a Megatron folder, whoever wrote it.
+
+    Args:
+        megatron_dir: see `MegatronFolder`.
+        hf_dir: folder to make.
+        options: see `Options`.
+        hf_config_dir: folder with config.json, tokenizer and what else is not weights; None takes
+            the one the Megatron folder brings.
+        max_shard_bytes: of a safetensors file.
+
+    Raises:
+        ConfigError, ConversionError: see `hf_to_megatron`; also a Megatron folder that states
+            another model than config.json does, or a file that is not what its manifest says.
+    """
+    found = find_megatron(megatron_dir)
+    side_files = hf_config_dir or found.hf_dir
+    if side_files is None:
+        raise ConfigError(
+            f"Megatron folder {found.root} brings no config.json: name a folder of the model that "
+            "has one, and its tokenizer, by --hf-config"
+        )
+    _check_apart(hf_dir, found.root, side_files)
+    check_model_folder(side_files, weights=False)
+    hf_config = read_config(side_files)
+    for source, record in found.records.items():
+        compare_configs(hf_config, record, source=str(source))
+    rules = rules_for(hf_config)
+    megatron = MegatronFolder(found, rules)
+    check_dtypes(megatron.root, megatron.entries)
+    dtypes = _all(rules, options.dtype) or kept_dtypes(megatron, rules)
+    checks = {
+        "config": f"{side_files / 'config.json'}: {_describe(hf_config)}",
+        "record": ", ".join(map(str, found.records)) + " say the same"
+        if found.records
+        else "none: rope, norm epsilon and the like are taken from config.json unchecked",
+    }
+    if padding := _num_padding_rows(megatron, rules):
+        checks["padding"] = (
+            f"{padding} rows behind the vocabulary's {hf_config.vocab_size} left out"
+        )
+    checks["files"] = _check_digests(found, options.num_threads)
+
+    def read(rule: Rule, place: Place) -> Tensor:
+        where = f"{found.root}: {rule.megatron_name(place)}"
+        return cast(megatron.read(rule, place), options.dtype, name=where)
+
+    num_bytes = _num_bytes(rules, dtypes)
+    with new_folder(
+        hf_dir,
+        num_bytes=num_bytes,
+        replace=options.replace,
+        is_ours=(hf_dir / REPORT_NAME).is_file(),
+        advice=OVERWRITE,
+    ) as folder:
+        with progress("convert", num_bytes) as (written, on_bytes):
+            write_hf_weights(
+                read,
+                rules,
+                dtypes=dtypes,
+                output_dir=folder,
+                max_shard_bytes=max_shard_bytes,
+                num_threads=options.num_threads,
+                on_bytes=on_bytes,
+            )
+        carry_over(side_files, folder, dtype=_new_dtype(hf_config, dtypes))
+        hf = HfFolder(folder)
+        check_config(hf.root, hf.entries)
+        parts, more = _gate(hf, megatron, rules, options, written="hf")
+        checks |= more
+        write_report(folder, source=found.root, dtypes=dtypes.values(), checks=checks)
+    return Result(hf_dir, parts, checks, written)
+
+
+def _check_digests(found: Found, num_threads: int) -> str:
+    """Compare all files with the digests of the manifest, where there is one; what was found."""
+    if found.manifest is None:
+        return f"not compared with a digest: there is no {MANIFEST_NAME}, which a run's have"
+    files = found.manifest.files
+    num_bytes = sum(entry.num_bytes for entry in files.values())
+    with (
+        progress("digests", num_bytes) as (reading, on_bytes),
+        worker_pool(num_threads, on_bytes) as (pool, on_bytes),
+    ):
+        for damage in pool.map(
+            lambda item: find_damage(found.root, dict([item]), on_bytes=on_bytes), files.items()
+        ):
+            if damage:
+                raise ConversionError(damage)
+    return f"{len(files)} files have the SHA-256 that {MANIFEST_NAME} says ({reading})"
+
+
+def _gate(
+    hf: HfFolder,
+    megatron: MegatronFolder,
+    rules: Sequence[Rule],
+    options: Options,
+    *,
+    written: Side,
+) -> tuple[list[Part], dict[str, str]]:
+    """Compare what was written with what it was made of; what was found, by check."""
+    num_bytes = num_bytes_to_read(hf, megatron, rules, options.mode)
+    with progress("verify", num_bytes) as (reading, on_bytes):
+        report = verify(
+            hf,
+            megatron,
+            rules,
+            written=written,
+            dtype=options.dtype,
+            mode=options.mode,
+            num_threads=options.num_threads,
+            on_bytes=on_bytes,
+        )
+    checks = {
+        "accounting": f"{report.num_elements:,} elements: {len(hf.entries)} Hugging Face tensors, "
+        f"{report.num_parameters} Megatron parameters under {len(megatron.entries)} keys"
+    }
+    if options.mode == "none":
+        checks |= dict.fromkeys(("round trip", "logits"), "not made: --verify none")
+        return report.parts, checks
+    checks["round trip"] = (
+        f"{report.num_compared} of {report.num_parameters} parameters equal bit for bit ({reading})"
+    )
+    checks["logits"] = _compare_logits(hf, megatron, options.dtype)
+    return report.parts, checks
+
+
+def _compare_logits(hf: HfFolder, megatron: MegatronFolder, dtype: torch.dtype | None) -> str:
+    """Raise ConversionError unless both folders give the same logits; else say how close."""
+    # Megatron-core: seconds that --verify none does not need.
+    from gapo_megatron.ops.convert import logits_check
+
+    if reason := logits_check.obstacle(hf.root):
+        return f"not compared: {reason}"
+    with waiting("logits"), _quiet():
+        logits = logits_check.compare_logits(hf.root, megatron.root, dtype=dtype)
+    if not logits.agrees:
+        raise ConversionError(
+            f"{megatron.root} and {hf.root} hold the same numbers, but not the same model: "
+            f"logits {logits}"
+        )
+    return str(logits)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the libraries say of themselves: the report is what is to be read."""
+    bars, disabled = transformers_logging.is_progress_bar_enabled(), logging.root.manager.disable
+    transformers_logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _all(rules: Sequence[Rule], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    return {rule.megatron: dtype for rule in rules} if dtype else {}
+
+
+def _check_apart(output: Path, *sources: Path) -> None:
+    """Raise ConfigError where making `output` would replace what is read."""
+    for source in sources:
+        if real(source).is_relative_to(real(output)):
+            raise ConfigError(f"output folder {output} is, or holds, the source {source}")
+
+
+def _new_dtype(
+    hf_config: PretrainedConfig, dtypes: Mapping[str, torch.dtype]
+) -> torch.dtype | None:
+    """What config.json has to say of the weights' dtype, unless it does."""
+    stored = set(dtypes.values())
+    return stored.pop() if len(stored) == 1 and stored != {hf_config.dtype} else None
+
+
+def _num_padding_rows(megatron: MegatronFolder, rules: Sequence[Rule]) -> int:
+    """Rows of the vocabulary's tensors that config.json does not count."""
+    embedding = next(rule for rule in rules if rule.vocab_padded)
+    (home,) = megatron.homes[embedding.megatron, Place()]
+    return megatron.entries[home.key].shape[0] - embedding.full_shape[0]
+
+
+def _num_bytes(rules: Sequence[Rule], dtypes: Mapping[str, torch.dtype]) -> int:
+    """Of the weights, in either format."""
+    return sum(
+        math.prod(rule.full_shape) * len(rule.places) * dtypes[rule.megatron].itemsize
+        for rule in rules
+        if not rule.tied
+    )
+
+
+def _describe(hf_config: PretrainedConfig) -> str:
+    g, rope = Geometry.of(hf_config), read_rope(hf_config.to_dict())
+    scaled = f", {rope.kind} scaling by {rope.scaling['factor']:g}" if rope.scaling else ""
+    return (
+        f"{hf_config.model_type}, {g.num_layers} layers of {g.hidden}, {g.heads} query and "
+        f"{g.kv_heads} key/value heads of {g.head_dim}, vocabulary of {g.vocab}"
+        f"{' (tied)' if g.tied else ''}, rope base {rope.base:g}{scaled}"
+    )

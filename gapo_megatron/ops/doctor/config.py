@@ -1,0 +1,90 @@
+"""Section `config`: model, data, and the world size that this machine or job would give it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gapo_megatron.ops.doctor.ask import Answer, probe_code
+from gapo_megatron.ops.doctor.finding import Finding, judge
+from gapo_megatron.ops.doctor.machine import num_gpus
+from gapo_megatron.ops.launch.node_checks import CommandError
+
+Sections = dict[str, Any]
+"""A valid config: its sections, each a dict."""
+
+
+def config_code(path: str, env: Mapping[str, str]) -> str:
+    """Python that answers with the config, its model, and what it means on the ranks here.
+
+    Those are the job's, or one per GPU: a single task is as a rule this look (`srun -n1`), not
+    the run.
+    """
+    num_tasks = int(env.get("SLURM_NTASKS") or env.get("WORLD_SIZE") or 1)
+    world_size = num_tasks if num_tasks > 1 else num_gpus(env)
+    return probe_code(f"config({path!r}, {world_size})")
+
+
+def judge_config(answer: Answer, path: str) -> tuple[Sections | None, list[Finding]]:
+    """The config, None where it is wrong or cannot be read, and what there is to say of it.
+
+    Args:
+        answer: of `config_code`.
+        path: that it was asked for.
+    """
+    if isinstance(answer, CommandError):
+        advice = "mend what is said of packages and libraries above"
+        detail = f"{path} not read: {answer}"
+        return None, [Finding("config", "config", "fail", detail, advice)]
+    if "error" in answer:
+        return None, [Finding("config", "config", "fail", answer["error"], "see docs and configs/")]
+    config = answer["config"]
+    return config, [
+        Finding("config", "config", "ok", f"{path} is valid"),
+        _judge_model(answer["model"], config),
+        *_look_at_data(config),
+        _judge_world_size(answer["world_size"]),
+    ]
+
+
+def _judge_model(answer: dict[str, Any], config: Sections) -> Finding:
+    """Whether config, tokenizer and weights are there and fit each other and the parallel sizes."""
+    if "error" not in answer:
+        detail = f"{answer['architecture']}, weights of {answer['weights']}"
+        return Finding("config", "model", "ok", detail)
+    folder = config["model"]["hf_dir"]
+    advice = (
+        "make demo makes it" if config["supervised"] else f"hf download --local-dir {folder} ..."
+    )
+    if Path(folder).is_dir():
+        advice = "training would end with this error: another folder, or other parallel sizes"
+    return Finding("config", "model", "fail", answer["error"], advice)
+
+
+def _judge_world_size(answer: dict[str, Any]) -> Finding:
+    if "error" in answer:
+        advice = "ranks: one per GPU of the job"
+        return Finding("config", "world_size", "fail", answer["error"], advice)
+    detail = (
+        "{world_size} = {cut}; "
+        "{rollout_sequences:,} sequences a step; any multiple of {smallest} will do"
+    ).format_map(answer)
+    return Finding("config", "world_size", "ok", detail)
+
+
+def _look_at_data(config: Sections) -> Iterator[Finding]:
+    """Files of problems."""
+    least = {"train_path": config["batch"]["rollout_prompts"], "eval_path": 1}
+    for name, count in least.items():
+        if path := config["data"][name]:
+            yield _look_at_file(name, Path(path), least=count)
+
+
+def _look_at_file(name: str, path: Path, *, least: int) -> Finding:
+    if not path.is_file():
+        return Finding("config", name, "fail", f"no file {path}", "see docs/data.md")
+    with path.open("rb") as lines:
+        count = sum(1 for line in lines if line.strip())
+    advice = "a batch repeats no problem: more problems, or a smaller batch.rollout_prompts"
+    return judge("config", name, count >= least, f"{path}: {count:,} problems", advice)

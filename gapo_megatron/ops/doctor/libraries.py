@@ -1,0 +1,204 @@
+"""Section `libraries`: what brings kernels with it, and whether it loads here.
+
+What GPUs are needed for was NOT YET RUN ON A GPU: Transformer Engine, flash-attn and NCCL.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from gapo_megatron.ops.doctor.ask import Answer
+from gapo_megatron.ops.doctor.finding import Finding, Status, judge
+from gapo_megatron.ops.doctor.machine import num_gpus
+from gapo_megatron.ops.doctor.program import distributions
+from gapo_megatron.ops.launch.node_checks import CommandError
+
+Ask = Callable[[str], Answer]
+
+PIP = f"{sys.executable} -m pip"
+SETUP = "tools/setup_gpu_env.sh"
+"""Makes the environment of requirements/gpu.txt."""
+TORCH = """\
+import json, time; start = time.time(); import torch
+cuda = torch.version.cuda
+with open("/proc/self/maps") as maps:
+    nccl = sorted({line.split()[-1] for line in maps if "/libnccl.so" in line})
+print(json.dumps({
+    "version": torch.__version__, "cuda": cuda, "seconds": round(time.time() - start, 1),
+    "num_gpus": torch.cuda.device_count(), "cudnn": torch.backends.cudnn.version(),
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None, "nccl_paths": nccl,
+}))
+"""
+# torch first, as in the trainer: it loads NCCL, which in a virtual environment nothing else finds.
+TRANSFORMER_ENGINE = """\
+import json, torch, transformer_engine, transformer_engine.pytorch, transformer_engine_torch
+print(json.dumps({"version": transformer_engine.__version__,
+                  "path": transformer_engine_torch.__file__}))
+"""
+# Megatron-core imports them in this way and order, and takes what fails with an ImportError as
+# not installed.
+APEX = "import apex, apex.optimizers, apex.normalization, amp_C; print('{}')"
+FLASH_ATTENTION = {"flash-attn": "flash_attn", "flash-attn-3": "flash_attn_interface"}
+"""Distributions, and the module that Transformer Engine imports of each."""
+FLASHINFER_KERNELS = ("flashinfer-cubin", "flashinfer-jit-cache")
+"""Distributions with its compiled kernels, which have its version."""
+
+
+def look_at_libraries(torch: Answer, ask: Ask, env: Mapping[str, str]) -> Iterator[Finding]:
+    """torch, Transformer Engine, apex, flash-attn, Triton, NCCL; vLLM is tried as the rollout.
+
+    Args:
+        torch: the answer to `TORCH`.
+        ask: puts code to an interpreter of its own.
+        env: of this process.
+    """
+    here = distributions()
+    yield judge_torch(torch, num_gpus=num_gpus(env))
+    facts = {} if isinstance(torch, CommandError) else torch
+    yield look_at_transformer_engine(here, facts, ask)
+    yield look_at_apex(here.get("apex"), ask)
+    yield look_at_flash_attention(here, ask)
+    yield look_at_triton(facts, ask)
+    if facts.get("cuda"):
+        if "flashinfer-python" in here:
+            yield judge_flashinfer({name: one.version for name, one in here.items()})
+        packaged = next((one for name, one in here.items() if name.startswith("nvidia-nccl")), None)
+        yield judge_nccl(facts, packaged)
+
+
+def judge_torch(answer: Answer, *, num_gpus: int) -> Finding:
+    """Build of torch, and whether it sees the GPUs.
+
+    Args:
+        answer: to `TORCH`.
+        num_gpus: that the driver shows.
+    """
+    if isinstance(answer, CommandError):
+        return Finding("libraries", "import torch", "fail", str(answer), "install torch anew")
+    cuda, seen = answer["cuda"], answer["num_gpus"]
+    build = f"CUDA {cuda}, cuDNN {answer['cudnn']}, sees {seen} GPUs" if cuda else "CPUs"
+    detail = f"{answer['version']}, built for {build}; took {answer['seconds']} s"
+    good = seen > 0 or num_gpus == 0
+    advice = "the driver is too old for this torch" if cuda else "the GPUs here stay unused"
+    bad: Status = "fail" if cuda else "warn"
+    return judge("libraries", "import torch", good, detail, advice, bad=bad)
+
+
+def look_at_transformer_engine(
+    here: Mapping[str, metadata.Distribution], torch: Mapping[str, Any], ask: Ask
+) -> Finding:
+    """Whether its compiled part loads with this torch.
+
+    Args:
+        here: what is installed.
+        torch: the answer to `TORCH`; empty where torch does not load.
+        ask: puts code to an interpreter of its own.
+    """
+    name = "import transformer_engine"
+    cuda = torch.get("cuda")
+    if importlib.util.find_spec("transformer_engine") is None:
+        if not cuda:
+            return Finding("libraries", name, "ok", "not installed; it needs a GPU")
+        advice = f"faster layers, attention and optimizer, and fp8: {SETUP}"
+        return Finding("libraries", name, "warn", "not installed", advice)
+    # Where there is a GPU, the trainer takes it for granted that an installed one works.
+    bad: Status = "fail" if torch.get("num_gpus") else "warn"
+    built_for = [core.removeprefix("transformer-engine-cu") for core in here if "engine-cu" in core]
+    major = (cuda or "").partition(".")[0]
+    if cuda and built_for and major not in built_for:
+        detail = f"its core is built for CUDA {', '.join(built_for)}, torch for {cuda}"
+        advice = f"{PIP} uninstall transformer-engine-cu{built_for[0]}; then {SETUP}"
+        return Finding("libraries", name, bad, detail, advice)
+    answer = ask(TRANSFORMER_ENGINE)
+    if isinstance(answer, CommandError):
+        advice = f"compile it against the torch that is here, as {SETUP} does; or uninstall it"
+        return Finding("libraries", name, bad, str(answer), advice)
+    return Finding("libraries", name, "ok", f"{answer['version']} ({answer['path']})")
+
+
+def look_at_apex(installed: metadata.Distribution | None, ask: Ask) -> Finding:
+    """NVIDIA's apex, or the package of that name on the public index, which is something else.
+
+    The other one is never imported: that runs its code, and fails for want of its web framework.
+    """
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        detail = "not installed, not needed: Megatron-core takes Transformer Engine's kernels first"
+        return Finding("libraries", "apex", "ok", detail)
+    version = f"version {installed.version}" if installed else "of no distribution"
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not any((folder / "optimizers").is_dir() for folder in folders):
+        summary = installed.metadata["Summary"] if installed else None
+        detail = f"not NVIDIA's, but {summary or spec.origin!r}, {version}"
+        advice = f"{PIP} uninstall apex; nothing has to take its place"
+        return Finding("libraries", "apex", "warn", detail, advice)
+    answer = ask(APEX)
+    if isinstance(answer, CommandError):
+        advice = f"{PIP} uninstall apex, or build it with its CUDA extensions; it is not needed"
+        return Finding("libraries", "apex", "warn", f"NVIDIA's, {version}: {answer}", advice)
+    return Finding("libraries", "apex", "ok", f"NVIDIA's, {version}; not needed")
+
+
+def look_at_flash_attention(here: Mapping[str, metadata.Distribution], ask: Ask) -> Finding:
+    """Versions 2 and 3, of which Transformer Engine may choose one."""
+    found = {package: module for package, module in FLASH_ATTENTION.items() if package in here}
+    if not found:
+        detail = "not installed, not needed: Transformer Engine has cuDNN's, vLLM brings its own"
+        return Finding("libraries", "flash-attn", "ok", detail)
+    answers = {name: ask(f"import {module}; print('{{}}')") for name, module in found.items()}
+    broken = [name for name, answer in answers.items() if isinstance(answer, CommandError)]
+    detail = ", ".join(f"{name} {here[name].version}" for name in found)
+    detail += "".join(f"; {name}: {answers[name]}" for name in broken)
+    advice = f"Transformer Engine imports it: {PIP} uninstall {' '.join(broken)}; it is not needed"
+    return judge("libraries", "flash-attn", not broken, detail, advice, bad="warn")
+
+
+def look_at_triton(torch: Mapping[str, Any], ask: Ask) -> Finding:
+    """Triton compiles the log-prob kernels on a GPU, and whatever vLLM has torch compile."""
+    if importlib.util.find_spec("triton") is None:
+        detail = "not installed"
+        advice = "pip installs it with a torch for CUDA"
+        return judge("libraries", "import triton", not torch.get("cuda"), detail, advice)
+    answer = ask("import json, triton; print(json.dumps({'version': triton.__version__}))")
+    if isinstance(answer, CommandError):
+        bad: Status = "fail" if torch.get("num_gpus") else "warn"
+        advice = "reinstall the triton that this torch asks for"
+        return Finding("libraries", "import triton", bad, str(answer), advice)
+    return Finding("libraries", "import triton", "ok", str(answer["version"]))
+
+
+def judge_flashinfer(versions: Mapping[str, str]) -> Finding:
+    """Whether its kernels are here, compiled: else vLLM compiles them at start, on every node.
+
+    Args:
+        versions: of what is installed, by normal name; FlashInfer is.
+    """
+    wanted = versions["flashinfer-python"]
+    found = {name: versions.get(name, "not installed") for name in FLASHINFER_KERNELS}
+    good = all(version.partition("+")[0] == wanted for version in found.values())
+    detail = f"{wanted}; " + ", ".join(f"{name} {version}" for name, version in found.items())
+    advice = f"{sys.executable} -m flashinfer download-kernels (vLLM's own command needs a GPU)"
+    return judge("libraries", "flashinfer", good, detail, advice, bad="warn")
+
+
+def judge_nccl(torch: Mapping[str, Any], packaged: metadata.Distribution | None) -> Finding:
+    """The NCCL that a process has loaded with torch, against the one installed for it.
+
+    Args:
+        torch: the answer to `TORCH`, for a build with CUDA.
+        packaged: the distribution of NCCL, if there is one.
+    """
+    loaded, paths = torch["nccl"], torch["nccl_paths"]
+    detail = f"{loaded} ({', '.join(paths) or 'part of torch'})"
+    advice = "another one comes first: look at LD_PRELOAD and LD_LIBRARY_PATH"
+    if len(paths) > 1:
+        return Finding("libraries", "nccl", "warn", f"two are loaded: {detail}", advice)
+    same = packaged is None or packaged.version.startswith(loaded)
+    if not same and packaged is not None:
+        detail += f"; {packaged.metadata['Name']} {packaged.version} is installed"
+    return judge("libraries", "nccl", same, detail, advice, bad="warn")

@@ -1,0 +1,72 @@
+"""Section `machine`: CPUs, memory, GPUs and their links, the disk of the runs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from gapo_megatron.ops.doctor.finding import Finding, Status, from_check, judge
+from gapo_megatron.ops.launch import node_checks
+from gapo_megatron.ops.launch.node_checks import CommandError, run_command
+
+LOCAL_FILE_SYSTEMS = ("btrfs", "ext", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
+
+
+def num_gpus(env: Mapping[str, str]) -> int:
+    """GPUs that the driver shows and CUDA_VISIBLE_DEVICES leaves."""
+    try:
+        return len(node_checks.visible_gpus(node_checks.read_gpus(), env))
+    except CommandError:  # none; where there should be some, `gpus` tells
+        return 0
+
+
+def look_at_machine(env: Mapping[str, str]) -> Iterator[Finding]:
+    """CPUs, memory, /dev/shm, GPUs and how they are linked."""
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("machine", "cpu", "ok", f"{cores} of {os.cpu_count()} cores, {platform.node()}")
+    advice = "who uses it? ps aux --sort -rss"
+    yield from_check("machine", node_checks.check_memory(env), advice, bad="warn")
+    yield from_check("machine", node_checks.check_shm(), "containers: --shm-size=16g, --ipc=host")
+    advices = {
+        "gpus": "nvidia-smi, dmesg | grep -i xid; then another node, and tell the operators",
+        "gpu_memory": "fine on a shared node; a job's own node should be empty: stray processes?",
+        "gpu_errors": "the GPU needs a reset: tell the operators",
+    }
+    for check in node_checks.check_gpus(env):
+        bad: Status = "warn" if check.name == "gpu_memory" else "fail"
+        yield from_check("machine", check, advices[check.name], bad=bad)
+    if shutil.which("nvidia-smi"):
+        yield from _look_at_links()
+
+
+def _look_at_links() -> Iterator[Finding]:
+    try:
+        gpus = node_checks.read_gpus()
+        links = node_checks.parse_links(run_command("nvidia-smi", "topo", "-m"))
+    except CommandError as error:
+        yield Finding("machine", "nvlink", "warn", str(error))
+        return
+    if gpus:
+        yield Finding("machine", "driver", "ok", gpus[0].driver)
+    if links:
+        shown = ", ".join(sorted(set(links)))
+        advice = "tensor parallelism needs NVLink: keep it to GPUs that have it"
+        good = all(link.startswith("NV") for link in links)
+        yield judge("machine", "nvlink", good, f"GPUs linked by {shown}", advice, bad="warn")
+
+
+def look_at_run_dir(output_dir: str, *, on_cluster: bool) -> Iterator[Finding]:
+    """The disk that runs are written to."""
+    folder = Path(output_dir).absolute()
+    folder = next(path for path in (folder, *folder.parents) if path.is_dir())
+    advice = "choose another run.output_dir, or make room"
+    yield from_check("machine", node_checks.check_run_dir(folder), advice)
+    space = node_checks.check_disk_space(folder, min_free_gib=node_checks.MIN_FREE_GIB)
+    yield from_check("machine", space, advice, bad="warn")
+    kind = run_command("stat", "--file-system", "--format=%T", str(folder)).strip()
+    good = not on_cluster or not kind.startswith(LOCAL_FILE_SYSTEMS)
+    advice = f"{kind} is of this machine alone, as a rule: all nodes must see run.output_dir"
+    yield judge("machine", "shared_disk", good, f"{folder} is on {kind}", advice, bad="warn")

@@ -1,0 +1,220 @@
+"""What needs the trainer's own code to find out. Each function runs in a process of its own.
+
+On a GPU: NOT YET RUN.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from gapo_megatron.config import Config, load_config, parse_config
+from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.hf.headers import find_files
+from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.logprob import choose_implementation
+from gapo_megatron.models.rules import hf_shapes
+from gapo_megatron.models.tables import rules_for
+from gapo_megatron.run import processes as environment
+from gapo_megatron.types import Batch
+
+# Of one layer, with sizes that every kernel takes.
+_MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "vocab_size": 512,
+}
+_TIMEOUT_S = 120
+_MOST_PROCESSES = 2**14
+_NUM_TOKENS = 64
+"""Of each sequence: 16 of the prompt, the others of the response."""
+
+
+def policy(**model: str) -> None:
+    """Build a tiny policy as the trainer does, update it once, and print what it is made of.
+
+    Args:
+        model: settings of `model`, `hf_dir` apart.
+    """
+    os.environ |= {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}  # read when it is imported
+    from gapo_megatron.learn.update import update
+    from gapo_megatron.models.fp8 import RECIPES
+    from gapo_megatron.policy import Policy, initialize
+    from gapo_megatron.policy.precision import check_fp8
+
+    def why_not(fp8_recipe: str) -> str:
+        try:
+            check_fp8(fp8_recipe)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    world = environment.start(_TIMEOUT_S)
+    attention_backend = _listen()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
+        tree: dict[str, Any] = {
+            "run": {"output_dir": folder, "num_steps": 1},
+            "model": {"hf_dir": folder, **model},
+            "data": {"train_path": "unused"},
+            "rollout": {"max_response_tokens": _NUM_TOKENS},
+            "reward": {"kind": "exact"},
+        }
+        config = parse_config(tree, source="doctor")
+        built = Policy.build(config, initialize(config.parallel), world.device)
+    shapes = hf_shapes(rules_for(built.hf_config))
+    built.load_hf_weights((name, 0.02 * torch.randn(shape)) for name, shape in shapes.items())
+    microbatch = built.pack(_batch(num_sequences=2), (0, 1))
+    result = update(built, [microbatch], lambda _, log_probs, __: (-log_probs.mean(), {}))
+    assert result.grad_norm > 0, result
+
+    layer = built.stages[0].decoder.layers[0]
+    is_cuda = world.device.type == "cuda"
+    optimizer = getattr(built.optimizer, "chained_optimizers", [built.optimizer])[0].optimizer
+    dtype = built.stages[0].config.params_dtype
+    _print(
+        device=world.device.type,
+        gpu=torch.cuda.get_device_name() if is_cuda else "",
+        transformer_engine=built.stages[0].uses_transformer_engine,
+        layers=_where(type(layer.self_attention.linear_qkv)),
+        attention=_where(type(layer.self_attention.core_attention)),
+        attention_backend=next(iter(attention_backend), ""),
+        norm=_where(type(built.stages[0].decoder.final_layernorm)),
+        optimizer=_where(type(optimizer)),
+        log_probs=choose_implementation(world.device, dtype, built.head).__name__,
+        fp8={recipe: why_not(recipe) for recipe in RECIPES},
+        collectives=world.backend,
+    )
+
+
+def rollout(precision: str) -> None:
+    """Import the rollout engine as the trainer does, and print what vLLM it found.
+
+    Args:
+        precision: `model.precision`.
+    """
+    from gapo_megatron.rollout.vllm.installation import installation
+
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    _print(**asdict(installation(dtype)))
+
+
+def config(path: str, world_size: int) -> None:
+    """Print a config, resolved, its model, and what it means on so many processes.
+
+    Args:
+        path: of the TOML file.
+        world_size: 0: as few as it takes.
+    """
+    try:
+        settings = load_config(path)
+    except ConfigError as error:  # of many lines
+        _print(error=str(error))
+    _print(**look_at_config(settings, world_size=world_size))
+
+
+def look_at_config(settings: Config, *, world_size: int) -> dict[str, Any]:
+    """What `config` prints of a valid one."""
+    return {
+        "config": settings.model_dump(mode="json"),
+        "model": _or_error(lambda: _model(settings)),
+        "world_size": _or_error(lambda: _arithmetic(settings, world_size)),
+    }
+
+
+def _or_error(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return look()
+    except GapoError as error:
+        return {"error": str(error)}
+
+
+def _model(settings: Config) -> dict[str, Any]:
+    """Opens the model as the trainer does; of the weights it reads headers."""
+    from gapo_megatron.data.tokenizer import load_tokenizer
+    from gapo_megatron.models.checks import check_shapes
+    from gapo_megatron.policy.load import check_megatron_dir
+    from gapo_megatron.policy.model import read_hf_config
+
+    hf_dir, megatron_dir = settings.model.hf_dir, settings.model.megatron_dir
+    facts = check_model_folder(hf_dir, weights=not megatron_dir, field="model.hf_dir")
+    hf_config = read_hf_config(hf_dir)
+    check_shapes(hf_config, settings.parallel, settings.model)
+    load_tokenizer(hf_dir, facts=facts)
+    if megatron_dir:
+        check_megatron_dir(settings, hf_config)
+    else:
+        find_files(hf_dir)
+    return {"architecture": hf_config.architectures[0], "weights": megatron_dir or hf_dir}
+
+
+def _arithmetic(settings: Config, world_size: int) -> dict[str, Any]:
+    from gapo_megatron.ops import dry_run
+
+    def fits(size: int) -> bool:
+        try:
+            dry_run.arithmetic(settings, world_size=size)
+        except ConfigError:
+            return False
+        return True
+
+    smallest = next(filter(fits, range(1, _MOST_PROCESSES)), 1)
+    counts = dry_run.arithmetic(settings, world_size=world_size or smallest)
+    return {"smallest": smallest, "cut": counts.cut, **asdict(counts)}
+
+
+def _listen() -> list[str]:
+    """Collects which attention Transformer Engine runs, as it says in its log under NVTE_DEBUG."""
+    said: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            message = record.getMessage()
+            if message.startswith("Running with "):
+                said.append(message.removeprefix("Running with "))
+
+    logging.getLogger().addHandler(Ear())
+    return said
+
+
+def _batch(num_sequences: int) -> Batch:
+    prompt, response = np.split(np.arange(_NUM_TOKENS, dtype=np.int32), [16])
+    zeros = torch.zeros(num_sequences, dtype=torch.int64)
+    return Batch(
+        prompt_ids=[prompt] * num_sequences,
+        response_ids=[response] * num_sequences,
+        rollout_log_probs=[np.zeros(len(response), dtype=np.float32)] * num_sequences,
+        advantages=torch.ones(num_sequences, dtype=torch.float64),
+        num_correct=zeros,
+        group_size=zeros,
+        valid=torch.ones(num_sequences, dtype=torch.bool),
+    )
+
+
+def _where(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _print(**facts: Any) -> NoReturn:
+    print(json.dumps(facts), flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # tearing engines and process groups down takes time and may hang

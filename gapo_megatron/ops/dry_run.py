@@ -1,0 +1,339 @@
+"""`train --dry-run`: the resolved config, and what it means in processes, sequences and shapes.
+
+Reads the config, the model's config.json and the length of the dataset where they exist. Builds no
+model, starts no process group, needs no GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gapo_megatron import rewards
+from gapo_megatron.config import Config, ParallelConfig, load_config
+from gapo_megatron.config.counts import Arithmetic, arithmetic, layers_of_stages, num_begun
+from gapo_megatron.config.rules import check_paths
+from gapo_megatron.config.toml_tree import to_toml
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.hf.manifest import list_steps
+from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.io.run_folder import checkpoints_dir
+from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.models.config_json import ModelFacts
+from gapo_megatron.models.fp8 import is_quantised
+from gapo_megatron.models.published import find_model
+from gapo_megatron.models.rules import Rule, shard_size
+from gapo_megatron.models.tables import rules_for
+from gapo_megatron.run.fail_fast import fail_fast
+from gapo_megatron.run.restart import check_not_lost
+from gapo_megatron.train import parse_arguments
+
+GIB = 2**30
+BYTES_PER_PARAMETER = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp8": (2, 4, 12)}
+"""By precision: weight, gradient (both on every rank), optimizer state (cut by data parallel)."""
+FP8_COPY_BYTES = 2
+"""Of a weight that Transformer Engine multiplies by in fp8: a copy for the forward pass and one for
+the backward pass. (On Blackwell `tensorwise` and `delayed` have one for both.)"""
+
+
+def print_dry_run(config: Config, *, world_size: int, console: Console | None = None) -> None:
+    """Print the resolved config as TOML, then tables of what it means on `world_size` processes.
+
+    What cannot be computed or checked (a folder or the dataset is not there) is said in its place;
+    see `check_paths` for paths that are an error.
+
+    Raises:
+        ConfigError: world size, model and parallel sizes do not fit each other; what a branch may
+            not change is changed; the run's checkpoints are gone.
+        CheckpointError: the branch point is damaged, or another model's.
+    """
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = 120
+    check_paths(config)
+    try:
+        counts = arithmetic(config, world_size=world_size)
+    except ConfigError as error:
+        if world_size > 1:
+            raise
+        raise ConfigError(f"{error}; --rank 0/N makes it a dry run of N processes") from None
+    hf_config, shipped = find_model(config.model.hf_dir)
+    if hf_config is not None:
+        check_shapes(hf_config, config.parallel, config.model)
+        if not shipped:
+            hf_dir, has_weights = config.model.hf_dir, not config.model.megatron_dir
+            check_model_folder(hf_dir, weights=has_weights, field="model.hf_dir")
+    check_not_lost(config)
+    _check_megatron_dir(config)
+    branch = _branch_note(config)
+    console.print(to_toml(config), markup=False, highlight=False, soft_wrap=True)
+    console.print(_counts_table(config, counts))
+    console.print(_method_table(config))
+    if hf_config is None:
+        console.print(
+            f"Model: no folder {config.model.hf_dir} here: shapes, memory, positions are left out.",
+            markup=False,
+        )
+    else:
+        if shipped:
+            console.print(shipped, markup=False, highlight=False, soft_wrap=True)
+        rules = rules_for(hf_config)
+        console.print(_shapes_table(rules, config.parallel))
+        console.print(_memory_table(rules, config, counts))
+        if note := _offload_note(rules, config, counts):
+            console.print(note, markup=False)
+        if note := _positions_note(config, hf_config):
+            console.print(note, markup=False)
+    if config.model.megatron_dir and not Path(config.model.megatron_dir).is_dir():
+        console.print(
+            f"Weights: no folder {config.model.megatron_dir} here: it is not checked.",
+            markup=False,
+        )
+    if branch:
+        console.print(branch, markup=False)
+    try:
+        rewards.check(config.reward)
+    except ConfigError as error:  # the arithmetic is worth reading all the same
+        console.print(f"The run itself would stop here: {error}", markup=False)
+
+
+def per_rank_parameters(rules: list[Rule], parallel: ParallelConfig) -> list[int]:
+    """Number of parameters that one rank of each pipeline stage holds.
+
+    Raises:
+        ConfigError: the stages do not divide the layers.
+        ConversionError: a parameter cannot be cut into tensor parallel shards.
+    """
+    totals = [0] * parallel.pipeline_model_parallel_size
+    for rule in rules:
+        size = shard_size(rule, parallel.tensor_model_parallel_size)
+        for stage, count in _placement(rule, parallel):
+            totals[stage] += count * math.prod(rule.shard_shape(size))
+    return totals
+
+
+def _placement(rule: Rule, parallel: ParallelConfig) -> Iterator[tuple[int, int]]:
+    """(pipeline stage, how often the rule's parameter occurs on a rank there)."""
+    pp_size, ep_size = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
+    if rule.num_layers is not None:
+        for stage, virtual in enumerate(layers_of_stages(parallel, rule.num_layers)):
+            yield stage, sum(map(len, virtual)) * (rule.num_experts or ep_size) // ep_size
+    elif rule.tied and pp_size == 1:
+        return  # the embedding itself serves as the output layer
+    else:
+        yield (0 if rule.megatron.startswith("embedding.") else pp_size - 1), 1
+
+
+def _counts_table(config: Config, counts: Arithmetic) -> Table:
+    batch, reward = config.batch, config.reward
+    vpp = config.parallel.virtual_pipeline_model_parallel_size
+    prompts_per_replica = batch.rollout_prompts / counts.rollout_replicas
+    num_prompts = num_begun(batch, batch.rollout_prompts)
+    begun_as = "begun per step"
+    begun = f"{num_prompts} prompts (batch.oversampling {batch.oversampling:g})"
+    if batch.partial_rollouts:
+        begun_as, num_open = "under way in a step", num_prompts - batch.rollout_prompts
+        begun += f": after the first step {batch.rollout_prompts} new ones, {num_open} that go on"
+    updates = counts.num_minibatches * config.run.num_steps
+    rows = {
+        "processes": f"{counts.world_size} = {counts.cut}"
+        + (f"; {vpp} virtual stages each" if vpp > 1 else "")
+        + (f"; experts over {counts.ep_size}" if counts.ep_size > 1 else ""),
+        "vLLM replicas": f"{counts.rollout_replicas} of {config.rollout.tensor_parallel_size} "
+        f"process(es), {prompts_per_replica:g} prompts each"
+        + (f"; layers in {config.rollout.quantization}" if config.rollout.quantization else ""),
+        "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
+        f"{counts.rollout_sequences:,} sequences",
+        **({begun_as: begun} if batch.oversampling > 1 else {}),
+        "verdicts": f"{reward.kind}, at most {rewards.timeout_s(reward)} s each; workers per rank: "
+        f"{reward.num_workers or 'its share of the cores, at most 8'}",
+        **({"sandbox of programs": reward.sandbox} if reward.kind == "code" else {}),
+        "one update": f"{batch.minibatch_prompts} prompts = {counts.minibatch_sequences:,} "
+        f"sequences, about {counts.minibatch_sequences / counts.dp_size:g} a data-parallel rank",
+        "updates per step": f"{counts.num_minibatches} mini-batches, so {updates:,} updates in "
+        f"{config.run.num_steps:,} steps",
+        "longest sequence": f"{config.data.max_prompt_tokens:,} prompt + "
+        f"{config.rollout.max_response_tokens:,} response = {counts.longest_sequence:,} tokens",
+        "one micro-batch": f"at most {batch.max_tokens_per_microbatch:,} tokens: "
+        f"{counts.longest_per_microbatch} of the longest sequences"
+        + (f"; {counts.cp_size} ranks share them" if counts.cp_size > 1 else ""),
+        "micro-batches": f"at most {counts.most_microbatches_per_rank} per update and rank, if "
+        "every sequence were the longest",
+        "steps per epoch": _epochs(config),
+    }
+    table = Table(title="World-size arithmetic", title_justify="left", show_header=False)
+    for name, text in rows.items():
+        table.add_row(name, Text(text))  # no markup: a path may have brackets
+    return table
+
+
+def _epochs(config: Config) -> str:
+    path = Path(config.data.train_path)
+    if not path.is_file():
+        return f"unknown: no file {path} here"
+    try:
+        with path.open("rb") as lines:
+            num_prompts = sum(1 for line in lines if line.strip())
+    except OSError as error:
+        raise ConfigError(f"data.train_path ({path}) cannot be read: {error.strerror}") from None
+    if not num_prompts:
+        raise ConfigError(f"data.train_path ({path}) has no problems")
+    steps = num_prompts / config.batch.rollout_prompts
+    epochs = config.run.num_steps / steps
+    return f"{steps:,.2f} ({num_prompts:,} prompts), so {epochs:.2f} epochs in the run"
+
+
+def _method_table(config: Config) -> Table:
+    method, k = config.objective.resolve(), config.batch.rollouts_per_prompt
+    table = Table(title="Method", title_justify="left", show_header=False)
+    for key in ("name", "ratio", "aggregation", "normalize_std", "focal_gamma", "eps_low"):
+        table.add_row(key, str(getattr(method, key)))
+    if method.adaptive:
+        shown = "  ".join(f"{method.eps_high(c, group_size=k):.4g}" for c in range(1, k))
+        table.add_row(f"eps_high, c=1..{k - 1}", shown)
+    else:
+        table.add_row("eps_high, every c", str(method.eps_high_max))
+    return table
+
+
+def _shapes_table(rules: list[Rule], parallel: ParallelConfig) -> Table:
+    table = Table(title="Parameters of one rank", title_justify="left")
+    table.add_column("parameter", overflow="fold")
+    for heading in ("whole", "one rank", "on stage"):
+        table.add_column(heading, no_wrap=True)
+    tp_size = parallel.tensor_model_parallel_size
+    for rule in rules:
+        places = list(_placement(rule, parallel))
+        if not places:
+            where = "tied to the embedding"
+        elif rule.num_layers is not None:
+            numbers = dict.fromkeys(count for _, count in places)
+            where = f"{' or '.join(map(str, numbers))} x on each"
+        else:
+            where = str(places[0][0])
+        shapes = (rule.full_shape, rule.shard_shape(shard_size(rule, tp_size)))
+        cells = [" x ".join(str(size) for size in shape) for shape in shapes]
+        table.add_row(rule.megatron, *cells, where)
+    return table
+
+
+def _memory_table(rules: list[Rule], config: Config, counts: Arithmetic) -> Table:
+    precision = config.model.precision
+    weight, gradient, state = BYTES_PER_PARAMETER[precision]
+    recipe = f" ({config.model.fp8_recipe})" if precision == "fp8" else ""
+    table = Table(
+        title=f"Memory of one rank, {precision}{recipe}, without activations (GiB)",
+        title_justify="left",
+    )
+    copies = ["fp8 copies"] if precision == "fp8" else []
+    for heading in ("stage", "parameters", "weights", *copies, "gradients", "optimizer", "sum"):
+        table.add_column(heading, justify="right")
+    totals = per_rank_parameters(rules, config.parallel)
+    quantised = per_rank_parameters(list(filter(is_quantised, rules)), config.parallel)
+    states = _optimizer_parameters(rules, config, counts)
+    for stage, (total, owned, copied) in enumerate(zip(totals, states, quantised, strict=True)):
+        copies_here = [copied * FP8_COPY_BYTES for _ in copies]
+        sizes = [total * weight, *copies_here, total * gradient, owned * state]
+        cells = (f"{size / GIB:.3g}" for size in (*sizes, sum(sizes)))
+        table.add_row(str(stage), f"{total:,}", *cells)
+    return table
+
+
+def _optimizer_parameters(rules: list[Rule], config: Config, counts: Arithmetic) -> list[float]:
+    """Parameters whose optimizer state one rank of each stage keeps."""
+    totals = per_rank_parameters(rules, config.parallel)
+    experts = per_rank_parameters([rule for rule in rules if rule.num_experts], config.parallel)
+    # Copies of an expert that share its optimizer state.
+    expert_dp_size = counts.world_size // (counts.pp_size * counts.ep_size)
+    return [
+        (total - expert) / (counts.dp_size * counts.cp_size) + expert / expert_dp_size
+        for total, expert in zip(totals, experts, strict=True)
+    ]
+
+
+def _offload_note(rules: list[Rule], config: Config, counts: Arithmetic) -> str:
+    if config.optimizer.offload == "none":
+        return ""
+    weight, _, state = BYTES_PER_PARAMETER[config.model.precision]
+    sizes = [owned * state for owned in _optimizer_parameters(rules, config, counts)]
+    parts = "the optimizer's part is"
+    if config.optimizer.offload == "all":
+        totals = per_rank_parameters(rules, config.parallel)
+        sizes = [size + total * weight for size, total in zip(sizes, totals, strict=True)]
+        parts = "the parts of weights and optimizer are"
+    return (
+        f"Offload: while vLLM is awake, {parts} in host memory, which keeps the room for them: "
+        f"{max(sizes) / GIB:.3g} GiB of every rank at the most, times the ranks of a node."
+    )
+
+
+def _check_megatron_dir(config: Config) -> None:
+    """Check the weights to begin with, where they and the model are here."""
+    model = config.model
+    if not model.megatron_dir or not Path(model.megatron_dir).is_dir():
+        return
+    if Path(model.hf_dir).is_dir():
+        # Reads Megatron-core's own files with Megatron-core: seconds that others need not wait.
+        from gapo_megatron.policy.load import check_megatron_dir
+        from gapo_megatron.policy.model import read_hf_config
+
+        check_megatron_dir(config, read_hf_config(model.hf_dir))
+
+
+def _branch_note(config: Config) -> str:
+    given, folder = config.checkpoint.branch_from, checkpoints_dir(config.run.output_dir)
+    if not given and not folder.exists():
+        return ""
+    # Seconds of imports: only where there are checkpoints.
+    from gapo_megatron.checkpoint import check_branch
+    from gapo_megatron.policy.model import read_hf_config
+
+    has_begun = bool(list_steps(folder))
+    if given and not has_begun and not Path(given).parent.is_dir():
+        return f"Branch: no folder {Path(given).parent} here: {given} is not checked."
+    hf_dir = config.model.hf_dir
+    point = check_branch(config, read_hf_config(hf_dir) if Path(hf_dir).is_dir() else None)
+    if point is None:
+        return f"Branch: begun at {given}; goes on from its own checkpoints." if given else ""
+    changed = [
+        f"{name} = {now!r} (was {was!r})" for name, (was, now) in point.branch.changes.items()
+    ]
+    return (
+        f"Branch: goes on from step {point.branch.step} of {point.branch.run}, "
+        f"{point.path.name} (manifest {point.branch.manifest_sha256[:12]}), with "
+        + (", ".join(changed) or "the same settings")
+        + "."
+    )
+
+
+def _positions_note(config: Config, hf_config: ModelFacts) -> str:
+    positions: int = hf_config.max_position_embeddings
+    if positions >= config.max_sequence_tokens:
+        return ""
+    return (
+        f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} "
+        f"exceeds the model's max_position_embeddings ({positions}): rotary embeddings extrapolate."
+    )
+
+
+def main() -> None:
+    """Do a dry run by the command line of `train`."""
+    arguments = parse_arguments()
+    rank, num_ranks = arguments.rank
+    with fail_fast():
+        config = load_config(arguments.config, arguments.overrides)
+        print_dry_run(config, world_size=num_ranks)
+        if arguments.dry_run == "deep":
+            # Nothing else needs tensors without data, which take seconds to import.
+            from gapo_megatron.ops.plan.deep_dry_run import print_deep_dry_run
+
+            print_deep_dry_run(config, rank=rank, world_size=num_ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Check a job before its nodes are used: `python -m gapo_megatron.ops.launch.prepare CONFIG ...`.
+
+For slurm/launch.sh. Prints three lines: the run folder, the folder of the job's frozen code and
+config, and `finished` or `unfinished`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from gapo_megatron.config import Config, load_config
+from gapo_megatron.config.counts import arithmetic
+from gapo_megatron.config.rules import check_paths
+from gapo_megatron.config.toml_tree import to_toml
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.files import real
+from gapo_megatron.io.run_folder import check_ours, checkpoints_dir, is_finished
+from gapo_megatron.ops.launch.freeze import ROOMS, freeze, repository
+from gapo_megatron.run.fail_fast import fail_fast
+from gapo_megatron.run.restart import check_not_lost
+
+
+def prepare(
+    config_path: str, overrides: list[str], *, world_size: int, job: str
+) -> tuple[Config, Path]:
+    """The config that counts for a job, and its code, frozen when the job starts first.
+
+    A job that tools/submit.py froze (it names the folder in GAPO_CODE), or that was requeued, goes
+    on with the code and config it has: both were checked then.
+
+    Args:
+        config_path: TOML file.
+        overrides: `section.key=value`.
+        world_size: processes of the job.
+        job: name of its folder below `run.output_dir`/code.
+
+    Raises:
+        ConfigError: the config, or its parallel sizes on `world_size` processes.
+    """
+    if frozen := os.environ.get("GAPO_CODE"):
+        return load_config(Path(frozen) / "config.toml"), Path(frozen)
+    config = load_config(config_path, overrides)
+    code = Path(config.run.output_dir).absolute() / "code" / job
+    if code.is_dir():
+        return load_config(code / "config.toml"), code
+    check_before_nodes(config, world_size=world_size)
+    freeze(repository(), code, config=to_toml(config))
+    return config, code
+
+
+def check_before_nodes(config: Config, *, world_size: int) -> None:
+    """Check what needs neither the model nor a device.
+
+    Raises:
+        ConfigError, CheckpointError: a path, or an output folder that is not a run's or has lost
+            its checkpoints, the parallel sizes on `world_size` processes, or where the run branches
+            from.
+    """
+    arithmetic(config, world_size=world_size)
+    check_paths(config)
+    _check_run_dir(Path(config.run.output_dir).absolute())
+    check_ours(config.run.output_dir)
+    check_not_lost(config)
+    if config.checkpoint.branch_from or checkpoints_dir(config.run.output_dir).exists():
+        from gapo_megatron.checkpoint import check_branch  # imports torch: seconds
+
+        check_branch(config, None)
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    """Refuse a folder that launch.sh would take for something else."""
+    refused = {
+        "\n": "the launcher reads a line for each folder",
+        ":": "the frozen code in it is a part of PYTHONPATH",
+    }
+    if "SLURM_JOB_ID" in os.environ:
+        refused |= dict.fromkeys("\\%", "srun takes it for something else in the name of a log")
+    for character, why in refused.items():
+        if character in str(run_dir):
+            raise ConfigError(
+                f"run.output_dir ({str(run_dir)!r}) must not have {character!r}: {why}"
+            )
+    for room in ROOMS:
+        copied = repository() / room
+        if real(run_dir).is_relative_to(real(copied)):
+            raise ConfigError(
+                f"run.output_dir ({str(run_dir)!r}) must not lie in {copied}, which is copied there"
+            )
+
+
+def main() -> None:
+    """Parse the command line and print; see `fail_fast` for exit codes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gapo_megatron.ops.launch.prepare", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument("config", help="TOML file; see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--world-size", type=int, required=True, help="processes of the job")
+    parser.add_argument("--job", required=True, help="name of the job's folder of frozen code")
+    arguments = parser.parse_intermixed_args()
+    with fail_fast():
+        config, code = prepare(
+            arguments.config,
+            arguments.overrides,
+            world_size=arguments.world_size,
+            job=arguments.job,
+        )
+        run_dir = Path(config.run.output_dir).absolute()
+        finished = is_finished(run_dir, num_steps=config.run.num_steps)
+        print(run_dir, code, "finished" if finished else "unfinished", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

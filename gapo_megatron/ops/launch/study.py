@@ -1,0 +1,315 @@
+"""A study: one config with a grid of settings, or a list of them; every combination is a run.
+
+config = "../demo.toml"                 # relative to this file
+output_dir = "runs/studies/demo"        # relative to the working directory; a folder per run
+[grid]
+objective.method = ["gspo", "gapo"]
+run.seed = [0, 1]
+                                        # [[grid]] and another [[grid]]: the runs of each
+[[runs]]                                # beside the grid's, for settings that belong together
+objective.eps_low = 0.002
+objective.eps_high_max = 0.004
+resources.nodes = 2                     # this run's own; a grid may vary them too
+[resources]                             # of each run; see `Resources`
+time = "12:00:00"
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gapo_megatron.config import CONFIG_NAME, Config, load_config
+from gapo_megatron.config.errors import place
+from gapo_megatron.config.roles import Changes, changed_work
+from gapo_megatron.config.types import PathText
+from gapo_megatron.errors import ConfigError, shown
+from gapo_megatron.io.documents import read_toml
+from gapo_megatron.io.run_folder import is_finished
+
+_RESOURCES = "resources."
+_NAMING_RESOURCES = ("resources.nodes", "resources.tasks_per_node", "resources.partition")
+"""Those that make another run of the same settings; the others may change while it lasts, and name
+a run only where one before it has its name."""
+_NEVER_NAMING = ("resources.time", "resources.account")
+_NO_NAMES = ("", ".", "..", "submitit")
+"""Of a run: they are other folders than one of its own."""
+_MOST_RUNS = 10_000
+
+_TIME = r"^[0-9]{1,7}(-[0-9]{1,7}(:[0-9]{1,7}){0,2}|(:[0-9]{1,7}){0,2})$"
+_Slots = Annotated[int, Field(gt=0, lt=2**16)]
+"""As Slurm counts tasks and CPUs of a node: in 16 bits."""
+_Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_@%+=:,./-]{1,200}$")]
+"""One that needs no quotes in a batch script; Slurm's own names have no other characters."""
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
+
+
+class Resources(_Table):
+    """What one run asks Slurm for. What is not said here is left to SBATCH_* or the site."""
+
+    nodes: _Slots = 1
+    tasks_per_node: _Slots = 8
+    """Ranks; one per GPU."""
+    gpus_per_node: Annotated[int, Field(ge=0, lt=2**16)] | None = None
+    """As many as tasks when it is not said; 0 trains on CPUs."""
+    cpus_per_task: _Slots = 12
+    time: Annotated[str, Field(pattern=_TIME)] = "1-00:00:00"
+    """As sbatch reads it: minutes, hh:mm:ss or days-hh:mm:ss. A run that needs longer requeues."""
+    exclusive: bool = True
+    """Whole nodes, with all their memory."""
+    partition: _Word | None = None
+    account: _Word | None = None
+
+    @property
+    def num_gpus_per_node(self) -> int:
+        return self.tasks_per_node if self.gpus_per_node is None else self.gpus_per_node
+
+    def replaced(self, given: dict[str, Any], *, table: str = "") -> Resources:
+        """With the fields of `given` in place of these.
+
+        Args:
+            given: by field.
+            table: what errors name before the field: `resources.`, of a file.
+
+        Raises:
+            ConfigError: names the field, the value and the rule.
+        """
+        try:
+            return Resources.model_validate(self.model_dump(exclude_unset=True) | given)
+        except ValidationError as error:
+            explained = "\n  ".join(_explain(item, table=table) for item in error.errors())
+            raise ConfigError(explained) from None
+
+
+class _StudyFile(_Table):
+    config: PathText
+    output_dir: PathText
+    grid: dict[str, Any] | list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
+    resources: Resources = Resources()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a study, its config resolved."""
+
+    name: str
+    config: Config
+    resources: Resources
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run.output_dir).absolute()
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What is submitted together."""
+
+    name: str
+    folder: Path
+    """Holds the folders of the runs, or is that of the only run. Absolute."""
+    runs: list[Run]
+
+    def asking(self, given: dict[str, Any], *, default: dict[str, Any]) -> Study:
+        """With other resources.
+
+        Args:
+            given: by field, for every run.
+            default: where neither `given` nor the study says.
+
+        Raises:
+            ConfigError: a field is wrong, or one of `given` is what the study varies.
+        """
+        for field, value in given.items():
+            found = {getattr(run.resources, field) for run in self.runs}
+            if len(found) > 1:
+                shown = ", ".join(sorted(map(str, found)))
+                raise ConfigError(f"{field} ({value}): the study itself varies it ({shown})")
+        runs = []
+        for run in self.runs:
+            said = run.resources.model_dump(exclude_unset=True)
+            runs.append(replace(run, resources=run.resources.replaced(default | said | given)))
+        return replace(self, runs=runs)
+
+
+def read_study(path: str | Path, overrides: list[str] | None = None) -> Study:
+    """Read a study; a plain config is a study of one run.
+
+    Args:
+        path: a TOML file. One with a top-level `config` is a study.
+        overrides: `section.key=value`, for every run.
+
+    Raises:
+        ConfigError: names the file, the field or run, the value and the rule. Every run's config is
+            validated.
+    """
+    path, overrides = Path(path), overrides or []
+    try:
+        tree = read_toml(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: cannot read the file: {error.strerror}") from None
+    if "config" not in tree:
+        config = load_config(path, overrides)
+        run = Run(Path(config.run.output_dir).name, config, Resources())
+        return Study(path.stem, run.run_dir, [run])
+    try:
+        file = _StudyFile.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: " + "\n  ".join(map(_explain, error.errors()))) from None
+    return Study(
+        name=path.stem,
+        folder=Path(file.output_dir).absolute(),
+        runs=_runs(path, file, overrides),
+    )
+
+
+def unfinished(study: Study) -> list[Run]:
+    """The runs that are still to be done.
+
+    Raises:
+        ConfigError: one has begun, but computes something else: names run, setting and both
+            values. How it computes may change, its memory above all: it may have run out of it.
+    """
+    left = []
+    for run in study.runs:
+        finished = is_finished(run.run_dir, num_steps=run.config.run.num_steps)
+        if not finished:
+            left.append(run)
+        has_begun = finished or (run.run_dir / CONFIG_NAME).exists()
+        if has_begun and (changed := _changes(run)):
+            shown = ", ".join(
+                f"{key} ({there!r} there, {here!r} here)" for key, (there, here) in changed.items()
+            )
+            raise ConfigError(
+                f"run {run.name} {'is finished' if finished else 'has begun'} in {run.run_dir}, "
+                f"but with other settings: {shown}; move that folder away, or choose another "
+                "output_dir"
+            )
+    return left
+
+
+def _changes(run: Run) -> Changes:
+    """What a run that has begun computes, where the study now says otherwise."""
+    before = load_config(run.run_dir / CONFIG_NAME)
+    changed = changed_work(before.model_dump(mode="json"), run.config)
+    began, given = before.checkpoint.branch_from, run.config.checkpoint.branch_from
+    if began != given:
+        from gapo_megatron.checkpoint.branch import same_branch_point  # imports torch: seconds
+
+        if not same_branch_point(began, given):
+            changed["checkpoint.branch_from"] = (began, given)
+    return changed
+
+
+def _runs(path: Path, file: _StudyFile, overrides: list[str]) -> list[Run]:
+    grids = [
+        _axes(path, one) for one in (file.grid if isinstance(file.grid, list) else [file.grid])
+    ]
+    number = len(file.runs) + sum(math.prod(map(len, axes.values())) for axes in grids if axes)
+    if number > _MOST_RUNS:
+        raise ConfigError(f"{path}: {number} runs: a study has at most {_MOST_RUNS}")
+    chosen = [one for axes in grids if axes for one in _combinations(axes)]
+    chosen += [_settings(one) for one in file.runs]
+    if not chosen:
+        raise ConfigError(f"{path}: needs [grid] or [[runs]]: without them, submit the config")
+    varied = {key for settings in chosen for key in settings}
+    for key in sorted(varied | {override.partition("=")[0] for override in overrides}):
+        if key == "run.output_dir":
+            raise ConfigError(f"{path}: {key} must not be set: it is output_dir/<name of the run>")
+    for override in overrides:
+        if override.partition("=")[0] in varied:
+            raise ConfigError(f"override {override!r}: the study itself varies this key")
+    runs: dict[str, Run] = {}
+    for settings in chosen:
+        name = _name(settings)
+        if not name or name in runs:
+            name = _name(settings, in_full=True)
+        if name in _NO_NAMES:
+            raise ConfigError(
+                f"{path}: a run of {shown(settings)} has the name {name!r}, so no folder of its "
+                "own: give it a setting that names it"
+            )
+        if name in runs:
+            raise ConfigError(
+                f"{path}: two runs are called {shown(name)}: their settings must differ"
+            )
+        asked = {
+            key.removeprefix(_RESOURCES): value
+            for key, value in settings.items()
+            if key.startswith(_RESOURCES)
+        }
+        own = {key: one for key, one in settings.items() if not key.startswith(_RESOURCES)}
+        own["run.output_dir"] = f"{file.output_dir}/{name}"
+        try:
+            config = load_config(path.parent / file.config, overrides, settings=own)
+            resources = file.resources.replaced(asked, table=_RESOURCES)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: run {name[:200]}: {error}") from None
+        runs[name] = Run(name, config, resources)
+    return list(runs.values())
+
+
+def _axes(path: Path, grid: dict[str, Any]) -> dict[str, list[Any]]:
+    axes = _settings(grid)
+    for key, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{path}: grid.{key} ({shown(values)}) must be a list of values")
+    return axes
+
+
+def _combinations(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def _settings(table: dict[str, Any]) -> dict[str, Any]:
+    """`section.key` -> value; TOML reads a dotted key as tables, a quoted one as it stands."""
+    settings: dict[str, Any] = {}
+    for section, value in table.items():
+        if isinstance(value, dict):
+            settings |= {f"{section}.{key}": one for key, one in value.items()}
+        else:
+            settings[section] = value
+    return settings
+
+
+def _name(settings: dict[str, Any], *, in_full: bool = False) -> str:
+    """`gapo-seed_1`: values that are words alone, others with their key.
+
+    Of a run's own settings: those of others, added later, must not give it another folder. A branch
+    is called by what it left (`seed_1-gspo_asym-step_600`), and a run by how it is placed
+    (`seed_1-cpus_per_task_8`), only where it has no name otherwise, or that of a run before it.
+    """
+    parts = [
+        value if isinstance(value, str) else f"{key.rpartition('.')[2]}_{value}"
+        for key, value in settings.items()
+        if key not in ("checkpoint.branch_from", *_NEVER_NAMING)  # the first is a path
+        and (in_full or key in _NAMING_RESOURCES or not key.startswith(_RESOURCES))
+    ]
+    if in_full:
+        place = PurePath(str(settings.get("checkpoint.branch_from", "")))
+        parts += place.parts[-3::2]  # RUN/checkpoints/step_N, without the middle
+    return re.sub(r"[^\w.+-]", "_", "-".join(parts))
+
+
+def _explain(item: Any, *, table: str = "") -> str:
+    """A mistake; `table` is what its place is in."""
+    where = table + place(item["loc"])
+    if item["type"] == "extra_forbidden":
+        of_resources = where.startswith(_RESOURCES)
+        fields = Resources.model_fields if of_resources else _StudyFile.model_fields
+        return f"{where}: unknown key; known keys: {', '.join(fields)}"
+    if item["type"] == "missing":
+        return f"{where}: required, but not given"
+    return f"{where} ({shown(item['input'])}): {item['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,287 @@
+"""Published step times, and the settings they were reached with: the planner's own examination.
+
+All rows are predicted with the same default efficiencies; none is tuned. What a source does not say
+is an assumption, and stands in the row. Other systems do more work in a step than this one (no rows
+left out, the first mini-batch's old log-probs computed too): that is predicted as they do it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from gapo_megatron.config import Config, parse_config
+from gapo_megatron.ops.plan.arithmetic import Shape
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.times import StepTime, step_time
+from gapo_megatron.ops.plan.workload import Workload
+
+_QWEN2_5 = {"model_type": "qwen2", "tie_word_embeddings": False, "vocab_size": 152064}
+_QWEN3 = {"model_type": "qwen3", "tie_word_embeddings": False, "vocab_size": 151936}
+
+
+def _model(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(quantization_config=None, **fields)
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+    }
+
+
+# As published in config.json.
+_SMALL_QWEN = {**_QWEN2_5, **_sizes(1536, 8960, 28, 12, 2), "vocab_size": 151936}
+MODELS = {
+    "Qwen2.5-Math-1.5B": _model(**{**_SMALL_QWEN, "tie_word_embeddings": True}),
+    "DeepSeek-R1-Distill-Qwen-1.5B": _model(**_SMALL_QWEN),
+    "Llama-3.2-3B": _model(
+        model_type="llama",
+        tie_word_embeddings=True,
+        vocab_size=128256,
+        head_dim=128,
+        **_sizes(3072, 8192, 28, 24, 8),
+    ),
+    "Qwen2.5-Math-7B": _model(**_QWEN2_5, **_sizes(3584, 18944, 28, 28, 4)),
+    "Llama-3.1-8B": _model(
+        model_type="llama",
+        tie_word_embeddings=False,
+        vocab_size=128256,
+        **_sizes(4096, 14336, 32, 32, 8),
+    ),
+    "Qwen3-32B": _model(**_QWEN3, head_dim=128, **_sizes(5120, 25600, 64, 64, 8)),
+    "Qwen3-30B-A3B": _model(
+        **{**_QWEN3, "model_type": "qwen3_moe"},
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        **_sizes(2048, 6144, 48, 32, 4),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchor:
+    """One published run."""
+
+    name: str
+    source: str
+    model: str
+    gpu: str
+    layout: Layout
+    rollout_prompts: int
+    minibatch_prompts: int
+    rollouts_per_prompt: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    mean_prompt_tokens: float
+    mean_response_tokens: float
+    memory_fraction: float
+    published: dict[str, float]
+    """Seconds by stage (`generation`, `old_log_probs`, `update`) and `total`; of a range its middle
+    is compared."""
+    assumed: str
+    """What the source does not say."""
+    max_tokens_per_microbatch: int | None = None
+    """Where the system packs by tokens; None: it takes `sequences_per_microbatch`."""
+    sequences_per_microbatch: int = 1
+    reference_pass: bool = False
+    """A KL term: one more pass over all sequences."""
+    published_range: tuple[float, float] | None = None
+    """Of the total, where the source gives one."""
+
+    @property
+    def workload(self) -> Workload:
+        """Every sequence counts: these systems leave none out."""
+        return Workload(
+            mean_prompt_tokens=self.mean_prompt_tokens,
+            mean_response_tokens=self.mean_response_tokens,
+            longest_response_tokens=self.max_response_tokens,
+        )
+
+    def config(self) -> Config:
+        """The settings as this package has them; micro-batches need not hold the longest."""
+        longest = self.max_prompt_tokens + self.max_response_tokens
+        budget = self.max_tokens_per_microbatch or int(
+            self.sequences_per_microbatch * self.workload.mean_tokens
+        )
+        tree = {
+            "run": {"output_dir": "-", "num_steps": 1},
+            "model": {"hf_dir": self.model, "recompute": self.layout.recompute},
+            "data": {"train_path": "-", "max_prompt_tokens": self.max_prompt_tokens},
+            "batch": {
+                "rollout_prompts": self.rollout_prompts,
+                "minibatch_prompts": self.minibatch_prompts,
+                "rollouts_per_prompt": self.rollouts_per_prompt,
+                "max_tokens_per_microbatch": max(budget, longest),
+            },
+            "rollout": {
+                "max_response_tokens": self.max_response_tokens,
+                "memory_fraction": self.memory_fraction,
+            },
+            "reward": {"kind": "math"},
+            "objective": {"kl_coef": 0.01 if self.reference_pass else 0.0},
+        }
+        config = parse_config(tree, source=self.name)
+        batch = config.batch.model_copy(update={"max_tokens_per_microbatch": budget})
+        return config.model_copy(update={"batch": batch})
+
+    def predict(self, efficiency: Efficiency) -> StepTime:
+        """The step as the published system takes it: every row, the old pass of every mini-batch.
+
+        Systems that cut weights or sequences otherwise (FSDP, context parallelism) are taken as
+        plain data parallel.
+        """
+        config, shape = self.config(), Shape.of(MODELS[self.model])
+        times = step_time(shape, config, self.layout, self.workload, GPUS[self.gpu], efficiency)
+        n = config.batch.num_minibatches
+        own, theirs = (2 * n - 1, 2 * n) if self.reference_pass else (n - 1, n)
+        if n == 1 and not self.reference_pass:
+            return times  # one update a step: nobody needs an old pass
+        return dataclasses.replace(times, old_log_probs_s=times.old_log_probs_s * theirs / own)
+
+
+def _layout(
+    dp: int, *, tp: int = 1, pp: int = 1, ep: int = 1, recompute: str = "none", rollout_tp: int = 1
+) -> Layout:
+    return Layout(
+        tp_size=tp,
+        pp_size=pp,
+        cp_size=1,
+        dp_size=dp,
+        ep_size=ep,
+        sequence_parallel=tp > 1,
+        recompute=recompute,
+        rollout_tp_size=rollout_tp,
+    )
+
+
+_NEMO: dict[str, Any] = {
+    "gpu": "h100",
+    "rollout_prompts": 64,
+    "minibatch_prompts": 16,
+    "rollouts_per_prompt": 32,
+    "max_prompt_tokens": 512,
+    "max_response_tokens": 3584,  # 4,096 together
+    "max_tokens_per_microbatch": 4096,
+    "mean_prompt_tokens": 150,
+    "memory_fraction": 0.6,
+    "reference_pass": True,
+}
+_NEMO_V4 = "NeMo-RL v0.4, docs/about/performance-summary.md and its recipe"
+_PROMPTS = "prompts of 150 tokens, of the published mean length"
+_GAPO: dict[str, Any] = {
+    "source": "GAPO paper, table of hyperparameters: 10 epochs of 39,202 prompts, 256 a step",
+    "gpu": "h200",
+    "layout": _layout(8),
+    "rollout_prompts": 256,
+    "minibatch_prompts": 64,
+    "rollouts_per_prompt": 8,
+    "max_prompt_tokens": 2048,
+    "max_tokens_per_microbatch": 32768,
+    "mean_prompt_tokens": 130,
+    "memory_fraction": 0.6,
+}
+_FSDP = "FSDP taken as data parallel; micro-batches of 32k tokens, no recomputation; k = 8"
+
+ANCHORS = (
+    Anchor(
+        name="NeMo-RL Qwen3-30B-A3B, 32 H100",
+        source="NeMo-RL v0.6, docs/about/performance-summary.md: 1,102 tokens/s/GPU, 192 s",
+        model="Qwen3-30B-A3B",
+        layout=_layout(32, ep=8, rollout_tp=2),
+        # 1,102 x 192 s x 32 GPUs / 2,048 sequences = 3,306 tokens a sequence
+        mean_response_tokens=3156,
+        published={"total": 192},
+        assumed=f"{_PROMPTS}; layout of the recipe in the repository",
+        **_NEMO,
+    ),
+    Anchor(
+        name="NeMo-RL Qwen3-30B-A3B, v0.4",
+        source=f"{_NEMO_V4}: mean length 3,154, 225 s",
+        model="Qwen3-30B-A3B",
+        layout=_layout(16, tp=2, ep=8, rollout_tp=4),
+        mean_response_tokens=3004,
+        published={"total": 225},
+        assumed=_PROMPTS,
+        **_NEMO,
+    ),
+    Anchor(
+        name="NeMo-RL Qwen3-32B, 32 H100",
+        source=f"{_NEMO_V4}: mean length 3,206, 393 s",
+        model="Qwen3-32B",
+        layout=_layout(2, tp=4, pp=4, rollout_tp=4),
+        mean_response_tokens=3056,
+        published={"total": 393},
+        assumed=_PROMPTS,
+        **_NEMO,
+    ),
+    Anchor(
+        name="NeMo-RL Llama-3.1-8B, 16 H100",
+        source=f"{_NEMO_V4}: mean length 1,060, 97.7 s",
+        model="Llama-3.1-8B",
+        layout=_layout(8, pp=2, recompute="full"),
+        mean_response_tokens=910,
+        published={"total": 97.7},
+        assumed=_PROMPTS,
+        **_NEMO,
+    ),
+    Anchor(
+        name="verl DAPO Qwen2.5-Math-7B, 16 H20",
+        source="verl docs/advance/one_step_off.md and dapo_7b_math_megatron_colocate.sh",
+        model="Qwen2.5-Math-7B",
+        gpu="h20",
+        # Gradient checkpointing is asked for, with a granularity of null, which recomputes nothing.
+        layout=_layout(4, tp=2, pp=2, rollout_tp=2),
+        rollout_prompts=512,
+        minibatch_prompts=32,
+        rollouts_per_prompt=16,
+        max_prompt_tokens=2048,
+        max_response_tokens=8192,
+        sequences_per_microbatch=2,
+        mean_prompt_tokens=130,
+        mean_response_tokens=1500,
+        memory_fraction=0.8,
+        published={"total": 699, "generation": 207, "old_log_probs": 119, "update": 344},
+        assumed="mean response 1,500 tokens; offloading costs nothing",
+    ),
+    Anchor(
+        name="GAPO Qwen2.5-Math-1.5B, 8 H200",
+        model="Qwen2.5-Math-1.5B",
+        max_response_tokens=3092,
+        mean_response_tokens=700,
+        published={"total": 56},
+        assumed=f"mean response 700 tokens; {_FSDP}; evaluation is in the published day",
+        **_GAPO,
+    ),
+    Anchor(
+        name="GAPO Llama-3.2-3B, 8 H200",
+        model="Llama-3.2-3B",
+        max_response_tokens=8192,
+        mean_response_tokens=700,
+        published={"total": 56},
+        assumed=f"mean response 700 tokens; {_FSDP}; evaluation is in the published day",
+        **_GAPO,
+    ),
+    Anchor(
+        name="GAPO R1-Distill-Qwen-1.5B, 8 H200",
+        model="DeepSeek-R1-Distill-Qwen-1.5B",
+        max_response_tokens=24576,
+        mean_response_tokens=5000,
+        published={"total": 254},
+        published_range=(226, 282),
+        assumed=f"mean response 5,000 tokens; {_FSDP}; evaluation is in the published days",
+        **_GAPO,
+    ),
+)

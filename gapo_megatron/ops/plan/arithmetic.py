@@ -1,0 +1,242 @@
+"""Floating-point operations and bytes of a forward pass, from config.json alone.
+
+A product of [m, k] and [k, n] counts 2 m k n; norms, rotary embeddings, softmax and the routing of
+experts are left out (below 1 % from a hidden size of 1,536 on), and the embedding is a look-up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from gapo_megatron.config import Config
+from gapo_megatron.models import checks as model_checks
+from gapo_megatron.models.tables import Geometry, rules_for
+from gapo_megatron.ops.plan.workload import Workload
+
+
+def element_bytes(config: Config) -> int:
+    """Of a weight, of an activation: fp8 is made of bfloat16 for each product."""
+    return 4 if config.model.precision == "fp32" else 2
+
+
+def engine_bytes(shape: Shape, config: Config, *, rollout_tp_size: int) -> float:
+    """Weights as vLLM holds them on one rank of a replica.
+
+    Under `rollout.quantization` those of the layers but the router are a byte each, and an expert's
+    width on a rank is filled up to whole blocks of 128. Scales, four bytes for 128 x 128 weights,
+    are left out.
+    """
+    size = shape.num_parameters * element_bytes(config) / rollout_tp_size
+    if not config.rollout.quantization:
+        return size
+    others = (shape.layer_weights - shape.num_experts * shape.hidden) / rollout_tp_size
+    experts = shape.num_experts * shape.expert_weights / rollout_tp_size
+    blocks = math.ceil(shape.expert_weights / (3 * shape.hidden) / rollout_tp_size / 128)
+    filled_up = shape.num_experts * 3 * shape.hidden * 128 * blocks
+    before, after = (others + experts) * element_bytes(config), others + filled_up
+    return size - shape.num_layers * (before - after)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What decides the work of a token. Weights are counted in elements, biases and norms not."""
+
+    num_layers: int
+    hidden: int
+    heads_width: int
+    """Query heads x head_dim."""
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    """The output layer is the embedding."""
+    layer_weights: int
+    """Of one layer, met by every token: attention, and the MLP or the router."""
+    expert_weights: int
+    """Of one expert of one layer; 0: a dense model."""
+    num_experts: int
+    experts_per_token: int
+    num_tensors: int
+    """Tensors of the Hugging Face checkpoint."""
+    num_parameters: int
+    """All, a tied output layer once."""
+
+    @classmethod
+    def of(cls, hf_config: Any) -> Shape:
+        """Read a Hugging Face config (any object with its attributes).
+
+        Raises:
+            ConfigError: see `hf.rules_for`.
+        """
+        g, rules = Geometry.of(hf_config), rules_for(hf_config)
+        own = [rule for rule in rules if not rule.tied]
+        counts = {rule.megatron: (rule.num_layers or 1) * (rule.num_experts or 1) for rule in own}
+        width, num_experts = g.heads * g.head_dim, model_checks.num_experts(hf_config) or 0
+        attention = 2 * g.hidden * (width + g.kv_heads * g.head_dim)
+        expert = 3 * g.hidden * hf_config.moe_intermediate_size if num_experts else 0
+        mlp = num_experts * g.hidden if num_experts else 3 * g.hidden * g.intermediate
+        return cls(
+            num_layers=g.num_layers,
+            hidden=g.hidden,
+            heads_width=width,
+            kv_heads=g.kv_heads,
+            head_dim=g.head_dim,
+            vocab=g.vocab,
+            tied=g.tied,
+            layer_weights=attention + mlp,
+            expert_weights=expert,
+            num_experts=num_experts,
+            experts_per_token=hf_config.num_experts_per_tok if num_experts else 0,
+            num_tensors=sum(len(rule.hf) * counts[rule.megatron] for rule in own),
+            num_parameters=sum(
+                rows * columns * counts[rule.megatron]
+                for rule in own
+                for rows, columns in [(rule.full_shape[0], _rest(rule.full_shape))]
+            ),
+        )
+
+    @property
+    def active_layer_weights(self) -> int:
+        """Weights of one layer that multiply one token."""
+        return self.layer_weights + self.experts_per_token * self.expert_weights
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocab * self.hidden
+
+    def kv_bytes_per_token(self, *, element_bytes: int, tp_size: int = 1) -> int:
+        """Keys and values of one token on one rank; a head that ranks outnumber is copied."""
+        heads = max(1, -(-self.kv_heads // tp_size))
+        return 2 * self.num_layers * heads * self.head_dim * element_bytes
+
+    def weights_per_rank(
+        self, num_layers: int, num_tables: int, *, tp_size: int, ep_size: int
+    ) -> tuple[float, float]:
+        """(others, experts) of a pipeline rank with so many layers, and embedding or output layer.
+
+        `num_tables`: how many of these two; 1 where they are one.
+        """
+        others = (num_layers * self.layer_weights + num_tables * self.head_weights) / tp_size
+        return others, num_layers * self.num_experts * self.expert_weights / ep_size
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardFlops:
+    """Operations of one forward pass by part."""
+
+    layers: float
+    """Products with weights: active parameters x 2 x tokens."""
+    attention: float
+    """Scores and their products with values, the causal half alone."""
+    head: float
+    """Logits of the scored positions."""
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.attention + self.head
+
+
+def forward_flops(
+    hf_config: Any | Shape,
+    *,
+    num_tokens: float,
+    mean_squared_length: float,
+    num_sequences: float,
+    num_scored: float | None = None,
+) -> ForwardFlops:
+    """Operations of a forward pass over packed sequences.
+
+        layers    = 2 x num_tokens x num_layers x active_layer_weights
+        attention = 2 x num_sequences x mean_squared_length x num_layers x heads_width
+        head      = 2 x num_scored x vocab x hidden
+
+    Attention is causal: position i of a sequence meets i of its tokens, L^2 / 2 of a sequence of L,
+    twice (scores, values).
+
+    Args:
+        hf_config: the model's, or its `Shape`.
+        num_tokens: fed to the model.
+        mean_squared_length: of the sequences, in tokens squared.
+        num_sequences: that the tokens make up.
+        num_scored: positions whose log-prob is wanted; None for all.
+    """
+    shape = hf_config if isinstance(hf_config, Shape) else Shape.of(hf_config)
+    scored = num_tokens if num_scored is None else num_scored
+    return ForwardFlops(
+        layers=2.0 * num_tokens * shape.num_layers * shape.active_layer_weights,
+        attention=2.0 * num_sequences * mean_squared_length * shape.num_layers * shape.heads_width,
+        head=2.0 * scored * shape.head_weights,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """Operations that the results of one step need, over all ranks."""
+
+    generation: float
+    old_log_probs: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.generation + self.old_log_probs + self.update
+
+
+def step_flops(
+    shape: Shape, config: Config, workload: Workload, *, num_prompts: float | None = None
+) -> StepFlops:
+    """Model operations of a step, of which MFU is made.
+
+        generation = forward of every prompt once for its k responses, and of every response token
+        old        = (m - 1) / m forward passes of the rows with A != 0; 1 more with a KL term
+        update     = 3 x (layers + attention) + (1 + 2 x (1 - clipped share)) x head, of those rows
+
+    with m mini-batches. What is computed again does not count (recomputation, flash attention's
+    scores, the head's logits), nor what is left out (A = 0, clipped).
+
+    Args:
+        shape: of the model.
+        config: of the run.
+        workload: lengths of the step.
+        num_prompts: that responses were generated for; None: as many as the rounds of dynamic
+            sampling have on average.
+    """
+    batch, prompt = config.batch, workload.mean_prompt_tokens
+    if num_prompts is None:
+        num_prompts = sum(workload.prompts_by_round(batch))
+    prompts = forward_flops(
+        shape,
+        num_tokens=num_prompts * prompt,
+        mean_squared_length=prompt**2,
+        num_sequences=num_prompts,
+        num_scored=num_prompts,
+    )
+    num_responses = num_prompts * batch.rollouts_per_prompt
+    responses = forward_flops(
+        shape,
+        num_tokens=num_responses * workload.mean_response_tokens,
+        mean_squared_length=workload.mean_squared_tokens - prompt**2,
+        num_sequences=num_responses,
+    )
+    share = 1.0 if config.objective.needs_every_sequence else workload.trained_share(batch)
+    num_trained = batch.rollout_prompts * batch.rollouts_per_prompt * share
+    trained = forward_flops(
+        shape,
+        num_tokens=num_trained * workload.mean_tokens,
+        mean_squared_length=workload.mean_squared_tokens,
+        num_sequences=num_trained,
+        num_scored=num_trained * workload.mean_response_tokens,
+    )
+    num_passes = 1 - 1 / batch.num_minibatches + (config.objective.kl_coef > 0)
+    head = (1 + 2 * (1 - workload.clipped_share)) * trained.head
+    return StepFlops(
+        generation=prompts.total + responses.total,
+        old_log_probs=num_passes * trained.total,
+        update=3 * (trained.layers + trained.attention) + head,
+    )
+
+
+def _rest(shape: tuple[int, ...]) -> int:
+    return shape[1] if len(shape) > 1 else 1

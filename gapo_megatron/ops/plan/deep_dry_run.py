@@ -1,0 +1,285 @@
+"""`train --dry-run=deep`: one rank of any layout is built and takes a step, on a CPU.
+
+Tensors have shapes and no data (`no_data`), process groups have no other members (`fake`). The code
+is the trainer's own: `Policy.build` and `learn.update.update` with the pipeline schedule, the
+log-prob head, the distributed optimizer. So shapes fit, and bytes and collectives are counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from gapo_megatron.config import Config, ModelConfig
+from gapo_megatron.config.counts import arithmetic
+from gapo_megatron.learn import update as step
+from gapo_megatron.logprob import tiles
+from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.plan.activations import kept_activations
+from gapo_megatron.ops.plan.fake import fake_groups
+from gapo_megatron.ops.plan.hardware import GIB
+from gapo_megatron.ops.plan.kept import KeptForBackward
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.memory import step_bytes
+from gapo_megatron.ops.plan.no_data import NoData, Traffic
+from gapo_megatron.ops.plan.state import rank_bytes
+from gapo_megatron.policy import Policy
+from gapo_megatron.policy.model import PolicyModel, read_hf_config
+from gapo_megatron.types import Batch, Microbatch
+
+LEFT_OUT = (
+    "Not shown: vLLM and weight sync; Transformer Engine's layers (these are the ones that run "
+    "without it, whose norms keep float32 copies); which tokens choose which experts (equal shares "
+    "are assumed); values, so neither overflow nor convergence."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one rank allocated and sent, bytes."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """Parameters of this rank, by name."""
+    weights: int
+    gradients: int
+    optimizer: int
+    kept: int
+    """Most that autograd kept for the backward pass: activations."""
+    peak: int
+    """Most beyond weights, gradients and optimizer at any moment of the step: activations, what
+    layers and head work with, and what the schedule holds for the neighbours."""
+    num_microbatches: int
+    num_tokens: int
+    """Of one micro-batch, which context parallel ranks share."""
+    traffic: dict[tuple[str, str], Traffic]
+    """By (collective, process group); see `no_data.Traffic`."""
+
+
+def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
+    """Build one rank and let it take one optimizer step of full micro-batches, without data.
+
+    As many micro-batches as pipeline ranks, and twice as many with virtual stages: then the first
+    rank holds the most it ever does.
+
+    What a CPU does not have is replaced: see `runs_here`.
+
+    Args:
+        config: of the run; `model.hf_dir` needs no weights.
+        rank: which, of `world_size`.
+        world_size: ranks of the run.
+
+    Raises:
+        ConfigError: model folder, architecture or layout that cannot run.
+    """
+    config = config.model_copy(update={"model": runs_here(config.model)})
+    with (
+        fake_groups(config.parallel, rank=rank, world_size=world_size) as groups,
+        NoData() as no_data,
+        _without_moving(),
+    ):
+        policy = Policy.build(config, groups, "cpu")
+        parameters = {
+            f"stage {number}: {name}" if groups.vpp_size > 1 else name: parameter
+            for number, stage in enumerate(policy.stages)
+            for name, parameter in stage.named_parameters()
+        }
+        for module in (module for stage in policy.stages for module in stage.modules()):
+            if hasattr(module, "routing"):
+                module.register_forward_hook(_share_equally)
+        microbatch = _full_microbatch(config, policy)
+        num_tokens = microbatch.tokens.shape[1]
+        no_data.reset_peak()
+        before = no_data.live_bytes
+        num_microbatches = groups.pp_size * min(groups.vpp_size, 2)
+        with KeptForBackward(besides=parameters.values()) as kept:
+            step.update(policy, [microbatch] * num_microbatches, _loss)
+        weights, gradients, optimizer = allocated_bytes(policy)
+        return Found(
+            {name: tuple(tensor.shape) for name, tensor in parameters.items()},
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            kept=kept.peak_bytes,
+            peak=no_data.peak_bytes - before,
+            num_microbatches=num_microbatches,
+            num_tokens=num_tokens,
+            traffic=dict(no_data.traffic),
+        )
+
+
+def runs_here(model: ModelConfig) -> ModelConfig:
+    """The model's settings with bf16 and torch's head in place of what a CPU does not have."""
+    precision = "bf16" if model.precision == "fp8" else model.precision
+    return model.model_copy(update={"precision": precision, "head": "torch"})
+
+
+def _loss(_: int, log_probs: Tensor, __: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    return -log_probs.sum(), {}
+
+
+def _share_equally(router: Any, _: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Replace the choice of experts, which no one can know without data, by a balanced one."""
+    probs, choices = output
+    num_tokens, num_experts = choices.shape
+    chosen = router.topk
+    first = torch.arange(num_tokens)[:, None] * chosen
+    places = (first + torch.arange(chosen)) % num_experts
+    return probs, torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(1, places, True)
+
+
+def _full_microbatch(config: Config, policy: Policy) -> Microbatch:
+    """As many tokens as a micro-batch may have: the longest sequences, and one that is left."""
+    longest = config.max_sequence_tokens - 1  # the last token is not fed
+    budget = config.batch.max_tokens_per_microbatch
+    budget -= budget % policy.sequence_multiple
+    lengths = [longest] * (budget // longest)
+    if budget % longest:
+        lengths.append(budget % longest)
+    prompts = [min(config.data.max_prompt_tokens, length) for length in lengths]
+    responses = [length + 1 - prompt for length, prompt in zip(lengths, prompts, strict=True)]
+    zeros = torch.zeros(len(lengths), dtype=torch.int64)
+    batch = Batch(
+        prompt_ids=[np.zeros(size, dtype=np.int32) for size in prompts],
+        response_ids=[np.zeros(size, dtype=np.int32) for size in responses],
+        rollout_log_probs=[np.zeros(size, dtype=np.float32) for size in responses],
+        advantages=zeros.double(),
+        num_correct=zeros,
+        group_size=zeros,
+        valid=zeros == 0,
+    )
+    return policy.pack(batch, range(len(lengths)))
+
+
+def allocated_bytes(policy: Policy) -> tuple[int, int, int]:
+    """Bytes of the memory that holds a policy's weights, gradients and optimizer state."""
+    parameters = [one for stage in policy.stages for one in stage.parameters()]
+    state = []
+    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state.append(parameter)  # a master, or a view of the weight itself
+                moments = part.optimizer.state[parameter]
+                state += [moment for name, moment in moments.items() if name != "step"]
+    weights = _storages(parameters)
+    main_grads: Any = [parameter.main_grad for parameter in parameters]
+    masters = {key: size for key, size in _storages(state).items() if key not in weights}
+    return sum(weights.values()), sum(_storages(main_grads).values()), sum(masters.values())
+
+
+def _storages(tensors: list[Tensor]) -> dict[int, int]:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+@contextlib.contextmanager
+def _without_moving() -> Iterator[None]:
+    """What a tensor without data does not let be done, and what takes long without need."""
+    with (
+        # Moving a module swaps its parameters; all are where they should be.
+        mock.patch.object(PolicyModel, "to", lambda module, *_: module),
+        # Tiles of a GPU: those of a CPU are a hundred times as many.
+        mock.patch.object(
+            tiles, "_tile_shape", lambda weight: (2**24 // max(min(8192, len(weight)), 64), 8192)
+        ),
+        mock.patch.object(tiles, "row_multiple", lambda _: 16),
+    ):
+        yield
+
+
+def print_deep_dry_run(
+    config: Config, *, rank: int, world_size: int, console: Console | None = None
+) -> None:
+    """Print shapes, collectives and memory of one rank that was built and has stepped.
+
+    Raises:
+        ConfigError: see `step_one_rank`.
+    """
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = 120
+    hf_config = read_hf_config(config.model.hf_dir)
+    check_shapes(hf_config, config.parallel, config.model)
+    counts = arithmetic(config, world_size=world_size)
+    found = step_one_rank(config, rank=rank, world_size=world_size)
+    console.print(
+        f"Rank {rank} of {world_size}: {counts.cut}, "
+        f"stage {rank * counts.pp_size // world_size}. "
+        f"Built, and one step of {found.num_microbatches} micro-batch(es) of "
+        f"{found.num_tokens:,} tokens taken, with the trainer's own code and "
+        "without data.",
+        markup=False,
+    )
+    if config.model.precision == "fp8" or config.model.head == "triton":
+        console.print(
+            "Run as bf16 with torch's log-probs: fp8 and the Triton kernels need a GPU. Weights, "
+            "gradients and optimizer have the same bytes; fp8 keeps copies of weights besides.",
+            markup=False,
+        )
+    console.print(_shapes_table(found))
+    console.print(_traffic_table(found))
+    predicted = _predict(hf_config, config, rank, world_size, found.num_microbatches)
+    console.print(_memory_table(found, predicted))
+    console.print(LEFT_OUT, markup=False)
+
+
+def _shapes_table(found: Found) -> Table:
+    table = Table(title="Parameters of this rank (of layers and experts, the first)")
+    table.add_column("parameter", overflow="fold")
+    table.add_column("shape")
+    repeated = ("decoder.layers.", ".local_experts.")
+    for name, shape in found.shapes.items():
+        numbers = [name.split(part)[1].split(".")[0] for part in repeated if part in name]
+        if all(number == "0" for number in numbers):
+            table.add_row(name, " x ".join(map(str, shape)))
+    return table
+
+
+def _traffic_table(found: Found) -> Table:
+    table = Table(title="Collectives of building and one step, as this rank calls them")
+    for heading in ("collective", "group", "calls", "GiB"):
+        table.add_column(heading, justify="right" if heading in ("calls", "GiB") else "left")
+    for (kind, group), traffic in sorted(found.traffic.items()):
+        size = f"{traffic.num_bytes / GIB:,.4f}"
+        table.add_row(kind, group, f"{traffic.num_calls:,}", size)
+    return table
+
+
+def _predict(
+    hf_config: Any, config: Config, rank: int, world_size: int, num_microbatches: int
+) -> tuple[int, int, int, int, int]:
+    """Bytes of one rank in the order of the table."""
+    layout = Layout.of(config, world_size=world_size)
+    of_rank: dict[str, Any] = {
+        "stage": rank // layout.ranks_per_stage,
+        "num_microbatches": num_microbatches,
+        "fused": False,
+    }
+    kept = kept_activations(hf_config, config, layout, **of_rank)
+    step = step_bytes(hf_config, config, layout, **of_rank)
+    return (*rank_bytes(rules_for(hf_config), config, layout, rank=rank), kept.most, step.peak)
+
+
+def _memory_table(found: Found, predicted: tuple[int, ...]) -> Table:
+    rows = {
+        "weights": found.weights,
+        "gradients": found.gradients,
+        "optimizer": found.optimizer,
+        "activations kept for backward": found.kept,
+        "peak beyond weights, gradients, optimizer": found.peak,
+    }
+    table = Table(title="Memory of this rank, GiB")
+    for heading in ("part", "allocated", "predicted", "ratio"):
+        table.add_column(heading, justify="left" if heading == "part" else "right")
+    for (name, size), guess in zip(rows.items(), predicted, strict=True):
+        table.add_row(name, f"{size / GIB:,.4f}", f"{guess / GIB:,.4f}", f"{guess / size:.4f}")
+    return table

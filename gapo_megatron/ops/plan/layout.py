@@ -1,0 +1,113 @@
+"""How a run is cut over GPUs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Self
+
+from gapo_megatron.config import Config, ParallelConfig, parse_config
+from gapo_megatron.config.counts import arithmetic, layers_of_stages
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a run is cut over GPUs."""
+
+    tp_size: int
+    pp_size: int
+    cp_size: int
+    """Ranks that share every sequence."""
+    dp_size: int
+    ep_size: int
+    """Ranks that divide a layer's experts, out of those of one stage."""
+    sequence_parallel: bool
+    recompute: str
+    """none, selective or full: `model.recompute`."""
+    rollout_tp_size: int
+    vpp_size: int = 1
+    """Virtual stages of every pipeline rank."""
+    first_layers: int | None = None
+    """Layers of the first pipeline rank, and (below) of the last one; None: as of the others."""
+    last_layers: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks_per_stage * self.pp_size
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.tp_size * self.copies
+
+    @property
+    def copies(self) -> int:
+        """Ranks with the same weights (experts apart), which divide the optimizer's state."""
+        return self.cp_size * self.dp_size
+
+    def layers_of_ranks(self, num_layers: int) -> tuple[int, ...]:
+        """How many of the model's layers each pipeline rank has, in equal virtual stages.
+
+        Raises:
+            ConfigError: see `config.counts.layers_of_stages`.
+        """
+        return _layers_of_ranks(
+            self.pp_size, self.vpp_size, self.first_layers, self.last_layers, num_layers
+        )
+
+    @classmethod
+    def of(cls, config: Config, *, world_size: int) -> Self:
+        """The layout that a config has on `world_size` processes.
+
+        Raises:
+            ConfigError: a parallel size does not divide the world size.
+        """
+        counts = arithmetic(config, world_size=world_size)
+        return cls(
+            tp_size=counts.tp_size,
+            pp_size=counts.pp_size,
+            cp_size=counts.cp_size,
+            dp_size=counts.dp_size,
+            ep_size=counts.ep_size,
+            sequence_parallel=config.parallel.sequence_parallel,
+            recompute=config.model.recompute,
+            rollout_tp_size=config.rollout.tensor_parallel_size,
+            vpp_size=config.parallel.virtual_pipeline_model_parallel_size,
+            first_layers=config.parallel.num_layers_in_first_pipeline_stage,
+            last_layers=config.parallel.num_layers_in_last_pipeline_stage,
+        )
+
+    def apply(self, config: Config) -> Config:
+        """The config with this layout's settings; `dp_size` follows from the number of processes.
+
+        Raises:
+            ConfigError: the settings contradict each other.
+        """
+        tree = config.model_dump(mode="python", exclude_none=True)
+        tree["parallel"] |= {
+            "tensor_model_parallel_size": self.tp_size,
+            "pipeline_model_parallel_size": self.pp_size,
+            "virtual_pipeline_model_parallel_size": self.vpp_size,
+            "num_layers_in_first_pipeline_stage": self.first_layers,
+            "num_layers_in_last_pipeline_stage": self.last_layers,
+            "context_parallel_size": self.cp_size,
+            "expert_model_parallel_size": self.ep_size,
+            "sequence_parallel": self.sequence_parallel,
+        }
+        tree["model"]["recompute"] = self.recompute
+        tree["rollout"]["tensor_parallel_size"] = self.rollout_tp_size
+        return parse_config(tree, source=str(self))
+
+
+# A planner asks time after time for the same.
+@functools.lru_cache(maxsize=1024)
+def _layers_of_ranks(
+    pp_size: int, vpp_size: int, first_layers: int | None, last_layers: int | None, num_layers: int
+) -> tuple[int, ...]:
+    settings = ParallelConfig(
+        pipeline_model_parallel_size=pp_size,
+        virtual_pipeline_model_parallel_size=vpp_size,
+        num_layers_in_first_pipeline_stage=first_layers,
+        num_layers_in_last_pipeline_stage=last_layers,
+    )
+    ranks = layers_of_stages(settings, num_layers)
+    return tuple(sum(map(len, virtual)) for virtual in ranks)

@@ -1,0 +1,183 @@
+"""A few training steps of a config, in a scratch folder, to measure what its stages take here.
+
+As a program (`python -m gapo_megatron.ops.plan.probe CONFIG [section.key=value ...]`) it is one
+rank of such a run: training without its checkpoints and its exported model, which nobody would
+read. Of 7 billion parameters they are 120 GB a size, in a temporary folder that may be in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gapo_megatron.config import Config, load_config
+from gapo_megatron.data.schema import read_prompts
+from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.ops.plan.calibration import Observation, read_observation
+from gapo_megatron.ops.plan.workload import refuse_oversampling
+from gapo_megatron.run.fail_fast import fail_fast
+
+_QUIET = (
+    "evaluation.every_steps=0",
+    "checkpoint.branch_from=",
+    "metrics.tensorboard=false",
+    "metrics.wandb_project=",
+    "metrics.noise_floor_every_steps=0",
+)
+
+_LOG_LINES = 20
+
+
+def default_sizes(config: Config) -> list[list[str]]:
+    """The config's own step, and one of half the prompts: two loads tell costs from overheads."""
+    batch = config.batch
+    if batch.rollout_prompts % 2 or batch.minibatch_prompts % 2:
+        half = [f"rollout.max_response_tokens={max(1, config.rollout.max_response_tokens // 2)}"]
+    else:
+        half = [
+            f"batch.rollout_prompts={batch.rollout_prompts // 2}",
+            f"batch.minibatch_prompts={batch.minibatch_prompts // 2}",
+        ]
+    return [[], half]
+
+
+def probe_command(
+    config_path: str, overrides: Sequence[str], *, output_dir: Path, num_steps: int, world_size: int
+) -> list[str]:
+    """The command line of one probe, on one node."""
+    launcher = [sys.executable, "-m"]
+    if world_size > 1:
+        launcher += [
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={world_size}",
+            "-m",
+        ]
+    return [
+        *launcher,
+        "gapo_megatron.ops.plan.probe",
+        config_path,
+        *overrides,
+        *_QUIET,
+        f"run.num_steps={num_steps}",
+        f"run.output_dir={output_dir}",
+    ]
+
+
+def probe(
+    config_path: str,
+    overrides: Sequence[str],
+    *,
+    sizes: Sequence[Sequence[str]],
+    scratch: Path,
+    num_steps: int,
+    world_size: int,
+    prompt_tokens: float | None = None,
+) -> list[Observation]:
+    """Train a few steps at every size, one after another, and read what they took.
+
+    Args:
+        config_path: of the run.
+        overrides: for every size.
+        sizes: further overrides, of one size each.
+        scratch: empty folder for the runs: logs and metrics, a few megabytes.
+        num_steps: of each run; the first two are not counted.
+        world_size: processes, on this node.
+        prompt_tokens: mean length of a prompt; None: read from the data.
+
+    Raises:
+        ConfigError: a size is wrong, or over-samples, before any is trained; a run ended in an
+            error, with the last lines of its log.
+    """
+    every = [[*overrides, *size] for size in sizes]
+    configs = [load_config(config_path, settings) for settings in every]
+    for config in configs:
+        refuse_oversampling(config)
+    prompts = [prompt_tokens or mean_prompt_tokens(config) for config in configs]
+    # As slurm/launch.sh starts it.
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    observations = []
+    for number, (size, settings) in enumerate(zip(sizes, every, strict=True)):
+        name = " ".join(size) or "as configured"
+        folder = scratch / f"size_{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        command = probe_command(
+            config_path, settings, output_dir=folder, num_steps=num_steps, world_size=world_size
+        )
+        log = scratch / f"size_{number}.log"
+        with open(log, "w", encoding="utf-8") as file:
+            result = subprocess.run(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
+            )
+        if result.returncode:
+            last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+            raise ConfigError(
+                f"the probe {name} failed with exit code {result.returncode}; its last lines:\n"
+                + "\n".join(last)
+            )
+        observations.append(
+            read_observation(
+                folder,
+                mean_prompt_tokens=prompts[number],
+                world_size=world_size,
+                name=name,
+            )
+        )
+    return observations
+
+
+def mean_prompt_tokens(config: Config) -> float:
+    """Of the training problems, as the run itself reads them.
+
+    Raises:
+        ConfigError: the data or the tokenizer is not here.
+    """
+    for field, path in (
+        ("data.train_path", config.data.train_path),
+        ("model.hf_dir", config.model.hf_dir),
+    ):
+        if not Path(path).exists():
+            raise ConfigError(
+                f"{field} ({path}) is not here, so the prompts cannot be counted: give their mean "
+                "length with --mean-prompt-tokens, or start this where the run was started"
+            )
+    data = config.data
+    return _mean_length(
+        data.train_path,
+        config.model.hf_dir,
+        data.max_prompt_tokens,
+        config.reward.kind,
+        data.chat_template,
+    )
+
+
+@functools.cache  # the runs of a study have one data set, of tens of thousands of problems
+def _mean_length(
+    train_path: str, hf_dir: str, max_prompt_tokens: int, kind: str, chat_template: bool
+) -> float:
+    prompts = read_prompts(
+        train_path,
+        tokenizer=load_tokenizer(hf_dir),
+        max_prompt_tokens=max_prompt_tokens,
+        kind=kind,
+        chat_template=chat_template,
+    )
+    return statistics.fmean(len(prompt.token_ids) for prompt in prompts)
+
+
+def main() -> None:
+    """Train by the command line, and keep no weights; see `fail_fast` for exit codes."""
+    with fail_fast():
+        from gapo_megatron.train import train  # vLLM and all the rest, which planning needs not
+
+        train(load_config(sys.argv[1], sys.argv[2:]), keep_weights=False)
+
+
+if __name__ == "__main__":
+    main()

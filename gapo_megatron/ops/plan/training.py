@@ -1,0 +1,386 @@
+"""Seconds of one mini-batch in the trainer: a roofline, every term with its equation.
+
+Nothing overlaps that does not overlap in the trainer: Megatron-core's parameter gather, tensor
+parallel collectives and the all-to-all of experts all wait, and so does the gradient reduction
+without `parallel.overlap_grad_reduce`. (Transformer Engine's ring of keys and values does overlap;
+and of virtual stages' messages the hidden states between warm-up and flush of an update, while
+shapes, warm-up, flush and the old pass wait. All is charged in full.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gapo_megatron.config import Config
+from gapo_megatron.ops.plan.arithmetic import ForwardFlops, Shape, element_bytes, forward_flops
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import Gpu
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.workload import Workload
+
+_ACCUMULATE_BYTES = 10
+"""Of one weight and micro-batch: its gradient (2) is added to a float32 buffer (4 + 4)."""
+_CLEAR_BYTES = 8
+"""Of one weight: the float32 buffer is cleared and read for the norm."""
+_OPTIMIZER_BYTES = 28
+"""Of one weight of the optimizer's share: gradient, master and two moments are read (16), master
+and moments written (12)."""
+
+
+class _Recomputed(NamedTuple):
+    """What the backward pass of a layer computes again."""
+
+    layers: float
+    """Share of the products with its weights."""
+    attention: float
+    """Of the core attention."""
+    collectives: int
+    """Tensor parallel ones; see `Training._tensor_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a mini-batch gives one data parallel rank to do."""
+
+    tokens: float
+    squared_tokens: float
+    """Sum of the sequences' squared lengths."""
+    scored_tokens: float
+    """Of responses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One mini-batch on the busiest data parallel rank."""
+
+    shape: Shape
+    config: Config
+    layout: Layout
+    workload: Workload
+    gpu: Gpu
+    efficiency: Efficiency
+
+    def old_log_probs_s(self) -> float:
+        """(mini-batches - 1) forward passes: the first is its own old pass; all with a KL term."""
+        num_passes = self.config.batch.num_minibatches - 1
+        if self.config.objective.kl_coef > 0:
+            num_passes += self.config.batch.num_minibatches
+        return num_passes * self.pass_s(backward=False)
+
+    def update_s(self) -> float:
+        """Forward and backward passes, the reduction of gradients, the optimizer."""
+        return self.pass_s(backward=True) + self.optimizer_s() + self.efficiency.update_s
+
+    @property
+    def num_sequences(self) -> float:
+        """Of a mini-batch that are computed, on one data parallel rank."""
+        batch = self.config.batch
+        share = self.workload.trained_share(batch)
+        if self.config.objective.needs_every_sequence:
+            share = 1.0
+        return batch.minibatch_prompts * batch.rollouts_per_prompt * share / self.layout.dp_size
+
+    @property
+    def load(self) -> Load:
+        """Of the busiest data parallel rank: an even share, but at least the longest sequence."""
+        n, workload, prompt = self.num_sequences, self.workload, self.workload.mean_prompt_tokens
+        longest, squared = workload.longest_of(max(1.0, n * self.layout.dp_size))
+        return Load(
+            tokens=max(n * workload.mean_tokens, prompt + longest),
+            squared_tokens=max(
+                n * workload.mean_squared_tokens, prompt**2 + 2 * prompt * longest + squared
+            ),
+            scored_tokens=max(n * workload.mean_response_tokens, longest),
+        )
+
+    @property
+    def num_microbatches(self) -> int:
+        """The batching plan fills micro-batches evenly, up to the budget."""
+        return max(1, math.ceil(self.load.tokens / self.config.batch.max_tokens_per_microbatch))
+
+    def pass_s(self, *, backward: bool) -> float:
+        """One pass over the micro-batches of a mini-batch, through v stages on each of p ranks.
+
+            pass   = sum over the other ranks of last + m x slowest last + (v - 1) x rounds
+            rounds = sum over rounds of n of max(n x slowest first, sum over all ranks of first)
+
+        `first` is one micro-batch's seconds in a rank's first virtual stage; `last` the same in its
+        last one, with the head on the last rank. (They are one where v = 1.) The first micro-batch
+        walks through all ranks, the others follow at the pace of the slowest; with equal stages
+        that is a bubble of (p - 1) / (v m).
+        Virtual stages take the m micro-batches in rounds of p, of which m mod p are left for the
+        last: a micro-batch comes back for its next virtual stage when all ranks had it, so that a
+        round takes no less. The fillers of that round compute next to nothing.
+        """
+        layout, num_microbatches = self.layout, self.num_microbatches
+        seconds = {
+            content: self.stage_s(*content, backward=backward) / layout.vpp_size
+            for content in set(self.contents)
+        }
+        first = [seconds[content] for content in self.contents]
+        last = [*first[:-1], first[-1] + self.head_s(backward=backward)]
+        *others, slowest_last_s = sorted(last)
+        short = num_microbatches % layout.pp_size
+        rounds_s = (num_microbatches - short) * max(first)
+        rounds_s += max(short * max(first), sum(first)) if short else 0.0
+        return sum(others) + num_microbatches * slowest_last_s + (layout.vpp_size - 1) * rounds_s
+
+    @property
+    def contents(self) -> list[tuple[int, int]]:
+        """(layers, tables) of every pipeline rank. Tables: the embedding, and the output layer."""
+        *middle, last = self.layout.layers_of_ranks(self.shape.num_layers)
+        if not middle:
+            return [(last, 1 if self.shape.tied else 2)]
+        first, *middle = middle
+        return [(first, 1), *((count, 0) for count in middle), (last, 1)]
+
+    @property
+    def _recomputed(self) -> _Recomputed:
+        """See `ops.plan.activations.LayerBytes`."""
+        if self.layout.recompute == "full":
+            return _Recomputed(1, 1, 4)
+        if self.layout.recompute == "none":
+            return _Recomputed(0, 0, 0)
+        if self.config.model.precision == "fp32":  # not Transformer Engine's layers
+            return _Recomputed(0, 1, 0)
+        shape = self.shape
+        attention = 2 * shape.hidden * (shape.heads_width + shape.kv_heads * shape.head_dim)
+        return (
+            _Recomputed(0, 0, 0)
+            if shape.num_experts
+            else _Recomputed(1 - attention / shape.layer_weights, 0, 2)
+        )
+
+    def stage_s(self, num_layers: int, num_tables: int, *, backward: bool) -> float:
+        """One micro-batch on a pipeline rank, one of `contents`, without the head: l of L layers.
+
+        products = (factor x layers' flops / peak + factor' x attention's / bf16 peak)
+                   x l / L / t / matmul
+        factor   = 1 forward, 3 with backward, 4 with full recomputation; selective recomputation
+                   adds the MLP's share of a dense layer, of experts no product
+        factor'  = 1 forward, 3.5 with backward (flash attention's is 2.5 forward passes: it
+                   computes the scores again), 4.5 with full recomputation
+        launches = factor x l x layer_s
+        adding   = backward: 10 bytes of every weight / bandwidth
+        and the collectives of `_tensor_s`, `_context_s`, `_experts_s`, `_pipeline_s`
+        """
+        layout, flops, efficiency = self.layout, self._flops(), self.efficiency
+        factor = attention_factor = 1.0
+        if backward:
+            again = self._recomputed
+            factor, attention_factor = 3 + again.layers, 3.5 + again.attention
+        seconds = factor * flops.layers / self._products(self.config.model.precision)
+        seconds += attention_factor * flops.attention / self._products(self._without_fp8)
+        seconds *= num_layers / (self.shape.num_layers * layout.tp_size)
+        seconds += factor * num_layers * efficiency.layer_s
+        if backward:
+            streamed = _ACCUMULATE_BYTES * sum(self._weights(num_layers, num_tables))
+            seconds += streamed / (self.gpu.bandwidth * efficiency.bandwidth)
+        collectives = (self._tensor_s, self._context_s, self._experts_s)
+        seconds += num_layers * sum(collective(backward) for collective in collectives)
+        return seconds + self._pipeline_s(backward)
+
+    def head_s(self, *, backward: bool) -> float:
+        """Log-probs of a micro-batch's responses.
+
+            head = (1 + 3 x (1 - clipped share)) x logits' flops / t / (peak x matmul), forward 1
+
+        The backward pass computes the logits again, and two products as large, of active rows only.
+        """
+        factor = 1 + 3 * (1 - self.workload.clipped_share) if backward else 1.0
+        flops, rate = self._flops().head, self._products(self._without_fp8)
+        return factor * flops / self.layout.tp_size / rate + self._head_collectives_s(backward)
+
+    def _head_collectives_s(self, backward: bool) -> float:
+        """Tensor parallel collectives of the head, of one micro-batch.
+
+            gather = hidden states x (t - 1) / t / link, forward and backward, if sequence parallel
+            reduce = units x 4 x hidden x active rows x (t - 1) / t / link, units 1 (else 2)
+
+        and a latency each; the three statistics of a row are no more than that.
+        """
+        layout, share = self.layout, 1 - 1 / self.layout.tp_size
+        if layout.tp_size == 1:
+            return 0.0
+        sent = self._hidden_bytes * layout.sequence_parallel * (2 if backward else 1)
+        if backward:
+            active = self.load.scored_tokens / self.num_microbatches / layout.cp_size
+            active *= 1 - self.workload.clipped_share
+            sent += (1 if layout.sequence_parallel else 2) * 4 * self.shape.hidden * active
+        rate = self.gpu.group_bandwidth(layout.tp_size, stride=1) * self.efficiency.communication
+        return share * sent / rate + (4 if backward else 2) * self.efficiency.collective_s
+
+    def optimizer_s(self) -> float:
+        """After the last micro-batch.
+
+        reduce   = 4 bytes of every weight x (d - 1) / d / network, d the ranks that share it
+        gather   = the weights' bytes likewise
+        optimize = (8 bytes of every weight + 28 of the rank's 1/d) / bandwidth
+
+        Of the pipeline rank that takes longest; all wait for it. Under
+        `parallel.overlap_grad_reduce` not all of `reduce` comes after it: see `_exposed_s`.
+        """
+        return max(self._optimizer_s(*content) for content in set(self.contents))
+
+    def _optimizer_s(self, num_layers: int, num_tables: int) -> float:
+        efficiency = self.efficiency
+        seconds = reduce_s = 0.0
+        held = self._weights(num_layers, num_tables)
+        for weights, (size, stride) in zip(held, self._copies, strict=True):
+            sent_s = self._sent_s(weights, size, stride)
+            latency_s = efficiency.collective_s * (size > 1 and weights > 0)
+            reduce_s += 4 * sent_s + latency_s
+            seconds += element_bytes(self.config) * sent_s + latency_s
+            streamed = weights * (_CLEAR_BYTES + _OPTIMIZER_BYTES / size)
+            seconds += streamed / (self.gpu.bandwidth * efficiency.bandwidth)
+        if self.config.parallel.overlap_grad_reduce:
+            reduce_s = self._exposed_s(reduce_s, num_layers, num_tables)
+        return seconds + reduce_s
+
+    def _exposed_s(self, reduce_s: float, num_layers: int, num_tables: int) -> float:
+        """What the last micro-batch's backward pass does not hide of the gradients' reduction.
+
+            exposed = max(reduce - backward, reduce of the embedding)
+
+        The embedding's gradient comes at the very end. Later pipeline ranks reduce while those
+        before them go back: theirs is hidden as well. Left out: that both go slower at once; what
+        else is in the embedding's bucket; the latency of more buckets than one.
+        """
+        backward_s = self.stage_s(num_layers, num_tables, backward=True)
+        backward_s -= self.stage_s(num_layers, num_tables, backward=False)
+        embedding = min(num_tables, 1) * self.shape.head_weights / self.layout.tp_size
+        return max(reduce_s - backward_s, 4 * self._sent_s(embedding, *self._copies[0]))
+
+    @property
+    def _copies(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(ranks with the same weights, their distance): of experts the second, else the first."""
+        layout = self.layout
+        return (
+            (layout.copies, layout.tp_size),
+            (layout.ranks_per_stage // layout.ep_size, layout.ep_size),
+        )
+
+    def _sent_s(self, weights: float, size: int, stride: int) -> float:
+        """A byte of each weight, cut by `size` ranks, reduced or gathered."""
+        rate = self.gpu.group_bandwidth(size, stride=stride) * self.efficiency.communication
+        return weights * (size - 1) / size / rate
+
+    def _products(self, precision: str) -> float:
+        """Operations per second."""
+        return self.gpu.flops(precision) * self.efficiency.matmul
+
+    @property
+    def _without_fp8(self) -> str:
+        """Of attention and head: fp8 is for the products with the layers' weights alone."""
+        precision = self.config.model.precision
+        return "bf16" if precision == "fp8" else precision
+
+    def _flops(self) -> ForwardFlops:
+        """Of one micro-batch, on one of the ranks that share its sequences."""
+        share = 1 / (self.num_microbatches * self.layout.cp_size)
+        load = self.load
+        return forward_flops(
+            self.shape,
+            num_tokens=load.tokens * share,
+            mean_squared_length=load.squared_tokens,
+            num_sequences=share,
+            num_scored=load.scored_tokens * share,
+        )
+
+    def _weights(self, num_layers: int, num_tables: int) -> tuple[float, float]:
+        """(others, experts) on one of the ranks that share them."""
+        return self.shape.weights_per_rank(
+            num_layers,
+            num_tables,
+            tp_size=self.layout.tp_size,
+            ep_size=self.layout.ep_size,
+        )
+
+    @property
+    def _hidden_bytes(self) -> float:
+        """Hidden states of one micro-batch, on one of the ranks that share its sequences."""
+        return self._tokens_per_rank * self.shape.hidden * element_bytes(self.config)
+
+    @property
+    def _tokens_per_rank(self) -> float:
+        return self.load.tokens / self.num_microbatches / self.layout.cp_size
+
+    def _tensor_s(self, backward: bool) -> float:
+        """Tensor parallel collectives of one layer and micro-batch.
+
+            tensor = units x (hidden states x (t - 1) / t / link + collective_s)
+
+        Units: an all-reduce is two, an all-gather or reduce-scatter one. Forward 4, backward 4 (6
+        with sequence parallelism, which gathers again), full recomputation 4 more, that of the MLP
+        2. In a model with experts only attention has them.
+        """
+        layout = self.layout
+        if layout.tp_size == 1:
+            return 0.0
+        units = 4
+        if backward:
+            units += 6 if layout.sequence_parallel else 4
+            units += self._recomputed.collectives
+        if self.shape.num_experts:
+            units //= 2
+        sent = self._hidden_bytes * (layout.tp_size - 1) / layout.tp_size
+        rate = self.gpu.group_bandwidth(layout.tp_size, stride=1) * self.efficiency.communication
+        return units * (sent / rate + self.efficiency.collective_s)
+
+    def _context_s(self, backward: bool) -> float:
+        """The ring of keys and values of one layer and micro-batch.
+
+            ring = passes x (c - 1) x (a rank's keys and values / link + collective_s)
+
+        Passes: 1 forward, 2 backward (their gradients go round too), 1 where it is recomputed.
+        """
+        layout, shape = self.layout, self.shape
+        if layout.cp_size == 1:
+            return 0.0
+        passes = 1
+        if backward:
+            passes = 3 if layout.recompute == "none" else 4
+        width = 2 * shape.kv_heads * shape.head_dim / layout.tp_size
+        sent = self._tokens_per_rank * width * element_bytes(self.config)
+        rate = self.gpu.group_bandwidth(layout.cp_size, stride=layout.tp_size)
+        each = sent / (rate * self.efficiency.communication) + self.efficiency.collective_s
+        return passes * (layout.cp_size - 1) * each
+
+    def _experts_s(self, backward: bool) -> float:
+        """All-to-all to the experts and back, of one layer and micro-batch.
+
+            experts = 2 x factor' x (tokens of the rank x k x hidden
+                      x max((n - 1) / e / link, (e - n) / e / network) + collective_s)
+
+        factor' = 1 forward, 2 with backward, 3 with recomputation. Of e ranks n share a node; what
+        leaves it goes through each rank's own network adapter.
+        """
+        layout, gpu = self.layout, self.gpu
+        if layout.ep_size == 1:
+            return 0.0
+        sent = self._hidden_bytes / layout.tp_size * self.shape.experts_per_token / layout.ep_size
+        members = gpu.members_in_node(layout.ep_size, stride=1)
+        inside_s = (members - 1) * sent / gpu.link_bandwidth
+        outside_s = (layout.ep_size - members) * sent / gpu.network_bandwidth
+        each = max(inside_s, outside_s) / self.efficiency.communication
+        each += self.efficiency.collective_s
+        times = 1 if not backward else 3 if layout.recompute == "full" else 2
+        return 2 * times * each
+
+    def _pipeline_s(self, backward: bool) -> float:
+        """Hidden states to the next rank, and their gradients back.
+
+            pipeline = v x (1 forward, 2 with backward) x (bytes / network + 2 x collective_s)
+
+        Of each message the shape goes ahead: micro-batches differ in length.
+        """
+        layout = self.layout
+        if layout.pp_size == 1:
+            return 0.0
+        sent = self._hidden_bytes / (layout.tp_size if layout.sequence_parallel else 1)
+        in_node = layout.world_size <= self.gpu.gpus_per_node
+        rate = self.gpu.link_bandwidth if in_node else self.gpu.network_bandwidth
+        each = sent / (rate * self.efficiency.communication) + 2 * self.efficiency.collective_s
+        return layout.vpp_size * (2 if backward else 1) * each

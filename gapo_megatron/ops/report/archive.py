@@ -1,0 +1,235 @@
+"""Runs as a few CSV files, small enough to lie beside a text; reports are drawn from them again.
+
+runs.csv          a row per run: name, code, config and branch (JSON)
+metrics.csv       a row per run and bin of steps, called by its last one: what figures show
+timings.csv       a row per start, and of each run the mean over its steps
+solve_rates.csv   a row per run and evaluation, a column per problem: solve rate times `per`
+
+Older ones lack `commit` and `per`, and have settings that are not the default's alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from gapo_megatron.config import Config
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.io.files import check_overwritable, real
+from gapo_megatron.ops.report.exhibit import csv_names
+from gapo_megatron.ops.report.runs import Run, Values, parse_branch
+from gapo_megatron.ops.report.series import Row
+
+RUNS_NAME = "runs.csv"
+METRICS_NAME = "metrics.csv"
+TIMINGS_NAME = "timings.csv"
+SOLVE_RATES_NAME = "solve_rates.csv"
+BIN_STEPS = 5
+DIGITS = 5
+"""Significant; the interval of two seeds takes a difference times 13."""
+
+_WEIGHT = r"per_c/(correct|wrong)/sequences/c\d+"
+_WEIGHED = r"per_c/(?P<side>correct|wrong)/\w+/c(?P<c>\d+)"
+_AT_ONE_STEP = r"eval/pass@\d+|numerics/\w+|ratio/advantage_correlation_window"
+_KEPT = "|".join(
+    (
+        *(_AT_ONE_STEP, r"reward/mean", r"skip/\w+_token_share", r"per_c/group_share/c\d+"),
+        r"per_c/correct/(sequences|advantage|ratio_deviation|ratio_abs_deviation)/c\d+",
+        r"per_c/correct/(clip_fraction_sequences|clip_gradient_mass_lost)/c\d+",
+        r"memory/\w+/free_gib|memory/host_rss_gib",
+    )
+)
+
+
+def is_archive(folder: Path) -> bool:
+    """Whether `write_archive` has been here."""
+    return (folder / RUNS_NAME).exists()
+
+
+def check_archive(folder: Path, archives: Sequence[Path]) -> None:
+    """Refuse to write an archive over somebody else's files, or over one that is read.
+
+    Raises:
+        ConfigError: names the folder and what is in the way.
+    """
+    for archive in archives:
+        if real(archive) == real(folder):
+            raise ConfigError(f"--archive ({folder}) is read ({archive}): name another folder")
+    is_ours = {"run", "config", "branch"} <= csv_names(folder / RUNS_NAME)
+    names = (RUNS_NAME, METRICS_NAME, TIMINGS_NAME, SOLVE_RATES_NAME)
+    check_overwritable(folder, names, field="--archive", is_ours=is_ours)
+
+
+def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """Write runs to `folder`.
+
+    A bin of a metric has what a longer window makes of its steps: the sum of numbers of sequences,
+    the mean per sequence of what is per c, else the mean over steps.
+
+    Args:
+        runs: with different folder names.
+        folder: made when missing.
+
+    Returns:
+        The files.
+
+    Raises:
+        DataError: two runs whose folders have the same name.
+    """
+    names = [run.folder.name for run in runs]
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(f"two runs are called {name}; an archive tells them apart by name")
+    tables: dict[str, list[Row]] = {
+        RUNS_NAME: [{"run": run.folder.name, **_settings(run)} for run in runs],
+        METRICS_NAME: [row for run in runs for row in _metrics(run)],
+        TIMINGS_NAME: [row for run in runs for row in _timings(run)],
+        SOLVE_RATES_NAME: [row for run in runs for row in _solve_rates(run)],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for table, rows in tables.items():
+        _write(folder / table, rows)
+    return [folder / table for table in tables]
+
+
+def read_archive(folder: Path) -> list[Run]:
+    """Read what `write_archive` wrote; runs have the bins' last steps alone.
+
+    Raises:
+        DataError: names the file and line.
+    """
+    runs: dict[str, Run] = {}
+    for number, row in enumerate(_read(folder / RUNS_NAME), start=2):
+        try:
+            config = Config.model_validate_json(row["config"])
+            branch = parse_branch(row["branch"], where="branch") if row["branch"] else None
+        except (KeyError, ValueError, ValidationError) as error:
+            raise DataError(f"{folder / RUNS_NAME}:{number}: not a run's row: {error}") from None
+        code = tuple((row.get("commit") or "").split())
+        runs[row["run"]] = Run(
+            folder / row["run"], config, branch, {}, [], {}, code, bin_steps=BIN_STEPS
+        )
+    for number, name, values in _numbers(folder / METRICS_NAME, runs):
+        step = _step(folder / METRICS_NAME, number, values)
+        for key, value in values.items():
+            runs[name].metrics.setdefault(key, {})[step] = value
+    for _, name, values in _numbers(folder / TIMINGS_NAME, runs):
+        num_steps = int(values.pop("num_steps", 1))
+        runs[name].timings.extend([values] * num_steps)
+    for number, name, values in _numbers(folder / SOLVE_RATES_NAME, runs):
+        step = _step(folder / SOLVE_RATES_NAME, number, values)
+        per = values.pop("per", 1.0)
+        runs[name].solve_rates[step] = {key: value / per for key, value in values.items()}
+    return list(runs.values())
+
+
+def _settings(run: Run) -> Row:
+    """With all that defaults and the method's preset are today: later they may be others."""
+    objective, method = run.config.objective, asdict(run.method)
+    own = {key: method[key] for key in type(objective).model_fields if key in method}
+    whole = run.config.model_copy(update={"objective": objective.model_copy(update=own)})
+    return {
+        "commit": " ".join(run.code),
+        "config": whole.model_dump_json(),
+        "branch": None if run.branch is None else json.dumps(run.branch),
+    }
+
+
+def _metrics(run: Run) -> list[Row]:
+    ends = _bin_ends(run.num_steps)
+    rows: dict[int, Row] = {}
+    for key, values in run.metrics.items():
+        if re.fullmatch(_KEPT, key):
+            for step, value in _binned(key, values, run, ends).items():
+                rows.setdefault(step, {"run": run.folder.name, "step": step})[key] = value
+    return [rows[step] for step in sorted(rows)]
+
+
+def _binned(key: str, values: Values, run: Run, ends: Mapping[int, int]) -> Values:
+    if re.fullmatch(_AT_ONE_STEP, key):
+        is_end = set(ends.values()) if key.startswith("ratio/") else values.keys()
+        return {step: value for step, value in values.items() if step in is_end}
+    weighed = re.fullmatch(_WEIGHED, key)
+    weights: Values = {}
+    if weighed and not re.fullmatch(_WEIGHT, key):
+        weights = run.series(f"per_c/{weighed['side']}/sequences/c{weighed['c']}")
+    sums: dict[int, float] = {}
+    totals: dict[int, float] = {}
+    for step, value in values.items():
+        weight = weights[step] if weights else 1.0
+        sums[ends[step]] = sums.get(ends[step], 0.0) + weight * value
+        totals[ends[step]] = totals.get(ends[step], 0.0) + weight
+    if re.fullmatch(_WEIGHT, key):
+        return sums
+    return {end: sums[end] / totals[end] for end in sums if totals[end]}
+
+
+def _bin_ends(num_steps: int) -> dict[int, int]:
+    """Step -> the last one of its bin."""
+    return {
+        step: min(step - step % BIN_STEPS + BIN_STEPS, num_steps) - 1 for step in range(num_steps)
+    }
+
+
+def _timings(run: Run) -> Iterator[Row]:
+    """Starts as they are, and the mean of `num_steps` steps; without the clock."""
+    steps = [row for row in run.timings if "time/step_s" in row]
+    starts = [[row] for row in run.timings if "time/step_s" not in row]
+    for rows in filter(None, [*starts, steps]):
+        keys = dict.fromkeys(k for row in rows for k in row if k not in ("step", "time/unix_s"))
+        means = {key: sum(row.get(key, 0.0) for row in rows) / len(rows) for key in keys}
+        yield {"run": run.folder.name, "num_steps": len(rows), **means}
+
+
+def _solve_rates(run: Run) -> Iterator[Row]:
+    """As numbers of right samples, which take fewer letters; where verdicts lack, not whole."""
+    per = run.config.evaluation.samples_per_prompt
+    for step, rates in run.solve_rates.items():
+        counts = {problem: per * rate for problem, rate in rates.items()}
+        yield {"run": run.folder.name, "step": step, "per": per, **counts}
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    names = dict.fromkeys(key for row in rows for key in row)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow(
+                {
+                    key: f"{value:.{DIGITS}g}" if isinstance(value, float) else value
+                    for key, value in row.items()
+                }
+            )
+
+
+def _read(path: Path) -> Iterator[dict[str, str]]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            yield from csv.DictReader(file)
+    except OSError as error:
+        raise DataError(f"{path}: cannot read the file: {error.strerror}") from None
+
+
+def _numbers(path: Path, runs: Mapping[str, Run]) -> Iterator[tuple[int, str, dict[str, float]]]:
+    """Line number, run and numbers of each row; empty fields have none."""
+    for number, row in enumerate(_read(path), start=2):
+        name = row.pop("run", "")
+        if name not in runs:
+            raise DataError(f"{path}:{number}: run {name!r} is not in {RUNS_NAME}")
+        try:
+            yield number, name, {key: float(value) for key, value in row.items() if value}
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{path}:{number}: not a number: {error}") from None
+
+
+def _step(path: Path, number: int, values: dict[str, float]) -> int:
+    if "step" not in values:
+        raise DataError(f"{path}:{number}: no step")
+    return int(values.pop("step"))

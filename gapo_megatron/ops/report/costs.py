@@ -1,0 +1,249 @@
+"""Figures of what a step costs, and of the rounding that a clip must be wider than."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+
+from gapo_megatron.ops.report.arms import Arm, Comparison
+from gapo_megatron.ops.report.exhibit import Exhibit
+from gapo_megatron.ops.report.series import NoData, Row
+from gapo_megatron.ops.report.style import (
+    COLOURS,
+    HATCHES,
+    arm_style,
+    column,
+    legend_below,
+    outer_names,
+    panels,
+    thinned,
+)
+
+SMALL = 0.02
+"""Stages below this share of every arm's step are drawn as part of `other`."""
+SKIPPED = {
+    "skip/forward_token_share": "forward",
+    "skip/old_pass_token_share": "old log-probs",
+    "skip/backward_token_share": "backward",
+    "skip/head_backward_token_share": "head backward",
+}
+FLOOR = "numerics/noise_floor_"
+MEMORY = {
+    "memory/after_sleep/free_gib": "free, vLLM asleep",
+    "memory/update_peak/free_gib": "free, at the peak",
+    "memory/after_wake/free_gib": "free, vLLM awake",
+    "memory/host_rss_gib": "a process, in host memory",
+}
+"""Key -> what it is of; of those that are free the least counts, of the others the most."""
+
+
+def step_time(comparison: Comparison) -> Exhibit:
+    """Seconds of a step by stage, a bar per arm."""
+    rows = [row for arm in comparison.curves for row in time_rows(arm)]
+    if not rows:
+        raise NoData("no run has timings")
+    labels = list(dict.fromkeys(str(row["arm"]) for row in rows))
+    figure, (axis,) = panels(1, row_inches=0.55 + 0.18 * len(labels))
+    draw_time(axis, rows)
+    legend_below(figure, axis, handle_length=1.4)
+    return Exhibit(
+        aid="Where a step's wall-clock time goes: what generation takes no trainer can give back.",
+        rows=rows,
+        figure=figure,
+        notes=[
+            f"Means over steps and seeds; stages below {100 * SMALL:.0f} % in every bar, and time "
+            "between stages, are `other`. Runs that shared a machine slowed each other down."
+        ],
+    )
+
+
+def time_rows(arm: Arm) -> list[Row]:
+    """Seconds of each stage per step: mean over all steps of all seeds; the rest is `other`."""
+    totals: dict[str, float] = {}
+    num_steps = 0
+    for row in (row for run in arm.runs for row in run.timings if "time/step_s" in row):
+        num_steps += 1
+        for key, seconds in row.items():
+            match = re.fullmatch(r"time/(\w+)_s", key)
+            if match and match[1] != "unix":  # that one is the clock
+                totals[match[1]] = totals.get(match[1], 0.0) + seconds
+    if not num_steps:
+        return []
+    whole = totals.pop("step")
+    totals["other"] = max(whole - sum(totals.values()), 0.0)
+    return [
+        {"arm": arm.label, "stage": stage, "seconds": seconds / num_steps, "share": seconds / whole}
+        for stage, seconds in totals.items()
+    ]
+
+
+def draw_time(axis: Axes, rows: Sequence[Row]) -> None:
+    """One bar per arm, cut into stages."""
+    labels = list(dict.fromkeys(str(row["arm"]) for row in rows))
+    seconds = {(row["arm"], row["stage"]): float(row["seconds"] or 0) for row in rows}
+    large = [
+        stage
+        for stage in dict.fromkeys(str(row["stage"]) for row in rows)
+        if stage != "other"
+        and any(row["stage"] == stage and float(row["share"] or 0) >= SMALL for row in rows)
+    ]
+    left = np.zeros(len(labels))
+    whole = np.array(
+        [sum(v for (arm, _), v in seconds.items() if arm == label) for label in labels]
+    )
+    for place, stage in enumerate([*large, "other"]):
+        width = np.array([seconds.get((label, stage), 0.0) for label in labels])
+        if stage == "other":
+            width = whole - left
+        axis.barh(
+            labels,
+            width,
+            left=left,
+            height=0.65,
+            label=stage.replace("_", " "),
+            color="0.8" if stage == "other" else COLOURS[place % len(COLOURS)],
+            hatch=HATCHES[place % len(HATCHES)],
+            edgecolor="white",
+            linewidth=0.4,
+        )
+        left = left + width
+    axis.set(xlabel="seconds per step", ylabel="method")
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+
+
+def memory(comparison: Comparison) -> Exhibit:
+    """GiB of the rank that has it worst, over training."""
+    rows = [row for arm in comparison.curves for row in memory_rows(arm)]
+    if not rows:
+        raise NoData("no run has memory/*: an older version's runs")
+    names = list(dict.fromkeys(str(row["metric"]) for row in rows))
+    labels = list(dict.fromkeys(str(row["arm"]) for row in rows))
+    figure, axes = panels(len(names), share_y=False)
+    for axis, name in zip(axes, names, strict=True):
+        for place, label in enumerate(labels):
+            chosen = [row for row in rows if row["metric"] == name and row["arm"] == label]
+            look = arm_style(place) | {"marker": ""}
+            shown = thinned(chosen)
+            axis.plot(column(shown, "step"), column(shown, "gib"), label=label, **look)
+        axis.set(title=name, xlabel="step", ylabel="GiB")
+    outer_names(axes, share_y=False)
+    legend_below(figure, *axes)
+    return Exhibit(
+        aid="Memory of the rank that has it worst: what falls, or on the host grows, step after "
+        "step ends a run that is long enough.",
+        rows=rows,
+        figure=figure,
+        notes=["Of several seeds the worst."],
+    )
+
+
+def memory_rows(arm: Arm) -> list[Row]:
+    """Per step the worst of all seeds; none of a device where runs had none."""
+    rows: list[Row] = []
+    for key, name in MEMORY.items():
+        worst: dict[int, float] = {}
+        pick = min if "/free_" in key else max
+        for step, value in (pair for run in arm.runs for pair in run.series(key).items()):
+            worst[step] = pick(worst.get(step, value), value)
+        rows += [
+            {"arm": arm.label, "metric": name, "step": step, "gib": worst[step]}
+            for step in sorted(worst)
+        ]
+    return rows
+
+
+def skipped_work(comparison: Comparison) -> Exhibit:
+    """Share of the work left out because it could not change the weights."""
+    rows: list[Row] = []
+    for arm in comparison.curves:
+        for key, name in SKIPPED.items():
+            by_run = [list(run.series(key).values()) for run in arm.runs]
+            values = [value for one in by_run for value in one]
+            if values:
+                rows.append({"arm": arm.label, "work": name, "share": float(np.mean(values))})
+    if not rows:
+        raise NoData("no run has skip/*")
+    labels = list(dict.fromkeys(str(row["arm"]) for row in rows))
+    figure, axis = _bars(labels)
+    for place, name in enumerate(dict.fromkeys(str(row["work"]) for row in rows)):
+        chosen = [row for row in rows if row["work"] == name]
+        heights = [labels.index(str(row["arm"])) for row in chosen]
+        look = arm_style(place) | {"linestyle": ""}
+        axis.plot(100 * column(chosen, "share"), heights, label=name, **look)
+    axis.set(xlabel="work left out (% of the tokens)", xlim=(0, 100))
+    legend_below(figure, axis)
+    return Exhibit(
+        aid="Share of the tokens that a pass never computed because they could not change the "
+        "weights: groups all right or all wrong, the first mini-batch's old log-probs, clipped "
+        "rollouts.",
+        rows=rows,
+        figure=figure,
+        notes=["Means over steps and seeds."],
+    )
+
+
+def noise_floor(comparison: Comparison) -> Exhibit:
+    """What rounding alone does to a ratio, beside the clips."""
+    rows = [row for arm in comparison.curves if (row := _floor_row(arm))]
+    if not rows:
+        raise NoData("no run has measured it (metrics.noise_floor_every_steps)")
+    figure, axis = _bars([str(row["arm"]) for row in rows])
+    heights = np.arange(len(rows))
+    mean, largest = column(rows, "mean"), column(rows, "max")
+    axis.barh(
+        heights, largest - mean, left=mean, height=0.4, color="0.75", label="up to its maximum"
+    )
+    axis.plot(mean, heights, label="mean noise floor", **arm_style(0) | {"linestyle": ""})
+    # A method's two clips may be equal: one below the line of its bar, the other above.
+    for place, (name, side) in enumerate({"eps_low": 0.4, "eps_high_max": -0.4}.items(), start=1):
+        colour = arm_style(place)["color"]
+        axis.vlines(column(rows, name), heights, heights + side, color=colour, lw=1.5, label=name)
+    sizes = [v for key in ("mean", "max", "eps_low", "eps_high_max") for v in column(rows, key)]
+    ends = min(size for size in sizes if size > 0) / 2, 2 * max(sizes)
+    axis.set(xlabel="|ratio - 1| at equal weights", xscale="log", xlim=ends)
+    axis.xaxis.set_major_locator(LogLocator(numticks=6))
+    axis.xaxis.set_major_formatter("{x:.0e}")
+    axis.minorticks_off()
+    legend_below(figure, axis)
+    return Exhibit(
+        aid="Rounding alone moves a ratio by this much: where the bar of a method comes within a "
+        "tenth of its clips, the clip decides partly on rounding.",
+        rows=rows,
+        figure=figure,
+        notes=[
+            "Mean over sequences (of token ratios: tokens), measured steps and seeds, and the "
+            "largest of all. Scored twice at equal weights, packed differently."
+        ],
+    )
+
+
+def _floor_row(arm: Arm) -> Row | None:
+    """Of all seeds and all steps that measured it."""
+    mean, largest = (
+        [value for run in arm.runs for value in run.series(FLOOR + name).values()]
+        for name in ("mean", "max")
+    )
+    if not mean:
+        return None
+    return {
+        "arm": arm.label,
+        "mean": float(np.mean(mean)),
+        "max": max(largest),
+        "eps_low": arm.method.eps_low,
+        "eps_high_max": arm.method.eps_high_max,
+    }
+
+
+def _bars(labels: Sequence[str]) -> tuple[Figure, Axes]:
+    """A panel with a line for each of `labels`, from the top."""
+    figure, (axis,) = panels(1, row_inches=0.55 + 0.18 * len(labels))
+    axis.set_yticks(range(len(labels)), labels)
+    axis.set(ylabel="method", ylim=(len(labels) - 0.5, -0.5))
+    axis.grid(axis="y", visible=False)
+    return figure, axis

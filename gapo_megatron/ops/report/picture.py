@@ -1,0 +1,122 @@
+"""A run at a glance: one picture of six panels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gapo_megatron.ops.report.arms import Comparison
+from gapo_megatron.ops.report.clipping import (
+    CLIPPED,
+    DEVIATION,
+    correlation_rows,
+    draw_correlation,
+    draw_per_c,
+    per_c_rows,
+)
+from gapo_megatron.ops.report.costs import draw_time, time_rows
+from gapo_megatron.ops.report.exhibit import DPI
+from gapo_megatron.ops.report.learning import Shown, draw_pass, draw_reward, pass_rows, reward_rows
+from gapo_megatron.ops.report.runs import find_runs, read_run
+from gapo_megatron.ops.report.series import NoData
+from gapo_megatron.ops.report.style import COLUMN_INCHES, style
+
+Panel = Callable[[Axes, Comparison], None]
+
+
+def write_picture(folders: Sequence[Path], output: Path) -> Path:
+    """Draw runs at a glance; a panel that they cannot fill says why.
+
+    Reward, held-out accuracy, time; per c, of the first method, clips and deviation; correlation.
+
+    Args:
+        folders: as of `write_report`.
+        output: PNG file to write; its folder is made when missing.
+
+    Returns:
+        `output`.
+
+    Raises:
+        DataError, ConfigError: as `write_report`.
+    """
+    comparison = Comparison.of([read_run(folder) for folder in find_runs(folders)[0]])
+    with style():
+        figure = draw_picture(comparison)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=DPI // 2)
+    return output
+
+
+def draw_picture(comparison: Comparison) -> Figure:
+    """The figure; inside `style`."""
+    figure = Figure(figsize=(3 * COLUMN_INCHES, 1.6 * COLUMN_INCHES))
+    panels: dict[str, Panel] = {
+        "Training reward": _reward,
+        "Held-out problems": _held_out,
+        "Time": _time,
+        "Clip fraction, correct rollouts": _clip,
+        "Ratio deviation, correct rollouts": _deviation,
+        "Deviation against advantage": _correlation,
+    }
+    for axis, (title, draw) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
+        axis.set_title(title)
+        try:
+            draw(axis, comparison)
+        except NoData as reason:
+            axis.text(0.5, 0.5, str(reason), ha="center", wrap=True, transform=axis.transAxes)
+    return figure
+
+
+def _reward(axis: Axes, comparison: Comparison) -> None:
+    rows, window = reward_rows(comparison.curves)
+    draw_reward(axis, rows, _shown(comparison))
+    axis.set_title(f"Training reward ({window}-step mean)")
+    axis.legend()
+
+
+def _held_out(axis: Axes, comparison: Comparison) -> None:
+    rows = pass_rows(comparison.curves)
+    metrics = list(dict.fromkeys(str(row["metric"]) for row in rows))
+    for metric in metrics:
+        draw_pass(axis, rows, _shown(comparison), metric)
+    axis.set(ylabel=f"{' and '.join(metrics)} (%)", ylim=(0, 102))
+    handles, labels = axis.get_legend_handles_labels()
+    axis.legend(handles[: len(labels) // len(metrics)], labels[: len(labels) // len(metrics)])
+
+
+def _time(axis: Axes, comparison: Comparison) -> None:
+    rows = [row for arm in comparison.curves for row in time_rows(arm)]
+    if not rows:
+        raise NoData("no run has timings")
+    draw_time(axis, rows)
+    hours = sum(run.hours for arm in comparison.curves for run in arm.runs)
+    axis.set_title(f"Time: {60 * hours:.1f} minutes in all")
+    axis.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+
+
+def _clip(axis: Axes, comparison: Comparison) -> None:
+    _per_c(axis, comparison, CLIPPED)
+
+
+def _deviation(axis: Axes, comparison: Comparison) -> None:
+    _per_c(axis, comparison, DEVIATION)
+
+
+def _per_c(axis: Axes, comparison: Comparison, name: str) -> None:
+    arm = comparison.curves[0]
+    rows, window = per_c_rows([arm], name)
+    draw_per_c(axis, rows, arm, name)
+    axis.set_title(f"{axis.get_title()} ({arm.label}, {window}-step mean)")
+    axis.legend(title="c", ncols=2)
+
+
+def _correlation(axis: Axes, comparison: Comparison) -> None:
+    draw_correlation(axis, correlation_rows(comparison.curves), _shown(comparison))
+    axis.legend()
+
+
+def _shown(comparison: Comparison) -> Shown:
+    return {arm.label: arm for arm in comparison.curves}

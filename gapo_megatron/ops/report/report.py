@@ -1,0 +1,220 @@
+"""The report of runs: every figure they can fill, its data, and a page with all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from gapo_megatron.errors import DataError
+from gapo_megatron.evaluate.table import Table
+from gapo_megatron.hf.folder import claim
+from gapo_megatron.io.documents import open_file
+from gapo_megatron.io.files import write_atomically
+from gapo_megatron.ops.report.ablations import clip_sweep, over_k
+from gapo_megatron.ops.report.archive import check_archive, is_archive, read_archive, write_archive
+from gapo_megatron.ops.report.arms import Arm, Comparison
+from gapo_megatron.ops.report.clipping import (
+    by_c,
+    clip_fraction_per_c,
+    correlation,
+    deviation_per_c,
+)
+from gapo_megatron.ops.report.costs import memory, noise_floor, skipped_work, step_time
+from gapo_megatron.ops.report.exhibit import KINDS, Exhibit, Maker
+from gapo_megatron.ops.report.intervention import intervention
+from gapo_megatron.ops.report.learning import pass_at_k, reward
+from gapo_megatron.ops.report.page import Written, render
+from gapo_megatron.ops.report.problems import solve_rates, spectrum
+from gapo_megatron.ops.report.runs import find_runs, read_run
+from gapo_megatron.ops.report.series import NoData
+from gapo_megatron.ops.report.style import style
+from gapo_megatron.ops.report.summary import others, summary
+
+PAGE_NAME = "report.html"
+FIGURES_NAME = "figures"
+_TITLE = "Training report: "
+_HEAD_BYTES = 2**12
+MOST_NAMES = 5
+"""Of runs, in a sentence."""
+
+MAKERS: dict[str, Maker] = {
+    "Summary": summary,
+    "Held-out pass@1 and pass@k over training": pass_at_k,
+    "Training reward": reward,
+    "Ratio deviation of correct rollouts, per c": deviation_per_c,
+    "Clip fraction of correct rollouts, per c": clip_fraction_per_c,
+    "Clip fraction, drift and deviation against c": by_c,
+    "Correlation of ratio deviation and advantage": correlation,
+    "Intervention: another objective from the branch point on": intervention,
+    "Spectrum of solve rates": spectrum,
+    "Solve rates problem by problem": solve_rates,
+    "Other settings": others,
+    "Ablation over rollouts per group": over_k,
+    "Sweep of the largest upper clip": clip_sweep,
+    "Time of a step, by stage": step_time,
+    "Memory of the worst rank": memory,
+    "Skipped work": skipped_work,
+    "Noise floor against the clips": noise_floor,
+}
+"""Title -> maker, in the order of the page; a maker's name is that of its files."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written."""
+
+    page: Path
+    summary: Table
+    left_out: dict[str, str]
+    """Title of a figure these runs cannot fill -> why."""
+    waiting: list[Path]
+    """Folders of runs that have not trained a step yet."""
+
+
+def write_report(
+    folders: Sequence[Path],
+    output_dir: Path,
+    *,
+    first: str | None = None,
+    archive_dir: Path | None = None,
+    on_part: Callable[[str, int, int], None] = lambda part, done, total: None,
+) -> Report:
+    """Write `report.html` and `figures/` (PNG, PDF, LaTeX, CSV) into `output_dir`.
+
+    Args:
+        folders: of runs, of folders of runs, or archives (read first).
+        output_dir: made when missing; files of an earlier report are replaced.
+        first: the method that is compared with all others; None: the first run's.
+        archive_dir: where to write the runs as an archive, too.
+        on_part: told what is done next, and how far it is.
+
+    Raises:
+        DataError: names the folder or file and the rule (`find_runs`, `read_run`, `read_archive`,
+            `Comparison.of`, `write_archive`); a folder to write to cannot be made.
+        ConfigError: a run's config is not valid, or a folder to write to holds somebody else's
+            files under the names of ours.
+    """
+    archives = [folder for folder in folders if is_archive(folder)]
+    runs = [run for folder in archives for run in read_archive(folder)]
+    others = [folder for folder in folders if folder not in archives]
+    found, waiting = find_runs(others) if others else ([], [])
+    figures_dir = output_dir / FIGURES_NAME
+    if archive_dir is not None:
+        check_archive(archive_dir, archives)
+    try:
+        _claim(output_dir)
+        for folder in filter(None, (figures_dir, archive_dir)):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot make this folder: {error.strerror}") from None
+    total = len(found) + len(MAKERS)
+    for number, folder in enumerate(found):
+        on_part(f"reading {folder.name}", number, total)
+        runs.append(read_run(folder))
+    comparison = Comparison.of(runs, first=first)
+    if archive_dir is not None:
+        write_archive(runs, archive_dir)
+
+    written, left_out = [], {}
+    for number, (title, make) in enumerate(MAKERS.items()):
+        on_part(f"drawing {title}", len(found) + number, total)
+        stem = figures_dir / make.__name__
+        for kind in KINDS:  # of an earlier report, maybe left out now
+            stem.with_suffix(kind).unlink(missing_ok=True)
+        try:
+            with style():
+                exhibit = note_missing(make(comparison), comparison)
+                paths = exhibit.write(stem)
+        except NoData as reason:
+            left_out[title] = str(reason)
+            continue
+        files = {path.suffix[1:]: f"{FIGURES_NAME}/{path.name}" for path in paths}
+        written.append(Written(title, exhibit, files))
+    page = render(
+        title=_title(comparison),
+        lead=_lead(comparison, waiting),
+        written=written,
+        left_out=left_out,
+        runs={arm.label: [str(run.folder) for run in arm.runs] for arm in comparison.arms},
+        folder=output_dir,
+    )
+    path = output_dir / PAGE_NAME
+    write_atomically(path, page)
+    on_part("done", total, total)
+    table = written[0].exhibit.table
+    assert table is not None, written[0].title
+    return Report(path, table, left_out, waiting)
+
+
+def _claim(folder: Path) -> None:
+    """Refuse to overwrite what no report has written; the page tells of those without a marker."""
+    stems = [f"{FIGURES_NAME}/{make.__name__}" for make in MAKERS.values()]
+    figures = [f"{stem}{kind}" for stem in stems for kind in KINDS]
+    page = folder / PAGE_NAME
+    is_ours = False
+    if page.is_file():
+        with open_file(page) as file:
+            is_ours = f"<title>{_TITLE}".encode() in file.read(_HEAD_BYTES)
+    names = [PAGE_NAME, *figures]
+    claim(folder, names, field="--output", made_by="report", or_ours=is_ours)
+
+
+def note_missing(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
+    """Say which methods a figure has nothing of."""
+    present = {row["arm"] for row in exhibit.rows if "arm" in row}
+    missing = [arm.label for arm in comparison.curves if arm.label not in present]
+    if exhibit.figure is None or not present or not missing:
+        return exhibit
+    return replace(exhibit, notes=[*exhibit.notes, f"No data: {', '.join(missing)}."])
+
+
+def _title(comparison: Comparison) -> str:
+    labels = [arm.label for arm in comparison.curves]
+    if len(labels) > 4:
+        labels = [*labels[:3], f"{len(labels) - 3} more"]
+    return _TITLE + " · ".join(labels)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few, and how many more."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(names) if more <= 1 else f"{', '.join(names[:MOST_NAMES])} and {more} more"
+
+
+def _codes(arm: Arm) -> str:
+    """The code of each run, where there is more than one; empty otherwise."""
+    if len({one for run in arm.runs for one in run.code}) < 2:
+        return ""
+    shown = (f"{run.folder.name}: {' and '.join(run.code) or 'unknown'}" for run in arm.runs)
+    return f"{arm.label} ({'; '.join(shown)})"
+
+
+def _lead(comparison: Comparison, waiting: Sequence[Path]) -> list[str]:
+    """What the page is of."""
+    runs = [run for arm in comparison.arms for run in arm.runs]
+    going = [run for run in runs if run.num_steps < run.config.run.num_steps]
+    first = comparison.first
+    lead = [
+        f"{len(runs)} {'runs' if len(runs) > 1 else 'run'}, drawn "
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC. Runs that differ in the seed alone are one "
+        "method: a line is their mean."
+    ]
+    if going:
+        shown = some(
+            [f"{r.folder.name} ({r.num_steps} of {r.config.run.num_steps})" for r in going]
+        )
+        lead.append(f"Not finished, shown as far as all seeds of a method are: {shown}.")
+    mixed = [text for arm in comparison.arms if (text := _codes(arm))]
+    if mixed:
+        lead.append(f"Trained by more than one version of the code: {some(mixed)}.")
+    if waiting:
+        lead.append(f"Not started: {some([folder.name for folder in waiting])}.")
+    if len(comparison.curves) < len(comparison.arms):
+        lead.append(
+            f"Figures over training show each method as usual ({first.label}: k = {first.k}, "
+            f"eps_high_max = {first.method.eps_high_max:g}); other settings and branches have "
+            "tables and figures of their own."
+        )
+    return lead

@@ -1,0 +1,230 @@
+"""What a run left in its folder: config, metrics, timings, evaluations. Also of a run under way."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gapo_megatron.config import CONFIG_NAME, Config, load_config
+from gapo_megatron.config.methods import Method
+from gapo_megatron.errors import DataError
+from gapo_megatron.evaluate.counts import read_counts
+from gapo_megatron.io.documents import open_file, parse_json, read_text
+from gapo_megatron.io.files import naming, real
+from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, read_rows
+from gapo_megatron.io.run_folder import BRANCH_NAME
+from gapo_megatron.ops.launch.freeze import frozen_code
+
+Values = dict[int, float]
+"""Step -> value, in step order."""
+Rates = dict[str, float]
+"""Problem -> share of its samples that are right, NaN where no verdict is known."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as far as it is."""
+
+    folder: Path
+    config: Config
+    branch: dict[str, Any] | None
+    """Where it left another one: `run` (folder), `step` and `changes`, key -> (there, here); None:
+    it began with a model."""
+    metrics: dict[str, Values]
+    """Name -> finite values, in step order, which is that of the file; `memory/*` too."""
+    timings: list[dict[str, float]]
+    """A row per step, and one per start (`startup/<part>_s`); without `memory/*`."""
+    solve_rates: dict[int, Rates]
+    """By step of an evaluation, in step order."""
+    code: tuple[str, ...] = ()
+    """What was frozen for it (`frozen_code`), each once; empty where nothing was."""
+    bin_steps: int = 1
+    """Steps that a value of a step stands for: it and those before. An archive has bins."""
+
+    @property
+    def method(self) -> Method:
+        return self.config.objective.resolve()
+
+    @property
+    def k(self) -> int:
+        return self.config.batch.rollouts_per_prompt
+
+    @property
+    def seed(self) -> int:
+        return self.config.run.seed
+
+    @property
+    def num_steps(self) -> int:
+        """Trained so far, those before a branch included."""
+        return max(self.series("reward/mean"), default=-1) + 1
+
+    @property
+    def hours(self) -> float:
+        """Of all its starts and steps; those before a branch are another run's."""
+        seconds = (
+            value
+            for row in self.timings
+            for key, value in row.items()
+            if key == "time/step_s" or key.startswith("startup/")
+        )
+        return sum(seconds) / 3600
+
+    def series(self, key: str) -> Values:
+        """The steps that have `key`; none at all where no row has it."""
+        return self.metrics.get(key, {})
+
+    def keys(self, pattern: str) -> list[str]:
+        """Metrics whose whole name matches, sorted by the numbers in them ("c9" before "c10")."""
+        names = [key for key in self.metrics if re.fullmatch(pattern, key)]
+        return sorted(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])
+
+
+def find_runs(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """The runs in `folders`, each a run's folder or one of runs (a study's), none twice.
+
+    Returns:
+        Folders of runs, in the order given (in a folder of runs: by name), and those of runs that
+        have not trained a step yet.
+
+    Raises:
+        DataError: a folder that is neither, or no run that has trained a step.
+    """
+    inside: dict[Path, None] = {}
+    for folder in folders:
+        found = [path for path in [folder, *sorted(folder.glob("*/"))] if _is_run(path)]
+        if not found:
+            raise DataError(
+                f"{folder}: {'no run here' if folder.exists() else 'no such folder'}; a run's "
+                f"folder holds {CONFIG_NAME} and {METRICS_NAME}, a study's holds folders of runs"
+            )
+        inside |= {real(path): None for path in (found[:1] if found[0] == folder else found)}
+    ready = [path for path in inside if _has_trained(path / METRICS_NAME)]
+    waiting = [path for path in inside if path not in ready]
+    if not ready:
+        shown = ", ".join(map(str, waiting))
+        raise DataError(f"{shown}: no step in {METRICS_NAME} yet; a report needs a trained one")
+    return ready, waiting
+
+
+def _is_run(folder: Path) -> bool:
+    """Started, or submitted (the code of its jobs is there)."""
+    names = (CONFIG_NAME, METRICS_NAME, "code")
+    return any((folder / name).exists() for name in names)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run.
+
+    Raises:
+        DataError: names the file: no config, a line that is not a JSON object of numbers with a
+            step, metrics of another k than the config's, a damaged branch, evaluation or code.json.
+        ConfigError: its config is not valid.
+    """
+    path = folder / CONFIG_NAME
+    if not path.exists():
+        raise DataError(
+            f"{folder}: no {CONFIG_NAME}, which training writes at its start: the run's method, "
+            "k, clips and seed are unknown"
+        )
+    timings = read_rows(folder / TIMINGS_NAME)
+    memory = [{k: v for k, v in row.items() if k == "step" or _is_memory(k)} for row in timings]
+    run = Run(
+        folder=folder,
+        config=load_config(path),
+        branch=_branch(folder / BRANCH_NAME),
+        metrics=_by_name([*read_rows(folder / METRICS_NAME), *memory]),
+        timings=[{k: v for k, v in row.items() if not _is_memory(k)} for row in timings],
+        solve_rates=_solve_rates(folder / "evaluations"),
+        code=_code(folder / "code"),
+    )
+    _check_k(run)
+    return run
+
+
+def _is_memory(key: str) -> bool:
+    """Of the timings what is a figure of single steps, not a mean over them."""
+    return key.startswith("memory/")
+
+
+def _branch(path: Path) -> dict[str, Any] | None:
+    try:
+        text = read_text(path, error=DataError)
+    except FileNotFoundError:
+        return None
+    return parse_branch(text, where=str(path))
+
+
+def parse_branch(text: str, *, where: str) -> dict[str, Any]:
+    """A `branch.json`.
+
+    Raises:
+        DataError: names `where` and the rule.
+    """
+    branch: dict[str, Any] = parse_json(text, where=where, error=DataError)
+    try:
+        run, step, changes = branch["run"], branch["step"], branch["changes"]
+        is_whole = isinstance(run, str) and type(step) is int
+        is_whole &= all(len(pair) == 2 for pair in changes.values())
+    except (KeyError, TypeError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise DataError(
+            f"{where}: not a branch: it needs `run` (a folder), `step` (a whole number) and "
+            "`changes` (setting: [there, here])"
+        )
+    return branch
+
+
+def _has_trained(path: Path) -> bool:
+    """Whether a whole line is a step's; that of step 0's evaluation is none."""
+    if not path.exists():
+        return False
+    with naming(path), open_file(path) as file:
+        return b'"reward/mean"' in file.read().rpartition(b"\n")[0]
+
+
+def _by_name(rows: Iterable[dict[str, float]]) -> dict[str, Values]:
+    named: dict[str, Values] = {}
+    for row in rows:
+        for key, value in row.items():
+            named.setdefault(key, {})[int(row["step"])] = value
+    return named
+
+
+def _solve_rates(folder: Path) -> dict[int, Rates]:
+    named = ((re.fullmatch(r"step_(\d+)", path.stem), path) for path in folder.glob("step_*.json"))
+    by_step = sorted((int(match[1]), path) for match, path in named if match)
+    return {step: _rates(path) for step, path in by_step}
+
+
+def _rates(path: Path) -> Rates:
+    return {
+        str(entry["id"]): entry["num_correct"] / entry["num_samples"]
+        if entry["num_samples"]
+        else math.nan
+        for entry in read_counts(path)
+    }
+
+
+def _code(folder: Path) -> tuple[str, ...]:
+    found: dict[str, None] = {}  # a set in order
+    for path in sorted(folder.glob("*/code.json")):
+        try:
+            found[frozen_code(path.parent)] = None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: does not tell where code came from: {error!r}") from None
+    return tuple(found)
+
+
+def _check_k(run: Run) -> None:
+    """A run restarted with another k would mix two meanings of c."""
+    numbers = [int(key.rpartition("c")[2]) for key in run.keys(r"per_c/groups/c\d+")]
+    if numbers and max(numbers) != run.k:
+        raise DataError(
+            f"{run.folder}: {METRICS_NAME} holds groups of k = {max(numbers)} rollouts, "
+            f"{CONFIG_NAME} says batch.rollouts_per_prompt = {run.k}: a run has one k"
+        )

@@ -1,0 +1,274 @@
+"""A scaling study: tokens a second, MFU, efficiency and the seconds of a step, run by run."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.ops.launch.status import read_statuses
+from gapo_megatron.ops.plan.arithmetic import step_flops
+from gapo_megatron.ops.plan.calibration import STAGES, Observation, seconds
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import CPU_NAME, Gpu
+from gapo_megatron.ops.plan.tables import pipeline_ranks
+from gapo_megatron.ops.plan.times import StepTime
+from gapo_megatron.ops.report.arms import SIZES, learned_settings
+from gapo_megatron.ops.report.runs import find_runs
+from gapo_megatron.ops.report.series import Row
+
+_NAME_LETTERS = 20
+"""Of a run, at least, in a line of a table."""
+
+
+def observe(
+    folders: Sequence[Path], read: Callable[[Path, str], Observation]
+) -> tuple[list[Observation], list[str]]:
+    """Read runs; one that cannot be read does not keep the others back.
+
+    Args:
+        folders: each a run's, or one of runs.
+        read: an observation of a run's folder, by the name given: empty where the folder's will do.
+
+    Returns:
+        By model, smaller ones first, response limit, prompts, GPUs and layout; and for each run
+        that is left out a line that tells how it stands, and why.
+
+    Raises:
+        DataError: see `find_runs`.
+        ConfigError: no run can be read; has all the reasons.
+    """
+    ready, waiting = find_runs(folders)
+    reasons = dict.fromkeys(waiting, "no step yet")
+    names = [folder.name for folder in ready]
+    observed = []
+    for folder in ready:
+        try:
+            observed.append(read(folder, str(folder) if names.count(folder.name) > 1 else ""))
+        except GapoError as error:
+            reasons[folder] = str(error)
+    statuses = read_statuses(list(reasons))
+    left_out = [
+        f"not measured: {folder.name} ({status.state}): {' '.join([reason, status.why]).strip()}"
+        for (folder, reason), status in zip(reasons.items(), statuses, strict=True)
+    ]
+    if not observed:
+        raise ConfigError("no run can be measured\n" + "\n".join(left_out))
+    observed.sort(
+        key=lambda one: (
+            one.shape.num_parameters,
+            model_name(one),
+            one.config.rollout.max_response_tokens,
+            one.config.batch.rollout_prompts,
+            num_gpus(one),
+            layout_items(one),
+        )
+    )
+    return observed, left_out
+
+
+def scaling_rows(
+    observations: Sequence[Observation], *, gpu: Gpu, efficiency: Efficiency
+) -> list[Row]:
+    """One row a run; shares and ratios are of 1, None where there is nothing to divide by.
+
+        tokens/s/GPU = response tokens of a step / (step seconds x GPUs)
+        MFU          = model operations / (seconds x GPUs x peak), of a step and of its updates
+        strong       = (t1 x n1) / (t x n), of runs with one batch
+        weak         = t1 / t, of runs with as many sequences a GPU and as many updates
+
+    t1 is the quickest step on the fewest GPUs, n1, among all layouts of runs that learn the same;
+    of runs that differ in the seed alone the median. Where all have as many GPUs there is no
+    efficiency. A CPU's peak is measured, and no data sheet's: there is no MFU.
+
+    Args:
+        observations: of the runs.
+        gpu: the device that they ran on.
+        efficiency: what the prediction takes to be reached of it.
+    """
+    strong = _relative(observations, same_batch, cost=lambda one: one.step_s * num_gpus(one))
+    weak = _relative(observations, same_share, cost=lambda one: one.step_s)
+    return [
+        _row(one, gpu, efficiency) | {"strong_efficiency": s, "weak_efficiency": w}
+        for one, s, w in zip(observations, strong, weak, strict=True)
+    ]
+
+
+def scaling_tables(rows: Sequence[Row], *, gpu: Gpu) -> list[Table]:
+    """The rows for people: what was reached, and the seconds of a step by stage.
+
+    Columns in which no run has a value are left out.
+    """
+    unit, units = unit_names(gpu)
+    reached = {
+        "gpus": (units, ","),
+        "layout": ("layout", ""),
+        "model": ("model", ""),
+        "max_response_tokens": ("limit", ","),
+        "rollout_prompts": ("prompts", ","),
+        "tokens_per_gpu_s": (f"tokens/s/{unit}", ",.0f"),
+        "mfu": ("MFU", ".1%"),
+        "update_mfu": ("of updates", ".1%"),
+        "step_s": ("step, s", ".3g"),
+        "predicted_step_s": ("predicted", ".3g"),
+        "predicted_over_measured": ("ratio", ".2f"),
+        "strong_efficiency": ("strong", ".0%"),
+        "weak_efficiency": ("weak", ".0%"),
+    }
+    split = {f"{stage}_s": (stage.replace("_", " "), ".3g") for stage in (*STAGES, "other")}
+    return [
+        _table(rows, reached, title=f"Measured on {gpu.name}"),
+        _table(rows, split | {"step_s": ("step", ".3g")}, title="Seconds of a step"),
+    ]
+
+
+def _table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], *, title: str) -> Table:
+    """`columns`: heading and format by key; numbers stay whole where a terminal is narrow."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("run", overflow="fold", min_width=_NAME_LETTERS)
+    shown = [key for key in columns if any(row[key] is not None for row in rows)]
+    for key in shown:
+        heading, form = columns[key]
+        if form:
+            table.add_column(heading, justify="right", no_wrap=True)
+        else:
+            table.add_column(heading, overflow="fold")
+    for row in rows:
+        cells = ["-" if row[key] is None else format(row[key], columns[key][1]) for key in shown]
+        table.add_row(str(row["run"]), *cells)
+    return table
+
+
+def _row(one: Observation, gpu: Gpu, efficiency: Efficiency) -> Row:
+    """All but the efficiencies, which take other runs."""
+    config, number = one.config, num_gpus(one)
+    predicted = StepTime(*[math.nan] * len(STAGES))
+    if one.can_be_predicted:
+        predicted = one.predict(gpu, efficiency)
+    flops = step_flops(one.shape, config, one.workload, num_prompts=one.num_prompts)
+    peak = math.nan if gpu.name == CPU_NAME else number * gpu.flops(config.model.precision)
+    update_s = one.seconds("update") or math.nan  # 0 where no group had A != 0
+    values = {
+        "tokens_per_gpu_s": one.tokens_per_s / number,
+        "predicted_tokens_per_gpu_s": one.num_tokens / (predicted.total_s * number),
+        "mfu": flops.total / (one.step_s * peak),
+        "update_mfu": flops.update / (update_s * peak),
+        **{f"{stage}_s": one.seconds(stage) for stage in STAGES},
+        "other_s": one.other_s,
+        "step_s": one.step_s,
+        **{f"predicted_{stage}_s": seconds(predicted, stage) for stage in STAGES},
+        "predicted_step_s": predicted.total_s,
+        "predicted_over_measured": predicted.total_s / one.step_s,
+    }
+    if math.isinf(predicted.total_s):  # nothing can be generated, by the model
+        values["predicted_tokens_per_gpu_s"] = math.nan
+    return {
+        "run": one.name,
+        "model": model_name(one),
+        "gpus": number,
+        "layout": " ".join(layout_items(one)),
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "rollout_prompts": config.batch.rollout_prompts,
+        "max_tokens_per_microbatch": config.batch.max_tokens_per_microbatch,
+        **{key: value if math.isfinite(value) else None for key, value in values.items()},
+    }
+
+
+def _relative(
+    observations: Sequence[Observation],
+    alike: Callable[[Observation], Hashable],
+    *,
+    cost: Callable[[Observation], float],
+) -> list[float | None]:
+    """Among runs that are alike, the least cost on the fewest GPUs over each one's."""
+    groups: dict[Hashable, list[Observation]] = {}
+    keys = [alike(one) for one in observations]
+    for key, one in zip(keys, observations, strict=True):
+        groups.setdefault(key, []).append(one)
+    found: list[float | None] = []
+    for key, one in zip(keys, observations, strict=True):
+        counts = {num_gpus(other) for other in groups[key]}
+        costs: dict[Hashable, list[float]] = {}
+        for other in groups[key]:
+            if num_gpus(other) == min(counts):
+                costs.setdefault(_all_but_seed(other), []).append(cost(other))
+        least = min(map(statistics.median, costs.values()))
+        found.append(least / cost(one) if len(counts) > 1 else None)
+    return found
+
+
+def num_gpus(one: Observation) -> int:
+    """A process on a CPU is a device too."""
+    return one.layout.world_size
+
+
+def model_name(one: Observation) -> str:
+    """As its folder is called."""
+    return Path(one.config.model.hf_dir).name
+
+
+def unit_names(gpu: Gpu) -> tuple[str, str]:
+    """What a rank has, one and many."""
+    return ("process", "processes") if gpu.name == CPU_NAME else ("GPU", "GPUs")
+
+
+def same_batch(one: Observation) -> Hashable:
+    """Equal for runs that learn the same, whatever their layouts."""
+    return tuple(sorted(learned_settings(one.config).items()))
+
+
+def same_share(one: Observation) -> Hashable:
+    """As `same_batch`, but for a batch that grows with the GPUs."""
+    settings = [pair for pair in learned_settings(one.config).items() if pair[0] not in SIZES]
+    batch = one.config.batch
+    return (*sorted(settings), batch.rollout_prompts / num_gpus(one), batch.num_minibatches)
+
+
+def _all_but_seed(one: Observation) -> Hashable:
+    """Equal for runs of as many GPUs that differ in the seed alone."""
+    settings = one.config.model_dump_json(exclude={"run"})
+    return settings.replace(one.config.run.output_dir, "")  # paths in the run's own folder
+
+
+def same_way(one: Observation) -> Hashable:
+    """Equal for runs that compute in the same way on however many data parallel ranks.
+
+    What no step of the loop depends on may differ, and the sizes of the batch: see `same_batch` and
+    `same_share`.
+    """
+    sections = one.config.model_dump(
+        mode="json",
+        exclude={
+            **dict.fromkeys(("run", "checkpoint", "evaluation", "metrics", "supervised"), True),
+            "parallel": {"timeout_s"},
+            "batch": {name.partition(".")[2] for name in SIZES},
+        },
+    )
+    # Paths in the run's own folder are not what makes it another way.
+    return json.dumps(sections).replace(one.config.run.output_dir, "")
+
+
+def layout_items(one: Observation, *, with_data_parallel: bool = True) -> list[str]:
+    """Sizes above 1, and what else a run's layout has: `TP 2`, `SP`, `PP 4 x 2`, `offload`."""
+    layout, config = one.layout, one.config
+    tp = f"TP {layout.tp_size}" + (" SP" if layout.sequence_parallel else "")
+    items = {tp: layout.tp_size, f"PP {pipeline_ranks(layout)}": layout.pp_size}
+    items |= {f"CP {layout.cp_size}": layout.cp_size, f"EP {layout.ep_size}": layout.ep_size}
+    items |= {f"DP {layout.dp_size}": layout.dp_size if with_data_parallel else 1}
+    items |= {f"vLLM TP {layout.rollout_tp_size}": layout.rollout_tp_size}
+    parts = [item for item, size in items.items() if size > 1]
+    others = {
+        f"recompute {layout.recompute}": layout.recompute != "none",
+        "overlap": config.parallel.overlap_grad_reduce,
+        "offload": config.optimizer.offload == "optimizer",
+        "offload all": config.optimizer.offload == "all",
+        f"fp8 {config.model.fp8_recipe}": config.model.precision == "fp8",
+        f"vLLM {config.rollout.quantization}": config.rollout.quantization != "",
+    }
+    parts += [item for item, has_it in others.items() if has_it]
+    return parts or ["uncut"]

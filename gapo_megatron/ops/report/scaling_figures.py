@@ -1,0 +1,265 @@
+"""Figures of a scaling study: tokens a second over GPUs, and where the seconds of a step go."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from gapo_megatron.io.files import check_overwritable
+from gapo_megatron.ops.plan.calibration import STAGES, Observation
+from gapo_megatron.ops.plan.hardware import Gpu
+from gapo_megatron.ops.report.costs import SMALL, draw_time
+from gapo_megatron.ops.report.exhibit import KINDS, Exhibit, csv_names
+from gapo_megatron.ops.report.scaling import (
+    layout_items,
+    num_gpus,
+    same_batch,
+    same_share,
+    same_way,
+    unit_names,
+)
+from gapo_megatron.ops.report.series import Row
+from gapo_megatron.ops.report.style import (
+    MARKERS,
+    arm_style,
+    column,
+    legend_below,
+    outer_names,
+    panels,
+    style,
+    wrapped,
+)
+
+_LABEL_LETTERS = 28
+"""Of a bar's name, a line."""
+_LEGEND_LETTERS = 50
+"""Of a line's name, a line."""
+_LETTERS_INCHES, _GAP_INCHES = 0.115, 0.06
+"""Height of a line of a bar's name, and between two names."""
+NAMES = ("throughput", "step_split")
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+
+
+def write_scaling(
+    observations: Sequence[Observation], rows: Sequence[Row], *, gpu: Gpu, folder: Path
+) -> list[tuple[Exhibit, list[Path]]]:
+    """Write `throughput` (its data: all of `rows`) and `step_split` as PNG, PDF and CSV.
+
+    Args:
+        observations: as of `scaling_rows`.
+        rows: what that made of them.
+        gpu: the device.
+        folder: for the files; made when missing.
+
+    Returns:
+        Each with its files.
+
+    Raises:
+        ConfigError: the folder holds files of these names that are not those of an earlier call.
+    """
+    check_scaling(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with style():
+        exhibits = {
+            name: draw(observations, rows, gpu)
+            for name, draw in zip(NAMES, (throughput, step_split), strict=True)
+        }
+        return [(one, one.write(folder / name)) for name, one in exhibits.items()]
+
+
+def check_scaling(folder: Path) -> None:
+    """Refuse to overwrite what `write_scaling` has not written: its data, which is first, tells."""
+    is_ours = {"mfu", "tokens_per_gpu_s"} <= csv_names(folder / f"{NAMES[0]}.csv")
+    names = [f"{name}{kind}" for name in NAMES for kind in KINDS]
+    check_overwritable(folder, names, field="--output", is_ours=is_ours)
+
+
+# -- tokens a second ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """Runs of one batch, or of one share of a GPU, in one layout; or one run alone."""
+
+    label: str
+    rows: list[Row]
+    """By GPUs."""
+    efficiency: str
+    """Which of the rows' efficiencies it shows."""
+
+
+def throughput(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> Exhibit:
+    """A panel for each model and response limit, in it a line for each batch and layout."""
+    unit, units = unit_names(gpu)
+    every = lines(observations, rows, unit=unit)
+    titles = list(dict.fromkeys(_title(row) for row in rows))
+    labels = list(dict.fromkeys(line.label for line in every))
+    # Colours come again after seven, then with other markers.
+    looks = {
+        label: arm_style(n) | {"marker": MARKERS[(n + n // len(MARKERS)) % len(MARKERS)]}
+        for n, label in enumerate(labels)
+    }
+    figure, axes = panels(len(titles), row_inches=1.7, share_y=False)
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set_title(wrapped(title))
+        for line in every:
+            if _title(line.rows[0]) == title:
+                _draw_line(axis, line, looks[line.label])
+        _dress(axis, rows, unit, units)
+    outer_names(axes, share_y=False)
+    axes[-1].plot(
+        [], [], color="0.3", linestyle="--", marker="o", markerfacecolor="none", label="predicted"
+    )
+    if any(len(_counts(line.rows)) > 1 for line in every):
+        axes[-1].plot([], [], color="0.6", linestyle=":", label="ideal")
+    legend_below(figure, *axes)
+    return Exhibit(
+        aid=f"Throughput of one {unit}, which an ideal system would keep however many there are: "
+        "dots are measured, dashes what the planner makes of the same lengths, dotted what the "
+        f"fewest {units} reach with the same batch, or the same share of one, in their quickest "
+        "layout.",
+        rows=list(rows),
+        figure=figure,
+    )
+
+
+def _title(row: Row) -> str:
+    return f"{row['model']}, " + _whole(f"{row['max_response_tokens']:,} tokens")
+
+
+def lines(observations: Sequence[Observation], rows: Sequence[Row], *, unit: str) -> list[Line]:
+    """Of one batch and layout, and of one share of a GPU and layout.
+
+    What computes in another way (micro-batches, vLLM's memory, ...) is another line. A run may be
+    on both, and is alone where it is on neither.
+    """
+    of_batch: dict[Hashable, list[tuple[str, Row]]] = {}
+    of_share: dict[Hashable, list[tuple[str, Row]]] = {}
+    for one, row in zip(observations, rows, strict=True):
+        cut = " ".join(layout_items(one, with_data_parallel=False))
+        prompts = one.config.batch.rollout_prompts
+        same = same_way(one)
+        label = f"{prompts:,} prompts, {cut}"
+        of_batch.setdefault((same_batch(one), same), []).append((label, row))
+        label = f"{prompts / num_gpus(one):g} prompts a {unit}, {cut}"
+        of_share.setdefault((same_share(one), same), []).append((label, row))
+    groups = [("strong_efficiency", group) for group in of_batch.values()]
+    groups += [("weak_efficiency", group) for group in of_share.values()]
+    several = [one for one in groups if len(_counts([row for _, row in one[1]])) > 1]
+    drawn = [id(row) for _, group in several for _, row in group]
+    alone = [one for group in of_batch.values() for one in group if id(one[1]) not in drawn]
+    found: list[Line] = []
+    for efficiency, group in [*several, *(("strong_efficiency", [one]) for one in alone)]:
+        members = sorted((row for _, row in group), key=lambda row: int(row["gpus"] or 0))
+        found.append(Line(group[0][0], members, efficiency))
+    called = [(line.label, _title(line.rows[0])) for line in found]
+    return [
+        replace(line, label=f"{line.label} ({line.rows[0]['run']})")
+        if called.count(name) > 1  # they differ in something else
+        else line
+        for line, name in zip(found, called, strict=True)
+    ]
+
+
+def _counts(rows: Sequence[Row]) -> set[object]:
+    return {row["gpus"] for row in rows}
+
+
+def _draw_line(axis: Axes, line: Line, look: dict[str, Any]) -> None:
+    gpus, measured = column(line.rows, "gpus"), column(line.rows, "tokens_per_gpu_s")
+    if gpus[0] < gpus[-1]:
+        ideal = measured[0] / column(line.rows, line.efficiency)[0]
+        axis.plot(gpus[[0, -1]], [ideal, ideal], color="0.6", linestyle=":")
+    predicted = column(line.rows, "predicted_tokens_per_gpu_s")
+    dashed = look | {"linestyle": "--", "markerfacecolor": "none", "linewidth": 0.8}
+    axis.plot(gpus, predicted, **dashed)
+    # A size stays with what it is of.
+    label = textwrap.fill(re.sub(r"(?<=[A-Z]) (?=\d)", _NO_BREAK, line.label), _LEGEND_LETTERS)
+    axis.plot(gpus, measured, label=label, **look | {"linestyle": ""})
+
+
+def _dress(axis: Axes, rows: Sequence[Row], unit: str, units: str) -> None:
+    """Names and ticks; ticks are the counts that there are."""
+    counts = sorted({int(row["gpus"] or 0) for row in rows})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [f"{count:,}" for count in counts])
+    axis.minorticks_off()
+    axis.set_xlim(counts[0] / 1.3, counts[-1] * 1.3)
+    axis.set_ylim(0, 1.08 * axis.dataLim.y1)
+    axis.set(xlabel=units, ylabel=f"tokens/s/{unit}")
+
+
+# -- seconds of a step ----------------------------------------------------------------------------
+
+
+def step_split(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> Exhibit:
+    """A bar for each run, cut into stages; a mark where the planner has its end."""
+    names = _short_names(observations, rows, gpu)
+    split: list[Row] = []
+    for name, row in zip(names, rows, strict=True):
+        for stage in (*STAGES, "other"):
+            measured = float(row[f"{stage}_s"] or 0)
+            split.append(
+                {
+                    "run": row["run"],
+                    "arm": name,
+                    "stage": stage,
+                    "seconds": measured,
+                    "share": measured / float(row["step_s"] or 1),
+                    "predicted_s": row.get(f"predicted_{stage}_s"),
+                }
+            )
+    num_lines = max(len(name.splitlines()) for name in names)  # bars are as far apart as another
+    heights = len(names) * (_GAP_INCHES + _LETTERS_INCHES * num_lines)
+    figure, (axis,) = panels(1, row_inches=0.6 + heights)
+    draw_time(axis, split)
+    axis.plot(
+        column(rows, "predicted_step_s"),
+        np.arange(len(rows)),
+        label="predicted step",
+        **arm_style(6) | {"linestyle": "", "marker": "D"},
+    )
+    axis.set(ylabel="run", xlim=(0, None), ylim=(len(rows) - 0.5, -0.5))
+    legend_below(figure, axis, handle_length=1.4)
+    return Exhibit(
+        aid="Seconds of a step by stage, medians of what was measured, and the whole step as the "
+        "planner has it.",
+        notes=[
+            f"`other` is what no stage counts, and here also stages below {100 * SMALL:.0f} % of "
+            "every step, which the tables have apart."
+        ],
+        rows=[{key: value for key, value in row.items() if key != "arm"} for row in split],
+        figure=figure,
+    )
+
+
+def _short_names(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> list[str]:
+    """What tells the runs apart, in lines; their own names where that does not."""
+    unit, units = unit_names(gpu)
+    parts = [
+        (
+            _whole(str(row["model"])),
+            _whole(f"{row['max_response_tokens']:,} tokens"),
+            _whole(f"{row['rollout_prompts']:,} prompts"),
+            _whole(f"{row['gpus']:,} {unit if row['gpus'] == 1 else units}"),
+            " ".join(map(_whole, layout_items(one))),
+        )
+        for one, row in zip(observations, rows, strict=True)
+    ]
+    differing = [n for n, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1]
+    names = [", ".join(part[n] for n in differing) for part in parts]
+    if len(set(names)) < len(rows) or not differing:
+        names = [str(row["run"]) for row in rows]
+    return [textwrap.fill(name, _LABEL_LETTERS, break_on_hyphens=False) for name in names]
+
+
+def _whole(item: str) -> str:
+    """For a line of its own, where there is no room beside the one before."""
+    return item.replace(" ", _NO_BREAK)

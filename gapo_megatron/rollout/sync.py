@@ -1,0 +1,84 @@
+"""After an update: the policy's weights into the rollout engine, checked on a few sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gapo_megatron.learn.update import log_probs
+from gapo_megatron.policy import Policy
+from gapo_megatron.rollout.vllm import RolloutEngine, WeightCheck, sync_weights, verify_weights
+from gapo_megatron.types import Batch, Prompt
+
+_PROBE_TOKENS = 256
+"""Scored tokens of a sequence at most: enough to see a wrong weight, few enough to cost nothing."""
+
+
+def sync(
+    policy: Policy, engine: RolloutEngine, probe: Batch, *, policy_version: int
+) -> WeightCheck:
+    """Give the engine the policy's weights and prove it by the log-probs of `probe`.
+
+    The trainer scores the probe first, a sequence at a time, while a sleeping engine leaves it the
+    memory. Then it makes room for the engine's weights, `Policy.make_room`, and once the engine has
+    them for its KV cache, `Policy.make_room_of_weights`.
+
+    Args:
+        policy: its gradients go, and what is offloaded is on the host.
+        engine: asleep or awake; generating afterwards, at `policy_version`.
+        probe: a few sequences, the same on every rank (`first_sequences`, `prompts_as_sequences`).
+        policy_version: steps the weights have been trained for.
+
+    Returns:
+        The largest difference of log-probs at temperature 1, the same on every rank.
+
+    Collectives: those of the forward pass, then of `Policy.iterate_hf_weights`; a broadcast of the
+    trainer's log-probs from the last rank, which holds the head; a gather of the differences.
+
+    Raises:
+        WeightSyncError: tensors or log-probs do not agree; on every rank.
+    """
+    microbatches = [policy.pack(probe, [i]) for i in range(len(probe))]
+    values = log_probs(policy, microbatches, temperature=1.0) if microbatches else []
+    holder = [[part.cpu().numpy() for part in values if part is not None]]
+    policy.make_room()
+    sync_weights(
+        engine,
+        policy.iterate_hf_weights(),
+        policy_version=policy_version,
+        on_received=policy.make_room_of_weights,
+    )
+    last = dist.get_world_size() - 1
+    dist.broadcast_object_list(holder, src=last, group=engine.gloo_group)
+    return verify_weights(engine, probe.prompt_ids, probe.response_ids, holder[0])
+
+
+def first_sequences(batch: Batch, count: int) -> Batch:
+    """A probe: the first `count` sequences of a batch."""
+    return _probe(batch.prompt_ids[:count], batch.response_ids[:count])
+
+
+def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Batch:
+    """A probe before the first rollout: prompts, the first token given and the others scored.
+
+    Prompts of one token say nothing; of such alone the probe is empty, and everything passes.
+    """
+    tokens = [np.array(prompt.token_ids, dtype=np.int32) for prompt in prompts]
+    tokens = [ids for ids in tokens if len(ids) > 1][:count]
+    return _probe([ids[:1] for ids in tokens], [ids[1:] for ids in tokens])
+
+
+def _probe(prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> Batch:
+    count = len(prompt_ids)
+    return Batch(
+        prompt_ids=prompt_ids,
+        response_ids=[ids[:_PROBE_TOKENS] for ids in response_ids],
+        rollout_log_probs=[],
+        advantages=torch.zeros(count, dtype=torch.float64),
+        num_correct=torch.zeros(count, dtype=torch.int64),
+        group_size=torch.zeros(count, dtype=torch.int64),
+        valid=torch.zeros(count, dtype=torch.bool),
+    )

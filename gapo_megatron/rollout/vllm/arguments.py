@@ -1,0 +1,156 @@
+"""What vLLM is started with, and what is checked before it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from vllm import EngineArgs
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from gapo_megatron.config import Config
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.hf.headers import find_files
+from gapo_megatron.hf.model_folder import end_tokens
+from gapo_megatron.models.checks import check_engine_heads
+from gapo_megatron.models.tables import Geometry
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+# Prompt tokens of one engine step on a CPU, where vLLM cannot cut a seeded prompt in two.
+_CPU_STEP_TOKENS = 8192
+_QUANTIZATION: dict[str, dict[str, Any]] = {
+    "": {},
+    "fp8": {
+        # A scale for 128 x 128 weights, and for 128 activations of a token: no rank's weights round
+        # by another's. (On Hopper vLLM takes another kernel below 32 tokens.)
+        "quantization": "fp8_per_block",
+        # The router stays: it chooses experts, and the trainer's is never in fp8.
+        "quantization_config": {"ignore": ["*.gate"]},
+    },
+}
+"""vLLM's arguments by `rollout.quantization`. Output layer and embedding are never quantised."""
+
+
+def check_engine(
+    config: Config, hf_config: PretrainedConfig, device: torch.device, *, world_size: int
+) -> None:
+    """Refuse what the engine cannot run. Cheap: meant to be asked before any model is built.
+
+    Raises:
+        ConfigError: the rollout's tensor parallel size does not fit the world or the model, vLLM
+            has no kernel for the model's head_dim or, on a CPU, for its layers in fp8, the KV cache
+            is larger than the machine, or the model folder is incomplete (its weights count where
+            they are read from it) or names no EOS token.
+    """
+    size = config.rollout.tensor_parallel_size
+    if world_size % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({size}) must divide the world size ({world_size})"
+        )
+    check_engine_heads(hf_config, size)
+    if device.type == "cpu":
+        head_dim = Geometry.of(hf_config).head_dim
+        supported = CPUAttentionBackend.get_supported_head_sizes()
+        if head_dim not in supported:
+            raise ConfigError(
+                f"model.hf_dir ({config.model.hf_dir}): head_dim ({head_dim}) must be one of "
+                f"{', '.join(map(str, supported))} for vLLM on a CPU"
+            )
+        memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _GIB
+        if config.rollout.cpu_kv_cache_gib > memory_gib:
+            raise ConfigError(
+                f"rollout.cpu_kv_cache_gib ({config.rollout.cpu_kv_cache_gib}) must be at most "
+                f"this machine's memory, {memory_gib} GiB"
+            )
+        if config.rollout.quantization:
+            has_kernel, reason = CPUFp8BlockScaledMMKernel.is_supported()
+            if has_kernel and hf_config.model_type == "qwen2":
+                # It asks for float32 ones ("expected scalar type Float", vLLM 0.32).
+                has_kernel, reason = False, "its kernel takes no biases, and a qwen2 model has some"
+            if not has_kernel:
+                raise ConfigError(
+                    f"rollout.quantization ('{config.rollout.quantization}') does not run on this "
+                    f"CPU: {reason}"
+                )
+    if not config.model.megatron_dir:
+        find_files(config.model.hf_dir)
+    eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
+
+
+def eos_token_ids(hf_dir: str | Path, vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end a response: `eos_token_id` of generation_config.json and of config.json.
+
+    Raises:
+        ConfigError: neither file names one, or see `model_folder.end_tokens`.
+    """
+    found = end_tokens(Path(hf_dir), vocab_size)
+    if not found:
+        raise ConfigError(
+            f"model.hf_dir ({hf_dir}): neither generation_config.json nor config.json has an "
+            "eos_token_id, so no response could end"
+        )
+    return found
+
+
+def engine_args(
+    config: Config, hf_config: PretrainedConfig, device: torch.device, *, load_weights: bool = False
+) -> EngineArgs:
+    """What vLLM is started with; the same on every rank. For `load_weights` see `RolloutEngine`."""
+    rollout = config.rollout
+    # One more than the longest sequence: scoring a whole sequence also samples a token after it.
+    max_model_len = config.max_sequence_tokens + 1
+    positions = hf_config.max_position_embeddings
+    if config.max_sequence_tokens > positions:
+        logger.warning(
+            "data.max_prompt_tokens + rollout.max_response_tokens (%d) exceed the %d positions %s "
+            "was trained on; rotary embeddings are extrapolated",
+            config.max_sequence_tokens,
+            positions,
+            config.model.hf_dir,
+        )
+    # vLLM computes the angles of all positions that config.json names, however many.
+    overrides: dict[str, Any] = {"max_position_embeddings": max_model_len}
+    device_args: dict[str, Any]
+    if device.type == "cuda":
+        device_args = {
+            "gpu_memory_utilization": rollout.memory_fraction,
+            "enable_sleep_mode": True,
+            "sleep_mode_offload_cudagraph": True,  # otherwise graphs stay on the GPU
+        }
+        # Logits in fp32, as the trainer's head has them: rounded to bf16 they are off by up to
+        # 0.06 from 16 on. One product with another output, not another copy of the weight.
+        overrides["head_dtype"] = "float32"
+    else:
+        device_args = {
+            "kv_cache_memory_bytes": rollout.cpu_kv_cache_gib * _GIB,
+            # A seeded prompt that is cut in two fails on a CPU: its generator cannot be set back
+            # (vLLM 0.32, "CPU Generator does not use offset").
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(max_model_len, _CPU_STEP_TOKENS),
+        }
+    return EngineArgs(
+        model=config.model.hf_dir,
+        trust_remote_code=False,
+        load_format="auto" if load_weights else "dummy",
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # sampling is what the config says, nothing else
+        dtype="float32" if config.model.precision == "fp32" else "bfloat16",
+        max_model_len=max_model_len,
+        hf_overrides=overrides,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        distributed_executor_backend="external_launcher",
+        enforce_eager=rollout.enforce_eager,
+        logprobs_mode="processed_logprobs",
+        seed=0,  # of vLLM's global generators, which no request uses; equal on all ranks
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **_QUANTIZATION[rollout.quantization],
+        **device_args,
+    )

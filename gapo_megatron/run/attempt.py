@@ -1,0 +1,284 @@
+"""This start of the run: when to stop, whether it still owns the run, whether it hangs.
+
+A launcher (slurm/launch.sh) gives every start a folder on the shared disk and names it in the
+environment; docs/slurm.md lists its files. Without a launcher there is no folder: signals still
+stop the run, and OWNER still guards it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+
+from gapo_megatron.clock import Expectation
+from gapo_megatron.errors import ConfigError, FencedError
+from gapo_megatron.io.documents import open_file, read_json
+from gapo_megatron.io.files import naming, write_atomically
+from gapo_megatron.io.run_folder import OWNER_NAME
+from gapo_megatron.run.fail_fast import end_after, stderr
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+STAGE_SECONDS_NAME = "stage_seconds.json"
+_LOOK_EVERY_S = 1.0
+_GRACE_S = 60.0
+_MAX_NAME_BYTES = 1024
+
+
+class Attempt:
+    """One start of a run, seen from one rank.
+
+    Attributes:
+        name: unique among the starts of a run: `<job id>.<restart>` under Slurm.
+        run_dir: the run's output folder.
+        folder: where launcher and ranks talk; None without a launcher.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        name: str,
+        *,
+        folder: Path | None,
+        job_end_unix_s: float | None,
+        hang_timeout_s: float,
+        stop_margin_s: float,
+    ) -> None:
+        """Use `begin`. `job_end_unix_s` is the job's time limit, None without one."""
+        self.run_dir = run_dir
+        self.name = name
+        self.folder = folder
+        self._job_end = job_end_unix_s
+        self._hang_timeout_s = hang_timeout_s
+        self._stop_margin_s = stop_margin_s
+        self._asked = ""
+        self._has_worked = False
+        self._next_look = 0.0
+        # The watch ends a wait, and shows where, before this group's own limit would.
+        self._group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=hang_timeout_s + _GRACE_S)
+        )
+
+    @classmethod
+    def begin(cls, run_dir: str | Path, *, hang_timeout_s: float, stop_margin_s: float) -> Self:
+        """Read the launcher's environment, take or check ownership, watch for signals and hangs.
+
+        Args:
+            run_dir: the run's output folder; exists, shared by all ranks.
+            hang_timeout_s: longest time between two calls of `alive` before this process prints
+                the stacks of its threads and ends with exit code 1.
+            stop_margin_s: time kept free before the end of the job, and the longest that work under
+                way may go on after a request to stop.
+
+        Collectives: a broadcast over all ranks; creation of a gloo group.
+
+        Raises:
+            FencedError: on rank 0, when a newer attempt has taken the run already.
+        """
+        end_after(hang_timeout_s)
+        env, run_dir = os.environ, Path(run_dir)
+        names = [env.get("GAPO_ATTEMPT", "")]
+        if not names[0] and dist.get_rank() == 0:
+            names = [f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"]
+            write_atomically(run_dir / OWNER_NAME, names[0])
+        dist.broadcast_object_list(names, src=0)
+        attempt = cls(
+            run_dir,
+            names[0],
+            folder=Path(env["GAPO_ATTEMPT_DIR"]) if env.get("GAPO_ATTEMPT_DIR") else None,
+            job_end_unix_s=float(env["GAPO_JOB_END"]) if env.get("GAPO_JOB_END") else None,
+            hang_timeout_s=hang_timeout_s,
+            stop_margin_s=stop_margin_s,
+        )
+        for number in STOP_SIGNALS:
+            signal.signal(number, attempt._on_signal)
+        # A rank that is ended by its launcher, because another one failed, shows where it was.
+        faulthandler.register(signal.SIGTERM, file=stderr(), all_threads=True, chain=True)
+        attempt.alive()
+        if dist.get_rank() == 0:
+            attempt.require_ownership()
+        return attempt
+
+    def alive(self) -> None:
+        """Say that this rank makes progress; the time to a hang counts from here."""
+        end_after(self._hang_timeout_s)
+
+    def agree(self, value: bool) -> bool:
+        """Rank 0's value: files of a shared disk may look different to the others.
+
+        Collectives: a broadcast over all ranks.
+        """
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def enter(self, stage: str) -> None:
+        """As `alive`; rank 0 also leaves the stage's name in the attempt's folder."""
+        self.alive()
+        if self.folder is not None and dist.get_rank() == 0:
+            with naming(self.folder / "stage"):
+                (self.folder / "stage").write_text(f"{stage}\n", encoding="utf-8")
+
+    def stop_asked(self) -> bool:
+        """Whether this rank has seen a request to stop. No collective; a `stat` a second at most.
+
+        Also says `alive`: what polls this in a loop makes progress.
+        """
+        self.alive()
+        now = time.monotonic()
+        if not self._asked and self.folder is not None and now >= self._next_look:
+            self._next_look = now + _LOOK_EVERY_S
+            if (self.folder / "stop").exists():
+                self._asked = "the launcher asks for it"
+        return bool(self._asked)
+
+    def patience(self, expected: Expectation) -> Callable[[float], bool]:
+        """When to break off work that cannot be saved half done: a function of its elapsed seconds.
+
+        Once a stop is asked for, breaking off costs the elapsed time again, going on the time that
+        is left: the cheaper one, but going on must fit into the margin.
+
+        Args:
+            expected: of the whole work; 0 if it never ran.
+        """
+
+        def should_abandon(elapsed_s: float) -> bool:
+            if not self.stop_asked():
+                return False
+            left_s = expected.longest_s - elapsed_s
+            return not 0 <= left_s <= min(elapsed_s, self._stop_margin_s)
+
+        return should_abandon
+
+    def must_stop(self, needed: Expectation) -> bool:
+        """Whether to save and end now, decided by rank 0 for all.
+
+        True when a stop was asked for, and when the job's time limit leaves less than what is
+        needed at the longest, plus the margin. The first call lets a part begin that may just fit.
+
+        Args:
+            needed: until the next call and for the save after it; rank 0's counts.
+
+        Collectives: a broadcast over all ranks.
+
+        Raises:
+            FencedError: on rank 0, when a newer attempt has taken the run.
+            ConfigError: on rank 0, when the time limit is too short from the start: stopping and
+                starting again would go on for ever.
+        """
+        self.alive()
+        reasons = [""]
+        if dist.get_rank() == 0:
+            self.require_ownership()
+            reasons = [self._reason(needed)]
+        dist.broadcast_object_list(reasons, src=0, group=self._group)
+        self._has_worked = True
+        self._asked = self._asked or reasons[0]
+        return bool(reasons[0])
+
+    def keep_stage_seconds(self, recent: Mapping[str, list[float]]) -> None:
+        """Keep what stages take for the next attempt, whose first ones are not measured yet."""
+        if dist.get_rank() == 0:
+            write_atomically(self.run_dir / STAGE_SECONDS_NAME, json.dumps(recent))
+
+    def stage_seconds(self) -> dict[str, list[float]]:
+        """What `keep_stage_seconds` kept last; empty in a new run.
+
+        They are advice: damaged, they are measured anew.
+        """
+        path = self.run_dir / STAGE_SECONDS_NAME
+        try:
+            recent = read_json(path)
+        except FileNotFoundError:
+            return {}
+        except ConfigError as error:
+            logger.warning("%s; stages are measured anew", error)
+            return {}
+        if not _are_stage_seconds(recent):
+            logger.warning("%s has no seconds by stage; stages are measured anew", path)
+            return {}
+        return dict(recent)
+
+    def require_ownership(self) -> None:
+        """Refuse to go on when a newer attempt has taken the run folder. No collective.
+
+        Slurm cannot reach the processes of a node that lost its network: they live on while the job
+        runs elsewhere, and must not write.
+
+        Raises:
+            FencedError: names the owner.
+        """
+        path = self.run_dir / OWNER_NAME
+        with naming(path):
+            try:
+                with open_file(path) as file:
+                    owner = file.read(_MAX_NAME_BYTES).decode(errors="replace").strip()
+            except FileNotFoundError:
+                owner = ""
+        if owner != self.name:
+            raise FencedError(
+                f"{self.run_dir} belongs to attempt {owner or '(none: OWNER is gone)'}; this is "
+                f"attempt {self.name}, which writes nothing more"
+            )
+
+    def end(self, outcome: Literal["finished", "stopped"]) -> None:
+        """Tell the launcher that the program ends as it should. Call it last, on every rank.
+
+        What is left is to take libraries and their threads down. Should that hang, the process ends
+        after a minute all the same; the outcome stands.
+
+        Collectives: a barrier over all ranks: rank 0 keeps the store through which the others may
+        still be building a group, and any rank may owe them a message.
+        """
+        self.alive()  # rank 0 may still be writing what the others need not wait for
+        dist.barrier(group=self._group)
+        end_after(_GRACE_S)
+        if dist.get_rank() != 0:
+            return
+        if outcome == "stopped":
+            reason = self._asked or "another rank was asked to"
+            logger.info("stopped (%s); start again to go on", reason)
+        if self.folder is not None:
+            write_atomically(self.folder / "outcome", outcome)
+
+    def _reason(self, needed: Expectation) -> str:
+        if self.stop_asked():
+            return self._asked
+        if self._job_end is None:
+            return ""
+        left_s = self._job_end - time.time()
+        needed_s = needed.longest_s if self._has_worked else needed.shortest_s
+        if left_s >= needed_s + self._stop_margin_s:
+            return ""
+        reason = (
+            f"the job ends in {left_s:.0f} s; the next part and a save took {needed_s:.0f} s "
+            f"lately ({STAGE_SECONDS_NAME}), and run.stop_margin_s is {self._stop_margin_s:g}"
+        )
+        if not self._has_worked:
+            raise ConfigError(f"the job's time limit is too short for any work: {reason}")
+        return reason
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        self._asked = f"signal {signal.Signals(number).name}"
+
+
+def _are_stage_seconds(value: Any) -> bool:
+    """Whether it is what `keep_stage_seconds` writes."""
+    return isinstance(value, dict) and all(
+        isinstance(seconds, list)
+        and seconds
+        and all(type(one) in (int, float) and one >= 0 for one in seconds)
+        for seconds in value.values()
+    )

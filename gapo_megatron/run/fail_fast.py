@@ -1,0 +1,124 @@
+"""The outermost frame of a program: what an error becomes. The standard library alone."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import json
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from gapo_megatron.errors import ConfigError, ConversionError, DataError, FencedError, GapoError
+from gapo_megatron.io.files import write_atomically
+
+logger = logging.getLogger(__name__)
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
+# What may be otherwise in a moment, or on another node.
+_PASSING = (
+    *(*_DISK, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.ENOTCONN),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+)
+
+
+@contextlib.contextmanager
+def fail_fast() -> Iterator[None]:
+    """Wrap a program's `main`: an error ends this process at once, without any collective.
+
+    Peers may be waiting in a collective this rank will never join; tearing the process group down
+    would hang here too. The launcher sees the exit code and ends the peers.
+
+    Exit codes: 2 for what another attempt would meet again (a ConfigError, DataError or
+    ConversionError, unless a disk that is full or fails led to it), 3 for a FencedError, 1 for any
+    other error, 130 for Ctrl-C. Errors a user can act on print one message, and so does a disk that
+    is full or fails at a file; anything else prints its traceback. The launcher finds the error in
+    the attempt's folder, where the earliest of all ranks explains the others.
+    """
+    try:
+        yield
+    except SystemExit:
+        raise
+    except BaseException as error:  # the boundary of the program: nothing is above this frame
+        exit_code = _exit_code(error)
+        _record_failure(error, exit_code=exit_code, trace=traceback.format_exc())
+        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
+        where = f" (rank {rank})" if rank else ""
+        with contextlib.suppress(OSError, ValueError):  # stderr is on the full disk, or closed
+            print(_message(error, where), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(exit_code)
+
+
+def end_after(timeout_s: float) -> None:
+    """End this process, its stacks shown, unless this is called again in time.
+
+    The watch runs outside Python: it also ends a process that is stuck in a C call.
+    """
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=stderr())
+
+
+def stderr() -> TextIO:
+    """The process's own, whatever `sys.stderr` is now: faulthandler needs a file descriptor."""
+    assert sys.__stderr__ is not None
+    return sys.__stderr__
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, FencedError):
+        return 3
+    stays = isinstance(error, ConfigError | DataError | ConversionError)
+    return 2 if stays and not _is_passing(error) else 1
+
+
+def _is_passing(error: BaseException | None) -> bool:
+    """Whether the machine's state led to an error; one raised `from None` has its context too."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _message(error: BaseException, where: str) -> str:
+    if isinstance(error, GapoError):
+        return f"error{where}: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return f"interrupted{where}"
+    if isinstance(error, OSError) and error.errno in _DISK and error.filename:
+        return f"error{where}: {error.filename}: {error.strerror}"
+    return f"uncaught error{where}:\n{traceback.format_exc().rstrip()}"
+
+
+def _record_failure(error: BaseException, *, exit_code: int, trace: str) -> None:
+    """Leave what went wrong in the attempt's folder, where the launcher looks for the first one.
+
+    Does nothing without a launcher. A disk that takes nothing more must not hide the error itself.
+    """
+    folder = os.environ.get("GAPO_ATTEMPT_DIR")
+    if not folder:
+        return
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    record = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "unix_s": time.time(),
+        "exit_code": exit_code,
+        "error": type(error).__name__,
+        "message": " ".join(str(error).split()),
+        "traceback": trace,
+    }
+    try:
+        write_atomically(Path(folder) / f"failure_{rank}.json", json.dumps(record))
+    except OSError as problem:
+        logger.error("cannot write failure_%d.json: %s", rank, problem)

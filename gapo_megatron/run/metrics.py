@@ -1,0 +1,233 @@
+"""What a run reports: files to compute with, a line per step to watch, curves when asked for.
+
+- metrics.jsonl: a line per step, only values that a repeated or resumed run gives again.
+- timings.jsonl: a line per step: time/<stage>_s, perf/*, and the clock.
+- tensorboard/: both, as curves; Weights & Biases likewise when configured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from gapo_megatron.config import Config, MetricsConfig
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.console_table import ConsoleTable
+from gapo_megatron.io.documents import read_text
+from gapo_megatron.io.files import fsync, naming, real, write_atomically
+from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, Value, lines_before
+
+logger = logging.getLogger(__name__)
+
+
+def check_sinks(config: MetricsConfig) -> None:
+    """Refuse a sink whose library is not installed. Call it on every rank, before heavy work.
+
+    Raises:
+        ConfigError: names the key and what to install.
+    """
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "metrics.tensorboard (true) needs the package tensorboard: "
+            "pip install tensorboard, or set it to false"
+        )
+    if config.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"metrics.wandb_project ({config.wandb_project!r}) needs the package wandb: "
+            "pip install wandb, or set it to the empty string"
+        )
+
+
+class MetricsWriter:
+    """All sinks of a run. Rank 0 writes; on other ranks (`enabled=False`) every call does nothing.
+
+    Every line is on disk when `log` returns. After a resume the files hold exactly the lines of the
+    steps before `resume_step`: a line of a later step, or one cut by the kill, is dropped and comes
+    again.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, *, config: Config, resume_step: int = 0, enabled: bool = True
+    ) -> None:
+        """Open the sinks.
+
+        Args:
+            run_dir: the run's output folder; must exist.
+            config: which sinks, and the number of steps for progress.
+            resume_step: first step this process will log; 0 for a new run.
+            enabled: True on rank 0 only.
+
+        Raises:
+            ConfigError: a configured sink's library is not installed.
+            DataError: metrics of a step that does not come again are damaged.
+            MachineError: the disk is full or fails; what was there before is as it was.
+        """
+        check_sinks(config.metrics)
+        self._enabled = enabled
+        if not enabled:
+            return
+        run_dir = self._run_dir = Path(run_dir)
+        self._files = {}
+        for name in (METRICS_NAME, TIMINGS_NAME):
+            with naming(run_dir / name):
+                self._files[name] = _open_truncated(run_dir / name, resume_step=resume_step)
+        with naming(run_dir / "tensorboard"):
+            self._tensorboard = _open_tensorboard(run_dir, config.metrics, resume_step)
+        self._wandb = _open_wandb(run_dir, config)
+        self._console = ConsoleTable(num_steps=config.run.num_steps)
+        self._not_finite: set[str] = set()
+
+    def log(
+        self, step: int, metrics: Mapping[str, Value], timings: Mapping[str, Value] | None = None
+    ) -> None:
+        """Write one line of metrics and one of timings for `step`.
+
+        Args:
+            step: index of the step, from 0. A second line of the same step (an evaluation) is fine.
+            metrics: reproducible values only; tensors of one element are accepted. What is not
+                finite is written as null, with a warning the first time.
+            timings: from `Stopwatch.lap`; without them nothing is shown on the console.
+
+        Raises:
+            MachineError: the disk is full or fails; a line cut off by it is dropped by a resume.
+        """
+        if not self._enabled:
+            return
+        values = self._finite(metrics)
+        self._append(METRICS_NAME, {"step": step, **values})
+        clock = self._finite(timings or {})
+        if clock:
+            self._append(TIMINGS_NAME, {"step": step, "time/unix_s": time.time(), **clock})
+        present = {key: value for key, value in {**values, **clock}.items() if value is not None}
+        if self._tensorboard is not None:
+            with naming(self._tensorboard.log_dir):
+                _add_scalars(self._tensorboard, present, step)
+        if self._wandb is not None:
+            with naming(self._run_dir / "wandb"):
+                self._wandb.log(present, step=step)
+        if clock:
+            with naming("standard output"):
+                self._console.show(step, present)
+
+    def log_startup(self, step: int, seconds: Mapping[str, Value], *, world_size: int) -> None:
+        """One line of timings, `startup/<part>_s`, before the first step of this process.
+
+        With the ranks (`perf/world_size`) of the steps that follow: another start may have others.
+        """
+        if not self._enabled:
+            return
+        record = {f"startup/{part}_s": value for part, value in seconds.items()}
+        record["perf/world_size"] = world_size
+        self._append(TIMINGS_NAME, {"step": step, "time/unix_s": time.time(), **record})
+        parts = ", ".join(f"{part} {value:.1f}" for part, value in seconds.items())
+        logger.info("ready after %.1f s: %s", sum(seconds.values()), parts)
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        if not self._enabled:
+            return
+        for file in self._files.values():
+            with naming(file.name):
+                file.close()
+        if self._tensorboard is not None:
+            with naming(self._tensorboard.log_dir):
+                self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _finite(self, values: Mapping[str, Value]) -> dict[str, Value | None]:
+        """Plain numbers; None where JSON has no number, which must not happen silently."""
+        finite: dict[str, Value | None] = {}
+        for key, value in values.items():
+            number = value if isinstance(value, int) else float(value)
+            finite[key] = number if math.isfinite(number) else None
+            if finite[key] is None and key not in self._not_finite:
+                self._not_finite.add(key)
+                logger.warning("metric %s is %s; written as null", key, number)
+        return finite
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        file = self._files[name]
+        with naming(file.name):
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _open_truncated(path: Path, *, resume_step: int) -> Any:
+    """Open a JSONL file for appending after dropping lines of step `resume_step` and later.
+
+    Raises:
+        DataError: as of `lines_before`.
+    """
+    kept, damage = lines_before(path, resume_step=resume_step)
+    for error in damage:
+        logger.warning("%s; dropped", error)
+    path = real(path)  # of a link, what it leads to
+    # By a rename, so that a kill in between loses no line.
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    fsync(path.parent)
+    return open(path, "a", encoding="utf-8")
+
+
+def _open_tensorboard(run_dir: Path, config: MetricsConfig, resume_step: int) -> Any:
+    if not config.tensorboard:
+        return None
+    from torch.utils.tensorboard import SummaryWriter  # 3 s of import, only where it is used
+
+    # Also at step 0: a run killed before its first checkpoint begins anew.
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step)
+
+
+def _add_scalars(writer: Any, values: Mapping[str, Value], step: int) -> None:
+    """All of a step as one event: with an event for each, two hundred take 35 ms."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    scalars = [Summary.Value(tag=key, simple_value=value) for key, value in values.items()]
+    writer.file_writer.add_summary(Summary(value=scalars), step)
+    writer.flush()
+
+
+def _open_wandb(run_dir: Path, config: Config) -> Any:
+    """One W&B run per output folder: a resumed run continues its curves.
+
+    W&B ignores the steps it has seen already: it keeps what the attempt before wrote, which equals
+    metrics.jsonl only where a repeated step is exact to the bit.
+    """
+    if not config.metrics.wandb_project:
+        return None
+    import wandb
+
+    id_path = run_dir / "wandb_run_id.txt"
+    if not id_path.exists():
+        write_atomically(id_path, wandb.util.generate_id())
+    run_id = read_text(id_path).strip()
+    if not re.fullmatch(r"[\w-]+", run_id):
+        raise ConfigError(f"{id_path} ({run_id!r}) is no id of W&B; remove it to begin a new run")
+    return wandb.init(
+        project=config.metrics.wandb_project,
+        name=run_dir.name,
+        id=run_id,
+        resume="allow",
+        dir=str(run_dir),
+        config=config.model_dump(mode="json"),
+    )

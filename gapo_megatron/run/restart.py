@@ -1,0 +1,79 @@
+"""A run folder whose checkpoints are gone: its run would begin anew, and replace what it has made.
+
+A run that was killed before its first checkpoint has lost nothing, and does begin anew by itself.
+So it matters whether there ever was one. That there was shows what is written after one alone:
+
+- stage_seconds.json, finished.json and the exported model;
+- a line of metrics, or an evaluation, of the step at which the first one was due, or later;
+- refused checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from gapo_megatron.config import CONFIG_NAME, Config, load_config
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.hf.manifest import list_steps
+from gapo_megatron.io.metric_files import METRICS_NAME, last_step
+from gapo_megatron.io.run_folder import checkpoints_dir, has_finished, is_finished
+
+AFTER_A_SAVE = "stage_seconds.json"
+"""`attempt.STAGE_SECONDS_NAME`, whose module imports torch."""
+
+
+def check_not_lost(config: Config) -> None:
+    """Refuse to begin a run anew in a folder where it has had checkpoints. Imports no torch.
+
+    Raises:
+        ConfigError: names the folder and what is in it; or `checkpoints` is no folder, such as a
+            link to a disk that is not mounted.
+        CheckpointError: `checkpoints` cannot be read.
+    """
+    run_dir = Path(config.run.output_dir)
+    folder = checkpoints_dir(run_dir)
+    if os.path.lexists(folder) and not folder.is_dir():
+        target = f" to {os.readlink(folder)}, which is not there" if folder.is_symlink() else ""
+        raise ConfigError(
+            f"run.output_dir ({run_dir}): {folder} is a {'link' if target else 'file'}{target}; "
+            "it must be the folder of the run's checkpoints (is a disk not mounted?)"
+        )
+    if is_finished(run_dir, num_steps=config.run.num_steps) or list_steps(folder):
+        return
+    if signs := list(_signs(config, run_dir, folder)):
+        raise ConfigError(
+            f"run.output_dir ({run_dir}): there are no checkpoints in {folder}, but there have "
+            f"been: {', '.join(signs)}. Put them back to go on; to start over, name another folder "
+            f"or move this one away"
+        )
+
+
+def _signs(config: Config, run_dir: Path, folder: Path) -> Iterator[str]:
+    """What is in the run folder that a run writes after its first checkpoint alone."""
+    if has_finished(run_dir):
+        yield "finished.json"
+    for name in ("hf", AFTER_A_SAVE):
+        if (run_dir / name).exists():
+            yield name
+    if folder.is_dir():
+        yield from sorted(path.name for path in folder.glob(".damaged_step_*"))
+    first = _first_due(run_dir, config)
+    if (step := last_step(run_dir / METRICS_NAME)) is not None and step >= first:
+        yield f"{METRICS_NAME} has step {step}, and the first was due after {first}"
+    evaluations = run_dir / "evaluations"
+    names = [path.name for path in evaluations.iterdir()] if evaluations.is_dir() else []
+    matches = [re.fullmatch(r"step_([0-9]+)\.json", name) for name in names]
+    if (step := max((int(match[1]) for match in matches if match), default=0)) >= first:
+        yield f"evaluations/step_{step}.json"
+
+
+def _first_due(run_dir: Path, config: Config) -> int:
+    """Steps after which the run was to save first, by the settings that it was started with."""
+    with contextlib.suppress(ConfigError):  # none there, or an older version's
+        config = load_config(run_dir / CONFIG_NAME)
+    steps = (config.checkpoint.every_steps or config.run.num_steps, *config.checkpoint.keep_steps)
+    return min(config.run.num_steps, *steps)

@@ -1,0 +1,164 @@
+"""Supervised training of a warm start; the command is `gapo_megatron.sft`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+from transformers import PreTrainedTokenizerBase
+
+from gapo_megatron.batching import plan, sequence_lengths
+from gapo_megatron.config import Config, ObjectiveConfig, SupervisedConfig
+from gapo_megatron.config.roles import flat
+from gapo_megatron.data.schema import LengthError, check_length, encode_prompt, read_jsonl
+from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.errors import DataError
+from gapo_megatron.hf.weights import write_hf
+from gapo_megatron.learn.update import update
+from gapo_megatron.models.config_json import ModelFacts
+from gapo_megatron.policy import Policy, initialize
+from gapo_megatron.run import processes as environment
+from gapo_megatron.types import Batch
+
+
+def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
+    """Do what `gapo_megatron.sft.train_supervised` says, once it has checked the config."""
+    tokenizer = load_tokenizer(
+        settings.initial_hf_dir, field="supervised.initial_hf_dir", facts=facts
+    )
+    examples = _read_examples(settings.train_path, tokenizer, config)
+
+    model = str(Path(config.model.hf_dir).absolute())
+    world = environment.start(
+        config.parallel.timeout_s, alike={"program": "sft", "model": model, **flat(config)}
+    )
+    groups = initialize(config.parallel)
+    start = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"hf_dir": settings.initial_hf_dir}),
+            # The likelihood is that of the model itself, whatever rollouts are sampled at.
+            "rollout": config.rollout.model_copy(update={"temperature": 1.0}),
+            "objective": ObjectiveConfig(),  # neither reference weights nor entropy
+        }
+    )
+    policy = Policy.build(start, groups, world.device)
+    policy.load_initial_weights()
+
+    batches = _shuffled_batches(examples, settings.batch_sequences, seed=config.run.seed)
+    loss = float("nan")
+    with Progress(disable=world.rank != 0) as progress:
+        bar = progress.add_task("supervised", total=settings.num_steps)
+        for step in range(settings.num_steps):
+            learning_rate = _learning_rate(settings.learning_rate, step, settings.num_steps)
+            loss = _supervised_step(policy, next(batches), config, learning_rate)
+            progress.update(bar, advance=1, description=f"supervised  loss {loss:.3f}")
+    weights = policy.iterate_hf_weights()
+    write_hf(
+        weights,
+        source_dir=settings.initial_hf_dir,
+        output_dir=config.model.hf_dir,
+        made_by="sft",
+        write=world.rank == 0,
+    )
+    return loss
+
+
+def _supervised_step(policy: Policy, batch: Batch, config: Config, learning_rate: float) -> float:
+    """One update on `batch`, the same on every rank; its loss before, on every rank. Collective."""
+    groups = policy.groups
+    (minibatch,) = plan(
+        sequence_lengths(batch),
+        batch.advantages,
+        num_response_tokens=batch.num_response_tokens,
+        num_minibatches=1,
+        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+        data_parallel_size=groups.dp_size,
+    ).minibatches
+    microbatches = [
+        policy.pack(batch, indices) for indices in minibatch.microbatches[groups.dp_rank]
+    ]
+    scale = 1.0 / minibatch.num_tokens_global
+
+    def negative_log_likelihood(
+        _: int, log_probs: torch.Tensor, __: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = -log_probs.sum() * scale
+        return loss, {"loss": loss.detach()}
+
+    result = update(policy, microbatches, negative_log_likelihood, learning_rate=learning_rate)
+    losses = torch.zeros(1, dtype=torch.float64, device=policy.device)
+    if groups.is_first_copy:  # pipeline stages before the last add nothing
+        losses += sum(output["loss"] for output in result.outputs)
+    dist.all_reduce(losses)
+    return float(losses)
+
+
+def _learning_rate(peak: float, step: int, num_steps: int) -> float:
+    """Linear warm-up over a tenth of the steps, then linear decay to a tenth of the peak."""
+    warmup = max(num_steps // 10, 1)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * (1.0 - 0.9 * (step - warmup) / max(num_steps - warmup, 1))
+
+
+def _read_examples(
+    path: str, tokenizer: PreTrainedTokenizerBase, config: Config
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Token ids of every prompt, as in training with rewards, and of every response, with EOS."""
+    longest = config.max_sequence_tokens
+    rule = f"data.max_prompt_tokens + rollout.max_response_tokens ({longest}) must hold both"
+    examples = []
+    for number, row in read_jsonl(path, keys=("prompt", "response")):
+        try:
+            prompt = encode_prompt(
+                row["prompt"],
+                tokenizer,
+                chat_template=config.data.chat_template,
+                max_tokens=longest - 1,
+            )
+        except LengthError as error:
+            raise DataError(
+                f"{path}:{number}: the prompt has {error}; it must have one, and {rule}, the "
+                "response with one at least"
+            ) from None
+        try:
+            check_length(row["response"], tokenizer, max_tokens=longest)
+            response = tokenizer.encode(row["response"], add_special_tokens=False)
+            response.append(tokenizer.eos_token_id)
+            if len(prompt) + len(response) > longest:
+                raise LengthError(len(response))
+        except LengthError as error:
+            raise DataError(
+                f"{path}:{number}: the prompt has {len(prompt)} tokens, the response and its end "
+                f"have {error}; {rule}"
+            ) from None
+        examples.append((np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32)))
+    if not examples:
+        raise DataError(f"{path}: holds no examples")
+    return examples
+
+
+def _shuffled_batches(
+    examples: list[tuple[np.ndarray, np.ndarray]], size: int, *, seed: int
+) -> Iterator[Batch]:
+    """Endless batches of `size` sequences, a new seeded order every epoch."""
+    random = np.random.default_rng(seed)
+    order = itertools.chain.from_iterable(
+        random.permutation(len(examples)) for _ in itertools.count()
+    )
+    while True:
+        chosen = [examples[i] for i in itertools.islice(order, size)]
+        yield Batch(
+            prompt_ids=[prompt for prompt, _ in chosen],
+            response_ids=[response for _, response in chosen],
+            rollout_log_probs=[],
+            advantages=torch.ones(size, dtype=torch.float64),
+            num_correct=torch.ones(size, dtype=torch.int64),
+            group_size=torch.ones(size, dtype=torch.int64),
+            valid=torch.ones(size, dtype=torch.bool),
+        )

@@ -303,9 +303,9 @@ def trace(checkout: Path) -> dict[str, Any]:
 def run_trace(checkout: Path) -> dict[str, Any]:
     """`trace` in a process of the checkout's own Python; its last words if that fails."""
     own = checkout / ".venv/bin/python"
-    command = [own if own.exists() else sys.executable, __file__, "--trace", checkout]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    command = [own if own.exists() else sys.executable, "-B", __file__, "--trace", checkout]
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, cwd=checkout, env=settings, capture_output=True, text=True)
     last = (done.stderr if done.returncode else done.stdout).splitlines()[-1]
     return {"not traced": last} if done.returncode else dict(json.loads(last))
 
@@ -341,7 +341,7 @@ def main() -> None:
     if arguments.json:
         return print(json.dumps(measured, indent=1))
     columns = [dict(rows(found)) for found in measured]
-    for name in dict.fromkeys(itertools.chain(*columns)):
+    for name in sorted(dict.fromkeys(itertools.chain(*columns)), key=lambda n: n[:4] != "code"):
         print(name.ljust(52), *(column.get(name, "-").rjust(18) for column in columns))
 
 

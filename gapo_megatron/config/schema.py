@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from gapo_megatron.config.errors import explain
 from gapo_megatron.config.methods import METHODS, Method
 from gapo_megatron.config.rules import check_together
-from gapo_megatron.config.toml_tree import apply_override, read_tree, set_value
 from gapo_megatron.config.types import (
     AdamEps,
     Bound,
@@ -42,6 +41,7 @@ from gapo_megatron.config.types import (
     Workers,
 )
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.toml_tree import apply_override, read_tree, set_value
 from gapo_megatron.isolation import SYSTEM_PYTHON, split_setting
 
 CONFIG_NAME = "config.toml"

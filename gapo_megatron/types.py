@@ -36,9 +36,12 @@ class Rollout:
     truncated: bool
     """True when generation stopped at the token limit instead of at EOS."""
     finished: bool = True
-    """False within an `OpenGroup` alone: the next step goes on from these tokens, if there are."""
+    """False only within an `OpenGroup`: the next step continues from these tokens."""
     carried: Carried | None = None
-    """Of its first tokens, where earlier steps sampled them."""
+    """Old log-probs of the prefix generated in earlier steps; None if there is none."""
+    response_mask: np.ndarray | None = None
+    """[num_response_tokens] bool: True where the model sampled the token, False where the
+    environment gave it (its log-prob is 0 then, and nothing learns from it); None: all sampled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +55,12 @@ class Carried:
 
 
 Ended = tuple[Prompt, int, Rollout]
-"""A response that is finished: its problem, its number among the k, and itself."""
+"""A finished response: its prompt, its number among the k, the response."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenGroup:
-    """A prompt that an engine has broken off: the next step goes on with it."""
+    """A prompt with unfinished responses: the next step continues them."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -102,16 +105,45 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """Every sequence of one rollout batch, flat, group after group; the same on every rank.
-
-    B = sequences = prompts x rollouts per prompt. Tensors live on the CPU.
-    """
+class Sequences:
+    """B sequences of tokens to be scored: what packing and the forward pass need to know."""
 
     prompt_ids: list[np.ndarray]
     """B arrays of int32 prompt tokens."""
     response_ids: list[np.ndarray]
     """B arrays of int32 response tokens."""
+    response_masks: list[np.ndarray] = field(default_factory=list, kw_only=True)
+    """B arrays of bool, `Rollout.response_mask`: a token that the model did not sample is read, and
+    has no row, no log-prob and no part in any denominator. No array at all: all were sampled."""
+
+    def __len__(self) -> int:
+        return len(self.response_ids)
+
+    def is_sampled(self, i: int) -> np.ndarray:
+        """[len(response_ids[i])] bool: which response tokens of sequence i the model sampled."""
+        import numpy as np
+
+        if not self.response_masks:
+            return np.ones(len(self.response_ids[i]), dtype=bool)
+        return self.response_masks[i]
+
+    @property
+    def num_response_tokens(self) -> torch.Tensor:
+        """[B] int64: sampled ones, the |y_i| of every mean and denominator."""
+        import torch
+
+        counted = self.response_masks or self.response_ids
+        count = (lambda mask: int(mask.sum())) if self.response_masks else len
+        return torch.tensor([count(one) for one in counted], dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch(Sequences):
+    """Every sequence of one rollout batch, flat, group after group; the same on every rank.
+
+    B = sequences = prompts x rollouts per prompt. Tensors live on the CPU.
+    """
+
     rollout_log_probs: list[np.ndarray]
     """B arrays of float32, aligned with `response_ids`."""
     advantages: torch.Tensor
@@ -125,16 +157,6 @@ class Batch:
     carried_log_probs: list[np.ndarray] = field(default_factory=list)
     """B arrays of float32, `Carried.old_log_probs` of each response's first tokens; no array at
     all where this step sampled every token."""
-
-    def __len__(self) -> int:
-        return len(self.response_ids)
-
-    @property
-    def num_response_tokens(self) -> torch.Tensor:
-        """[B] int64."""
-        import torch
-
-        return torch.tensor([len(ids) for ids in self.response_ids], dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)

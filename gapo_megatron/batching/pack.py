@@ -10,20 +10,12 @@ import torch
 
 from gapo_megatron.device.transfer import to_device, to_host
 from gapo_megatron.errors import DataError
-from gapo_megatron.types import Batch, Microbatch
+from gapo_megatron.types import Microbatch, Sequences
 
-NO_SEQUENCES = Batch(
-    prompt_ids=[],
-    response_ids=[],
-    rollout_log_probs=[],
-    advantages=torch.zeros(0, dtype=torch.float64),
-    num_correct=torch.zeros(0, dtype=torch.int64),
-    group_size=torch.zeros(0, dtype=torch.int64),
-    valid=torch.zeros(0, dtype=torch.bool),
-)
+NO_SEQUENCES = Sequences(prompt_ids=[], response_ids=[])
 
 
-def sequence_lengths(batch: Batch) -> torch.Tensor:
+def sequence_lengths(batch: Sequences) -> torch.Tensor:
     """Tokens fed to the model per sequence, [B] int64: prompt + response - 1.
 
     The last response token is predicted, never read: it needs no forward pass.
@@ -36,7 +28,7 @@ def sequence_lengths(batch: Batch) -> torch.Tensor:
 
 
 def unpack(
-    batch: Batch,
+    batch: Sequences,
     microbatches: Sequence[Sequence[int]],
     values: Sequence[torch.Tensor | None],
 ) -> dict[int, torch.Tensor]:
@@ -48,7 +40,7 @@ def unpack(
         values: per micro-batch [R]; None where the last pipeline stage is another rank's.
 
     Returns:
-        Position in the batch -> its response tokens' values, on the CPU.
+        Position in the batch -> its sampled response tokens' values, on the CPU.
     """
     by_sequence: dict[int, torch.Tensor] = {}
     scored = [
@@ -58,13 +50,13 @@ def unpack(
     ]
     on_host = to_host([packed for _, packed in scored])
     for (indices, _), packed in zip(scored, on_host, strict=True):
-        parts = packed.split([len(batch.response_ids[i]) for i in indices])
+        parts = packed.split(batch.num_response_tokens[list(indices)].tolist())
         by_sequence |= zip(indices, parts, strict=True)
     return by_sequence
 
 
 def pack(
-    batch: Batch,
+    batch: Sequences,
     indices: Sequence[int],
     *,
     align: int = 1,
@@ -75,10 +67,11 @@ def pack(
     """Pack sequences `indices` of `batch`, in that order, into one micro-batch.
 
     A sequence with p prompt and n response tokens is fed as prompt + response[:-1]. The row at its
-    position p - 1 + t predicts response token t, so positions p - 1 .. p + n - 2 are scored.
+    position p - 1 + t predicts response token t, so positions p - 1 .. p + n - 2 are scored: those
+    of them whose token the model sampled.
 
     Args:
-        batch: prompts and responses, each at least one token long.
+        batch: prompts and responses, each at least one token long, one of them sampled.
         indices: positions in `batch`; empty for a rank that has nothing to compute, which gets
             R = 0 and max(align, 1) padding tokens, and so takes part in every collective.
         align: T becomes a multiple of it (tensor-parallel size under sequence parallelism); the
@@ -98,11 +91,11 @@ def pack(
     prompts = [batch.prompt_ids[i] for i in indices]
     responses = [batch.response_ids[i] for i in indices]
     prompt_lengths = np.array([len(ids) for ids in prompts], dtype=np.int64)
-    num_response_tokens = np.array([len(ids) for ids in responses], dtype=np.int64)
-    assert (prompt_lengths > 0).all() and (num_response_tokens > 0).all(), (
+    response_lengths = np.array([len(ids) for ids in responses], dtype=np.int64)
+    assert (prompt_lengths > 0).all() and (response_lengths > 0).all(), (
         "a prompt or a response is empty"
     )
-    lengths = prompt_lengths + num_response_tokens - 1
+    lengths = prompt_lengths + response_lengths - 1
     fillers = -lengths % sequence_align
     lengths = lengths + fillers
     num_packed = int(lengths.sum())
@@ -122,12 +115,19 @@ def pack(
     # Position t of sequence s sits at bounds[s] + t; its first scored row at bounds[s] + p - 1.
     position_ids = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
     first_rows = bounds[: len(indices)] + prompt_lengths - 1
-    first_labels = num_response_tokens.cumsum() - num_response_tokens
-    row_index = np.arange(num_response_tokens.sum()) + np.repeat(
-        first_rows - first_labels, num_response_tokens
+    first_labels = response_lengths.cumsum() - response_lengths
+    row_index = np.arange(response_lengths.sum()) + np.repeat(
+        first_rows - first_labels, response_lengths
     )
     labels = np.concatenate([*responses, np.zeros(0, dtype=np.int64)], dtype=np.int64)
-    sequence_ids = np.repeat(np.arange(len(indices)), num_response_tokens)
+    sequence_ids = np.repeat(np.arange(len(indices)), response_lengths)
+    if batch.response_masks:
+        is_sampled = np.concatenate(
+            [np.zeros(0, bool), *(batch.response_masks[i] for i in indices)]
+        )
+        row_index, labels, sequence_ids = (
+            rows[is_sampled] for rows in (row_index, labels, sequence_ids)
+        )
 
     arrays = {
         "tokens": tokens[None],
@@ -143,7 +143,7 @@ def pack(
     )
 
 
-def _check_tokens(batch: Batch, indices: Sequence[int], vocab_size: int) -> None:
+def _check_tokens(batch: Sequences, indices: Sequence[int], vocab_size: int) -> None:
     for i in indices:
         for name, tokens in (("prompt", batch.prompt_ids[i]), ("response", batch.response_ids[i])):
             outside = tokens[(tokens < 0) | (tokens >= vocab_size)]

@@ -25,6 +25,7 @@ _ARRAYS = {
     "response_ids": torch.int32,
     "rollout_log_probs": torch.float32,
     "carried_log_probs": torch.float32,
+    "response_masks": torch.bool,
 }
 _COLUMNS = {
     "advantages": torch.float64,
@@ -51,7 +52,7 @@ class OpenStep:
         """Write this rank's progress; rank 0 the rest. No collective."""
         files.write(folder / progress_name(dist.get_rank()), asdict(self.progress))
         if dist.get_rank() == 0:
-            fields = {name: getattr(self.batch, name) for name in Batch.__slots__}
+            fields = {name: getattr(self.batch, name) for name in _ARRAYS | _COLUMNS}
             for name in _ARRAYS:
                 fields[name] = [torch.from_numpy(array) for array in fields[name]]
             files.write(
@@ -88,20 +89,24 @@ def progress_name(rank: int) -> str:
 
 
 def _to_batch(fields: dict[str, Any]) -> Batch:
-    # One written before there were carried tokens has none.
-    fields = {"carried_log_probs": [], **fields}
-    tokens, responses, log_probs, carried = (
+    # One written before there were carried tokens, or masks, has none.
+    fields = {"carried_log_probs": [], "response_masks": [], **fields}
+    tokens, responses, log_probs, carried, masks = (
         [files.column(one, dtype).numpy() for one in files.plain(fields.pop(name), list)]
         for name, dtype in _ARRAYS.items()
     )
+    columns: dict[str, Any] = {
+        name: files.column(one, _COLUMNS[name], length=len(responses))
+        for name, one in fields.items()
+    }
     batch = Batch(
-        tokens, responses, log_probs, carried_log_probs=carried,
-        **{name: files.column(one, _COLUMNS[name], length=len(responses))
-           for name, one in fields.items()},
-    )  # fmt: skip
+        tokens, responses, log_probs, carried_log_probs=carried, response_masks=masks, **columns
+    )
     lengths = [*map(len, responses)]
     if len(tokens) != len(lengths) or [*map(len, log_probs)] != lengths:
         raise ValueError("prompts, responses and log-probs differ in number or length")
+    if masks and ([*map(len, masks)] != lengths or not all(mask.any() for mask in masks)):
+        raise ValueError("response masks that are not those of the responses")
     if carried and not all(
         len(one) <= length for one, length in zip(carried, lengths, strict=True)
     ):

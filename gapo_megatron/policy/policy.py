@@ -38,7 +38,7 @@ from gapo_megatron.policy.optimizer import (
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import check_fp8, choose_head, free_fp8_copies
 from gapo_megatron.policy.reduction import GradientReduction
-from gapo_megatron.types import Batch, Microbatch
+from gapo_megatron.types import Microbatch, Sequences
 
 
 class Policy:
@@ -130,7 +130,7 @@ class Policy:
         ranks = self.groups.tp_size if self.config.parallel.sequence_parallel else 1
         return ranks * fp8_multiple(self.config.model) * num_chunks(self.groups.cp_size)
 
-    def pack(self, batch: Batch, indices: Sequence[int]) -> Microbatch:
+    def pack(self, batch: Sequences, indices: Sequence[int]) -> Microbatch:
         """Pack sequences of `batch` as this policy's layout takes them: `batching.pack`."""
         whole = pack(
             batch,

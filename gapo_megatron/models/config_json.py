@@ -15,8 +15,9 @@ from typing import Any
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.documents import read_json
+from gapo_megatron.models.architecture import Architecture
 from gapo_megatron.models.rope import read_rope
-from gapo_megatron.models.tables import ARCHITECTURES, check_model_type, rules_for
+from gapo_megatron.models.tables import architecture_of, rules_for
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 """Dtypes that a weight may have: of the others a number alone says nothing without its scale."""
@@ -78,69 +79,6 @@ _RULES: dict[str, _Rule] = {
     ),
 }
 
-# What a model type has where config.json says nothing, as in transformers' configuration classes.
-_QWEN: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-}
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-_EXPERTS: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 4,
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 768,
-    "num_experts_per_tok": 8,
-    "num_experts": 128,
-    "norm_topk_prob": False,
-    "mlp_only_layers": [],
-}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen2": _QWEN,
-    "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
-    "qwen3_moe": _QWEN | _EXPERTS,
-    "llama": _LLAMA | {"attention_bias": False, "mlp_bias": False},
-    "mistral": _LLAMA
-    | {
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-}
-_NULLABLE = {
-    "qwen2": ("num_key_value_heads",),
-    "qwen3": ("num_key_value_heads",),
-    "qwen3_moe": ("mlp_only_layers",),
-    "llama": (),
-    "mistral": (),
-}
-"""Fields that may be null although their default is not."""
-
 
 class ModelFacts(SimpleNamespace):
     """What config.json says of a model, by its own names; `to_dict` as transformers' config has."""
@@ -175,28 +113,28 @@ def read_model_facts(hf_dir: str) -> ModelFacts:
 
 def facts_of(fields: Any, *, source: str) -> ModelFacts:
     """What the fields of config.json say; `source` is its name, for errors. See `read_facts`."""
-    model_type = _model_type(fields, source)
+    architecture = _architecture(fields, source)
     _check_loading(fields, source)
     stated = _stated(fields, source)
     for name, value in stated.items():
-        _check(name, value, model_type=model_type, source=source)
+        _check(name, value, architecture=architecture, source=source)
     rope = read_rope(fields, source=source)
-    if model_type == "mistral" and "layer_types" in stated:
-        raise ConfigError(
-            f"{source}: layer_types is not supported for mistral models: with it transformers "
-            "takes them for ministral"
-        )
+    for name, reason in architecture.refused_fields.items():
+        if name in stated:
+            raise ConfigError(
+                f"{source}: {name} is not supported for {architecture.model_type} models: {reason}"
+            )
     layers = stated.pop("layer_types", None)
-    facts = _DEFAULTS[model_type] | stated
+    facts = {**architecture.defaults, **stated}
     if layers is not None and len(layers) != facts["num_hidden_layers"]:
         raise ConfigError(
             f"{source}: layer_types has {len(layers)} entries, and must have as many as "
             f"num_hidden_layers ({facts['num_hidden_layers']})"
         )
-    _fill(facts, model_type=model_type, source=source)
+    _fill(facts, architecture=architecture, source=source)
     facts["rope_parameters"] = {"rope_type": rope.kind, "rope_theta": rope.base, **rope.scaling}
     facts["quantization_config"] = fields.get("quantization_config")
-    found = ModelFacts(model_type=model_type, **facts)
+    found = ModelFacts(model_type=architecture.model_type, **facts)
     try:
         rules_for(found)  # refuses what no table covers
     except ConfigError as error:
@@ -204,19 +142,18 @@ def facts_of(fields: Any, *, source: str) -> ModelFacts:
     return found
 
 
-def _model_type(fields: Any, source: str) -> str:
+def _architecture(fields: Any, source: str) -> Architecture:
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise ConfigError(f"{source} names no model_type")
-    model_type: str = fields["model_type"]
-    check_model_type(model_type, source=source)
-    named, wanted = fields.get("architectures") or [], ARCHITECTURES[model_type]
+    found = architecture_of(SimpleNamespace(model_type=fields["model_type"]), source=source)
+    named, wanted = fields.get("architectures") or [], found.hf_class
     if named != [wanted]:
         shown = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
         raise ConfigError(
             f"{source}: architectures ({shown or 'none'}) is not {wanted}, "
-            f"which model_type {model_type!r} stands for"
+            f"which model_type {found.model_type!r} stands for"
         )
-    return model_type
+    return found
 
 
 def _check_loading(fields: Mapping[str, Any], source: str) -> None:
@@ -258,43 +195,29 @@ def _stated(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
     return stated
 
 
-def _check(name: str, value: Any, *, model_type: str, source: str) -> None:
+def _check(name: str, value: Any, *, architecture: Architecture, source: str) -> None:
     rule, holds = _RULES[name]
     if value is None:
         # Null where the type has no such field is the same as saying nothing.
-        may_be_null = name in ("sliding_window", "layer_types", *_NULLABLE[model_type])
-        if may_be_null or _DEFAULTS[model_type].get(name) is None:
+        may_be_null = name in ("sliding_window", "layer_types", *architecture.nullable)
+        if may_be_null or architecture.defaults.get(name) is None:
             return
     if value is None or not holds(value):
         raise ConfigError(f"{source}: {name} ({json.dumps(value)}) must be {rule}")
 
 
-def _fill(facts: dict[str, Any], *, model_type: str, source: str) -> None:
+def _fill(facts: dict[str, Any], *, architecture: Architecture, source: str) -> None:
     """Values that follow from others, as transformers fills them in."""
     hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
     if facts["num_key_value_heads"] is None:
         facts["num_key_value_heads"] = heads
-    if model_type in ("llama", "mistral") and facts["head_dim"] is None:
-        facts["head_dim"] = hidden // heads
+    architecture.complete(facts)
     if not facts.get("head_dim") and hidden < heads:
         raise ConfigError(
             f"{source}: hidden_size ({hidden}) must be num_attention_heads ({heads}) or more"
         )
-    if model_type == "llama" and hidden % heads:
-        raise ConfigError(
-            f"{source}: num_attention_heads ({heads}) must divide hidden_size ({hidden})"
-        )
-    if model_type == "qwen3_moe" and facts["mlp_only_layers"] is None:
-        facts["mlp_only_layers"] = []
     head_dim = facts.get("head_dim") or hidden // heads
     if head_dim % 2:
         raise ConfigError(
             f"{source}: head_dim ({head_dim}) must be even: rotary positions turn pairs of numbers"
         )
-    if model_type == "qwen3_moe" and facts["num_experts_per_tok"] > facts["num_experts"]:
-        raise ConfigError(
-            f"{source}: num_experts_per_tok ({facts['num_experts_per_tok']}) must be num_experts "
-            f"({facts['num_experts']}) or less"
-        )
-    if "use_sliding_window" in _DEFAULTS[model_type] and not facts["use_sliding_window"]:
-        facts["sliding_window"] = None

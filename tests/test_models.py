@@ -88,7 +88,8 @@ def test_architectures_are_known_without_torch() -> None:
         "from gapo_megatron.models.tables import rules_for\n"
         "for name in p.shipped_names():\n"
         "    rules_for(p.find_model(name)[0])\n"
-        "found = {'torch', 'transformers', 'megatron'} & set(sys.modules)\nassert not found, found\n"
+        "found = {'torch', 'transformers', 'megatron'} & set(sys.modules)\n"
+        "assert not found, found\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -228,6 +228,7 @@ class PolicyModel(GPTModel):
         num_layers: int,
     ) -> None:
         self.uses_transformer_engine = has_transformer_engine(device, config.params_dtype)
+        self.hf_config = hf_config
         self.rules = rules_for(hf_config)
         self.unpadded_vocab_size = vocab_size = hf_config.vocab_size
         super().__init__(

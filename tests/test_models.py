@@ -161,7 +161,7 @@ def _phi3_rules(g: parts.Geometry) -> list[Rule]:
 
 
 def _check_phi3(config: Any) -> None:
-    parts.refuse_set(config, "attention_bias", "mlp_bias")
+    parts.refuse_set(config, "attention_bias", "mlp_bias", "resid_pdrop")
 
 
 PHI3 = Architecture(
@@ -179,7 +179,9 @@ PHI3 = Architecture(
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "sliding_window": None,
+        "resid_pdrop": 0.0,
     },
+    fields={"resid_pdrop": ("a number of 0 or more", lambda v: isinstance(v, float) and v >= 0)},
     rules=_phi3_rules,
     check=_check_phi3,
 )
@@ -257,6 +259,8 @@ def test_a_sixth_architecture_is_planned(phi3: Path) -> None:
     [
         ({"attention_bias": True}, ["attention_bias", "phi3"]),
         ({"rms_norm_eps": 2.0}, ["rms_norm_eps (2.0)"]),
+        ({"resid_pdrop": 0.1}, ["resid_pdrop (0.1)", "phi3"]),
+        ({"resid_pdrop": "0.1"}, ['resid_pdrop ("0.1")', "number"]),
         ({"partial_rotary_factor": 0.5, "rope_theta": 1e4}, ["partial_rotary_factor (0.5)"]),
     ],
 )
@@ -265,6 +269,13 @@ def test_a_sixth_architecture_refuses(phi3: Path, change: dict[str, Any], named:
     fields.pop("rope_parameters")
     with pytest.raises(ConfigError, match=mentions(*named)):
         facts_of({**fields, **change}, source="config.json")
+
+
+def test_a_sixth_architectures_own_fields_tell_models_apart(phi3: Path) -> None:
+    ours = model_identity(AutoConfig.from_pretrained(phi3))
+    assert ours["resid_pdrop"] == 0.0
+    with pytest.raises(CheckpointError, match=mentions("resid_pdrop is 0.1 there")):
+        require_same_model(Path("step_1"), {**ours, "resid_pdrop": 0.1}, ours)
 
 
 def test_without_its_entry_it_is_refused() -> None:

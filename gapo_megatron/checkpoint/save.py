@@ -42,15 +42,13 @@ from gapo_megatron.errors import CheckpointError
 from gapo_megatron.hf import manifest
 from gapo_megatron.hf.manifest import Branch
 from gapo_megatron.io.run_folder import checkpoints_dir
-from gapo_megatron.models.parts import MODEL_FIELDS
+from gapo_megatron.models import architecture_of
 from gapo_megatron.policy import ParallelGroups, Policy
 from gapo_megatron.types import OpenGroup
 
 logger = logging.getLogger(__name__)
 
 _PROBE_BYTES = 2**20
-# What decides names and shapes of the weights, and what the model computes with them.
-_IDENTITY = ("architectures", *MODEL_FIELDS, "rope_parameters")
 
 
 def save(
@@ -144,8 +142,9 @@ def _write_error(final: Path, reason: str) -> CheckpointError:
 def model_identity(hf_config: PretrainedConfig) -> dict[str, Any]:
     """The fields of a Hugging Face config that must agree between a checkpoint and its resume."""
     fields = hf_config.to_dict()
+    names = ("architectures", *architecture_of(hf_config).model_fields, "rope_parameters")
     # As JSON gives them back, so that both sides compare equal.
-    identity: dict[str, Any] = json.loads(json.dumps({key: fields.get(key) for key in _IDENTITY}))
+    identity: dict[str, Any] = json.loads(json.dumps({key: fields.get(key) for key in names}))
     return identity
 
 

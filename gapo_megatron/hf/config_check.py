@@ -18,9 +18,8 @@ from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf.model_folder import check_dtypes, check_sizes
 from gapo_megatron.hf.weights import Entry
 from gapo_megatron.models.config_json import read_facts
-from gapo_megatron.models.parts import MODEL_FIELDS
 from gapo_megatron.models.rope import read_rope
-from gapo_megatron.models.tables import geometry_of, rules_for
+from gapo_megatron.models.tables import architecture_of, geometry_of, rules_for
 
 
 def read_config(root: Path) -> PretrainedConfig:
@@ -73,10 +72,11 @@ def compare_configs(
         ConfigError: the record's rope cannot be used, see `read_rope`.
         ConversionError: lists every field that differs, with both values.
     """
-    ours = {name: getattr(hf_config, name, None) for name in MODEL_FIELDS}
+    names = architecture_of(hf_config).model_fields
+    ours = {name: getattr(hf_config, name, None) for name in names}
     geometry = geometry_of(hf_config)
     ours |= {"head_dim": geometry.head_dim, "num_key_value_heads": geometry.kv_heads}
-    pairs = {n: (record[n], ours[n]) for n in MODEL_FIELDS if record.get(n) is not None}
+    pairs = {n: (record[n], ours[n]) for n in names if record.get(n) is not None}
     fields = hf_config.to_dict()
     if "sliding_window" in record:
         pairs["sliding_window"] = (_window(record), _window(fields))

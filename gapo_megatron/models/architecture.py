@@ -13,6 +13,9 @@ from gapo_megatron.models import parts
 from gapo_megatron.models.parts import Geometry
 from gapo_megatron.models.rules import Rule
 
+FieldRule = tuple[str, Callable[[Any], bool]]
+"""What a field's value must be, in words and as a test."""
+
 
 def _nothing(_: Any) -> None:
     """Most architectures add no check and fill in no value."""
@@ -49,6 +52,8 @@ class Architecture:
     # What config.json says (`config_json`).
     defaults: Mapping[str, Any]
     """Fields of config.json and what transformers takes them to be where they are absent."""
+    fields: Mapping[str, FieldRule] = field(default_factory=dict)
+    """Fields beside those that `config_json` reads for every architecture, with their rules."""
     nullable: tuple[str, ...] = ()
     """Fields that may be null although their default is not."""
     refused_fields: Mapping[str, str] = field(default_factory=dict)
@@ -71,3 +76,12 @@ class Architecture:
     "config.json: "."""
     check_computed: Callable[[Any], None] = parts.check_computed
     """Raise ConfigError for a `config` that the Megatron-core model would not compute."""
+
+    @property
+    def model_fields(self) -> tuple[str, ...]:
+        """Fields of config.json that decide what the model is: names, shapes, computation.
+
+        Two folders or checkpoints that differ in one of them hold different models. Rotary
+        settings come besides: they are spelled in several ways (`rope`).
+        """
+        return (*parts.MODEL_FIELDS, *self.fields)

@@ -8,21 +8,19 @@ alone: here a size that is zero or negative is refused too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.documents import read_json
-from gapo_megatron.models.architecture import Architecture
+from gapo_megatron.models.architecture import Architecture, FieldRule
 from gapo_megatron.models.rope import read_rope
 from gapo_megatron.models.tables import architecture_of, rules_for
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 """Dtypes that a weight may have: of the others a number alone says nothing without its scale."""
-
-_Rule = tuple[str, Callable[[Any], bool]]
 
 _ATTENTIONS = ("full_attention", "sliding_attention")
 # The largest that is believed, several times what there is: what is made of layers and experts has
@@ -50,7 +48,7 @@ _SWITCHES = (
 )
 
 
-def _size_rule(largest: int) -> _Rule:
+def _size_rule(largest: int) -> FieldRule:
     # true and false are integers, too
     return f"a whole number of 1 to {largest}", lambda v: type(v) is int and 0 < v <= largest
 
@@ -59,7 +57,7 @@ def _is_list_of_layers(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
 
 
-_RULES: dict[str, _Rule] = {
+_RULES: dict[str, FieldRule] = {
     **{name: _size_rule(largest) for name, largest in _SIZES.items()},
     **dict.fromkeys(_SWITCHES, ("true or false", lambda value: isinstance(value, bool))),
     "hidden_act": ("a string", lambda value: isinstance(value, str)),
@@ -115,9 +113,10 @@ def facts_of(fields: Any, *, source: str) -> ModelFacts:
     """What the fields of config.json say; `source` is its name, for errors. See `read_facts`."""
     architecture = _architecture(fields, source)
     _check_loading(fields, source)
-    stated = _stated(fields, source)
+    rules = {**_RULES, **architecture.fields}
+    stated = _stated(fields, rules, source)
     for name, value in stated.items():
-        _check(name, value, architecture=architecture, source=source)
+        _check(name, value, rules[name], architecture=architecture, source=source)
     rope = read_rope(fields, source=source)
     for name, reason in architecture.refused_fields.items():
         if name in stated:
@@ -182,9 +181,11 @@ def refuse_code(fields: Mapping[str, Any], *, source: str) -> None:
         )
 
 
-def _stated(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """What config.json says of the fields of `_RULES`, under one name each."""
-    stated = {name: fields[name] for name in _RULES if name in fields}
+def _stated(
+    fields: Mapping[str, Any], rules: Mapping[str, FieldRule], source: str
+) -> dict[str, Any]:
+    """What config.json says of the fields that have rules, under one name each."""
+    stated = {name: fields[name] for name in rules if name in fields}
     if "num_local_experts" in fields:  # transformers 5 writes it in place of num_experts
         other = fields["num_local_experts"]
         if stated.setdefault("num_experts", other) != other:
@@ -195,15 +196,17 @@ def _stated(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
     return stated
 
 
-def _check(name: str, value: Any, *, architecture: Architecture, source: str) -> None:
-    rule, holds = _RULES[name]
+def _check(
+    name: str, value: Any, rule: FieldRule, *, architecture: Architecture, source: str
+) -> None:
+    words, holds = rule
     if value is None:
         # Null where the type has no such field is the same as saying nothing.
         may_be_null = name in ("sliding_window", "layer_types", *architecture.nullable)
         if may_be_null or architecture.defaults.get(name) is None:
             return
     if value is None or not holds(value):
-        raise ConfigError(f"{source}: {name} ({json.dumps(value)}) must be {rule}")
+        raise ConfigError(f"{source}: {name} ({json.dumps(value)}) must be {words}")
 
 
 def _fill(facts: dict[str, Any], *, architecture: Architecture, source: str) -> None:

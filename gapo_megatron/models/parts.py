@@ -37,8 +37,7 @@ MODEL_FIELDS = (
     "decoder_sparse_step",
     "mlp_only_layers",
 )
-"""Fields of config.json that decide names and shapes of the weights and what is computed with
-them. Rotary settings come besides: they are spelled in several ways (`rope`)."""
+"""Of every architecture; see `Architecture.model_fields`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def hf(name: str) -> Any:
 def write_model(folder: Path, fields: dict[str, Any]) -> str:
     """A folder with config.json alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    fields = {"architectures": [ARCHITECTURES[fields["model_type"]]], **fields}
+    fields = {"architectures": [ARCHITECTURES[fields["model_type"]].hf_class], **fields}
     (folder / "config.json").write_text(json.dumps(fields))
     return str(folder)
 

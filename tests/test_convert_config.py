@@ -49,7 +49,7 @@ def headers(config: PretrainedConfig) -> dict[str, Entry]:
 
 def write_config(root: Path, config: PretrainedConfig, **changes: Any) -> Path:
     """A change to None takes the field away."""
-    fields = config.to_dict() | {"architectures": [ARCHITECTURES[config.model_type]]}
+    fields = config.to_dict() | {"architectures": [ARCHITECTURES[config.model_type].hf_class]}
     fields |= {"layer_types": None} | changes  # one per layer: it says the number a second time
     fields = {name: value for name, value in fields.items() if value is not None}
     (root / "config.json").write_text(json.dumps(fields))

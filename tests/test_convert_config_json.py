@@ -13,7 +13,7 @@ from gapo_megatron.hf.config_check import read_config
 from gapo_megatron.models.config_json import facts_of, read_facts
 from gapo_megatron.models.published import find_model, shipped_fields, shipped_names
 from gapo_megatron.models.rope import read_rope
-from gapo_megatron.models.tables import ARCHITECTURES, Geometry, rules_for
+from gapo_megatron.models.tables import ARCHITECTURES, geometry_of, rules_for
 from tests.messages import mentions
 from tests.test_convert_models import CONFIGS
 
@@ -60,7 +60,7 @@ DAMAGE = (None, "48", 48.0, -1, 0, True, [], {}, 0.5, [-1], ["nothing"])
 
 
 def write(folder: Path, model_type: str, fields: dict[str, Any]) -> Path:
-    named = {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
+    named = {"model_type": model_type, "architectures": [ARCHITECTURES[model_type].hf_class]}
     (folder / "config.json").write_text(json.dumps(named | fields))
     return folder
 
@@ -78,7 +78,7 @@ def agree(folder: Path) -> None:
         # An attribute that an architecture does not have, and one that is null, are the same to us.
         assert (ours, type(ours)) == (theirs, type(theirs)), name
     assert read_rope(facts.to_dict()) == read_rope(full.to_dict())
-    assert Geometry.of(facts) == Geometry.of(full)
+    assert geometry_of(facts) == geometry_of(full)
     table, expected = rules_for(facts), rules_for(full)
     assert [(one.megatron, one.hf_shapes) for one in table] == [
         (one.megatron, one.hf_shapes) for one in expected

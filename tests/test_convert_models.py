@@ -113,7 +113,7 @@ ROPES = {
 def real(request, tmp_path_factory) -> SimpleNamespace:
     """A model's folder with config.json alone, its config, its table, what transformers expects."""
     fields = CONFIGS[request.param]
-    fields = {"architectures": [ARCHITECTURES[fields["model_type"]]], **fields}
+    fields = {"architectures": [ARCHITECTURES[fields["model_type"]].hf_class], **fields}
     folder: Path = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(fields))
     config = AutoConfig.from_pretrained(folder)

@@ -186,7 +186,7 @@ def small(model_type: str, layout: str, folder: Path) -> Config:
         "head_dim": 16,
         "moe_intermediate_size": 32,
     }
-    names = {"architectures": [ARCHITECTURES[model_type]]}
+    names = {"architectures": [ARCHITECTURES[model_type].hf_class]}
     make_config(model_type, **sizes, **names).save_pretrained(folder)
     config = load_config(CONFIGS[0], [f"model.hf_dir={folder}", "model.precision=bf16"])
     return config.model_copy(update={"parallel": LAYOUTS[layout][0]})

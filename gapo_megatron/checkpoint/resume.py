@@ -276,13 +276,14 @@ def _from_rank_0(value: Any) -> Any:
 def require_same_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Refuse the checkpoint in `path` if it is not this model's.
 
+    What an older version did not record is not compared.
+
     Raises:
         CheckpointError: names the fields that differ.
     """
-    names = dict.fromkeys([*saved, *ours])
     differences = [
         f"{name} is {saved.get(name)!r} there and {ours.get(name)!r} here"
-        for name in names
+        for name in saved
         if saved.get(name) != ours.get(name)
     ]
     if differences:

@@ -42,32 +42,13 @@ from gapo_megatron.errors import CheckpointError
 from gapo_megatron.hf import manifest
 from gapo_megatron.hf.manifest import Branch
 from gapo_megatron.io.run_folder import checkpoints_dir
+from gapo_megatron.models import architecture_of
 from gapo_megatron.policy import ParallelGroups, Policy
 from gapo_megatron.types import OpenGroup
 
 logger = logging.getLogger(__name__)
 
 _PROBE_BYTES = 2**20
-# What decides names and shapes of the weights, and what the model computes with them.
-_MODEL_FIELDS = (
-    "architectures",
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "moe_intermediate_size",
-    "tie_word_embeddings",
-    "attention_bias",
-    "rms_norm_eps",
-    "rope_parameters",
-)
 
 
 def save(
@@ -161,10 +142,9 @@ def _write_error(final: Path, reason: str) -> CheckpointError:
 def model_identity(hf_config: PretrainedConfig) -> dict[str, Any]:
     """The fields of a Hugging Face config that must agree between a checkpoint and its resume."""
     fields = hf_config.to_dict()
+    names = ("architectures", *architecture_of(hf_config).model_fields, "rope_parameters")
     # As JSON gives them back, so that both sides compare equal.
-    identity: dict[str, Any] = json.loads(
-        json.dumps({key: fields.get(key) for key in _MODEL_FIELDS})
-    )
+    identity: dict[str, Any] = json.loads(json.dumps({key: fields.get(key) for key in names}))
     return identity
 
 

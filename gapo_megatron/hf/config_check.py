@@ -19,32 +19,7 @@ from gapo_megatron.hf.model_folder import check_dtypes, check_sizes
 from gapo_megatron.hf.weights import Entry
 from gapo_megatron.models.config_json import read_facts
 from gapo_megatron.models.rope import read_rope
-from gapo_megatron.models.tables import Geometry, rules_for
-
-# What decides the shapes of the weights and what the model computes with them, beside rope.
-_MODEL_FIELDS = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "tie_word_embeddings",
-    "hidden_act",
-    "layer_types",
-    "rms_norm_eps",
-    "attention_bias",
-    "mlp_bias",
-    "num_experts",
-    "num_local_experts",  # the same in config.json of transformers 5
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "norm_topk_prob",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-)
+from gapo_megatron.models.tables import architecture_of, geometry_of, rules_for
 
 
 def read_config(root: Path) -> PretrainedConfig:
@@ -97,10 +72,11 @@ def compare_configs(
         ConfigError: the record's rope cannot be used, see `read_rope`.
         ConversionError: lists every field that differs, with both values.
     """
-    ours = {name: getattr(hf_config, name, None) for name in _MODEL_FIELDS}
-    geometry = Geometry.of(hf_config)
+    names = architecture_of(hf_config).model_fields
+    ours = {name: getattr(hf_config, name, None) for name in names}
+    geometry = geometry_of(hf_config)
     ours |= {"head_dim": geometry.head_dim, "num_key_value_heads": geometry.kv_heads}
-    pairs = {n: (record[n], ours[n]) for n in _MODEL_FIELDS if record.get(n) is not None}
+    pairs = {n: (record[n], ours[n]) for n in names if record.get(n) is not None}
     fields = hf_config.to_dict()
     if "sliding_window" in record:
         pairs["sliding_window"] = (_window(record), _window(fields))

@@ -29,7 +29,7 @@ from gapo_megatron.hf.manifest import (
 from gapo_megatron.hf.unpickle import read_common, read_metadata
 from gapo_megatron.io.documents import read_json, read_text
 from gapo_megatron.models.rope import read_rope
-from gapo_megatron.models.tables import Geometry
+from gapo_megatron.models.tables import geometry_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -166,7 +166,7 @@ def to_args(hf_config: PretrainedConfig) -> argparse.Namespace:
     Parallel sizes are 1: nothing in the folder depends on them. A rope scaling that they cannot
     express is left out, rather than stated as another.
     """
-    g = Geometry.of(hf_config)
+    g = geometry_of(hf_config)
     rope = read_rope(hf_config.to_dict())
     args = {name: getattr(hf_config, field, None) for name, field in _ARGS.items()}
     args |= {
@@ -178,13 +178,13 @@ def to_args(hf_config: PretrainedConfig) -> argparse.Namespace:
         "max_position_embeddings": hf_config.max_position_embeddings,
         "position_embedding_type": "rope",
         "add_bias_linear": False,
-        "add_qkv_bias": hf_config.model_type == "qwen2",
-        "qk_layernorm": hf_config.model_type in ("qwen3", "qwen3_moe"),
+        "add_qkv_bias": g.qkv_bias,
+        "qk_layernorm": g.head_norms,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         **_FIXED,
     }
-    if hf_config.model_type == "qwen3_moe":
+    if g.num_experts:
         args["moe_router_pre_softmax"] = not hf_config.norm_topk_prob
     factor = rope.scaling.get("factor", 1.0)
     if rope.kind == "default" or rope.scaling == {"factor": factor, **_LLAMA3}:

@@ -16,8 +16,9 @@ from gapo_megatron.hf.folder import MARKER_NAME, REPORT_NAME
 from gapo_megatron.hf.headers import INDEX, SINGLE, read_headers
 from gapo_megatron.io.documents import open_file, read_object, read_text
 from gapo_megatron.models.config_json import FLOATS, ModelFacts, read_facts, refuse_code
+from gapo_megatron.models.parts import sizes_shown
 from gapo_megatron.models.rules import Shape, check_names, hf_shapes
-from gapo_megatron.models.tables import Geometry, rules_for
+from gapo_megatron.models.tables import geometry_of, rules_for
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_FILES = (
@@ -345,22 +346,7 @@ def _sizes(hf_config: Any, tensors: Mapping[str, _Tensor]) -> Iterator[str]:
     groups: dict[str, list[str]] = {}
     for name in tensors:
         groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
-    g = Geometry.of(hf_config)
-    layer, attention = "model.layers.*", "model.layers.*.self_attn"
-    heads = f"num_attention_heads ({g.heads}) x head_dim ({g.head_dim})"
-    kv_heads = f"num_key_value_heads ({g.kv_heads}) x head_dim ({g.head_dim})"
-    experts: int = getattr(hf_config, "num_experts", 0)
-    expert_size: int = getattr(hf_config, "moe_intermediate_size", 0)
-    for field, value, pattern in (
-        ("vocab_size", g.vocab, "model.embed_tokens.weight"),
-        ("hidden_size", g.hidden, f"{layer}.input_layernorm.weight"),
-        ("head_dim", g.head_dim, f"{attention}.q_norm.weight"),
-        (heads, g.heads * g.head_dim, f"{attention}.q_proj.weight"),
-        (kv_heads, g.kv_heads * g.head_dim, f"{attention}.k_proj.weight"),
-        ("intermediate_size", g.intermediate, f"{layer}.mlp.gate_proj.weight"),
-        ("num_experts", experts, f"{layer}.mlp.gate.weight"),
-        ("moe_intermediate_size", expert_size, f"{layer}.mlp.experts.*.gate_proj.weight"),
-    ):
+    for field, value, pattern in sizes_shown(geometry_of(hf_config)):
         names = groups.get(pattern, [])
         sizes = {tensors[name].shape[:1] for name in names}
         if len(sizes) == 1 and sizes != {(value,)}:

@@ -376,7 +376,7 @@ def _score(
         sequence_parallel=policy.stages[-1].config.sequence_parallel,
         # Megatron-core's float32 buffer: no copy of the weight's size, and no rounding between
         # micro-batches. The hook then finds no gradient of the head to add.
-        main_grad=weight.main_grad,
+        main_grad=weight.main_grad if weight.requires_grad else None,
         return_entropy=with_entropy,
         implementation=policy.head,
         ahead=ahead,

@@ -1,1 +1,10 @@
-"""What is an architecture's own: names and shapes of weights, sizes, refusals. No torch."""
+"""What is an architecture's own, one file each; names, shapes, sizes, refusals. No torch.
+
+`qwen2.py`, `qwen3.py`, `qwen3_moe.py`, `llama.py` and `mistral.py` each make one `Architecture`;
+nothing outside this folder asks for a `model_type`.
+"""
+
+from gapo_megatron.models.architecture import Architecture
+from gapo_megatron.models.tables import architecture_of
+
+__all__ = ["Architecture", "architecture_of"]

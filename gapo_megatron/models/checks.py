@@ -13,12 +13,12 @@ from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.fp8 import check_fp8_shapes
 from gapo_megatron.models.rope import read_rope
-from gapo_megatron.models.tables import rules_for
+from gapo_megatron.models.tables import architecture_of, geometry_of, rules_for
 
 
 def num_experts(hf_config: Any) -> int | None:
     """Experts of every layer; None: a dense model, whose config.json may name some all the same."""
-    return hf_config.num_experts if hf_config.model_type == "qwen3_moe" else None
+    return geometry_of(hf_config).num_experts or None
 
 
 def check_shapes(
@@ -48,17 +48,10 @@ def check_shapes(
                 f"parallel.{where} ({size}) must divide the model's {field} ({value})"
             )
     layers_of_stages(parallel, hf_config.num_hidden_layers)
-    for field in ("attention_bias", "mlp_bias"):
-        if getattr(hf_config, field, False):
-            raise ConfigError(f"the model's {field} (true) is not supported")
-    window = getattr(hf_config, "sliding_window", None)
-    if window and getattr(hf_config, "use_sliding_window", True):
-        raise ConfigError(f"the model's sliding_window ({window}) is not supported: must be null")
-    if hf_config.hidden_act != "silu":
-        raise ConfigError(f"the model's hidden_act ({hf_config.hidden_act!r}) must be 'silu'")
+    architecture_of(hf_config).check_computed(hf_config)
     read_rope(hf_config.to_dict())
     if num_experts(hf_config):
-        _check_experts(hf_config, parallel)
+        _check_experts(parallel)
     elif parallel.expert_model_parallel_size > 1:
         raise ConfigError(
             f"parallel.{ep} ({parallel.expert_model_parallel_size}) must be 1: "
@@ -91,7 +84,7 @@ def check_engine_heads(hf_config: Any, size: int) -> None:
         )
 
 
-def _check_experts(hf_config: Any, parallel: ParallelConfig) -> None:
+def _check_experts(parallel: ParallelConfig) -> None:
     tp = parallel.tensor_model_parallel_size
     if tp > 1 and not parallel.sequence_parallel:
         # Every tensor parallel rank would send all tokens to the experts, not its part.
@@ -106,6 +99,3 @@ def _check_experts(hf_config: Any, parallel: ParallelConfig) -> None:
             "parallel.expert_model_parallel_size (1) must be 2 or more for a model with experts "
             f"at parallel.tensor_model_parallel_size ({tp}) > 1"
         )
-    if hf_config.num_experts_per_tok == 1 and hf_config.norm_topk_prob:
-        # A share of 1 whatever the router says: it would have no gradient.
-        raise ConfigError("the model's num_experts_per_tok (1) must be 2 or more: norm_topk_prob")

@@ -8,20 +8,19 @@ alone: here a size that is zero or negative is refused too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.documents import read_json
+from gapo_megatron.models.architecture import Architecture, FieldRule
 from gapo_megatron.models.rope import read_rope
-from gapo_megatron.models.tables import ARCHITECTURES, check_model_type, rules_for
+from gapo_megatron.models.tables import architecture_of, rules_for
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 """Dtypes that a weight may have: of the others a number alone says nothing without its scale."""
-
-_Rule = tuple[str, Callable[[Any], bool]]
 
 _ATTENTIONS = ("full_attention", "sliding_attention")
 # The largest that is believed, several times what there is: what is made of layers and experts has
@@ -49,7 +48,7 @@ _SWITCHES = (
 )
 
 
-def _size_rule(largest: int) -> _Rule:
+def _size_rule(largest: int) -> FieldRule:
     # true and false are integers, too
     return f"a whole number of 1 to {largest}", lambda v: type(v) is int and 0 < v <= largest
 
@@ -58,7 +57,7 @@ def _is_list_of_layers(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
 
 
-_RULES: dict[str, _Rule] = {
+_RULES: dict[str, FieldRule] = {
     **{name: _size_rule(largest) for name, largest in _SIZES.items()},
     **dict.fromkeys(_SWITCHES, ("true or false", lambda value: isinstance(value, bool))),
     "hidden_act": ("a string", lambda value: isinstance(value, str)),
@@ -77,69 +76,6 @@ _RULES: dict[str, _Rule] = {
         lambda value: isinstance(value, list) and all(one in _ATTENTIONS for one in value),
     ),
 }
-
-# What a model type has where config.json says nothing, as in transformers' configuration classes.
-_QWEN: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-}
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-_EXPERTS: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 4,
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 768,
-    "num_experts_per_tok": 8,
-    "num_experts": 128,
-    "norm_topk_prob": False,
-    "mlp_only_layers": [],
-}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen2": _QWEN,
-    "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
-    "qwen3_moe": _QWEN | _EXPERTS,
-    "llama": _LLAMA | {"attention_bias": False, "mlp_bias": False},
-    "mistral": _LLAMA
-    | {
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-}
-_NULLABLE = {
-    "qwen2": ("num_key_value_heads",),
-    "qwen3": ("num_key_value_heads",),
-    "qwen3_moe": ("mlp_only_layers",),
-    "llama": (),
-    "mistral": (),
-}
-"""Fields that may be null although their default is not."""
 
 
 class ModelFacts(SimpleNamespace):
@@ -175,28 +111,29 @@ def read_model_facts(hf_dir: str) -> ModelFacts:
 
 def facts_of(fields: Any, *, source: str) -> ModelFacts:
     """What the fields of config.json say; `source` is its name, for errors. See `read_facts`."""
-    model_type = _model_type(fields, source)
+    architecture = _architecture(fields, source)
     _check_loading(fields, source)
-    stated = _stated(fields, source)
+    rules = {**_RULES, **architecture.fields}
+    stated = _stated(fields, rules, source)
     for name, value in stated.items():
-        _check(name, value, model_type=model_type, source=source)
+        _check(name, value, rules[name], architecture=architecture, source=source)
     rope = read_rope(fields, source=source)
-    if model_type == "mistral" and "layer_types" in stated:
-        raise ConfigError(
-            f"{source}: layer_types is not supported for mistral models: with it transformers "
-            "takes them for ministral"
-        )
+    for name, reason in architecture.refused_fields.items():
+        if name in stated:
+            raise ConfigError(
+                f"{source}: {name} is not supported for {architecture.model_type} models: {reason}"
+            )
     layers = stated.pop("layer_types", None)
-    facts = _DEFAULTS[model_type] | stated
+    facts = {**architecture.defaults, **stated}
     if layers is not None and len(layers) != facts["num_hidden_layers"]:
         raise ConfigError(
             f"{source}: layer_types has {len(layers)} entries, and must have as many as "
             f"num_hidden_layers ({facts['num_hidden_layers']})"
         )
-    _fill(facts, model_type=model_type, source=source)
+    _fill(facts, architecture=architecture, source=source)
     facts["rope_parameters"] = {"rope_type": rope.kind, "rope_theta": rope.base, **rope.scaling}
     facts["quantization_config"] = fields.get("quantization_config")
-    found = ModelFacts(model_type=model_type, **facts)
+    found = ModelFacts(model_type=architecture.model_type, **facts)
     try:
         rules_for(found)  # refuses what no table covers
     except ConfigError as error:
@@ -204,19 +141,18 @@ def facts_of(fields: Any, *, source: str) -> ModelFacts:
     return found
 
 
-def _model_type(fields: Any, source: str) -> str:
+def _architecture(fields: Any, source: str) -> Architecture:
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise ConfigError(f"{source} names no model_type")
-    model_type: str = fields["model_type"]
-    check_model_type(model_type, source=source)
-    named, wanted = fields.get("architectures") or [], ARCHITECTURES[model_type]
+    found = architecture_of(SimpleNamespace(model_type=fields["model_type"]), source=source)
+    named, wanted = fields.get("architectures") or [], found.hf_class
     if named != [wanted]:
         shown = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
         raise ConfigError(
             f"{source}: architectures ({shown or 'none'}) is not {wanted}, "
-            f"which model_type {model_type!r} stands for"
+            f"which model_type {found.model_type!r} stands for"
         )
-    return model_type
+    return found
 
 
 def _check_loading(fields: Mapping[str, Any], source: str) -> None:
@@ -245,9 +181,11 @@ def refuse_code(fields: Mapping[str, Any], *, source: str) -> None:
         )
 
 
-def _stated(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """What config.json says of the fields of `_RULES`, under one name each."""
-    stated = {name: fields[name] for name in _RULES if name in fields}
+def _stated(
+    fields: Mapping[str, Any], rules: Mapping[str, FieldRule], source: str
+) -> dict[str, Any]:
+    """What config.json says of the fields that have rules, under one name each."""
+    stated = {name: fields[name] for name in rules if name in fields}
     if "num_local_experts" in fields:  # transformers 5 writes it in place of num_experts
         other = fields["num_local_experts"]
         if stated.setdefault("num_experts", other) != other:
@@ -258,43 +196,31 @@ def _stated(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
     return stated
 
 
-def _check(name: str, value: Any, *, model_type: str, source: str) -> None:
-    rule, holds = _RULES[name]
+def _check(
+    name: str, value: Any, rule: FieldRule, *, architecture: Architecture, source: str
+) -> None:
+    words, holds = rule
     if value is None:
         # Null where the type has no such field is the same as saying nothing.
-        may_be_null = name in ("sliding_window", "layer_types", *_NULLABLE[model_type])
-        if may_be_null or _DEFAULTS[model_type].get(name) is None:
+        may_be_null = name in ("sliding_window", "layer_types", *architecture.nullable)
+        if may_be_null or architecture.defaults.get(name) is None:
             return
     if value is None or not holds(value):
-        raise ConfigError(f"{source}: {name} ({json.dumps(value)}) must be {rule}")
+        raise ConfigError(f"{source}: {name} ({json.dumps(value)}) must be {words}")
 
 
-def _fill(facts: dict[str, Any], *, model_type: str, source: str) -> None:
+def _fill(facts: dict[str, Any], *, architecture: Architecture, source: str) -> None:
     """Values that follow from others, as transformers fills them in."""
     hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
     if facts["num_key_value_heads"] is None:
         facts["num_key_value_heads"] = heads
-    if model_type in ("llama", "mistral") and facts["head_dim"] is None:
-        facts["head_dim"] = hidden // heads
+    architecture.complete(facts)
     if not facts.get("head_dim") and hidden < heads:
         raise ConfigError(
             f"{source}: hidden_size ({hidden}) must be num_attention_heads ({heads}) or more"
         )
-    if model_type == "llama" and hidden % heads:
-        raise ConfigError(
-            f"{source}: num_attention_heads ({heads}) must divide hidden_size ({hidden})"
-        )
-    if model_type == "qwen3_moe" and facts["mlp_only_layers"] is None:
-        facts["mlp_only_layers"] = []
     head_dim = facts.get("head_dim") or hidden // heads
     if head_dim % 2:
         raise ConfigError(
             f"{source}: head_dim ({head_dim}) must be even: rotary positions turn pairs of numbers"
         )
-    if model_type == "qwen3_moe" and facts["num_experts_per_tok"] > facts["num_experts"]:
-        raise ConfigError(
-            f"{source}: num_experts_per_tok ({facts['num_experts_per_tok']}) must be num_experts "
-            f"({facts['num_experts']}) or less"
-        )
-    if "use_sliding_window" in _DEFAULTS[model_type] and not facts["use_sliding_window"]:
-        facts["sliding_window"] = None

@@ -7,7 +7,7 @@ they take one broadcast over the pipeline and one gather, whatever their number.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,8 @@ def whole_parameters(
     parameters: Mapping[str, Tensor],
     groups: ParallelGroups,
     layers: Layers,
+    *,
+    merge: Callable[[str], Tensor],
 ) -> Iterator[tuple[Rule, Place, Tensor]]:
     """Yield every parameter once, whole; tied copies left out.
 
@@ -48,6 +50,7 @@ def whole_parameters(
         parameters: this rank's, under the rules' names with global numbers.
         groups: this rank's place.
         layers: of all stages.
+        merge: name -> what is exported of this rank's parameter; see `adapters.Adapter.merge`.
 
     Yields:
         Rule, place and tensor, layer after layer. Tensors are on the parameters' device, and may
@@ -59,7 +62,7 @@ def whole_parameters(
     """
     element_bytes = next(iter(parameters.values())).element_size()
     for sharing, parts in _buckets(rules, groups, layers, element_bytes=element_bytes):
-        by_rank = _exchange(sharing, parts, parameters, groups)
+        by_rank = _exchange(sharing, parts, parameters, groups, merge)
         if sharing.group == "expert":
             for rank, tensors in enumerate(by_rank):
                 for (rule, place), tensor in zip(parts, tensors, strict=True):
@@ -74,6 +77,7 @@ def _exchange(
     parts: list[tuple[Rule, Place]],
     parameters: Mapping[str, Tensor],
     groups: ParallelGroups,
+    merge: Callable[[str], Tensor],
 ) -> list[list[Tensor]]:
     """What each rank that shares a bucket has of it, in rank order. Collective."""
     group = {"tensor": groups.tp_group, "expert": groups.ep_group, "none": None}[sharing.group]
@@ -81,7 +85,7 @@ def _exchange(
     if groups.pp_rank == sharing.pipeline_rank:
         places = [_of_rank(groups.ep_rank, *part, groups) for part in parts]
         names = [rule.megatron_name(place) for (rule, _), place in zip(parts, places, strict=True)]
-        mine = [parameters[name].detach() for name in names]
+        mine = [merge(name) for name in names]
         if groups.pp_size == 1 and group is None:
             return [mine]
     shapes = [rule.shard_shape(shard_size(rule, groups.tp_size)) for rule, _ in parts]

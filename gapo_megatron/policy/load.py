@@ -29,6 +29,7 @@ from gapo_megatron.hf.torch_dist import MegatronFolder
 from gapo_megatron.hf.unpickle import check_extra_state, explain, read_metadata
 from gapo_megatron.io.files import real
 from gapo_megatron.models.tables import rules_for
+from gapo_megatron.policy.adapters import FULL_WEIGHTS, Adapter
 from gapo_megatron.policy.model import PolicyModel
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ def first_problem(problem: str | None) -> str | None:
     return next((one for one in problems if one is not None), None)
 
 
-def load_weights(stage: PolicyModel, folder: str | Path) -> None:
+def load_weights(stage: PolicyModel, folder: str | Path, adapter: Adapter = FULL_WEIGHTS) -> None:
     """Fill a pipeline stage from a checkpoint of any layout: each rank reads its part of it.
 
     Tensors of other kinds in the folder (an optimizer's) are not read. Weights are cast to the
@@ -128,6 +129,7 @@ def load_weights(stage: PolicyModel, folder: str | Path) -> None:
     Args:
         stage: as built.
         folder: with the `.metadata`; see `find_weights`.
+        adapter: attached to the stage; its own parameters are left as they are.
 
     Collectives: those of `load_sharded`.
 
@@ -135,17 +137,21 @@ def load_weights(stage: PolicyModel, folder: str | Path) -> None:
         ConversionError: a tensor is missing or misshapen, or a file is damaged.
     """
     folder = Path(folder)
+
+    def is_of_model(name: str) -> bool:
+        return not _is_extra_state(name) and adapter.base_name(name) is not None
+
     with cpu.device_scope():
         keys = read_metadata(folder).state_dict_metadata.keys()
         wanted = stage.sharded_state_dict(metadata=_layout_of(keys))
         # Transformer Engine's modules ask for what they keep beside their weights: scales of fp8.
         # A start does without, and a folder of other layers has none.
-        wanted = {name: part for name, part in wanted.items() if not _is_extra_state(name)}
+        wanted = {name: part for name, part in wanted.items() if is_of_model(name)}
         for part in wanted.values():
-            part.key = find_spelling(stage.rules, part.key, keys)
+            part.key = find_spelling(stage.rules, adapter.base_name(part.key) or part.key, keys)
         state = load_sharded({"model": wanted}, folder)["model"]
         missing, unexpected = stage.load_state_dict(state, strict=False)
-    lost = [name for name in missing if not _is_extra_state(name)]
+    lost = [name for name in missing if is_of_model(name)]
     assert not lost and not unexpected, (lost, unexpected)
     stage.clear_padding()
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -28,9 +27,8 @@ from gapo_megatron.config import ParallelConfig
 from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.config_check import read_config
-from gapo_megatron.models.checks import num_experts
 from gapo_megatron.models.rope import read_rope
-from gapo_megatron.models.tables import Geometry, rules_for
+from gapo_megatron.models.tables import architecture_of, geometry_of, rules_for
 from gapo_megatron.policy.adjustments import (
     combine_experts_in_order,
     fuse_weight_gradients,
@@ -106,41 +104,21 @@ def transformer_config(
     recompute: str,
     parallel: ParallelConfig,
 ) -> TransformerConfig:
-    """Megatron-core's config of the model, the layout and the precision's fields."""
+    """Megatron-core's config: the architecture's fields, the layout's, and the precision's."""
+    architecture = architecture_of(hf_config)
+    geometry = architecture.geometry(hf_config)
     fused = has_transformer_engine(device, number_format["params_dtype"])
+    settings = {
+        **architecture.transformer_fields(hf_config, geometry),
+        **_layout_settings(groups, parallel),
+        **number_format,
+        **_recompute_settings(recompute, fused=fused, has_experts=geometry.num_experts > 0),
+        **(_expert_settings(fused=fused) if geometry.num_experts else {}),
+    }
     return TransformerConfig(
-        num_layers=hf_config.num_hidden_layers,
-        hidden_size=hf_config.hidden_size,
-        ffn_hidden_size=hf_config.intermediate_size,
-        num_attention_heads=hf_config.num_attention_heads,
-        num_query_groups=hf_config.num_key_value_heads,
-        kv_channels=Geometry.of(hf_config).head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf_config.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=hf_config.model_type == "qwen2",
-        qk_layernorm=hf_config.model_type in ("qwen3", "qwen3_moe"),
+        **settings,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        tensor_model_parallel_size=groups.tp_size,
-        pipeline_model_parallel_size=groups.pp_size,
-        virtual_pipeline_model_parallel_size=groups.vpp_size if groups.vpp_size > 1 else None,
-        # A batch of messages both ways would mix them up where two ranks are each other's both
-        # neighbours; and what goes ahead of the computation does not hold it up.
-        overlap_p2p_comm=groups.vpp_size > 1,
-        batch_p2p_comm=groups.vpp_size == 1,
-        batch_p2p_sync=False,  # for versions of PyTorch whose batched messages could be overtaken
-        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
-        context_parallel_size=groups.cp_size,
-        expert_model_parallel_size=groups.ep_size,
-        expert_tensor_parallel_size=1,
-        sequence_parallel=parallel.sequence_parallel,
-        # Micro-batches differ in length; Megatron-core then wants this dispatcher, experts or not.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
         # Our losses carry their global denominators: gradients are summed, never averaged.
         calculate_per_token_loss=True,
         # Every weight is loaded; nothing is drawn. (With `perform_initialization=False` sharded
@@ -153,15 +131,34 @@ def transformer_config(
         bias_activation_fusion=fused,
         persist_layer_norm=fused,
         apply_rope_fusion=fused,
-        **number_format,
-        **_recompute_settings(recompute, hf_config, fused=fused),
-        **(_expert_settings(hf_config, fused=fused) if num_experts(hf_config) else {}),
     )
 
 
-def _recompute_settings(
-    recompute: str, hf_config: PretrainedConfig, *, fused: bool
-) -> dict[str, Any]:
+def _layout_settings(groups: ParallelGroups, parallel: ParallelConfig) -> dict[str, Any]:
+    """TransformerConfig fields of the parallel sizes, and of what stages send each other."""
+    return {
+        "tensor_model_parallel_size": groups.tp_size,
+        "pipeline_model_parallel_size": groups.pp_size,
+        "virtual_pipeline_model_parallel_size": groups.vpp_size if groups.vpp_size > 1 else None,
+        # A batch of messages both ways would mix them up where two ranks are each other's both
+        # neighbours; and what goes ahead of the computation does not hold it up.
+        "overlap_p2p_comm": groups.vpp_size > 1,
+        "batch_p2p_comm": groups.vpp_size == 1,
+        # That is for versions of PyTorch whose batched messages could be overtaken.
+        "batch_p2p_sync": False,
+        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
+        "context_parallel_size": groups.cp_size,
+        "expert_model_parallel_size": groups.ep_size,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": parallel.sequence_parallel,
+        # Micro-batches differ in length; Megatron-core then wants this dispatcher, experts or not.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _recompute_settings(recompute: str, *, fused: bool, has_experts: bool) -> dict[str, Any]:
     """TransformerConfig fields of `model.recompute`; `fused`: by Transformer Engine."""
     if recompute == "none":
         return {}
@@ -171,7 +168,7 @@ def _recompute_settings(
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    modules = _selected_modules(fused=fused, has_experts=bool(num_experts(hf_config)))
+    modules = _selected_modules(fused=fused, has_experts=has_experts)
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
@@ -190,15 +187,9 @@ def _selected_modules(*, fused: bool, has_experts: bool) -> list[str]:
     return ["layernorm", "moe_act"] if has_experts else ["mlp"]
 
 
-def _expert_settings(hf_config: PretrainedConfig, *, fused: bool) -> dict[str, Any]:
-    """TransformerConfig fields of a model with experts; `fused`: by Transformer Engine."""
+def _expert_settings(*, fused: bool) -> dict[str, Any]:
+    """TransformerConfig fields of how experts run; `fused`: by Transformer Engine."""
     return {
-        "num_moe_experts": hf_config.num_experts,
-        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
-        "moe_router_topk": hf_config.num_experts_per_tok,
-        # The softmax over all experts, or, normalised, that over the chosen ones: the same thing
-        # as dividing the chosen ones' share of the former by its sum.
-        "moe_router_pre_softmax": not hf_config.norm_topk_prob,
         "moe_router_dtype": "fp32",
         # No balancing loss: nothing but the objective moves the weights.
         "moe_router_load_balancing_type": "none",
@@ -237,6 +228,7 @@ class PolicyModel(GPTModel):
         num_layers: int,
     ) -> None:
         self.uses_transformer_engine = has_transformer_engine(device, config.params_dtype)
+        self.hf_config = hf_config
         self.rules = rules_for(hf_config)
         self.unpadded_vocab_size = vocab_size = hf_config.vocab_size
         super().__init__(
@@ -347,7 +339,7 @@ def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:
         ConfigError: another kind of rope scaling.
     """
     rope = read_rope(hf_config.to_dict())
-    head_dim = Geometry.of(hf_config).head_dim
+    head_dim = geometry_of(hf_config).head_dim
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.base**exponents)
     if rope.kind == "default":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -22,6 +22,7 @@ from gapo_megatron.logprob import Resolved
 from gapo_megatron.models.checks import check_shapes, num_experts
 from gapo_megatron.models.fp8 import fp8_multiple
 from gapo_megatron.models.rules import find_rule, shard_size, split_all, to_megatron
+from gapo_megatron.policy.adapters import FULL_WEIGHTS, Adapter
 from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks, to_rank
 from gapo_megatron.policy.export import whole_parameters
@@ -39,6 +40,15 @@ from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import check_fp8, choose_head, free_fp8_copies
 from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.types import Microbatch, Sequences
+
+
+class _Home(NamedTuple):
+    """Where one of the architecture's parameters is."""
+
+    stage: PolicyModel
+    name: str
+    """There."""
+    parameter: Tensor
 
 
 class Policy:
@@ -59,15 +69,15 @@ class Policy:
     def __init__(
         self,
         config: Config,
-        hf_config: PretrainedConfig,
         groups: ParallelGroups,
         device: torch.device,
         model: list[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         head: Resolved,
+        adapter: Adapter,
     ) -> None:
         self.config = config
-        self.hf_config = hf_config
+        self.hf_config: PretrainedConfig = model[0].module.hf_config
         self.groups = groups
         self.device = device
         self.model = model
@@ -76,17 +86,34 @@ class Policy:
         self.num_updates = 0
         self.reduction = GradientReduction(model) if config.parallel.overlap_grad_reduce else None
         self._rules = model[0].module.rules
-        self._layers = layers_of_stages(config.parallel, hf_config.num_hidden_layers)
-        self._parameters = dict(self._named_parameters())
-        self._reference: dict[str, Tensor] | None = None
-        weights, optimizers = self._parameters.values(), inner_optimizers(optimizer)
+        self._layers = layers_of_stages(config.parallel, self.hf_config.num_hidden_layers)
+        self._adapter = adapter
+        self._homes = dict(self._find_homes())
+        self._parameters = {name: home.parameter for name, home in self._homes.items()}
+        weights = [weight for stage in self.stages for weight in stage.parameters()]
+        self._trained = [weight for weight in weights if weight.requires_grad]
+        self._reference: list[Tensor] | None = None
+        optimizers = inner_optimizers(optimizer)
         self._segments = ExpandableSegments(device)
         self._offload = Offload(optimizers, weights)
         self._weight_offload = WeightOffload(weights, optimizers)
 
     @classmethod
-    def build(cls, config: Config, groups: ParallelGroups, device: torch.device | str) -> Policy:
+    def build(
+        cls,
+        config: Config,
+        groups: ParallelGroups,
+        device: torch.device | str,
+        *,
+        adapter: Adapter = FULL_WEIGHTS,
+    ) -> Policy:
         """Allocate model, gradients and optimizer of this rank. Weights are undefined until loaded.
+
+        Args:
+            config: of the run.
+            groups: this rank's place.
+            device: where parameters live.
+            adapter: what of the model is trained.
 
         Collectives: those of `choose_head`.
 
@@ -110,10 +137,12 @@ class Policy:
                 recompute=config.model.recompute,
                 parallel=config.parallel,
             )
+            for stage in stages:
+                adapter.attach(stage)
             overlap = config.parallel.overlap_grad_reduce
             model = [wrap_model(stage, groups, overlap_grad_reduce=overlap) for stage in stages]
             optimizer = build_optimizer(config.optimizer, model)
-        return cls(config, hf_config, groups, device, model, optimizer, head)
+        return cls(config, groups, device, model, optimizer, head, adapter)
 
     @property
     def stages(self) -> list[PolicyModel]:
@@ -210,7 +239,7 @@ class Policy:
         check_digests(weights, on_bytes=on_bytes)
         self._weight_offload.to_device()
         for stage in self.stages:
-            load_weights(stage, weights.root)
+            load_weights(stage, weights.root, self._adapter)
         self._start_from_weights()
 
     def _start_from_weights(self) -> None:
@@ -238,7 +267,9 @@ class Policy:
         end.
         """
         self._weight_offload.to_device()
-        whole = whole_parameters(self._rules, self._parameters, self.groups, self._layers)
+        whole = whole_parameters(
+            self._rules, self._parameters, self.groups, self._layers, merge=self._merged
+        )
         for name, tensor in split_all(self._rules, whole):
             yield name, tensor if dtype is None else tensor.to(dtype)
 
@@ -320,31 +351,39 @@ class Policy:
         finally:
             self._restore(current)
 
-    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters under the rules' names: global numbers, our layer spec."""
+    def _find_homes(self) -> Iterator[tuple[str, _Home]]:
+        """The architecture's parameters of this rank, under the rules' names.
+
+        These have global numbers, and are those of our layer spec. An adapter's own are left out.
+        """
         first_expert = self.groups.ep_rank * self._experts_per_rank
         for stage, layers in zip(self.stages, self._layers[self.groups.pp_rank], strict=True):
             for name, parameter in stage.named_parameters():
-                rule, place = find_rule(self._rules, name)
+                if (base_name := self._adapter.base_name(name)) is None:
+                    continue
+                rule, place = find_rule(self._rules, base_name)
                 if place.layer is not None:
                     place = place._replace(layer=layers[place.layer])
                 if place.expert is not None:
                     place = place._replace(expert=place.expert + first_expert)
-                yield rule.megatron_name(place), parameter
+                yield rule.megatron_name(place), _Home(stage, name, parameter)
+
+    def _merged(self, name: str) -> Tensor:
+        """The shard of a parameter that is exported, by the rules' name."""
+        stage, own_name, parameter = self._homes[name]
+        return self._adapter.merge(stage, own_name, parameter.detach())
 
     @property
     def _experts_per_rank(self) -> int:
         return (num_experts(self.hf_config) or 0) // self.groups.ep_size
 
-    def _snapshot(self) -> dict[str, Tensor]:
+    def _snapshot(self) -> list[Tensor]:
+        """Copies in host memory of what is trained; the rest stays as it was loaded."""
         self._weight_offload.to_device()
-        return {
-            name: parameter.detach().to("cpu", copy=True)
-            for name, parameter in self._parameters.items()
-        }
+        return [parameter.detach().to("cpu", copy=True) for parameter in self._trained]
 
     @torch.no_grad()
-    def _restore(self, weights: dict[str, Tensor]) -> None:
+    def _restore(self, weights: list[Tensor]) -> None:
         self._weight_offload.to_device()
-        for name, parameter in self._parameters.items():
-            parameter.copy_(weights[name])
+        for parameter, weight in zip(self._trained, weights, strict=True):
+            parameter.copy_(weight)

@@ -31,7 +31,7 @@ from gapo_megatron.hf.workers import worker_pool
 from gapo_megatron.io.files import real
 from gapo_megatron.models.rope import read_rope
 from gapo_megatron.models.rules import Place, Rule
-from gapo_megatron.models.tables import Geometry, rules_for
+from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.ops.convert.progress import Pass, progress, waiting
 from gapo_megatron.ops.convert.report import write_report
 from gapo_megatron.ops.convert.verify import (
@@ -332,7 +332,7 @@ def _num_bytes(rules: Sequence[Rule], dtypes: Mapping[str, torch.dtype]) -> int:
 
 
 def _describe(hf_config: PretrainedConfig) -> str:
-    g, rope = Geometry.of(hf_config), read_rope(hf_config.to_dict())
+    g, rope = geometry_of(hf_config), read_rope(hf_config.to_dict())
     scaled = f", {rope.kind} scaling by {rope.scaling['factor']:g}" if rope.scaling else ""
     return (
         f"{hf_config.model_type}, {g.num_layers} layers of {g.hidden}, {g.heads} query and "

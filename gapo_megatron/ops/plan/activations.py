@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from gapo_megatron.config import Config
-from gapo_megatron.models.tables import Geometry
+from gapo_megatron.models.parts import Geometry
+from gapo_megatron.models.tables import geometry_of
 from gapo_megatron.ops.plan.arithmetic import element_bytes
 from gapo_megatron.ops.plan.layout import Layout
 
@@ -58,17 +59,16 @@ class LayerBytes:
     @classmethod
     def of(cls, hf_config: Any, config: Config, layout: Layout, *, fused: bool) -> Self:
         """Of a model's layer on one rank of a layout."""
-        g, tp = Geometry.of(hf_config), layout.tp_size
+        g, tp = geometry_of(hf_config), layout.tp_size
         sp = tp if layout.sequence_parallel else 1
         e = element_bytes(config)
         hidden = e * g.hidden // sp
         q, k, n = (size // tp for size in (g.heads * g.head_dim, g.kv_heads * g.head_dim, g.heads))
-        normed_heads = hf_config.model_type in ("qwen3", "qwen3_moe")
         mixed, rotated, out, log_sums = e * (q + 2 * k), e * (q + k), e * q, 4 * n
         # The output is the projection's input too, and queries and keys enter the norms' memory.
         attention = mixed + rotated + out + log_sums
         recomputed = mixed + out + (e * q if g.heads > g.kv_heads else 0)  # several heads: a copy
-        if normed_heads:
+        if g.head_norms:
             attention += _norm(q, n, fused) + _norm(k, k // g.head_dim, fused)
             attention += e * (q + k) if fused else 0
             recomputed = mixed + rotated + out
@@ -84,10 +84,9 @@ class LayerBytes:
         # Transformer Engine's layers recompute the norm before the MLP and of a dense layer all of
         # the MLP, with experts their activation alone, the input of their second product.
         again = hidden + _norm(g.hidden, 1, fused) // sp
-        if getattr(hf_config, "num_experts", None):
-            mlp = _experts(hf_config, e, g.hidden, fused) // sp
-            chosen = hf_config.num_experts_per_tok
-            again += e * chosen * hf_config.moe_intermediate_size // sp
+        if g.num_experts:
+            mlp = _experts(g, e, fused) // sp
+            again += e * g.experts_per_token * g.expert_intermediate // sp
         else:
             mlp = e * (g.intermediate // tp) * (3 if fused else 5)
             again += mlp
@@ -140,7 +139,7 @@ def kept_activations(
     if stage == 0:
         kept += _INDEX  # tokens: in truth of the first virtual stage alone
     if not fused:  # rotary tables
-        kept += 2 * e * Geometry.of(hf_config).head_dim
+        kept += 2 * e * geometry_of(hf_config).head_dim
     if stage == layout.pp_size - 1:  # final norm, the head's input; label, row, two statistics
         head = _norm(hf_config.hidden_size, 1, fused) // sp + layer.hidden * (1 + fused)
         head += 2 * _INDEX + 8
@@ -209,11 +208,11 @@ def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool
     gradient before it is added to its float32 buffer. (The embedding's comes when the layers have
     gone back, and is less than they kept.)
     """
-    g, e = Geometry.of(hf_config), element_bytes(config)
+    g, e = geometry_of(hf_config), element_bytes(config)
     wide = g.intermediate // layout.tp_size
-    if getattr(hf_config, "num_experts", None):
+    if g.num_experts:
         sp = layout.tp_size if layout.sequence_parallel else 1
-        wide = hf_config.moe_intermediate_size * hf_config.num_experts_per_tok // sp
+        wide = g.expert_intermediate * g.experts_per_token // sp
     # Sequence parallelism gathers whole hidden states before a product.
     elements = (3 if fused else 4) * wide + 2 * g.hidden
     if layout.cp_size > 1:  # keys and values of a neighbour, and the gradients of both on their way
@@ -235,11 +234,13 @@ def _norm(width: int, num_norms: int, fused: bool) -> int:
     return 4 * num_norms if fused else 8 * width + 4 * num_norms
 
 
-def _experts(hf_config: Any, e: int, hidden: int, fused: bool) -> int:
+def _experts(g: Geometry, e: int, fused: bool) -> int:
     """Kept of one token by router and experts, before sequence parallelism divides the tokens."""
-    chosen, experts = hf_config.num_experts_per_tok, hf_config.num_experts
+    chosen = g.experts_per_token
     # Expert, share, place in the order of experts; of all experts share and choice.
-    router = chosen * (2 * _INDEX + 4) + 5 * experts
-    wide = hf_config.moe_intermediate_size * (4 if fused else 6)
-    states = hidden if fused else 2 * hidden  # torch's sum of them keeps the experts' outputs too
+    router = chosen * (2 * _INDEX + 4) + 5 * g.num_experts
+    wide = g.expert_intermediate * (4 if fused else 6)
+    states = (
+        g.hidden if fused else 2 * g.hidden
+    )  # torch's sum of them keeps the experts' outputs too
     return router + chosen * (e * (states + wide) + 4)

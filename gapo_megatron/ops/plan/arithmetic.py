@@ -7,12 +7,13 @@ experts are left out (below 1 % from a hidden size of 1,536 on), and the embeddi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from gapo_megatron.config import Config
-from gapo_megatron.models import checks as model_checks
-from gapo_megatron.models.tables import Geometry, rules_for
+from gapo_megatron.models.rules import Rule
+from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.ops.plan.workload import Workload
 
 
@@ -70,31 +71,24 @@ class Shape:
         Raises:
             ConfigError: see `hf.rules_for`.
         """
-        g, rules = Geometry.of(hf_config), rules_for(hf_config)
+        g, rules = geometry_of(hf_config), rules_for(hf_config)
         own = [rule for rule in rules if not rule.tied]
         counts = {rule.megatron: (rule.num_layers or 1) * (rule.num_experts or 1) for rule in own}
-        width, num_experts = g.heads * g.head_dim, model_checks.num_experts(hf_config) or 0
-        attention = 2 * g.hidden * (width + g.kv_heads * g.head_dim)
-        expert = 3 * g.hidden * hf_config.moe_intermediate_size if num_experts else 0
-        mlp = num_experts * g.hidden if num_experts else 3 * g.hidden * g.intermediate
+        in_layer = [rule for rule in own if rule.num_layers]
         return cls(
             num_layers=g.num_layers,
             hidden=g.hidden,
-            heads_width=width,
+            heads_width=g.heads * g.head_dim,
             kv_heads=g.kv_heads,
             head_dim=g.head_dim,
             vocab=g.vocab,
             tied=g.tied,
-            layer_weights=attention + mlp,
-            expert_weights=expert,
-            num_experts=num_experts,
-            experts_per_token=hf_config.num_experts_per_tok if num_experts else 0,
+            layer_weights=_matrix_elements(rule for rule in in_layer if not rule.num_experts),
+            expert_weights=_matrix_elements(rule for rule in in_layer if rule.num_experts),
+            num_experts=g.num_experts,
+            experts_per_token=g.experts_per_token,
             num_tensors=sum(len(rule.hf) * counts[rule.megatron] for rule in own),
-            num_parameters=sum(
-                rows * columns * counts[rule.megatron]
-                for rule in own
-                for rows, columns in [(rule.full_shape[0], _rest(rule.full_shape))]
-            ),
+            num_parameters=sum(math.prod(rule.full_shape) * counts[rule.megatron] for rule in own),
         )
 
     @property
@@ -238,5 +232,6 @@ def step_flops(
     )
 
 
-def _rest(shape: tuple[int, ...]) -> int:
-    return shape[1] if len(shape) > 1 else 1
+def _matrix_elements(rules: Iterable[Rule]) -> int:
+    """Elements of the matrices alone, of one layer and one expert: biases and norms left out."""
+    return sum(math.prod(rule.full_shape) for rule in rules if len(rule.full_shape) > 1)

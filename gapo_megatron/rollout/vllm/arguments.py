@@ -18,7 +18,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.headers import find_files
 from gapo_megatron.hf.model_folder import end_tokens
 from gapo_megatron.models.checks import check_engine_heads
-from gapo_megatron.models.tables import Geometry
+from gapo_megatron.models.tables import geometry_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +56,12 @@ def check_engine(
         )
     check_engine_heads(hf_config, size)
     if device.type == "cpu":
-        head_dim = Geometry.of(hf_config).head_dim
+        geometry = geometry_of(hf_config)
         supported = CPUAttentionBackend.get_supported_head_sizes()
-        if head_dim not in supported:
+        if geometry.head_dim not in supported:
             raise ConfigError(
-                f"model.hf_dir ({config.model.hf_dir}): head_dim ({head_dim}) must be one of "
-                f"{', '.join(map(str, supported))} for vLLM on a CPU"
+                f"model.hf_dir ({config.model.hf_dir}): head_dim ({geometry.head_dim}) must be one "
+                f"of {', '.join(map(str, supported))} for vLLM on a CPU"
             )
         memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _GIB
         if config.rollout.cpu_kv_cache_gib > memory_gib:
@@ -71,9 +71,10 @@ def check_engine(
             )
         if config.rollout.quantization:
             has_kernel, reason = CPUFp8BlockScaledMMKernel.is_supported()
-            if has_kernel and hf_config.model_type == "qwen2":
+            if has_kernel and geometry.qkv_bias:
                 # It asks for float32 ones ("expected scalar type Float", vLLM 0.32).
-                has_kernel, reason = False, "its kernel takes no biases, and a qwen2 model has some"
+                has_kernel = False
+                reason = f"its kernel takes no biases, and a {hf_config.model_type} model has some"
             if not has_kernel:
                 raise ConfigError(
                     f"rollout.quantization ('{config.rollout.quantization}') does not run on this "

@@ -1,0 +1,34 @@
+"""Qwen3: no biases; a norm over every query and key head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gapo_megatron.models import qwen2
+from gapo_megatron.models.architecture import Architecture
+from gapo_megatron.models.parts import Geometry, attention, embedding, mlp, output, refuse_set
+from gapo_megatron.models.rules import Rule
+
+
+def _geometry(config: Any) -> Geometry:
+    return Geometry.of(config, head_norms=True)
+
+
+def _rules(g: Geometry) -> list[Rule]:
+    return [embedding(g), *attention(g), *mlp(g), *output(g)]
+
+
+def _check(config: Any) -> None:
+    refuse_set(config, "attention_bias")
+
+
+QWEN3 = Architecture(
+    model_type="qwen3",
+    hf_class="Qwen3ForCausalLM",
+    defaults=qwen2.DEFAULTS | {"head_dim": 128, "attention_bias": False},
+    nullable=("num_key_value_heads",),
+    complete=qwen2.complete,
+    geometry=_geometry,
+    rules=_rules,
+    check=_check,
+)

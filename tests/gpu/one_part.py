@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from gapo_megatron.run import processes as environment
+from gapo_megatron.run import process_group
 from gapo_megatron.run.fail_fast import fail_fast
 from tests.gpu.parts import PARTS
 from tests.gpu.report import Report
@@ -30,7 +30,7 @@ def main() -> None:
         # Parts that are programs bring up a world of their own, on the whole device.
         device = options.device
         if part.module != "programs":
-            device = environment.start(600).device
+            device = process_group.start(600).device
         setting = Setting(device, tiny=options.tiny, folder=options.folder)
         function(setting, Report(path=options.rows))
         sys.stdout.flush()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gapo_megatron import train as program
-from gapo_megatron.checkpoint import LoadedState, OpenStep
+from gapo_megatron.checkpoint import LoadedState, OpenStep, State
 from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.data.source import PromptSource
@@ -68,7 +68,7 @@ class Script:
 
     def __init__(self, stop: str = "") -> None:
         self.events: list[str] = []
-        self.saved: list[dict[str, Any]] = []
+        self.saved: list[State] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.stages: list[str] = []
         self.stop = stop
@@ -115,12 +115,10 @@ class ScriptedAttempt:
 class ScriptedRollouter:
     """Draws two prompts a step; keeps a third open where it is told to."""
 
-    def __init__(self, script: Script, *, keeps_open: bool = False) -> None:
+    def __init__(self, script: Script, source: PromptSource, *, keeps_open: bool) -> None:
         self.script = script
+        self.source = source
         self.keeps_open = keeps_open
-        self.source = PromptSource(PROBLEMS, seed=0)
-        self.pool = SimpleNamespace(close=lambda: None)
-        self.tokenizer = None
         self.open_groups: list[OpenGroup] = []
 
     def collect(self, step: int, *, attempt: Any, stopwatch: Stopwatch) -> Sampled | None:
@@ -147,7 +145,15 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
     ) -> Run:
         config = config or make_config(tmp_path)
         attempt = cast(Any, ScriptedAttempt(script))
-        rollouter = cast(Any, ScriptedRollouter(script, keeps_open=keeps_open))
+        inputs = cast(
+            Any,
+            SimpleNamespace(
+                held_out=PROBLEMS[:1] if config.evaluation.every_steps else [],
+                source=PromptSource(PROBLEMS, seed=0),
+                tokenizer=None,
+            ),
+        )
+        rollouter = cast(Any, ScriptedRollouter(script, inputs.source, keeps_open=keeps_open))
         policy = cast(Any, SimpleNamespace(groups=SimpleNamespace(rank=0, dp_size=1)))
         engine = cast(Any, SimpleNamespace(sleep=lambda: script.did("sleep"), gloo_group=None))
         memory = cast(Any, SimpleNamespace(note=lambda moment: None, lap=lambda group: {}))
@@ -176,9 +182,9 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
                 script.did(f"update {i}")
             return {"loss/policy": 0.25}
 
-        def save(run_dir: object, **state: Any) -> None:
+        def save(run_dir: object, state: State, **_: object) -> None:
             script.saved.append(state)
-            script.did(f"save {state['step']}" + (" open" if state["open_step"] else ""))
+            script.did(f"save {state.step}" + (" open" if state.open_step else ""))
 
         monkeypatch.setattr(module, "evaluate", evaluate)
         monkeypatch.setattr(module, "learn", learn)
@@ -192,7 +198,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
             policy,
             engine,
             rollouter,
-            PROBLEMS[:1],
+            inputs,
+            cast(Any, SimpleNamespace(close=lambda: None)),
             place or Place(),
             checkpoints,
             writer,
@@ -239,7 +246,7 @@ def test_a_run_evaluates_and_saves_where_due(make_run: Any, train: Any) -> None:
         *("evaluate 4", "log 4", "sleep", "export", "finished"),
     ]
     # A finished step is saved with the prompts it has drawn, and nothing of it is open.
-    assert [remaining(state["trainer_state"]["source"]) for state in script.saved] == [2, -2]
+    assert [remaining(state.trainer_state["source"]) for state in script.saved] == [2, -2]
 
 
 def test_metrics_of_a_step_are_those_of_its_stages(make_run: Any, train: Any) -> None:
@@ -263,16 +270,14 @@ def test_stages_are_named_by_their_step_and_a_save_by_the_step_it_follows(
 def test_a_stop_between_steps_saves_what_is_not_saved(make_run: Any, train: Any) -> None:
     script = Script(stop="log 0")
     config = make_config(Path("/x"), evaluation={"every_steps": 0})
-    run = make_run(script, config)
-    run.held_out = []
-    train(run)
+    train(make_run(script, config))
     assert script.events[-3:] == ["log 0", "save 1", "stopped"]
-    assert script.saved[-1]["open_step"] is None
+    assert script.saved[-1].open_step is None
 
     script = Script(stop="save 2")  # it is saved there already
     train(make_run(script))
     assert script.events[-2:] == ["save 2", "stopped"]
-    assert [state["step"] for state in script.saved] == [2]
+    assert [state.step for state in script.saved] == [2]
 
 
 @pytest.mark.parametrize(("stop", "step"), [("evaluate 3", 3), ("collect 1", 1), ("collect 0", 0)])
@@ -282,8 +287,8 @@ def test_what_is_broken_off_is_given_up(make_run: Any, train: Any, stop: str, st
     train(make_run(script))
     assert script.events[-3:] == [stop, f"save {step}", "stopped"]
     (*_, state) = script.saved
-    assert state["open_step"] is None
-    assert remaining(state["trainer_state"]["source"]) == NUM_PROBLEMS - 2 * step
+    assert state.open_step is None
+    assert remaining(state.trainer_state["source"]) == NUM_PROBLEMS - 2 * step
 
 
 def test_a_stop_within_a_step_keeps_its_rollouts_and_updates(make_run: Any, train: Any) -> None:
@@ -292,11 +297,12 @@ def test_a_stop_within_a_step_keeps_its_rollouts_and_updates(make_run: Any, trai
     train(run)
     assert script.events[-3:] == ["update 0", "save 0 open", "stopped"]
     (state,) = script.saved
-    assert state["open_step"].progress.num_updates == 1
-    assert state["open_step"].evaluated == {"eval/pass@1": 0.5}
+    assert state.open_step is not None
+    assert state.open_step.progress.num_updates == 1
+    assert state.open_step.evaluated == {"eval/pass@1": 0.5}
     # Drawn and carried: what the resumed run goes on with.
-    assert remaining(state["trainer_state"]["source"]) == NUM_PROBLEMS - 2
-    assert state["open_groups"][0] == "carried"
+    assert remaining(state.trainer_state["source"]) == NUM_PROBLEMS - 2
+    assert state.open_groups[0] == "carried"
 
 
 def test_an_open_step_comes_first_and_is_not_sampled_again(make_run: Any, train: Any) -> None:

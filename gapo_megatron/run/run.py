@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from gapo_megatron import rewards
 from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.clock import Stopwatch
@@ -35,7 +36,8 @@ from gapo_megatron.run.place import Place
 from gapo_megatron.run.processes import process_age_s
 from gapo_megatron.run.sampling import Rollouter
 from gapo_megatron.run.saving import Checkpoints, export
-from gapo_megatron.types import Batch, Prompt
+from gapo_megatron.run.start import Inputs
+from gapo_megatron.types import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +59,8 @@ class Run:
     policy: Policy
     engine: RolloutEngine
     rollouter: Rollouter
-    held_out: list[Prompt]
-    """Problems of the evaluation; none when the run does not evaluate."""
+    inputs: Inputs
+    pool: rewards.Pool
     place: Place
     checkpoints: Checkpoints
     writer: MetricsWriter
@@ -108,7 +110,7 @@ class Run:
         rollouter = Rollouter(engine, inputs.source, pool, inputs.tokenizer, config)
         checkpoints = Checkpoints(config, policy, rollouter, attempt, stopwatch, keep_weights)
         if resumed is not None:
-            rollouter.open_groups = resumed.open_groups
+            rollouter.open_groups = list(resumed.open_groups)
             checkpoints.goes_on_from(resumed)
         return cls(
             config,
@@ -116,7 +118,8 @@ class Run:
             policy,
             engine,
             rollouter,
-            inputs.held_out,
+            inputs,
+            pool,
             place,
             checkpoints,
             writer,
@@ -161,7 +164,7 @@ class Run:
         while True:
             step = place.step
             self.stopwatch.on_enter = self._name_stages(step)
-            place.source_state = self.rollouter.source.state_dict()
+            place.source_state = self.inputs.source.state_dict()
             if place.open_step is None:
                 self._stop_if_asked_before(step)
                 place.evaluated = self._evaluate_if_due(step)
@@ -189,15 +192,15 @@ class Run:
         sampled = self.rollouter.collect(step, attempt=self.attempt, stopwatch=self.stopwatch)
         if sampled is None:
             raise Stopped
-        self.place.source_state = self.rollouter.source.state_dict()
+        self.place.source_state = self.inputs.source.state_dict()
         with self.stopwatch("sleep"):
             self.engine.sleep()
         self.memory.note("after_sleep")
-        if sampled.open_groups:
+        if self.rollouter.open_groups:
             with self.stopwatch("carry"):
                 self.rollouter.open_groups = carry(
                     self.policy,
-                    sampled.open_groups,
+                    self.rollouter.open_groups,
                     self.config,
                     policy_version=step,
                     gloo_group=self.engine.gloo_group,
@@ -320,11 +323,11 @@ class Run:
 
     def _close(self) -> None:
         self.writer.close()
-        self.rollouter.pool.close()
+        self.pool.close()
 
     def _evaluation_is_due(self, step: int) -> bool:
         every_steps = self.config.evaluation.every_steps
-        return bool(self.held_out) and (
+        return bool(self.inputs.held_out) and (
             step == self.config.run.num_steps or step % every_steps == 0
         )
 
@@ -349,9 +352,9 @@ class Run:
         with self.stopwatch("evaluate"):
             evaluated = evaluate(
                 self.engine,
-                self.held_out,
-                pool=self.rollouter.pool,
-                tokenizer=self.rollouter.tokenizer,
+                self.inputs.held_out,
+                pool=self.pool,
+                tokenizer=self.inputs.tokenizer,
                 config=self.config,
                 step=step,
                 output_dir=output_dir if self.policy.groups.rank == 0 else None,

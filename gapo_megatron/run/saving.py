@@ -65,19 +65,22 @@ class Checkpoints:
         if not self.keep_weights:
             return
         with self.stopwatch("checkpoint"):
-            checkpoint.save(
-                self.config.run.output_dir,
+            state = checkpoint.State(
                 step=place.step,
-                policy=self.policy,
                 trainer_state={
                     "source": place.source_state,
                     "window": place.window.state_dict(),
                 },
-                config=self.config,
-                attempt=self.attempt,
                 branch=self._branch,
                 open_step=place.open_step,
                 open_groups=self.rollouter.open_groups,
+            )
+            checkpoint.save(
+                self.config.run.output_dir,
+                state,
+                policy=self.policy,
+                config=self.config,
+                attempt=self.attempt,
             )
         self.attempt.keep_stage_seconds(self.stopwatch.recent)
         self._saved = (place.step, place.num_open_updates)

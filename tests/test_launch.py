@@ -9,7 +9,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,9 +24,12 @@ from gapo_megatron.errors import ConfigError, MachineError
 from gapo_megatron.run import process_group
 from gapo_megatron.run.process_group import recognize, seed_everything
 from gapo_megatron.run.processes import (
+    Launcher,
     Placement,
     first_host,
     launch_name,
+    launcher,
+    quiet_libraries,
     read_placement,
     world_size,
 )
@@ -255,6 +260,51 @@ def test_one_hardware_queue_only_where_layers_are_cut(
     run = {"train": "train", "sft": "train_supervised"}[program]
     getattr(module, run)(parse_config(tree, source="test"))
     assert seen == [expected]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, Launcher()),
+        ({"GAPO_ATTEMPT_DIR": "", "GAPO_JOB_END": ""}, Launcher()),
+        (
+            {"GAPO_ATTEMPT": "7.0", "GAPO_ATTEMPT_DIR": "/runs/a", "GAPO_JOB_END": "12.5"},
+            Launcher("7.0", Path("/runs/a"), 12.5),
+        ),
+    ],
+)
+def test_what_a_launcher_says(monkeypatch, given, expected):
+    monkeypatch.setattr(os, "environ", given)
+    assert launcher() == expected
+
+
+def test_an_error_is_left_for_the_launcher_whatever_else_it_says(tmp_path):
+    """What is wrong with a variable must not keep the error from its file."""
+    result = run_program(
+        """
+        from gapo_megatron.run.fail_fast import fail_fast
+        from gapo_megatron.run.processes import launcher
+        with fail_fast():
+            launcher()
+        """,
+        GAPO_ATTEMPT_DIR=str(tmp_path),
+        GAPO_JOB_END="soon",
+    )
+    assert result.returncode == 1
+    assert json.loads((tmp_path / "failure_0.json").read_text())["error"] == "ValueError"
+
+
+def test_libraries_are_quiet_unless_the_user_asks(monkeypatch):
+    for given, expected in (({}, "ERROR"), ({"VLLM_LOGGING_LEVEL": "INFO"}, "INFO")):
+        monkeypatch.setattr(os, "environ", given.copy())
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            quiet_libraries()
+            warnings.warn("full scope is deprecated, says Megatron-core", stacklevel=1)
+            warnings.warn_explicit("no Apex", UserWarning, "x.py", 1, "megatron.core.optimizer")
+            warnings.warn("something else", stacklevel=1)
+        assert [str(one.message) for one in heard] == ["something else"]
+        assert os.environ["VLLM_LOGGING_LEVEL"] == expected
 
 
 class Process:

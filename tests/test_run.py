@@ -13,13 +13,14 @@ import pytest
 from gapo_megatron import train as program
 from gapo_megatron.checkpoint import LoadedState, OpenStep, State
 from gapo_megatron.clock import Expectation, Stopwatch
-from gapo_megatron.config import Config, parse_config
+from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.data.source import PromptSource
+from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.objective import make_batch
 from gapo_megatron.rollout.rollouter import Sampled
 from gapo_megatron.run import run as module
-from gapo_megatron.run import saving
+from gapo_megatron.run import saving, start
 from gapo_megatron.run.place import Place
 from gapo_megatron.run.run import FinishedRun, Run
 from gapo_megatron.run.saving import Checkpoints
@@ -193,18 +194,18 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
         monkeypatch.setattr(module, "export", lambda *_: script.did("export"))
         monkeypatch.setattr(saving.checkpoint, "save", save)
         return Run(
-            config,
-            attempt,
-            policy,
-            engine,
-            rollouter,
-            inputs,
-            cast(Any, SimpleNamespace(close=lambda: None)),
-            place or Place(),
-            checkpoints,
-            writer,
-            stopwatch,
-            memory,
+            config=config,
+            attempt=attempt,
+            policy=policy,
+            engine=engine,
+            rollouter=rollouter,
+            inputs=inputs,
+            pool=cast(Any, SimpleNamespace(close=lambda: None)),
+            place=place or Place(),
+            checkpoints=checkpoints,
+            writer=writer,
+            stopwatch=stopwatch,
+            memory=memory,
         )
 
     return make
@@ -353,6 +354,69 @@ def test_a_finished_run_says_so_and_has_no_steps(
         train(FinishedRun(make_config(tmp_path), cast(Any, ScriptedAttempt(script))))
     assert script.events == ["finished"]
     assert f"all {NUM_STEPS} steps are done" in caplog.text
+
+
+def test_what_is_finished_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rank 0 looks, for all: peers may see an older state of the disk."""
+    mark_finished(tmp_path, num_steps=NUM_STEPS)
+    attempt = cast(Any, ScriptedAttempt(Script()))
+    monkeypatch.setattr(start, "check_inputs", lambda _: None)
+    for rank, answer in ((0, True), (1, False)):
+        agreed: list[bool] = []
+        attempt.agree = lambda value, agreed=agreed: agreed.append(value) or True
+        world = SimpleNamespace(rank=rank)
+        monkeypatch.setattr(start, "join", lambda *_, world=world: (world, attempt))
+        assert isinstance(Run.start(make_config(tmp_path)), FinishedRun)
+        assert agreed == [answer]
+
+
+def resume(
+    config: Config, monkeypatch: pytest.MonkeyPatch, loaded: LoadedState | None, *, rank: int = 0
+) -> tuple[Place, PromptSource]:
+    monkeypatch.setattr(start.checkpoint, "load_latest", lambda *_, **__: loaded)
+    policy = cast(Any, SimpleNamespace(groups=SimpleNamespace(rank=rank)))
+    source = PromptSource(PROBLEMS, seed=0)
+    attempt = cast(Any, ScriptedAttempt(Script()))
+    place, resumed = start.resume(config, policy, source, attempt, Stopwatch())
+    assert resumed is loaded
+    return place, source
+
+
+def checkpointed(**fields: Any) -> LoadedState:
+    """What a checkpoint after step 3 holds."""
+    source = PromptSource(PROBLEMS, seed=0)
+    source.next_batch(4)
+    state = {"source": source.state_dict(), "window": [[(1, 2.0, 0.5, 0.25)] * 3]}
+    return LoadedState(step=3, trainer_state=state, path=Path("x"), **fields)
+
+
+def test_a_run_begins_at_step_0_and_leaves_its_config(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path)
+    place, source = resume(config, monkeypatch, None, rank=1)
+    assert not any(tmp_path.iterdir()), "rank 0 writes"
+    place, source = resume(config, monkeypatch, None)
+    assert (place.step, place.first_sampled, place.open_step) == (0, 0, None)
+    assert remaining(source.state_dict()) == NUM_PROBLEMS
+    assert load_config(tmp_path / "config.toml") == config
+
+
+def test_a_resumed_run_goes_on_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path)
+    place, source = resume(config, monkeypatch, checkpointed())
+    assert (place.step, place.first_sampled) == (3, 3)
+    assert remaining(source.state_dict()) == NUM_PROBLEMS - 4
+    assert len(place.window.state_dict()) == 1
+    # The rest of an open step was sampled by the run before; the next is this one's first.
+    opened = open_step(1)
+    place, _ = resume(config, monkeypatch, checkpointed(open_step=opened))
+    assert (place.step, place.first_sampled, place.open_step) == (3, 4, opened)
+    # The window looks back on steps under one objective.
+    place, _ = resume(config, monkeypatch, checkpointed(changes_objective=True))
+    assert place.window.state_dict() == []
 
 
 @pytest.fixture

@@ -113,18 +113,18 @@ class Run:
             rollouter.open_groups = list(resumed.open_groups)
             checkpoints.goes_on_from(resumed)
         return cls(
-            config,
-            attempt,
-            policy,
-            engine,
-            rollouter,
-            inputs,
-            pool,
-            place,
-            checkpoints,
-            writer,
-            stopwatch,
-            StepMemory(world.device),
+            config=config,
+            attempt=attempt,
+            policy=policy,
+            engine=engine,
+            rollouter=rollouter,
+            inputs=inputs,
+            pool=pool,
+            place=place,
+            checkpoints=checkpoints,
+            writer=writer,
+            stopwatch=stopwatch,
+            memory=StepMemory(world.device),
         )
 
     def __enter__(self) -> Self:

@@ -329,6 +329,15 @@ def test_an_open_step_that_is_stopped_again_is_saved_once_more_if_it_went_on(
         assert script.events[-1] == "stopped"
 
 
+def test_a_run_with_more_steps_done_than_it_has_trains_and_exports_nothing(
+    make_run: Any, train: Any
+) -> None:
+    script = Script()
+    state = LoadedState(step=NUM_STEPS + 1, trainer_state={}, path=Path("x"))
+    train(make_run(script, place=Place(step=NUM_STEPS + 1), resumed=state))
+    assert script.events == ["stopped"]
+
+
 def test_a_run_for_its_timings_keeps_nothing(make_run: Any, train: Any) -> None:
     for stop, outcome in (("", "finished"), ("log 1", "stopped")):
         script = Script(stop=stop)

@@ -161,8 +161,7 @@ class Run:
             if place.open_step.evaluated:
                 self.writer.log(place.step, place.open_step.evaluated)
             self.engine.sleep()
-        while True:
-            step = place.step
+        while (step := place.step) <= num_steps:
             self.stopwatch.on_enter = self._name_stages(step)
             place.source_state = self.inputs.source.state_dict()
             if place.open_step is None:
@@ -173,6 +172,7 @@ class Run:
             yield step
             place.finish_step()
             self.checkpoints.save_if_due(place)
+        raise Stopped  # resumed beyond its last step: `num_steps` was more when it was saved
 
     def collect(self, step: int) -> Sampled | None:
         """Sample and judge the rollouts of a step; then the engine leaves its memory to the policy.

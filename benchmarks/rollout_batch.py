@@ -146,7 +146,7 @@ def run_ours(setting: Setting, folder: Path) -> list[float]:
     from gapo_megatron.policy import Policy, initialize
     from gapo_megatron.rollout.sync import first_sequences, prompts_as_sequences, sync
     from gapo_megatron.rollout.vllm import RolloutEngine
-    from gapo_megatron.run import processes as environment
+    from gapo_megatron.run import process_group
     from gapo_megatron.types import Group, Outcome, Prompt, Verdict
 
     longest = PROMPT_TOKENS + setting.max_response_tokens
@@ -170,7 +170,7 @@ def run_ours(setting: Setting, folder: Path) -> list[float]:
         },
         source="benchmark",
     )
-    world = environment.start(600.0)
+    world = process_group.start(600.0)
     groups = initialize(config.parallel)
     policy = Policy.build(config, groups, world.device)
     policy.load_hf_weights(read_hf(folder))

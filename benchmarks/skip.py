@@ -43,7 +43,7 @@ from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.rollout.vllm import RolloutEngine
-from gapo_megatron.run import processes as environment
+from gapo_megatron.run import process_group
 from gapo_megatron.types import Group
 
 Weights = dict[str, torch.Tensor]
@@ -71,7 +71,7 @@ def main() -> None:
     if arguments.learning_rate is not None:
         optimizer["learning_rate"] = arguments.learning_rate
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=optimizer)})
-    world = environment.start(600.0)
+    world = process_group.start(600.0)
     groups = initialize(config.parallel)
     torch.set_num_threads(arguments.threads)
     judged = sample(config, world.device, num_prompts=16 * config.batch.rollout_prompts)

@@ -34,7 +34,7 @@ from gapo_megatron.batching import plan
 from gapo_megatron.config import load_config
 from gapo_megatron.learn import step as learn
 from gapo_megatron.objective import METHODS, diagnostics, policy_loss
-from gapo_megatron.run import loop
+from gapo_megatron.run import run
 from gapo_megatron.run.metrics import MetricsWriter
 from gapo_megatron.types import Batch
 
@@ -45,7 +45,7 @@ PARTS = {
     "exchange": (learn, "_add_over_ranks"),
     "means": (diagnostics, "summarize"),
     "correlation window": (diagnostics.CorrelationWindow, "add"),
-    "rollouts": (loop, "count_by_correct"),
+    "rollouts": (run, "count_by_correct"),
     "writing": (MetricsWriter, "log"),
 }
 

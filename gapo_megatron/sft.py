@@ -17,7 +17,7 @@ from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.imports import without_garbage_collection
-from gapo_megatron.run.placement import choose_cuda_queues
+from gapo_megatron.run.processes import choose_cuda_queues, quiet_libraries
 
 
 def train_supervised(config: Config) -> float:
@@ -45,6 +45,7 @@ def train_supervised(config: Config) -> float:
     facts = check_model_folder(settings.initial_hf_dir, field="supervised.initial_hf_dir")
     check_shapes(facts, config.parallel, config.model)
     choose_cuda_queues(ranks_per_layer=config.parallel.ranks_per_layer)
+    quiet_libraries()
     # Torch, transformers, Megatron-core: seconds that nothing above needs.
     with without_garbage_collection():
         from gapo_megatron.run import supervised

@@ -1,6 +1,7 @@
 """Train with GAPO: `python -m gapo_megatron.train CONFIG.toml [section.key=value ...] [--dry-run]`.
 
-The command line, and what can be refused at once: nothing here imports torch. The loop is `loop`.
+The command line, what can be refused before torch is imported, and the loop: `train`. Stops,
+resumes, branches, evaluations, saves and clocks are `run.run.Run`'s.
 """
 
 from __future__ import annotations
@@ -21,36 +22,48 @@ from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.imports import without_garbage_collection
 from gapo_megatron.run.metrics import check_sinks
-from gapo_megatron.run.placement import choose_cuda_queues, is_first, world_size
+from gapo_megatron.run.processes import (
+    choose_cuda_queues,
+    is_first,
+    quiet_libraries,
+    world_size,
+)
 from gapo_megatron.run.restart import check_not_lost
 
 
 def train(config: Config, *, keep_weights: bool = True) -> None:
     """Run `config` to its last step, from the newest whole checkpoint of its output folder if any.
 
-    Without one, `checkpoint.branch_from` names that of another run to begin with.
-    Ends early when it is asked to stop or the job's time runs out: saved, to be started again.
+    Without one, `checkpoint.branch_from` names that of another run to begin with. It ends early
+    when it is asked to stop or the job's time runs out: saved, to be started again.
 
     Args:
         config: of the run.
         keep_weights: False: it is run for its timings, and writes no checkpoint and no model.
 
-    Collectives: creates the process group; every rank runs every stage of `loop`, in this order.
+    Collectives: creates the process group; every rank runs every stage, in this order.
 
     Raises:
         GapoError: what a user can get wrong is checked before any model is built.
     """
     check_before_imports(config, keep_weights=keep_weights)
     choose_cuda_queues(ranks_per_layer=config.parallel.ranks_per_layer)
+    quiet_libraries()
     # Torch, transformers, Megatron-core, vLLM: seconds that nothing above needs.
     with without_garbage_collection():
-        from gapo_megatron.run import loop
+        from gapo_megatron.run.run import Run
 
-    loop.run(config, keep_weights=keep_weights)
+    with Run.start(config, keep_weights=keep_weights) as run:
+        for step in run.steps():  # evaluates and saves where due; ends when asked to
+            rollouts = run.collect(step)  # prompts -> responses -> verdicts, as they end
+            batch = run.make_batch(step, rollouts)  # c, k and A of every sequence
+            learned = run.learn(batch)  # without A = 0; old log-probs; an update per mini-batch
+            synced = run.sync(step, batch)  # weights into the engine, proved by log-probs
+            run.log(step, batch, learned, synced)
 
 
 def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
-    """Refuse what can be told without torch; `loop` checks the rest, before any model is built.
+    """Refuse what can be told without torch; `Run.start` checks the rest.
 
     Raises:
         ConfigError: the output folder, a metrics sink, the verifier or the model's folder cannot

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from gapo_megatron.run.processes import quiet_libraries
+
 # The same examples on every machine, and no time limit on one of them: a first call may compile.
 settings.register_profile("repository", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repository")
@@ -36,6 +38,7 @@ _FIRST = (
     "test_code_hostile.py",
 )
 
+quiet_libraries()
 gc.disable()  # while a million objects are imported, none of them garbage
 
 # A shell starts what is put into the background with SIGINT ignored, and every process of a test

@@ -6,9 +6,14 @@ cyclic garbage that is not there. What is imported is frozen: no later search lo
 
 import gc
 
+from gapo_megatron.run.processes import quiet_libraries
+
 gc.disable()
+quiet_libraries()
 
 import pytest  # noqa: F401, E402
+
+import gapo_megatron.run.run  # noqa: E402, F401
 
 gc.freeze()
 gc.enable()

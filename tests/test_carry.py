@@ -242,12 +242,10 @@ def test_open_groups_go_on_as_they_have_begun(
     def save(step: int, config: Config, groups: list[OpenGroup]) -> Path:
         return checkpoint.save(
             tmp_path,
-            step=step,
+            checkpoint.State(step=step, trainer_state=trainer_state(step), open_groups=groups),
             policy=policy,
-            trainer_state=trainer_state(step),
             config=config,
             attempt=make_attempt(tmp_path),
-            open_groups=groups,
         )
 
     path = save(2, config, groups)

@@ -167,9 +167,8 @@ def run_dir(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         attempt = make_attempt(path)
         checkpoint.save(
             path,
-            step=3,
+            checkpoint.State(step=3, trainer_state=trainer_state(3)),
             policy=policy,
-            trainer_state=trainer_state(3),
             config=config,
             attempt=attempt,
         )

@@ -1,6 +1,7 @@
 """Who may import what: the mathematics runs where neither Megatron-core nor vLLM is installed."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,8 +48,8 @@ for room in sys.argv[1:]:
 
 
 def importers_of(library: str) -> set[str]:
-    """Rooms of the package (folder, or file at the top) with an `import library...` anywhere."""
-    rooms = set()
+    """Files of the package with an `import library...` anywhere."""
+    files = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []
@@ -57,8 +58,31 @@ def importers_of(library: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
             if any(name.split(".")[0] == library for name in names):
-                rooms.add(path.relative_to(PACKAGE).parts[0])
-    return rooms
+                files.add(str(path.relative_to(PACKAGE)))
+    return files
+
+
+def rooms_of(files: set[str]) -> set[str]:
+    """Folders of the package that hold the files, or files at its top."""
+    return {file.partition("/")[0] for file in files}
+
+
+def files_with(pattern: str) -> set[str]:
+    """Files of the package, but for `ops`, in which the regular expression occurs."""
+    return {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(pattern, path.read_text(encoding="utf-8"))
+        and path.relative_to(PACKAGE).parts[0] != "ops"
+    }
+
+
+def run_at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes of a file that its import executes: all but the bodies of functions."""
+    for child in ast.iter_child_nodes(tree):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from run_at_import(child)
 
 
 def imports_between_rooms() -> Iterator[tuple[str, str, str]]:
@@ -105,11 +129,52 @@ def test_importing_a_pure_room_loads_neither_megatron_nor_vllm() -> None:
 
 
 def test_only_the_rollout_imports_vllm() -> None:
-    assert importers_of("vllm") <= {"rollout"}
+    files = importers_of("vllm")
+    assert rooms_of(files) <= {"rollout", "compat"}
+    assert all(name.startswith(("rollout/vllm/", "compat/")) for name in files)
 
 
 def test_only_what_computes_or_keeps_the_policy_imports_megatron() -> None:
-    assert importers_of("megatron") <= {"learn", "policy", "checkpoint", "compat"}
+    rooms = rooms_of(importers_of("megatron"))
+    assert rooms <= {"learn", "policy", "checkpoint", "compat"}
+
+
+def test_what_operates_runs_is_named_by_the_command_line_alone() -> None:
+    """`--dry-run` is another program, which `train` starts by its name."""
+    assert files_with(r"gapo_megatron\.ops") == {"train.py"}
+
+
+def test_the_loop_knows_the_run_alone() -> None:
+    """Of what trains: the stages are behind it."""
+    text = (PACKAGE / "train.py").read_text(encoding="utf-8")
+    loop = next(
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name == "train"
+    )
+    assert loop.end_lineno is not None and loop.end_lineno - loop.lineno < 40
+    assert len(text.splitlines()) <= 150
+    heavy = [node.module for node in ast.walk(loop) if isinstance(node, ast.ImportFrom)]
+    assert heavy == ["gapo_megatron.run.run"]
+    assert not any(isinstance(node, ast.If | ast.Try | ast.While) for node in ast.walk(loop))
+
+
+def test_one_file_reads_the_environment_of_a_run() -> None:
+    """Elsewhere it is handed to a child process, or it is a library's own variable."""
+    files = files_with(r"os\.environ|getenv")
+    assert {name for name in files if name.startswith("run/")} == {"run/processes.py"}
+    assert rooms_of(files) <= {"run", "policy", "rewards", "compat"}
+
+
+def test_an_import_sets_no_variable_and_filters_no_warning() -> None:
+    names = {"environ", "putenv", "filterwarnings", "simplefilter"}
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in run_at_import(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in names
+    ]
+    assert found == []
 
 
 def test_parallel_state_is_read_in_one_place() -> None:

@@ -9,6 +9,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,15 +21,18 @@ import torch.distributed as dist
 
 from gapo_megatron.config import parse_config
 from gapo_megatron.errors import ConfigError, MachineError
-from gapo_megatron.run import processes as environment
-from gapo_megatron.run.placement import (
+from gapo_megatron.run import process_group
+from gapo_megatron.run.process_group import recognize, seed_everything
+from gapo_megatron.run.processes import (
+    Launcher,
     Placement,
     first_host,
     launch_name,
+    launcher,
+    quiet_libraries,
     read_placement,
     world_size,
 )
-from gapo_megatron.run.processes import recognize, seed_everything
 from tests.messages import mentions
 from tests.waiting import HANG_S
 
@@ -166,8 +172,8 @@ def test_start_alone_brings_up_a_group_and_what_vllm_reads():
     result = run_program(
         """
         import os, torch, torch.distributed as dist
-        from gapo_megatron.ops.launch import environment
-        world = environment.start(600, cpu_kv_cache_gib=3)
+        from gapo_megatron.run import process_group
+        world = process_group.start(600, cpu_kv_cache_gib=3)
         dist.all_reduce(torch.ones(1, device=world.device))
         dist.new_group([0], backend="gloo").rank()
         print(world.rank, world.world_size, world.local_rank, dist.is_initialized())
@@ -197,14 +203,14 @@ def test_on_a_gpu_groups_are_made_when_they_are_used(monkeypatch):
     Barriers then take the device that the first collective used: not one guessed by the rank.
     """
     calls = []
-    monkeypatch.setattr(environment, "_choose_device", lambda _: torch.device("cuda", 3))
-    monkeypatch.setattr(environment, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(process_group, "_choose_device", lambda _: torch.device("cuda", 3))
+    monkeypatch.setattr(process_group, "configure_logging", lambda *_: None)
     monkeypatch.setattr(
-        environment.dist, "init_process_group", lambda *a, **k: calls.append((a, k))
+        process_group.dist, "init_process_group", lambda *a, **k: calls.append((a, k))
     )
-    monkeypatch.setattr(environment.dist, "barrier", lambda **k: calls.append(k))
-    monkeypatch.setattr(environment.os, "environ", {})
-    world = environment.start(600)
+    monkeypatch.setattr(process_group.dist, "barrier", lambda **k: calls.append(k))
+    monkeypatch.setattr(process_group.os, "environ", {})
+    world = process_group.start(600)
     (backend, arguments), barrier = calls
     assert backend == ("nccl",) and "device_id" not in arguments
     assert barrier == {"device_ids": [3]} and world.device.index == 3
@@ -227,11 +233,17 @@ def test_one_hardware_queue_only_where_layers_are_cut(
     """Before anything is imported that might touch the GPU."""
     seen = []
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    stand_in = SimpleNamespace(run=lambda *_, **__: seen.append(os.environ.get(name)))
     module = importlib.import_module(f"gapo_megatron.{program}")
-    inner = {"train": "loop", "sft": "supervised"}[program]
-    monkeypatch.setitem(sys.modules, f"gapo_megatron.{inner}", stand_in)
-    monkeypatch.setattr("gapo_megatron." + inner, stand_in, raising=False)
+
+    def look(*_, **__):
+        seen.append(os.environ.get(name))
+        return nullcontext(SimpleNamespace(steps=list))
+
+    # `train` imports run.run for its Run, `sft` run.supervised for its function run.
+    inner = {"train": "run", "sft": "supervised"}[program]
+    stand_in = SimpleNamespace(Run=SimpleNamespace(start=look), run=look)
+    monkeypatch.setitem(sys.modules, f"gapo_megatron.run.{inner}", stand_in)
+    monkeypatch.setattr(f"gapo_megatron.run.{inner}", stand_in, raising=False)
     for check in ("check_before_imports", "check_paths", "check_replaceable", "check_shapes"):
         monkeypatch.setattr(module, check, lambda *_, **__: None, raising=False)
     monkeypatch.setattr(module, "check_model_folder", lambda *_, **__: None)
@@ -250,6 +262,51 @@ def test_one_hardware_queue_only_where_layers_are_cut(
     assert seen == [expected]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, Launcher()),
+        ({"GAPO_ATTEMPT_DIR": "", "GAPO_JOB_END": ""}, Launcher()),
+        (
+            {"GAPO_ATTEMPT": "7.0", "GAPO_ATTEMPT_DIR": "/runs/a", "GAPO_JOB_END": "12.5"},
+            Launcher("7.0", Path("/runs/a"), 12.5),
+        ),
+    ],
+)
+def test_what_a_launcher_says(monkeypatch, given, expected):
+    monkeypatch.setattr(os, "environ", given)
+    assert launcher() == expected
+
+
+def test_an_error_is_left_for_the_launcher_whatever_else_it_says(tmp_path):
+    """What is wrong with a variable must not keep the error from its file."""
+    result = run_program(
+        """
+        from gapo_megatron.run.fail_fast import fail_fast
+        from gapo_megatron.run.processes import launcher
+        with fail_fast():
+            launcher()
+        """,
+        GAPO_ATTEMPT_DIR=str(tmp_path),
+        GAPO_JOB_END="soon",
+    )
+    assert result.returncode == 1
+    assert json.loads((tmp_path / "failure_0.json").read_text())["error"] == "ValueError"
+
+
+def test_libraries_are_quiet_unless_the_user_asks(monkeypatch):
+    for given, expected in (({}, "ERROR"), ({"VLLM_LOGGING_LEVEL": "INFO"}, "INFO")):
+        monkeypatch.setattr(os, "environ", given.copy())
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            quiet_libraries()
+            warnings.warn("full scope is deprecated, says Megatron-core", stacklevel=1)
+            warnings.warn_explicit("no Apex", UserWarning, "x.py", 1, "megatron.core.optimizer")
+            warnings.warn("something else", stacklevel=1)
+        assert [str(one.message) for one in heard] == ["something else"]
+        assert os.environ["VLLM_LOGGING_LEVEL"] == expected
+
+
 class Process:
     """One that comes to a store, with an environment and a number of its own."""
 
@@ -259,7 +316,7 @@ class Process:
     def come(self, store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         """Raises what `recognize` does."""
         with monkeypatch.context() as patch:
-            patch.setattr(environment.os, "getpid", lambda: self.pid)
+            patch.setattr(process_group.os, "getpid", lambda: self.pid)
             for name in ("SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"):
                 patch.delenv(name, raising=False)
             patch.setenv("GAPO_ATTEMPT", self.launch)
@@ -320,11 +377,11 @@ def rank_of(rank: int, port: int, **env: str) -> dict[str, str]:
 
 MEET = """
     import os, time
-    from gapo_megatron.ops.launch import environment
+    from gapo_megatron.run import process_group
     from gapo_megatron.run.fail_fast import fail_fast
-    environment._GRACE_S = 0.5
+    process_group._GRACE_S = 0.5
     with fail_fast():
-        world = environment.start({timeout_s}, alike={alike})
+        world = process_group.start({timeout_s}, alike={alike})
         import torch.distributed as dist
         names = [None, None]
         dist.all_gather_object(names, os.environ["GAPO_ATTEMPT"])

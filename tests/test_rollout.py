@@ -49,7 +49,7 @@ from gapo_megatron.rollout.vllm import engine as engine_module
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args
 from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
 from gapo_megatron.rollout.vllm.weights import verify_bound
-from gapo_megatron.run.processes import share_of_cores
+from gapo_megatron.run.process_group import share_of_cores
 from gapo_megatron.types import Prompt, Rollout
 from tests.dist import run_distributed
 from tests.messages import mentions

@@ -92,7 +92,7 @@ def test_a_wrong_config(words: str, said: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_the_layout_does_not_cut(tmp_path: Path) -> None:
-    shipped = ROOT / "gapo_megatron" / "model_shapes" / "Qwen2.5-7B.json"
+    shipped = ROOT / "gapo_megatron/models/published/Qwen2.5-7B.json"
     (tmp_path / "config.json").write_text(shipped.read_text())
     overrides = [f"model.hf_dir={tmp_path}", f"run.output_dir={tmp_path}/run"]
     overrides += ["parallel.tensor_model_parallel_size=8", "parallel.sequence_parallel=true"]

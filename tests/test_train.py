@@ -541,19 +541,20 @@ def test_partial_rollouts_are_resumed_bitwise(root: Path, partial_run: Path) -> 
 
 ROOM = """
 import sys
-from gapo_megatron import loop, train
+from gapo_megatron import train
 from gapo_megatron.config import load_config
 from gapo_megatron.policy import Policy
+from gapo_megatron.run import start
 
 built, build = [], Policy.build
 Policy.build = lambda *arguments: built.append(build(*arguments)) or built[0]
 
-def start(*_, **__):
+def look(*_, **__):
     (buffer,) = built[0].model[0].buffers
     sizes = [data.untyped_storage().nbytes() for data in (buffer.grad_data, buffer.param_data)]
     sys.exit("{} bytes of gradients, {} of weights".format(*sizes))
 
-loop.RolloutEngine = start
+start.RolloutEngine = look
 train.train(load_config(sys.argv[1], sys.argv[2:]))
 """
 

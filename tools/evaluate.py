@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from gapo_megatron.config import Config
     from gapo_megatron.evaluate.benchmark import Task
     from gapo_megatron.evaluate.table import Table
-    from gapo_megatron.run.processes import World
+    from gapo_megatron.run.process_group import World
 
 console = Console()
 
@@ -61,13 +61,16 @@ def main() -> int:
 
 
 def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> None:
+    from gapo_megatron.run.processes import quiet_libraries
+
+    quiet_libraries()
     import torch.distributed as dist
 
     from gapo_megatron import rewards
     from gapo_megatron.data.tokenizer import load_tokenizer
     from gapo_megatron.evaluate.benchmark import Task
     from gapo_megatron.hf.model_folder import check_model_folder
-    from gapo_megatron.run import processes as environment
+    from gapo_megatron.run import process_group
 
     sampling = _sampling(arguments, settings)
     config = _config(arguments, sampling)
@@ -88,7 +91,7 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
         for benchmark in chosen
     ]
     alike, gib = {"program": "evaluate", **vars(arguments)}, config.rollout.cpu_kv_cache_gib
-    world = environment.start(config.parallel.timeout_s, alike=alike, cpu_kv_cache_gib=gib)
+    world = process_group.start(config.parallel.timeout_s, alike=alike, cpu_kv_cache_gib=gib)
     shared: list[Remaining] = [{}]
     if world.rank == 0:
         _warn_of_template(arguments, tokenizer)
@@ -125,9 +128,9 @@ def _sample(
     from gapo_megatron.evaluate.benchmark import sample_task
     from gapo_megatron.policy.model import read_hf_config
     from gapo_megatron.rollout.vllm import RolloutEngine
-    from gapo_megatron.run import processes as environment
+    from gapo_megatron.run import process_group
 
-    num_workers = min(environment.share_of_cores(), 8)
+    num_workers = min(process_group.share_of_cores(), 8)
     hf_config = read_hf_config(arguments.model)
     engine = RolloutEngine(config, hf_config, device=world.device, load_weights=True)
     for task in tasks:

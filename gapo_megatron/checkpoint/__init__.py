@@ -2,13 +2,15 @@
 
 from gapo_megatron.checkpoint.branch import BranchPoint, begin_branch, check_branch, record_branch
 from gapo_megatron.checkpoint.open_step import OpenStep
-from gapo_megatron.checkpoint.resume import LoadedState, check_resume, load_latest
+from gapo_megatron.checkpoint.resume import check_resume, load_latest
 from gapo_megatron.checkpoint.save import save
+from gapo_megatron.checkpoint.state import LoadedState, State
 
 __all__ = [
     "BranchPoint",
     "LoadedState",
     "OpenStep",
+    "State",
     "begin_branch",
     "check_branch",
     "check_resume",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +20,20 @@ from gapo_megatron.checkpoint.open_groups import (
 )
 from gapo_megatron.checkpoint.open_step import BATCH_NAME, OpenStep, progress_name
 from gapo_megatron.checkpoint.save import layout, model_identity
+from gapo_megatron.checkpoint.state import LoadedState
 from gapo_megatron.checkpoint.trainer_state import TRAINER_STATE_NAME, read_trainer_state
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import changes
 from gapo_megatron.errors import CheckpointError, ConversionError
 from gapo_megatron.hf import manifest
-from gapo_megatron.hf.manifest import Branch, Manifest
+from gapo_megatron.hf.manifest import Manifest
 from gapo_megatron.hf.unpickle import read_common, read_metadata
 from gapo_megatron.io.metric_files import METRICS_NAME, last_step
 from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.load import find_damage_together, first_problem, load_sharded
-from gapo_megatron.types import OpenGroup
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedState:
-    """What a resumed run continues from; the policy has been loaded already."""
-
-    step: int
-    """Steps finished: the index of the next one."""
-    trainer_state: dict[str, Any]
-    """As given to `save`."""
-    path: Path
-    branch: Branch | None = None
-    """Where the run left another one; None for one that began by itself."""
-    open_step: OpenStep | None = None
-    """The step that was under way; None between steps."""
-    changes_objective: bool = False
-    """Whether the steps before were under another objective: in a branch, or by the user's will."""
-    open_groups: list[OpenGroup] = field(default_factory=list)
-    """What the next step goes on with; the same on every rank."""
-
-    @property
-    def num_open_updates(self) -> int | None:
-        return None if self.open_step is None else self.open_step.progress.num_updates
 
 
 def check_resume(run_dir: str | Path, hf_config: PretrainedConfig, config: Config) -> None:
@@ -109,18 +85,13 @@ def load_latest(
             checkpoints and none is whole.
         ConfigError: as of `check_resume`, of a checkpoint that is not the newest.
     """
-    folder, sizes = checkpoints_dir(run_dir), layout(policy.groups)
+    folder = checkpoints_dir(run_dir)
     refused: dict[Path, str] = {}
     for path in _from_rank_0(manifest.list_steps(folder)):
-        found, reason = _inspect(path, sizes, config, on_bytes)
-        state = None
-        if found is not None and reason is None:
-            require_same_model(path, found.model, model_identity(policy.hf_config))
-            require_same_sampling(path, found, config)
-            state, reason = _load(path, found, policy, config)
-        if state is not None and reason is None:
+        found, state, reason = _try(path, policy, config, on_bytes)
+        if found is not None and state is not None:
             break
-        refused[path] = reason or ""
+        refused[path] = reason
         if dist.get_rank() == 0:
             logger.warning("skipping %s: %s", path.name, reason)
     else:
@@ -132,11 +103,7 @@ def load_latest(
             )
         return None
     if dist.get_rank() == 0:
-        for other in refused:
-            logger.warning(
-                "set aside as %s until the run is as far again", manifest.set_aside(other)
-            )
-        assert found is not None
+        _set_aside(refused)
         _log_changes(found, config)
         _warn_of_lost_metrics(Path(run_dir), found)
     # Nobody trains on, and prunes, while a peer still reads.
@@ -144,6 +111,29 @@ def load_latest(
     if dist.get_rank() == 0:
         logger.info("resumed from %s", path)
     return state
+
+
+def _set_aside(refused: Iterable[Path]) -> None:
+    for path in refused:
+        aside = manifest.set_aside(path)
+        logger.warning("set aside as %s until the run is as far again", aside)
+
+
+def _try(
+    path: Path, policy: Policy, config: Config, on_bytes: Callable[[int], None]
+) -> tuple[Manifest | None, LoadedState | None, str]:
+    """Load one candidate: its manifest and state, or why not, the same on every rank. Collective.
+
+    Raises:
+        CheckpointError, ConfigError: it is whole, and this run must not go on from it.
+    """
+    found, reason = _inspect(path, layout(policy.groups), config, on_bytes)
+    if found is None or reason is not None:
+        return None, None, reason or ""
+    require_same_model(path, found.model, model_identity(policy.hf_config))
+    require_same_sampling(path, found, config)
+    state, reason = _load(path, found, policy, config)
+    return found, state, reason or ""
 
 
 def _why_not_go_on_within(found: Manifest, sizes: Mapping[str, int], config: Config) -> str | None:

@@ -9,7 +9,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,16 @@ from transformers import PretrainedConfig
 
 from gapo_megatron.checkpoint import rng
 from gapo_megatron.checkpoint.open_groups import save_open_groups
-from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.checkpoint.owner import Owner
+from gapo_megatron.checkpoint.state import State
 from gapo_megatron.checkpoint.trainer_state import write_trainer_state
 from gapo_megatron.compat import cpu
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.hf import manifest
-from gapo_megatron.hf.manifest import Branch
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.models import architecture_of
 from gapo_megatron.policy import ParallelGroups, Policy
-from gapo_megatron.types import OpenGroup
 
 logger = logging.getLogger(__name__)
 
@@ -52,32 +50,19 @@ _PROBE_BYTES = 2**20
 
 
 def save(
-    run_dir: str | Path,
-    *,
-    step: int,
-    policy: Policy,
-    trainer_state: Mapping[str, Any],
-    config: Config,
-    attempt: Owner,
-    branch: Branch | None = None,
-    open_step: OpenStep | None = None,
-    open_groups: Sequence[OpenGroup] = (),
+    run_dir: str | Path, state: State, *, policy: Policy, config: Config, attempt: Owner
 ) -> Path:
-    """Write the state after `step` finished steps; when it returns, a kill can no longer lose it.
+    """Write where a run is; when it returns, a kill can no longer lose it.
 
     Until the rename at the very end the previous checkpoints are untouched and this one does not
     exist for a resume.
 
     Args:
         run_dir: the run's output folder, on a file system all ranks share.
-        step: steps finished, which is the index of the next one.
+        state: step, place in the data, and what is open.
         policy: model, optimizer and update count are saved, each rank its own shards.
-        trainer_state: the loop's own state; plain JSON values, the same on every rank.
         config: kept in the manifest for comparison at resume; says which checkpoints to keep.
         attempt: publishes only while it owns the run.
-        branch: where the run left another one; of a branched run, all checkpoints know it.
-        open_step: the step under way when a stop came; None between steps.
-        open_groups: what the next step goes on with; the same on every rank.
 
     Returns:
         The checkpoint's folder, on every rank.
@@ -90,33 +75,28 @@ def save(
         FencedError: on rank 0, when a newer attempt has taken the run; nothing is published.
     """
     folder = checkpoints_dir(run_dir)
-    open_updates = None if open_step is None else open_step.progress.num_updates
-    final = manifest.step_dir(folder, step, open_updates)
+    final = manifest.step_dir(folder, state.step, state.num_open_updates)
     # An attempt that lost the run may still be writing: no two share a folder.
     temporary = final.with_name(f".tmp_{final.name}.{attempt.name}")
-    try:
+    with _write_errors(final):
         if dist.get_rank() == 0:
             attempt.require_ownership()  # the half-written ones may be the new owner's
             # First of all: on a full disk they may be what fills it.
             manifest.remove_half_written(folder)
             temporary.mkdir(parents=True)
         dist.barrier()
-        _write(temporary, policy, trainer_state, step=step)
-        if open_step is not None:
-            open_step.save(temporary)
-        if dist.get_rank() == 0:
-            save_open_groups(temporary, open_groups)
+        _write(temporary, state, policy)
         files = _describe_files(temporary)
         if dist.get_rank() == 0:
             document = manifest.Manifest(
-                step=step,
+                step=state.step,
                 model=model_identity(policy.hf_config),
                 config=config.model_dump(mode="json"),
                 layout=layout(policy.groups),
                 megatron_version=megatron_version,
                 files=files,
-                open_updates=open_updates,
-                branch=branch,
+                open_updates=state.num_open_updates,
+                branch=state.branch,
             )
             manifest.write_manifest(temporary, document)
             manifest.flush(temporary)
@@ -125,18 +105,28 @@ def save(
             manifest.publish(temporary, final)
             for removed in manifest.prune(folder, config.checkpoint):
                 logger.info("removed %s", removed)
-    except OSError as error:
-        raise _write_error(final, str(error)) from error
-    except CheckpointException as error:
-        reasons = (f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
-        raise _write_error(final, "; ".join(reasons)) from error
     # No rank goes on, and perhaps exits, before the checkpoint has its name.
     dist.barrier()
     return final
 
 
-def _write_error(final: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"cannot write {final}: {reason}; earlier checkpoints are as they were")
+@contextlib.contextmanager
+def _write_errors(final: Path) -> Iterator[None]:
+    """Say which checkpoint could not be written, whatever reported it.
+
+    Raises:
+        CheckpointError: names the folder, and the rank where another one failed.
+    """
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        reason = str(error)
+        if isinstance(error, CheckpointException):
+            causes = ((rank, cause) for rank, (cause, _) in error.failures.items())
+            reason = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes)
+        raise CheckpointError(
+            f"cannot write {final}: {reason}; earlier checkpoints are as they were"
+        ) from error
 
 
 def model_identity(hf_config: PretrainedConfig) -> dict[str, Any]:
@@ -224,12 +214,16 @@ def write_state(state: dict[str, Any], folder: Path, groups: ParallelGroups) -> 
         dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
 
 
-def _write(folder: Path, policy: Policy, trainer_state: Mapping[str, Any], *, step: int) -> None:
+def _write(folder: Path, state: State, policy: Policy) -> None:
     """Every file but the manifest. Collective."""
     write_state(policy.sharded_state_dict(), folder, policy.groups)
     rng.save(folder / rng.file_name(dist.get_rank()))
     if dist.get_rank() == 0:
-        write_trainer_state(folder, trainer_state, step=step)
+        write_trainer_state(folder, state.trainer_state, step=state.step)
+    if state.open_step is not None:
+        state.open_step.save(folder)
+    if dist.get_rank() == 0:
+        save_open_groups(folder, state.open_groups)
 
 
 def _describe_files(folder: Path) -> dict[str, manifest.FileEntry]:

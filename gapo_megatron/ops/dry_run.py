@@ -30,6 +30,7 @@ from gapo_megatron.models.published import find_model
 from gapo_megatron.models.rules import Rule, shard_size
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.run.fail_fast import fail_fast
+from gapo_megatron.run.processes import quiet_libraries
 from gapo_megatron.run.restart import check_not_lost
 from gapo_megatron.train import parse_arguments
 
@@ -329,6 +330,7 @@ def main() -> None:
         config = load_config(arguments.config, arguments.overrides)
         print_dry_run(config, world_size=num_ranks)
         if arguments.dry_run == "deep":
+            quiet_libraries()
             # Nothing else needs tensors without data, which take seconds to import.
             from gapo_megatron.ops.plan.deep_dry_run import print_deep_dry_run
 

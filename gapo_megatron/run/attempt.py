@@ -26,6 +26,7 @@ from gapo_megatron.errors import ConfigError, FencedError
 from gapo_megatron.io.documents import open_file, read_json
 from gapo_megatron.io.files import naming, write_atomically
 from gapo_megatron.io.run_folder import OWNER_NAME
+from gapo_megatron.run import processes
 from gapo_megatron.run.fail_fast import end_after, stderr
 
 logger = logging.getLogger(__name__)
@@ -88,8 +89,8 @@ class Attempt:
             FencedError: on rank 0, when a newer attempt has taken the run already.
         """
         end_after(hang_timeout_s)
-        env, run_dir = os.environ, Path(run_dir)
-        names = [env.get("GAPO_ATTEMPT", "")]
+        launcher, run_dir = processes.launcher(), Path(run_dir)
+        names = [launcher.attempt]
         if not names[0] and dist.get_rank() == 0:
             names = [f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"]
             write_atomically(run_dir / OWNER_NAME, names[0])
@@ -97,8 +98,8 @@ class Attempt:
         attempt = cls(
             run_dir,
             names[0],
-            folder=Path(env["GAPO_ATTEMPT_DIR"]) if env.get("GAPO_ATTEMPT_DIR") else None,
-            job_end_unix_s=float(env["GAPO_JOB_END"]) if env.get("GAPO_JOB_END") else None,
+            folder=launcher.folder,
+            job_end_unix_s=launcher.job_end_unix_s,
             hang_timeout_s=hang_timeout_s,
             stop_margin_s=stop_margin_s,
         )

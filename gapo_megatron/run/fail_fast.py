@@ -13,11 +13,11 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TextIO
 
 from gapo_megatron.errors import ConfigError, ConversionError, DataError, FencedError, GapoError
 from gapo_megatron.io.files import write_atomically
+from gapo_megatron.run import processes
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def fail_fast() -> Iterator[None]:
     except BaseException as error:  # the boundary of the program: nothing is above this frame
         exit_code = _exit_code(error)
         _record_failure(error, exit_code=exit_code, trace=traceback.format_exc())
-        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
+        rank = processes.stated_rank()
         where = f" (rank {rank})" if rank else ""
         with contextlib.suppress(OSError, ValueError):  # stderr is on the full disk, or closed
             print(_message(error, where), file=sys.stderr, flush=True)
@@ -105,10 +105,10 @@ def _record_failure(error: BaseException, *, exit_code: int, trace: str) -> None
 
     Does nothing without a launcher. A disk that takes nothing more must not hide the error itself.
     """
-    folder = os.environ.get("GAPO_ATTEMPT_DIR")
-    if not folder:
+    folder = processes.attempt_folder()
+    if folder is None:
         return
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    rank = int(processes.stated_rank() or 0)
     record = {
         "rank": rank,
         "host": socket.gethostname(),
@@ -119,6 +119,6 @@ def _record_failure(error: BaseException, *, exit_code: int, trace: str) -> None
         "traceback": trace,
     }
     try:
-        write_atomically(Path(folder) / f"failure_{rank}.json", json.dumps(record))
+        write_atomically(folder / f"failure_{rank}.json", json.dumps(record))
     except OSError as problem:
         logger.error("cannot write failure_%d.json: %s", rank, problem)

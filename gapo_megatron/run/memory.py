@@ -139,11 +139,11 @@ class StepMemory:
         if (found := self._read(is_peak)) is not None:
             self._seen[moment] = found
 
-    def lap(self, group: dist.ProcessGroup) -> dict[str, float]:
+    def lap(self, group: dist.ProcessGroup | None) -> dict[str, float]:
         """End a step.
 
         Args:
-            group: all ranks, for tensors on the CPU.
+            group: all ranks, for tensors on the CPU; None: the default group, where it is gloo.
 
         Returns:
             The same on every rank, in GiB: `memory/host_rss_gib`, the most, and
@@ -157,7 +157,7 @@ class StepMemory:
         for found in self._seen.values():
             figures += map(float, found)
         mine = torch.tensor(figures, dtype=torch.float64)
-        gathered = [torch.empty_like(mine) for _ in range(group.size())]
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, mine, group=group)
         ranks = torch.stack(gathered) / _GIB
         resident, rank = ranks[:, 0].max(dim=0)

@@ -1,244 +1,298 @@
-"""Who am I: rank and world size (`placement`), device, and the process group."""
+"""What the environment says about this process, and what libraries are told through it.
+
+Who started it (torchrun, Slurm, or a user by hand), its rank, the launcher's folder and the end of
+the job. Nothing else in `run/` or below reads or sets environment variables of a launcher. The
+standard library alone: a command line is read, and a dry run made, before torch is imported.
+
+`read_placement` and `launch_name` are pure functions of a mapping, so every launcher is tested
+without one.
+"""
 
 from __future__ import annotations
 
-import faulthandler
-import json
-import logging
 import os
-import random
-import socket
+import re
+import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from pathlib import Path
 
-import numpy as np
-import torch
-import torch.distributed as dist
+from gapo_megatron.errors import ConfigError
 
-from gapo_megatron.errors import ConfigError, MachineError
-from gapo_megatron.run.fail_fast import end_after
-from gapo_megatron.run.placement import Placement, launch_name, read_placement
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")
 
-logger = logging.getLogger(__name__)
-
-_GRACE_S = 10.0
-"""How much longer than its own limit a wait of torch's may take: some are tried twice, and a port
-that accepts but never answers has none."""
-_MOST_DIFFERENCES = 5
-"""In a message."""
+# What Megatron-core says at every step or build: nothing that a user could act on.
+_MEGATRON_WARNINGS = (
+    "Warning: tp_group is None",
+    "full scope is deprecated",
+    "When using async grad allreduce",
+    "The .grad attribute of a Tensor that is not a leaf",
+    r"`torch.distributed.\w+` is deprecated",
+)
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """This process among its peers; the process group is up."""
+class Placement:
+    """What the environment says about this process; no master when it is alone."""
 
-    rank: int
-    world_size: int
-    local_rank: int
-    """Index among the processes of this node."""
-    device: torch.device
-    backend: str
-    """`nccl` on GPUs, `gloo` on CPUs."""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    master_addr: str = ""
+    master_port: int = 0
 
 
-def start(
-    timeout_s: float, *, alike: Mapping[str, Any] | None = None, cpu_kv_cache_gib: int = 1
-) -> World:
-    """Bring up logging, the process group and the variables vLLM reads. Call it once, first.
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """What slurm/launch.sh tells every process of one start of a run; docs/slurm.md lists it."""
+
+    attempt: str = ""
+    """Name of this start, `<job id>.<restart>` under Slurm; empty without a launcher."""
+    folder: Path | None = None
+    """`attempt_folder`."""
+    job_end_unix_s: float | None = None
+    """When the job's time limit ends it."""
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, its imports among them."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since boot: proc_pid_stat(5), field 22
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+
+
+def placement() -> Placement:
+    """This process's; see `read_placement`.
+
+    Raises:
+        ConfigError: as `read_placement`.
+    """
+    return read_placement(os.environ)
+
+
+def world_size() -> int:
+    """Processes this launch would have, without starting anything: what a dry run reckons with.
+
+    Raises:
+        ConfigError: as `read_placement`.
+    """
+    return placement().world_size
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, which alone judges what is in a shared folder.
+
+    Files of a shared disk may look different to the others.
+
+    Raises:
+        ConfigError: as `read_placement`.
+    """
+    return placement().rank == 0
+
+
+def stated_rank() -> str:
+    """This process's rank as a launcher states it, for messages; empty without one."""
+    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or ""
+
+
+def launcher() -> Launcher:
+    """What the launcher of this process says; nothing where there is none."""
+    end = os.environ.get("GAPO_JOB_END")
+    return Launcher(
+        attempt=os.environ.get("GAPO_ATTEMPT", ""),
+        folder=attempt_folder(),
+        job_end_unix_s=float(end) if end else None,
+    )
+
+
+def attempt_folder() -> Path | None:
+    """Where launcher and ranks leave files for each other; None without a launcher."""
+    folder = os.environ.get("GAPO_ATTEMPT_DIR")
+    return Path(folder) if folder else None
+
+
+def this_launch() -> str:
+    """`launch_name` of this process's environment."""
+    return launch_name(os.environ)
+
+
+def visible_gpus() -> str:
+    """CUDA_VISIBLE_DEVICES, for messages."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
+
+
+def quiet_libraries() -> None:
+    """Silence what Megatron-core and vLLM say that no user could act on.
+
+    Every program calls it before it imports them: importing Megatron-core warns of every optional
+    GPU package that is absent, vLLM of every CPU setting. What the policy and the engine chose,
+    they log themselves. A VLLM_LOGGING_LEVEL that the user has set stays.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    for message in _MEGATRON_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def choose_cuda_queues(*, ranks_per_layer: int) -> None:
+    """Give the GPU one hardware queue where layers are cut over ranks. Before torch is imported.
+
+    Then their communication starts before the computation that it overlaps with, as Megatron-core
+    wants it. Elsewhere, one queue would only keep what could run side by side in line: gradients on
+    their way, messages of the pipeline, copies. What the user has set stays.
 
     Args:
-        timeout_s: a collective that waits longer ends the process; so does the wait for the peers.
-        alike: what the ranks of one run have in common, by name: two runs with one port must not
-            become one. Compared as text.
+        ranks_per_layer: by tensor and context parallelism.
+    """
+    if ranks_per_layer > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def tell_vllm(placement: Placement, *, master_port: int, cpu_kv_cache_gib: int) -> None:
+    """Set what vLLM's external launcher reads when its engine is built in this process.
+
+    Args:
+        placement: of this process.
+        master_port: that of `placement`, or a free one where it names none.
         cpu_kv_cache_gib: size of vLLM's KV cache on a CPU, in GiB per rank.
+    """
+    os.environ.update(
+        {
+            "RANK": str(placement.rank),
+            "WORLD_SIZE": str(placement.world_size),
+            "LOCAL_RANK": str(placement.local_rank),
+            "MASTER_ADDR": placement.master_addr or "127.0.0.1",
+            "MASTER_PORT": str(master_port),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": str(cpu_kv_cache_gib),
+            # vLLM would pin this process to cores of its own choice, the trainer's threads too.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    )
 
-    Collectives: creation of the default process group, by all ranks.
+
+def read_placement(env: Mapping[str, str]) -> Placement:
+    """Rank, world size, local rank and master from torchrun's variables, else Slurm's, else alone.
 
     Raises:
-        ConfigError: the environment contradicts itself (names the variables), or ranks differ in
-            `alike` (names both ranks, and in what).
-        MachineError: the port is taken, the peers do not come, or they are those of another launch.
+        ConfigError: variables are missing, malformed or contradict each other; names them.
     """
-    placement = read_placement(os.environ)
-    configure_logging(placement.rank, placement.world_size)
-    device = _choose_device(placement)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    os.environ.update(_vllm_environment(placement, cpu_kv_cache_gib=cpu_kv_cache_gib))
-    if placement.master_addr:
-        store: dist.Store = _meet(placement, timeout_s, alike or {})
+    given = [name for name in _TORCHRUN[:3] if env.get(name)]
+    in_slurm_step = bool(env.get("SLURM_PROCID") and env.get("SLURM_STEP_ID"))
+    if given:
+        placement = _from_torchrun(env)
+        # torchrun started by srun has ranks of its own; exported by hand they must be Slurm's.
+        if in_slurm_step and not env.get("TORCHELASTIC_RUN_ID"):
+            _require_agreement(env, placement)
+    elif in_slurm_step:
+        placement = _from_slurm(env)
     else:
-        # In memory: a lone process opens no port and leaves no file.
-        store = dist.HashStore()
-    end_after(timeout_s + _GRACE_S)
-    dist.init_process_group(
-        backend,
-        rank=placement.rank,
-        world_size=placement.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        store=store,
-    )
-    if device.type == "cuda":
-        # Not by `device_id` above: then every group made later, of gloo too, splits the world's
-        # communicator at once, which all ranks must call in one order, whichever they belong to.
-        # From the first collective on, this group's barriers are on this device.
-        dist.barrier(device_ids=[device.index])
-    faulthandler.cancel_dump_traceback_later()
-    if placement.rank == 0:
-        logger.info("%d rank(s), %s, %s", placement.world_size, backend, device.type)
-    return World(
-        rank=placement.rank,
-        world_size=placement.world_size,
-        local_rank=placement.local_rank,
-        device=device,
-        backend=backend,
-    )
+        num_tasks = _integer(env, "SLURM_NTASKS") if env.get("SLURM_NTASKS") else 1
+        if env.get("SLURM_PROCID") and num_tasks > 1:
+            raise ConfigError(
+                f"SLURM_NTASKS={num_tasks}, but this process is the batch script's own "
+                "(no SLURM_STEP_ID): start the tasks with srun"
+            )
+        placement = Placement()
+    _require_range(placement)
+    return placement
 
 
-def share_of_cores() -> int:
-    """Cores of this process over the ranks that run on the same ones.
-
-    Collectives: one gather of objects over all ranks.
-    """
-    mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return max(1, len(mine[1]) // everyones.count(mine))
-
-
-def _meet(placement: Placement, timeout_s: float, alike: Mapping[str, Any]) -> dist.Store:
-    """The store at MASTER_ADDR:MASTER_PORT, once it is sure to be that of this run."""
-    rank, timeout = placement.rank, timedelta(seconds=timeout_s)
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
-    end_after(timeout_s + _GRACE_S)
-    try:
-        store, _, _ = next(dist.rendezvous("env://", rank, placement.world_size, timeout=timeout))
-        store.set_timeout(timeout)
-        recognize(store, rank, {**alike, "WORLD_SIZE": placement.world_size}, where=where)
-    except dist.DistError as error:
-        reason = str(error).partition("\n")[0]
-        if "EADDRINUSE" in reason:
-            raise MachineError(
-                f"rank 0 cannot wait at {where} for the others: the port is taken, perhaps by "
-                "another run; each needs one of its own"
-            ) from None
-        raise MachineError(
-            f"rank {rank} has not met the others at {where}; they may have up to "
-            f"parallel.timeout_s ({timeout_s:g} s): {type(error).__name__}: {reason}"
-        ) from None
-    # As torch itself does: its keys and ours do not meet.
-    return dist.PrefixStore("default_pg", store)
+def launch_name(env: Mapping[str, str]) -> str:
+    """What all ranks of one launch, and no other, are told by who started them; may be empty."""
+    if attempt := env.get("GAPO_ATTEMPT"):
+        return attempt
+    if run_id := env.get("TORCHELASTIC_RUN_ID"):  # each node's torchrun may be a step of its own
+        return run_id
+    step = env.get("SLURM_STEP_ID")
+    return f"{env.get('SLURM_JOB_ID')}.{step}" if step else ""
 
 
-def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: str) -> None:
-    """Make sure that rank 0 is of the same run, and that nobody else is this rank.
-
-    Before there is a group: a stranger joins none, and the run that it met goes on.
-
-    Args:
-        store: of the ranks, which hold all to be one run's.
-        rank: of this process.
-        alike: see `start`.
-        where: the store is, for errors.
+def first_host(nodelist: str) -> str:
+    """First host name of a Slurm node list: `gpu[007-009,12],cpu1` -> `gpu007`.
 
     Raises:
-        ConfigError: names both processes and what they differ in.
-        MachineError: likewise, but their launchers are two: at another port it may work.
+        ConfigError: the list is empty or has an unclosed bracket.
     """
-    settings = {"launch": launch_name(os.environ), **alike}
-    mine = {
-        "process": f"{socket.gethostname()}:{os.getpid()}",
-        "alike": {name: str(value) for name, value in settings.items()},
-    }
-    if rank != 0:
-        _require_same_run(rank, mine, 0, json.loads(store.get("gapo_megatron/0")), where)
-    text = json.dumps(mine)
-    held = json.loads(store.compare_set(f"gapo_megatron/{rank}", "", text))
-    if held != mine:
-        _require_same_run(rank, mine, rank, held, where)
+    # A comma inside brackets separates numbers, outside it separates hosts.
+    match = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", nodelist)
+    if match is None:
+        raise ConfigError(f"SLURM_NODELIST ({nodelist!r}) is not a Slurm node list")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
+
+
+def _from_torchrun(env: Mapping[str, str]) -> Placement:
+    missing = [name for name in _TORCHRUN if not env.get(name)]
+    if missing:
+        given = [f"{name}={env[name]}" for name in _TORCHRUN if env.get(name)]
         raise ConfigError(
-            f"{mine['process']} and {held['process']} at {where} are both rank {rank}: a run was "
-            "started twice, or a RANK given twice"
+            f"{', '.join(given)} is set, but {', '.join(missing)} is not: set all of "
+            f"{', '.join(_TORCHRUN)} (torchrun does), or none"
         )
+    return Placement(
+        rank=_integer(env, "RANK"),
+        world_size=_integer(env, "WORLD_SIZE"),
+        local_rank=_integer(env, "LOCAL_RANK"),
+        master_addr=env["MASTER_ADDR"],
+        master_port=_integer(env, "MASTER_PORT"),
+    )
 
 
-def _require_same_run(
-    rank: int, mine: Mapping[str, Any], other_rank: int, other: Mapping[str, Any], where: str
-) -> None:
-    here, there = mine["alike"], other["alike"]
-    differing = [name for name in here | there if here.get(name) != there.get(name)]
-    if not differing:
-        return
-    shown = [
-        f"{name} ({here.get(name)} here, {there.get(name)} there)"
-        for name in differing[:_MOST_DIFFERENCES]
+def _from_slurm(env: Mapping[str, str]) -> Placement:
+    # The step's own variables: a step may be smaller than the job's allocation.
+    sizes = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if env.get(name)]
+    lists = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    nodes = [name for name in lists if env.get(name)]
+    missing = [name for name in _SLURM if not env.get(name)]
+    missing += [] if sizes else ["SLURM_NTASKS"]
+    missing += [] if nodes else ["SLURM_NODELIST"]
+    if missing:
+        raise ConfigError(f"SLURM_PROCID is set, but {', '.join(missing)} is not")
+    port = env.get("MASTER_PORT")
+    return Placement(
+        rank=_integer(env, "SLURM_PROCID"),
+        world_size=_integer(env, sizes[0]),
+        local_rank=_integer(env, "SLURM_LOCALID"),
+        master_addr=env.get("MASTER_ADDR") or first_host(env[nodes[0]]),
+        # Below Linux's ephemeral ports (32768+), and apart for jobs that share a node.
+        master_port=_integer(env, "MASTER_PORT")
+        if port
+        else 20000 + (_integer(env, "SLURM_JOB_ID") + _integer(env, "SLURM_STEP_ID")) % 10000,
+    )
+
+
+def _require_agreement(env: Mapping[str, str], placement: Placement) -> None:
+    size_name = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    pairs = [
+        ("RANK", placement.rank, "SLURM_PROCID"),
+        ("WORLD_SIZE", placement.world_size, size_name),
+        ("LOCAL_RANK", placement.local_rank, "SLURM_LOCALID"),
     ]
-    more = len(differing) - len(shown)
-    is_launched_twice = here["launch"] != there["launch"]
-    raise (MachineError if is_launched_twice else ConfigError)(
-        f"rank {rank} ({mine['process']}, launch {here['launch'] or 'by hand'}) met rank "
-        f"{other_rank} ({other['process']}, launch {there['launch'] or 'by hand'}) of another run "
-        f"at {where}: they differ in {', '.join(shown)}{f' and {more} more' if more else ''}; give "
-        "every rank of a run the same config, and every run a port of its own"
-    )
+    for name, value, slurm_name in pairs:
+        if env.get(slurm_name) and _integer(env, slurm_name) != value:
+            raise ConfigError(
+                f"{name}={value} contradicts {slurm_name}={env[slurm_name]}: "
+                "unset one family of variables, or start with torchrun"
+            )
 
 
-def _choose_device(placement: Placement) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    visible = torch.cuda.device_count()
-    if placement.local_rank >= visible:
+def _require_range(placement: Placement) -> None:
+    if not 0 <= placement.rank < placement.world_size:
         raise ConfigError(
-            f"LOCAL_RANK ({placement.local_rank}) has no GPU: CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')} shows {visible}; every task must "
-            "see all GPUs of its node (Slurm: --gpus-per-node, not --gpus-per-task)"
+            f"RANK ({placement.rank}) must be at least 0 and below WORLD_SIZE "
+            f"({placement.world_size})"
         )
-    device = torch.device("cuda", placement.local_rank)
-    torch.cuda.set_device(device)
-    return device
+    if not 0 <= placement.local_rank <= placement.rank:
+        raise ConfigError(
+            f"LOCAL_RANK ({placement.local_rank}) must be at least 0 and at most RANK "
+            f"({placement.rank})"
+        )
 
 
-def _vllm_environment(placement: Placement, *, cpu_kv_cache_gib: int) -> dict[str, str]:
-    """What vLLM's external launcher reads when its engine is built in this process."""
-    return {
-        "RANK": str(placement.rank),
-        "WORLD_SIZE": str(placement.world_size),
-        "LOCAL_RANK": str(placement.local_rank),
-        "MASTER_ADDR": placement.master_addr or "127.0.0.1",
-        "MASTER_PORT": str(placement.master_port or _free_port()),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": str(cpu_kv_cache_gib),
-        # vLLM would pin this process to cores of its own choice, the trainer's threads with it.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def configure_logging(rank: int, num_ranks: int) -> None:
-    """Send log lines to stderr: rank 0 from INFO, the others from WARNING; ranks in front."""
-    prefix = f"[rank {rank}] " if num_ranks > 1 else ""
-    logging.basicConfig(
-        level=logging.WARNING,
-        format=f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
-    level = logging.INFO if rank == 0 else logging.WARNING
-    logging.getLogger("gapo_megatron").setLevel(level)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators, alike on every rank.
-
-    Randomness that must differ between ranks is Megatron-core's tracker's, or is seeded per
-    request (rollouts) by whoever draws.
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+def _integer(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ConfigError(f"{name} ({env[name]!r}) must be an integer") from None

@@ -22,7 +22,7 @@ from gapo_megatron.hf.weights import write_hf
 from gapo_megatron.learn.update import update
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.policy import Policy, initialize
-from gapo_megatron.run import processes as environment
+from gapo_megatron.run import process_group
 from gapo_megatron.types import Batch
 
 
@@ -34,7 +34,7 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
     examples = _read_examples(settings.train_path, tokenizer, config)
 
     model = str(Path(config.model.hf_dir).absolute())
-    world = environment.start(
+    world = process_group.start(
         config.parallel.timeout_s, alike={"program": "sft", "model": model, **flat(config)}
     )
     groups = initialize(config.parallel)

@@ -108,12 +108,10 @@ def save(
     settings = config.checkpoint.model_copy(update={"keep_last": keep_last})
     return checkpoint.save(
         run_dir,
-        step=step,
+        checkpoint.State(step=step, trainer_state=trainer_state(step), open_step=open_step),
         policy=policy,
-        trainer_state=trainer_state(step),
         config=config.model_copy(update={"checkpoint": settings}),
         attempt=make_attempt(run_dir),
-        open_step=open_step,
     )
 
 

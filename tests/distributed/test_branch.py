@@ -54,12 +54,10 @@ def branch_off(hf_dir: str, root: Path) -> None:
     assert_bitwise(tensors_on_disk(state.path), expected)
     again = checkpoint.save(
         root / "new",
-        step=3,
+        checkpoint.State(step=3, trainer_state=state.trainer_state, branch=state.branch),
         policy=policy,
-        trainer_state=state.trainer_state,
         config=config,
         attempt=make_attempt(root / "new"),
-        branch=state.branch,
     )
     assert_bitwise(tensors_on_disk(again), expected)
     # The next resume is from there, and knows where the run came from.

@@ -432,14 +432,14 @@ def lose_the_run(hf_dir: str, run_dir: Path) -> None:
     policy = build(config)
     attempt = make_attempt(run_dir)
     (run_dir / "OWNER").write_text("8.1\n")  # while this attempt computes
-    state = trainer_state(1)
-    arguments = {"policy": policy, "trainer_state": state, "config": config}
+    state = checkpoint.State(step=1, trainer_state=trainer_state(1))
+    arguments = {"policy": policy, "config": config}
     with pytest.raises(FencedError, match=mentions("8.1", "7.0")):
-        checkpoint.save(run_dir, step=1, attempt=attempt, **arguments)
+        checkpoint.save(run_dir, state, attempt=attempt, **arguments)
     assert checkpoint.load_latest(run_dir, policy=policy, config=config) is None
     # The new owner's first save removes what the old one had written.
     owner = make_attempt(run_dir, name="8.1")
-    checkpoint.save(run_dir, step=1, attempt=owner, **arguments)
+    checkpoint.save(run_dir, state, attempt=owner, **arguments)
     assert [path.name for path in checkpoints_dir(run_dir).iterdir()] == ["step_00000001"]
 
 

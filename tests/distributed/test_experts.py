@@ -123,9 +123,8 @@ def train(hf_dir: Path, run_dir: Path, layout: str, *, before: Path) -> Report:
             if step == 0:
                 checkpoint.save(
                     run_dir,
-                    step=1,
+                    checkpoint.State(step=1, trainer_state=trainer_state(1)),
                     policy=policy,
-                    trainer_state=trainer_state(1),
                     config=config,
                     attempt=make_attempt(run_dir),
                 )

@@ -208,9 +208,8 @@ def resume(folder: Path, run_dir: Path) -> list[dict[str, Tensor]]:
         path = run_dir / str(before)
         checkpoint.save(
             path,
-            step=1,
+            checkpoint.State(step=1, trainer_state=trainer_state(1)),
             policy=policy,
-            trainer_state=trainer_state(1),
             config=config,
             attempt=make_attempt(path),
         )

@@ -8,8 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-from gapo_megatron.run import processes as environment
+from gapo_megatron.run import process_group
 from gapo_megatron.run.fail_fast import fail_fast
+from gapo_megatron.run.processes import quiet_libraries
 from tests.gpu.parts import PARTS
 from tests.gpu.report import Report
 from tests.gpu.setting import Setting
@@ -25,12 +26,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     (part,) = (part for part in PARTS if part.name == options.part)
+    quiet_libraries()
     with fail_fast():
         function = getattr(importlib.import_module(f"tests.gpu.{part.module}"), part.name)
         # Parts that are programs bring up a world of their own, on the whole device.
         device = options.device
         if part.module != "programs":
-            device = environment.start(600).device
+            device = process_group.start(600).device
         setting = Setting(device, tiny=options.tiny, folder=options.folder)
         function(setting, Report(path=options.rows))
         sys.stdout.flush()

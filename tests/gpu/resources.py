@@ -239,12 +239,10 @@ def save_and_load(setting: Setting, report: Report) -> None:
     run_dir = setting.folder / "run"
     attempt = make_attempt(run_dir)
     source = {"epoch": 0, "remaining": [], "dataset": "test-gpu"}
-    state: dict[str, Any] = {"source": source, "window": []}
+    state = checkpoint.State(step=1, trainer_state={"source": source, "window": []})
 
     def save() -> None:
-        checkpoint.save(
-            run_dir, step=1, policy=policy, trainer_state=state, config=config, attempt=attempt
-        )
+        checkpoint.save(run_dir, state, policy=policy, config=config, attempt=attempt)
 
     seconds = seconds_of(save)
     num_bytes = sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())

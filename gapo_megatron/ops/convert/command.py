@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gapo_megatron.errors import ConfigError, GapoError
+from gapo_megatron.run.processes import quiet_libraries
 
 if TYPE_CHECKING:
     from gapo_megatron.ops.convert.directions import Options
@@ -69,6 +70,7 @@ def options(arguments: argparse.Namespace) -> Options:
 
 def run(convert: Callable[[], None]) -> int:
     """Call `convert`; its exit code: 0, 1 failed, 2 usage or config, 130 interrupted."""
+    quiet_libraries()
     try:
         convert()
     except ConfigError as error:

@@ -58,5 +58,7 @@ def probe_code(call: str) -> str:
     """Python that calls a function of `probe`; an error is the last that is said, in one line."""
     return (
         "from gapo_megatron.run.fail_fast import fail_fast\n"
-        f"with fail_fast():\n    from gapo_megatron.ops.doctor import probe\n    probe.{call}\n"
+        "from gapo_megatron.run.processes import quiet_libraries\n"
+        "with fail_fast():\n    quiet_libraries()\n"
+        f"    from gapo_megatron.ops.doctor import probe\n    probe.{call}\n"
     )

@@ -25,7 +25,7 @@ from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.logprob import choose_implementation
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.run import processes as environment
+from gapo_megatron.run import process_group
 from gapo_megatron.types import Batch
 
 # Of one layer, with sizes that every kernel takes.
@@ -68,7 +68,7 @@ def policy(**model: str) -> None:
             return str(error)
         return ""
 
-    world = environment.start(_TIMEOUT_S)
+    world = process_group.start(_TIMEOUT_S)
     attention_backend = _listen()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")

@@ -1,0 +1,44 @@
+"""What a checkpoint holds beside weights, optimizer and random generators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gapo_megatron.checkpoint.open_step import OpenStep
+from gapo_megatron.hf.manifest import Branch
+from gapo_megatron.types import OpenGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Where a run is."""
+
+    step: int
+    """Steps finished, which is the index of the next one."""
+    trainer_state: Mapping[str, Any]
+    """The loop's own state (`trainer_state`): plain JSON values, the same on every rank."""
+    branch: Branch | None = None
+    """Where the run left another one; None for one that began by itself. All checkpoints of a
+    branched run know it."""
+    open_step: OpenStep | None = None
+    """The step under way when a stop came; None between steps."""
+    open_groups: Sequence[OpenGroup] = ()
+    """What the next step goes on with; the same on every rank."""
+
+    @property
+    def num_open_updates(self) -> int | None:
+        """Updates that the open step has done; None between steps."""
+        return None if self.open_step is None else self.open_step.progress.num_updates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedState(State):
+    """What a resumed run continues from; the policy has been loaded already."""
+
+    path: Path
+    """The checkpoint's folder."""
+    changes_objective: bool = False
+    """Whether the steps before were under another objective: in a branch, or by the user's will."""

@@ -1,0 +1,41 @@
+"""Where a run is: with weights, optimizer and open groups all that it goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gapo_megatron.checkpoint import OpenStep
+from gapo_megatron.objective.diagnostics import CorrelationWindow
+
+
+@dataclass
+class Place:
+    """Position of a run between two steps, or within one.
+
+    A step is open from the moment its batch is made until it is logged. Until then a stop gives its
+    rollouts up; from then on it keeps them, and the updates that are done.
+    """
+
+    step: int = 0
+    """Steps finished: the index of the one under way, or of the next."""
+    open_step: OpenStep | None = None
+    """What the step under way has made so far; None between steps and while it samples."""
+    evaluated: dict[str, float] = field(default_factory=dict)
+    """Metrics of the evaluation before the step under way; empty without one."""
+    source_state: Mapping[str, Any] = field(default_factory=dict)
+    """Place in the data to go on from: after the prompts of an open step, else before them."""
+    first_sampled: int = 0
+    """The first step that this process samples for."""
+    window: CorrelationWindow = field(default_factory=CorrelationWindow)
+    """What metrics look back on."""
+
+    @property
+    def num_open_updates(self) -> int | None:
+        """Updates that the open step has done; None where none is open."""
+        return None if self.open_step is None else self.open_step.progress.num_updates
+
+    def finish_step(self) -> None:
+        """Go on to the next step."""
+        self.step, self.open_step, self.evaluated = self.step + 1, None, {}

@@ -1,0 +1,235 @@
+"""This process among its peers: device, process group, logging and seeds."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import random
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gapo_megatron.errors import ConfigError, MachineError
+from gapo_megatron.run import processes
+from gapo_megatron.run.fail_fast import end_after
+from gapo_megatron.run.processes import Placement
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 10.0
+"""How much longer than its own limit a wait of torch's may take: some are tried twice, and a port
+that accepts but never answers has none."""
+_MOST_DIFFERENCES = 5
+"""In a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among its peers; the process group is up."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Index among the processes of this node."""
+    device: torch.device
+    backend: str
+    """`nccl` on GPUs, `gloo` on CPUs."""
+
+
+def start(
+    timeout_s: float, *, alike: Mapping[str, Any] | None = None, cpu_kv_cache_gib: int = 1
+) -> World:
+    """Bring up logging, the process group and the variables vLLM reads. Call it once, first.
+
+    Args:
+        timeout_s: a collective that waits longer ends the process; so does the wait for the peers.
+        alike: what the ranks of one run have in common, by name: two runs with one port must not
+            become one. Compared as text.
+        cpu_kv_cache_gib: size of vLLM's KV cache on a CPU, in GiB per rank.
+
+    Collectives: creation of the default process group, by all ranks.
+
+    Raises:
+        ConfigError: the environment contradicts itself (names the variables), or ranks differ in
+            `alike` (names both ranks, and in what).
+        MachineError: the port is taken, the peers do not come, or they are those of another launch.
+    """
+    placement = processes.placement()
+    processes.quiet_libraries()
+    configure_logging(placement.rank, placement.world_size)
+    device = _choose_device(placement)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    processes.tell_vllm(
+        placement,
+        master_port=placement.master_port or _free_port(),
+        cpu_kv_cache_gib=cpu_kv_cache_gib,
+    )
+    if placement.master_addr:
+        store: dist.Store = _meet(placement, timeout_s, alike or {})
+    else:
+        # In memory: a lone process opens no port and leaves no file.
+        store = dist.HashStore()
+    end_after(timeout_s + _GRACE_S)
+    dist.init_process_group(
+        backend,
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        store=store,
+    )
+    if device.type == "cuda":
+        # Not by `device_id` above: then every group made later, of gloo too, splits the world's
+        # communicator at once, which all ranks must call in one order, whichever they belong to.
+        # From the first collective on, this group's barriers are on this device.
+        dist.barrier(device_ids=[device.index])
+    faulthandler.cancel_dump_traceback_later()
+    if placement.rank == 0:
+        logger.info("%d rank(s), %s, %s", placement.world_size, backend, device.type)
+    return World(
+        rank=placement.rank,
+        world_size=placement.world_size,
+        local_rank=placement.local_rank,
+        device=device,
+        backend=backend,
+    )
+
+
+def share_of_cores() -> int:
+    """Cores of this process over the ranks that run on the same ones.
+
+    Collectives: one gather of objects over all ranks.
+    """
+    mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return max(1, len(mine[1]) // everyones.count(mine))
+
+
+def _meet(placement: Placement, timeout_s: float, alike: Mapping[str, Any]) -> dist.Store:
+    """The store at MASTER_ADDR:MASTER_PORT, once it is sure to be that of this run."""
+    rank, timeout = placement.rank, timedelta(seconds=timeout_s)
+    where = f"{placement.master_addr}:{placement.master_port} (MASTER_ADDR, MASTER_PORT)"
+    end_after(timeout_s + _GRACE_S)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, placement.world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        recognize(store, rank, {**alike, "WORLD_SIZE": placement.world_size}, where=where)
+    except dist.DistError as error:
+        reason = str(error).partition("\n")[0]
+        if "EADDRINUSE" in reason:
+            raise MachineError(
+                f"rank 0 cannot wait at {where} for the others: the port is taken, perhaps by "
+                "another run; each needs one of its own"
+            ) from None
+        raise MachineError(
+            f"rank {rank} has not met the others at {where}; they may have up to "
+            f"parallel.timeout_s ({timeout_s:g} s): {type(error).__name__}: {reason}"
+        ) from None
+    # As torch itself does: its keys and ours do not meet.
+    return dist.PrefixStore("default_pg", store)
+
+
+def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: str) -> None:
+    """Make sure that rank 0 is of the same run, and that nobody else is this rank.
+
+    Before there is a group: a stranger joins none, and the run that it met goes on.
+
+    Args:
+        store: of the ranks, which hold all to be one run's.
+        rank: of this process.
+        alike: see `start`.
+        where: the store is, for errors.
+
+    Raises:
+        ConfigError: names both processes and what they differ in.
+        MachineError: likewise, but their launchers are two: at another port it may work.
+    """
+    settings = {"launch": processes.this_launch(), **alike}
+    mine = {
+        "process": f"{socket.gethostname()}:{os.getpid()}",
+        "alike": {name: str(value) for name, value in settings.items()},
+    }
+    if rank != 0:
+        _require_same_run(rank, mine, 0, json.loads(store.get("gapo_megatron/0")), where)
+    text = json.dumps(mine)
+    held = json.loads(store.compare_set(f"gapo_megatron/{rank}", "", text))
+    if held != mine:
+        _require_same_run(rank, mine, rank, held, where)
+        raise ConfigError(
+            f"{mine['process']} and {held['process']} at {where} are both rank {rank}: a run was "
+            "started twice, or a RANK given twice"
+        )
+
+
+def _require_same_run(
+    rank: int, mine: Mapping[str, Any], other_rank: int, other: Mapping[str, Any], where: str
+) -> None:
+    here, there = mine["alike"], other["alike"]
+    differing = [name for name in here | there if here.get(name) != there.get(name)]
+    if not differing:
+        return
+    shown = [
+        f"{name} ({here.get(name)} here, {there.get(name)} there)"
+        for name in differing[:_MOST_DIFFERENCES]
+    ]
+    more = len(differing) - len(shown)
+    is_launched_twice = here["launch"] != there["launch"]
+    raise (MachineError if is_launched_twice else ConfigError)(
+        f"rank {rank} ({mine['process']}, launch {here['launch'] or 'by hand'}) met rank "
+        f"{other_rank} ({other['process']}, launch {there['launch'] or 'by hand'}) of another run "
+        f"at {where}: they differ in {', '.join(shown)}{f' and {more} more' if more else ''}; give "
+        "every rank of a run the same config, and every run a port of its own"
+    )
+
+
+def _choose_device(placement: Placement) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if placement.local_rank >= visible:
+        raise ConfigError(
+            f"LOCAL_RANK ({placement.local_rank}) has no GPU: CUDA_VISIBLE_DEVICES="
+            f"{processes.visible_gpus()} shows {visible}; every task must "
+            "see all GPUs of its node (Slurm: --gpus-per-node, not --gpus-per-task)"
+        )
+    device = torch.device("cuda", placement.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def configure_logging(rank: int, num_ranks: int) -> None:
+    """Send log lines to stderr: rank 0 from INFO, the others from WARNING; ranks in front."""
+    prefix = f"[rank {rank}] " if num_ranks > 1 else ""
+    logging.basicConfig(
+        level=logging.WARNING,
+        format=f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+    level = logging.INFO if rank == 0 else logging.WARNING
+    logging.getLogger("gapo_megatron").setLevel(level)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators, alike on every rank.
+
+    Randomness that must differ between ranks is Megatron-core's tracker's, or is seeded per
+    request (rollouts) by whoever draws.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,109 @@
+"""When a run is saved, and the model that it leaves at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gapo_megatron import checkpoint
+from gapo_megatron.checkpoint import LoadedState
+from gapo_megatron.clock import Stopwatch
+from gapo_megatron.config import Config
+from gapo_megatron.hf.manifest import Branch
+from gapo_megatron.hf.weights import write_hf
+from gapo_megatron.io.run_folder import has_finished, mark_finished
+from gapo_megatron.policy import Policy
+from gapo_megatron.run.attempt import Attempt
+from gapo_megatron.run.place import Place
+from gapo_megatron.run.sampling import Rollouter
+
+
+@dataclass
+class Checkpoints:
+    """Saves a run where that is due, and knows where it was saved last.
+
+    A run that is only timed (`keep_weights` False) is asked to save like any other, and writes
+    nothing.
+    """
+
+    config: Config
+    policy: Policy
+    rollouter: Rollouter
+    """Its open groups are saved."""
+    attempt: Attempt
+    """Saves only while it owns the run."""
+    stopwatch: Stopwatch
+    """Counts the stage `checkpoint`."""
+    keep_weights: bool = True
+    _branch: Branch | None = None
+    _saved: tuple[int, int | None] | None = None
+    """Step and updates of the open step where the run was saved or loaded last."""
+
+    def goes_on_from(self, resumed: LoadedState) -> None:
+        """Take note of the checkpoint that the run was resumed from."""
+        self._branch = resumed.branch
+        self._saved = (resumed.step, resumed.num_open_updates)
+
+    def save_if_due(self, place: Place) -> None:
+        """Save after a finished step, where the config asks for it. Collective."""
+        if place.step == self.config.run.num_steps or self.config.checkpoint.is_due(place.step):
+            self.save(place)
+
+    def save_if_moved(self, place: Place) -> None:
+        """Save, unless the run is where it was saved or loaded last. Collective."""
+        if self._saved != (place.step, place.num_open_updates):
+            self.save(place)
+
+    def save(self, place: Place) -> None:
+        """Write a checkpoint, and what stages take for the next attempt.
+
+        Collectives: those of `checkpoint.save`.
+
+        Raises:
+            CheckpointError, FencedError: as of `checkpoint.save`.
+        """
+        if not self.keep_weights:
+            return
+        with self.stopwatch("checkpoint"):
+            state = checkpoint.State(
+                step=place.step,
+                trainer_state={
+                    "source": place.source_state,
+                    "window": place.window.state_dict(),
+                },
+                branch=self._branch,
+                open_step=place.open_step,
+                open_groups=self.rollouter.open_groups,
+            )
+            checkpoint.save(
+                self.config.run.output_dir,
+                state,
+                policy=self.policy,
+                config=self.config,
+                attempt=self.attempt,
+            )
+        self.attempt.keep_stage_seconds(self.stopwatch.recent)
+        self._saved = (place.step, place.num_open_updates)
+
+
+def export(config: Config, policy: Policy, attempt: Attempt) -> None:
+    """Write the trained model in Hugging Face's format, and mark the run as finished.
+
+    Collectives: those of `Policy.iterate_hf_weights`.
+
+    Raises:
+        FencedError: on rank 0, when a newer attempt has taken the run.
+    """
+    run_dir, is_first = Path(config.run.output_dir), policy.groups.rank == 0
+    if is_first:
+        attempt.require_ownership()
+    write_hf(
+        policy.iterate_hf_weights(),
+        source_dir=config.model.hf_dir,
+        output_dir=run_dir / "hf",
+        made_by="train",
+        or_unmarked=has_finished(run_dir),  # by a version that did not mark it
+        write=is_first,
+    )
+    if is_first:
+        mark_finished(run_dir, num_steps=config.run.num_steps)

@@ -1,0 +1,215 @@
+"""The phases of a start, in their order: a function each. `Run.start` calls them one by one.
+
+    check_inputs -> join -> begin_branch -> start_pool -> build_policy -> resume -> start_engine
+
+Whatever a user can get wrong is found in the first, before any process waits for another; what
+needs to know its peers in the second, before any model is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from gapo_megatron import checkpoint, rewards
+from gapo_megatron.checkpoint import BranchPoint, LoadedState
+from gapo_megatron.clock import Stopwatch
+from gapo_megatron.config import CONFIG_NAME, Config
+from gapo_megatron.config.roles import flat
+from gapo_megatron.data.schema import read_prompts
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.hf.manifest import list_steps
+from gapo_megatron.io.files import write_atomically
+from gapo_megatron.io.metric_files import check_metrics
+from gapo_megatron.io.run_folder import checkpoints_dir
+from gapo_megatron.io.toml_tree import to_toml
+from gapo_megatron.policy import Policy, initialize
+from gapo_megatron.policy.load import check_megatron_dir
+from gapo_megatron.policy.model import read_hf_config
+from gapo_megatron.rollout.rollouter import check_problems
+from gapo_megatron.rollout.sync import prompts_as_sequences, sync
+from gapo_megatron.rollout.vllm import RolloutEngine, check_engine
+from gapo_megatron.run import process_group
+from gapo_megatron.run.attempt import Attempt
+from gapo_megatron.run.place import Place
+from gapo_megatron.run.process_group import World
+from gapo_megatron.run.processes import is_first
+from gapo_megatron.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads at its start; the same on every rank."""
+
+    hf_config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    problems: list[Prompt]
+    held_out: list[Prompt]
+    """Problems of the evaluation; none when the run does not evaluate."""
+    source: PromptSource
+    branch_point: BranchPoint | None
+    """Checkpoint of another run to begin with; None for a run that does not branch, or has begun.
+    """
+
+
+def check_inputs(config: Config) -> Inputs:
+    """Read model config, tokenizer and data, and refuse what the run cannot go on from.
+
+    No collective: it runs before there is a process group.
+
+    Raises:
+        GapoError: names field, file or line, value and rule.
+    """
+    run_dir, hf_config = Path(config.run.output_dir), read_hf_config(config.model.hf_dir)
+    if config.model.megatron_dir:
+        check_megatron_dir(config, hf_config)
+    if is_first():
+        checkpoint.check_resume(run_dir, hf_config, config)
+    branch_point = checkpoint.check_branch(config, hf_config)
+    tokenizer = load_tokenizer(config.model.hf_dir, facts=hf_config)
+    has_begun = branch_point is not None or bool(list_steps(checkpoints_dir(run_dir)))
+    problems, held_out = read_problems(config, tokenizer, has_begun=has_begun)
+    source = PromptSource(problems, seed=config.run.seed)
+    if branch_point is not None:
+        source.load_state_dict(branch_point.trainer_state()["source"])  # refuses other problems
+    return Inputs(hf_config, tokenizer, problems, held_out, source, branch_point)
+
+
+def read_problems(
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, has_begun: bool
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and held-out problems; none held out when the run does not evaluate.
+
+    A checkpoint to go on from (`has_begun`) has its place among all problems of its file.
+
+    Raises:
+        DataError: names file and line; or there are too few problems for one step.
+    """
+    data = config.data
+    limits: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_prompt_tokens": data.max_prompt_tokens,
+        "kind": config.reward.kind,
+        "chat_template": data.chat_template,
+        "keep_unreadable": has_begun,
+    }
+    problems = read_prompts(data.train_path, **limits)
+    check_problems(problems, config)
+    held_out = read_prompts(data.eval_path, **limits) if config.evaluation.every_steps else []
+    return problems, held_out
+
+
+def join(config: Config, inputs: Inputs, startup: Stopwatch) -> tuple[World, Attempt]:
+    """Seed the generators, meet the other ranks, take the run folder, and check the engine.
+
+    From here on `startup` tells the attempt which part begins.
+
+    Collectives: creation of the process group; those of `Attempt.begin`.
+
+    Raises:
+        ConfigError, MachineError: see `process_group.start` and `check_engine`.
+        FencedError: a newer attempt has taken the run.
+    """
+    process_group.seed_everything(config.run.seed)
+    run_dir = Path(config.run.output_dir)
+    with startup("process_group"):
+        world = process_group.start(
+            config.parallel.timeout_s,
+            alike={"program": "train", "run": str(run_dir.absolute()), **flat(config)},
+            cpu_kv_cache_gib=config.rollout.cpu_kv_cache_gib,
+        )
+        attempt = Attempt.begin(
+            run_dir,
+            hang_timeout_s=config.run.hang_timeout_s,
+            stop_margin_s=config.run.stop_margin_s,
+        )
+    startup.on_enter = lambda part: attempt.enter(f"startup: {part}")
+    check_engine(config, inputs.hf_config, world.device, world_size=world.world_size)
+    return world, attempt
+
+
+def begin_branch(config: Config, inputs: Inputs, attempt: Attempt, startup: Stopwatch) -> None:
+    """Make the branch point, if there is one, the run's own first checkpoint. Collective."""
+    if inputs.branch_point is not None:
+        with startup("branch"):
+            checkpoint.begin_branch(inputs.branch_point, config, attempt)
+
+
+def start_pool(config: Config) -> rewards.Pool:
+    """Start the workers that judge; `Pool.wait_until_ready` waits for them. Collective."""
+    num_workers = config.reward.num_workers or min(process_group.share_of_cores(), 8)
+    return rewards.start_pool(config.reward, num_workers=num_workers)
+
+
+def build_policy(config: Config, world: World, attempt: Attempt, startup: Stopwatch) -> Policy:
+    """Build model and optimizer, with the initial weights. Collective."""
+    with startup("model"):
+        policy = Policy.build(config, initialize(config.parallel), world.device)
+        policy.load_initial_weights(on_bytes=lambda _: attempt.alive())
+    return policy
+
+
+def resume(
+    config: Config, policy: Policy, source: PromptSource, attempt: Attempt, startup: Stopwatch
+) -> tuple[Place, LoadedState | None]:
+    """Load the newest whole checkpoint of the run folder, if any, and leave the config there.
+
+    The config is written only now: that of a run that is finished, or refused, must stay.
+
+    Args:
+        config: of the run.
+        policy: receives weights and optimizer.
+        source: receives its place in the data.
+        attempt: hears that this rank is alive while files are read.
+        startup: counts the part `checkpoint`.
+
+    Returns:
+        Where the run is, and the checkpoint; None of the latter for a run that begins.
+
+    Collectives: those of `checkpoint.load_latest`.
+
+    Raises:
+        CheckpointError, ConfigError: as of `checkpoint.load_latest`.
+        DataError: metrics of a step that does not come again are damaged.
+    """
+    run_dir, place = Path(config.run.output_dir), Place()
+    with startup("checkpoint"):
+        resumed = checkpoint.load_latest(
+            run_dir, policy=policy, config=config, on_bytes=lambda _: attempt.alive()
+        )
+    if policy.groups.rank == 0:
+        write_atomically(run_dir / CONFIG_NAME, to_toml(config))
+        checkpoint.record_branch(run_dir, resumed.branch if resumed else None)
+        check_metrics(run_dir, resume_step=resumed.step if resumed else 0)
+    if resumed is not None:
+        source.load_state_dict(resumed.trainer_state["source"])
+        if not resumed.changes_objective:  # the window's steps are those of one objective
+            place.window.load_state_dict(resumed.trainer_state["window"])
+        place.step, place.open_step = resumed.step, resumed.open_step
+        place.first_sampled = resumed.step + (resumed.open_step is not None)
+    return place, resumed
+
+
+def start_engine(
+    config: Config, inputs: Inputs, policy: Policy, *, policy_version: int, startup: Stopwatch
+) -> RolloutEngine:
+    """Build the rollout engine beside the policy, and give it the policy's weights.
+
+    Collectives: those of `RolloutEngine` and of `sync`.
+
+    Raises:
+        RolloutError: vLLM refuses, for want of memory for instance.
+        WeightSyncError: the engine does not compute what the policy computes.
+    """
+    with startup("vllm"):
+        policy.make_room()  # vLLM looks at its start whether the memory it may have is free
+        policy.make_room_of_weights()
+        engine = RolloutEngine(config, inputs.hf_config, device=policy.device)
+    with startup("sync"):
+        probe = prompts_as_sequences(inputs.problems, config.rollout.verify_sequences)
+        sync(policy, engine, probe, policy_version=policy_version)
+    return engine

@@ -1,0 +1,449 @@
+"""The loop and what keeps it going, without a model, an engine or a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from gapo_megatron import train as program
+from gapo_megatron.checkpoint import LoadedState, OpenStep, State
+from gapo_megatron.clock import Expectation, Stopwatch
+from gapo_megatron.config import Config, load_config, parse_config
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.io.run_folder import mark_finished
+from gapo_megatron.learn.step import Progress
+from gapo_megatron.objective import make_batch
+from gapo_megatron.rollout.rollouter import Sampled
+from gapo_megatron.run import run as module
+from gapo_megatron.run import saving, start
+from gapo_megatron.run.place import Place
+from gapo_megatron.run.run import FinishedRun, Run
+from gapo_megatron.run.saving import Checkpoints
+from gapo_megatron.types import Group, OpenGroup, Outcome, Prompt, Rollout, Verdict
+
+NUM_STEPS, NUM_PROBLEMS = 4, 6
+PROBLEMS = [Prompt(f"p{i}", (1, 2), "3") for i in range(NUM_PROBLEMS)]
+
+
+def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"output_dir": str(folder), "num_steps": NUM_STEPS},
+        "model": {"hf_dir": str(folder / "model")},
+        "data": {"train_path": "unused", "eval_path": "unused"},
+        "batch": {"rollout_prompts": 2, "minibatch_prompts": 1, "rollouts_per_prompt": 2},
+        "rollout": {"max_response_tokens": 8},
+        "reward": {"kind": "exact"},
+        "checkpoint": {"every_steps": 2},
+        "evaluation": {"every_steps": 3},
+        "metrics": {"noise_floor_every_steps": 0},
+    }
+    merged = {name: {**tree.get(name, {}), **sections.get(name, {})} for name in {*tree, *sections}}
+    return parse_config(merged, source="test")
+
+
+def rollout() -> Rollout:
+    return Rollout(np.array([5, 6], np.int32), np.array([-1, -2], np.float32), truncated=False)
+
+
+def judged(prompt: Prompt) -> Group:
+    return Group(
+        prompt,
+        (rollout(), rollout()),
+        (Verdict(Outcome.CORRECT), Verdict(Outcome.WRONG)),
+    )
+
+
+class Script:
+    """What happens to a run, and what it does.
+
+    Attributes:
+        events: what the run did, in order.
+        stop: event after which a stop is asked for; empty for none.
+        stages: names of the stages that were entered.
+    """
+
+    def __init__(self, stop: str = "") -> None:
+        self.events: list[str] = []
+        self.saved: list[State] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.stages: list[str] = []
+        self.stop = stop
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.stop) and self.stop in self.events
+
+    def did(self, event: str) -> Any:
+        self.events.append(event)
+        return None
+
+
+class ScriptedAttempt:
+    name = "7.0"
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.expected: list[Expectation] = []
+
+    def alive(self) -> None:
+        pass
+
+    def enter(self, stage: str) -> None:
+        self.script.stages.append(stage)
+
+    def must_stop(self, needed: Expectation) -> bool:
+        self.expected.append(needed)
+        return self.script.asked
+
+    def patience(self, expected: Expectation) -> Callable[[float], bool]:
+        return lambda elapsed_s: self.script.asked
+
+    def keep_stage_seconds(self, recent: object) -> None:
+        pass
+
+    def require_ownership(self) -> None:
+        pass
+
+    def end(self, outcome: str) -> None:
+        self.script.did(outcome)
+
+
+class ScriptedRollouter:
+    """Draws two prompts a step; keeps a third open where it is told to."""
+
+    def __init__(self, script: Script, source: PromptSource, *, keeps_open: bool) -> None:
+        self.script = script
+        self.source = source
+        self.keeps_open = keeps_open
+        self.open_groups: list[OpenGroup] = []
+
+    def collect(self, step: int, *, attempt: Any, stopwatch: Stopwatch) -> Sampled | None:
+        prompts = self.source.next_batch(2)
+        self.script.did(f"collect {step}")
+        if attempt.patience(stopwatch.expect("rollout"))(0.0):
+            return None
+        self.open_groups = [OpenGroup(PROBLEMS[0], (rollout(),))] if self.keeps_open else []
+        return Sampled([judged(prompt) for prompt in prompts], self.open_groups, {"from": 1.0})
+
+
+@pytest.fixture
+def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
+    """A run whose stages follow a `Script`, with real places, steps, batches and plans."""
+
+    def make(
+        script: Script,
+        config: Config | None = None,
+        *,
+        place: Place | None = None,
+        resumed: LoadedState | None = None,
+        keep_weights: bool = True,
+        keeps_open: bool = False,
+    ) -> Run:
+        config = config or make_config(tmp_path)
+        attempt = cast(Any, ScriptedAttempt(script))
+        inputs = cast(
+            Any,
+            SimpleNamespace(
+                held_out=PROBLEMS[:1] if config.evaluation.every_steps else [],
+                source=PromptSource(PROBLEMS, seed=0),
+                tokenizer=None,
+            ),
+        )
+        rollouter = cast(Any, ScriptedRollouter(script, inputs.source, keeps_open=keeps_open))
+        policy = cast(Any, SimpleNamespace(groups=SimpleNamespace(rank=0, dp_size=1)))
+        engine = cast(Any, SimpleNamespace(sleep=lambda: script.did("sleep"), gloo_group=None))
+        memory = cast(Any, SimpleNamespace(note=lambda moment: None, lap=lambda group: {}))
+
+        def log(step: int, metrics: dict[str, float], timings: object = None) -> None:
+            script.logged.append((step, metrics))
+            script.did(f"log {step}")
+
+        writer = cast(Any, SimpleNamespace(log=log, close=lambda: None))
+        stopwatch = Stopwatch()
+        checkpoints = Checkpoints(config, policy, rollouter, attempt, stopwatch, keep_weights)
+        if resumed:
+            checkpoints.goes_on_from(resumed)
+
+        def evaluate(*_: object, step: int, should_abandon: Any, **__: object) -> Any:
+            script.did(f"evaluate {step}")
+            return None if should_abandon(0.0) else {"eval/pass@1": 0.5}
+
+        def learn(
+            *_: object, progress: Progress, must_stop: Callable[[], bool], **__: object
+        ) -> dict[str, float] | None:
+            for i in range(progress.num_updates, 2):
+                if must_stop():
+                    return None
+                progress.grad_norms.append(1.0)
+                script.did(f"update {i}")
+            return {"loss/policy": 0.25}
+
+        def save(run_dir: object, state: State, **_: object) -> None:
+            script.saved.append(state)
+            script.did(f"save {state.step}" + (" open" if state.open_step else ""))
+
+        monkeypatch.setattr(module, "evaluate", evaluate)
+        monkeypatch.setattr(module, "learn", learn)
+        monkeypatch.setattr(module, "sync", lambda *_, **__: SimpleNamespace(max_abs_diff=0.0))
+        monkeypatch.setattr(module, "carry", lambda _, groups, *__, **___: ["carried", *groups])
+        monkeypatch.setattr(module, "export", lambda *_: script.did("export"))
+        monkeypatch.setattr(saving.checkpoint, "save", save)
+        return Run(
+            config=config,
+            attempt=attempt,
+            policy=policy,
+            engine=engine,
+            rollouter=rollouter,
+            inputs=inputs,
+            pool=cast(Any, SimpleNamespace(close=lambda: None)),
+            place=place or Place(),
+            checkpoints=checkpoints,
+            writer=writer,
+            stopwatch=stopwatch,
+            memory=memory,
+        )
+
+    return make
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
+    """The loop of `gapo_megatron.train` itself, over a run that has started."""
+
+    def loop(run: Run) -> None:
+        monkeypatch.setattr(program, "check_before_imports", lambda *_, **__: None)
+        monkeypatch.setattr(Run, "start", lambda *_, **__: run)
+        program.train(run.config)
+
+    return loop
+
+
+def remaining(source_state: Any) -> int:
+    """Problems that a place in the data has still to draw, those of later epochs included."""
+    return len(source_state["remaining"]) - NUM_PROBLEMS * source_state["epoch"]
+
+
+def open_step(updates: int, *, evaluated: dict[str, float] | None = None) -> OpenStep:
+    batch = make_batch(
+        [judged(prompt) for prompt in PROBLEMS[:2]], make_config(Path("/x")).objective.resolve()
+    )
+    return OpenStep(batch, {"from": 2.0}, evaluated or {}, Progress(grad_norms=[1.0] * updates))
+
+
+def test_a_run_evaluates_and_saves_where_due(make_run: Any, train: Any) -> None:
+    script = Script()
+    train(make_run(script))
+    step = ["sleep", "update 0", "update 1"]
+    assert script.events == [
+        *("evaluate 0", "log 0", "collect 0", *step, "log 0"),
+        *("collect 1", *step, "log 1", "save 2"),
+        *("collect 2", *step, "log 2"),
+        *("evaluate 3", "log 3", "collect 3", *step, "log 3", "save 4"),
+        *("evaluate 4", "log 4", "sleep", "export", "finished"),
+    ]
+    # A finished step is saved with the prompts it has drawn, and nothing of it is open.
+    assert [remaining(state.trainer_state["source"]) for state in script.saved] == [2, -2]
+
+
+def test_metrics_of_a_step_are_those_of_its_stages(make_run: Any, train: Any) -> None:
+    script = Script()
+    train(make_run(script))
+    metrics = dict(script.logged)[1]
+    assert metrics["from"] == 1 and metrics["loss/policy"] == 0.25
+    assert metrics["per_c/groups/c1"] == 2 and metrics["sync/max_abs_log_prob_diff"] == 0
+
+
+def test_stages_are_named_by_their_step_and_a_save_by_the_step_it_follows(
+    make_run: Any, train: Any
+) -> None:
+    script = Script()
+    train(make_run(script))
+    assert script.stages[0] == "step 0: evaluate"
+    assert "step 1: checkpoint" in script.stages and "step 2: checkpoint" not in script.stages
+    assert script.stages[-2:] == ["step 4: evaluate", "export"]
+
+
+def test_a_stop_between_steps_saves_what_is_not_saved(make_run: Any, train: Any) -> None:
+    script = Script(stop="log 0")
+    config = make_config(Path("/x"), evaluation={"every_steps": 0})
+    train(make_run(script, config))
+    assert script.events[-3:] == ["log 0", "save 1", "stopped"]
+    assert script.saved[-1].open_step is None
+
+    script = Script(stop="save 2")  # it is saved there already
+    train(make_run(script))
+    assert script.events[-2:] == ["save 2", "stopped"]
+    assert [state.step for state in script.saved] == [2]
+
+
+@pytest.mark.parametrize(("stop", "step"), [("evaluate 3", 3), ("collect 1", 1), ("collect 0", 0)])
+def test_what_is_broken_off_is_given_up(make_run: Any, train: Any, stop: str, step: int) -> None:
+    """A resume evaluates and draws again: its place in the data is before the step."""
+    script = Script(stop=stop)
+    train(make_run(script))
+    assert script.events[-3:] == [stop, f"save {step}", "stopped"]
+    (*_, state) = script.saved
+    assert state.open_step is None
+    assert remaining(state.trainer_state["source"]) == NUM_PROBLEMS - 2 * step
+
+
+def test_a_stop_within_a_step_keeps_its_rollouts_and_updates(make_run: Any, train: Any) -> None:
+    script = Script(stop="update 0")
+    run = make_run(script, keeps_open=True)
+    train(run)
+    assert script.events[-3:] == ["update 0", "save 0 open", "stopped"]
+    (state,) = script.saved
+    assert state.open_step is not None
+    assert state.open_step.progress.num_updates == 1
+    assert state.open_step.evaluated == {"eval/pass@1": 0.5}
+    # Drawn and carried: what the resumed run goes on with.
+    assert remaining(state.trainer_state["source"]) == NUM_PROBLEMS - 2
+    assert state.open_groups[0] == "carried"
+
+
+def test_an_open_step_comes_first_and_is_not_sampled_again(make_run: Any, train: Any) -> None:
+    script = Script()
+    opened = open_step(1, evaluated={"eval/pass@1": 0.75})
+    train(make_run(script, place=Place(step=3, open_step=opened, first_sampled=4)))
+    assert script.events == [
+        *("log 3", "sleep", "update 1", "log 3", "save 4"),
+        *("evaluate 4", "log 4", "sleep", "export", "finished"),
+    ]
+    assert script.logged[0] == (3, {"eval/pass@1": 0.75})
+    assert script.logged[1][1]["from"] == 2
+
+
+def test_an_open_step_that_is_stopped_again_is_saved_once_more_if_it_went_on(
+    make_run: Any, train: Any
+) -> None:
+    for stop, expected in (("log 3", []), ("update 0", ["save 3 open"])):
+        script, opened = Script(stop=stop), open_step(0, evaluated={"eval/pass@1": 0.75})
+        state = LoadedState(step=3, trainer_state={}, path=Path("x"), open_step=open_step(0))
+        train(make_run(script, place=Place(step=3, open_step=opened), resumed=state))
+        assert [event for event in script.events if "save" in event] == expected
+        assert script.events[-1] == "stopped"
+
+
+def test_a_run_with_more_steps_done_than_it_has_trains_and_exports_nothing(
+    make_run: Any, train: Any
+) -> None:
+    script = Script()
+    state = LoadedState(step=NUM_STEPS + 1, trainer_state={}, path=Path("x"))
+    train(make_run(script, place=Place(step=NUM_STEPS + 1), resumed=state))
+    assert script.events == ["stopped"]
+
+
+def test_a_run_for_its_timings_keeps_nothing(make_run: Any, train: Any) -> None:
+    for stop, outcome in (("", "finished"), ("log 1", "stopped")):
+        script = Script(stop=stop)
+        train(make_run(script, keep_weights=False))
+        assert script.events[-1] == outcome and not script.saved and "export" not in script.events
+        assert not any("checkpoint" in stage for stage in script.stages)
+
+
+def test_any_other_error_passes_and_nothing_is_written(make_run: Any, train: Any) -> None:
+    script = Script()
+    run = make_run(script)
+    run.writer.log = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        train(run)
+    assert script.events == ["evaluate 0"]
+
+
+def test_a_finished_run_says_so_and_has_no_steps(
+    train: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script()
+    with caplog.at_level("INFO"):
+        train(FinishedRun(make_config(tmp_path), cast(Any, ScriptedAttempt(script))))
+    assert script.events == ["finished"]
+    assert f"all {NUM_STEPS} steps are done" in caplog.text
+
+
+def test_what_is_finished_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rank 0 looks, for all: peers may see an older state of the disk."""
+    mark_finished(tmp_path, num_steps=NUM_STEPS)
+    attempt = cast(Any, ScriptedAttempt(Script()))
+    monkeypatch.setattr(start, "check_inputs", lambda _: None)
+    for rank, answer in ((0, True), (1, False)):
+        agreed: list[bool] = []
+        attempt.agree = lambda value, agreed=agreed: agreed.append(value) or True
+        world = SimpleNamespace(rank=rank)
+        monkeypatch.setattr(start, "join", lambda *_, world=world: (world, attempt))
+        assert isinstance(Run.start(make_config(tmp_path)), FinishedRun)
+        assert agreed == [answer]
+
+
+def resume(
+    config: Config, monkeypatch: pytest.MonkeyPatch, loaded: LoadedState | None, *, rank: int = 0
+) -> tuple[Place, PromptSource]:
+    monkeypatch.setattr(start.checkpoint, "load_latest", lambda *_, **__: loaded)
+    policy = cast(Any, SimpleNamespace(groups=SimpleNamespace(rank=rank)))
+    source = PromptSource(PROBLEMS, seed=0)
+    attempt = cast(Any, ScriptedAttempt(Script()))
+    place, resumed = start.resume(config, policy, source, attempt, Stopwatch())
+    assert resumed is loaded
+    return place, source
+
+
+def checkpointed(**fields: Any) -> LoadedState:
+    """What a checkpoint after step 3 holds."""
+    source = PromptSource(PROBLEMS, seed=0)
+    source.next_batch(4)
+    state = {"source": source.state_dict(), "window": [[(1, 2.0, 0.5, 0.25)] * 3]}
+    return LoadedState(step=3, trainer_state=state, path=Path("x"), **fields)
+
+
+def test_a_run_begins_at_step_0_and_leaves_its_config(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path)
+    place, source = resume(config, monkeypatch, None, rank=1)
+    assert not any(tmp_path.iterdir()), "rank 0 writes"
+    place, source = resume(config, monkeypatch, None)
+    assert (place.step, place.first_sampled, place.open_step) == (0, 0, None)
+    assert remaining(source.state_dict()) == NUM_PROBLEMS
+    assert load_config(tmp_path / "config.toml") == config
+
+
+def test_a_resumed_run_goes_on_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path)
+    place, source = resume(config, monkeypatch, checkpointed())
+    assert (place.step, place.first_sampled) == (3, 3)
+    assert remaining(source.state_dict()) == NUM_PROBLEMS - 4
+    assert len(place.window.state_dict()) == 1
+    # The rest of an open step was sampled by the run before; the next is this one's first.
+    opened = open_step(1)
+    place, _ = resume(config, monkeypatch, checkpointed(open_step=opened))
+    assert (place.step, place.first_sampled, place.open_step) == (3, 4, opened)
+    # The window looks back on steps under one objective.
+    place, _ = resume(config, monkeypatch, checkpointed(changes_objective=True))
+    assert place.window.state_dict() == []
+
+
+@pytest.fixture
+def timed(make_run: Any) -> Iterator[Run]:
+    """A run that knows what its stages take."""
+    run = make_run(Script(), make_config(Path("/x"), batch={"dynamic_sampling_rounds": 1}))
+    seconds = {"evaluate": 1.0, "rollout": 10.0, "reward": 100.0, "carry": 1e3}
+    seconds |= {"old_log_probs": 1e4, "update": 1e5, "checkpoint": 1e6}
+    run.stopwatch.recent = {stage: [value] for stage, value in seconds.items()}
+    yield run
+
+
+def test_time_is_asked_for_until_the_next_question_and_a_save(timed: Any) -> None:
+    """What cannot be saved half done: an evaluation and every round of sampling."""
+    steps = timed.steps()
+    step = next(steps)
+    expected = timed.attempt.expected
+    assert expected[-1].longest_s == 1 + 2 * (10 + 100) + 1000 + 1e6
+    timed.stopwatch.recent |= {"old_log_probs": [1e4], "update": [1e5], "evaluate": [1.0]}
+    timed.learn(timed.make_batch(step, timed.collect(step)))
+    assert expected[-1].longest_s == 1e4 + 1e5 + 1e6

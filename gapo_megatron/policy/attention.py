@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
+from gapo_megatron.compat.torch import flash_attention, flash_attention_backward
 from gapo_megatron.policy.context import GatherTokens, held_positions
 
 
@@ -229,18 +230,15 @@ class _FusedAttention(torch.autograd.Function):
         # keys by how many there are.
         ctx.shape = cu_seqlens, cu_seqlens, max(max_seqlen, 2), max(max_seqlen, 2)
         ctx.scale = scale
-        out, log_sum_exp, *random_state, _ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *ctx.shape, 0.0, True, False, scale=scale
-        )
-        ctx.save_for_backward(query, key, value, out, log_sum_exp, *random_state)
+        out, *others = flash_attention(query, key, value, ctx.shape, scale=scale)
+        ctx.save_for_backward(query, key, value, out, *others)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, seed, offset = ctx.saved_tensors
         with deterministic_algorithms():
-            gradients = torch.ops.aten._flash_attention_backward(
-                grad, *saved, *ctx.shape, 0.0, True, seed, offset, scale=ctx.scale
+            gradients = flash_attention_backward(
+                grad, ctx.saved_tensors, ctx.shape, scale=ctx.scale
             )
         return *gradients, None, None, None
 

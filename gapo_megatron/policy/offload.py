@@ -13,6 +13,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from gapo_megatron.compat.torch import pin_memory, storage_id, unpin_memory
+
 _ALIGNMENT = 512
 """Bytes: where tensors that share one allocation begin."""
 
@@ -152,7 +154,7 @@ def _tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 
 def _storage_id(tensor: Tensor) -> int:
     """Also of an empty one, which has no address."""
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -171,8 +173,6 @@ def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     array = np.empty(sum(sizes), dtype=np.uint8)  # all tensors in its memory keep it
     memory = torch.from_numpy(array)
     if len(memory) and tensors[0].is_cuda:
-        from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
-
         pin_memory(memory.data_ptr(), memory.nbytes)
         # Else who gets this range of addresses next cannot lock it: error 712.
         weakref.finalize(array, unpin_memory, memory.data_ptr()).atexit = False

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from gapo_megatron.compat.torch import storage_id
 from gapo_megatron.config import Config, ModelConfig
 from gapo_megatron.config.counts import arithmetic
 from gapo_megatron.learn import update as step
@@ -178,7 +179,7 @@ def allocated_bytes(policy: Policy) -> tuple[int, int, int]:
 
 def _storages(tensors: list[Tensor]) -> dict[int, int]:
     storages = [tensor.untyped_storage() for tensor in tensors]
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    return {storage_id(storage): storage.nbytes() for storage in storages}
 
 
 @contextlib.contextmanager

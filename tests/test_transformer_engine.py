@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from gapo_megatron.compat import cpu
+from gapo_megatron.compat.transformer_engine import fuse_weight_gradients
 from gapo_megatron.config import ModelConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.learn.update import log_probs, update
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import RECIPES
 from gapo_megatron.policy import Policy, destroy, initialize, model
-from gapo_megatron.policy.adjustments import fuse_weight_gradients
 from gapo_megatron.policy.load import _is_extra_state
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import precision_settings

@@ -22,6 +22,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "allocator_settings",
+    "deterministic_algorithms",
     "fake_store",
     "finished_work",
     "flash_attention",
@@ -141,6 +142,28 @@ def flash_attention_backward(
         grad, *inputs, *layout, 0.0, True, seed, offset, scale=scale
     )
     return gradients
+
+
+@contextlib.contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Torch's flag for kernels that add in one order; as it was on exit.
+
+    Memory is not filled meanwhile: that is for finding what reads it before it is written.
+    """
+    # Uses: torch.utils.deterministic.fill_uninitialized_memory, set and put back
+    # Versions: torch 2.13.0
+    # Upstream: none found
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        settings.fill_uninitialized_memory = fills
 
 
 # --- files ---------------------------------------------------------------------------------------

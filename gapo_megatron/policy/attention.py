@@ -11,9 +11,7 @@ T packed tokens, S sequences, L padded length, N query heads, G key/value heads,
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +21,11 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
-from gapo_megatron.compat.torch import flash_attention, flash_attention_backward
+from gapo_megatron.compat.torch import (
+    deterministic_algorithms,
+    flash_attention,
+    flash_attention_backward,
+)
 from gapo_megatron.policy.context import GatherTokens, held_positions
 
 
@@ -241,25 +243,6 @@ class _FusedAttention(torch.autograd.Function):
                 grad, ctx.saved_tensors, ctx.shape, scale=ctx.scale
             )
         return *gradients, None, None, None
-
-
-@contextlib.contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    """Torch's flag for kernels that add in one order; as it was on exit.
-
-    Memory is not filled meanwhile: that is for finding what reads it before it is written.
-    """
-    before = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic
-    fills = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
-        settings.fill_uninitialized_memory = fills
 
 
 class PackedAttention(nn.Module):

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 from transformers import PretrainedConfig
 
 from gapo_megatron.compat import cpu
+from gapo_megatron.compat.megatron import CheckpointingException
 from gapo_megatron.compat.torch import reads_metadata_by
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError, ConversionError

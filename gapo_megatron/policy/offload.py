@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from gapo_megatron.compat.megatron import sharded_tensors
 from gapo_megatron.compat.torch import pin_memory, storage_id, unpin_memory
 
 _ALIGNMENT = 512
@@ -139,9 +138,8 @@ class WeightOffload:
 
     def make_readable(self, state: dict[str, Any]) -> None:
         """Replace the weights of a sharded state dict by what `readable` gives of them."""
-        for one in nested_values(state):
-            if isinstance(one, ShardedTensor | ShardedTensorFactory):
-                one.data = self.readable(one.data)
+        for one in sharded_tensors(state):
+            one.data = self.readable(one.data)
 
 
 def _tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:

@@ -10,6 +10,9 @@ from typing import TypeGuard
 
 import pytest
 
+from gapo_megatron.errors import ConfigError
+from tests.messages import mentions
+
 PACKAGE = Path(__file__).parents[1] / "gapo_megatron"
 COMPAT = PACKAGE / "compat"
 LIBRARIES = {"megatron", "torch", "transformer_engine", "transformers", "triton", "vllm"}
@@ -175,7 +178,7 @@ def test_a_private_name_is_known_as_one(source: str, expected: bool) -> None:
 VERSIONS = re.compile(
     r"# Uses: \S[^\n]*\n(\s+#     \S[^\n]*\n)*"
     r"\s*# Versions: (megatron-core|torch|transformer-engine|transformers|triton|vllm) \d[^\n]*\n"
-    r"\s*# Upstream: (none|as of|[\w-]+/[\w-]+#\d)"
+    r"\s*# Upstream: (none|as of|beside|[\w-]+/[\w-]+#\d)"
 )
 
 
@@ -199,3 +202,17 @@ def test_every_entry_says_for_which_versions_it_holds(path: Path) -> None:
     assert [name for name, text in entries.items() if not VERSIONS.search(text)] == []
     # A re-export has them beside it.
     assert source.count("# Uses:") == source.count("# Versions:") == source.count("# Upstream:")
+
+
+@pytest.mark.parametrize("method", sorted(REPLACED))
+def test_a_megatron_core_without_what_is_replaced_is_refused(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gapo_megatron.compat import megatron
+
+    megatron.check()
+    (owner,) = (owner for owner, name in megatron._REPLACED if name == method)
+    (defined,) = (base for base in owner.__mro__ if method in vars(base))
+    monkeypatch.delattr(defined, method)
+    with pytest.raises(ConfigError, match=mentions("megatron-core", megatron.version, method)):
+        megatron.check()

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from transformers import PretrainedConfig
 
 from gapo_megatron.compat import cpu
-from gapo_megatron.compat.megatron import InProcessSave
+from gapo_megatron.compat.megatron_checkpoint import InProcessSave
 from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf import torch_dist, workers
 from gapo_megatron.hf.torch_dist import MegatronFolder, write_megatron

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import __version__ as megatron_version
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import CheckpointException, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -26,8 +27,7 @@ from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.checkpoint.owner import Owner
 from gapo_megatron.checkpoint.trainer_state import write_trainer_state
 from gapo_megatron.compat import cpu
-from gapo_megatron.compat.megatron import save_sharded
-from gapo_megatron.compat.megatron import version as megatron_version
+from gapo_megatron.compat.megatron_checkpoint import save_sharded
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.hf import manifest

@@ -1,26 +1,18 @@
-"""What is used of Megatron-core that it does not document: model, groups, schedules, checkpoints.
+"""What is used of Megatron-core that it does not document: model, gradients, groups, schedules.
 
-Its distributed optimizer is in `megatron_optimizer`.
+`megatron_optimizer` has its distributed optimizer, `megatron_checkpoint` its checkpoints.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import __version__ as version
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelSaveStrategyWrapper,
-)
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -31,21 +23,15 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.distributed import checkpoint as torch_checkpoint
 from torch.nn import Parameter
 
 from gapo_megatron.compat.torch import deterministic_algorithms
 from gapo_megatron.errors import ConfigError
 
-__all__ = ["CheckpointingException", "version"]  # re-exports
-# Uses: megatron.core.dist_checkpointing.core.CheckpointingException
-# Versions: megatron-core 0.16.1, 0.19.2
-# Upstream: none found
-
 Shape = tuple[int, ...]
 
 _REPLACED = (
-    (GPTModel, "_set_attention_backend"),  # called no more after NVIDIA/Megatron-LM#7362 (merged)
+    (GPTModel, "_set_attention_backend"),
     (GPTModel, "_postprocess"),
     (P2PCommunicator, "_communicate_shapes"),
     (DistributedDataParallel, "_make_backward_post_hook"),
@@ -60,7 +46,7 @@ def check() -> None:
     """
     # Uses: the methods of `_REPLACED`
     # Versions: megatron-core 0.16.1, 0.19.2
-    # Upstream: NVIDIA/Megatron-LM#7362 (merged, in neither)
+    # Upstream: beside the classes that replace them
     for owner, name in _REPLACED:
         if not hasattr(owner, name):
             raise ConfigError(
@@ -220,14 +206,25 @@ class HiddenStatesModel(GPTModel):
 
     # Uses: LanguageModule._set_attention_backend, GPTModel._postprocess, both replaced
     # Versions: megatron-core 0.16.1, 0.19.2
-    # Upstream: NVIDIA/Megatron-LM#7362 (merged, in neither: called no more, see `check`), #7444
+    # Upstream: NVIDIA/Megatron-LM#7362 (merged, in neither: called no more), #7444
     #     (open: the environment's choice stays), #6019 (open); #4686 (merged, in 0.19.2: forward's
     #     `output_processor`)
+
+    _has_chosen_attention = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self._has_chosen_attention:
+            raise ConfigError(
+                f"megatron-core {version} does not call GPTModel._set_attention_backend, which "
+                "this package replaces: versions 0.16.1 to 0.19.2 do"
+            )
 
     def choose_attention(self) -> None:
         """To override: set what Transformer Engine reads, once, while the model is built."""
 
     def _set_attention_backend(self) -> None:
+        self._has_chosen_attention = True
         self.choose_attention()
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -340,69 +337,3 @@ def local_layers(
         # of the next linear only where one linear follows.
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
-
-
-# --- checkpoints ---------------------------------------------------------------------------------
-
-
-def sharded_tensors(state: dict[str, Any]) -> Iterator[Any]:
-    """What holds a tensor's `data` in a sharded state dict; to be read or replaced."""
-    # Uses: dist_checkpointing.dict_utils.nested_values; ShardedTensor.data, ShardedTensorFactory
-    # Versions: megatron-core 0.16.1, 0.19.2
-    # Upstream: none found (close to it NVIDIA/Megatron-LM#4475, open, #7013, closed)
-    for one in nested_values(state):
-        if isinstance(one, ShardedTensor | ShardedTensorFactory):
-            yield one
-
-
-class InProcessSave(torch_strategies.TorchDistSaveShardedStrategy):
-    """Megatron-core's format, written by this process itself.
-
-    Its own writer forks a process per file and spawns one more for a queue: with CUDA, OpenMP
-    threads and vLLM in the process a fork may deadlock, and on a CPU it costs ten times the save.
-    """
-
-    # Uses: strategies.torch: _replace_state_dict_keys_with_sharded_keys, mcore_to_pyt_state_dict,
-    #     MCoreSavePlanner, keep_only_main_replica, TorchDistSaveShardedStrategy as a base
-    # Versions: megatron-core 0.16.1, 0.19.2 (which writes in threads)
-    # Upstream: NVIDIA/Megatron-LM#3424, #3633 (merged, in 0.19.2); none found for another writer
-
-    def __init__(self, make_writer: Callable[[Path], torch_checkpoint.FileSystemWriter]) -> None:
-        super().__init__(backend="torch_dist", version=1)
-        self._make_writer = make_writer
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Collectives, over all ranks: reduce-scatter of the plan, all-reduce of the results."""
-        by_key, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        torch_checkpoint.save(
-            torch_strategies.mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=self._make_writer(Path(checkpoint_dir)),
-            planner=torch_strategies.MCoreSavePlanner(
-                dedup_replicated_tensors=False, flatten_state_dict=False
-            ),
-        )
-
-
-def save_sharded(
-    state: dict[str, Any],
-    folder: Path,
-    group: dist.ProcessGroup,
-    make_writer: Callable[[Path], torch_checkpoint.FileSystemWriter],
-) -> None:
-    """Write a sharded state dict into an existing, empty folder: Megatron-core's `torch_dist`.
-
-    Args:
-        state: the same keys on every rank that holds them.
-        folder: on a file system that all ranks share.
-        group: ranks of equal weights; each writes a part of them.
-        make_writer: of a folder's tensors.
-
-    Collectives, over all ranks: those of Megatron-core's save.
-    """
-    # Uses: FullyParallelSaveStrategyWrapper, `sharded_strategy` of dist_checkpointing.save
-    # Versions: megatron-core 0.16.1, 0.19.2
-    # Upstream: none found
-    strategy = FullyParallelSaveStrategyWrapper(InProcessSave(make_writer), group)
-    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)

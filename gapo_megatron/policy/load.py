@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import PretrainedConfig
 
 from gapo_megatron.compat import cpu
-from gapo_megatron.compat.megatron import CheckpointingException
+from gapo_megatron.compat.megatron_checkpoint import CheckpointingException
 from gapo_megatron.compat.torch import reads_metadata_by
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError, ConversionError

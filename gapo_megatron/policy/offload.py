@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gapo_megatron.compat.megatron import sharded_tensors
+from gapo_megatron.compat.megatron_checkpoint import sharded_tensors
 from gapo_megatron.compat.torch import pin_memory, storage_id, unpin_memory
 
 _ALIGNMENT = 512

@@ -24,6 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -34,8 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from transformers import PretrainedConfig
 
-from gapo_megatron.checkpoint.save import _InProcessSave
 from gapo_megatron.compat import cpu
+from gapo_megatron.compat.megatron_checkpoint import InProcessSave
 from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf import torch_dist, workers
 from gapo_megatron.hf.torch_dist import MegatronFolder, write_megatron
@@ -184,7 +185,7 @@ def save(model: GPTModel, folder: Path, *, others: dict[str, Any] | None = None,
     """Save as megatron-core does, except that no process is forked for each file."""
     folder.mkdir(parents=True)
     state = {"model": model.sharded_state_dict(metadata=metadata), **(others or {})}
-    strategy = _InProcessSave(backend="torch_dist", version=1)
+    strategy = InProcessSave(FileSystemWriter)
     dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
 
 

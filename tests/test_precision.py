@@ -16,12 +16,13 @@ from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig
 
+from gapo_megatron.compat.transformer_engine import free_fp8_copies, why_not
 from gapo_megatron.config import ModelConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import RECIPES, fp8_multiple
 from gapo_megatron.policy.model import transformer_config
-from gapo_megatron.policy.precision import check_fp8, free_fp8_copies, precision_settings
+from gapo_megatron.policy.precision import check_fp8, precision_settings
 from tests.distributed.policy_setup import save_model
 from tests.messages import mentions
 
@@ -112,12 +113,11 @@ def test_transformer_engine_is_asked_about_the_recipe(
     monkeypatch: pytest.MonkeyPatch, recipe: str, can_run: bool
 ) -> None:
     """A stand-in for it, which answers the recipe's own question alone."""
-    for name in ("", ".pytorch", ".pytorch.fp8"):
+    for name in ("", ".pytorch"):
         module = ModuleType(f"transformer_engine{name}")
         module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    answer = SimpleNamespace(**{QUESTIONS[recipe]: lambda: (can_run, "too old")})
-    module.FP8GlobalStateManager = answer  # type: ignore[attr-defined]
+    setattr(module, QUESTIONS[recipe], lambda *, return_reason: (can_run, "too old"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
     if can_run:
@@ -131,10 +131,11 @@ def test_transformer_engine_is_asked_about_the_recipe(
 @pytest.mark.parametrize("question", sorted(set(QUESTIONS.values())))
 def test_transformer_engine_has_the_questions(question: str) -> None:
     pytest.importorskip("transformer_engine")
-    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+    import transformer_engine.pytorch as te
 
-    can_run, reason = getattr(FP8GlobalStateManager, question)()
+    can_run, reason = getattr(te, question)(return_reason=True)
     assert isinstance(can_run, bool) and isinstance(reason, str)
+    assert why_not(question) == reason or can_run
 
 
 @pytest.mark.parametrize(

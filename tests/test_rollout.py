@@ -30,6 +30,7 @@ from transformers import (
 )
 from vllm import EngineArgs
 
+from gapo_megatron.compat import vllm as vllm_internals
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.errors import ConfigError, DataError, RewardError, RolloutError, WeightSyncError
 from gapo_megatron.hf.weights import write_hf
@@ -39,7 +40,6 @@ from gapo_megatron.rewards import Judging, Pool, score
 from gapo_megatron.rollout.progress import Heartbeat, Occupancy
 from gapo_megatron.rollout.vllm import (
     RolloutEngine,
-    arguments,
     eos_token_ids,
     request_seed,
     sync_weights,
@@ -883,7 +883,7 @@ def test_only_a_cpu_with_a_kernel_for_it_generates_in_fp8(tmp_path, monkeypatch)
         (model.config, (True, None), "biases"),
     ]:
         monkeypatch.setattr(
-            arguments.CPUFp8BlockScaledMMKernel, "is_supported", lambda answer=answer: answer
+            vllm_internals.CPUFp8BlockScaledMMKernel, "is_supported", lambda answer=answer: answer
         )
         if reason is None:
             check_engine(config, of_model, CPU, world_size=1)

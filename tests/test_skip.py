@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gapo_megatron.compat import megatron_optimizer
 from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import DivergenceError
 from gapo_megatron.learn import update as step
@@ -67,7 +68,7 @@ def gradients(policy: Policy) -> list[Tensor]:
 def state(policy: Policy) -> list[Tensor]:
     """Weights, masters, moments and step counters."""
     optimizer = policy.optimizer
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = megatron_optimizer.parts(optimizer)
     tensors = [tensor for _, tensor in policy.iterate_hf_weights()]
     for part in parts:
         for parameter, moments in part.optimizer.state.items():

@@ -20,13 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from gapo_megatron.compat import cpu
+from gapo_megatron.compat.megatron import HiddenStatesModel, version
+from gapo_megatron.compat.transformer_engine import fuse_weight_gradients
 from gapo_megatron.config import ModelConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.learn.update import log_probs, update
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import RECIPES
 from gapo_megatron.policy import Policy, destroy, initialize, model
-from gapo_megatron.policy.adjustments import fuse_weight_gradients
 from gapo_megatron.policy.load import _is_extra_state
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import precision_settings
@@ -279,6 +280,15 @@ def test_it_may_not_fall_back_to_attention_over_all_pairs(
     stage_of_stand_ins()
     assert os.environ["NVTE_UNFUSED_ATTN"] == "1"
     assert os.environ["NVTE_FLASH_ATTN"] == "0"
+
+
+def test_a_megatron_core_that_would_choose_attention_by_itself_is_refused(
+    stage_of_stand_ins: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HiddenStatesModel, "_set_attention_backend", lambda self: None)
+    named = mentions("megatron-core", version, "_set_attention_backend")
+    with pytest.raises(ConfigError, match=named):
+        stage_of_stand_ins()
 
 
 @pytest.mark.parametrize(

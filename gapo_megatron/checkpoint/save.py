@@ -15,16 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelSaveStrategyWrapper,
-)
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import CheckpointException, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -37,6 +27,7 @@ from gapo_megatron.checkpoint.owner import Owner
 from gapo_megatron.checkpoint.state import State
 from gapo_megatron.checkpoint.trainer_state import write_trainer_state
 from gapo_megatron.compat import cpu
+from gapo_megatron.compat.megatron_checkpoint import save_sharded
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.hf import manifest
@@ -182,36 +173,17 @@ class _Writer(torch_checkpoint.FileSystemWriter):
             return super().write_data(plan, planner)
 
 
-class _InProcessSave(TorchDistSaveShardedStrategy):
-    """Megatron-core's format, written by this process itself.
-
-    Its own writer forks a process per file and spawns one more for a queue: with CUDA, OpenMP
-    threads and vLLM in the process a fork may deadlock, and on a CPU it costs ten times the save.
-    """
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Collectives, over all ranks: reduce-scatter of the plan, all-reduce of the results."""
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=_Writer(checkpoint_dir, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
 def write_state(state: dict[str, Any], folder: Path, groups: ParallelGroups) -> None:
     """Write a sharded state dict into an existing, empty folder: Megatron-core's `torch_dist`.
 
     Collectives, over all ranks: those of Megatron-core's save.
     """
-    # Replicas hold the same tensors; each writes a part of them.
-    strategy = FullyParallelSaveStrategyWrapper(
-        _InProcessSave(backend="torch_dist", version=1), groups.dp_cp_group
-    )
     with cpu.device_scope(), _disk_errors(folder):
-        dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
+        save_sharded(state, folder, groups.dp_cp_group, _make_writer)
+
+
+def _make_writer(folder: Path) -> _Writer:
+    return _Writer(folder, sync_files=True)
 
 
 def _write(folder: Path, state: State, policy: Policy) -> None:

@@ -1,1 +1,10 @@
-"""What libraries keep private, or do otherwise than their users need. One file a library."""
+"""What libraries keep private, or do otherwise than their users need. One file a library.
+
+An upgrade of a library is read here. After its docstring every entry says:
+
+    # Uses: the names it touches
+    # Versions: in which they were read, or run, and mean what this takes them to mean
+    # Upstream: the issue or pull request about it; "none found": searched for, without result
+
+(`cpu` is Megatron-core on a machine without a GPU, `library_errors` what libraries raise of files.)
+"""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from gapo_megatron.compat.library_errors import as_config_error
+from gapo_megatron.compat.transformers import loads_by_itself, tokenizer_class
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.model_folder import VOCABULARY_FILES, check_model_folder
 from gapo_megatron.io.documents import read_object
@@ -93,15 +93,7 @@ def _check_classes(folder: Path) -> None:
             continue
         where = f"{folder / name}: tokenizer_class ({chosen!a:.80})"
         with as_config_error(where):
-            found = tokenizer_class_from_name(chosen)
+            found = tokenizer_class(chosen)
         # (One that is not found is as if none were named.)
-        if found is not None and not (
-            isinstance(found, type)
-            and issubclass(found, PreTrainedTokenizerBase)
-            and _loader(found) is _loader(PreTrainedTokenizerBase)
-        ):
+        if found is not None and not loads_by_itself(found):
             raise ConfigError(f"{where} is no tokenizer that loads its own files alone")
-
-
-def _loader(tokenizer_class: type[PreTrainedTokenizerBase]) -> object:
-    return getattr(tokenizer_class.from_pretrained, "__func__", None)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from gapo_megatron.compat.torch import pickle_in, storage_info
 from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf.manifest import is_plain_name
 from gapo_megatron.io.documents import open_file
@@ -191,8 +191,7 @@ class _ExtraStateUnpickler(pickle.Unpickler):
 
 def _load(file: Any, path: Path) -> Any:
     """As `torch.load`, of data alone."""
-    with torch.serialization._open_zipfile_reader(file) as reader:
-        _check_pickle(io.BytesIO(reader.get_record("data.pkl")))
+    _check_pickle(io.BytesIO(pickle_in(file)))
     file.seek(0)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     if foreign := [n for n in names if n != "argparse.Namespace" and not _KNOWN.fullmatch(n)]:
@@ -296,7 +295,7 @@ def _entries(
         yield key, TensorStorageMetadata(properties, _size(fields["size"]), chunks)
 
 
-def _places(found: Mapping[Any, Any]) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
+def _places(found: Mapping[Any, Any]) -> Iterator[tuple[MetadataIndex, Any]]:
     for index, info in found.items():
         where, at = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
         name, key, offset = at["relative_path"], where["fqn"], where.get("offset")
@@ -309,7 +308,7 @@ def _places(found: Mapping[Any, Any]) -> Iterator[tuple[MetadataIndex, _StorageI
             raise ValueError(f"{key} is stored as {reprlib.repr(at['transform_descriptors'])}")
         yield (
             MetadataIndex(key, None if offset is None else _size(offset)),
-            _StorageInfo(name, _count(at["offset"]), _count(at["length"])),
+            storage_info(name, _count(at["offset"]), _count(at["length"])),
         )
 
 

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from gapo_megatron.compat import cpu
+from gapo_megatron.compat.megatron import main_grad, received
 from gapo_megatron.device.flags import Flags
 from gapo_megatron.device.transfer import to_host
 from gapo_megatron.errors import DivergenceError
@@ -226,7 +227,7 @@ def _without_backward(policy: Policy, loss: Tensor) -> Tensor:
     """`loss` cut off from the model; the stage before still gets its gradient, of zeros."""
     if policy.groups.pp_size == 1:
         return loss.detach()
-    return ZeroGradient.apply(loss.detach(), policy.stages[-1].decoder.input_tensor)
+    return ZeroGradient.apply(loss.detach(), received(policy.stages[-1]))
 
 
 def _check_finite(policy: Policy, losses: list[Tensor], grad_norm: float, flags: Flags) -> None:
@@ -376,7 +377,7 @@ def _score(
         sequence_parallel=policy.stages[-1].config.sequence_parallel,
         # Megatron-core's float32 buffer: no copy of the weight's size, and no rounding between
         # micro-batches. The hook then finds no gradient of the head to add.
-        main_grad=weight.main_grad if weight.requires_grad else None,
+        main_grad=main_grad(weight) if weight.requires_grad else None,
         return_entropy=with_entropy,
         implementation=policy.head,
         ahead=ahead,

@@ -100,7 +100,7 @@ def _load(name: Resolved) -> Any:
 def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str:
     """What is wrong with Triton's kernels here; "" if nothing is."""
     try:
-        from triton.errors import TritonError  # type: ignore[import-untyped]
+        from gapo_megatron.compat.triton import TritonError
 
         code = _load("triton")
     except ImportError as error:

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
-from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
+from gapo_megatron.compat.triton import TensorDescriptor, is_interpreted
 from gapo_megatron.logprob.statistics import MAXIMUM, WEIGHTED, merge_stats
 
 MAX_SPLITS = 8
@@ -192,7 +192,7 @@ def _tile(hidden: torch.Tensor) -> _Tile:
     if hidden.is_cuda:
         major, _ = torch.cuda.get_device_capability(hidden.device)
     else:
-        assert triton.knobs.runtime.interpret, f"hidden on {hidden.device}, without the interpreter"
+        assert is_interpreted(), f"hidden on {hidden.device}, without the interpreter"
         # It would multiply their bit patterns, as integers.
         assert hidden.dtype != torch.bfloat16, "Triton's interpreter has no product of bfloat16"
     return _TILES[major, hidden.element_size()]

@@ -21,7 +21,7 @@ class Recipe:
     settings: dict[str, Any]
     """TransformerConfig fields. `hybrid`: E4M3 forward, E5M2 gradients."""
     question: str
-    """Method of Transformer Engine's that says whether this GPU runs it, and why not."""
+    """Function of Transformer Engine's that says whether this GPU runs it, and why not."""
     capabilities: tuple[float, float]
     """What it then asks for: a compute capability of the first or more, and below the second."""
     multiple: int = 16

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from gapo_megatron.compat.torch import allocator_settings, set_allocator_settings
+
 _OPTION = "expandable_segments"
 
 
@@ -24,8 +26,7 @@ class ExpandableSegments:
     """
 
     def __init__(self, device: torch.device) -> None:
-        read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-        settings: str | None = read() if read and device.type == "cuda" else None
+        settings = allocator_settings() if device.type == "cuda" else None
         # All of them go with every change: torch resets those that are not named.
         self._others = None if settings is None or _OPTION in settings else settings
 
@@ -33,4 +34,4 @@ class ExpandableSegments:
         """Of what is allocated from now on."""
         if self._others is not None:
             settings = filter(None, [self._others, f"{_OPTION}:{enabled}"])
-            torch._C._accelerator_setAllocatorSettings(",".join(settings))
+            set_allocator_settings(",".join(settings))

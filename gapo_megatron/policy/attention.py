@@ -11,9 +11,7 @@ T packed tokens, S sequences, L padded length, N query heads, G key/value heads,
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +21,11 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
+from gapo_megatron.compat.torch import (
+    deterministic_algorithms,
+    flash_attention,
+    flash_attention_backward,
+)
 from gapo_megatron.policy.context import GatherTokens, held_positions
 
 
@@ -229,39 +232,17 @@ class _FusedAttention(torch.autograd.Function):
         # keys by how many there are.
         ctx.shape = cu_seqlens, cu_seqlens, max(max_seqlen, 2), max(max_seqlen, 2)
         ctx.scale = scale
-        out, log_sum_exp, *random_state, _ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *ctx.shape, 0.0, True, False, scale=scale
-        )
-        ctx.save_for_backward(query, key, value, out, log_sum_exp, *random_state)
+        out, *others = flash_attention(query, key, value, ctx.shape, scale=scale)
+        ctx.save_for_backward(query, key, value, out, *others)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, seed, offset = ctx.saved_tensors
         with deterministic_algorithms():
-            gradients = torch.ops.aten._flash_attention_backward(
-                grad, *saved, *ctx.shape, 0.0, True, seed, offset, scale=ctx.scale
+            gradients = flash_attention_backward(
+                grad, ctx.saved_tensors, ctx.shape, scale=ctx.scale
             )
         return *gradients, None, None, None
-
-
-@contextlib.contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    """Torch's flag for kernels that add in one order; as it was on exit.
-
-    Memory is not filled meanwhile: that is for finding what reads it before it is written.
-    """
-    before = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic
-    fills = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
-        settings.fill_uninitialized_memory = fills
 
 
 class PackedAttention(nn.Module):

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint import CheckpointException
 from transformers import PretrainedConfig
 
 from gapo_megatron.compat import cpu
+from gapo_megatron.compat.megatron_checkpoint import CheckpointingException
+from gapo_megatron.compat.torch import reads_metadata_by
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.hf.config_check import compare_configs
@@ -196,24 +196,17 @@ def _data_alone() -> Iterator[None]:
     `.metadata` goes to our reader. Objects beside the tensors torch would load as any pickle, and
     common.pt too where the user's environment says so: its own switch forbids it.
     """
-    replaced, before = FileSystemReader.read_metadata, dict(os.environ)
+    before = dict(os.environ)
     os.environ[_DATA_ALONE] = "1"
     os.environ.pop(_NOT_ALONE, None)
-    FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with reads_metadata_by(read_metadata):
+            yield
     finally:
-        FileSystemReader.read_metadata = replaced  # type: ignore[method-assign]
         for name in (_DATA_ALONE, _NOT_ALONE):
             os.environ.pop(name, None)
             if name in before:
                 os.environ[name] = before[name]
-
-
-def _read_metadata(reader: FileSystemReader, *_: Any, **__: Any) -> Metadata:
-    metadata = read_metadata(Path(reader.path))
-    metadata.storage_meta = StorageMeta(load_id=reader.load_id)
-    return metadata
 
 
 def _check_extra_states(tree: Any, *, source: str) -> None:

@@ -4,44 +4,39 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from gapo_megatron.compat.megatron import (
+    HiddenStatesModel,
+    combine_experts_in_order,
+    fill_gaps,
+    leave_undefined,
+    local_layers,
+    set_rotary_frequencies,
+    share_rotary_tables,
+)
+from gapo_megatron.compat.transformer_engine import forbid_unfused_attention, fuse_weight_gradients
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.config_check import read_config
 from gapo_megatron.models.rope import read_rope
 from gapo_megatron.models.tables import architecture_of, geometry_of, rules_for
-from gapo_megatron.policy.adjustments import (
-    combine_experts_in_order,
-    fuse_weight_gradients,
-    share_rotary_tables,
-)
 from gapo_megatron.policy.attention import PackedAttention, RMSNorm, pack_sequences
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import precision_settings
 from gapo_megatron.types import Microbatch
-
-# Megatron-core 0.16 asks for Transformer Engine's matrix product whether or not it is installed.
-if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None
 
 
 def read_hf_config(hf_dir: str) -> PretrainedConfig:
@@ -86,6 +81,7 @@ def build_model(
         recompute=recompute,
         parallel=parallel,
     )
+    fill_gaps()
     # Nothing is drawn from it: weights are loaded, and there is no dropout. It must be there.
     model_parallel_cuda_manual_seed(0)
     mine = layers_of_stages(parallel, hf_config.num_hidden_layers)[groups.pp_rank]
@@ -121,11 +117,10 @@ def transformer_config(
         hidden_dropout=0.0,
         # Our losses carry their global denominators: gradients are summed, never averaged.
         calculate_per_token_loss=True,
-        # Every weight is loaded; nothing is drawn. (With `perform_initialization=False` sharded
-        # weights are not marked as such, and the gradient norm misses all shards but the first.)
-        init_method=_leave_undefined,
-        output_layer_init_method=_leave_undefined,
-        embedding_init_method=_leave_undefined,
+        # Every weight is loaded; nothing is drawn.
+        init_method=leave_undefined,
+        output_layer_init_method=leave_undefined,
+        embedding_init_method=leave_undefined,
         gradient_accumulation_fusion=False,  # see `fuse_weight_gradients`
         masked_softmax_fusion=False,
         bias_activation_fusion=fused,
@@ -201,10 +196,6 @@ def _expert_settings(*, fused: bool) -> dict[str, Any]:
     }
 
 
-def _leave_undefined(weight: Tensor) -> Tensor:
-    return weight
-
-
 def has_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
     """Transformer Engine's layers are used: installed, on a GPU, and not in fp32.
 
@@ -214,7 +205,7 @@ def has_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype != torch.float32 and is_installed
 
 
-class PolicyModel(GPTModel):
+class PolicyModel(HiddenStatesModel):
     """One virtual stage of the policy. The last returns hidden states to our own head."""
 
     def __init__(
@@ -247,14 +238,14 @@ class PolicyModel(GPTModel):
         )
         self.inverse_frequencies = inverse_frequencies(hf_config).to(device)
         if self.uses_transformer_engine:
-            self.rotary_pos_emb.inv_freq = self.inverse_frequencies
+            set_rotary_frequencies(self, self.inverse_frequencies)
             fuse_weight_gradients(self)
             share_rotary_tables(self.rotary_pos_emb)
         else:
             combine_experts_in_order(self)
         self.to(device)
 
-    def _set_attention_backend(self) -> None:
+    def choose_attention(self) -> None:
         """Let Transformer Engine choose flash or fused attention, but not its unfused one.
 
         That needs memory for every pair of tokens, and is what is left where the others take none
@@ -262,7 +253,7 @@ class PolicyModel(GPTModel):
         and refuses an environment that does not.
         """
         if self.uses_transformer_engine:
-            os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
+            forbid_unfused_attention()
 
     @property
     def head_weight(self) -> Tensor:
@@ -298,10 +289,6 @@ class PolicyModel(GPTModel):
             cp_group=self.cp_group,
         )
 
-    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Hidden states [T (/ tp under sequence parallelism), 1, H] instead of logits."""
-        return hidden_states
-
 
 def _layer_spec(
     config: TransformerConfig, num_layers: int, *, transformer_engine: bool
@@ -312,22 +299,7 @@ def _layer_spec(
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
-    )
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.num_moe_experts:
-        # On disk the norm has the name that Transformer Engine's layer gives it: there it is part
-        # of the next linear only where one linear follows.
-        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return local_layers(config, num_layers, norm=RMSNorm, attention=PackedAttention)
 
 
 def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:

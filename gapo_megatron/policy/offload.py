@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
+
+from gapo_megatron.compat.megatron_checkpoint import sharded_tensors
+from gapo_megatron.compat.torch import pin_memory, storage_id, unpin_memory
 
 _ALIGNMENT = 512
 """Bytes: where tensors that share one allocation begin."""
@@ -137,9 +138,8 @@ class WeightOffload:
 
     def make_readable(self, state: dict[str, Any]) -> None:
         """Replace the weights of a sharded state dict by what `readable` gives of them."""
-        for one in nested_values(state):
-            if isinstance(one, ShardedTensor | ShardedTensorFactory):
-                one.data = self.readable(one.data)
+        for one in sharded_tensors(state):
+            one.data = self.readable(one.data)
 
 
 def _tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
@@ -152,7 +152,7 @@ def _tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 
 def _storage_id(tensor: Tensor) -> int:
     """Also of an empty one, which has no address."""
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -171,8 +171,6 @@ def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     array = np.empty(sum(sizes), dtype=np.uint8)  # all tensors in its memory keep it
     memory = torch.from_numpy(array)
     if len(memory) and tensors[0].is_cuda:
-        from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
-
         pin_memory(memory.data_ptr(), memory.nbytes)
         # Else who gets this range of addresses next cannot lock it: error 712.
         weakref.finalize(array, unpin_memory, memory.data_ptr()).atexit = False

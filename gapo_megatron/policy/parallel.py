@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from gapo_megatron.compat import cpu
+from gapo_megatron.compat import cpu, megatron
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.config.counts import check_world_size
 
@@ -70,8 +70,9 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
     Collectives: group creation, on every rank.
 
     Raises:
-        ConfigError: the parallel sizes do not divide the world size.
+        ConfigError: the parallel sizes do not divide the world size, or see `megatron.check`.
     """
+    megatron.check()
     world_size = dist.get_world_size()
     check_world_size(config, world_size)
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
@@ -128,7 +129,7 @@ def destroy() -> None:
     Collectives: a barrier, on every rank.
     """
     # Megatron-core only forgets them. A group of gloo has threads that wake 100 times a second.
-    groups = [group for group in parallel_state._global_process_group_list or [] if group]
+    groups = megatron.groups_made()
     dist.barrier()  # a rank that closes a connection early ends its peer's last transfer
     parallel_state.destroy_model_parallel()
     while groups:

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from torch import Tensor
+
+from gapo_megatron.compat.megatron import ShapedCommunicator, schedule_order
 
 Shape = tuple[int, int, int]
 
 
-class PlannedCommunicator(P2PCommunicator):
+class PlannedCommunicator(ShapedCommunicator):
     """Megatron-core's, for one pass; answers for shapes instead of asking its neighbours.
 
     A tensor of the planned size and another shape would arrive as if it were right. So what is sent
@@ -58,17 +58,13 @@ class PlannedCommunicator(P2PCommunicator):
         left = {name: len(list(shapes)) for name, shapes in self._shapes.items()}
         assert not any(left.values()), f"{self._place}: planned, but not communicated: {left}"
 
-    def _communicate_shapes(
-        self,
-        tensor_send_next: Tensor | None,
-        tensor_send_prev: Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-    ) -> tuple[Sequence[int], Sequence[int]]:
+    def shapes(
+        self, send_next: Tensor | None, send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[Shape, Shape]:
         """Shapes of what comes from the stage before and from the one after; no communication."""
         for name, tensor in (
-            ("sent activation", tensor_send_next),
-            ("sent gradient", tensor_send_prev),
+            ("sent activation", send_next),
+            ("sent gradient", send_prev),
         ):
             if tensor is not None:
                 planned, found = self._next(name), tuple(tensor.shape)
@@ -97,7 +93,7 @@ def travelling(
         pp_size: of the pipeline.
     """
     # Virtual stages take turns after groups of `pp_size` micro-batches.
-    table = get_schedule_table(num_microbatches, num_chunks, pp_size)
+    table = schedule_order(num_microbatches, num_chunks, pp_size)
     is_first, is_last = pp_rank == 0, pp_rank == pp_size - 1
     # The model's first stage receives no activation, and so on.
     first, last = 0, num_chunks - 1

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from gapo_megatron.batching import NO_SEQUENCES, pack
 from gapo_megatron.compat import cpu
+from gapo_megatron.compat.transformer_engine import free_fp8_copies
 from gapo_megatron.config import Config
 from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.hf.weights import finite_extremes, read_hf
@@ -37,7 +38,7 @@ from gapo_megatron.policy.optimizer import (
     wrap_model,
 )
 from gapo_megatron.policy.parallel import ParallelGroups
-from gapo_megatron.policy.precision import check_fp8, choose_head, free_fp8_copies
+from gapo_megatron.policy.precision import check_fp8, choose_head
 from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.types import Microbatch, Sequences
 

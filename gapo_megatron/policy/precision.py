@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 
+from gapo_megatron.compat.transformer_engine import is_installed, why_not
 from gapo_megatron.config import ModelConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.logprob import Resolved, choose_together
@@ -36,28 +36,15 @@ def check_fp8(fp8_recipe: str) -> None:
     Raises:
         ConfigError: no GPU, no Transformer Engine, or a GPU or CUDA that cannot.
     """
-    if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
+    if not torch.cuda.is_available() or not is_installed():
         raise ConfigError(
             "model.precision ('fp8') needs a GPU and Transformer Engine; use 'bf16' or 'fp32' here"
         )
-    # Where Megatron-core, too, looks for it.
-    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
-    can_run, reason = getattr(FP8GlobalStateManager, RECIPES[fp8_recipe].question)()
-    if not can_run:
+    if reason := why_not(RECIPES[fp8_recipe].question):
         raise ConfigError(
             f"model.precision ('fp8') with model.fp8_recipe ('{fp8_recipe}') does not run on "
             f"{torch.cuda.get_device_name()}: {reason}"
         )
-
-
-def free_fp8_copies(model: torch.nn.Module) -> None:
-    """Give back the copies of weights that Transformer Engine keeps in fp8.
-
-    It makes them in the first micro-batch of a pass, again in every pass.
-    """
-    for module in model.modules():
-        getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def choose_head(config: ModelConfig, device: torch.device) -> Resolved:

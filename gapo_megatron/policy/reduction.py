@@ -15,29 +15,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-from megatron.core.distributed import DistributedDataParallel
 from torch.nn import Parameter
 
+from gapo_megatron.compat.megatron import ListeningModel
+from gapo_megatron.compat.megatron import buckets as buckets_of
 
-class OverlappingModel(DistributedDataParallel):
+
+class OverlappingModel(ListeningModel):
     """A virtual stage that tells `reduction` when autograd is done with a parameter."""
 
     reduction: GradientReduction | None = None
 
-    def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
-        weight: Any = param
-
-        def hook(*_: Any) -> None:
-            # None: the head's, which is in the buffer already. Megatron-core's own hook refuses it.
-            if weight.grad is not None and not weight.grad_added_to_main_grad:
-                weight.main_grad.add_(weight.grad)
-            weight.grad = None
-            if self.reduction is not None:
-                self.reduction.gradient_came(weight)
-
-        return hook
+    def gradient_came(self, parameter: Parameter) -> None:
+        """Called by autograd."""
+        if self.reduction is not None:
+            self.reduction.gradient_came(parameter)
 
 
 class GradientReduction:
@@ -58,10 +51,10 @@ class GradientReduction:
         buckets = [
             (min(places[parameter] for parameter in bucket.params), bucket)
             for wrapped in model
-            for bucket in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups)
+            for bucket in buckets_of(wrapped)
         ]
         buckets.sort(key=lambda pair: pair[0], reverse=True)
-        self._buckets: list[Any] = [bucket for _, bucket in buckets]
+        self._buckets = [bucket for _, bucket in buckets]
         self._stages = [stage for (stage, _), _ in buckets]
         self._positions = {
             parameter: position
@@ -124,7 +117,7 @@ class GradientReduction:
         while self.num_begun < self.num_buckets and not until(self.num_begun):
             bucket = self._buckets[self.num_begun]
             # One that an update broken off by an error has left behind would be taken for this.
-            if bucket.grad_reduce_handle is not None:
+            if bucket.is_on_its_way:
                 raise RuntimeError(f"bucket {self.num_begun} is still on its way")
             self.num_begun += 1
-            bucket.start_grad_sync()
+            bucket.start()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,12 +12,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import __version__ as megatron_version
 from megatron.core import optimizer as mcore_optimizer
 from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
 from gapo_megatron import checkpoint
+from gapo_megatron.compat import megatron_optimizer
 from gapo_megatron.config import Config, counts
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.state import checkpoint_bytes, state_bytes
@@ -23,6 +29,7 @@ from tests.dist import run_distributed
 from tests.distributed import conversion_setup
 from tests.distributed.checkpoint_setup import save, tensors_on_disk
 from tests.distributed.policy_setup import make_config, read_weights, save_model
+from tests.messages import mentions
 
 # Model, parallel settings and bucket size, which counts with the overlap alone.
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -49,7 +56,7 @@ def host_bytes(policy: Policy) -> int:
     """What this rank's host keeps of the optimizer's state while it saves."""
     return sum(
         tensor.nbytes
-        for part in optimizer._parts(policy.optimizer)
+        for part in megatron_optimizer.parts(policy.optimizer)
         for by_dtype in part.get_parameter_state_dp_zero(empty_data=True).values()
         for state in by_dtype.values()
         for tensor in state.values()
@@ -85,7 +92,7 @@ def write(folder: Path, run_dir: Path) -> list[int]:
                 state["exp_avg"].copy_(2 * weight)
                 state["exp_avg_sq"].copy_(weight / 2)
         with (
-            patch.object(optimizer, "_GATHERED_AT_ONCE", GATHERED_AT_ONCE),
+            patch.object(megatron_optimizer, "_GATHERED_AT_ONCE", GATHERED_AT_ONCE),
             patch.object(dist, "all_gather_into_tensor", watched),
         ):
             save(run_dir / name, policy, config, step=1)
@@ -154,3 +161,51 @@ def save_before_the_first_update(folder: Path, run_dir: Path) -> None:
 
 def test_transformer_engine_has_state_before_its_first_step(folder: Path, tmp_path: Path) -> None:
     run_distributed(save_before_the_first_update, 1, folder, tmp_path)
+
+
+Look = Callable[..., dict[int, Any]]
+
+
+def without_padding(look_up: Look) -> Look:
+    """As Megatron-core's pull request 5077 has it: less the padding of the buckets before."""
+
+    def wrapped(part: Any, *args: Any, **kwargs: Any) -> dict[int, Any]:
+        with ExitStack() as undo:
+            for buffer in part.buffers:
+                moved = dict(buffer.param_index_map)
+                padding = 0
+                for bucket in buffer.buckets:
+                    for parameter in bucket.params_list:
+                        start, end, number = moved[parameter]
+                        moved[parameter] = (start - padding, end - padding, number)
+                    padding += bucket.grad_data.numel() - bucket.numel_unpadded
+                undo.enter_context(patch.object(buffer, "param_index_map", moved))
+            return look_up(part, *args, **kwargs)
+
+    return wrapped
+
+
+def build_with_another_look_up(folder: Path) -> dict[int, str]:
+    method = "sharded_param_state_fully_reshardable"
+    changed = without_padding(getattr(distrib_optimizer.DistributedOptimizer, method))
+    config = make_config(folder / "qwen2_tied", parallel={"overlap_grad_reduce": True})
+    groups = initialize(config.parallel)
+    refused = {}
+    for bucket_size in (1, 10**9):
+        with (
+            patch.object(counts, "bucket_size", lambda _, size=bucket_size: size),
+            patch.object(distrib_optimizer.DistributedOptimizer, method, changed),
+        ):
+            refused[bucket_size] = "nothing"
+            try:
+                Policy.build(config, groups, "cpu")
+            except ConfigError as error:
+                refused[bucket_size] = str(error)
+    return refused
+
+
+def test_a_megatron_core_that_reads_elsewhere_is_refused(folder: Path) -> None:
+    """With one bucket no padding lies between buckets, and nothing is read from elsewhere."""
+    (refused,) = run_distributed(build_with_another_look_up, 1, folder)
+    assert re.search(mentions("megatron-core", megatron_version, "0.19.2"), refused[1])
+    assert refused[10**9] == "nothing"

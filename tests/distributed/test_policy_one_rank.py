@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gapo_megatron.compat import cpu
+from gapo_megatron.compat.megatron import share_rotary_tables
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.errors import ConfigError, ConversionError, DivergenceError
 from gapo_megatron.learn.update import UpdateResult, log_probs, update
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.rules import find_rule
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
-from gapo_megatron.policy.adjustments import share_rotary_tables
 from gapo_megatron.policy.load import load_weights
 from gapo_megatron.policy.model import build_model
 from gapo_megatron.policy.optimizer import inner_optimizers

@@ -6,7 +6,6 @@ On a GPU: NOT YET RUN.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from gapo_megatron.compat.transformer_engine import DEBUG_ENVIRONMENT, attention_in_use
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.hf.headers import find_files
@@ -55,10 +55,11 @@ def policy(**model: str) -> None:
     Args:
         model: settings of `model`, `hf_dir` apart.
     """
-    os.environ |= {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}  # read when it is imported
+    os.environ |= DEBUG_ENVIRONMENT
     from gapo_megatron.learn.update import update
     from gapo_megatron.models.fp8 import RECIPES
     from gapo_megatron.policy import Policy, initialize
+    from gapo_megatron.policy.optimizer import inner_optimizers
     from gapo_megatron.policy.precision import check_fp8
 
     def why_not(fp8_recipe: str) -> str:
@@ -69,7 +70,7 @@ def policy(**model: str) -> None:
         return ""
 
     world = process_group.start(_TIMEOUT_S)
-    attention_backend = _listen()
+    attention_backend = attention_in_use()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
         tree: dict[str, Any] = {
@@ -89,7 +90,7 @@ def policy(**model: str) -> None:
 
     layer = built.stages[0].decoder.layers[0]
     is_cuda = world.device.type == "cuda"
-    optimizer = getattr(built.optimizer, "chained_optimizers", [built.optimizer])[0].optimizer
+    optimizer = inner_optimizers(built.optimizer)[0]
     dtype = built.stages[0].config.params_dtype
     _print(
         device=world.device.type,
@@ -180,20 +181,6 @@ def _arithmetic(settings: Config, world_size: int) -> dict[str, Any]:
     smallest = next(filter(fits, range(1, _MOST_PROCESSES)), 1)
     counts = dry_run.arithmetic(settings, world_size=world_size or smallest)
     return {"smallest": smallest, "cut": counts.cut, **asdict(counts)}
-
-
-def _listen() -> list[str]:
-    """Collects which attention Transformer Engine runs, as it says in its log under NVTE_DEBUG."""
-    said: list[str] = []
-
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            message = record.getMessage()
-            if message.startswith("Running with "):
-                said.append(message.removeprefix("Running with "))
-
-    logging.getLogger().addHandler(Ear())
-    return said
 
 
 def _batch(num_sequences: int) -> Batch:

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from gapo_megatron.compat.megatron import main_grad, spread_tokens_evenly
+from gapo_megatron.compat.torch import storage_id
 from gapo_megatron.config import Config, ModelConfig
 from gapo_megatron.config.counts import arithmetic
 from gapo_megatron.learn import update as step
@@ -35,6 +37,7 @@ from gapo_megatron.ops.plan.no_data import NoData, Traffic
 from gapo_megatron.ops.plan.state import rank_bytes
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import PolicyModel, read_hf_config
+from gapo_megatron.policy.optimizer import inner_optimizers
 from gapo_megatron.types import Batch, Microbatch
 
 LEFT_OUT = (
@@ -93,9 +96,9 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
             for number, stage in enumerate(policy.stages)
             for name, parameter in stage.named_parameters()
         }
-        for module in (module for stage in policy.stages for module in stage.modules()):
-            if hasattr(module, "routing"):
-                module.register_forward_hook(_share_equally)
+        for stage in policy.stages:
+            # No one can know the choice of experts without data: a balanced one.
+            spread_tokens_evenly(stage)
         microbatch = _full_microbatch(config, policy)
         num_tokens = microbatch.tokens.shape[1]
         no_data.reset_peak()
@@ -127,16 +130,6 @@ def _loss(_: int, log_probs: Tensor, __: Tensor | None) -> tuple[Tensor, dict[st
     return -log_probs.sum(), {}
 
 
-def _share_equally(router: Any, _: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Replace the choice of experts, which no one can know without data, by a balanced one."""
-    probs, choices = output
-    num_tokens, num_experts = choices.shape
-    chosen = router.topk
-    first = torch.arange(num_tokens)[:, None] * chosen
-    places = (first + torch.arange(chosen)) % num_experts
-    return probs, torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(1, places, True)
-
-
 def _full_microbatch(config: Config, policy: Policy) -> Microbatch:
     """As many tokens as a micro-batch may have: the longest sequences, and one that is left."""
     longest = config.max_sequence_tokens - 1  # the last token is not fed
@@ -164,21 +157,21 @@ def allocated_bytes(policy: Policy) -> tuple[int, int, int]:
     """Bytes of the memory that holds a policy's weights, gradients and optimizer state."""
     parameters = [one for stage in policy.stages for one in stage.parameters()]
     state = []
-    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
-        for group in part.optimizer.param_groups:
+    for part in inner_optimizers(policy.optimizer):
+        for group in part.param_groups:
             for parameter in group["params"]:
                 state.append(parameter)  # a master, or a view of the weight itself
-                moments = part.optimizer.state[parameter]
+                moments = part.state[parameter]
                 state += [moment for name, moment in moments.items() if name != "step"]
     weights = _storages(parameters)
-    main_grads: Any = [parameter.main_grad for parameter in parameters]
+    main_grads = [main_grad(parameter) for parameter in parameters]
     masters = {key: size for key, size in _storages(state).items() if key not in weights}
     return sum(weights.values()), sum(_storages(main_grads).values()), sum(masters.values())
 
 
 def _storages(tensors: list[Tensor]) -> dict[int, int]:
     storages = [tensor.untyped_storage() for tensor in tensors]
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    return {storage_id(storage): storage.nbytes() for storage in storages}
 
 
 @contextlib.contextmanager

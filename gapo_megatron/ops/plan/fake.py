@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from gapo_megatron.compat.torch import fake_store
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.config.counts import check_world_size
 from gapo_megatron.policy import parallel
@@ -25,7 +25,7 @@ def fake_groups(config: ParallelConfig, *, rank: int, world_size: int) -> Iterat
         ConfigError: the parallel sizes do not divide the world size.
     """
     check_world_size(config, world_size)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         groups = parallel.initialize(config)
         try:

@@ -10,6 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from gapo_megatron.compat.torch import storage_id
+
 
 class KeptForBackward:
     """While active, the bytes of all memory that autograd has saved and that still exists.
@@ -24,7 +26,7 @@ class KeptForBackward:
     def __init__(self, besides: Iterable[Tensor]) -> None:
         """`besides`: tensors whose memory is counted elsewhere (weights)."""
         self.num_bytes = self.peak_bytes = 0
-        self._counted = {tensor.untyped_storage()._cdata for tensor in besides}
+        self._counted = {storage_id(tensor.untyped_storage()) for tensor in besides}
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._save, _same)
 
     def __enter__(self) -> Self:
@@ -41,7 +43,7 @@ class KeptForBackward:
 
     def _save(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_id(storage), storage.nbytes()
         if key not in self._counted:
             self._counted.add(key)
             self.num_bytes += size

@@ -20,10 +20,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork, ProcessGroup
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from gapo_megatron.compat.torch import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    finished_work,
+    is_in_place,
+    operator_name,
+    process_group,
+    reads_one_number,
+    returns_work_alone,
+    storage_id,
+    tree_leaves,
+)
 
 _ATEN, _C10D = torch.ops.aten, torch.ops.c10d
 _BUFFER_ARGUMENT = {
@@ -107,7 +117,7 @@ class NoData(TorchDispatchMode):
 
     def _without_data(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         first = args[0]
-        if func is _ATEN._local_scalar_dense.default:
+        if reads_one_number(func):
             return torch.ones((), dtype=first.dtype).item()
         if func is _ATEN.equal.default:
             return True
@@ -115,7 +125,7 @@ class NoData(TorchDispatchMode):
             return torch.ones(first.shape, dtype=torch.bool).nonzero()
         if func is _ATEN.masked_select.default:
             return first.new_empty(int(args[1].sum()))
-        if _is_in_place(func) and isinstance(first, Tensor) and not isinstance(first, FakeTensor):
+        if is_in_place(func) and isinstance(first, Tensor) and not isinstance(first, FakeTensor):
             return first
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dim() == 0:
@@ -123,22 +133,22 @@ class NoData(TorchDispatchMode):
         return result
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        name = func._schema.name.removeprefix("c10d::")
+        name = operator_name(func)
         buffers = _tensors(args[_BUFFER_ARGUMENT.get(name, 0)])
-        group = next(unboxed for unboxed in map(_process_group, args) if unboxed is not None)
+        group = next(unboxed for unboxed in map(process_group, args) if unboxed is not None)
         traffic = self.traffic[_NAMES[name], group.group_desc]
         traffic.num_calls += 1
         traffic.num_bytes += sum(tensor.nbytes for tensor in buffers)
         if not any(isinstance(tensor, FakeTensor) for tensor in tree_leaves(args)):
             return func(*args, **kwargs)
-        work = FakeWork().boxed()
-        return work if len(func._schema.returns) == 1 else (args[0], work)
+        work = finished_work()
+        return work if returns_work_alone(func) else (args[0], work)
 
     def _account(self, result: Any) -> None:
         for tensor in tree_leaves(result):
             if isinstance(tensor, FakeTensor):
                 storage = tensor.untyped_storage()
-                key = storage._cdata
+                key = storage_id(storage)
                 if key not in self._storages:
                     self._storages[key] = storage.nbytes()
                     self.live_bytes += storage.nbytes()
@@ -156,14 +166,5 @@ def _is_made_without_data(func: Any, result: Any) -> bool:
     return result.numel() > 1 or func.overloadpacket is _ATEN.empty
 
 
-def _is_in_place(func: Any) -> bool:
-    return bool(func._schema.name.endswith("_"))
-
-
 def _tensors(argument: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)]
-
-
-def _process_group(argument: Any) -> ProcessGroup | None:
-    is_boxed = isinstance(argument, torch.ScriptObject)
-    return ProcessGroup.unbox(argument) if is_boxed else None

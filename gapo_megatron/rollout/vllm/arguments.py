@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 from vllm import EngineArgs
-from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from gapo_megatron.compat import vllm
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.headers import find_files
@@ -57,7 +56,7 @@ def check_engine(
     check_engine_heads(hf_config, size)
     if device.type == "cpu":
         geometry = geometry_of(hf_config)
-        supported = CPUAttentionBackend.get_supported_head_sizes()
+        supported = vllm.cpu_head_sizes()
         if geometry.head_dim not in supported:
             raise ConfigError(
                 f"model.hf_dir ({config.model.hf_dir}): head_dim ({geometry.head_dim}) must be one "
@@ -70,12 +69,11 @@ def check_engine(
                 f"this machine's memory, {memory_gib} GiB"
             )
         if config.rollout.quantization:
-            has_kernel, reason = CPUFp8BlockScaledMMKernel.is_supported()
-            if has_kernel and geometry.qkv_bias:
+            reason = vllm.why_no_cpu_fp8()
+            if reason is None and geometry.qkv_bias:
                 # It asks for float32 ones ("expected scalar type Float", vLLM 0.32).
-                has_kernel = False
                 reason = f"its kernel takes no biases, and a {hf_config.model_type} model has some"
-            if not has_kernel:
+            if reason is not None:
                 raise ConfigError(
                     f"rollout.quantization ('{config.rollout.quantization}') does not run on this "
                     f"CPU: {reason}"

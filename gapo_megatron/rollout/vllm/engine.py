@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 from vllm import SamplingParams
-from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
-from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine.llm_engine import LLMEngine
 
+from gapo_megatron.compat import vllm
 from gapo_megatron.config import Config
 from gapo_megatron.errors import DataError, RolloutError
 from gapo_megatron.rollout.progress import End, GenerationProgress, Heartbeat, Occupancy
@@ -37,16 +35,11 @@ from gapo_megatron.rollout.vllm.requests import (
     Request,
     Responses,
     num_tokens,
-    unfinished_outputs,
 )
 from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
 from gapo_megatron.types import Ended, Prompt, Rollout
 
 T = TypeVar("T")
-
-# An engine that is garbage collected takes the default process group with it (vLLM 0.32), which is
-# the trainer's: so it stays until `close`, or as long as the process.
-_alive: list[LLMEngine] = []
 
 
 class RolloutEngine:
@@ -97,13 +90,11 @@ class RolloutEngine:
         )
         with trainer_random_state(), trainer_num_threads(), own_shared_memory(self.gloo_group):
             try:
-                self.llm = LLMEngine.from_engine_args(
-                    engine_args(config, hf_config, device, load_weights=load_weights),
-                    usage_context=UsageContext.LLM_CLASS,
+                self.llm = vllm.create(
+                    engine_args(config, hf_config, device, load_weights=load_weights)
                 )
             except ValueError as error:
                 raise RolloutError(f"vLLM cannot start: {error}") from error
-        _alive.append(self.llm)
         self.schedule = Schedule(self.llm, device)
         self._replica_group = self._create_replica_groups()
         if not load_weights:
@@ -290,8 +281,7 @@ class RolloutEngine:
 
         Only for a process that goes on without either; at the end of a process there is no need.
         """
-        _alive.remove(self.llm)
-        self.llm.engine_core.shutdown()
+        vllm.close(self.llm)
 
     def _create_replica_groups(self) -> dist.ProcessGroup | None:
         """This replica's ranks, for Python objects; None if it is one rank. Collective."""
@@ -346,13 +336,12 @@ class RolloutEngine:
         outputs: dict[str, RequestOutput] = {}
         occupancy = occupancy or Occupancy()
         taken_s, broken_off = 0.0, False
-        scheduler = self.llm.engine_core.engine_core.scheduler
         start = last = time.monotonic()
         # vLLM's sampler draws from torch's generator also where every request has a seed.
         with trainer_random_state():
             try:
                 for name, (tokens, params) in requests.items():
-                    self.llm.add_request(name, tokens_input(list(tokens)), params)
+                    vllm.add_tokens(self.llm, name, tokens, params)
                 num_steps = 0
                 enough = is_enough(())
                 while not enough and self.llm.has_unfinished_requests():
@@ -364,13 +353,13 @@ class RolloutEngine:
                     finished = [output for output in self.llm.step() if output.finished]
                     outputs |= {output.request_id: output for output in finished}
                     enough = is_enough(finished)
-                    num_running, num_waiting = scheduler.get_request_counts()
+                    num_running, num_waiting = vllm.queue_lengths(self.llm)
                     share = occupancy.share_taken(num_running + len(finished), num_waiting)
                     now = time.monotonic()
                     taken_s, last = taken_s + share * (now - last), now
                     if bar is not None and finished:
                         bar.advance(len(finished), sum(map(num_tokens, finished)))
-                unfinished = unfinished_outputs(self.llm)
+                unfinished = vllm.unfinished(self.llm)
             finally:
                 if left := [name for name in requests if name not in outputs]:
                     self.llm.abort_request(left)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 import torch.distributed as dist
-from vllm.distributed.device_communicators import cpu_communicator
+
+from gapo_megatron.compat.vllm import shared_memory_named
 
 
 @contextlib.contextmanager
@@ -42,22 +43,12 @@ def trainer_num_threads() -> Iterator[None]:
 def own_shared_memory(gloo_group: dist.ProcessGroup) -> Iterator[None]:
     """Let the ranks of a replica on a CPU meet in shared memory that no other run can name.
 
-    vLLM (0.32) names it by ranks alone under the external launcher: two runs on one machine
-    would collide, and what a killed run leaves behind would keep all later ones from starting.
-
     Collectives: one broadcast over all ranks (gloo).
     """
     names = [f"gapo_megatron-{uuid.uuid4().hex}"]
     dist.broadcast_object_list(names, group=gloo_group)
 
-    def make_group_name(communicator: cpu_communicator.CpuCommunicator) -> str:
-        ranks = "-".join(map(str, communicator.ranks))
-        return f"{names[0]}-{communicator.unique_name}-{ranks}"
-
-    shared_memory = cpu_communicator._CPUSHMDistributed
-    original = shared_memory.__dict__["make_group_name"]
-    shared_memory.make_group_name = staticmethod(make_group_name)
-    try:
+    with shared_memory_named(
+        lambda communicator, ranks: f"{names[0]}-{communicator}-{'-'.join(map(str, ranks))}"
+    ):
         yield
-    finally:
-        shared_memory.make_group_name = original

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from importlib import metadata
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.platforms import current_platform
-from vllm.v1.attention.selector import get_attn_backend
+
+from gapo_megatron.compat import vllm
 
 _HEAD_DIM = 128
 """Of the models in configs/; every attention backend takes it."""
@@ -30,8 +29,6 @@ class Installation:
 def installation(dtype: torch.dtype) -> Installation:
     """Ask vLLM which device and which attention it would take for activations of this dtype."""
     package = metadata.packages_distributions()["vllm"][0]
-    device, attention = current_platform.device_type, ""
-    if device:
-        with set_current_vllm_config(VllmConfig()):
-            attention = get_attn_backend(_HEAD_DIM, dtype, "auto").get_name()
+    device = vllm.device_type()
+    attention = vllm.attention_backend(_HEAD_DIM, dtype) if device else ""
     return Installation(package, metadata.version(package), device, attention)

@@ -11,8 +11,6 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import FinishReason
-from vllm.v1.engine.llm_engine import LLMEngine
 
 from gapo_megatron.errors import RolloutError
 from gapo_megatron.types import Ended, Prompt, Rollout
@@ -115,19 +113,6 @@ class Responses:
         self.rollouts[i][sample] = rollout
         self._num_open[i] -= rollout.finished
         return self._prompts[i], sample, rollout
-
-
-def unfinished_outputs(llm: LLMEngine) -> dict[str, RequestOutput]:
-    """What there is of every request that the engine still has, by name.
-
-    vLLM makes such an output where an asynchronous caller aborts a request; the engine in this
-    process (0.32) aborts without a word. To be told the tokens of every step instead costs what
-    grows with all that is generated, not with what is broken off.
-    """
-    return {
-        state.external_req_id: state.make_request_output([], None, FinishReason.ABORT, None)
-        for state in llm.output_processor.request_states.values()
-    }
 
 
 def to_rollout(output: RequestOutput, so_far: Rollout, *, may_be_open: bool) -> Rollout:

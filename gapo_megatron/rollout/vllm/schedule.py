@@ -13,8 +13,8 @@ from __future__ import annotations
 import enum
 
 import torch
-from vllm.v1.engine.llm_engine import LLMEngine
 
+from gapo_megatron.compat.vllm import LLMEngine
 from gapo_megatron.errors import RolloutError
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
+from gapo_megatron.compat import vllm
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConversionError, WeightSyncError
 from gapo_megatron.models.checks import num_experts
@@ -53,41 +53,14 @@ def sync_weights(
     engine.policy_version = -1
     tensors = checked(rules_for(engine.hf_config), weights)
     try:
-        engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+        vllm.load_weights(engine.llm, tensors)
     except ConversionError as error:
         raise WeightSyncError(f"weight sync, version {policy_version}: {error}") from error
-    engine.llm.apply_model(_repack_experts)
-    engine.llm.apply_model(_repack_tied_head)
     on_received()
     engine.schedule.wake_for_generation()
     if not engine.llm.reset_prefix_cache():
         raise WeightSyncError("weight sync: requests are in flight, so cached prefixes stay stale")
     engine.policy_version = policy_version
-
-
-def _repack_experts(model: nn.Module) -> None:
-    """Pack the new weights of the experts for the kernel that multiplies with them on a CPU.
-
-    vLLM does so when the model is built, and leaves them as they come after a reload (vLLM 0.32:
-    log-probs of experts whose weights are shuffled).
-    """
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and next(module.parameters()).device.type == "cpu":
-            kernel.fused_experts.process_weights_after_loading(module)
-
-
-def _repack_tied_head(model: nn.Module) -> None:
-    """Refresh the copy of the embedding that a tied output layer multiplies with on a CPU.
-
-    vLLM packs it for its matrix kernel when the model is built. A reload refreshes the packed
-    weights of the modules whose tensors it loads; a tied output layer has none of its own
-    (vLLM 0.32: log-probs of the old head with the new body).
-    """
-    head: Any = getattr(model, "lm_head", None)
-    weight = getattr(head, "weight", None)
-    if isinstance(weight, Tensor) and weight.device.type == "cpu":
-        head.quant_method.process_weights_after_loading(head)
 
 
 @dataclass(frozen=True, slots=True)

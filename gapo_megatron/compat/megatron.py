@@ -1,0 +1,339 @@
+"""What is used of Megatron-core that it does not document: model, gradients, groups, schedules.
+
+`megatron_optimizer` has its distributed optimizer, `megatron_checkpoint` its checkpoints.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import __version__ as version
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from gapo_megatron.compat.torch import deterministic_algorithms
+from gapo_megatron.errors import ConfigError
+
+Shape = tuple[int, ...]
+
+_REPLACED = (
+    (GPTModel, "_set_attention_backend"),
+    (GPTModel, "_postprocess"),
+    (P2PCommunicator, "_communicate_shapes"),
+    (DistributedDataParallel, "_make_backward_post_hook"),
+)
+
+
+def check() -> None:
+    """Refuse a Megatron-core that has no longer what is replaced here: it would not be called.
+
+    Raises:
+        ConfigError: names version and method.
+    """
+    # Uses: the methods of `_REPLACED`
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: beside the classes that replace them
+    for owner, name in _REPLACED:
+        if not hasattr(owner, name):
+            raise ConfigError(
+                f"megatron-core {version} has no {owner.__name__}.{name}, which this package "
+                "replaces: versions 0.16.1 to 0.19.2 have it"
+            )
+
+
+# --- groups and schedules ------------------------------------------------------------------------
+
+
+def groups_made() -> list[dist.ProcessGroup]:
+    """Every group that Megatron-core has made; `destroy_model_parallel` only forgets them."""
+    # Uses: parallel_state._global_process_group_list
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: NVIDIA/Megatron-LM#6897 (open issue), #6902, #7029 (open pull requests)
+    return [group for group in parallel_state._global_process_group_list or [] if group]
+
+
+def schedule_order(
+    num_microbatches: int, num_chunks: int, pp_size: int
+) -> Sequence[tuple[int, int]]:
+    """Micro-batch and virtual stage of every forward pass of a pipeline rank, in order."""
+    # Uses: pipeline_parallel.schedules.get_schedule_table
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: none found
+    order: Sequence[tuple[int, int]] = schedules.get_schedule_table(
+        num_microbatches, num_chunks, pp_size
+    )
+    return order
+
+
+class ShapedCommunicator(P2PCommunicator):
+    """Asks `shapes` for what travels between stages, instead of the neighbours."""
+
+    # Uses: P2PCommunicator._communicate_shapes, replaced
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: NVIDIA/Megatron-LM#7000 (merged, in neither: one fixed shape), #1066, #5100 (open)
+
+    def shapes(
+        self, send_next: Tensor | None, send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[Shape, Shape]:
+        """To override: shapes of what comes from the stage before and from the one after.
+
+        Args:
+            send_next: what is sent to the stage after; None: nothing.
+            send_prev: likewise, to the stage before.
+            recv_prev: something comes from the stage before.
+            recv_next: something comes from the stage after.
+        """
+        raise NotImplementedError
+
+    def _communicate_shapes(
+        self,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[Shape, Shape]:
+        return self.shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+
+
+def received(stage: GPTModel) -> Tensor:
+    """Hidden states that a stage got from the one before, for the pass under way."""
+    # Uses: GPTModel.decoder.input_tensor
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: none found
+    hidden: Tensor = stage.decoder.input_tensor
+    return hidden
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+def main_grad(parameter: Any) -> Tensor:
+    """Where a parameter's gradients are summed, in float32."""
+    # Uses: Parameter.main_grad
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: none found
+    buffer: Tensor = parameter.main_grad
+    return buffer
+
+
+class ListeningModel(DistributedDataParallel):
+    """Adds gradients to their buffers as autograd brings them, and tells `gradient_came`."""
+
+    # Uses: DistributedDataParallel._make_backward_post_hook, replaced;
+    #     Parameter.main_grad, .grad_added_to_main_grad (Transformer Engine sets the latter)
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: NVIDIA/Megatron-LM#1129 (open, close to it), #6484 (merged: Megatron-FSDP v2 alone)
+
+    def gradient_came(self, parameter: Parameter) -> None:
+        """To override: a parameter's gradient of one micro-batch is in its buffer."""
+        raise NotImplementedError
+
+    def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
+        weight: Any = param
+
+        def hook(*_: Any) -> None:
+            # None: the head's, which is in the buffer already. Megatron-core's own hook refuses it.
+            if weight.grad is not None and not weight.grad_added_to_main_grad:
+                weight.main_grad.add_(weight.grad)
+            weight.grad = None
+            self.gradient_came(weight)
+
+        return hook
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together."""
+
+    # Uses: bucket groups: params, grad_reduce_handle, start_grad_sync
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: none found
+
+    def __init__(self, bucket_group: Any) -> None:
+        self._group = bucket_group
+        self.params: Sequence[Parameter] = list(bucket_group.params)
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Its reduction has begun and has not been waited for."""
+        return self._group.grad_reduce_handle is not None
+
+    def start(self) -> None:
+        """Begin its reduction. Collective, over the ranks of equal weights."""
+        self._group.start_grad_sync()
+
+
+def buckets(wrapped: DistributedDataParallel) -> list[Bucket]:
+    """Of one virtual stage: those of data parallel groups, then those of experts."""
+    # Uses: DistributedDataParallel.bucket_groups, .expert_parallel_bucket_groups
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: none found
+    return [
+        Bucket(group) for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups)
+    ]
+
+
+# --- model ---------------------------------------------------------------------------------------
+
+
+def fill_gaps() -> None:
+    """Give modules the names that they use and may not have without Transformer Engine.
+
+    0.16 asks for its matrix product whether or not it is installed.
+    """
+    # Uses: transformer.moe.moe_utils.te_general_gemm
+    # Versions: megatron-core 0.16.1 (0.19.2 sets it to None by itself)
+    # Upstream: none found
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+class HiddenStatesModel(GPTModel):
+    """A model that ends in hidden states, and asks `choose_attention` for the environment."""
+
+    # Uses: LanguageModule._set_attention_backend, GPTModel._postprocess, both replaced
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: NVIDIA/Megatron-LM#7362 (merged, in neither: called no more), #7444
+    #     (open: the environment's choice stays), #6019 (open); #4686 (merged, in 0.19.2: forward's
+    #     `output_processor`)
+
+    _has_chosen_attention = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self._has_chosen_attention:
+            raise ConfigError(
+                f"megatron-core {version} does not call GPTModel._set_attention_backend, which "
+                "this package replaces: versions 0.16.1 to 0.19.2 do"
+            )
+
+    def choose_attention(self) -> None:
+        """To override: set what Transformer Engine reads, once, while the model is built."""
+
+    def _set_attention_backend(self) -> None:
+        self._has_chosen_attention = True
+        self.choose_attention()
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Hidden states [T (/ tp under sequence parallelism), 1, H] instead of logits."""
+        return hidden_states
+
+
+def leave_undefined(weight: Tensor) -> Tensor:
+    """Initialise nothing: every weight is loaded.
+
+    (With `perform_initialization=False` 0.16 does not mark sharded weights as such, and the
+    gradient norm misses all shards but the first.)
+    """
+    # Uses: TransformerConfig.init_method and its siblings
+    # Versions: megatron-core 0.16.1 (needed), 0.19.2
+    # Upstream: NVIDIA/Megatron-LM#4084 (merged, in 0.19.2)
+    return weight
+
+
+def set_rotary_frequencies(model: GPTModel, frequencies: Tensor) -> None:
+    """Use these [head_dim / 2] in place of Megatron-core's own."""
+    # Uses: RotaryEmbedding.inv_freq
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: none found
+    model.rotary_pos_emb.inv_freq = frequencies
+
+
+def share_rotary_tables(rotary: Any) -> None:
+    """Ask for tables of rotary angles of few lengths: of powers of two.
+
+    Megatron-core keeps the last 32 that it was asked for on the device, by the length of a
+    micro-batch's longest sequence, which is seldom the same twice: 0.4 GB of 26k positions. All
+    powers of two together take two tables. Transformer Engine's kernel looks positions up, and
+    takes any table that is long enough.
+    """
+    # Uses: RotaryEmbedding.get_rotary_seq_len, replaced
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: none found (close to it NVIDIA/Megatron-LM#1646, #1649, open)
+    exact = rotary.get_rotary_seq_len
+
+    def rounded(*arguments: Any, **settings: Any) -> int:
+        return 1 << (exact(*arguments, **settings) - 1).bit_length()
+
+    rotary.get_rotary_seq_len = rounded
+
+
+def combine_experts_in_order(model: nn.Module) -> None:
+    """Add up the experts of a token in one order, without Transformer Engine's kernel.
+
+    Megatron-core scatters them by atomics on a GPU, in whatever order they come: at equal weights
+    log-probs would differ from pass to pass, and a recomputed layer from its own forward pass. It
+    has a sorted kernel too, which it takes where torch asks for deterministic ones. On a CPU both
+    give the same bits.
+    """
+    # Uses: MoELayer.token_dispatcher.combine_postprocess, replaced
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: NVIDIA/Megatron-LM#7149, #6547 (open), #5718 (merged, documentation)
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            dispatcher: Any = module.token_dispatcher
+            combine = functools.partial(_in_order, dispatcher.combine_postprocess)
+            dispatcher.combine_postprocess = combine
+
+
+def _in_order(combine: Callable[[Tensor], Tensor], permuted: Tensor) -> Tensor:
+    with deterministic_algorithms():
+        return combine(permuted)
+
+
+def spread_tokens_evenly(model: nn.Module) -> None:
+    """Give every expert the same number of tokens, whatever the router says of them."""
+    # Uses: routers: routing (to know one), topk, the outputs (probs, choices)
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: NVIDIA/Megatron-LM#2917 (merged: a forced imbalance); the public
+    #     `moe_router_force_load_balancing` draws at random
+    for module in model.modules():
+        if hasattr(module, "routing"):
+            module.register_forward_hook(_share_equally)
+
+
+def _share_equally(router: Any, _: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    probs, choices = output
+    num_tokens, num_experts = choices.shape
+    chosen = router.topk
+    first = torch.arange(num_tokens)[:, None] * chosen
+    places = (first + torch.arange(chosen)) % num_experts
+    return probs, torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(1, places, True)
+
+
+def local_layers(
+    config: TransformerConfig, num_layers: int, *, norm: type, attention: type
+) -> TransformerBlockSubmodules:
+    """Layers without Transformer Engine, with our norm and attention."""
+    # Uses: the submodules of the local layer spec, and their sharded_state_dict_keys_map
+    # Versions: megatron-core 0.16.1, 0.19.2
+    # Upstream: NVIDIA/Megatron-LM#1448 (open: WrappedTorchNorm and sequence parallelism)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer.submodules.input_layernorm = norm
+    layer.submodules.pre_mlp_layernorm = norm
+    parts = layer.submodules.self_attention.submodules
+    parts.core_attention = attention
+    if config.qk_layernorm:
+        parts.q_layernorm = parts.k_layernorm = norm
+    if config.num_moe_experts:
+        # On disk the norm has the name that Transformer Engine's layer gives it: there it is part
+        # of the next linear only where one linear follows.
+        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)

@@ -1,0 +1,102 @@
+"""What is used of Transformer Engine that it does not document, and what asks whether it is there.
+
+Nothing here imports it before it is needed. Read in 2.20.2, without a GPU: NOT YET RUN on one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+from typing import Any
+
+from torch import nn
+
+DEBUG_ENVIRONMENT = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}
+"""Read when it is imported: it then says which attention it runs."""
+# Uses: NVTE_DEBUG, NVTE_DEBUG_LEVEL (documented)
+# Versions: transformer-engine 2.20.2
+# Upstream: NVIDIA/TransformerEngine#3142 (merged, documentation)
+
+
+def is_installed() -> bool:
+    """Whether there is one."""
+    # Uses: the name of the package
+    # Versions: transformer-engine 2.20.2
+    # Upstream: none found
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def why_not(question: str) -> str:
+    """Why this GPU does not compute in fp8 as is asked; empty: it does.
+
+    Args:
+        question: name of the function that says so.
+    """
+    # Uses: is_fp8_available, is_mxfp8_available, is_fp8_block_scaling_available (public)
+    # Versions: transformer-engine 2.20.2
+    # Upstream: none needed
+    can_run, reason = getattr(importlib.import_module("transformer_engine.pytorch"), question)(
+        return_reason=True
+    )
+    return "" if can_run else reason or "it does not say why"
+
+
+def free_fp8_copies(model: nn.Module) -> None:
+    """Give back the copies of weights that Transformer Engine keeps in fp8.
+
+    It makes them in the first micro-batch of a pass, again in every pass.
+    """
+    # Uses: TransformerEngineBaseModule._fp8_workspaces
+    # Versions: transformer-engine 2.20.2
+    # Upstream: none found (NVIDIA/TransformerEngine#820, merged, made them;
+    #     verl-project/verl#6952, merged, frees them likewise)
+    for module in model.modules():
+        getattr(module, "_fp8_workspaces", {}).clear()
+
+
+def fuse_weight_gradients(model: nn.Module) -> None:
+    """Let Transformer Engine's linears add to `main_grad` (float32) in the product itself.
+
+    Otherwise every micro-batch writes a bf16 gradient of every weight and then adds it: 12 bytes of
+    traffic a parameter, and a rounding. As a field of TransformerConfig it would ask for apex's
+    extension too, on behalf of the output layer, whose forward pass never runs here: the head's
+    own product adds to `main_grad` already (`logprob`).
+    """
+    # Uses: fuse_wgrad_accumulation, set on modules that have it
+    # Versions: transformer-engine 2.20.2
+    # Upstream: none found (the constructor's argument is public; close to it
+    #     NVIDIA/Megatron-LM#7101, open)
+    linears: list[Any] = [
+        module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")
+    ]
+    # A version that calls it something else would be slower without a word.
+    assert linears, "no linear of Transformer Engine's has fuse_wgrad_accumulation"
+    for linear in linears:
+        linear.fuse_wgrad_accumulation = True
+
+
+def forbid_unfused_attention() -> None:
+    """Fail rather than hold every pair of tokens. What the environment says already stays."""
+    # Uses: NVTE_UNFUSED_ATTN (documented, "subject to change")
+    # Versions: transformer-engine 2.20.2
+    # Upstream: NVIDIA/TransformerEngine#3142 (merged, documentation)
+    os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
+
+
+def attention_in_use() -> list[str]:
+    """A list that fills with the kernels of the attention that runs, under `DEBUG_ENVIRONMENT`."""
+    # Uses: log lines "Running with ..." of dot_product_attention.py
+    # Versions: transformer-engine 2.20.2
+    # Upstream: none found that can be asked (NVIDIA/TransformerEngine#2964, merged, refactoring)
+    said: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            message = record.getMessage()
+            if message.startswith("Running with "):
+                said.append(message.removeprefix("Running with "))
+
+    logging.getLogger().addHandler(Ear())
+    return said

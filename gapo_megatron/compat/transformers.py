@@ -1,0 +1,36 @@
+"""What is used of transformers that it does not document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+
+def tokenizer_class(name: Any) -> Any:
+    """The class of that name; None: this transformers has none.
+
+    Raises:
+        Exception: of any kind, where `name` is not what a name should be.
+    """
+    # Uses: models.auto.tokenization_auto.tokenizer_class_from_name (not in its __all__)
+    # Versions: transformers 5.19.0
+    # Upstream: none found (huggingface/transformers#12208 says that it is not public)
+    return tokenizer_class_from_name(name)
+
+
+def loads_by_itself(tokenizer: Any) -> bool:
+    """Whether a class is a tokenizer that loads as the base class does, its own files alone."""
+    # Uses: PreTrainedTokenizerBase.from_pretrained.__func__
+    # Versions: transformers 5.19.0
+    # Upstream: none found
+    return (
+        isinstance(tokenizer, type)
+        and issubclass(tokenizer, PreTrainedTokenizerBase)
+        and _loader(tokenizer) is _loader(PreTrainedTokenizerBase)
+    )
+
+
+def _loader(tokenizer: type[PreTrainedTokenizerBase]) -> object:
+    return getattr(tokenizer.from_pretrained, "__func__", None)

@@ -1,0 +1,203 @@
+"""What is used of vLLM that it does not document: an engine in the trainer's own process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm import EngineArgs, SamplingParams
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.device_communicators import cpu_communicator
+from vllm.inputs.engine import tokens_input
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.llm_engine import LLMEngine
+
+# An engine that is garbage collected takes the default process group with it, which is the
+# trainer's: so it stays until `close`, or as long as the process.
+_alive: list[LLMEngine] = []
+
+
+# --- an engine and its requests ------------------------------------------------------------------
+
+
+def create(args: EngineArgs) -> LLMEngine:
+    """An engine that is stepped by hand, and whose end leaves the default process group alone.
+
+    Raises:
+        ValueError: vLLM refuses.
+    """
+    # Uses: v1.engine.llm_engine.LLMEngine, usage.usage_lib.UsageContext; that weakref.finalize
+    #     shuts an engine down when it is garbage collected (v1/engine/core.py)
+    # Versions: vllm 0.32.0
+    # Upstream: none found for a group of others (close to it vllm-project/vllm#38231, open;
+    #     huggingface/trl#6353)
+    llm = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+    _alive.append(llm)
+    return llm
+
+
+def close(llm: LLMEngine) -> None:
+    """Free what an engine holds and destroy the default process group: vLLM does both at once."""
+    # Uses: LLMEngine.engine_core.shutdown
+    # Versions: vllm 0.32.0
+    # Upstream: as of `create`
+    _alive.remove(llm)
+    llm.engine_core.shutdown()
+
+
+def add_tokens(llm: LLMEngine, name: str, tokens: Sequence[int], params: SamplingParams) -> None:
+    """Queue a prompt of tokens."""
+    # Uses: inputs.engine.tokens_input
+    # Versions: vllm 0.32.0
+    # Upstream: none found
+    llm.add_request(name, tokens_input(list(tokens)), params)
+
+
+def queue_lengths(llm: LLMEngine) -> tuple[int, int]:
+    """Requests that run, and requests that wait, of an engine in this process."""
+    # Uses: LLMEngine.engine_core.engine_core.scheduler.get_request_counts
+    # Versions: vllm 0.32.0
+    # Upstream: vllm-project/vllm#50900 (closed), #17382 (open)
+    running, waiting = llm.engine_core.engine_core.scheduler.get_request_counts()
+    return running, waiting
+
+
+def unfinished(llm: LLMEngine) -> dict[str, RequestOutput]:
+    """What there is of every request that the engine still has, by name.
+
+    vLLM makes such an output where an asynchronous caller aborts a request; the engine in this
+    process aborts without a word. To be told the tokens of every step instead costs what grows
+    with all that is generated, not with what is broken off.
+    """
+    # Uses: LLMEngine.output_processor.request_states; their external_req_id, make_request_output
+    # Versions: vllm 0.32.0
+    # Upstream: vllm-project/vllm#22197 (closed), #28037 (merged): both for AsyncLLM alone
+    return {
+        state.external_req_id: state.make_request_output([], None, FinishReason.ABORT, None)
+        for state in llm.output_processor.request_states.values()
+    }
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+def load_weights(llm: LLMEngine, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """The engine computes with these from now on, with what it has packed of them too.
+
+    Args:
+        llm: with memory for its weights.
+        tensors: (Hugging Face name, whole tensor), those of one module next to each other.
+    """
+    # Uses: the worker's method "reload_weights", and its weights_iterator
+    # Versions: vllm 0.32.0
+    # Upstream: vllm-project/vllm#31848 (open), #31943 (merged): a public weight transfer
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+    llm.apply_model(repack_experts)
+    llm.apply_model(repack_tied_head)
+
+
+def repack_experts(model: nn.Module) -> None:
+    """Pack the new weights of the experts for the kernel that multiplies with them on a CPU.
+
+    vLLM does so when the model is built, and leaves them as they come after a reload (log-probs of
+    experts whose weights are shuffled).
+    """
+    # Uses: module.quant_method.moe_kernel.fused_experts.process_weights_after_loading
+    # Versions: vllm 0.32.0
+    # Upstream: vllm-project/vllm#48312, #42821, #42823 (open), #32133 (merged)
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and next(module.parameters()).device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
+def repack_tied_head(model: nn.Module) -> None:
+    """Refresh the copy of the embedding that a tied output layer multiplies with on a CPU.
+
+    vLLM packs it for its matrix kernel when the model is built. A reload refreshes the packed
+    weights of the modules whose tensors it loads; a tied output layer has none of its own
+    (log-probs of the old head with the new body).
+    """
+    # Uses: model.lm_head.quant_method.process_weights_after_loading
+    # Versions: vllm 0.32.0
+    # Upstream: vllm-project/vllm#52147 (merged: ties in ParallelLMHead), #48312 (open)
+    head: Any = getattr(model, "lm_head", None)
+    weight = getattr(head, "weight", None)
+    if isinstance(weight, Tensor) and weight.device.type == "cpu":
+        head.quant_method.process_weights_after_loading(head)
+
+
+# --- what it leaves behind -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def shared_memory_named(name: Callable[[str, Sequence[int]], str]) -> Iterator[None]:
+    """Let engines that start inside meet in shared memory of another name, on a CPU.
+
+    vLLM names it by ranks alone under the external launcher: two runs on one machine would collide,
+    and what a killed run leaves behind would keep all later ones from starting.
+
+    Args:
+        name: of a communicator's own name and ranks; the same on all of them.
+    """
+    # Uses: cpu_communicator._CPUSHMDistributed.make_group_name, replaced
+    # Versions: vllm 0.32.0
+    # Upstream: vllm-project/vllm#34169 (merged), #46716 (open): neither tells runs apart
+
+    def make_group_name(communicator: cpu_communicator.CpuCommunicator) -> str:
+        return name(communicator.unique_name, communicator.ranks)
+
+    shared_memory = cpu_communicator._CPUSHMDistributed
+    original = shared_memory.__dict__["make_group_name"]
+    shared_memory.make_group_name = staticmethod(make_group_name)
+    try:
+        yield
+    finally:
+        shared_memory.make_group_name = original
+
+
+# --- what it can do here -------------------------------------------------------------------------
+
+
+def cpu_head_sizes() -> list[int]:
+    """Values of head_dim that attention on a CPU can compute."""
+    # Uses: v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes
+    # Versions: vllm 0.32.0
+    # Upstream: none found
+    sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
+    return sizes
+
+
+def why_no_cpu_fp8() -> str | None:
+    """Why this CPU has no kernel for `fp8_per_block`; None: it has."""
+    # Uses: kernels.linear.scaled_mm.cpu.CPUFp8BlockScaledMMKernel.is_supported
+    # Versions: vllm 0.32.0
+    # Upstream: none found (close to it vllm-project/vllm#39065, #39663, closed)
+    has_kernel, reason = CPUFp8BlockScaledMMKernel.is_supported()
+    return None if has_kernel else str(reason)
+
+
+def device_type() -> str:
+    """What it would run on: `cuda`, `cpu`, or empty where it finds neither."""
+    # Uses: platforms.current_platform.device_type
+    # Versions: vllm 0.32.0
+    # Upstream: none found
+    return str(current_platform.device_type)
+
+
+def attention_backend(head_dim: int, dtype: torch.dtype) -> str:
+    """The attention that it would choose here."""
+    # Uses: config.VllmConfig, set_current_vllm_config; v1.attention.selector.get_attn_backend
+    # Versions: vllm 0.32.0
+    # Upstream: none found
+    with set_current_vllm_config(VllmConfig()):
+        return str(get_attn_backend(head_dim, dtype, "auto").get_name())

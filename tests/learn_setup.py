@@ -22,6 +22,7 @@ from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
+from gapo_megatron.learn import loss as loss_module
 from gapo_megatron.learn import step as learn_module
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import UpdateResult
@@ -188,7 +189,7 @@ def record(policy: Policy) -> Iterator[list[Seen]]:
     """Watch every update of `learn` from outside: nothing it computes changes."""
     updates: list[Seen] = []
     losses: list[PolicyLoss] = []
-    update, policy_loss = learn_module.update, learn_module.policy_loss
+    update, policy_loss = learn_module.update, loss_module.policy_loss
     prepare_grads = policy.optimizer.prepare_grads
 
     def watched_loss(*args: Any, **kwargs: Any) -> PolicyLoss:
@@ -217,7 +218,7 @@ def record(policy: Policy) -> Iterator[list[Seen]]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(learn_module, "update", watched_update))
-        stack.enter_context(patch.object(learn_module, "policy_loss", watched_loss))
+        stack.enter_context(patch.object(loss_module, "policy_loss", watched_loss))
         stack.enter_context(patch.object(policy.optimizer, "prepare_grads", watched_grads))
         yield updates
 

@@ -159,7 +159,9 @@ def test_new_tokens_alone_are_scored_at_the_weights_that_sampled_them(
         for group, before in zip(groups, GROUPS, strict=True)
     )
     # Now all are carried, and nothing is left to do.
-    monkeypatch.setattr(carry_module, "log_probs", lambda *_: pytest.fail("scored again"))
+    monkeypatch.setattr(
+        carry_module, "score_on_every_rank", lambda *_, **__: pytest.fail("scored again")
+    )
     again = carry(policy, groups, config, policy_version=6, gloo_group=None)
     assert carried_of(again) == carried_of(groups)
 

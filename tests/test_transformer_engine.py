@@ -22,7 +22,8 @@ from transformers import AutoConfig
 from gapo_megatron.compat import cpu
 from gapo_megatron.config import ModelConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.learn.update import log_probs, update
+from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.update import update
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import RECIPES
 from gapo_megatron.policy import Policy, destroy, initialize, model

@@ -48,9 +48,9 @@ def unpack(
         for indices, packed in zip(microbatches, values, strict=True)
         if packed is not None
     ]
-    on_host = to_host([packed for _, packed in scored])
+    on_host, num_rows = to_host([packed for _, packed in scored]), batch.num_response_tokens
     for (indices, _), packed in zip(scored, on_host, strict=True):
-        parts = packed.split(batch.num_response_tokens[list(indices)].tolist())
+        parts = packed.split(num_rows[list(indices)].tolist())
         by_sequence |= zip(indices, parts, strict=True)
     return by_sequence
 

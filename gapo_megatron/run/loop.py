@@ -13,7 +13,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron import checkpoint, rewards
-from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import CONFIG_NAME, Config
@@ -30,6 +29,7 @@ from gapo_megatron.io.metric_files import check_metrics
 from gapo_megatron.io.run_folder import checkpoints_dir, has_finished, is_finished, mark_finished
 from gapo_megatron.learn.carry import carry
 from gapo_megatron.learn.noise_floor import watch_noise_floor
+from gapo_megatron.learn.plan import plan_updates
 from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import make_batch
 from gapo_megatron.objective.diagnostics import CorrelationWindow, count_by_correct
@@ -222,16 +222,7 @@ def run(config: Config, *, keep_weights: bool) -> None:
         # From here on a stop keeps the rollouts.
         batch = opened.batch
         with stopwatch("plan"):
-            packing = plan(
-                sequence_lengths(batch),
-                batch.advantages,
-                num_response_tokens=batch.num_response_tokens,
-                valid=batch.valid,
-                num_minibatches=config.batch.num_minibatches,
-                max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
-                data_parallel_size=groups.dp_size,
-                keep_zero_advantage=config.objective.needs_every_sequence,
-            )
+            packing = plan_updates(batch, config, data_parallel_size=groups.dp_size)
         learned = learn(
             policy,
             batch,

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from gapo_megatron.config import Config, ModelConfig
 from gapo_megatron.config.counts import arithmetic
-from gapo_megatron.learn import update as step
+from gapo_megatron.learn.forward import Scored
+from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.tables import rules_for
@@ -35,7 +36,7 @@ from gapo_megatron.ops.plan.no_data import NoData, Traffic
 from gapo_megatron.ops.plan.state import rank_bytes
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import PolicyModel, read_hf_config
-from gapo_megatron.types import Batch, Microbatch
+from gapo_megatron.types import Microbatch, Sequences
 
 LEFT_OUT = (
     "Not shown: vLLM and weight sync; Transformer Engine's layers (these are the ones that run "
@@ -102,7 +103,7 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
         before = no_data.live_bytes
         num_microbatches = groups.pp_size * min(groups.vpp_size, 2)
         with KeptForBackward(besides=parameters.values()) as kept:
-            step.update(policy, [microbatch] * num_microbatches, _loss)
+            update(policy, [microbatch] * num_microbatches, _loss)
         weights, gradients, optimizer = allocated_bytes(policy)
         return Found(
             {name: tuple(tensor.shape) for name, tensor in parameters.items()},
@@ -123,8 +124,8 @@ def runs_here(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"precision": precision, "head": "torch"})
 
 
-def _loss(_: int, log_probs: Tensor, __: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-    return -log_probs.sum(), {}
+def _loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+    return -scored.log_probs.sum(), {}
 
 
 def _share_equally(router: Any, _: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -147,17 +148,11 @@ def _full_microbatch(config: Config, policy: Policy) -> Microbatch:
         lengths.append(budget % longest)
     prompts = [min(config.data.max_prompt_tokens, length) for length in lengths]
     responses = [length + 1 - prompt for length, prompt in zip(lengths, prompts, strict=True)]
-    zeros = torch.zeros(len(lengths), dtype=torch.int64)
-    batch = Batch(
+    sequences = Sequences(
         prompt_ids=[np.zeros(size, dtype=np.int32) for size in prompts],
         response_ids=[np.zeros(size, dtype=np.int32) for size in responses],
-        rollout_log_probs=[np.zeros(size, dtype=np.float32) for size in responses],
-        advantages=zeros.double(),
-        num_correct=zeros,
-        group_size=zeros,
-        valid=zeros == 0,
     )
-    return policy.pack(batch, range(len(lengths)))
+    return policy.pack(sequences, range(len(lengths)))
 
 
 def allocated_bytes(policy: Policy) -> tuple[int, int, int]:

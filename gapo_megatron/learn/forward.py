@@ -77,6 +77,7 @@ def run_pass(
     Collectives: those of forward and backward pass over the tensor, context, expert and pipeline
     parallel groups; after the last backward pass those of the gradient reduction.
     """
+    # The weights' memory may have been given back between steps.
     policy.begin_pass()
     groups, num_given = policy.groups, len(microbatches)
     if groups.vpp_size > 1:  # Megatron-core deals micro-batches to virtual stages in such groups
@@ -97,12 +98,8 @@ def run_pass(
         def after(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             flags.where = f"micro-batch {index}"
             row_plan = _plan_rows(share, flags)
-            log_probs, entropy = _log_probs(policy, hidden, share, row_plan, temperature)
-            if share.rows is not None:  # context parallel ranks have scored the others
-                num_rows = len(whole.labels)
-                log_probs = join_rows(log_probs, share.rows, num_rows, groups)
-                if entropy is not None:
-                    entropy = join_rows(entropy, share.rows, num_rows, groups)
+            values = _log_probs(policy, hidden, share, row_plan, temperature)
+            log_probs, entropy = _join(policy, values, share.rows, len(whole.labels))
             if index >= num_given:
                 return without_backward(policy, log_probs.sum()), _NO_TOKENS, None
             loss, report = head(Scored(index, log_probs, entropy, flags, share.rows, row_plan))
@@ -111,10 +108,7 @@ def run_pass(
 
         return hidden, after
 
-    config = policy.stages[0].config
-    reduction = policy.reduction
-    config.no_sync_func = None if reduction is None or forward_only else reduction.not_last
-    config.finalize_model_grads_func = functools.partial(_sum_gradients, reduction)
+    _tell_when_to_reduce(policy, forward_only=forward_only)
     communication = _communication(policy, microbatches, forward_only=forward_only)
     with cpu.device_scope():
         reports: list[Any] = get_forward_backward_func()(
@@ -183,6 +177,18 @@ def _log_probs(
     return values, entropy
 
 
+def _join(
+    policy: Policy, values: tuple[Tensor, Tensor | None], rows: Tensor | None, num_rows: int
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropy [R] of all rows: context parallel ranks have scored the others."""
+    log_probs, entropy = values
+    if rows is not None:
+        log_probs = join_rows(log_probs, rows, num_rows, policy.groups)
+        if entropy is not None:
+            entropy = join_rows(entropy, rows, num_rows, policy.groups)
+    return log_probs, entropy
+
+
 def _communication(
     policy: Policy, microbatches: Sequence[Microbatch], *, forward_only: bool
 ) -> dict[str, Any]:
@@ -198,6 +204,13 @@ def _communication(
         ),
         "pg_collection": schedule_groups(),
     }
+
+
+def _tell_when_to_reduce(policy: Policy, *, forward_only: bool) -> None:
+    """Set what Megatron-core's schedule calls around and after the backward passes."""
+    config, reduction = policy.stages[0].config, policy.reduction
+    config.no_sync_func = None if reduction is None or forward_only else reduction.not_last
+    config.finalize_model_grads_func = functools.partial(_sum_gradients, reduction)
 
 
 def _sum_gradients(

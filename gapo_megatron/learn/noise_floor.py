@@ -74,15 +74,14 @@ def watch_noise_floor(
         first_sampled: the first that this process samples for.
 
     Returns:
-        `numerics/noise_floor_mean`, `numerics/noise_floor_max` and, beside them, the clip of the
-        method in use: `numerics/eps_low`, `numerics/eps_high_max`; the same bits on every rank.
-        Nothing when the step records none.
+        `numerics/noise_floor_{mean,max}` and the clip of the method in use,
+        `numerics/{eps_low,eps_high_max}`; the same bits on every rank. Nothing when not recorded.
 
     Collectives: those of `measure_noise_floor`, when due.
 
     Raises:
-        ConfigError: at step 0 the mean is above `metrics.noise_floor_limit` times eps_low. On every
-            rank alike; no weight has moved. Later a warning has to do: work is at stake.
+        ConfigError: at step 0, on every rank alike, the mean is above `metrics.noise_floor_limit`
+            times eps_low. Later it is a warning: work is at stake.
     """
     every = config.metrics.noise_floor_every_steps
     if not every or (step % every and step != first_sampled):

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -231,12 +231,14 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_block = _block_gradient(
                 whole.index_select(0, positions[block.rows]),
                 weight[: options.num_columns],
-                columns[rows],
-                maximum=maximum[rows],
-                sum_exp=sum_exp[rows],
-                grad_log_probs=grad_log_probs[rows],
-                entropy=None if grad_entropy is None else entropy[rows],
-                grad_entropy=None if grad_entropy is None else grad_entropy[rows],
+                _BlockRows(
+                    columns[rows],
+                    maximum[rows],
+                    sum_exp[rows],
+                    grad_log_probs[rows],
+                    None if grad_entropy is None else entropy[rows],
+                    None if grad_entropy is None else grad_entropy[rows],
+                ),
                 grad_weight=total,
                 hidden_needs_grad=hidden_needs_grad,
                 options=options,
@@ -317,30 +319,40 @@ class _Summing:
             grad_hidden.index_copy_(0, local, self.grad.to(grad_hidden.dtype))
 
 
+class _BlockRows(NamedTuple):
+    """Of each of the R_b rows of a block, what its gradient needs beside hidden state and weight.
+
+    All [R_b]; the last two None without an entropy's gradient.
+    """
+
+    columns: torch.Tensor
+    """int64: of this shard, the label's; outside of it where the label is another's."""
+    maximum: torch.Tensor
+    sum_exp: torch.Tensor
+    grad_log_probs: torch.Tensor
+    entropy: torch.Tensor | None
+    grad_entropy: torch.Tensor | None
+
+
 def _block_gradient(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    columns: torch.Tensor,
+    rows: _BlockRows,
     *,
-    maximum: torch.Tensor,
-    sum_exp: torch.Tensor,
-    grad_log_probs: torch.Tensor,
-    entropy: torch.Tensor | None,
-    grad_entropy: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
     hidden_needs_grad: bool,
     options: _Options,
 ) -> torch.Tensor | None:
     """Add a block's dW to `grad_weight`; return its dX [R_b, H], this shard's share of it.
 
-    All arguments are of the block's rows; dX is in the accumulation dtype.
+    `hidden` [R_b, H] is of the block's rows; dX is in the accumulation dtype.
     """
     num_rows, pad = len(hidden), functools.partial(_pad, multiple=ROW_MULTIPLE)
     # In padding g = e = 0, and m = 0 and the sum 1: its rows stay finite and add exact zeros.
-    x_b, columns, m, g = map(pad, (hidden, columns, maximum, grad_log_probs))
-    inverse_sum = pad(sum_exp, value=1).reciprocal()
-    h = None if entropy is None else pad(entropy)
-    e = None if grad_entropy is None else pad(grad_entropy)
+    x_b, columns, m, g = map(pad, (hidden, rows.columns, rows.maximum, rows.grad_log_probs))
+    inverse_sum = pad(rows.sum_exp, value=1).reciprocal()
+    h = None if rows.entropy is None else pad(rows.entropy)
+    e = None if rows.grad_entropy is None else pad(rows.grad_entropy)
     grad_hidden = torch.zeros(x_b.shape, dtype=accumulation_dtype(x_b.dtype), device=x_b.device)
     _, num_columns = options.code.block_shape(weight)
     lost, mean_weights = [], []

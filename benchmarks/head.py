@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 from head_providers import CLIPPED_D, PROVIDERS, Batch, Head, Problem, gspo_loss, load_head
 from head_report import load_records, print_report, save_plot
 
-from gapo_megatron.logprob import segment_mean
+from gapo_megatron.objective.segments import segment_mean
 
 GUIDE = """\
 First the peers, into a folder of their own (pins: benchmarks/peers.txt), then the benchmark:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gapo_megatron.logprob import segment_mean, token_log_probs
+from gapo_megatron.logprob import token_log_probs
 from gapo_megatron.logprob.implementation import Name, choose_implementation
+from gapo_megatron.objective.segments import segment_mean
 
 PROVIDERS = [
     "ours",

@@ -189,7 +189,7 @@ def run(
 @contextlib.contextmanager
 def everything_computed() -> Iterator[None]:
     """Take every row for one with a gradient."""
-    with patch.object(learn_module._MinibatchLoss, "may_lose_gradients", False):
+    with patch.object(learn_module, "may_lose_gradients", lambda *_, **__: False):
         yield
 
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 from gapo_megatron import train
 from gapo_megatron.batching import plan
 from gapo_megatron.config import load_config
-from gapo_megatron.learn import step as learn
+from gapo_megatron.learn import metrics as learn_metrics
 from gapo_megatron.objective import METHODS, diagnostics, policy_loss
 from gapo_megatron.run import run
 from gapo_megatron.run.metrics import MetricsWriter
@@ -41,8 +41,8 @@ from gapo_megatron.types import Batch
 # Label -> where the function is looked up when it is called.
 PARTS = {
     "sums of micro-batches": (diagnostics, "per_correct_sums"),
-    "adding them up": (learn, "_add"),
-    "exchange": (learn, "_add_over_ranks"),
+    "adding them up": (learn_metrics, "add"),
+    "exchange": (learn_metrics, "add_over_ranks"),
     "means": (diagnostics, "summarize"),
     "correlation window": (diagnostics.CorrelationWindow, "add"),
     "rollouts": (run, "count_by_correct"),
@@ -141,7 +141,7 @@ def measure_large(
         found["sums of micro-batches"].append(sum(s for _, s in made))
         start, totals = time.perf_counter(), {}
         for one in sums:
-            learn._add(totals, one)
+            learn_metrics.add(totals, one)
         found["adding them up"].append(time.perf_counter() - start)
         start = time.perf_counter()
         metrics = diagnostics.summarize(totals)

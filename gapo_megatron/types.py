@@ -43,6 +43,15 @@ class Rollout:
     """[num_response_tokens] bool: True where the model sampled the token, False where the
     environment gave it (its log-prob is 0 then, and nothing learns from it); None: all sampled."""
 
+    @property
+    def is_sampled(self) -> np.ndarray:
+        """`response_mask`, written out where it is None."""
+        import numpy as np
+
+        if self.response_mask is None:
+            return np.ones(len(self.token_ids), dtype=bool)
+        return self.response_mask
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:

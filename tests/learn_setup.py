@@ -22,6 +22,7 @@ from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
+from gapo_megatron.learn import loss as loss_module
 from gapo_megatron.learn import step as learn_module
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import UpdateResult
@@ -93,6 +94,37 @@ def carry_some(groups: Sequence[Group], config: Config) -> list[Group]:
         )
         for group in groups
     ]
+
+
+def mask_some(groups: Sequence[Group]) -> list[Group]:
+    """Two rollouts of three have tokens that an environment gave: within, or first and last."""
+    random = np.random.default_rng(6)
+
+    def mask(number: int, rollout: Rollout) -> Rollout:
+        length = len(rollout.token_ids)
+        is_sampled = np.ones(length, dtype=bool)
+        if number % 3 and length > 2:
+            is_sampled = random.random(length) < 0.6
+            is_sampled[0] = is_sampled[-1] = number % 3 == 1
+            is_sampled[length // 2] = True
+        return replace(put_in_masked(rollout, is_sampled, 0.0), response_mask=is_sampled)
+
+    return [
+        replace(group, rollouts=tuple(mask(*one) for one in enumerate(group.rollouts, number)))
+        for number, group in enumerate(groups)
+    ]
+
+
+def put_in_masked(rollout: Rollout, is_sampled: np.ndarray, value: float) -> Rollout:
+    """The rollout with `value` for every log-prob of a token that the model did not sample."""
+
+    def put(log_probs: np.ndarray) -> np.ndarray:
+        return np.where(is_sampled[: len(log_probs)], log_probs, np.float32(value))
+
+    carried = rollout.carried
+    if carried is not None:
+        carried = replace(carried, old_log_probs=put(carried.old_log_probs))
+    return replace(rollout, log_probs=put(rollout.log_probs), carried=carried)
 
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
@@ -188,7 +220,7 @@ def record(policy: Policy) -> Iterator[list[Seen]]:
     """Watch every update of `learn` from outside: nothing it computes changes."""
     updates: list[Seen] = []
     losses: list[PolicyLoss] = []
-    update, policy_loss = learn_module.update, learn_module.policy_loss
+    update, policy_loss = learn_module.update, loss_module.policy_loss
     prepare_grads = policy.optimizer.prepare_grads
 
     def watched_loss(*args: Any, **kwargs: Any) -> PolicyLoss:
@@ -217,7 +249,7 @@ def record(policy: Policy) -> Iterator[list[Seen]]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(learn_module, "update", watched_update))
-        stack.enter_context(patch.object(learn_module, "policy_loss", watched_loss))
+        stack.enter_context(patch.object(loss_module, "policy_loss", watched_loss))
         stack.enter_context(patch.object(policy.optimizer, "prepare_grads", watched_grads))
         yield updates
 
@@ -291,7 +323,7 @@ def expected_update(
     old = in_float64(old)
     valid = [[i for i, r in enumerate(group.rewards) if r == r] for group in groups]
     num_tokens = sum(
-        len(group.rollouts[i].token_ids)
+        int(group.rollouts[i].is_sampled.sum())
         for group, rows in zip(groups, valid, strict=True)
         for i in rows
     )
@@ -304,9 +336,11 @@ def expected_update(
         for values, i in zip(old_log_probs, rows, strict=True):
             if carried := group.rollouts[i].carried:
                 values[: len(carried.old_log_probs)] = torch.from_numpy(carried.old_log_probs)
+        masks = [torch.from_numpy(group.rollouts[i].is_sampled) for i in rows]
+        old_log_probs = [one[mask] for one, mask in zip(old_log_probs, masks, strict=True)]
         weights = None
         if (largest := config.objective.importance_weight_max) is not None:
-            engines = [group.rollouts[i].log_probs for i in rows]
+            engines = [group.rollouts[i].log_probs[group.rollouts[i].is_sampled] for i in rows]
             weights = [
                 min(math.exp(float((ours - torch.from_numpy(theirs)).mean())), largest)
                 for ours, theirs in zip(old_log_probs, engines, strict=True)
@@ -322,8 +356,9 @@ def expected_update(
             eps_high_max=method.eps_high_max,
             temperature=temperature,
             importance_weights=weights,
+            masks=masks,
         )
-        share = sum(map(len, responses)) / num_tokens
+        share = sum(map(len, update.log_probs)) / num_tokens
         result.loss += share * update.loss
         for name, gradient in update.gradients.items():
             result.gradients[name] = result.gradients.get(name, 0) + share * gradient

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gapo_megatron.batching import pack, sequence_lengths
+from gapo_megatron.batching import pack, sequence_lengths, unpack
 from gapo_megatron.errors import DataError
-from gapo_megatron.types import Batch
+from gapo_megatron.types import Batch, Sequences
 from tests.messages import mentions
 
 lengths = st.tuples(st.integers(1, 6), st.integers(1, 6))
@@ -121,3 +121,24 @@ def test_a_token_that_the_model_does_not_have_is_refused():
     with pytest.raises(DataError, match=mentions("sequence 0", "prompt", "-1")):
         pack(batch, [0, 1], vocab_size=9, device="cpu")
     pack(batch, [1], vocab_size=9, device="cpu")
+
+
+def test_a_masked_token_is_read_and_has_no_row() -> None:
+    prompts = [np.array([1, 2], np.int32), np.array([3], np.int32)]
+    responses = [np.array([4, 5, 6, 7], np.int32), np.array([8, 9, 10], np.int32)]
+    masks = [np.array([True, False, True, False]), np.array([False, False, True])]
+    batch = Sequences(prompts, responses, response_masks=masks)
+    packed = pack(batch, [1, 0], device="cpu")
+    whole = pack(Sequences(prompts, responses), [1, 0], device="cpu")
+    for name in ("tokens", "position_ids", "cu_seqlens"):
+        assert torch.equal(getattr(packed, name), getattr(whole, name))
+    assert packed.labels.tolist() == [10, 4, 6]
+    assert packed.sequence_ids.tolist() == [0, 1, 1]
+    # The row before a label predicts it: 3 8 9 | 1 2 4 5 6.
+    assert packed.row_index.tolist() == [2, 4, 6]
+    by_sequence = unpack(batch, [[1, 0]], [torch.tensor([0.1, 0.2, 0.3])])
+    assert {i: len(values) for i, values in by_sequence.items()} == {1: 1, 0: 2}
+    everything = [np.ones(len(ids), dtype=bool) for ids in responses]
+    same = pack(Sequences(prompts, responses, response_masks=everything), [1, 0], device="cpu")
+    for name in ("tokens", "row_index", "labels", "sequence_ids"):
+        assert torch.equal(getattr(same, name), getattr(whole, name))

@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from gapo_megatron import checkpoint
-from gapo_megatron.checkpoint.open_groups import load_open_groups, save_open_groups
+from gapo_megatron.checkpoint.open_groups import (
+    OPEN_GROUPS_NAME,
+    load_open_groups,
+    save_open_groups,
+)
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.run_folder import mark_finished
@@ -80,6 +84,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("model")
     save_model(path, "qwen2_tied")
     return path
+
+
+def with_masks(groups: list[OpenGroup]) -> list[OpenGroup]:
+    """Every third token of the second and third responses is the environment's."""
+
+    def mask(rollout: Rollout) -> Rollout:
+        is_sampled = np.arange(len(rollout.token_ids)) % 3 > 0
+        carried = rollout.carried
+        if carried is not None:
+            old = carried.old_log_probs * is_sampled[: len(carried.old_log_probs)]
+            carried = replace(carried, old_log_probs=old)
+        return replace(rollout, carried=carried, response_mask=is_sampled)
+
+    return [
+        replace(
+            group,
+            rollouts=tuple(
+                mask(one) if number in (1, 2) else one for number, one in enumerate(group.rollouts)
+            ),
+        )
+        for group in groups
+    ]
 
 
 def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
@@ -159,7 +185,9 @@ def test_new_tokens_alone_are_scored_at_the_weights_that_sampled_them(
         for group, before in zip(groups, GROUPS, strict=True)
     )
     # Now all are carried, and nothing is left to do.
-    monkeypatch.setattr(carry_module, "log_probs", lambda *_: pytest.fail("scored again"))
+    monkeypatch.setattr(
+        carry_module, "score_on_every_rank", lambda *_, **__: pytest.fail("scored again")
+    )
     again = carry(policy, groups, config, policy_version=6, gloo_group=None)
     assert carried_of(again) == carried_of(groups)
 
@@ -214,6 +242,52 @@ def test_a_checkpoint_keeps_every_bit(policy: Policy, folder: Path, tmp_path: Pa
     save_open_groups(empty, [])
     assert not list(empty.iterdir())
     assert load_open_groups(empty) == []
+
+
+def test_what_the_environment_gave_is_carried_as_zero(
+    policy: Policy, folder: Path, tmp_path: Path
+) -> None:
+    config, masked = config_of(folder), with_masks(GROUPS)
+    plain = carry(policy, GROUPS, config, policy_version=5, gloo_group=None)
+    groups = carry(policy, masked, config, policy_version=5, gloo_group=None)
+    for group, before, without in zip(groups, masked, plain, strict=True):
+        for one, old, other in zip(group.rollouts, before.rollouts, without.rollouts, strict=True):
+            if one.carried is None:
+                continue
+            assert other.carried is not None and one.carried.old_log_probs.dtype == np.float32
+            log_probs, is_sampled = one.carried.old_log_probs, one.is_sampled
+            assert is_sampled.tolist() == old.is_sampled.tolist()
+            assert not log_probs[~is_sampled].any()
+            # Sampled tokens have what they have without a mask: which rows are scored is no matter.
+            assert log_probs[is_sampled].tolist() == pytest.approx(
+                other.carried.old_log_probs[is_sampled].tolist(), abs=1e-6
+            )
+    save_open_groups(tmp_path, groups)
+    read = load_open_groups(tmp_path)
+    assert carried_of(read) == carried_of(groups)
+    for theirs, ours in zip(read, groups, strict=True):
+        for one, other in zip(theirs.rollouts, ours.rollouts, strict=True):
+            if other.response_mask is None:
+                assert one.response_mask is None
+            else:
+                assert one.response_mask is not None and one.response_mask.dtype == bool
+                assert one.response_mask.tolist() == other.response_mask.tolist()
+
+
+def test_groups_written_before_there_were_masks_are_read(
+    policy: Policy, folder: Path, tmp_path: Path
+) -> None:
+    groups = carry(policy, GROUPS, config_of(folder), policy_version=5, gloo_group=None)
+    save_open_groups(tmp_path, groups)
+    path = tmp_path / OPEN_GROUPS_NAME
+    content = torch.load(path)
+    for group in content["groups"]:
+        for rollout in group["rollouts"]:
+            del rollout["response_mask"]
+    torch.save(content, path)
+    read = load_open_groups(tmp_path)
+    assert carried_of(read) == carried_of(groups)
+    assert all(one.response_mask is None for group in read for one in group.rollouts)
 
 
 CHANGES: dict[str, tuple[Any, Any]] = {

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gapo_megatron.batching import plan, sequence_lengths
-from gapo_megatron.learn import step as learn_module
+from gapo_megatron.learn.metrics import add_over_ranks
 from gapo_megatron.objective import make_batch
 from gapo_megatron.types import Group, Outcome, Verdict
 from tests.dist import single_rank
@@ -256,13 +256,11 @@ def test_metrics_take_one_collective(folder: Path) -> None:
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(patch.object(dist, name, counted(name)))
-        totals = learn_module._add_over_ranks(sums, group_size=4, device=torch.device("cpu"))
+        totals = add_over_ranks(sums, group_size=4, device=torch.device("cpu"))
     assert calls == ["all_gather"]
     assert (totals["loss"], totals["mismatch_max"], totals["kl"]) == (2.0, 3.0, 0.0)
     with pytest.raises(AssertionError, match="new"):
-        learn_module._add_over_ranks(
-            {"new": torch.tensor(1.0)}, group_size=4, device=torch.device("cpu")
-        )
+        add_over_ranks({"new": torch.tensor(1.0)}, group_size=4, device=torch.device("cpu"))
 
 
 def penalties(

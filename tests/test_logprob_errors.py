@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.logprob import sequence_log_ratio, token_log_probs
+from gapo_megatron.logprob import token_log_probs
 from tests.logprob_setup import problem
 from tests.messages import mentions
 
@@ -63,44 +63,3 @@ def test_values_that_are_not_finite_are_named(value: float, return_entropy: bool
         token_log_probs(hidden, bad_weight, labels, return_entropy=return_entropy)
     with pytest.raises(DivergenceError, match="overflow"):
         token_log_probs(hidden * 1e30, weight * 1e30, labels, return_entropy=return_entropy)
-
-
-def test_sequence_log_ratio_names_bad_old_log_probs() -> None:
-    hidden, weight, labels = problem(4, 9)
-    ids = torch.zeros(4, dtype=torch.int64)
-    options = {
-        "sequence_ids": ids,
-        "num_sequences": 1,
-        "num_response_tokens": torch.tensor([4]),
-    }
-    old = torch.zeros(4)
-    with pytest.raises(ValueError, match=mentions("old_log_probs (3,)")):
-        sequence_log_ratio(hidden, weight, labels, old[:3], **options)
-    old[2] = -torch.inf
-    with pytest.raises(DivergenceError, match=mentions("old_log_probs[2]")):
-        sequence_log_ratio(hidden, weight, labels, old, **options)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"sequence_ids": torch.tensor([0, 0, 1])}, ["sequence_ids (3,)"]),
-        ({"sequence_ids": torch.zeros(4).int()}, ["sequence_ids (torch.int32)"]),
-        ({"sequence_ids": torch.tensor([0, 0, 2, 1])}, ["sequence_ids[2] (2)", "0..1"]),
-        ({"sequence_ids": torch.tensor([0, -1, 1, 1])}, ["sequence_ids[1] (-1)"]),
-        ({"num_response_tokens": torch.tensor([4])}, ["num_response_tokens (1,)", "[2]"]),
-        ({"num_response_tokens": torch.tensor([2.0, 2.0])}, ["num_response_tokens", "float32"]),
-        ({"num_response_tokens": torch.tensor([2, 1])}, ["num_response_tokens[1] (1)", "2 rows"]),
-        ({"num_response_tokens": torch.tensor([-5, 2])}, ["num_response_tokens[0] (-5)"]),
-    ],
-)
-def test_sequences_that_do_not_fit_are_named(change: dict[str, object], named: list[str]) -> None:
-    hidden, weight, labels = problem(4, 9)
-    options = {
-        "sequence_ids": torch.tensor([0, 0, 1, 1]),
-        "num_sequences": 2,
-        "num_response_tokens": torch.tensor([2, 2]),
-    }
-    sequence_log_ratio(hidden, weight, labels, torch.zeros(4), **options)
-    with pytest.raises(ValueError, match=mentions(*named)):
-        sequence_log_ratio(hidden, weight, labels, torch.zeros(4), **(options | change))

@@ -8,7 +8,7 @@ Columns and statistics
 - A loss rebuilt from the log-sum loses its digits under a common offset of the logits:
   test_logprob.py::test_a_common_offset_costs_nothing_beyond_the_logits_own_rounding
 - Logits rounded to bfloat16 decide which sequences are clipped:
-  test_logprob_sequence.py::test_sequence_log_ratio_is_the_mean_over_the_sequence
+  test_logprob_sequence.py::test_the_log_ratio_of_a_sequence_is_as_exact_as_its_clip_is_narrow
 - Log-probs change with the shape of the batch:
   test_logprob_bits.py::test_a_sequence_keeps_the_bits_of_its_ratio_in_any_packing
 
@@ -27,7 +27,7 @@ Gradients
   vocabulary shard is never summed, or only under sequence parallelism:
   distributed/test_logprob.py::test_every_rank_saw_every_example
 - A plain all-reduce of a loss has no, or the wrong, gradient:
-  distributed/test_logprob.py::test_sequence_ratios_over_ranks_make_the_loss_of_one_rank
+  distributed/test_context.py::test_four_ranks_compute_what_one_does
 - A shared weight taken for a layer's own or the reverse, or none where it is shared:
   distributed/test_policy_one_rank.py::test_log_probs_gradients_and_updates_are_those_of_transformers
 - Entropy needs all logits at once:
@@ -51,7 +51,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gapo_megatron.learn.update import log_probs
+from gapo_megatron.learn.score import log_probs
 from gapo_megatron.logprob import tiles, token_log_probs
 from gapo_megatron.policy import Policy, destroy, initialize
 from tests.dist import single_rank

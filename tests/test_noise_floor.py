@@ -17,7 +17,7 @@ import torch
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.learn import noise_floor
+from gapo_megatron.learn import noise_floor, score
 from gapo_megatron.learn.noise_floor import NoiseFloor, measure_noise_floor, watch_noise_floor
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.types import Batch, Microbatch
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp": {"context_parallel_size": 2},
     "dp": {},
 }
-original_log_probs = noise_floor.log_probs
+original_log_probs = score.log_probs
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def build(config: Config) -> Policy:
     return policy
 
 
-def shifted_log_probs(policy: Policy, microbatches: Sequence[Microbatch]) -> list[Any]:
+def shifted_log_probs(policy: Policy, microbatches: Sequence[Microbatch], **_: Any) -> list[Any]:
     """Sequence i of the batch gets (i + 1) * SHIFT a token, but only in company."""
     values = original_log_probs(policy, microbatches)
     return [
@@ -93,12 +93,12 @@ def test_both_passes_score_the_same_sequences_in_other_company(
 ) -> None:
     seen: list[list[tuple[int, ...]]] = []
 
-    def watched(policy: Policy, microbatches: Sequence[Microbatch]) -> list[Any]:
+    def watched(policy: Policy, microbatches: Sequence[Microbatch], **_: Any) -> list[Any]:
         seen.append([m.indices for m in microbatches])
         assert all(m.tokens.shape[1] <= 128 for m in microbatches)
         return original_log_probs(policy, microbatches)
 
-    monkeypatch.setattr(noise_floor, "log_probs", watched)
+    monkeypatch.setattr(score, "log_probs", watched)
     batch = only_valid(BATCH, [i for i in range(24) if i % 4 != 1])
     measure_noise_floor(
         policy, batch, make_config(folder, batch={"max_tokens_per_microbatch": 128})
@@ -116,7 +116,7 @@ def test_both_passes_score_the_same_sequences_in_other_company(
 def test_a_shift_by_packing_is_found_in_the_methods_own_ratio(
     policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr(noise_floor, "log_probs", shifted_log_probs)
+    monkeypatch.setattr(score, "log_probs", shifted_log_probs)
     config = make_config(folder, objective={"method": method})
     found = measure_noise_floor(policy, BATCH, config)
     assert found is not None
@@ -133,7 +133,7 @@ def test_sequences_without_company_say_nothing(
     policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A micro-batch of one is the other packing already: its zero is left out of the mean."""
-    monkeypatch.setattr(noise_floor, "log_probs", shifted_log_probs)
+    monkeypatch.setattr(score, "log_probs", shifted_log_probs)
     batch = make_batch(3)
     for i, (prompt, response) in enumerate([(32, 64), (2, 30), (5, 20)]):
         batch.prompt_ids[i] = np.ones(prompt, dtype=np.int32)
@@ -315,7 +315,7 @@ def over_layouts(folder: Path) -> dict[str, list[Any]]:
         policy = build(config)
         found = [measure_noise_floor(policy, BATCH, config)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(noise_floor, "log_probs", shifted_log_probs)
+            patch.setattr(score, "log_probs", shifted_log_probs)
             for batch in (BATCH, only_valid(BATCH, [4]), only_valid(BATCH, [0, 4, 5])):
                 found.append(measure_noise_floor(policy, batch, config))
         destroy()

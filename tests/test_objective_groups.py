@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import statistics
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from gapo_megatron.errors import ConfigError, RolloutError
 from gapo_megatron.objective import METHODS, group_advantages, group_counts, make_batch
+from gapo_megatron.objective.diagnostics import count_by_correct
 from gapo_megatron.types import Group, Outcome, Prompt, Rollout, Verdict
 
 NAN = float("nan")
@@ -173,3 +175,36 @@ def test_groups_must_be_alike():
         make_batch(groups, METHODS["gapo"])
     with pytest.raises(AssertionError, match="verdicts"):
         make_batch([group("a", [C], [rollout(1)] * 2)], METHODS["gapo"])
+
+
+def masked(rollout, *mask):
+    return dataclasses.replace(rollout, response_mask=np.array(mask, dtype=bool))
+
+
+def test_masks_reach_the_batch_and_its_counts():
+    first = masked(rollout(1, 2, 3), True, False, True)
+    batch = make_batch([group("a", [C, W], [first, rollout(4, 5)])], METHODS["gapo"])
+    assert [mask.tolist() for mask in batch.response_masks] == [[True, False, True], [True, True]]
+    assert batch.num_response_tokens.tolist() == [2, 2]
+    plain = make_batch([group("a", [C, W], [rollout(1, 2, 3), rollout(4, 5)])], METHODS["gapo"])
+    assert plain.response_masks == [] and plain.num_response_tokens.tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("mask", [(True,), (True, True, True), (False, False)])
+def test_a_mask_that_is_not_the_responses_is_refused(mask):
+    wrong = masked(rollout(1, 2), *mask)
+    with pytest.raises(RolloutError, match=r"'a', rollout 1\b.*\bresponse_mask\b"):
+        make_batch([group("a", [C, W], [rollout(3), wrong])], METHODS["gapo"])
+
+
+def test_counts_per_c_are_of_sampled_tokens():
+    """Whatever the log-probs of the others are."""
+    found = []
+    for junk in (0.0, -100.0):
+        one = masked(rollout(1, 2, 3, 4), True, False, False, True)
+        one.log_probs[1:3] = junk
+        batch = make_batch([group("a", [C, W], [one, rollout(5, 6)])], METHODS["gapo"])
+        found.append(count_by_correct(batch, group_size=2))
+    assert found[0] == found[1]
+    assert found[0]["rollout/entropy"] == 0.5
+    assert found[0]["per_c/correct/response_length/c1"] == 2.0

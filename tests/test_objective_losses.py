@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gapo_megatron.errors import ConfigError, DivergenceError
 from gapo_megatron.objective import METHODS, kl_penalty, policy_loss
-from gapo_megatron.objective.losses import MAX_LOG_RATIO
+from gapo_megatron.objective.ratio import MAX_LOG_RATIO
 from tests.messages import mentions
 from tests.objective_reference import ROUNDING, Case, cases, reference
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gapo_megatron.config.methods import METHODS
 from gapo_megatron.objective import diagnostics, policy_loss
-from gapo_megatron.objective.segments import segment_counts, segment_sum
+from gapo_megatron.objective.segments import segment_counts, segment_mean, segment_sum
 
 
 @given(ids=st.lists(st.integers(0, 5), max_size=40), seed=st.integers(0, 1000))
@@ -86,3 +86,14 @@ def test_a_micro_batch_without_a_sequence_gives_no_kernel_nothing_to_do(method):
     assert seen and all(rows > 0 and segments > 0 for rows, segments in seen)
     assert float(loss.loss.detach()) == 0 and log_probs.grad.shape == (0,)
     assert all(not values.any() for values in sums.values())
+
+
+def test_segment_mean_by_hand() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0, 10.0], requires_grad=True)
+    ids, counts = torch.tensor([0, 2, 0, 2]), torch.tensor([2, 0, 4])
+    means = segment_mean(values, ids, 3, counts)
+    assert means.dtype == torch.float64
+    assert means.tolist() == [2.0, 0.0, 3.0]
+    means.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [0.5, 0.25, 0.5, 0.25]

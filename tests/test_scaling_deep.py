@@ -13,7 +13,7 @@ from rich.console import Console
 from gapo_megatron import train
 from gapo_megatron.config import load_config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.learn import update as step
+from gapo_megatron.learn.update import update
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan import deep_dry_run
 from gapo_megatron.ops.plan.activations import kept_activations, num_in_flight
@@ -68,7 +68,7 @@ def test_without_data_autograd_keeps_as_much_as_with(tmp_path: Path, recompute: 
                 parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
         microbatch = deep_dry_run._full_microbatch(config, policy)
         with KeptForBackward(besides=policy.stages[0].parameters()) as kept:
-            step.update(policy, [microbatch], deep_dry_run._loss)
+            update(policy, [microbatch], deep_dry_run._loss)
     # Real: integers too, a few bytes of every token.
     assert found.kept <= kept.peak_bytes <= 1.02 * found.kept
     assert found.peak > found.kept

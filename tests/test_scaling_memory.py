@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gapo_megatron.config.counts import arithmetic
-from gapo_megatron.learn import update as step
+from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan.activations import (
@@ -65,7 +65,7 @@ def measured(policy: Policy, num_tokens: int) -> int:
     microbatch = policy.pack(full_batch(num_tokens), [0, 1])
     assert microbatch.tokens.shape == (1, num_tokens)
     with KeptForBackward(besides=policy.stages[0].parameters()) as kept:
-        step.update(policy, [microbatch], lambda _, values, __: (-values.sum(), {}))
+        update(policy, [microbatch], lambda scored: (-scored.log_probs.sum(), {}))
     return kept.peak_bytes
 
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.compat import megatron_optimizer
-from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.learn import update as step
+from gapo_megatron.learn import forward
+from gapo_megatron.learn import update as update_module
+from gapo_megatron.learn.forward import Scored
+from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.logprob import token_log_probs
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
@@ -108,7 +110,7 @@ def test_a_micro_batch_of_clipped_sequences_has_no_backward_pass(
 
     whole = build(folder, groups, model=model)
     passes = count_backward(whole)
-    with patch.object(step, "_has_backward", always_back):
+    with patch.object(update_module, "_has_backward", always_back):
         expected = train(whole, clipped)
     assert len(passes) == len(MICROBATCHES)
     # What was left out are exact zeros.
@@ -170,9 +172,10 @@ def test_entropy_alone_is_a_reason_to_go_back(folder: Path, groups: ParallelGrou
     policy = build(folder, groups, objective={"entropy_coef": 0.1})
     passes = count_backward(policy)
 
-    def loss(i: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+        entropy = scored.entropy
         assert entropy is not None
-        return (entropy[1:2] if i == 1 else entropy * 0).sum(), {}
+        return (entropy[1:2] if scored.index == 1 else entropy * 0).sum(), {}
 
     result = update(policy, MICROBATCHES, loss, skip_inactive=True)
     assert [outputs["active_rows"].item() for outputs in result.outputs] == [0, 1, 0, 0]
@@ -189,10 +192,10 @@ def test_a_loss_that_is_not_finite_is_not_skipped(
     before = state(policy)
     clipped = ClippedLoss(BATCH, MICROBATCHES, ALL)
 
-    def loss(i: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        total, outputs = clipped(i, log_probs, entropy)
-        if i == 1:
-            total = total + (log_probs.sum() * value if has_gradient else value)
+    def loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+        total, outputs = clipped(scored)
+        if scored.index == 1:
+            total = total + (scored.log_probs.sum() * value if has_gradient else value)
         return total, outputs
 
     with pytest.raises(DivergenceError, match=r"\bupdate 1\b.*\bnorm\b"):
@@ -205,7 +208,8 @@ def test_a_gradient_that_is_not_finite_is_not_skipped(folder: Path, groups: Para
     policy = build(folder, groups)
     before = state(policy)
 
-    def loss(i: int, log_probs: Tensor, _: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs = scored.log_probs
         return (log_probs - log_probs.detach()).square().sum().sqrt(), {}
 
     with pytest.raises(DivergenceError, match=r"\bnorm\b.*\bnan\b"):
@@ -229,12 +233,12 @@ def test_hidden_states_that_are_not_finite_are_named_with_their_micro_batch(
         return token_log_probs(hidden, weight, labels, **options)
 
     for run in (
-        lambda: step.log_probs(policy, MICROBATCHES),
-        lambda: update(policy, MICROBATCHES, lambda _, values, __: (values.sum(), {})),
+        lambda: log_probs(policy, MICROBATCHES),
+        lambda: update(policy, MICROBATCHES, lambda scored: (scored.log_probs.sum(), {})),
     ):
         found = mentions("micro-batch 1", f"row {row}", "sequence 4", f"hidden[{place}]")
         with (
-            patch.object(step, "token_log_probs", poisoned),
+            patch.object(forward, "token_log_probs", poisoned),
             pytest.raises(DivergenceError, match=found),
         ):
             run()
@@ -244,14 +248,14 @@ def test_hidden_states_that_are_not_finite_are_named_with_their_micro_batch(
 def test_a_flag_stops_the_update_whatever_the_loss(folder: Path, groups: ParallelGroups) -> None:
     policy = build(folder, groups)
     before = state(policy)
-    flags = Flags()
 
-    def loss(i: int, values: Tensor, _: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        flags.keep(torch.tensor(i == 3), lambda: DivergenceError("sequence 6"))
-        return values.sum(), {}
+    def loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+        is_raised = torch.tensor(scored.index == 3)
+        scored.flags.keep(is_raised, lambda: DivergenceError("sequence 6"))
+        return scored.log_probs.sum(), {}
 
     with pytest.raises(DivergenceError, match=mentions("update 0", "micro-batch 3", "sequence 6")):
-        update(policy, MICROBATCHES, loss, flags=flags)
+        update(policy, MICROBATCHES, loss)
     assert equal(state(policy), before) and policy.num_updates == 0
 
 
@@ -267,7 +271,7 @@ def test_the_head_adds_to_the_gradient_buffer_with_the_code_that_was_chosen(
         return token_log_probs(*args, **options)
 
     policy = build(folder, groups, model={"precision": "bf16", "head": head})
-    with patch.object(step, "token_log_probs", watched):
+    with patch.object(forward, "token_log_probs", watched):
         train(policy, ())
     weight = policy.stages[0].head_weight
     assert len(seen) == len(MICROBATCHES)

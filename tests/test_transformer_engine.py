@@ -24,7 +24,8 @@ from gapo_megatron.compat.megatron import HiddenStatesModel, version
 from gapo_megatron.compat.transformer_engine import fuse_weight_gradients
 from gapo_megatron.config import ModelConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.learn.update import log_probs, update
+from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.update import update
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.fp8 import RECIPES
 from gapo_megatron.policy import Policy, destroy, initialize, model

@@ -48,9 +48,9 @@ def unpack(
         for indices, packed in zip(microbatches, values, strict=True)
         if packed is not None
     ]
-    on_host = to_host([packed for _, packed in scored])
+    on_host, num_rows = to_host([packed for _, packed in scored]), batch.num_response_tokens
     for (indices, _), packed in zip(scored, on_host, strict=True):
-        parts = packed.split(batch.num_response_tokens[list(indices)].tolist())
+        parts = packed.split(num_rows[list(indices)].tolist())
         by_sequence |= zip(indices, parts, strict=True)
     return by_sequence
 
@@ -67,8 +67,7 @@ def pack(
     """Pack sequences `indices` of `batch`, in that order, into one micro-batch.
 
     A sequence with p prompt and n response tokens is fed as prompt + response[:-1]. The row at its
-    position p - 1 + t predicts response token t, so positions p - 1 .. p + n - 2 are scored: those
-    of them whose token the model sampled.
+    position p - 1 + t predicts response token t. Rows of tokens that the model sampled are scored.
 
     Args:
         batch: prompts and responses, each at least one token long, one of them sampled.
@@ -112,22 +111,11 @@ def pack(
     if padding:
         lengths = np.append(lengths, padding)
     bounds = np.concatenate([[0], lengths.cumsum()])
-    # Position t of sequence s sits at bounds[s] + t; its first scored row at bounds[s] + p - 1.
+    # Position t of sequence s sits at bounds[s] + t; its first row at bounds[s] + p - 1.
     position_ids = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
-    first_rows = bounds[: len(indices)] + prompt_lengths - 1
-    first_labels = response_lengths.cumsum() - response_lengths
-    row_index = np.arange(response_lengths.sum()) + np.repeat(
-        first_rows - first_labels, response_lengths
+    row_index, labels, sequence_ids = _rows(
+        batch, indices, first_rows=bounds[: len(indices)] + prompt_lengths - 1
     )
-    labels = np.concatenate([*responses, np.zeros(0, dtype=np.int64)], dtype=np.int64)
-    sequence_ids = np.repeat(np.arange(len(indices)), response_lengths)
-    if batch.response_masks:
-        is_sampled = np.concatenate(
-            [np.zeros(0, bool), *(batch.response_masks[i] for i in indices)]
-        )
-        row_index, labels, sequence_ids = (
-            rows[is_sampled] for rows in (row_index, labels, sequence_ids)
-        )
 
     arrays = {
         "tokens": tokens[None],
@@ -141,6 +129,22 @@ def pack(
     return Microbatch(
         **tensors, max_seqlen=int(lengths.max()), indices=tuple(int(i) for i in indices)
     )
+
+
+def _rows(
+    batch: Sequences, indices: Sequence[int], *, first_rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Positions, labels and sequence numbers [R] int64 of what the head scores."""
+    responses = [batch.response_ids[i] for i in indices]
+    lengths = np.array([len(ids) for ids in responses], dtype=np.int64)
+    first_labels = lengths.cumsum() - lengths
+    row_index = np.arange(lengths.sum()) + np.repeat(first_rows - first_labels, lengths)
+    labels = np.concatenate([*responses, np.zeros(0, dtype=np.int64)], dtype=np.int64)
+    sequence_ids = np.repeat(np.arange(len(indices)), lengths)
+    if not batch.response_masks:
+        return row_index, labels, sequence_ids
+    is_sampled = np.concatenate([np.zeros(0, bool), *(batch.response_masks[i] for i in indices)])
+    return row_index[is_sampled], labels[is_sampled], sequence_ids[is_sampled]
 
 
 def _check_tokens(batch: Sequences, indices: Sequence[int], vocab_size: int) -> None:

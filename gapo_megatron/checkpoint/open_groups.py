@@ -76,7 +76,7 @@ def require_same_sampling(path: Path, found: Manifest, config: Config) -> None:
 
 
 def _to_fields(rollout: Rollout) -> dict[str, Any]:
-    carried = rollout.carried
+    carried, mask = rollout.carried, rollout.response_mask
     num_carried = len(carried.old_log_probs) if carried else 0
     assert num_carried == len(rollout.token_ids), (
         f"{num_carried} of {len(rollout.token_ids)} tokens"
@@ -88,6 +88,7 @@ def _to_fields(rollout: Rollout) -> dict[str, Any]:
         "finished": rollout.finished,
         "oldest_version": carried and carried.oldest_version,
         "old_log_probs": carried and torch.from_numpy(carried.old_log_probs),
+        "response_mask": None if mask is None else torch.from_numpy(mask),
     }
 
 
@@ -108,10 +109,14 @@ def _from_fields(fields: dict[str, Any]) -> Rollout:
         carried = Carried(files.plain(fields["oldest_version"], int), old.numpy())
     elif len(token_ids):
         raise ValueError("tokens without old log-probs")
+    mask = fields.get("response_mask")  # one written before there were masks has none
+    if mask is not None:
+        mask = files.column(mask, torch.bool, length=len(token_ids)).numpy()
     return Rollout(
         token_ids=token_ids.numpy(),
         log_probs=files.column(fields["log_probs"], torch.float32, length=len(token_ids)).numpy(),
         truncated=files.plain(fields["truncated"], bool),
         finished=files.plain(fields["finished"], bool),
         carried=carried,
+        response_mask=mask,
     )

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from gapo_megatron.batching import plan, sequence_lengths, unpack
 from gapo_megatron.config import Config
-from gapo_megatron.learn.update import log_probs
+from gapo_megatron.learn.score import score_on_every_rank
 from gapo_megatron.policy import Policy
-from gapo_megatron.types import Batch, Carried, OpenGroup, Rollout
+from gapo_megatron.types import Carried, OpenGroup, Rollout, Sequences
 
 
 def carry(
@@ -34,15 +32,14 @@ def carry(
     Args:
         policy: at the weights that sampled those tokens; unchanged.
         groups: the same on every rank.
-        config: of the run: temperature, token budget of a micro-batch.
+        config: of the run: token budget of a micro-batch.
         policy_version: of these weights.
         gloo_group: all ranks, for Python objects.
 
     Returns:
         The groups with the same bits on every rank. Responses without a new token are as they were.
 
-    Collectives: where a token is new, those of `learn.update.log_probs` and a gather of objects
-    over all ranks.
+    Collectives: those of `learn.score.score_on_every_rank`, where a token is new.
 
     Raises:
         DivergenceError: a log-prob is not finite.
@@ -55,7 +52,20 @@ def carry(
     ]
     if not new:
         return list(groups)
-    scored = iter(_score(policy, _as_batch(new), config, gloo_group))
+    has_mask = any(rollout.response_mask is not None for _, rollout in new)
+    sequences = Sequences(
+        prompt_ids=[np.array(group.prompt.token_ids, dtype=np.int32) for group, _ in new],
+        response_ids=[rollout.token_ids for _, rollout in new],
+        response_masks=[rollout.is_sampled for _, rollout in new] if has_mask else [],
+    )
+    scored = iter(
+        score_on_every_rank(
+            policy,
+            sequences,
+            max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+            gloo_group=gloo_group,
+        )
+    )
     return [
         replace(
             group,
@@ -75,44 +85,15 @@ def _num_carried(rollout: Rollout) -> int:
 
 
 def _extend(rollout: Rollout, log_probs: np.ndarray, policy_version: int) -> Rollout:
-    """`log_probs` are those of all tokens at `policy_version`; the carried ones keep their own."""
+    """`log_probs` are those of the sampled tokens at `policy_version`; carried ones keep their own.
+
+    A token that the environment gave has 0.
+    """
+    if rollout.response_mask is not None:
+        sampled, log_probs = log_probs, np.zeros(len(rollout.token_ids), dtype=np.float32)
+        log_probs[rollout.response_mask] = sampled
     if (before := rollout.carried) is None:
         return replace(rollout, carried=Carried(policy_version, log_probs))
     new = log_probs[len(before.old_log_probs) :]
     extended = np.concatenate([before.old_log_probs, new])
     return replace(rollout, carried=replace(before, old_log_probs=extended))
-
-
-def _as_batch(new: Sequence[tuple[OpenGroup, Rollout]]) -> Batch:
-    count = len(new)
-    return Batch(
-        prompt_ids=[np.array(group.prompt.token_ids, dtype=np.int32) for group, _ in new],
-        response_ids=[rollout.token_ids for _, rollout in new],
-        rollout_log_probs=[rollout.log_probs for _, rollout in new],
-        advantages=torch.zeros(count, dtype=torch.float64),
-        num_correct=torch.zeros(count, dtype=torch.int64),
-        group_size=torch.zeros(count, dtype=torch.int64),
-        valid=torch.zeros(count, dtype=torch.bool),
-    )
-
-
-def _score(
-    policy: Policy, batch: Batch, config: Config, gloo_group: dist.ProcessGroup | None
-) -> list[np.ndarray]:
-    """Log-probs of every response, in order, on every rank. Collective."""
-    groups = policy.groups
-    packing = plan(
-        sequence_lengths(batch),
-        batch.advantages,
-        num_minibatches=1,
-        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
-        data_parallel_size=groups.dp_size,
-        keep_zero_advantage=True,  # whether they have one nobody knows yet
-    ).minibatches[0]
-    mine = packing.microbatches[groups.dp_rank]
-    scored = unpack(batch, mine, log_probs(policy, [policy.pack(batch, one) for one in mine]))
-    own = {i: values.numpy() for i, values in scored.items()} if groups.is_first_copy else {}
-    parts: list[dict[int, np.ndarray]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(parts, own, group=gloo_group)
-    merged = {i: values for part in parts for i, values in part.items()}
-    return [merged[i] for i in range(len(batch))]

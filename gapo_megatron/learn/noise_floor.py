@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.batching import plan, sequence_lengths, unpack
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.learn.update import log_probs
+from gapo_megatron.learn.plan import plan_scoring
+from gapo_megatron.learn.score import score
 from gapo_megatron.objective import policy_loss
 from gapo_megatron.policy import Policy
 from gapo_megatron.types import Batch
@@ -74,15 +74,14 @@ def watch_noise_floor(
         first_sampled: the first that this process samples for.
 
     Returns:
-        `numerics/noise_floor_mean`, `numerics/noise_floor_max` and, beside them, the clip of the
-        method in use: `numerics/eps_low`, `numerics/eps_high_max`; the same bits on every rank.
-        Nothing when the step records none.
+        `numerics/noise_floor_{mean,max}` and the clip of the method in use,
+        `numerics/{eps_low,eps_high_max}`; the same bits on every rank. Nothing when not recorded.
 
     Collectives: those of `measure_noise_floor`, when due.
 
     Raises:
-        ConfigError: at step 0 the mean is above `metrics.noise_floor_limit` times eps_low. On every
-            rank alike; no weight has moved. Later a warning has to do: work is at stake.
+        ConfigError: at step 0, on every rank alike, the mean is above `metrics.noise_floor_limit`
+            times eps_low. Later it is a warning: work is at stake.
     """
     every = config.metrics.noise_floor_every_steps
     if not every or (step % every and step != first_sampled):
@@ -123,25 +122,22 @@ def measure_noise_floor(policy: Policy, batch: Batch, config: Config) -> NoiseFl
         Over the sequences that shared a micro-batch; the same bits on every rank. None when none
         did (too few valid ones, or a budget of one sequence): there was no other packing.
 
-    Collectives: those of `learn.update.log_probs`, twice; one all-gather over all ranks.
+    Collectives: those of `learn.score.score`, twice; one all-gather over all ranks.
 
     Raises:
         DivergenceError: a log-prob is not finite.
     """
     groups = policy.groups
     chosen = _choose(batch, SEQUENCES_PER_RANK * groups.dp_size)
-    packing = plan(
-        sequence_lengths(batch),
-        batch.advantages,
-        valid=chosen,
-        num_minibatches=1,
+    packing = plan_scoring(
+        batch,
         max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
         data_parallel_size=groups.dp_size,
-        keep_zero_advantage=True,
-    ).minibatches[0]
+        chosen=chosen,
+    )
     compared = [
         [index for indices in microbatches if len(indices) > 1 for index in indices]
-        for microbatches in packing.microbatches
+        for microbatches in packing
     ]
     # As many micro-batches as on the rank that compares most: collectives must match.
     most = max(len(indices) for indices in compared)
@@ -150,8 +146,8 @@ def measure_noise_floor(policy: Policy, batch: Batch, config: Config) -> NoiseFl
     mine = compared[groups.dp_rank]
     alone = [(index,) for index in reversed(mine)] + [()] * (most - len(mine))
 
-    together_scores = _score(policy, batch, packing.microbatches[groups.dp_rank])
-    alone_scores = _score(policy, batch, alone)
+    together_scores = score(policy, batch, packing[groups.dp_rank])
+    alone_scores = score(policy, batch, alone)
     deviation: list[float] = []
     if mine and groups.is_last_stage and groups.is_first_copy:
         deviation = _deviation(batch, mine, together_scores, alone_scores, config)
@@ -165,14 +161,6 @@ def _choose(batch: Batch, count: int) -> torch.Tensor:
     chosen = torch.zeros_like(batch.valid)
     chosen[valid[torch.arange(count) * len(valid) // max(count, 1)]] = True
     return chosen
-
-
-def _score(
-    policy: Policy, batch: Batch, microbatches: Sequence[Sequence[int]]
-) -> dict[int, torch.Tensor]:
-    """Log-probs by position in the batch, on the CPU; none where the last stage is elsewhere."""
-    packed = [policy.pack(batch, indices) for indices in microbatches]
-    return unpack(batch, microbatches, log_probs(policy, packed))
 
 
 def _deviation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.logprob.ahead import Ahead
+from gapo_megatron.logprob.row_plan import RowPlan
 from gapo_megatron.logprob.statistics import accumulation_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -78,7 +78,7 @@ def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
 
 
 def flag_not_finite(
-    ahead: Ahead,
+    row_plan: RowPlan,
     log_probs: torch.Tensor,
     entropy: torch.Tensor | None,
     rows: torch.Tensor,
@@ -105,8 +105,8 @@ def flag_not_finite(
     def explain() -> DivergenceError:
         row, num_rows = int(first), int(bad.sum())
         place = f"row {row}"
-        if ahead.sequence_of is not None:
-            place += f", in sequence {ahead.sequence_of(row)} of the batch,"
+        if row_plan.sequence_of is not None:
+            place += f", in sequence {row_plan.sequence_of(row)} of the batch,"
         message = f"log-probability of {place} is not finite ({num_rows} rows in all): "
         bad_weight = (~weight.isfinite().all(dim=1)).nonzero()
         if not bool(row_is_finite):
@@ -118,4 +118,4 @@ def flag_not_finite(
             cause = "its logits overflow, or a weight row of another rank's shard is not finite"
         return DivergenceError(message + cause)
 
-    ahead.flags.keep(~is_finite.all(), explain)
+    row_plan.flags.keep(~is_finite.all(), explain)

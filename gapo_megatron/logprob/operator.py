@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from gapo_megatron.device.flags import Flags
-from gapo_megatron.logprob.ahead import Ahead, active_rows
 from gapo_megatron.logprob.checks import check_labels, check_rows, check_tensors, flag_not_finite
 from gapo_megatron.logprob.implementation import Name, choose_implementation
+from gapo_megatron.logprob.row_plan import RowPlan, active_rows
 from gapo_megatron.logprob.statistics import (
     MAXIMUM,
     SUM_EXP,
@@ -55,7 +55,7 @@ def token_log_probs(
     main_grad: torch.Tensor | None = None,
     return_entropy: bool = False,
     implementation: Name = "auto",
-    ahead: Ahead | None = None,
+    row_plan: RowPlan | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each row's label: log_softmax(hidden @ weight.T / temperature)[label].
 
@@ -80,8 +80,8 @@ def token_log_probs(
             (Megatron-core's gradient buffer), and `weight` itself gets none. None: autograd's way.
         return_entropy: also return the entropy of each row's distribution, in nats, with gradient.
         implementation: "torch" or "triton"; "auto" is by device (`choose_implementation`).
-        ahead: makes no pass wait for the device. None: the forward pass waits for its checks, the
-            backward pass for the number of rows that have a gradient.
+        row_plan: makes no pass wait for the device. None: the forward pass waits for its checks,
+            the backward pass for the number of rows that have a gradient.
 
     Returns:
         [R] float32 (float64 for float64 inputs), bitwise the same on every rank of `tp_group`; with
@@ -98,7 +98,7 @@ def token_log_probs(
     Raises:
         ValueError: shape, dtype, device, label, row or vocabulary range; names argument and row.
         DivergenceError: a result is not finite; names the row and what is wrong there. With
-            `ahead` a flag of it.
+            `row_plan` a flag of it.
     """
     tp_size = 1 if tp_group is None else tp_group.size()
     tp_rank = 0 if tp_group is None else tp_group.rank()
@@ -115,7 +115,7 @@ def token_log_probs(
         raise ValueError(
             f"vocab_size ({vocab_size}) must be in 1..{tp_size * len(weight)}, all shards' rows"
         )
-    if ahead is None:
+    if row_plan is None:
         check_labels(labels, vocab_size)
         check_rows(labels, row_index, len(hidden) * (tp_size if sequence_parallel else 1))
     options = _Options(
@@ -127,7 +127,7 @@ def token_log_probs(
         main_grad=main_grad,
         with_entropy=return_entropy,
         code=choose_implementation(hidden.device, hidden.dtype, implementation),
-        ahead=ahead,
+        row_plan=row_plan,
     )
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, labels, row_index, options)
     return (log_probs, entropy) if return_entropy else log_probs
@@ -147,7 +147,7 @@ class _Options:
     with_entropy: bool
     code: Any
     """tiles or triton_kernels."""
-    ahead: Ahead | None
+    row_plan: RowPlan | None
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -181,9 +181,9 @@ class _TokenLogProbs(torch.autograd.Function):
         # target - maximum first: exact where they are close, however large both are.
         log_probs = (stats[TARGET] - maximum) - log_sum
         entropy = log_sum - stats[WEIGHTED] / sum_exp if options.with_entropy else None
-        ahead = options.ahead or Ahead(Flags(), (0, len(rows)))
+        row_plan = options.row_plan or RowPlan(Flags(), (0, len(rows)))
         flag_not_finite(
-            ahead,
+            row_plan,
             log_probs,
             entropy,
             rows,
@@ -191,8 +191,8 @@ class _TokenLogProbs(torch.autograd.Function):
             weight[: options.num_columns],
             options.vocab_start,
         )
-        if options.ahead is None:
-            ahead.flags.check()
+        if options.row_plan is None:
+            row_plan.flags.check()
 
         # `hidden` as it came in: neither the gathered positions nor the scored rows are kept.
         ctx.save_for_backward(hidden, weight, columns, row_index, maximum, sum_exp, entropy)
@@ -210,7 +210,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden_needs_grad, weight_needs_grad, *others = ctx.needs_input_grad
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(maximum)
-        active, edges = active_rows(grad_log_probs, grad_entropy, options.ahead)
+        active, edges = active_rows(grad_log_probs, grad_entropy, options.row_plan)
         positions = active if row_index is None else row_index[active]
         if edges is None:
             edges = _edges(positions, len(hidden), options)
@@ -231,12 +231,14 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_block = _block_gradient(
                 whole.index_select(0, positions[block.rows]),
                 weight[: options.num_columns],
-                columns[rows],
-                maximum=maximum[rows],
-                sum_exp=sum_exp[rows],
-                grad_log_probs=grad_log_probs[rows],
-                entropy=None if grad_entropy is None else entropy[rows],
-                grad_entropy=None if grad_entropy is None else grad_entropy[rows],
+                _BlockRows(
+                    columns[rows],
+                    maximum[rows],
+                    sum_exp[rows],
+                    grad_log_probs[rows],
+                    None if grad_entropy is None else entropy[rows],
+                    None if grad_entropy is None else grad_entropy[rows],
+                ),
                 grad_weight=total,
                 hidden_needs_grad=hidden_needs_grad,
                 options=options,
@@ -317,30 +319,40 @@ class _Summing:
             grad_hidden.index_copy_(0, local, self.grad.to(grad_hidden.dtype))
 
 
+class _BlockRows(NamedTuple):
+    """Of each of the R_b rows of a block, what its gradient needs beside hidden state and weight.
+
+    All [R_b]; the last two None without an entropy's gradient.
+    """
+
+    columns: torch.Tensor
+    """int64: of this shard, the label's; outside of it where the label is another's."""
+    maximum: torch.Tensor
+    sum_exp: torch.Tensor
+    grad_log_probs: torch.Tensor
+    entropy: torch.Tensor | None
+    grad_entropy: torch.Tensor | None
+
+
 def _block_gradient(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    columns: torch.Tensor,
+    rows: _BlockRows,
     *,
-    maximum: torch.Tensor,
-    sum_exp: torch.Tensor,
-    grad_log_probs: torch.Tensor,
-    entropy: torch.Tensor | None,
-    grad_entropy: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
     hidden_needs_grad: bool,
     options: _Options,
 ) -> torch.Tensor | None:
     """Add a block's dW to `grad_weight`; return its dX [R_b, H], this shard's share of it.
 
-    All arguments are of the block's rows; dX is in the accumulation dtype.
+    `hidden` [R_b, H] is of the block's rows; dX is in the accumulation dtype.
     """
     num_rows, pad = len(hidden), functools.partial(_pad, multiple=ROW_MULTIPLE)
     # In padding g = e = 0, and m = 0 and the sum 1: its rows stay finite and add exact zeros.
-    x_b, columns, m, g = map(pad, (hidden, columns, maximum, grad_log_probs))
-    inverse_sum = pad(sum_exp, value=1).reciprocal()
-    h = None if entropy is None else pad(entropy)
-    e = None if grad_entropy is None else pad(grad_entropy)
+    x_b, columns, m, g = map(pad, (hidden, rows.columns, rows.maximum, rows.grad_log_probs))
+    inverse_sum = pad(rows.sum_exp, value=1).reciprocal()
+    h = None if rows.entropy is None else pad(rows.entropy)
+    e = None if rows.grad_entropy is None else pad(rows.grad_entropy)
     grad_hidden = torch.zeros(x_b.shape, dtype=accumulation_dtype(x_b.dtype), device=x_b.device)
     _, num_columns = options.code.block_shape(weight)
     lost, mean_weights = [], []

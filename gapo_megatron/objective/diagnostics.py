@@ -75,6 +75,33 @@ def per_correct_sums(
         nothing waits for the device.
     """
     assert isinstance(group_size, int), "group_size must be the configured rollouts per prompt"
+    values = _per_sequence(loss, sequence_ids, advantages, num_response_tokens)
+    # A sequence with A = 0 falls into a last cell, which is cut off.
+    num_cells = 2 * (group_size + 1)
+    side = torch.where(advantages > 0, _CORRECT, _WRONG)
+    cells = torch.where(advantages == 0, num_cells, side * (group_size + 1) + num_correct)
+    table = torch.stack([values[name] for name in SUMS], dim=1)
+    sums = segment_sum(table, cells, num_sequences=num_cells + 1)[:-1]
+    of_ratio = cells[sequence_ids] if loss.per_token else cells
+    largest = torch.zeros(num_cells + 1, dtype=torch.float64, device=cells.device)
+    largest = largest.scatter_reduce(0, of_ratio, (loss.ratio - 1).abs(), "amax")[:-1]
+    shapes = sum_shapes(group_size)
+    age = torch.where(advantages == 0, 2, is_carried.long())
+    counted = torch.stack([values[name] for name in ("sequences", "clipped_sequences")], dim=1)
+    return {
+        "per_c": sums.T.reshape(shapes["per_c"]),
+        "per_c_max": largest.view(shapes["per_c_max"]),
+        "by_age": segment_sum(counted, age, num_sequences=3)[:-1],
+    }
+
+
+def _per_sequence(
+    loss: PolicyLoss,
+    sequence_ids: torch.Tensor,
+    advantages: torch.Tensor,
+    num_response_tokens: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """`SUMS` of each sequence, [B] float64; of token ratios the mean over its tokens."""
     num_sequences, counts = len(advantages), num_response_tokens.double()
     deviation = loss.ratio - 1
     means = torch.stack([loss.clipped.double(), deviation, deviation.abs()], dim=1)
@@ -84,7 +111,7 @@ def per_correct_sums(
         totals = segment_sum(totals, sequence_ids, num_sequences=num_sequences)
         means, masses = totals[:, :3] / counts.clamp(min=1)[:, None], totals[:, 3:]
     clipped, mean_deviation, mean_abs_deviation = means.unbind(dim=1)
-    values = {
+    return {
         "sequences": torch.ones_like(counts),
         "tokens": counts,
         "advantage": advantages.double(),
@@ -94,23 +121,6 @@ def per_correct_sums(
         "abs_deviation": mean_abs_deviation,
         "gradient_mass": masses[:, 0],
         "gradient_mass_lost": masses[:, 1],
-    }
-    # A sequence with A = 0 falls into a last cell, which is cut off.
-    num_cells = 2 * (group_size + 1)
-    side = torch.where(advantages > 0, _CORRECT, _WRONG)
-    cells = torch.where(advantages == 0, num_cells, side * (group_size + 1) + num_correct)
-    table = torch.stack([values[name] for name in SUMS], dim=1)
-    sums = segment_sum(table, cells, num_sequences=num_cells + 1)[:-1]
-    of_ratio = cells[sequence_ids] if loss.per_token else cells
-    largest = torch.zeros(num_cells + 1, dtype=torch.float64, device=cells.device)
-    largest = largest.scatter_reduce(0, of_ratio, deviation.abs(), "amax")[:-1]
-    shapes = sum_shapes(group_size)
-    age = torch.where(advantages == 0, 2, is_carried.long())
-    counted = torch.stack([values[name] for name in ("sequences", "clipped_sequences")], dim=1)
-    return {
-        "per_c": sums.T.reshape(shapes["per_c"]),
-        "per_c_max": largest.view(shapes["per_c_max"]),
-        "by_age": segment_sum(counted, age, num_sequences=3)[:-1],
     }
 
 
@@ -218,8 +228,11 @@ def count_by_correct(batch: Batch, *, group_size: int) -> dict[str, float]:
         values.numpy() for values in (batch.valid, batch.num_correct, batch.group_size)
     )
     has_advantage, is_positive = (batch.advantages != 0).numpy(), (batch.advantages > 0).numpy()
-    all_tokens = np.array([len(ids) for ids in batch.response_ids], dtype=np.float64)
-    surprisal = np.array([-np.sum(one, dtype=np.float64) for one in batch.rollout_log_probs])
+    log_probs = batch.rollout_log_probs
+    if batch.response_masks:  # what the environment gave has no log-prob
+        log_probs = [one[mask] for one, mask in zip(log_probs, batch.response_masks, strict=True)]
+    all_tokens = batch.num_response_tokens.numpy().astype(np.float64)
+    surprisal = np.array([-np.sum(one, dtype=np.float64) for one in log_probs])
     # A tells right from wrong except where a group's verdicts are all alike.
     correct = is_positive | (num_correct == size)
     # Every valid rollout of a group adds 1/k of the group: the sums need no list of groups.

@@ -84,8 +84,8 @@ def make_batch(groups: Sequence[Group], method: Method) -> Batch:
         B = G x k sequences.
 
     Raises:
-        RolloutError: a response is empty, or its log-probs do not match it; names prompt and
-            rollout. ConfigError: k < 2.
+        RolloutError: a response is empty, its log-probs or its mask do not match it, or the model
+            sampled none of its tokens; names prompt and rollout. ConfigError: k < 2.
     """
     assert groups, "a batch needs at least one group"
     sizes = {len(group.rollouts) for group in groups}
@@ -104,6 +104,8 @@ def make_batch(groups: Sequence[Group], method: Method) -> Batch:
     if any(rollout.carried for rollout in rollouts):
         none = np.empty(0, dtype=np.float32)
         carried = [one.carried.old_log_probs if one.carried else none for one in rollouts]
+    has_mask = any(rollout.response_mask is not None for rollout in rollouts)
+    masks = [rollout.is_sampled for rollout in rollouts] if has_mask else []
     return Batch(
         prompt_ids=[ids for ids in prompts for _ in range(group_length)],
         response_ids=[np.asarray(rollout.token_ids, dtype=np.int32) for rollout in rollouts],
@@ -113,6 +115,7 @@ def make_batch(groups: Sequence[Group], method: Method) -> Batch:
         group_size=group_size.repeat_interleave(group_length),
         valid=~rewards.isnan().flatten(),
         carried_log_probs=carried,
+        response_masks=masks,
     )
 
 
@@ -138,4 +141,11 @@ def _check_rollouts(group: Group) -> None:
                 f"prompt {group.prompt.id!r}, rollout {number}: {num_tokens} response tokens with "
                 f"{num_log_probs} log-probs; a response has at least one token (EOS), and each "
                 "token its log-prob"
+            )
+        mask = rollout.response_mask
+        if mask is not None and (len(mask) != num_tokens or not mask.any()):
+            raise RolloutError(
+                f"prompt {group.prompt.id!r}, rollout {number}: {num_tokens} response tokens with "
+                f"a response_mask of {len(mask)}, {int(mask.sum())} of them sampled; each token "
+                "has its place in the mask, and the model sampled at least one"
             )

@@ -1,4 +1,17 @@
-"""The clipped surrogate of every method: ratio, clip, aggregation. Everything in float64.
+"""The policy loss of every method: log-ratios, the method's family, aggregation, in float64.
+
+    s_i = exp(mean_t(log_probs - old_log_probs))        (token ratio: exp of each difference)
+    l_i = max(-A_i s_i, -A_i clip(s_i, 1 - eps_low, 1 + eps_high(c_i)))     (`families.clipped`)
+
+and, summed over response tokens (every token of sequence i carries l_i):
+
+    token_mean     sum_i sum_t l / num_tokens_global
+    sequence_mean  sum_i mean_t l / num_sequences_global
+    constant       sum_i sum_t l / (num_sequences_global * max_response_tokens)
+
+The denominators are the whole mini-batch's, so losses and gradients of micro-batches and
+data-parallel ranks only add up, and sequences with A = 0 may be left out. Response tokens are those
+that the model sampled: what an environment gave has no row here and counts nowhere.
 
 Clips of sequence ratios are as narrow as 7e-5, and a ratio is a sum over thousands of tokens that
 nearly cancel: accumulated in float64 it costs nothing beside the model, and the clip decides on the
@@ -15,10 +28,9 @@ from gapo_megatron.config.methods import Method
 from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import ConfigError, DivergenceError
 from gapo_megatron.objective.clipping import upper_clip
-from gapo_megatron.objective.segments import segment_counts, segment_sum
-
-MAX_LOG_RATIO = 20.0
-"""exp(20) = 4.9e8 is far outside every clip, and its gradient still fits float32."""
+from gapo_megatron.objective.families import FAMILIES, MicrobatchTokens, Terms
+from gapo_megatron.objective.ratio import bound, bounded_exp
+from gapo_megatron.objective.segments import segment_counts, segment_mean
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,18 +69,6 @@ def policy_loss(
 ) -> PolicyLoss:
     """Loss of a packed micro-batch under `method`, divided by the mini-batch's global denominator.
 
-        s_i = exp(mean_t(log_probs - old_log_probs))        (token ratio: exp of each difference)
-        l_i = max(-A_i s_i, -A_i clip(s_i, 1 - eps_low, 1 + eps_high(c_i)))
-
-    and, summed over response tokens (every token of sequence i carries l_i):
-
-        token_mean     sum_i sum_t l / num_tokens_global
-        sequence_mean  sum_i mean_t l / num_sequences_global
-        constant       sum_i sum_t l / (num_sequences_global * max_response_tokens)
-
-    The denominators are the whole mini-batch's, so losses and gradients of micro-batches and
-    data-parallel ranks only add up, and sequences with A = 0 may be left out.
-
     Args:
         log_probs: [T] current policy, with autograd; T = response tokens of B sequences.
         old_log_probs: [T] policy that generated the batch; no gradient flows into it.
@@ -94,50 +94,37 @@ def policy_loss(
     Source: equations (gapo_objective), (gspo_ratio); aggregation in section 4.1, training details.
     """
     _check_shapes(log_probs, old_log_probs, sequence_ids, advantages, num_correct)
-    own_flags = Flags() if flags is None else flags
-    _flag_not_finite(own_flags, log_probs, old_log_probs, sequence_ids, advantages)
-    if flags is None:
-        own_flags.check()
-    num_sequences = len(advantages)
-    counts = segment_counts(sequence_ids, num_sequences=num_sequences)
-    difference = log_probs.double() - old_log_probs.detach().double()
+    _flag_not_finite(flags, log_probs, old_log_probs, sequence_ids, advantages)
     advantages = advantages.detach().double()
-    upper = _upper_width(advantages, num_correct, group_size, method)
-
-    if method.ratio == "sequence":
-        mean = segment_sum(difference, sequence_ids, num_sequences=num_sequences)
-        ratio = bounded_exp(mean / counts.clamp(min=1))
-    else:
-        ratio = bounded_exp(difference)
-        advantages, upper = advantages[sequence_ids], upper[sequence_ids]
-
-    if method.stop_gradient_ratio:
-        weight, clipped = _clipped_weight(ratio, advantages, upper, method)
-        kept = weight.abs()
-        if method.ratio == "sequence":
-            weight = weight[sequence_ids]
-        token_losses = -weight * log_probs.double()
-        sums = segment_sum(token_losses, sequence_ids, num_sequences=num_sequences)
-    else:
-        losses, clipped = _clipped_surrogate(ratio, advantages, upper, method)
-        kept = torch.where(clipped, 0, advantages.abs() * ratio.detach())
-        if method.ratio == "sequence":
-            sums = counts * losses
-        else:
-            sums = segment_sum(losses, sequence_ids, num_sequences=num_sequences)
-
-    denominators = _denominators(
-        counts, num_tokens_global, num_sequences_global, max_response_tokens, method
+    tokens = MicrobatchTokens(
+        log_probs,
+        log_ratio=log_probs.double() - old_log_probs.detach().double(),
+        sequence_ids=sequence_ids,
+        counts=segment_counts(sequence_ids, num_sequences=len(advantages)),
+        advantages=advantages,
+        upper=_upper_width(advantages, num_correct, group_size, method),
+        method=method,
     )
-    unclipped = advantages.abs() * ratio.detach()
-    share = counts / denominators if method.ratio == "sequence" else 1 / denominators[sequence_ids]
+    denominators = _denominators(
+        tokens.counts, num_tokens_global, num_sequences_global, max_response_tokens, method
+    )
+    return _divide(FAMILIES[method.family].terms(tokens), tokens, denominators)
+
+
+def _divide(terms: Terms, tokens: MicrobatchTokens, denominators: torch.Tensor) -> PolicyLoss:
+    """Put the denominators [B] into the sums of a family."""
+    if tokens.per_token:
+        share = 1 / denominators[tokens.sequence_ids]
+    else:
+        share = tokens.counts / denominators
+    lost = (terms.gradient_mass - terms.gradient_mass_kept).clamp(min=0)
     return PolicyLoss(
-        loss=(sums / denominators).sum(),
-        ratio=ratio.detach(),
-        clipped=clipped,
-        gradient_mass=unclipped * share,
-        gradient_mass_lost=(unclipped - kept).clamp(min=0) * share,
-        per_token=method.ratio == "token",
+        loss=(terms.sums / denominators).sum(),
+        ratio=terms.ratio.detach(),
+        clipped=terms.clipped,
+        gradient_mass=terms.gradient_mass * share,
+        gradient_mass_lost=lost * share,
+        per_token=tokens.per_token,
     )
 
 
@@ -154,7 +141,7 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Te
         [T] float64 with autograd.
     """
     difference = ref_log_probs.detach().double() - log_probs.double()
-    difference = _bound(difference)
+    difference = bound(difference)
     return torch.expm1(difference) - difference
 
 
@@ -186,19 +173,8 @@ def importance_weights(
     """
     difference = old_log_probs.detach().double() - rollout_log_probs.double()
     counts = segment_counts(sequence_ids, num_sequences=num_sequences)
-    sums = segment_sum(difference, sequence_ids, num_sequences=num_sequences)
-    return bounded_exp(sums / counts.clamp(min=1)).clamp(max=largest)
-
-
-def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp, with its argument held within +-MAX_LOG_RATIO and its gradient kept alive beyond it."""
-    return torch.exp(_bound(log_ratio))
-
-
-def _bound(log_ratio: torch.Tensor) -> torch.Tensor:
-    # A plain clamp has no gradient outside, so a wrong response that ran away would never be pulled
-    # back. Only the value is bounded; inside the bound the correction is exactly zero.
-    return log_ratio + (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) - log_ratio).detach()
+    means = segment_mean(difference, sequence_ids, num_sequences, counts)
+    return bounded_exp(means).clamp(max=largest)
 
 
 def _upper_width(
@@ -217,31 +193,6 @@ def _upper_width(
         eps_high_max=method.eps_high_max,
     )
     return torch.where(advantages > 0, width, method.eps_low)
-
-
-def _clipped_surrogate(
-    ratio: torch.Tensor, advantages: torch.Tensor, upper: torch.Tensor, method: Method
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(max(-A s, -A clip(s)), clipped)`, elementwise.
-
-    The maximum takes the clipped branch, which has no gradient, only when A > 0 and s is above the
-    band or A < 0 and s is below it. Selecting by that condition makes the zero exact.
-    """
-    high, low = 1 + upper, 1 - method.eps_low
-    too_high = (advantages > 0) & (ratio > high)
-    too_low = (advantages < 0) & (ratio < low)
-    kept = torch.where(too_high, high, ratio)
-    kept = torch.where(too_low, low, kept)
-    return -advantages * kept, (too_high | too_low).detach()
-
-
-def _clipped_weight(
-    ratio: torch.Tensor, advantages: torch.Tensor, upper: torch.Tensor, method: Method
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """CISPO's `(A * stop_gradient(clip(s)), clipped)`; every token keeps a gradient."""
-    ratio = ratio.detach()
-    bounded = torch.minimum(ratio, 1 + upper).clamp(min=1 - method.eps_low)
-    return advantages * bounded, (advantages != 0) & (bounded != ratio)
 
 
 def _denominators(
@@ -283,13 +234,16 @@ def _check_shapes(
 
 
 def _flag_not_finite(
-    flags: Flags,
+    flags: Flags | None,
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
     sequence_ids: torch.Tensor,
     advantages: torch.Tensor,
 ) -> None:
-    """Keep a flag: an input is not finite. Its DivergenceError names the sequence."""
+    """Keep a flag: an input is not finite. Its DivergenceError names the sequence.
+
+    Without `flags` it is raised at once.
+    """
     inputs = {
         "advantages": advantages.isfinite(),
         "old_log_probs": old_log_probs.isfinite(),
@@ -306,4 +260,7 @@ def _flag_not_finite(
             f"({len(found)} of {len(advantages)} sequences affected)"
         )
 
-    flags.keep(~torch.stack([one.all() for one in inputs.values()]).all(), explain)
+    kept = Flags() if flags is None else flags
+    kept.keep(~torch.stack([one.all() for one in inputs.values()]).all(), explain)
+    if flags is None:
+        kept.check()

@@ -37,3 +37,20 @@ def segment_counts(sequence_ids: torch.Tensor, *, num_sequences: int) -> torch.T
     """Tokens per sequence, [B] int64, of `sequence_ids` [T] in 0..num_sequences-1."""
     counts = torch.zeros(num_sequences, dtype=torch.int64, device=sequence_ids.device)
     return counts.index_add_(0, sequence_ids, torch.ones_like(sequence_ids))
+
+
+def segment_mean(
+    values: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int, counts: torch.Tensor
+) -> torch.Tensor:
+    """Mean of `values` [T] by sequence, in float64, in a fixed order of summation.
+
+    Args:
+        values: [T], with autograd.
+        sequence_ids: [T] int64 in 0..num_sequences-1.
+        num_sequences: B.
+        counts: [B] int64, what each sum is divided by.
+
+    Returns:
+        [B] float64; zero for a sequence whose count is 0.
+    """
+    return segment_sum(values, sequence_ids, num_sequences=num_sequences) / counts.clamp(min=1)

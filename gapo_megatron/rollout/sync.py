@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from gapo_megatron.learn.update import log_probs
+from gapo_megatron.learn.score import score
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollout.vllm import RolloutEngine, WeightCheck, sync_weights, verify_weights
-from gapo_megatron.types import Batch, Prompt
+from gapo_megatron.types import Batch, Prompt, Sequences
 
 _PROBE_TOKENS = 256
 """Scored tokens of a sequence at most: enough to see a wrong weight, few enough to cost nothing."""
 
 
 def sync(
-    policy: Policy, engine: RolloutEngine, probe: Batch, *, policy_version: int
+    policy: Policy, engine: RolloutEngine, probe: Sequences, *, policy_version: int
 ) -> WeightCheck:
     """Give the engine the policy's weights and prove it by the log-probs of `probe`.
 
@@ -41,9 +40,8 @@ def sync(
     Raises:
         WeightSyncError: tensors or log-probs do not agree; on every rank.
     """
-    microbatches = [policy.pack(probe, [i]) for i in range(len(probe))]
-    values = log_probs(policy, microbatches, temperature=1.0) if microbatches else []
-    holder = [[part.cpu().numpy() for part in values if part is not None]]
+    scored = score(policy, probe, [(i,) for i in range(len(probe))], temperature=1.0)
+    holder = [[values.numpy() for values in scored.values()]]
     policy.make_room()
     sync_weights(
         engine,
@@ -56,12 +54,12 @@ def sync(
     return verify_weights(engine, probe.prompt_ids, probe.response_ids, holder[0])
 
 
-def first_sequences(batch: Batch, count: int) -> Batch:
+def first_sequences(batch: Batch, count: int) -> Sequences:
     """A probe: the first `count` sequences of a batch."""
     return _probe(batch.prompt_ids[:count], batch.response_ids[:count])
 
 
-def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Batch:
+def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Sequences:
     """A probe before the first rollout: prompts, the first token given and the others scored.
 
     Prompts of one token say nothing; of such alone the probe is empty, and everything passes.
@@ -71,14 +69,6 @@ def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Batch:
     return _probe([ids[:1] for ids in tokens], [ids[1:] for ids in tokens])
 
 
-def _probe(prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> Batch:
-    count = len(prompt_ids)
-    return Batch(
-        prompt_ids=prompt_ids,
-        response_ids=[ids[:_PROBE_TOKENS] for ids in response_ids],
-        rollout_log_probs=[],
-        advantages=torch.zeros(count, dtype=torch.float64),
-        num_correct=torch.zeros(count, dtype=torch.int64),
-        group_size=torch.zeros(count, dtype=torch.int64),
-        valid=torch.zeros(count, dtype=torch.bool),
-    )
+def _probe(prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> Sequences:
+    # Without masks: the engine scores every token of a response, whoever it is from.
+    return Sequences(prompt_ids, [ids[:_PROBE_TOKENS] for ids in response_ids])

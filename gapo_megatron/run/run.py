@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Self
 
 from gapo_megatron import rewards
-from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
@@ -21,6 +20,7 @@ from gapo_megatron.evaluate.evaluate import evaluate
 from gapo_megatron.io.run_folder import is_finished
 from gapo_megatron.learn.carry import carry
 from gapo_megatron.learn.noise_floor import watch_noise_floor
+from gapo_megatron.learn.plan import plan_updates
 from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import make_batch
 from gapo_megatron.objective.diagnostics import count_by_correct
@@ -253,16 +253,8 @@ class Run:
         config, open_step = self.config, self.place.open_step
         assert open_step is not None
         with self.stopwatch("plan"):
-            packing = plan(
-                sequence_lengths(batch),
-                batch.advantages,
-                num_response_tokens=batch.num_response_tokens,
-                valid=batch.valid,
-                num_minibatches=config.batch.num_minibatches,
-                max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
-                data_parallel_size=self.policy.groups.dp_size,
-                keep_zero_advantage=config.objective.needs_every_sequence,
-            )
+            dp_size = self.policy.groups.dp_size
+            packing = plan_updates(batch, config, data_parallel_size=dp_size)
         learned = learn(
             self.policy,
             batch,

@@ -12,18 +12,19 @@ import torch.distributed as dist
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.config import Config, ObjectiveConfig, SupervisedConfig
 from gapo_megatron.config.roles import flat
 from gapo_megatron.data.schema import LengthError, check_length, encode_prompt, read_jsonl
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import DataError
 from gapo_megatron.hf.weights import write_hf
+from gapo_megatron.learn.forward import Scored
+from gapo_megatron.learn.plan import plan_scoring
 from gapo_megatron.learn.update import update
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.run import process_group
-from gapo_megatron.types import Batch
+from gapo_megatron.types import Sequences
 
 
 def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
@@ -68,26 +69,23 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
     return loss
 
 
-def _supervised_step(policy: Policy, batch: Batch, config: Config, learning_rate: float) -> float:
+def _supervised_step(
+    policy: Policy, batch: Sequences, config: Config, learning_rate: float
+) -> float:
     """One update on `batch`, the same on every rank; its loss before, on every rank. Collective."""
     groups = policy.groups
-    (minibatch,) = plan(
-        sequence_lengths(batch),
-        batch.advantages,
-        num_response_tokens=batch.num_response_tokens,
-        num_minibatches=1,
+    packing = plan_scoring(
+        batch,
         max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
         data_parallel_size=groups.dp_size,
-    ).minibatches
-    microbatches = [
-        policy.pack(batch, indices) for indices in minibatch.microbatches[groups.dp_rank]
-    ]
-    scale = 1.0 / minibatch.num_tokens_global
+    )
+    microbatches = [policy.pack(batch, indices) for indices in packing[groups.dp_rank]]
+    scale = 1.0 / int(batch.num_response_tokens.sum())
 
     def negative_log_likelihood(
-        _: int, log_probs: torch.Tensor, __: torch.Tensor | None
+        scored: Scored,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss = -log_probs.sum() * scale
+        loss = -scored.log_probs.sum() * scale
         return loss, {"loss": loss.detach()}
 
     result = update(policy, microbatches, negative_log_likelihood, learning_rate=learning_rate)
@@ -145,7 +143,7 @@ def _read_examples(
 
 def _shuffled_batches(
     examples: list[tuple[np.ndarray, np.ndarray]], size: int, *, seed: int
-) -> Iterator[Batch]:
+) -> Iterator[Sequences]:
     """Endless batches of `size` sequences, a new seeded order every epoch."""
     random = np.random.default_rng(seed)
     order = itertools.chain.from_iterable(
@@ -153,12 +151,7 @@ def _shuffled_batches(
     )
     while True:
         chosen = [examples[i] for i in itertools.islice(order, size)]
-        yield Batch(
+        yield Sequences(
             prompt_ids=[prompt for prompt, _ in chosen],
             response_ids=[response for _, response in chosen],
-            rollout_log_probs=[],
-            advantages=torch.ones(size, dtype=torch.float64),
-            num_correct=torch.ones(size, dtype=torch.int64),
-            group_size=torch.ones(size, dtype=torch.int64),
-            valid=torch.ones(size, dtype=torch.bool),
         )

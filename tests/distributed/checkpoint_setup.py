@@ -86,7 +86,7 @@ def train_one_update(policy: Policy, *, seed: int) -> None:
     groups = policy.groups
     mine = range(groups.dp_rank, 4, groups.dp_size)
     microbatches = [policy.pack(batch, [i]) for i in mine]
-    update(policy, microbatches, lambda _, log_probs, __: (-log_probs.sum() / 28, {}))
+    update(policy, microbatches, lambda scored: (-scored.log_probs.sum() / 28, {}))
 
 
 def trainer_state(step: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from transformers import (
 
 from gapo_megatron.batching import pack
 from gapo_megatron.config import Config, parse_config
+from gapo_megatron.learn.forward import Scored
 from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.policy import Policy
 from gapo_megatron.types import Batch, Microbatch
@@ -133,11 +134,10 @@ class WeightedLoss:
         self.microbatches = microbatches
         self.seen: list[Tensor] = []
 
-    def __call__(
-        self, i: int, log_probs: Tensor, entropy: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs = scored.log_probs
         self.seen.append(log_probs.detach())
-        microbatch = self.microbatches[i]
+        microbatch = self.microbatches[scored.index]
         rows = torch.tensor(microbatch.indices, dtype=torch.int64)
         advantages = self.batch.advantages[rows].float()[microbatch.sequence_ids]
         loss = -(advantages * log_probs).sum() / self.batch.num_response_tokens.sum()
@@ -164,10 +164,9 @@ class ClippedLoss:
         self.microbatches = microbatches
         self.clipped = clipped
 
-    def __call__(
-        self, i: int, log_probs: Tensor, entropy: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        microbatch = self.microbatches[i]
+    def __call__(self, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs = scored.log_probs
+        microbatch = self.microbatches[scored.index]
         rows = torch.tensor(microbatch.indices, dtype=torch.int64)
         advantages = self.batch.advantages[rows]
         # The clips are 3e-3 and 5e-3 wide, and cut off what has moved as the advantage wants it.

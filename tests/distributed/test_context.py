@@ -13,8 +13,8 @@ import torch
 
 from gapo_megatron.batching import pack
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.learn import update as step
-from gapo_megatron.learn.update import log_probs
+from gapo_megatron.learn import forward
+from gapo_megatron.learn.score import log_probs
 from gapo_megatron.logprob import token_log_probs
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.policy.context import cut, held_positions, num_chunks
@@ -53,7 +53,7 @@ def sequence_that_is_named(folder: Path, poisoned: int) -> str:
         return token_log_probs(hidden.index_fill(0, bad, torch.nan), *args, **options)
 
     try:
-        with patch.object(step, "token_log_probs", with_nan):
+        with patch.object(forward, "token_log_probs", with_nan):
             log_probs(policy, [microbatch])
     except DivergenceError as error:
         return str(error)

@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gapo_megatron import checkpoint
-from gapo_megatron.learn.update import log_probs, update
+from gapo_megatron.learn.forward import Scored
+from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.update import update
 from gapo_megatron.policy import Policy, destroy, initialize
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed
@@ -66,7 +68,8 @@ def update_where_one_loss_has_no_gradient(folder: Path, skip_inactive: bool) -> 
     norms = []
     for with_gradient in (0, None):
 
-        def loss(_: int, values: Tensor, __: object, on: int | None = with_gradient) -> object:
+        def loss(scored: Scored, on: int | None = with_gradient) -> object:
+            values = scored.log_probs
             return (values.sum() if groups.dp_rank == on else torch.ones(())), {}
 
         norms.append(update(policy, microbatches, loss, skip_inactive=skip_inactive).grad_norm)

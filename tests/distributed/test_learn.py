@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,17 @@ import torch
 import torch.distributed as dist
 
 from gapo_megatron.config import Config
+from gapo_megatron.types import Group
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import save_model
-from tests.learn_setup import NUM_MINIBATCHES, carry_some, make_config, make_groups, run_learn
+from tests.learn_setup import (
+    NUM_MINIBATCHES,
+    carry_some,
+    make_config,
+    make_groups,
+    mask_some,
+    run_learn,
+)
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -29,11 +38,16 @@ def config_of(folder: Path, sizes: dict[str, object]) -> Config:
     return make_config(folder, parallel=sizes, objective=objective)
 
 
-def stop_in_every_layout(folder: Path) -> None:
-    on_one_rank = json.loads((folder / "on_one_rank.json").read_text())
+def groups_of(folder: Path, *, has_masks: bool) -> list[Group]:
     groups = carry_some(GROUPS, config_of(folder, {}))
-    for name, sizes in LAYOUTS.items():
-        config = config_of(folder, sizes)
+    return mask_some(groups) if has_masks else groups
+
+
+def stop_in_every_layout(folder: Path, layouts: Sequence[str], has_masks: bool) -> None:
+    on_one_rank = json.loads((folder / "on_one_rank.json").read_text())
+    groups = groups_of(folder, has_masks=has_masks)
+    for name in layouts:
+        config = config_of(folder, LAYOUTS[name])
         whole = run_learn(config, groups, num_minibatches=NUM_MINIBATCHES)
         assert_same_statistics(whole.metrics, on_one_rank, name)
         kept = folder / f"kept_{name}"
@@ -59,11 +73,18 @@ def assert_same_statistics(found: dict[str, float], expected: dict[str, float], 
             assert found[key] == pytest.approx(value, rel=1e-6, abs=bound), (name, key)
 
 
-def test_neither_a_stop_nor_the_layout_changes_what_is_learned(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layouts", "has_masks"),
+    [([*LAYOUTS], False), (["pipeline", "context"], True)],
+    ids=["sampled", "masked"],
+)
+def test_neither_a_stop_nor_the_layout_changes_what_is_learned(
+    tmp_path: Path, layouts: Sequence[str], has_masks: bool
+) -> None:
     save_model(tmp_path, "qwen2_tied")
     config = config_of(tmp_path, {})
-    groups = carry_some(GROUPS, config)
+    groups = groups_of(tmp_path, has_masks=has_masks)
     with single_rank():
         whole = run_learn(config, groups, num_minibatches=NUM_MINIBATCHES)
     (tmp_path / "on_one_rank.json").write_text(json.dumps(whole.metrics))
-    run_distributed(stop_in_every_layout, 2, tmp_path)
+    run_distributed(stop_in_every_layout, 2, tmp_path, layouts, has_masks)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import DivergenceError
 from gapo_megatron.learn import update as step
-from gapo_megatron.learn.update import log_probs, update
+from gapo_megatron.learn.forward import Scored
+from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.update import update
 from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.policy import Policy, destroy, initialize
 from tests.dist import run_distributed, single_rank
@@ -160,11 +161,9 @@ def diverge(folder: Path) -> list[tuple[str, bool, int]]:
         share = [[(0,), (1, 2, 3)], [(4, 5), (6, 7)]][groups.dp_rank]
         microbatches = [policy.pack(batch, indices) for indices in share]
         before = {name: tensor.clone() for name, tensor in policy.iterate_hf_weights()}
-        flags = Flags()
 
-        def loss(
-            i: int, values: Tensor, _: Tensor | None, flags: Flags = flags, rank: int = groups.rank
-        ) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(scored: Scored, rank: int = groups.rank) -> tuple[Tensor, dict[str, Tensor]]:
+            i, values = scored.index, scored.log_probs
             old, microbatch = values.detach().clone(), microbatches[i]  # noqa: B023
             if rank == 1 and i == 1:
                 old[-1] = torch.nan
@@ -178,12 +177,12 @@ def diverge(folder: Path) -> list[tuple[str, bool, int]]:
                 group_size=4,
                 num_tokens_global=200,
                 method=METHODS["gapo"],
-                flags=flags,
+                flags=scored.flags,
             )
             return result.loss, {}
 
         with pytest.raises(DivergenceError) as error:
-            update(policy, microbatches, loss, flags=flags)
+            update(policy, microbatches, loss)
         after = dict(policy.iterate_hf_weights())
         unchanged = all(torch.equal(before[name], after[name]) for name in before)
         seen.append((str(error.value), unchanged, policy.num_updates))

@@ -19,7 +19,9 @@ from gapo_megatron.compat import cpu
 from gapo_megatron.compat.megatron import share_rotary_tables
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.errors import ConfigError, ConversionError, DivergenceError
-from gapo_megatron.learn.update import UpdateResult, log_probs, update
+from gapo_megatron.learn.forward import Scored
+from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.rules import find_rule
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
@@ -323,9 +325,9 @@ def test_divergence_leaves_everything_as_it_was(folder: Path, groups: ParallelGr
     microbatches = pack_all(BATCH, TWO_MICROBATCHES)
     for factor in (float("nan"), float("inf")):
         with pytest.raises(DivergenceError, match=mentions("update 1", "gradient norm")):
-            update(policy, microbatches, lambda i, x, _, f=factor: (x.sum() * f, {}))
+            update(policy, microbatches, lambda scored, f=factor: (scored.log_probs.sum() * f, {}))
     with pytest.raises(DivergenceError):  # a finite gradient does not excuse the loss
-        update(policy, microbatches, lambda i, x, _: (x.sum() * 0 + torch.inf, {}))
+        update(policy, microbatches, lambda scored: (scored.log_probs.sum() * 0 + torch.inf, {}))
     assert equal(weights(policy), before)
     assert policy.num_updates == 1
     train(policy), train(other)
@@ -359,7 +361,13 @@ def test_temperature_and_entropy_reach_the_head(folder: Path, groups: ParallelGr
     policy = build(folder, groups, rollout={"temperature": 0.5}, objective={"entropy_coef": 0.1})
     microbatch = pack_all(BATCH, [(0,)])
     seen = []
-    update(policy, microbatch, lambda i, x, e: (seen.append((x, e)), (x.sum() + e.sum(), {}))[1])
+
+    def loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+        assert scored.entropy is not None
+        seen.append((scored.log_probs, scored.entropy))
+        return scored.log_probs.sum() + scored.entropy.sum(), {}
+
+    update(policy, microbatch, loss)
     logits = model(microbatch[0].tokens).logits[0][microbatch[0].row_index].detach() / 0.5
     expected = logits.log_softmax(dim=-1)
     (values, entropy) = seen[0]

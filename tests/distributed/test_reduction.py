@@ -16,7 +16,8 @@ from torch import Tensor
 from gapo_megatron import checkpoint
 from gapo_megatron.config import Config, counts
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.learn.update import log_probs, update
+from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.update import update
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.reduction import GradientReduction
 from tests.attempt_setup import make_attempt
@@ -280,7 +281,7 @@ def test_a_gradient_that_is_not_finite_leaves_nothing_behind(policy: Policy) -> 
     microbatches = [policy.pack(BATCH, indices) for indices in APART[0]]
     before = weights(policy)
     with pytest.raises(DivergenceError, match=mentions("gradient norm", "nan")):
-        update(policy, microbatches, lambda _, values, __: (values.sum() * torch.nan, {}))
+        update(policy, microbatches, lambda scored: (scored.log_probs.sum() * torch.nan, {}))
     assert all(torch.equal(before[name], weight) for name, weight in weights(policy).items())
     assert update(policy, microbatches, WeightedLoss(BATCH, microbatches)).grad_norm > 0
 

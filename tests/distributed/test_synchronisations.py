@@ -19,8 +19,9 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.compat import cpu
 from gapo_megatron.learn import step as learn_module
 from gapo_megatron.learn.carry import carry
+from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.step import learn
-from gapo_megatron.learn.update import UpdateResult, log_probs, update
+from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.types import Batch, Minibatch, OpenGroup, Plan, Prompt, Rollout
 from tests.dist import run_distributed
@@ -164,7 +165,7 @@ def check(counts: Counts, *, where: str, asks: bool) -> None:
     # Once for each micro-batch, and nothing else, where the clip may have left nothing to learn.
     more = per_microbatch(counts, "second update")
     assert sum(more.values()) == (MANY - FEW if asks else 0), (where, more)
-    assert all("step.py" in call for call in more), (where, more)
+    assert all("learn/update.py" in call for call in more), (where, more)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from gapo_megatron.learn.update import log_probs
+from gapo_megatron.learn.score import log_probs
 from tests.gpu.report import Report
 from tests.gpu.resources import seconds_of
 from tests.gpu.setting import Setting

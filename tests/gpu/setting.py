@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gapo_megatron.config import Config, parse_config
+from gapo_megatron.learn.forward import Scored
 from gapo_megatron.models.published import shipped_fields
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for
@@ -152,9 +153,7 @@ class MeanLogProb:
     def __post_init__(self) -> None:
         self.seen: list[Tensor] = []
 
-    def __call__(
-        self, index: int, log_probs: Tensor, entropy: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of one micro-batch."""
-        self.seen.append(log_probs.detach().clone())
-        return -log_probs.sum() / max(self.num_rows, 1), {}
+        self.seen.append(scored.log_probs.detach().clone())
+        return -scored.log_probs.sum() / max(self.num_rows, 1), {}

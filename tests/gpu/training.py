@@ -13,8 +13,9 @@ from torch import Tensor
 from gapo_megatron.batching import plan, sequence_lengths, unpack
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
+from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.step import learn
-from gapo_megatron.learn.update import log_probs, update
+from gapo_megatron.learn.update import update
 from gapo_megatron.policy import Policy
 from gapo_megatron.run.supervised import _supervised_step
 from gapo_megatron.types import Batch, Microbatch, Plan

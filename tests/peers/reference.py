@@ -47,6 +47,7 @@ def gapo_update(
     eps_high_max: float = 5e-3,
     temperature: float = 1.0,
     importance_weights: Sequence[float] | None = None,
+    masks: Sequence[Tensor] | None = None,
 ) -> Update:
     """Loss of a mini-batch, with token-level aggregation, and its gradient for every weight.
 
@@ -62,11 +63,15 @@ def gapo_update(
         eps_high_max: upper clip width at c = 1.
         temperature: of sampling.
         importance_weights: a factor for every sequence's loss; None: 1.
+        masks: [response tokens] bool of every sequence, True where the model sampled the token:
+            the others are skipped, and `old_log_probs` has none of them. None: all.
     """
     assert len(prompts) == len(responses) == len(rewards) and len(rewards) % group_size == 0
     assert set(rewards) <= {0.0, 1.0}
     model = in_float64(model)
     log_probs = response_log_probs(model, prompts, responses, temperature)
+    if masks is not None:
+        log_probs = [values[mask] for values, mask in zip(log_probs, masks, strict=True)]
 
     total = torch.zeros((), dtype=torch.float64)
     advantages, ratios, clipped = [], [], []
@@ -90,7 +95,7 @@ def gapo_update(
         advantages.append(advantage)
         ratios.append(float(ratio.detach()))
         clipped.append(bool(bounded > free))
-    loss = total / sum(len(response) for response in responses)
+    loss = total / sum(len(values) for values in log_probs)
 
     weights = dict(model.named_parameters())
     gradients = torch.autograd.grad(loss, list(weights.values()))

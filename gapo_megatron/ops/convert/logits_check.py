@@ -33,7 +33,7 @@ from gapo_megatron.policy import destroy, initialize
 from gapo_megatron.policy.load import find_weights, load_weights
 from gapo_megatron.policy.logits import logits
 from gapo_megatron.policy.model import build_model, read_hf_config
-from gapo_megatron.types import Batch
+from gapo_megatron.types import Sequences
 
 TOLERANCE = 1e-4
 """Largest difference that passes, as a share of the largest logit.
@@ -180,7 +180,7 @@ def _megatron_logits(
     dtype: torch.dtype | None,
 ) -> list[Tensor]:
     """As `_transformers_logits`, of all sequences packed into one row."""
-    microbatch = pack(_as_batch(sequences), range(len(sequences)), device=_device())
+    microbatch = pack(_to_pack(sequences), range(len(sequences)), device=_device())
     with _process_group():
         groups = initialize(ParallelConfig())
         try:
@@ -202,17 +202,11 @@ def _round(model: nn.Module, dtype: torch.dtype | None) -> None:
             parameter.copy_(parameter.to(dtype))
 
 
-def _as_batch(sequences: list[Tensor]) -> Batch:
+def _to_pack(sequences: list[Tensor]) -> Sequences:
     """Prompts of one token; the last token of a response is never fed, so each gets one more."""
-    zeros = torch.zeros(len(sequences), dtype=torch.int64)
-    return Batch(
+    return Sequences(
         prompt_ids=[ids[:1].numpy() for ids in sequences],
         response_ids=[np.append(ids[1:].numpy(), 0) for ids in sequences],
-        rollout_log_probs=[],
-        advantages=zeros.double(),
-        num_correct=zeros,
-        group_size=zeros,
-        valid=zeros.bool(),
     )
 
 

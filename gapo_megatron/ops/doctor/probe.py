@@ -26,7 +26,7 @@ from gapo_megatron.logprob import choose_implementation
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.run import process_group
-from gapo_megatron.types import Batch
+from gapo_megatron.types import Sequences
 
 # Of one layer, with sizes that every kernel takes.
 _MODEL = {
@@ -84,8 +84,8 @@ def policy(**model: str) -> None:
         built = Policy.build(config, initialize(config.parallel), world.device)
     shapes = hf_shapes(rules_for(built.hf_config))
     built.load_hf_weights((name, 0.02 * torch.randn(shape)) for name, shape in shapes.items())
-    microbatch = built.pack(_batch(num_sequences=2), (0, 1))
-    result = update(built, [microbatch], lambda _, log_probs, __: (-log_probs.mean(), {}))
+    microbatch = built.pack(_sequences(2), (0, 1))
+    result = update(built, [microbatch], lambda scored: (-scored.log_probs.mean(), {}))
     assert result.grad_norm > 0, result
 
     layer = built.stages[0].decoder.layers[0]
@@ -183,18 +183,9 @@ def _arithmetic(settings: Config, world_size: int) -> dict[str, Any]:
     return {"smallest": smallest, "cut": counts.cut, **asdict(counts)}
 
 
-def _batch(num_sequences: int) -> Batch:
+def _sequences(count: int) -> Sequences:
     prompt, response = np.split(np.arange(_NUM_TOKENS, dtype=np.int32), [16])
-    zeros = torch.zeros(num_sequences, dtype=torch.int64)
-    return Batch(
-        prompt_ids=[prompt] * num_sequences,
-        response_ids=[response] * num_sequences,
-        rollout_log_probs=[np.zeros(len(response), dtype=np.float32)] * num_sequences,
-        advantages=torch.ones(num_sequences, dtype=torch.float64),
-        num_correct=zeros,
-        group_size=zeros,
-        valid=torch.ones(num_sequences, dtype=torch.bool),
-    )
+    return Sequences([prompt] * count, [response] * count)
 
 
 def _where(cls: type) -> str:

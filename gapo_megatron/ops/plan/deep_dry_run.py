@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -23,7 +22,8 @@ from gapo_megatron.compat.megatron import main_grad, spread_tokens_evenly
 from gapo_megatron.compat.torch import storage_id
 from gapo_megatron.config import Config, ModelConfig
 from gapo_megatron.config.counts import arithmetic
-from gapo_megatron.learn import update as step
+from gapo_megatron.learn.forward import Scored
+from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.tables import rules_for
@@ -38,7 +38,7 @@ from gapo_megatron.ops.plan.state import rank_bytes
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import PolicyModel, read_hf_config
 from gapo_megatron.policy.optimizer import inner_optimizers
-from gapo_megatron.types import Batch, Microbatch
+from gapo_megatron.types import Microbatch, Sequences
 
 LEFT_OUT = (
     "Not shown: vLLM and weight sync; Transformer Engine's layers (these are the ones that run "
@@ -105,7 +105,7 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
         before = no_data.live_bytes
         num_microbatches = groups.pp_size * min(groups.vpp_size, 2)
         with KeptForBackward(besides=parameters.values()) as kept:
-            step.update(policy, [microbatch] * num_microbatches, _loss)
+            update(policy, [microbatch] * num_microbatches, _loss)
         weights, gradients, optimizer = allocated_bytes(policy)
         return Found(
             {name: tuple(tensor.shape) for name, tensor in parameters.items()},
@@ -126,8 +126,8 @@ def runs_here(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"precision": precision, "head": "torch"})
 
 
-def _loss(_: int, log_probs: Tensor, __: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-    return -log_probs.sum(), {}
+def _loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+    return -scored.log_probs.sum(), {}
 
 
 def _full_microbatch(config: Config, policy: Policy) -> Microbatch:
@@ -140,17 +140,11 @@ def _full_microbatch(config: Config, policy: Policy) -> Microbatch:
         lengths.append(budget % longest)
     prompts = [min(config.data.max_prompt_tokens, length) for length in lengths]
     responses = [length + 1 - prompt for length, prompt in zip(lengths, prompts, strict=True)]
-    zeros = torch.zeros(len(lengths), dtype=torch.int64)
-    batch = Batch(
+    sequences = Sequences(
         prompt_ids=[np.zeros(size, dtype=np.int32) for size in prompts],
         response_ids=[np.zeros(size, dtype=np.int32) for size in responses],
-        rollout_log_probs=[np.zeros(size, dtype=np.float32) for size in responses],
-        advantages=zeros.double(),
-        num_correct=zeros,
-        group_size=zeros,
-        valid=zeros == 0,
     )
-    return policy.pack(batch, range(len(lengths)))
+    return policy.pack(sequences, range(len(lengths)))
 
 
 def allocated_bytes(policy: Policy) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import DivergenceError
-from gapo_megatron.logprob import Ahead, token_log_probs
+from gapo_megatron.logprob import RowPlan, token_log_probs
 from tests.logprob_setup import problem
 from tests.messages import mentions
 from tests.synchronisations import counted_waits
@@ -19,16 +19,16 @@ ROWS = 50
 
 
 def gradients(
-    is_active: Tensor, ahead: Ahead | None, num_active: Sequence[int] | None = None
+    is_active: Tensor, row_plan: RowPlan | None, num_active: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, dX and dW, of rows that lie apart."""
     hidden, weight, labels = problem(2 * ROWS, 90)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     rows = torch.arange(0, 2 * ROWS, 2)
-    values = token_log_probs(*leaves, labels[:ROWS], row_index=rows, ahead=ahead)
+    values = token_log_probs(*leaves, labels[:ROWS], row_index=rows, row_plan=row_plan)
     assert isinstance(values, Tensor)
-    if ahead is not None:
-        ahead.num_active = num_active
+    if row_plan is not None:
+        row_plan.num_active = num_active
     (torch.linspace(-1, 1, ROWS) * is_active * values).sum().backward()
     assert hidden.grad is not None and weight.grad is not None
     return values.detach(), hidden.grad, weight.grad
@@ -37,20 +37,20 @@ def gradients(
 @pytest.mark.parametrize("is_active", [torch.arange(ROWS) % 3 == 0, torch.zeros(ROWS) > 0], ids=str)
 def test_no_pass_waits_and_the_bits_are_the_same(is_active: Tensor) -> None:
     expected = gradients(is_active, None)
-    ahead = Ahead(Flags(), (0, ROWS))
+    row_plan = RowPlan(Flags(), (0, ROWS))
     num_active = int(is_active.sum())
     with counted_waits() as waits:
-        found = gradients(is_active, ahead, [num_active])
+        found = gradients(is_active, row_plan, [num_active])
     assert not waits
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    ahead.flags.check()
+    row_plan.flags.check()
 
 
 def test_without_a_number_all_rows_are_computed() -> None:
     is_active = torch.arange(ROWS) % 3 == 0
     log_probs, grad_hidden, grad_weight = gradients(is_active, None)
     with counted_waits() as waits:
-        found = gradients(is_active, Ahead(Flags(), (0, ROWS)))
+        found = gradients(is_active, RowPlan(Flags(), (0, ROWS)))
     assert not waits
     assert torch.equal(found[0], log_probs) and torch.equal(found[1], grad_hidden)
     # Zeros among the terms of a sum change its order: float32 sums of 17 terms of order 1.
@@ -77,7 +77,7 @@ def test_what_is_not_finite_is_named_when_it_is_read(return_entropy: bool) -> No
                 labels,
                 row_index=rows,
                 return_entropy=return_entropy,
-                ahead=Ahead(flags, (0, 9)),
+                row_plan=RowPlan(flags, (0, 9)),
             )
         assert not waits
         with pytest.raises(DivergenceError, match=mentions("micro-batch 2", *named)):

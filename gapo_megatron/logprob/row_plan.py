@@ -1,4 +1,4 @@
-"""What the log-prob operator's caller knows, or asks later: no pass then waits for the device."""
+"""What the log-prob operator's caller knows of its rows: no pass then waits for the device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gapo_megatron.device.flags import Flags
 
 
 @dataclass
-class Ahead:
-    """What lets the host run ahead of the device: it knows already, or will ask later.
+class RowPlan:
+    """What the host knows about the rows of a call, so that it need not ask the device.
 
     For a caller that has packed the rows itself: labels and row_index are not checked again.
 
@@ -33,27 +33,27 @@ class Ahead:
 
 
 def active_rows(
-    grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor | None, ahead: Ahead | None
+    grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor | None, row_plan: RowPlan | None
 ) -> tuple[torch.Tensor, Sequence[int] | None]:
     """Rows with a gradient; the others (clipped sequences, A = 0) would add exact zeros.
 
     Args:
         grad_log_probs: [R].
         grad_entropy: [R]; None: there is none.
-        ahead: may leave the others in; None: waits for the device to know how many there are.
+        row_plan: may leave the others in; None: waits for the device to know how many there are.
 
     Returns:
         [R_active] int64, increasing, and how many of them lie before each edge, as in
-        `Ahead.row_edges`; None: only the device knows.
+        `RowPlan.row_edges`; None: only the device knows.
     """
-    if ahead is not None and ahead.num_active is None:
-        return torch.arange(len(grad_log_probs), device=grad_log_probs.device), ahead.row_edges
+    if row_plan is not None and row_plan.num_active is None:
+        return torch.arange(len(grad_log_probs), device=grad_log_probs.device), row_plan.row_edges
     is_active = grad_log_probs != 0
     if grad_entropy is not None:
         is_active = is_active | (grad_entropy != 0)
-    if ahead is None or ahead.num_active is None:
+    if row_plan is None or row_plan.num_active is None:
         return is_active.nonzero()[:, 0], None
-    edges = [0, *itertools.accumulate(ahead.num_active)]
+    edges = [0, *itertools.accumulate(row_plan.num_active)]
     # What `nonzero` gives, without asking for its length.
     in_order = torch.argsort((~is_active).to(torch.uint8), stable=True)
     return in_order[: edges[-1]], edges

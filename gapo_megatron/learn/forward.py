@@ -1,0 +1,226 @@
+"""One pass over micro-batches: forward through the model and the head, backward if there is a loss.
+
+Both `score` (forward alone) and `update` run it, so at equal weights and equal micro-batches their
+log-probs have the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from gapo_megatron.compat import cpu
+from gapo_megatron.compat.megatron import main_grad, received
+from gapo_megatron.device.flags import Flags
+from gapo_megatron.logprob import RowPlan, token_log_probs
+from gapo_megatron.policy.context import join_rows
+from gapo_megatron.policy.parallel import schedule_groups
+from gapo_megatron.policy.pipeline import PlannedCommunicator, ZeroGradient
+from gapo_megatron.policy.policy import Policy
+from gapo_megatron.policy.reduction import GradientReduction
+from gapo_megatron.types import Microbatch, Share
+
+_NO_TOKENS = torch.zeros([], dtype=torch.int)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One micro-batch after the head, and what its backward pass has to know."""
+
+    index: int
+    """Number of the micro-batch in the pass."""
+    log_probs: Tensor
+    """[R] float32, with autograd where the pass has a backward part."""
+    entropy: Tensor | None
+    """[R] likewise; None unless `objective.entropy_coef` > 0."""
+    flags: Flags
+    """Of the pass: checks on the device whose outcome is read after the last micro-batch."""
+    rows: Tensor | None
+    """[R_local] int64, those of the R rows that this rank computes; None: all."""
+    row_plan: RowPlan
+
+
+Head = Callable[[Scored], tuple[Tensor, Any]]
+"""Scalar to begin the backward pass from, and what to report of the micro-batch."""
+
+
+def run_pass(
+    policy: Policy,
+    microbatches: Sequence[Microbatch],
+    head: Head,
+    flags: Flags,
+    *,
+    forward_only: bool,
+    temperature: float | None = None,
+) -> list[Any]:
+    """Forward (and backward) over the micro-batches, in Megatron-core's pipeline schedule.
+
+    Nothing in it waits for the device: `flags` says afterwards what went wrong.
+
+    Args:
+        policy: its gradients are added to unless `forward_only`.
+        microbatches: this data-parallel rank's; as many as on every other rank.
+        head: called on the last pipeline stage, once for each micro-batch.
+        flags: kept by the head operator and by `head`.
+        forward_only: no backward pass.
+        temperature: of the distribution; None for `rollout.temperature`.
+
+    Returns:
+        What `head` reported of each micro-batch, on the last pipeline stage; empty elsewhere.
+
+    Collectives: those of forward and backward pass over the tensor, context, expert and pipeline
+    parallel groups; after the last backward pass those of the gradient reduction.
+    """
+    # The weights' memory may have been given back between steps.
+    policy.begin_pass()
+    groups, num_given = policy.groups, len(microbatches)
+    if groups.vpp_size > 1:  # Megatron-core deals micro-batches to virtual stages in such groups
+        fillers = [policy.pack_nothing()] * (-num_given % groups.pp_size)
+        microbatches = [*microbatches, *fillers]
+
+    def forward(iterator: Iterator[tuple[int, Microbatch]], model: Any) -> tuple[Tensor, Any]:
+        index, whole = next(iterator)
+        share = _share(policy, whole)
+        microbatch = share.microbatch
+        hidden = model(
+            input_ids=microbatch.tokens,
+            position_ids=microbatch.position_ids,
+            attention_mask=None,
+            packed_seq_params=policy.stages[0].packing(microbatch),
+        )
+
+        def after(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+            flags.where = f"micro-batch {index}"
+            row_plan = _plan_rows(share, flags)
+            values = _log_probs(policy, hidden, share, row_plan, temperature)
+            log_probs, entropy = _join(policy, values, share.rows, len(whole.labels))
+            if index >= num_given:
+                return without_backward(policy, log_probs.sum()), _NO_TOKENS, None
+            loss, report = head(Scored(index, log_probs, entropy, flags, share.rows, row_plan))
+            # Three values: Megatron-core then neither averages nor divides.
+            return loss, _NO_TOKENS, report
+
+        return hidden, after
+
+    _tell_when_to_reduce(policy, forward_only=forward_only)
+    communication = _communication(policy, microbatches, forward_only=forward_only)
+    with cpu.device_scope():
+        reports: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(enumerate(microbatches)) for _ in policy.model],
+            model=policy.model,
+            num_microbatches=len(microbatches),
+            seq_length=max(m.tokens.shape[1] for m in microbatches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            **communication,
+        )
+    if communication:
+        communication["p2p_communicator"].check_finished()
+    return reports[:num_given]
+
+
+def without_backward(policy: Policy, loss: Tensor) -> Tensor:
+    """`loss` cut off from the model; the stage before still gets its gradient, of zeros."""
+    if policy.groups.pp_size == 1:
+        return loss.detach()
+    return ZeroGradient.apply(loss.detach(), received(policy.stages[-1]))
+
+
+def _share(policy: Policy, whole: Microbatch) -> Share:
+    """This rank's share; one that `batching.pack` alone has made is the whole."""
+    if whole.share is not None:
+        return whole.share
+    assert policy.groups.cp_size == 1 and not policy.config.parallel.sequence_parallel, (
+        "ranks share this micro-batch: it must come from Policy.pack"
+    )
+    return Share(whole, None, (0, len(whole.labels)))
+
+
+def _plan_rows(share: Share, flags: Flags) -> RowPlan:
+    """What the head operator would otherwise wait for the device to know."""
+    indices, sequence_ids = share.microbatch.indices, share.microbatch.sequence_ids
+    return RowPlan(flags, share.row_edges, sequence_of=lambda row: indices[int(sequence_ids[row])])
+
+
+def _log_probs(
+    policy: Policy, hidden: Tensor, share: Share, row_plan: RowPlan, temperature: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropy (if wanted) [R_local] from hidden states [T / cp (/ tp), 1, H]."""
+    groups = policy.groups
+    weight: Any = policy.stages[-1].head_weight
+    with_entropy = policy.config.objective.entropy_coef > 0
+    result: Any = token_log_probs(
+        hidden[:, 0],
+        weight,
+        share.microbatch.labels,
+        row_index=share.microbatch.row_index,
+        temperature=policy.config.rollout.temperature if temperature is None else temperature,
+        vocab_start=groups.tp_rank * weight.shape[0],
+        vocab_size=policy.hf_config.vocab_size,
+        tp_group=groups.tp_group if groups.tp_size > 1 else None,
+        sequence_parallel=policy.stages[-1].config.sequence_parallel,
+        # Megatron-core's float32 buffer: no copy of the weight's size, and no rounding between
+        # micro-batches. The hook then finds no gradient of the head to add.
+        main_grad=main_grad(weight) if weight.requires_grad else None,
+        return_entropy=with_entropy,
+        implementation=policy.head,
+        row_plan=row_plan,
+    )
+    values, entropy = result if with_entropy else (result, None)
+    return values, entropy
+
+
+def _join(
+    policy: Policy, values: tuple[Tensor, Tensor | None], rows: Tensor | None, num_rows: int
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropy [R] of all rows: context parallel ranks have scored the others."""
+    log_probs, entropy = values
+    if rows is not None:
+        log_probs = join_rows(log_probs, rows, num_rows, policy.groups)
+        if entropy is not None:
+            entropy = join_rows(entropy, rows, num_rows, policy.groups)
+    return log_probs, entropy
+
+
+def _communication(
+    policy: Policy, microbatches: Sequence[Microbatch], *, forward_only: bool
+) -> dict[str, Any]:
+    """How the schedule's stages talk to each other; nothing where there is one."""
+    groups, config = policy.groups, policy.stages[0].config
+    if groups.pp_size == 1:
+        return {}
+    num_shards = groups.cp_size * (groups.tp_size if config.sequence_parallel else 1)
+    shapes = [(m.tokens.shape[1] // num_shards, 1, config.hidden_size) for m in microbatches]
+    return {
+        "p2p_communicator": PlannedCommunicator(
+            groups.pp_group, config, shapes, forward_only=forward_only
+        ),
+        "pg_collection": schedule_groups(),
+    }
+
+
+def _tell_when_to_reduce(policy: Policy, *, forward_only: bool) -> None:
+    """Set what Megatron-core's schedule calls around and after the backward passes."""
+    config, reduction = policy.stages[0].config, policy.reduction
+    config.no_sync_func = None if reduction is None or forward_only else reduction.not_last
+    config.finalize_model_grads_func = functools.partial(_sum_gradients, reduction)
+
+
+def _sum_gradients(
+    reduction: GradientReduction | None,
+    model: Any,
+    num_tokens: Tensor | None = None,
+    **kwargs: Any,
+) -> None:
+    """Megatron-core's reduction without its division by the number of tokens."""
+    if reduction is not None:
+        reduction.begin_rest()
+    finalize_model_grads(model, None, **kwargs)

@@ -1,0 +1,222 @@
+"""The loss of one mini-batch's micro-batches: old log-probs, weights, policy loss, KL, entropy.
+
+R = rows = sampled response tokens of a micro-batch of B sequences. Tokens that an environment gave
+have no row: they are left out of every array here, as `batching.pack` leaves them out of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gapo_megatron.config import Config
+from gapo_megatron.device.transfer import to_device
+from gapo_megatron.learn.forward import Scored
+from gapo_megatron.learn.metrics import Sums
+from gapo_megatron.objective import (
+    PolicyLoss,
+    diagnostics,
+    importance_weights,
+    kl_penalty,
+    policy_loss,
+)
+from gapo_megatron.objective.families import FAMILIES
+from gapo_megatron.types import Batch, Microbatch, Minibatch
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the loss of one micro-batch needs of its B sequences and R rows, on the device."""
+
+    sequence_ids: torch.Tensor
+    """[R] int64 in 0..B-1."""
+    advantages: torch.Tensor
+    """[B] float64."""
+    num_correct: torch.Tensor
+    """[B] int64, like the two that follow."""
+    group_size: torch.Tensor
+    num_response_tokens: torch.Tensor
+    is_carried: torch.Tensor
+    """[B] bool: earlier steps sampled the sequence's first tokens."""
+    rollout_log_probs: torch.Tensor
+    """[R] float32: the rollout engine's own."""
+    carried_log_probs: torch.Tensor | None = None
+    """[R] float32: of the tokens that earlier steps sampled, what they had then; None: no batch of
+    several steps."""
+    is_carried_row: torch.Tensor | None = None
+    """[R] bool: which tokens those are."""
+
+    @classmethod
+    def of(cls, batch: Batch, microbatch: Microbatch, device: torch.device) -> LossInputs:
+        """Copy what the loss needs of one micro-batch, once, before the schedule starts."""
+        index = list(microbatch.indices)
+        lengths = [len(batch.response_ids[i]) for i in index]
+        responses = _sampled(batch, index, [batch.response_ids[i] for i in index])
+        log_probs = _sampled(batch, index, [batch.rollout_log_probs[i] for i in index])
+        no_values = np.zeros(0, np.float32)
+        carried = [
+            batch.carried_log_probs[i] if batch.carried_log_probs else no_values for i in index
+        ]
+        arrays = {
+            "advantages": batch.advantages.numpy()[index],
+            "num_correct": batch.num_correct.numpy()[index],
+            "group_size": batch.group_size.numpy()[index],
+            "num_response_tokens": np.array([len(ids) for ids in responses], dtype=np.int64),
+            "is_carried": np.array([len(values) > 0 for values in carried], dtype=bool),
+            "rollout_log_probs": np.concatenate([no_values, *log_probs]),
+        }
+        if batch.carried_log_probs:
+            padded = [np.zeros(length, np.float32) for length in lengths]
+            for values, first in zip(padded, carried, strict=True):
+                values[: len(first)] = first
+            is_old = [np.arange(n) < len(c) for n, c in zip(lengths, carried, strict=True)]
+            then, is_then = _sampled(batch, index, padded), _sampled(batch, index, is_old)
+            arrays["carried_log_probs"] = np.concatenate([no_values, *then])
+            arrays["is_carried_row"] = np.concatenate([np.empty(0, bool), *is_then])
+        placed: dict[str, Any] = dict(
+            zip(arrays, to_device([*arrays.values()], device), strict=True)
+        )
+        return cls(microbatch.sequence_ids, **placed)
+
+
+def _sampled(
+    batch: Batch, index: Sequence[int], values: Sequence[np.ndarray]
+) -> Sequence[np.ndarray]:
+    """Of values of all response tokens of sequences `index` those of the sampled ones."""
+    if not batch.response_masks:
+        return values
+    return [one[batch.response_masks[i]] for i, one in zip(index, values, strict=True)]
+
+
+@dataclass(frozen=True)
+class MinibatchLoss:
+    """The loss of micro-batch i of one mini-batch, with every denominator in it: ranks only add."""
+
+    minibatch: Minibatch
+    microbatches: Sequence[LossInputs]
+    """One for each micro-batch on the last pipeline stage, none elsewhere."""
+    old_log_probs: Sequence[torch.Tensor | None] | None
+    """Per micro-batch [R] float32; None as a whole: the current ones, detached."""
+    ref_log_probs: Sequence[torch.Tensor | None] | None
+    """Per micro-batch [R] float32; None as a whole: no KL term."""
+    config: Config
+
+    def __call__(self, scored: Scored) -> tuple[torch.Tensor, Sums]:
+        """Scalar float64 loss and additive metrics of one micro-batch.
+
+        Nothing waits for the device.
+        """
+        given, log_probs = self.microbatches[scored.index], scored.log_probs
+        old = self._old_log_probs(scored)
+        sums = _mismatch(old, given.rollout_log_probs)
+        weighted = given.advantages
+        if (largest := self.config.objective.importance_weight_max) is not None:
+            weights = importance_weights(
+                old,
+                given.rollout_log_probs,
+                sequence_ids=given.sequence_ids,
+                num_sequences=len(given.advantages),
+                largest=largest,
+            )
+            weighted = given.advantages * weights
+            sums |= _weight_sums(weights, largest)
+        result = self._policy_loss(scored, old, weighted)
+        sums |= diagnostics.per_correct_sums(
+            result,
+            sequence_ids=given.sequence_ids,
+            advantages=given.advantages,
+            num_correct=given.num_correct,
+            group_size=self.config.batch.rollouts_per_prompt,
+            num_response_tokens=given.num_response_tokens,
+            is_carried=given.is_carried,
+        )
+        sums["loss"] = result.loss.detach()
+        sums["tokens"] = torch.full_like(sums["loss"], len(log_probs))
+        return self._add_penalties(result.loss, scored, sums), sums
+
+    def _old_log_probs(self, scored: Scored) -> torch.Tensor:
+        """[R] float32: at the weights that sampled each token."""
+        if self.old_log_probs is None:
+            old = scored.log_probs.detach()
+        else:
+            found = self.old_log_probs[scored.index]
+            assert found is not None  # losses, like log-probs, exist on the last stage only
+            old = found
+        given = self.microbatches[scored.index]
+        if given.is_carried_row is not None and given.carried_log_probs is not None:
+            old = torch.where(given.is_carried_row, given.carried_log_probs, old)
+        return old
+
+    def _policy_loss(
+        self, scored: Scored, old: torch.Tensor, advantages: torch.Tensor
+    ) -> PolicyLoss:
+        given = self.microbatches[scored.index]
+        return policy_loss(
+            scored.log_probs,
+            old,
+            sequence_ids=given.sequence_ids,
+            advantages=advantages,
+            num_correct=given.num_correct,
+            group_size=given.group_size,
+            num_tokens_global=self.minibatch.num_tokens_global,
+            num_sequences_global=self.minibatch.num_sequences_global,
+            max_response_tokens=self.config.rollout.max_response_tokens,
+            method=self.config.objective.resolve(),
+            flags=scored.flags,
+        )
+
+    def _add_penalties(self, loss: torch.Tensor, scored: Scored, sums: Sums) -> torch.Tensor:
+        """KL and entropy terms: means over the valid response tokens of the mini-batch."""
+        objective = self.config.objective
+        denominator = max(self.minibatch.num_tokens_global, 1)
+        if self.ref_log_probs is not None:
+            reference = self.ref_log_probs[scored.index]
+            assert reference is not None
+            kl = kl_penalty(scored.log_probs, reference).sum()
+            loss = loss + objective.kl_coef * kl / denominator
+            sums["kl"] = kl.detach()
+        if scored.entropy is not None:
+            total = scored.entropy.double().sum()
+            loss = loss - objective.entropy_coef * total / denominator
+            sums["entropy"] = total.detach()
+        return loss
+
+
+def may_lose_gradients(config: Config, *, has_moved: bool) -> bool:
+    """Whether some rows may have no gradient; the host knows without asking the device.
+
+    At the weights that sampled it no ratio is clipped; a weight alone that is bounded takes no
+    gradient away, and an entropy term gives every row one. With a KL term sequences with A = 0 are
+    computed, which have none while the policy is its reference.
+
+    Args:
+        config: of the run.
+        has_moved: the weights are no longer those that sampled every token.
+    """
+    objective = config.objective
+    if objective.entropy_coef > 0:
+        return False
+    if objective.kl_coef > 0:
+        return True
+    return has_moved and FAMILIES[objective.resolve().family].clip_stops_gradient
+
+
+def _mismatch(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> Sums:
+    """How far the rollout engine's log-probs are from the trainer's at the same weights."""
+    if not len(old_log_probs):
+        return {}
+    mismatch = (old_log_probs - rollout_log_probs).abs().double()
+    return {"mismatch": mismatch.sum(), "mismatch_max": mismatch.max()}
+
+
+def _weight_sums(weights: torch.Tensor, largest: float) -> Sums:
+    total = weights.sum()
+    return {
+        "importance_weights": total,
+        "importance_weights_cut": (weights == largest).sum(),
+        "importance_weights_count": torch.full_like(total, len(weights)),
+    }

@@ -1,0 +1,122 @@
+"""Metrics of a step: sums over micro-batches, then over ranks, then means under their names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gapo_megatron.config import Config
+from gapo_megatron.objective import diagnostics
+from gapo_megatron.types import Plan
+
+Sums = dict[str, torch.Tensor]
+"""Metrics on their way: name -> sum over sequences or tokens; a name in `_max` is a maximum."""
+
+_SCALARS = (
+    *("loss", "tokens", "active_rows", "tokens_backward", "kl", "entropy"),
+    *("mismatch", "mismatch_max"),
+    *("importance_weights", "importance_weights_cut", "importance_weights_count"),
+)
+
+
+def add(totals: Sums, sums: Mapping[str, torch.Tensor]) -> None:
+    """Add the sums of one more micro-batch, update or rank to `totals`."""
+    for key, value in sums.items():
+        if key not in totals:
+            totals[key] = value.clone()
+        elif key.endswith("_max"):
+            totals[key] = torch.maximum(totals[key], value)
+        else:
+            totals[key] = totals[key] + value
+
+
+def add_over_ranks(sums: Sums, *, group_size: int, device: torch.device) -> Sums:
+    """Sum over ranks in rank order, so that every rank holds the same bits; all names, 0 for none.
+
+    Collectives: one all-gather over all ranks, of one float64 vector.
+    """
+    shapes = dict.fromkeys(_SCALARS, ()) | diagnostics.sum_shapes(group_size)
+    assert sums.keys() <= shapes.keys(), f"no place for {sums.keys() - shapes.keys()}"
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    parts = [sums.get(name, torch.zeros(shape)).double() for name, shape in shapes.items()]
+    local = torch.cat([part.flatten() for part in parts]).to(device)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    summed: Sums = {}
+    for vector in torch.stack(gathered).cpu():
+        named = zip(shapes.items(), vector.split(sizes), strict=True)
+        add(summed, {name: part.view(shape) for (name, shape), part in named})
+    return summed
+
+
+def summarize(
+    totals: Sums,
+    plan: Plan,
+    config: Config,
+    *,
+    lengths: np.ndarray,
+    grad_norms: Sequence[float],
+    learning_rate: float,
+) -> dict[str, float]:
+    """Turn a step's sums over all ranks into metrics.
+
+    Args:
+        totals: what `add_over_ranks` returned.
+        plan: of the step.
+        config: of the run.
+        lengths: [B] int64 tokens fed to the model per sequence.
+        grad_norms: of every update, before clipping.
+        learning_rate: of the last update.
+
+    Returns:
+        Means over mini-batches: `loss/policy`, the policy loss alone, and `optim/grad_norm`, of the
+        whole loss, before clipping. Means over computed response tokens:
+        `mismatch/*_log_prob_diff` (trainer to rollout engine at equal weights), `loss/kl` and
+        `loss/entropy` (without their coefficients; where these are not 0). Means over computed
+        sequences: `mismatch/importance_weight*`, where there are such weights. `skip/*`: what was
+        not computed because it could not change the weights, as shares of all prompt and response
+        tokens (`forward`, `old_pass`, `backward`) or of the valid response tokens
+        (`head_backward`), and as a number of optimizer steps (`updates`). The rest:
+        `diagnostics.summarize`.
+    """
+    num_updates, num_tokens = len(grad_norms), max(float(totals["tokens"]), 1.0)
+    metrics = {
+        "loss/policy": float(totals["loss"]) / num_updates,
+        "optim/grad_norm": sum(grad_norms) / num_updates,
+        "optim/learning_rate": learning_rate,
+        "mismatch/mean_abs_log_prob_diff": float(totals["mismatch"]) / num_tokens,
+        "mismatch/max_abs_log_prob_diff": float(totals["mismatch_max"]),
+    }
+    metrics |= _skipped(totals, plan, lengths)
+    metrics["skip/updates"] = float(list(grad_norms).count(0.0))
+    if config.objective.kl_coef > 0:
+        metrics["loss/kl"] = float(totals["kl"]) / num_tokens
+    if config.objective.entropy_coef > 0:
+        metrics["loss/entropy"] = float(totals["entropy"]) / num_tokens
+    if config.objective.importance_weight_max is not None:
+        count = max(float(totals["importance_weights_count"]), 1.0)
+        metrics["mismatch/importance_weight"] = float(totals["importance_weights"]) / count
+        metrics["mismatch/importance_weight_cut"] = float(totals["importance_weights_cut"]) / count
+    return metrics | diagnostics.summarize(totals)
+
+
+def _skipped(totals: Sums, plan: Plan, lengths: np.ndarray) -> dict[str, float]:
+    fed = max(plan.num_tokens_skipped + plan.num_tokens_computed, 1)
+    num_old = sum(
+        int(lengths[list(indices)].sum())
+        for minibatch in plan.minibatches[1:]
+        for rank in minibatch.microbatches
+        for indices in rank
+    )
+    num_backward = float(totals["tokens_backward"])
+    num_response = max(sum(minibatch.num_tokens_global for minibatch in plan.minibatches), 1)
+    return {
+        "skip/forward_token_share": plan.num_tokens_skipped / fed,
+        "skip/old_pass_token_share": 1 - num_old / fed,
+        "skip/backward_token_share": 1 - num_backward / fed,
+        "skip/head_backward_token_share": 1 - float(totals["active_rows"]) / num_response,
+    }

@@ -1,0 +1,128 @@
+"""Scoring: log-probs of given tokens at the current weights, without gradient. The one way to it.
+
+The old pass of `learn`, rollouts carried to the next step, the noise floor and the check after a
+weight sync all come here. `score` starts from sequences, `log_probs` from micro-batches that the
+caller has packed and will use again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gapo_megatron.batching import unpack
+from gapo_megatron.device.flags import Flags
+from gapo_megatron.learn.forward import Scored, run_pass
+from gapo_megatron.learn.plan import plan_scoring
+from gapo_megatron.policy.policy import Policy
+from gapo_megatron.types import Microbatch, Sequences
+
+
+def score(
+    policy: Policy,
+    sequences: Sequences,
+    microbatches: Sequence[Sequence[int]],
+    *,
+    temperature: float | None = None,
+) -> dict[int, Tensor]:
+    """Log-probs of the sampled response tokens of `sequences`, packed as asked.
+
+    Args:
+        policy: unchanged.
+        sequences: the same on every rank of a tensor, context or pipeline parallel group.
+        microbatches: positions in `sequences`, this data-parallel rank's; as many micro-batches as
+            on every other rank, `()` for one that computes nothing.
+        temperature: of the distribution; None for `rollout.temperature`.
+
+    Returns:
+        Position in `sequences` -> [num sampled tokens] float32 on the CPU, in the order of
+        `microbatches`; empty except on the last pipeline stage.
+
+    Collectives: those of `log_probs`.
+
+    Raises:
+        DivergenceError: a log-prob is not finite.
+        DataError: a token is none of the model's.
+    """
+    if not microbatches:
+        return {}
+    packed = [policy.pack(sequences, indices) for indices in microbatches]
+    values = log_probs(policy, packed, temperature=temperature)
+    return unpack(sequences, microbatches, values)
+
+
+def score_on_every_rank(
+    policy: Policy,
+    sequences: Sequences,
+    *,
+    max_tokens_per_microbatch: int,
+    gloo_group: dist.ProcessGroup | None,
+) -> list[np.ndarray]:
+    """As `score`, of all sequences, dealt to the data-parallel ranks and gathered from them.
+
+    Args:
+        policy: unchanged.
+        sequences: the same on every rank.
+        max_tokens_per_microbatch: token budget of one micro-batch.
+        gloo_group: all ranks, for Python objects.
+
+    Returns:
+        One float32 array for each sequence, in order, with the same bits on every rank.
+
+    Collectives: those of `score`, then a gather of objects over all ranks.
+    """
+    groups = policy.groups
+    packing = plan_scoring(
+        sequences,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+        data_parallel_size=groups.dp_size,
+    )
+    scored = score(policy, sequences, packing[groups.dp_rank])
+    own = {i: values.numpy() for i, values in scored.items()} if groups.is_first_copy else {}
+    parts: list[dict[int, np.ndarray]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, own, group=gloo_group)
+    merged = {i: values for part in parts for i, values in part.items()}
+    return [merged[i] for i in range(len(sequences))]
+
+
+def log_probs(
+    policy: Policy, microbatches: Sequence[Microbatch], *, temperature: float | None = None
+) -> list[Tensor | None]:
+    """Log-probs of packed micro-batches, left on the device.
+
+    The same kernels in the same order as the forward pass of `learn.update.update`: at equal
+    weights and equal micro-batches the bits are equal.
+
+    Args:
+        policy: unchanged.
+        microbatches: this data-parallel rank's; as many as on every other rank.
+        temperature: of the distribution; None for `rollout.temperature`.
+
+    Returns:
+        Per micro-batch [R] float32 on the last pipeline stage (all tensor and context parallel
+        ranks), None elsewhere.
+
+    Collectives: those of the forward pass over the tensor, context and pipeline parallel groups;
+    under context parallelism, on the last stage, one all-reduce per micro-batch.
+
+    Waits for the device once, after the last micro-batch.
+
+    Raises:
+        DivergenceError: a log-prob is not finite, on the ranks that hold it: the launcher ends the
+            others.
+    """
+
+    def keep(scored: Scored) -> tuple[Tensor, Tensor]:
+        return scored.log_probs.sum(), scored.log_probs
+
+    flags = Flags()
+    with torch.no_grad():
+        values = run_pass(
+            policy, microbatches, keep, flags, forward_only=True, temperature=temperature
+        )
+    flags.check()
+    return values if policy.groups.is_last_stage else [None] * len(microbatches)

@@ -1,0 +1,14 @@
+"""Loss families, one file each. A new one is a file here, a line of `FAMILIES`, and a preset.
+
+`config.methods` names a method's family; `policy_loss` looks it up, and does what all have in
+common: log-ratios, clip widths, denominators, checks.
+"""
+
+from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+from gapo_megatron.objective.families.cispo import CISPO
+from gapo_megatron.objective.families.clipped import CLIPPED
+
+FAMILIES: dict[str, Family] = {"clipped": CLIPPED, "cispo": CISPO}
+"""By `Method.family`."""
+
+__all__ = ["FAMILIES", "Family", "MicrobatchTokens", "Terms"]

@@ -1,0 +1,79 @@
+"""What a loss family is given, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gapo_megatron.config.methods import Method
+from gapo_megatron.objective.ratio import bounded_exp
+from gapo_megatron.objective.segments import segment_mean, segment_sum
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicrobatchTokens:
+    """T response tokens of the B sequences of one packed micro-batch."""
+
+    log_probs: torch.Tensor
+    """[T] current policy, with autograd."""
+    log_ratio: torch.Tensor
+    """[T] float64 with autograd: log_probs - old_log_probs."""
+    sequence_ids: torch.Tensor
+    """[T] int64 in 0..B-1."""
+    counts: torch.Tensor
+    """[B] int64: response tokens of each sequence."""
+    advantages: torch.Tensor
+    """[B] float64."""
+    upper: torch.Tensor
+    """[B] float64: upper clip width of each sequence."""
+    method: Method
+
+    @property
+    def per_token(self) -> bool:
+        """Whether each token has a ratio of its own, [T]; else each sequence has one, [B]."""
+        return self.method.ratio == "token"
+
+    def ratio(self) -> torch.Tensor:
+        """Float64 with autograd: s_i = exp(mean_t log_ratio) [B], or exp(log_ratio) [T]."""
+        if self.per_token:
+            return bounded_exp(self.log_ratio)
+        num_sequences = len(self.advantages)
+        return bounded_exp(
+            segment_mean(self.log_ratio, self.sequence_ids, num_sequences, self.counts)
+        )
+
+    def per_ratio(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of sequences, [B], shaped like `ratio`."""
+        return values[self.sequence_ids] if self.per_token else values
+
+    def sum_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """[B] float64 with autograd: sums of `values` [T] over the tokens of each sequence."""
+        return segment_sum(values, self.sequence_ids, num_sequences=len(self.advantages))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Terms:
+    """A family's loss before any denominator, and what its clip did."""
+
+    sums: torch.Tensor
+    """[B] float64 with autograd: the loss summed over the tokens of each sequence."""
+    ratio: torch.Tensor
+    """[B] or [T] float64, with or without autograd."""
+    clipped: torch.Tensor
+    """Bool, shaped like `ratio`: the clip is active."""
+    gradient_mass: torch.Tensor
+    """Float64, shaped like `ratio`: |d sums / d log_probs| of one token, as without a clip."""
+    gradient_mass_kept: torch.Tensor
+    """Likewise, with the clip."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One way to turn ratios and advantages into a loss."""
+
+    terms: Callable[[MicrobatchTokens], Terms]
+    """Local to the micro-batch: no collective, and nothing waits for the device."""
+    clip_stops_gradient: bool
+    """Whether what is clipped has no gradient at all: its backward pass can then be left out."""

@@ -1,0 +1,31 @@
+"""CISPO: the bounded ratio weights the log-probability and carries no gradient itself.
+
+    l_t = -A_i stop_gradient(clip(s_t, 1 - eps_low, 1 + eps_high)) log_probs_t
+
+l is [T]; the weight is [T], or [B] with a sequence ratio, whose tokens then share it. Every token
+keeps a gradient. The caller divides by the global denominator.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+
+
+def _terms(tokens: MicrobatchTokens) -> Terms:
+    ratio = tokens.ratio().detach()
+    advantages, upper = tokens.per_ratio(tokens.advantages), tokens.per_ratio(tokens.upper)
+    bounded = torch.minimum(ratio, 1 + upper).clamp(min=1 - tokens.method.eps_low)
+    weight = advantages * bounded
+    token_weight = weight if tokens.per_token else weight[tokens.sequence_ids]
+    return Terms(
+        sums=tokens.sum_tokens(-token_weight * tokens.log_probs.double()),
+        ratio=ratio,
+        clipped=(advantages != 0) & (bounded != ratio),
+        gradient_mass=advantages.abs() * ratio,
+        gradient_mass_kept=weight.abs(),
+    )
+
+
+CISPO = Family(_terms, clip_stops_gradient=False)

@@ -54,8 +54,14 @@ class Carried:
     """[n] float32: the trainer's log-probs of the tokens, each at the weights that sampled it."""
 
 
-Ended = tuple[Prompt, int, Rollout]
-"""A response that is finished: its problem, its number among the k, and itself."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode:
+    """One response to a prompt, as far as it has come: what environment and verifier look at."""
+
+    prompt: Prompt
+    sample: int
+    """Number of the response among the k of its prompt."""
+    rollout: Rollout
 
 
 @dataclass(frozen=True, slots=True, eq=False)

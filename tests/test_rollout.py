@@ -8,8 +8,10 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,29 +33,25 @@ from transformers import (
 from vllm import EngineArgs
 
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.errors import ConfigError, DataError, RewardError, RolloutError, WeightSyncError
+from gapo_megatron.errors import ConfigError, RolloutError, WeightSyncError
 from gapo_megatron.hf.weights import write_hf
 from gapo_megatron.models.rules import to_hf, to_megatron
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.rewards import Judging, Pool, score
-from gapo_megatron.rollout.progress import Heartbeat, Occupancy
-from gapo_megatron.rollout.vllm import (
-    RolloutEngine,
-    arguments,
-    eos_token_ids,
-    request_seed,
-    sync_weights,
-    verify_weights,
-)
-from gapo_megatron.rollout.vllm import engine as engine_module
+from gapo_megatron.rollout import generate as generate_module
+from gapo_megatron.rollout.generate import Watch
+from gapo_megatron.rollout.progress import Occupancy
+from gapo_megatron.rollout.requests import SamplingSettings
+from gapo_megatron.rollout.transport import in_place
+from gapo_megatron.rollout.verify import verify_weights
+from gapo_megatron.rollout.vllm import RolloutEngine, arguments, eos_token_ids
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args
 from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
 from gapo_megatron.rollout.vllm.weights import verify_bound
 from gapo_megatron.run.processes import share_of_cores
-from gapo_megatron.types import Prompt, Rollout
+from gapo_megatron.types import Prompt, Sequences
 from tests.dist import run_distributed
 from tests.messages import mentions
-from tests.waiting import wait_until
+from tests.two_turn import TwoTurn
 
 CPU = torch.device("cpu")
 VOCAB, EOS = 61, 1
@@ -186,7 +184,7 @@ def fresh(built) -> SimpleNamespace:
     """The same, with the initial weights on both sides."""
     built.model.load_state_dict(built.initial, strict=False)
     if built.engine.policy_version != 0:
-        sync_weights(built.engine, built.initial.items(), policy_version=0)
+        in_place(built.engine, built.initial.items(), policy_version=0)
     return built
 
 
@@ -198,9 +196,20 @@ def make_prompts(count: int, length: int = 9) -> list[Prompt]:
     ]
 
 
-def generate(engine: RolloutEngine, prompts: list[Prompt], **changes: object):
-    settings = {"num_samples": 4, "seed": 7, "step": 0, "max_response_tokens": 24} | changes
-    return engine.generate(prompts, **settings)
+def generate(engine: RolloutEngine, prompts: list[Prompt], **changes: Any):
+    """Changes are those of the settings, of the watch or of the generation itself."""
+    settings = {"num_samples": 4, "seed": 7, "step": 0, "max_response_tokens": 24}
+    of = {
+        kind: {one.name: changes.pop(one.name) for one in fields(kind) if one.name in changes}
+        for kind in (SamplingSettings, Watch)
+    }
+    return generate_module.generate(
+        engine,
+        prompts,
+        SamplingSettings(**settings | of[SamplingSettings]),
+        watch=Watch(**of[Watch]),
+        **changes,
+    )
 
 
 def expected_log_probs(
@@ -334,7 +343,7 @@ def test_what_is_broken_off_goes_on_from_its_tokens_at_other_weights(fresh):
     assert largest_difference(fresh.model, prompts, before) < TOLERANCE
 
     perturb(fresh.model, seed=4)
-    sync_weights(engine, weights(fresh.model).items(), policy_version=1)
+    in_place(engine, weights(fresh.model).items(), policy_version=1)
     begun = {prompt.id: group for prompt, group in zip(prompts, before, strict=True)}
     new = [Prompt("new", (5, 6, 7), answer="")]
     *after, fresh_group = generate(engine, [*prompts, *new], step=1, begun=begun, **LONG)
@@ -354,95 +363,6 @@ def test_what_is_broken_off_goes_on_from_its_tokens_at_other_weights(fresh):
     assert largest_difference(fresh.model, prompts, before) > 0.05
 
 
-def test_responses_are_handed_over_when_they_end_and_once(fresh):
-    engine, prompts = fresh.engine, make_prompts(16)
-    calls, still_running = [], []
-
-    def on_ended(ended) -> None:
-        calls.append(list(ended))
-        still_running.append(engine.llm.has_unfinished_requests())
-
-    def handed_over() -> dict[tuple[str, int], Rollout]:
-        everything = [one for ended in calls for one in ended]
-        assert len({(prompt.id, sample) for prompt, sample, _ in everything}) == len(everything)
-        return {(prompt.id, sample): rollout for prompt, sample, rollout in everything}
-
-    def finished(groups) -> dict[tuple[str, int], Rollout]:
-        return {
-            (prompt.id, sample): rollout
-            for prompt, group in zip(prompts, groups, strict=True)
-            for sample, rollout in enumerate(group)
-            if rollout.finished
-        }
-
-    first = generate(engine, prompts, num_groups=5, on_ended=on_ended, **LONG)
-    assert handed_over() == finished(first)  # the same objects: rollouts are equal to no other
-    assert sum(map(bool, calls)) > 3 and [] in calls
-    assert not still_running[0] and all(still_running[1:])
-    calls.clear()
-    begun = {prompt.id: group for prompt, group in zip(prompts, first, strict=True)}
-    rest = generate(engine, prompts, begun=begun, on_ended=on_ended, step=1, **LONG)
-    assert handed_over() == finished(rest) and len(finished(rest)) == 32
-    assert len(calls[0]) == len(finished(first))
-
-    def fail(ended) -> None:
-        if ended:
-            raise RewardError("no worker can start")
-
-    with pytest.raises(RewardError):
-        generate(engine, prompts, on_ended=fail)
-    assert not engine.llm.has_unfinished_requests()
-
-
-def test_a_decoding_step_may_wait_for_the_verdicts_on_what_ended_before(fresh, monkeypatch):
-    """Then all are there, before the last response ends: none waits for the others."""
-    engine, prompts = fresh.engine, make_prompts(4)
-    tokenizer = SimpleNamespace(
-        batch_decode=lambda all_ids, **_: [f"echo {ids}" for ids in all_ids]
-    )
-    step, num_judged = engine.llm.step, []
-    with Pool("tests.reward_setup", num_workers=1, timeout_s=600) as pool:
-        judging = Judging(pool, prompts, tokenizer=tokenizer)
-
-        def is_judged() -> bool:
-            judging.add([])
-            return not pool._open
-
-        def step_when_judged():
-            wait_until(is_judged, "verdicts on what has ended")
-            num_judged.append(len(pool._verdicts))
-            return step()
-
-        monkeypatch.setattr(engine.llm, "step", step_when_judged)
-        groups = generate(engine, prompts, on_ended=judging.add, **LONG)
-        verdicts = score(judging, prompts, groups)
-    assert len(set(num_judged)) > 3 and 0 < num_judged[-1] < 8
-    assert [[verdict.reason for verdict in group] for group in verdicts] == [
-        [f"{tokens} for "[:500] for tokens in group] for group in tokens_of(groups)
-    ]
-
-
-def test_an_engine_that_has_ended_hands_over_until_the_last_one_has(fresh, monkeypatch):
-    """Nothing new; but nobody else would feed the workers."""
-    calls = []
-
-    class Waits(Heartbeat):
-        def wait_for_all(self, *, on_beat, meanwhile) -> None:
-            assert not fresh.engine.llm.has_unfinished_requests()
-            before = len(calls)
-            meanwhile()
-            assert calls[before:] == [()]
-            num_asked = len(asked)
-            on_beat()
-            assert len(asked) == num_asked + 1
-            super().wait_for_all(on_beat=on_beat, meanwhile=meanwhile)
-
-    asked = []
-    monkeypatch.setattr(engine_module, "Heartbeat", Waits)
-    generate(fresh.engine, make_prompts(2), on_ended=calls.append, should_abandon=asked.append)
-    assert calls[-1] == ()
-
-
 def test_what_has_not_begun_is_open_without_a_token(fresh):
     groups = generate(fresh.engine, make_prompts(3), num_groups=0)
     assert tokens_of(groups) == [[[]] * 4] * 3
@@ -460,6 +380,33 @@ def test_what_has_not_begun_is_open_without_a_token(fresh):
     assert tokens_of(done) == [*tokens_of(again), [[]] * 4, [[]] * 4]
 
 
+def test_goes_on_from_what_an_environment_says(fresh):
+    """Log-probs are those of what was sampled, after all that was read."""
+    prompts = make_prompts(4)
+    alone = generate(fresh.engine, prompts, **LONG)
+    groups = generate(fresh.engine, prompts, respond=TwoTurn((20, 21, 22)).respond, **LONG)
+    rollouts = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
+    first_turns = [r for group in alone for r in group]
+    num_spoken = 0
+    for (prompt, rollout), first in zip(rollouts, first_turns, strict=True):
+        n = len(first.token_ids)
+        assert rollout.token_ids[:n].tolist() == first.token_ids.tolist()
+        if rollout.response_mask is None:
+            assert rollout.truncated
+            continue
+        num_spoken += 1
+        assert np.flatnonzero(~rollout.response_mask).tolist() == [n, n + 1, n + 2]
+        assert rollout.token_ids[n : n + 3].tolist() == [20, 21, 22]
+        assert rollout.truncated == (int(rollout.token_ids[-1]) not in fresh.ends)
+        expected = expected_log_probs(fresh.model, prompt.token_ids, rollout.token_ids)
+        difference = np.abs(expected - rollout.log_probs)[rollout.response_mask]
+        assert difference.max() < TOLERANCE
+        ids = [np.array(prompt.token_ids, np.int32)], [rollout.token_ids]
+        (scored,) = fresh.engine.score(Sequences(*ids, response_masks=[rollout.response_mask]))
+        assert np.abs(scored - rollout.log_probs[rollout.response_mask]).max() < TOLERANCE
+    assert num_spoken > 4
+
+
 def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
     """By a clock that a decoding step takes a second of."""
     clock = SimpleNamespace(now=0.0)
@@ -470,7 +417,7 @@ def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
         clock.now += 1
         return step()
 
-    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(generate_module, "time", clock)
     monkeypatch.setattr(fresh.engine.llm, "step", step_for_a_second)
 
     def occupy(occupancy: Occupancy, num_prompts: int) -> list[int]:
@@ -486,12 +433,12 @@ def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
     occupancy = Occupancy()
     lengths = occupy(occupancy, 16)
     # All begin at once: a response takes one of 64 places for as many seconds as it has tokens.
-    assert occupancy.there_s == max(lengths)
+    assert occupancy.capacity_s == max(lengths)
     assert occupancy.taken_s == pytest.approx(sum(lengths) / 64)
     assert occupancy.idle_share == pytest.approx(1 - sum(lengths) / 64 / max(lengths))
     # A further call of the step has fewer requests, and as many places.
     more = occupy(occupancy, 2)
-    assert occupancy.there_s == max(lengths) + max(more)
+    assert occupancy.capacity_s == max(lengths) + max(more)
     assert occupancy.taken_s == pytest.approx((sum(lengths) + sum(more)) / 64)
 
     # Of more requests than there are places some wait: none is empty until the last has begun.
@@ -504,7 +451,7 @@ def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
             running.append(waiting.pop(0))
         taken.append(1 if waiting else len(running) / 10)
         running = [left - 1 for left in running if left > 1]
-    assert occupancy.there_s == len(taken)
+    assert occupancy.capacity_s == len(taken)
     assert occupancy.taken_s == pytest.approx(sum(taken))
     assert 0 < occupancy.idle_share < 0.5
 
@@ -549,24 +496,10 @@ def test_more_tokens_than_one_engine_step_takes(fresh):
 def test_the_trainer_keeps_its_generators_and_its_threads(built):
     assert built.kept_random_state
     assert built.kept_threads
-    state = torch.get_rng_state()
+    states = random_states()
     generate(built.engine, make_prompts(2))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "named"),
-    [
-        ((), r"'bad'.*\b0\b.*\b140\b"),
-        ((2,) * 141, r"'bad'.*\b141\b.*\b140\b"),
-        ((2, VOCAB), rf"'bad'.*\b{VOCAB}\b.*\b{VOCAB - 1}\b"),
-        ((2, -1), rf"'bad'.*-1\b.*\b{VOCAB - 1}\b"),
-    ],
-)
-def test_bad_prompts_are_named_before_generation(built, monkeypatch, token_ids, named):
-    monkeypatch.setattr(built.engine, "_run", lambda *_: pytest.fail("generated"))
-    with pytest.raises(DataError, match=named):
-        generate(built.engine, [*make_prompts(1), Prompt(id="bad", token_ids=token_ids, answer="")])
+    built.engine.score(Sequences(*sequences(built.engine)))
+    assert random_states() == states
 
 
 def test_a_generation_can_be_broken_off_and_repeated(fresh):
@@ -602,7 +535,7 @@ def test_scored_log_probs_equal_those_of_transformers(fresh):
     # The longest sequence there may be, scored from its second token on.
     prompt_ids.append(np.array([5], dtype=np.int32))
     response_ids.append(np.arange(163, dtype=np.int32) % VOCAB)
-    scored = fresh.engine.log_probs(prompt_ids, response_ids)
+    scored = fresh.engine.score(Sequences(prompt_ids, response_ids))
     for prompt, response, values in zip(prompt_ids, response_ids, scored, strict=True):
         assert values.dtype == np.float32
         assert np.abs(expected_log_probs(fresh.model, prompt, response) - values).max() < TOLERANCE
@@ -615,7 +548,7 @@ def test_synced_weights_are_the_ones_generated_with(fresh):
         perturb(fresh.model, seed=version)
         stale = largest_difference(fresh.model, prompts, generate(fresh.engine, prompts))
         assert stale > 0.05
-        sync_weights(fresh.engine, weights(fresh.model).items(), policy_version=version)
+        in_place(fresh.engine, weights(fresh.model).items(), policy_version=version)
         assert fresh.engine.policy_version == version
         groups = generate(fresh.engine, prompts)
         assert largest_difference(fresh.model, prompts, groups) < TOLERANCE
@@ -625,7 +558,7 @@ def test_weights_synced_from_megatron_names(fresh):
     rules = rules_for(fresh.engine.hf_config)
     perturb(fresh.model, seed=9)
     whole = to_megatron(rules, weights(fresh.model).items())
-    sync_weights(fresh.engine, to_hf(rules, whole), policy_version=1)
+    in_place(fresh.engine, to_hf(rules, whole), policy_version=1)
     prompts = make_prompts(2)
     assert largest_difference(fresh.model, prompts, generate(fresh.engine, prompts)) < TOLERANCE
 
@@ -633,7 +566,7 @@ def test_weights_synced_from_megatron_names(fresh):
 def test_verify_passes_equal_weights_and_reports_the_noise(fresh):
     prompt_ids, response_ids = sequences(fresh.engine)
     expected = trainer_log_probs(fresh.model, prompt_ids, response_ids)
-    check = verify_weights(fresh.engine, prompt_ids, response_ids, expected)
+    check = verify_weights(fresh.engine, Sequences(prompt_ids, response_ids), expected)
     assert 0.0 < check.mean_abs_diff <= check.max_abs_diff < TOLERANCE
 
 
@@ -645,10 +578,10 @@ def test_a_corrupted_weight_is_found(fresh, name):
     expected = trainer_log_probs(fresh.model, prompt_ids, response_ids)
     corrupted = weights(fresh.model)
     corrupted[name][3] += 0.5
-    sync_weights(fresh.engine, corrupted.items(), policy_version=5)
-    actual = fresh.engine.log_probs(prompt_ids, response_ids)
+    in_place(fresh.engine, corrupted.items(), policy_version=5)
+    actual = fresh.engine.score(Sequences(prompt_ids, response_ids))
     with pytest.raises(WeightSyncError, match=r"\bversion 5\b") as caught:
-        verify_weights(fresh.engine, prompt_ids, response_ids, expected)
+        verify_weights(fresh.engine, Sequences(prompt_ids, response_ids), expected)
     diffs = [np.abs(a - b) for a, b in zip(actual, expected, strict=True)]
     sequence = int(np.argmax([diff.mean() for diff in diffs]))
     token = int(diffs[sequence].argmax())
@@ -662,7 +595,7 @@ def test_a_value_that_is_not_finite_never_passes(fresh):
     prompt_ids, response_ids = sequences(fresh.engine)
     expected = [np.full(len(response), np.nan, np.float32) for response in response_ids]
     with pytest.raises(WeightSyncError, match=r"\binf\b.*\btrainer nan\b"):
-        verify_weights(fresh.engine, prompt_ids, response_ids, expected)
+        verify_weights(fresh.engine, Sequences(prompt_ids, response_ids), expected)
 
 
 @pytest.mark.parametrize(
@@ -680,9 +613,9 @@ def test_a_sync_of_other_tensors_is_an_error_and_the_next_one_mends_it(fresh, ch
     tensors = weights(fresh.model)
     change(tensors)
     with pytest.raises(WeightSyncError, match=named):
-        sync_weights(fresh.engine, tensors.items(), policy_version=4)
+        in_place(fresh.engine, tensors.items(), policy_version=4)
     assert fresh.engine.policy_version == -1
-    sync_weights(fresh.engine, weights(fresh.model).items(), policy_version=5)
+    in_place(fresh.engine, weights(fresh.model).items(), policy_version=5)
     prompts = make_prompts(2)
     assert largest_difference(fresh.model, prompts, generate(fresh.engine, prompts)) < TOLERANCE
 
@@ -700,9 +633,9 @@ def test_a_sleeping_engine_wakes_by_a_sync(fresh):
     fresh.engine.sleep()
     with pytest.raises(RolloutError, match=mentions("generate", "sleeping")):
         generate(fresh.engine, prompts)
-    with pytest.raises(RolloutError, match=mentions("log_probs", "sleeping")):
-        fresh.engine.log_probs([np.array([2])], [np.array([3])])
-    sync_weights(fresh.engine, weights(fresh.model).items(), policy_version=1)
+    with pytest.raises(RolloutError, match=mentions("score", "sleeping")):
+        fresh.engine.score(Sequences([np.array([2])], [np.array([3])]))
+    in_place(fresh.engine, weights(fresh.model).items(), policy_version=1)
     assert tokens_of(generate(fresh.engine, prompts)) == before
 
 
@@ -715,7 +648,7 @@ def test_what_was_received_may_go_before_the_cache_comes(fresh):
 
     fresh.engine.sleep()
     phase = fresh.engine.schedule
-    sync_weights(
+    in_place(
         fresh.engine, tensors(), policy_version=1, on_received=lambda: seen.append(phase.phase)
     )
     assert seen == ["all are sent", Phase.RECEIVING]
@@ -893,55 +826,6 @@ def test_only_a_cpu_with_a_kernel_for_it_generates_in_fp8(tmp_path, monkeypatch)
             check_engine(config, of_model, CPU, world_size=1)
 
 
-def test_seeds_are_fixed_and_apart():
-    assert request_seed(0, 0, "p", 0) == 105696400331299797
-    seeds = {
-        request_seed(run, step, prompt, sample)
-        for run in range(3)
-        for step in range(5)
-        for prompt in ("1", "11", "p")
-        for sample in range(8)
-    }
-    # Going on, also within the step that has begun, meets other random numbers.
-    seeds |= {request_seed(0, 0, "p", 0, start) for start in range(1, 10)}
-    assert len(seeds) == 3 * 5 * 3 * 8 + 9
-    assert request_seed(0, 0, "p", 0, 0) == request_seed(0, 0, "p", 0)
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def beats(folder: str) -> int:
-    """Rank 0 has ended; rank 1 generates, is frozen for a while, and ends."""
-    heart = Heartbeat(dist.group.WORLD)
-    lively, frozen, thawed = (Path(folder, name) for name in ("lively", "frozen", "thawed"))
-    if dist.get_rank() == 1:
-
-        def is_lively() -> bool:
-            heart.beat(ended=False)
-            return lively.exists()
-
-        wait_until(is_lively, "rank 0 to see beats")
-        frozen.touch()
-        wait_until(thawed.exists, "rank 0 to have looked")
-        heart.wait_for_all(on_beat=lambda: None, meanwhile=lambda: None)
-        return 0
-
-    wait_until(lambda: heart.beat(ended=True), "a beat of rank 1")
-    wait_until(lambda: heart.beat(ended=True), "another")
-    lively.touch()
-    wait_until(frozen.exists, "rank 1 to freeze")
-    num_beats = sum(heart.beat(ended=True) for _ in range(1000))
-    assert not heart.all_ended
-    thawed.touch()
-    heart.wait_for_all(on_beat=lambda: None, meanwhile=lambda: None)
-    return num_beats
-
-
-def test_a_rank_that_freezes_while_it_generates_is_missed(tmp_path):
-    """Its own watch is frozen with it, so the others must not wait for it for ever."""
-    num_beats, _ = run_distributed(beats, 2, str(tmp_path))
-    assert num_beats <= 1, "at most the one that was under way"
-
-
 # --- several ranks -------------------------------------------------------------------------------
 
 
@@ -953,9 +837,9 @@ def two_ranks(folder: str, tp_size: int):
         r"/dev/shm/(\S*cpushm\S*|gapo\S*)", Path("/proc/self/maps").read_text()
     )
     prompts = make_prompts(5)
-    mine = engine.share(prompts)
-    groups = engine.part(list(zip(mine, generate(engine, mine), strict=True)))
-    gathered = engine.gather(groups)
+    mine = engine.replicas.share(prompts)
+    groups = engine.replicas.part(list(zip(mine, generate(engine, mine), strict=True)))
+    gathered = engine.replicas.gather(groups)
     alone = tokens_of(generate(engine, prompts))
     abandoned = [
         generate(engine, mine, should_abandon=lambda _, rank=rank: dist.get_rank() == rank) is None
@@ -966,21 +850,22 @@ def two_ranks(folder: str, tp_size: int):
     begun = {prompt.id: group for prompt, group in zip(mine, first, strict=True)}
     rest = generate(engine, mine, begun=begun, step=1, **LONG)
     rest_ids = [r.token_ids for group in rest for r in group]
-    scored = engine.log_probs([np.array(p.token_ids) for p in mine for _ in range(2)], rest_ids)
+    prompt_ids = [np.array(p.token_ids) for p in mine for _ in range(2)]
+    scored = engine.score(Sequences(prompt_ids, rest_ids))
     again = tokens_of(generate(engine, prompts))
     model = make_model(False)
     perturb(model, seed=1)
-    sync_weights(engine, weights(model).items(), policy_version=1)
+    in_place(engine, weights(model).items(), policy_version=1)
     tuned = generate(engine, mine)
     message = ""
     prompt_ids = [np.array(prompt.token_ids) for prompt in prompts]
     response_ids = [group[0].token_ids for _, group in gathered]
     expected = trainer_log_probs(model, prompt_ids, response_ids)
-    check = verify_weights(engine, prompt_ids, response_ids, expected)
+    check = verify_weights(engine, Sequences(prompt_ids, response_ids), expected)
     if dist.get_rank() == 1:
         expected[2] = expected[2] + 1.0
     try:
-        verify_weights(engine, prompt_ids, response_ids, expected)
+        verify_weights(engine, Sequences(prompt_ids, response_ids), expected)
     except WeightSyncError as error:
         message = str(error)
     return {
@@ -991,7 +876,7 @@ def two_ranks(folder: str, tp_size: int):
         "alone": alone,
         "tokens": tokens_of([group for _, group in gathered]),
         "abandoned": abandoned,
-        "ended": [[(prompt.id, sample) for prompt, sample, _ in ended] for ended in calls],
+        "ended": [[(one.prompt.id, one.sample) for one in ended] for ended in calls],
         "first": [[(r.token_ids.tolist(), r.finished) for r in group] for group in first],
         "rest": [[(r.token_ids.tolist(), r.finished) for r in group] for group in rest],
         "rest_noise": max(
@@ -1056,16 +941,16 @@ def sync_experts(folder: str):
     engine = build_engine(make_config(Path(folder, "0")), load_weights=False)
     with pytest.raises(RolloutError, match=mentions("generate", "sleeping")):
         sequences(engine)
-    sync_weights(engine, load_file(f"{folder}/0/model.safetensors").items(), policy_version=0)
+    in_place(engine, load_file(f"{folder}/0/model.safetensors").items(), policy_version=0)
     prompt_ids, response_ids = sequences(engine)
     differences = []
     for version in (1, 2):
         perturb(model, seed=version)
         model.save_pretrained(f"{folder}/{version}")  # under the names of single experts
         tensors = load_file(f"{folder}/{version}/model.safetensors")
-        sync_weights(engine, tensors.items(), policy_version=version)
+        in_place(engine, tensors.items(), policy_version=version)
         expected = trainer_log_probs(model, prompt_ids, response_ids)
-        check = verify_weights(engine, prompt_ids, response_ids, expected)
+        check = verify_weights(engine, Sequences(prompt_ids, response_ids), expected)
         differences.append(check.max_abs_diff)
     return differences
 

@@ -13,10 +13,14 @@ from gapo_megatron import rewards
 from gapo_megatron.data.benchmarks import Benchmark, Problem
 from gapo_megatron.data.schema import LengthError, encode_prompt
 from gapo_megatron.errors import DataError
-from gapo_megatron.evaluate.evaluate import Engine, evaluation_seed
+from gapo_megatron.evaluate.evaluate import evaluation_seed
 from gapo_megatron.evaluate.paper import Sampling
 from gapo_megatron.evaluate.samples import Sample, Solved, read_ids, seed_folder, write_samples
 from gapo_megatron.rewards import instructions
+from gapo_megatron.rollout.engine import Engine
+from gapo_megatron.rollout.generate import Watch, generate
+from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.types import Outcome, Prompt, Rollout, Verdict
 
 if TYPE_CHECKING:
@@ -103,12 +107,21 @@ def sample_task(
         tokenizer: of the model.
         output_dir: of the evaluation, on a disk that all ranks share.
 
-    Collectives: `engine.generate` and `engine.gather`, on every rank.
+    Collectives: those of `rollout.generate` and `Replicas.gather`, on every rank.
     """
     folder = seed_folder(output_dir, task.benchmark.name, seed)
     prompts = [prompt for prompt in task.prompts if prompt.id in remaining]
     num_done = len(task.prompts) - len(prompts)
-    for piece in _pieces(prompts, num_replicas=engine.num_replicas, sampling=sampling):
+    replicas = engine.replicas
+    settings = SamplingSettings(
+        num_samples=sampling.num_samples,
+        max_response_tokens=sampling.max_response_tokens,
+        seed=evaluation_seed(seed),
+        step=0,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+    )
+    for piece in _pieces(prompts, num_replicas=replicas.count, sampling=sampling):
         logger.info(
             "%s, seed %d: %d of %d problems are done, %d follow",
             task.benchmark.name,
@@ -117,25 +130,15 @@ def sample_task(
             len(task.prompts),
             len(piece),
         )
-        mine = engine.share(piece)
-        rollouts = engine.generate(
-            mine,
-            num_samples=sampling.num_samples,
-            seed=evaluation_seed(seed),
-            step=0,
-            max_response_tokens=sampling.max_response_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            progress=True,
-            should_abandon=None,
-        )
+        mine = replicas.share(piece)
+        rollouts = generate(engine, mine, settings, watch=Watch(shows_progress=True))
         assert rollouts is not None, "generation cannot break off: nobody asks it to"
-        mine, rollouts = engine.part(mine), engine.part(rollouts)
-        samples = _judge(engine, mine, rollouts, task, pool=pool, tokenizer=tokenizer)
+        mine, rollouts = replicas.part(mine), replicas.part(rollouts)
+        samples = _judge(replicas, mine, rollouts, task, pool=pool, tokenizer=tokenizer)
         if mine:
             write_samples(folder, samples)
         num_done += len(piece)
-    engine.gather([None])  # everything is kept once every rank has come here
+    replicas.gather([None])  # everything is kept once every rank has come here
 
 
 def _pieces(
@@ -148,7 +151,7 @@ def _pieces(
 
 
 def _judge(
-    engine: Engine,
+    replicas: Replicas,
     prompts: Sequence[Prompt],
     rollouts: Sequence[Sequence[Rollout]],
     task: Task,
@@ -170,7 +173,7 @@ def _judge(
         for answer in answers[prompt.id]
     ]
     # In step with the other ranks, none of which then waits for long without a sign of life.
-    verdicts = iter(pool.judge(questions, may_end=lambda done: all(engine.gather([done]))))
+    verdicts = iter(pool.judge(questions, may_end=lambda done: all(replicas.gather([done]))))
     samples = []
     for text, (prompt, rollout) in zip(texts, pairs, strict=True):
         own = [next(verdicts) for _ in answers[prompt.id]]

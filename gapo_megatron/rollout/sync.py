@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from gapo_megatron.learn.update import log_probs
 from gapo_megatron.policy import Policy
-from gapo_megatron.rollout.vllm import RolloutEngine, WeightCheck, sync_weights, verify_weights
+from gapo_megatron.rollout.engine import Engine
+from gapo_megatron.rollout.transport import Transport, in_place
+from gapo_megatron.rollout.verify import WeightCheck, verify_weights
 from gapo_megatron.types import Batch, Prompt
 
 _PROBE_TOKENS = 256
@@ -18,7 +20,12 @@ _PROBE_TOKENS = 256
 
 
 def sync(
-    policy: Policy, engine: RolloutEngine, probe: Batch, *, policy_version: int
+    policy: Policy,
+    engine: Engine,
+    probe: Batch,
+    *,
+    policy_version: int,
+    transport: Transport = in_place,
 ) -> WeightCheck:
     """Give the engine the policy's weights and prove it by the log-probs of `probe`.
 
@@ -31,6 +38,7 @@ def sync(
         engine: asleep or awake; generating afterwards, at `policy_version`.
         probe: a few sequences, the same on every rank (`first_sequences`, `prompts_as_sequences`).
         policy_version: steps the weights have been trained for.
+        transport: how the weights get there.
 
     Returns:
         The largest difference of log-probs at temperature 1, the same on every rank.
@@ -45,15 +53,15 @@ def sync(
     values = log_probs(policy, microbatches, temperature=1.0) if microbatches else []
     holder = [[part.cpu().numpy() for part in values if part is not None]]
     policy.make_room()
-    sync_weights(
+    transport(
         engine,
         policy.iterate_hf_weights(),
         policy_version=policy_version,
         on_received=policy.make_room_of_weights,
     )
     last = dist.get_world_size() - 1
-    dist.broadcast_object_list(holder, src=last, group=engine.gloo_group)
-    return verify_weights(engine, probe.prompt_ids, probe.response_ids, holder[0])
+    dist.broadcast_object_list(holder, src=last, group=engine.replicas.gloo_group)
+    return verify_weights(engine, probe, holder[0])
 
 
 def first_sequences(batch: Batch, count: int) -> Batch:

@@ -36,7 +36,7 @@ from gapo_megatron.objective.diagnostics import CorrelationWindow, count_by_corr
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
-from gapo_megatron.rollout.rollouter import check_problems, sample
+from gapo_megatron.rollout.rollouter import Rollouter, check_problems
 from gapo_megatron.rollout.sync import first_sequences, prompts_as_sequences, sync
 from gapo_megatron.rollout.vllm import RolloutEngine, check_engine
 from gapo_megatron.run import processes as environment
@@ -44,7 +44,7 @@ from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.memory import StepMemory
 from gapo_megatron.run.metrics import MetricsWriter
 from gapo_megatron.run.placement import is_first, process_age_s
-from gapo_megatron.types import OpenGroup, Prompt
+from gapo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -128,10 +128,11 @@ def run(config: Config, *, keep_weights: bool) -> None:
     stopwatch = Stopwatch(lambda stage: attempt.enter(f"step {step}: {stage}"))
     stopwatch.recent = attempt.stage_seconds()
     memory = StepMemory(world.device)
+    evaluations = run_dir / "evaluations"
     opened, saved = None, None
-    open_groups: list[OpenGroup] = []
+    rollouter = Rollouter(engine, source, pool, tokenizer, config)
     if resumed:
-        opened, open_groups = resumed.open_step, resumed.open_groups
+        opened, rollouter.open_groups = resumed.open_step, resumed.open_groups
         saved = (resumed.step, resumed.num_open_updates)
     if opened:  # a step that a stop has cut in two goes on where it was
         if opened.evaluated:
@@ -152,7 +153,7 @@ def run(config: Config, *, keep_weights: bool) -> None:
                 attempt=attempt,
                 branch=resumed.branch if resumed else None,
                 open_step=opened,
-                open_groups=open_groups,
+                open_groups=rollouter.open_groups,
             )
         attempt.keep_stage_seconds(stopwatch.recent)
 
@@ -173,10 +174,9 @@ def run(config: Config, *, keep_weights: bool) -> None:
                         engine,
                         held_out,
                         pool=pool,
-                        tokenizer=tokenizer,
+                        environment=rollouter.environment,
                         config=config,
-                        step=step,
-                        output_dir=run_dir / "evaluations" if world.rank == 0 else None,
+                        output=evaluations / f"step_{step}.json" if world.rank == 0 else None,
                         should_abandon=attempt.patience(stopwatch.expect("evaluate")),
                     )
                 if outcome is None:
@@ -187,28 +187,18 @@ def run(config: Config, *, keep_weights: bool) -> None:
                 finished = True
                 break
 
-            sampled = sample(
-                engine,
-                source,
-                pool,
-                tokenizer,
-                config,
-                open_groups=open_groups,
-                attempt=attempt,
-                stopwatch=stopwatch,
-                step=step,
-            )
+            sampled = rollouter.collect(step, attempt=attempt, stopwatch=stopwatch)
             if sampled is None:
                 break
             source_state = source.state_dict()
             with stopwatch("sleep"):
                 engine.sleep()
             memory.note("after_sleep")
-            if open_groups := sampled.open_groups:
+            if rollouter.open_groups:
                 with stopwatch("carry"):
-                    open_groups = carry(
+                    rollouter.open_groups = carry(
                         policy,
-                        open_groups,
+                        rollouter.open_groups,
                         config,
                         policy_version=step,
                         gloo_group=engine.gloo_group,

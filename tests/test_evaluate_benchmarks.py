@@ -66,7 +66,7 @@ def read_task(name: str, path: Path, tokenizer, *, max_prompt_tokens: int = 500)
     )
 
 
-def sample(engine, task, output_dir, pool, tokenizer, *, seed: int = 0) -> None:
+def sample(engine, task, output_dir, pool, *, seed: int = 0) -> None:
     sample_task(
         engine,
         task,
@@ -74,7 +74,6 @@ def sample(engine, task, output_dir, pool, tokenizer, *, seed: int = 0) -> None:
         seed=seed,
         sampling=SAMPLING,
         pool=pool,
-        tokenizer=tokenizer,
         output_dir=output_dir,
     )
 
@@ -91,7 +90,7 @@ def test_a_killed_evaluation_continues_where_it_was(tmp_path, tokenizer, monkeyp
     with rewards.start_pool(RewardConfig(kind="math"), num_workers=1) as pool:
         engine = answers(tokenizer, "\\boxed{3}", before_step=killed_after_two_pieces)
         with pytest.raises(KeyboardInterrupt):
-            sample(engine, task, tmp_path, pool, tokenizer)
+            sample(engine, task, tmp_path, pool)
         folder = tmp_path / "aime24" / "seed_0"
         (folder / "aime24-3.jsonl.partial").write_text('{"id": "aime24-3"')  # killed while writing
         kept = {path.name: path.read_bytes() for path in folder.glob("*.jsonl")}
@@ -99,11 +98,11 @@ def test_a_killed_evaluation_continues_where_it_was(tmp_path, tokenizer, monkeyp
         assert not collect_all(tmp_path, task).benchmarks, "half a benchmark has no figures"
 
         engine = answers(tokenizer, "\\boxed{3}")
-        sample(engine, task, tmp_path, pool, tokenizer)
+        sample(engine, task, tmp_path, pool)
         assert asked(engine) == ["aime24-3", "aime24-4"]
         assert kept.items() <= {p.name: p.read_bytes() for p in folder.glob("*.jsonl")}.items()
         seeds = {request.seed for request in engine.asked}
-        sample(engine, task, tmp_path, pool, tokenizer, seed=1)
+        sample(engine, task, tmp_path, pool, seed=1)
     assert len(seeds) == 4 and len({one.seed for one in engine.asked}) == 4 + 10
     solved = read_samples(folder)
     assert [solved[f"aime24-{i}"].num_correct for i in range(5)] == [0, 0, 0, 2, 0]
@@ -117,7 +116,7 @@ def test_a_killed_evaluation_continues_where_it_was(tmp_path, tokenizer, monkeyp
     # What is evaluated later joins what was.
     amc = read_task("amc23", put(tmp_path / "amc", "a.json", rows[:1]), tokenizer)
     with rewards.start_pool(RewardConfig(kind="math"), num_workers=1) as pool:
-        sample(engine, amc, tmp_path, pool, tokenizer)
+        sample(engine, amc, tmp_path, pool)
     both = collect_all(tmp_path, amc)
     assert list(both.benchmarks) == ["aime24", "amc23"]
     assert both.benchmarks["aime24"] == results.benchmarks["aime24"]
@@ -140,7 +139,6 @@ def test_ranks_are_told_what_remains(tmp_path, tokenizer) -> None:
             seed=0,
             sampling=SAMPLING,
             pool=pool,
-            tokenizer=tokenizer,
             output_dir=tmp_path,
         )
     assert asked(engine) == ["aime24-1"]
@@ -154,7 +152,7 @@ def test_a_rank_judges_and_keeps_its_part_of_what_its_engine_made(tmp_path, toke
     replicas = LoneReplicas(rank=1, world_size=2, size=2)
     engine = answers(tokenizer, "\\boxed{1}", replicas=replicas)
     with rewards.start_pool(RewardConfig(kind="math"), num_workers=1) as pool:
-        sample(engine, task, tmp_path, pool, tokenizer)
+        sample(engine, task, tmp_path, pool)
     assert list(read_samples(tmp_path / "aime24/seed_0")) == ["aime24-1", "aime24-2"]
 
 
@@ -177,7 +175,7 @@ def test_a_problem_with_several_answers_takes_any(tmp_path, tokenizer) -> None:
         output = tmp_path / answer
         with rewards.start_pool(RewardConfig(kind="math"), num_workers=1) as pool:
             engine = answers(tokenizer, f"\\boxed{{{answer}}}")
-            sample(engine, task, output, pool, tokenizer)
+            sample(engine, task, output, pool)
         assert read_samples(output / "minerva/seed_0")["minerva-0"].num_correct == num_correct
 
 
@@ -189,7 +187,7 @@ def test_instructions_are_judged_one_by_one(tmp_path, tokenizer) -> None:
     }
     task = read_task("ifeval", put(tmp_path / "data", "a.jsonl", [row]), tokenizer)
     with rewards.start_pool(RewardConfig(kind="instructions"), num_workers=1) as pool:
-        sample(answers(tokenizer, "abc,d"), task, tmp_path, pool, tokenizer)
+        sample(answers(tokenizer, "abc,d"), task, tmp_path, pool)
     (solved,) = read_samples(tmp_path / "ifeval/seed_0").values()
     verdict = solved.samples[0].verdict
     assert verdict.outcome is Outcome.WRONG and "punctuation:no_comma" in verdict.reason

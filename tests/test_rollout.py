@@ -1,143 +1,48 @@
 """A real vLLM engine with two tiny models, and what it is trusted with."""
 
-import contextlib
 import json
-import os
 import random
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import (
-    AutoConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
-from vllm import EngineArgs
 
-from gapo_megatron.config import Config, parse_config
-from gapo_megatron.errors import ConfigError, RolloutError, WeightSyncError
+from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.hf.weights import write_hf
 from gapo_megatron.models.rules import to_hf, to_megatron
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.rollout import generate as generate_module
-from gapo_megatron.rollout.generate import Watch
 from gapo_megatron.rollout.progress import Occupancy
-from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.verify import verify_weights
-from gapo_megatron.rollout.vllm import RolloutEngine, arguments, eos_token_ids
-from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args
 from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
-from gapo_megatron.rollout.vllm.weights import verify_bound
-from gapo_megatron.run.processes import share_of_cores
 from gapo_megatron.types import Prompt, Sequences
-from tests.dist import run_distributed
 from tests.messages import mentions
+from tests.rollout_setup import (
+    EOS,
+    LONG,
+    TOLERANCE,
+    VOCAB,
+    build_engine,
+    expected_log_probs,
+    generate,
+    largest_difference,
+    make_config,
+    make_model,
+    make_prompts,
+    perturb,
+    process_group,
+    random_states,
+    sequences,
+    tokens_of,
+    trainer_log_probs,
+    weights,
+)
 from tests.two_turn import TwoTurn
-
-CPU = torch.device("cpu")
-VOCAB, EOS = 61, 1
-SIZES = {
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 256,
-    "eos_token_id": EOS,
-    "initializer_range": 0.1,  # far from uniform: log-probs differ between tokens and weights
-}
-# fp32 sums of at most 256 products in another order: 3e-6 is seen on values up to 10.
-TOLERANCE = 1e-5
-
-
-def make_model(tied: bool) -> PreTrainedModel:
-    """Qwen2 tied, Llama untied: biases and both kinds of output layer in two engines."""
-    torch.manual_seed(0)
-    if tied:
-        return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
-    return LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=64, tie_word_embeddings=False))
-
-
-def make_config(hf_dir: Path, *, precision: str = "fp32", **rollout: object) -> Config:
-    return parse_config(
-        {
-            "run": {"output_dir": "unused", "num_steps": 1},
-            "model": {"hf_dir": str(hf_dir), "precision": precision},
-            "data": {"train_path": "unused", "max_prompt_tokens": 140},
-            "batch": {"max_tokens_per_microbatch": 256},
-            "rollout": {
-                "max_response_tokens": 24,
-                "enforce_eager": True,
-                "verify_bound": TOLERANCE,
-                **rollout,
-            },
-            "reward": {"kind": "exact"},
-        },
-        source="test",
-    )
-
-
-def vllm_environment(rank: int = 0, world_size: int = 1) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",  # the process group is up: nobody connects
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-
-
-def build_engine(config: Config, *, load_weights: bool = True) -> RolloutEngine:
-    hf_config = AutoConfig.from_pretrained(config.model.hf_dir)
-    return RolloutEngine(config, hf_config, device="cpu", load_weights=load_weights)
-
-
-def make_args(config: Config, hf_config: PretrainedConfig, device: torch.device) -> EngineArgs:
-    return engine_args(config, hf_config, device, load_weights=False)
-
-
-def weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del state["lm_head.weight"]
-    return state
-
-
-@contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """A group of one rank, and the environment a launcher gives; the engine closes the group."""
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        for name, value in vllm_environment().items():
-            patch.setenv(name, value)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=0, world_size=1)
-        yield
-        assert not dist.is_initialized()
-
-
-def random_states() -> list[object]:
-    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
 
 
 @pytest.fixture(
@@ -186,71 +91,6 @@ def fresh(built) -> SimpleNamespace:
     if built.engine.policy_version != 0:
         in_place(built.engine, built.initial.items(), policy_version=0)
     return built
-
-
-def make_prompts(count: int, length: int = 9) -> list[Prompt]:
-    generator = np.random.default_rng(0)
-    return [
-        Prompt(f"p{i}", tuple(generator.integers(2, VOCAB, length).tolist()), answer="")
-        for i in range(count)
-    ]
-
-
-def generate(engine: RolloutEngine, prompts: list[Prompt], **changes: Any):
-    """Changes are those of the settings, of the watch or of the generation itself."""
-    settings = {"num_samples": 4, "seed": 7, "step": 0, "max_response_tokens": 24}
-    of = {
-        kind: {one.name: changes.pop(one.name) for one in fields(kind) if one.name in changes}
-        for kind in (SamplingSettings, Watch)
-    }
-    return generate_module.generate(
-        engine,
-        prompts,
-        SamplingSettings(**settings | of[SamplingSettings]),
-        watch=Watch(**of[Watch]),
-        **changes,
-    )
-
-
-def expected_log_probs(
-    model: PreTrainedModel, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0
-) -> np.ndarray:
-    tokens = torch.tensor([*prompt, *response]).long()
-    with torch.no_grad():
-        logits = model(tokens[None]).logits[0].float() / temperature
-    rows = torch.arange(len(prompt) - 1, len(tokens) - 1)
-    return logits.log_softmax(-1)[rows, tokens[len(prompt) :]].numpy()
-
-
-def trainer_log_probs(model, prompt_ids, response_ids) -> list[np.ndarray]:
-    return [expected_log_probs(model, p, r) for p, r in zip(prompt_ids, response_ids, strict=True)]
-
-
-def largest_difference(model, prompts, groups, temperature: float = 1.0) -> float:
-    return max(
-        np.abs(
-            expected_log_probs(model, prompt.token_ids, r.token_ids, temperature) - r.log_probs
-        ).max()
-        for prompt, group in zip(prompts, groups, strict=True)
-        for r in group
-    )
-
-
-def tokens_of(groups) -> list[list[list[int]]]:
-    return [[r.token_ids.tolist() for r in group] for group in groups]
-
-
-def perturb(model: PreTrainedModel, seed: int) -> None:
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-
-
-def sequences(engine: RolloutEngine, count: int = 3):
-    prompts = make_prompts(count)
-    responses = [group[0].token_ids for group in generate(engine, prompts, num_samples=1)]
-    return [np.array(p.token_ids, dtype=np.int32) for p in prompts], responses
 
 
 # --- sampling ----------------------------------------------------------------------------------
@@ -303,8 +143,6 @@ def test_samples_depend_neither_on_order_nor_on_company(fresh):
 
 # Attribute of vLLM's scheduler: requests that it lets run at a time.
 LIMIT = "max_num_active_reqs"
-# Two responses that nearly always end by themselves: groups are whole at different times.
-LONG = {"num_samples": 2, "max_response_tokens": 150}
 
 
 def test_ends_with_as_many_whole_groups_as_are_wanted(fresh):
@@ -678,286 +516,3 @@ def test_on_a_gpu_weights_wake_before_the_cache(monkeypatch):
         ("wake_up", ["kv_cache"]),
     ]
     assert [call[0] for call in calls].count("empty_cache") == 2
-
-
-# --- what is checked before an engine is built ---------------------------------------------------
-
-
-def test_eos_tokens_come_from_both_files(tmp_path):
-    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 6}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 3}))
-    assert eos_token_ids(tmp_path, config["vocab_size"]) == (3,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
-    assert eos_token_ids(tmp_path, config["vocab_size"]) == (3, 5)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 6]}))
-    with pytest.raises(ConfigError, match=mentions("generation_config.json", "eos_token_id", 6)):
-        eos_token_ids(tmp_path, config["vocab_size"])
-    (tmp_path / "generation_config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="eos_token_id"):
-        eos_token_ids(tmp_path, config["vocab_size"])
-
-
-@pytest.mark.parametrize("damage", ["model.safetensors", "config.json"])
-def test_an_incomplete_model_folder_is_named_before_vllm_starts(tmp_path, damage):
-    model = make_model(True)
-    model.save_pretrained(tmp_path)
-    (tmp_path / damage).unlink()
-    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
-        check_engine(make_config(tmp_path), model.config, CPU, world_size=1)
-
-
-def test_rollout_tensor_parallelism_must_fit(tmp_path):
-    model, config = make_model(True), make_config(tmp_path, tensor_parallel_size=2)
-    named = mentions("rollout.tensor_parallel_size", 2, "world size", 1)
-    with pytest.raises(ConfigError, match=named):
-        check_engine(config, model.config, CPU, world_size=1)
-
-
-def test_a_head_dim_vllm_has_no_kernel_for_is_a_config_error(tmp_path):
-    config = LlamaConfig(**SIZES, head_dim=16)
-    with pytest.raises(ConfigError, match=r"\bhead_dim\b.*\b16\b.*\b32\b.*\b64\b"):
-        check_engine(make_config(tmp_path), config, CPU, world_size=1)
-
-
-def test_a_cache_larger_than_the_machine_is_a_config_error(tmp_path):
-    config = make_config(tmp_path, cpu_kv_cache_gib=10**6)
-    with pytest.raises(ConfigError, match=mentions("rollout.cpu_kv_cache_gib", 10**6)):
-        check_engine(config, make_model(True).config, CPU, world_size=1)
-
-
-def test_sequences_beyond_the_trained_positions_are_warned_about(tmp_path, caplog):
-    config = make_config(tmp_path)
-    assert make_args(config, LlamaConfig(**SIZES), CPU).max_model_len == 165
-    assert not caplog.records
-    short = LlamaConfig(**SIZES | {"max_position_embeddings": 100})
-    args = make_args(config, short, CPU)
-    assert args.hf_overrides == {"max_position_embeddings": 165}
-    long = LlamaConfig(**SIZES | {"max_position_embeddings": 2**31 - 1})
-    args = make_args(make_config(tmp_path), long, CPU)
-    assert args.hf_overrides == {"max_position_embeddings": 165} and not args.trust_remote_code
-    settings = ("data.max_prompt_tokens", "rollout.max_response_tokens")
-    assert re.search(mentions(*settings, 164, 100), caplog.messages[-1])
-
-
-def test_gpu_memory_is_a_fraction_and_can_be_given_back(tmp_path):
-    config = make_config(tmp_path, memory_fraction=0.3)
-    args = make_args(config, LlamaConfig(**SIZES), torch.device("cuda"))
-    assert (args.gpu_memory_utilization, args.enable_sleep_mode) == (0.3, True)
-    assert args.sleep_mode_offload_cudagraph
-
-
-@pytest.mark.parametrize("quantization", ["", "fp8"])
-def test_on_a_gpu_vllm_has_its_logits_in_fp32(tmp_path, quantization):
-    """As the trainer's head; what vLLM makes of the override on a CPU is enough to see it."""
-    model = make_model(True)
-    model.save_pretrained(tmp_path)
-    config = make_config(tmp_path, precision="bf16", quantization=quantization)
-    args = make_args(config, model.config, torch.device("cuda"))
-    assert args.hf_overrides["head_dtype"] == "float32"
-    args.enable_sleep_mode = False  # the one that a CPU refuses
-    made = args.create_model_config()
-    assert (made.dtype, made.head_dtype) == (torch.bfloat16, torch.float32)
-    assert "head_dtype" not in make_args(config, model.config, CPU).hf_overrides
-
-
-@pytest.mark.parametrize(
-    ("precision", "rollout", "has_experts", "expected"),
-    [
-        ("fp32", {}, False, {"cpu": 1e-3, "cuda": 1e-2}),  # TF32, in vLLM's attention
-        (
-            "fp32",
-            {},
-            True,
-            {"cpu": 1e-3, "cuda": 1e-2},
-        ),  # nothing rounds so far that other experts are chosen
-        ("bf16", {}, False, 0.1),
-        ("bf16", {}, True, 0.3),
-        ("bf16", {"quantization": "fp8"}, False, 0.3),
-        ("fp8", {}, False, 0.3),
-        ("bf16", {"quantization": "fp8", "verify_bound": 0.02}, True, 0.02),
-    ],
-)
-def test_the_bound_of_a_sync_goes_by_what_rounds(
-    tmp_path, precision, rollout, has_experts, expected
-):
-    hf_config = Qwen3MoeConfig(**SIZES) if has_experts else LlamaConfig(**SIZES)
-    config = make_config(tmp_path, precision=precision, **{"verify_bound": None, **rollout})
-    for device in ("cpu", "cuda"):
-        bound = expected[device] if isinstance(expected, dict) else expected
-        assert verify_bound(config, hf_config, torch.device(device)) == bound
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_weights_come_by_the_first_sync_unless_asked_for(tmp_path, device):
-    config, hf_config = make_config(tmp_path), LlamaConfig(**SIZES)
-    formats = [
-        engine_args(config, hf_config, torch.device(device), load_weights=load).load_format
-        for load in (False, True)
-    ]
-    assert formats == ["dummy", "auto"]
-
-
-def test_only_a_cpu_with_a_kernel_for_it_generates_in_fp8(tmp_path, monkeypatch):
-    model = make_model(True)
-    model.save_pretrained(tmp_path)
-    plain = make_args(make_config(tmp_path), model.config, CPU)
-    assert (plain.quantization, plain.quantization_config) == (None, None)
-    config = make_config(tmp_path, precision="bf16", quantization="fp8")
-    args = make_args(config, model.config, CPU)
-    assert (args.quantization, args.dtype) == ("fp8_per_block", "bfloat16")
-    assert args.quantization_config.ignore == ["*.gate"]
-    check_engine(make_config(tmp_path), model.config, CPU, world_size=1)
-    check_engine(config, model.config, torch.device("cuda"), world_size=1)
-    llama = make_model(False).config
-    for of_model, answer, reason in [
-        (llama, (True, None), None),
-        (llama, (False, "requires AMX"), "requires AMX"),
-        (model.config, (True, None), "biases"),
-    ]:
-        monkeypatch.setattr(
-            arguments.CPUFp8BlockScaledMMKernel, "is_supported", lambda answer=answer: answer
-        )
-        if reason is None:
-            check_engine(config, of_model, CPU, world_size=1)
-            continue
-        named = mentions("rollout.quantization", "'fp8'", "CPU", reason)
-        with pytest.raises(ConfigError, match=named):
-            check_engine(config, of_model, CPU, world_size=1)
-
-
-# --- several ranks -------------------------------------------------------------------------------
-
-
-def two_ranks(folder: str, tp_size: int):
-    cores = share_of_cores()  # before vLLM binds its threads to some of them
-    os.environ.update(vllm_environment(dist.get_rank(), dist.get_world_size()))
-    engine = build_engine(make_config(Path(folder), tensor_parallel_size=tp_size))
-    shared_memory = re.findall(
-        r"/dev/shm/(\S*cpushm\S*|gapo\S*)", Path("/proc/self/maps").read_text()
-    )
-    prompts = make_prompts(5)
-    mine = engine.replicas.share(prompts)
-    groups = engine.replicas.part(list(zip(mine, generate(engine, mine), strict=True)))
-    gathered = engine.replicas.gather(groups)
-    alone = tokens_of(generate(engine, prompts))
-    abandoned = [
-        generate(engine, mine, should_abandon=lambda _, rank=rank: dist.get_rank() == rank) is None
-        for rank in range(2)
-    ]
-    calls = []
-    first = generate(engine, mine, num_groups=1, on_ended=calls.append, **LONG)
-    begun = {prompt.id: group for prompt, group in zip(mine, first, strict=True)}
-    rest = generate(engine, mine, begun=begun, step=1, **LONG)
-    rest_ids = [r.token_ids for group in rest for r in group]
-    prompt_ids = [np.array(p.token_ids) for p in mine for _ in range(2)]
-    scored = engine.score(Sequences(prompt_ids, rest_ids))
-    again = tokens_of(generate(engine, prompts))
-    model = make_model(False)
-    perturb(model, seed=1)
-    in_place(engine, weights(model).items(), policy_version=1)
-    tuned = generate(engine, mine)
-    message = ""
-    prompt_ids = [np.array(prompt.token_ids) for prompt in prompts]
-    response_ids = [group[0].token_ids for _, group in gathered]
-    expected = trainer_log_probs(model, prompt_ids, response_ids)
-    check = verify_weights(engine, Sequences(prompt_ids, response_ids), expected)
-    if dist.get_rank() == 1:
-        expected[2] = expected[2] + 1.0
-    try:
-        verify_weights(engine, Sequences(prompt_ids, response_ids), expected)
-    except WeightSyncError as error:
-        message = str(error)
-    return {
-        "mine": [prompt.id for prompt in mine],
-        "part": [prompt.id for prompt, _ in groups],
-        "cores": cores,
-        "ids": [prompt.id for prompt, _ in gathered],
-        "alone": alone,
-        "tokens": tokens_of([group for _, group in gathered]),
-        "abandoned": abandoned,
-        "ended": [[(one.prompt.id, one.sample) for one in ended] for ended in calls],
-        "first": [[(r.token_ids.tolist(), r.finished) for r in group] for group in first],
-        "rest": [[(r.token_ids.tolist(), r.finished) for r in group] for group in rest],
-        "rest_noise": max(
-            np.abs(values - r.log_probs).max()
-            for values, r in zip(scored, (r for group in rest for r in group), strict=True)
-        ),
-        "again": again,
-        "difference": largest_difference(model, mine, tuned),
-        "noise": check.max_abs_diff,
-        "message": message,
-        "shared_memory": set(shared_memory),
-    }
-
-
-@pytest.mark.system
-@pytest.mark.parametrize(
-    ("tp_size", "shares"),
-    [(1, [["p0", "p1"], ["p2", "p3", "p4"]]), (2, [["p0", "p1", "p2", "p3", "p4"]] * 2)],
-    ids=["data-parallel", "tensor-parallel"],
-)
-def test_two_ranks(tmp_path, tp_size, shares):
-    make_model(False).save_pretrained(tmp_path)
-    results = run_distributed(two_ranks, 2, str(tmp_path), tp_size)
-    assert [result["mine"] for result in results] == shares
-    if tp_size == 2:  # ranks of one engine have broken off together, and hold the same
-        for name in ("first", "ended", "rest"):
-            assert results[0][name] == results[1][name]
-    # Either way each rank has its own to judge.
-    assert [result["part"] for result in results] == [["p0", "p1"], ["p2", "p3", "p4"]]
-    for result in results:
-        assert result["cores"] == max(1, len(os.sched_getaffinity(0)) // 2)
-    for result in results:
-        assert result["ids"] == ["p0", "p1", "p2", "p3", "p4"]
-        assert result["tokens"] == result["alone"]
-        # All break off together; in a replica its first rank speaks for all.
-        assert result["abandoned"] == [True, tp_size == 1]
-        # Broken off after a group is whole, and gone on with.
-        flags = [[finished for _, finished in group] for group in result["first"]]
-        assert sum(map(all, flags)) >= 1 and not all(map(all, flags))
-        for group, start in zip(result["rest"], result["first"], strict=True):
-            for (tokens, finished), (before, was_finished) in zip(group, start, strict=True):
-                assert finished and tokens[: len(before)] == before
-                assert len(tokens) > len(before) or was_finished
-        assert result["rest_noise"] < TOLERANCE
-        assert result["again"] == result["alone"]
-        assert result["difference"] < TOLERANCE
-        assert result["noise"] < TOLERANCE
-        assert re.search(mentions("rank 1 ", "sequence 2 "), result["message"])
-        # vLLM's own name is that of every other engine on this machine, dead ones included.
-        names = result["shared_memory"]
-        assert len(names) == (2 if tp_size == 2 else 0)
-        assert all(re.match(r"gapo_megatron-[0-9a-f]{32}-tp:\d+-0-1_[01]$", name) for name in names)
-
-
-def sync_experts(folder: str):
-    os.environ.update(vllm_environment(0, 1))
-    sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = Qwen3MoeConfig(**sizes, head_dim=32, norm_topk_prob=True, tie_word_embeddings=False)
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config).eval()
-    model.save_pretrained(f"{folder}/0")
-    engine = build_engine(make_config(Path(folder, "0")), load_weights=False)
-    with pytest.raises(RolloutError, match=mentions("generate", "sleeping")):
-        sequences(engine)
-    in_place(engine, load_file(f"{folder}/0/model.safetensors").items(), policy_version=0)
-    prompt_ids, response_ids = sequences(engine)
-    differences = []
-    for version in (1, 2):
-        perturb(model, seed=version)
-        model.save_pretrained(f"{folder}/{version}")  # under the names of single experts
-        tensors = load_file(f"{folder}/{version}/model.safetensors")
-        in_place(engine, tensors.items(), policy_version=version)
-        expected = trainer_log_probs(model, prompt_ids, response_ids)
-        check = verify_weights(engine, Sequences(prompt_ids, response_ids), expected)
-        differences.append(check.max_abs_diff)
-    return differences
-
-
-@pytest.mark.system
-def test_synced_experts_are_the_ones_generated_with(tmp_path):
-    """They are packed for the CPU's kernel when the engine is built, and anew by every sync."""
-    (differences,) = run_distributed(sync_experts, 1, str(tmp_path))
-    assert len(differences) == 2
-    assert all(0.0 < difference < TOLERANCE for difference in differences)

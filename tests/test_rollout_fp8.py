@@ -31,7 +31,7 @@ from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.types import Sequences
 from tests.dist import run_distributed
-from tests.test_rollout import (
+from tests.rollout_setup import (
     EOS,
     VOCAB,
     build_engine,

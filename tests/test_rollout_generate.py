@@ -9,27 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from gapo_megatron import rewards
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.data.source import PromptSource
-from gapo_megatron.errors import DataError, RewardError, RolloutError, WeightSyncError
-from gapo_megatron.rollout.engine import Engine, Request
+from gapo_megatron.errors import DataError, RewardError
+from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.generate import Watch, generate
 from gapo_megatron.rollout.progress import Heartbeat, Occupancy
 from gapo_megatron.rollout.requests import SamplingSettings, request_seed
 from gapo_megatron.rollout.rollouter import Rollouter
-from gapo_megatron.rollout.verify import verify_weights
-from gapo_megatron.types import Episode, Prompt, Rollout, Sequences
+from gapo_megatron.types import Episode, Prompt, Rollout
 from tests.dist import run_distributed
 from tests.messages import mentions
 from tests.scripted_engine import LoneReplicas, ScriptedEngine, place_of
 from tests.test_sample import ATTEMPT, config_of
-from tests.transformers_engine import TransformersEngine
 from tests.two_turn import TwoTurn
 from tests.waiting import wait_until
 
@@ -366,75 +362,3 @@ def test_a_batch_of_two_turns_counts_what_the_model_sampled() -> None:
     assert len(rollouter.open_groups) == 2
     for one in (r for group in rollouter.open_groups for r in group.rollouts):
         assert one.response_mask is not None and (~one.response_mask).sum() == 3
-
-
-# --- an engine with a model -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        vocab_size=23,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config)
-
-
-def test_a_second_engine_generates_scores_and_takes_weights(model: LlamaForCausalLM) -> None:
-    """In two turns: the log-probs of what was sampled are those of the whole sequence."""
-    engine = TransformersEngine(model, eos_token_id=EOS)
-    prompts = [Prompt(str(i), (3, 4 + i), answer="") for i in range(4)]
-    settings = replace(SETTINGS, max_response_tokens=30)
-    respond = TwoTurn((20, 21)).respond
-    groups = generate(engine, prompts, settings, respond=respond)
-    assert groups is not None
-    rollouts = [one for group in groups for one in group]
-    turns = {one.response_mask is not None for one in rollouts}
-    assert turns == {True, False} == {one.truncated for one in rollouts}
-    masks = [
-        np.ones(len(one.token_ids), bool) if one.response_mask is None else one.response_mask
-        for one in rollouts
-    ]
-    sequences = Sequences(
-        prompt_ids=[np.array(p.token_ids, np.int32) for p in prompts for _ in range(4)],
-        response_ids=[one.token_ids for one in rollouts],
-        response_masks=masks,
-    )
-    log_probs = [one.log_probs[mask] for one, mask in zip(rollouts, masks, strict=True)]
-    check = verify_weights(engine, sequences, log_probs)
-    assert check.max_abs_diff < 1e-5
-    again = generate(engine, prompts[::-1], settings, respond=respond)
-    assert tokens_of(again) == tokens_of(groups)[::-1]
-
-    tensors = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    tensors["model.norm.weight"] *= 1.5
-    engine.sleep()
-    with pytest.raises(RolloutError):
-        engine.score(sequences)
-    engine.wake()
-    engine.update_weights(tensors.items(), policy_version=4)
-    assert engine.policy_version == 4
-    with pytest.raises(WeightSyncError, match=r"\bversion 4\b"):
-        verify_weights(engine, sequences, log_probs)
-    del tensors["model.norm.weight"]
-    with pytest.raises(WeightSyncError, match="norm"):
-        engine.update_weights(tensors.items(), policy_version=5)
-    assert engine.policy_version == -1
-
-
-def test_both_are_engines(model: LlamaForCausalLM) -> None:
-    """For mypy, which reads this file, and for who looks for an example."""
-    engines: list[Engine] = [
-        ScriptedEngine(of_some_length),
-        TransformersEngine(model, eos_token_id=EOS),
-    ]
-    for engine in engines:
-        groups = generate(engine, [Prompt("0", (3,), "")], replace(SETTINGS, num_samples=1))
-        assert groups is not None and len(groups[0]) == 1

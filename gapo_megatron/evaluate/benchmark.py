@@ -41,6 +41,8 @@ class Task:
     problems: tuple[Problem, ...]
     prompts: tuple[Prompt, ...]
     """Of `problems`, in their order."""
+    tokenizer: PreTrainedTokenizerBase
+    """The model's."""
 
     @classmethod
     def read(
@@ -72,7 +74,7 @@ class Task:
                     f"--max-prompt-tokens allows 1 to {max_prompt_tokens}"
                 ) from None
             prompts.append(Prompt(problem.id, token_ids, problem.answers[0], problem.level))
-        return cls(benchmark, tuple(problems), tuple(prompts))
+        return cls(benchmark, tuple(problems), tuple(prompts), tokenizer)
 
     def remaining(self, output_dir: Path, seed: int) -> list[str]:
         """Ids of the problems without kept samples, in order."""
@@ -88,7 +90,6 @@ def sample_task(
     seed: int,
     sampling: Sampling,
     pool: rewards.Pool,
-    tokenizer: PreTrainedTokenizerBase,
     output_dir: Path,
 ) -> None:
     """Sample, judge and keep the problems of a benchmark that are not kept yet, for one seed.
@@ -104,7 +105,6 @@ def sample_task(
         seed: of the samples.
         sampling: how they are drawn.
         pool: workers with the benchmark's verifier.
-        tokenizer: of the model.
         output_dir: of the evaluation, on a disk that all ranks share.
 
     Collectives: those of `rollout.generate` and `Replicas.gather`, on every rank.
@@ -134,7 +134,7 @@ def sample_task(
         rollouts = generate(engine, mine, settings, watch=Watch(shows_progress=True))
         assert rollouts is not None, "generation cannot break off: nobody asks it to"
         mine, rollouts = replicas.part(mine), replicas.part(rollouts)
-        samples = _judge(replicas, mine, rollouts, task, pool=pool, tokenizer=tokenizer)
+        samples = _judge(replicas, mine, rollouts, task, pool=pool)
         if mine:
             write_samples(folder, samples)
         num_done += len(piece)
@@ -157,14 +157,13 @@ def _judge(
     task: Task,
     *,
     pool: rewards.Pool,
-    tokenizer: PreTrainedTokenizerBase,
 ) -> list[Solved]:
     answers = {problem.id: problem.answers for problem in task.problems}
     follows = task.benchmark.kind == "instructions"
     if follows:  # judged one by one, strict and loose
         answers = {name: tuple(instructions.split(one)) for name, (one,) in answers.items()}
     pairs = [(p, r) for p, group in zip(prompts, rollouts, strict=True) for r in group]
-    texts = tokenizer.batch_decode(
+    texts = task.tokenizer.batch_decode(
         [rollout.token_ids.tolist() for _, rollout in pairs], skip_special_tokens=True
     )
     questions = [

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import gapo_megatron
 from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.generate import generate
@@ -95,3 +97,17 @@ def test_both_are_engines(model: LlamaForCausalLM) -> None:
     for engine in engines:
         groups = generate(engine, [Prompt("0", (3,), "")], replace(SETTINGS, num_samples=1))
         assert groups is not None and len(groups[0]) == 1
+
+
+def test_what_drives_an_engine_knows_none_by_name() -> None:
+    """A second engine touches what builds it, and its own folder."""
+    package = Path(gapo_megatron.__file__).parent
+    files = [
+        path
+        for room in ("rollout", "evaluate", "learn", "rewards", "checkpoint")
+        for path in (package / room).rglob("*.py")
+        if "vllm" not in path.parts
+    ]
+    assert len(files) > 30
+    knows = [path for path in files if "rollout.vllm" in path.read_text(encoding="utf-8")]
+    assert knows == []

@@ -144,6 +144,8 @@ def run_ours(setting: Setting, folder: Path) -> list[float]:
     from gapo_megatron.learn.step import learn
     from gapo_megatron.objective import make_batch
     from gapo_megatron.policy import Policy, initialize
+    from gapo_megatron.rollout.generate import generate
+    from gapo_megatron.rollout.requests import SamplingSettings
     from gapo_megatron.rollout.sync import first_sequences, prompts_as_sequences, sync
     from gapo_megatron.rollout.vllm import RolloutEngine
     from gapo_megatron.run import process_group
@@ -183,13 +185,8 @@ def run_ours(setting: Setting, folder: Path) -> list[float]:
     seconds = []
     for step in range(setting.warmup + setting.num_batches):
         start = time.perf_counter()
-        rollouts = engine.generate(
-            prompts,
-            num_samples=GROUP_SIZE,
-            seed=0,
-            step=step,
-            max_response_tokens=setting.max_response_tokens,
-        )
+        settings = SamplingSettings(GROUP_SIZE, setting.max_response_tokens, seed=0, step=step)
+        rollouts = generate(engine, prompts, settings)
         judged = [
             Group(
                 prompt,

@@ -42,6 +42,9 @@ from gapo_megatron.objective import make_batch
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.policy.parallel import ParallelGroups
+from gapo_megatron.rollout.environments.one_turn import OneTurn
+from gapo_megatron.rollout.generate import Watch, generate
+from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.run import process_group
 from gapo_megatron.types import Group
@@ -127,17 +130,18 @@ def sample(config: Config, device: torch.device, *, num_prompts: int) -> list[Gr
     hf_config = read_hf_config(config.model.hf_dir)
     engine = RolloutEngine(config, hf_config, device=device, load_weights=True)
     prompts = PromptSource(problems, seed=config.run.seed).next_batch(num_prompts)
-    rollouts = engine.generate(
-        prompts,
-        num_samples=config.batch.rollouts_per_prompt,
+    settings = SamplingSettings(
+        config.batch.rollouts_per_prompt,
+        config.rollout.max_response_tokens,
         seed=config.run.seed,
         step=0,
-        max_response_tokens=config.rollout.max_response_tokens,
         temperature=config.rollout.temperature,
-        progress=True,
     )
     with rewards.start_pool(config.reward, num_workers=2) as pool:
-        verdicts = rewards.score(pool, prompts, rollouts, tokenizer=tokenizer)
+        judging = rewards.Judging(pool, prompts, judge=OneTurn(tokenizer).judge)
+        watch = Watch(on_ended=judging.add, shows_progress=True)
+        rollouts = generate(engine, prompts, settings, watch=watch)
+        verdicts = rewards.score(judging, prompts, rollouts)
     engine.sleep()
     return [Group(*one) for one in zip(prompts, rollouts, verdicts, strict=True)]
 

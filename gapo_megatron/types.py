@@ -63,8 +63,14 @@ class Carried:
     """[n] float32: the trainer's log-probs of the tokens, each at the weights that sampled it."""
 
 
-Ended = tuple[Prompt, int, Rollout]
-"""A finished response: its prompt, its number among the k, the response."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode:
+    """One response to a prompt, as far as it has come: what environment and verifier look at."""
+
+    prompt: Prompt
+    sample: int
+    """Number of the response among the k of its prompt."""
+    rollout: Rollout
 
 
 @dataclass(frozen=True, slots=True, eq=False)

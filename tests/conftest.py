@@ -26,6 +26,7 @@ _FIRST = (
     "slurm/test_submitit.py",
     "test_cpu.py",
     "test_rollout.py",
+    "test_rollout_ranks.py",
     "peers/test_conversion.py",
     "test_slurm_scripts.py",
     "distributed/test_checkpoint.py",

@@ -18,8 +18,11 @@ from gapo_megatron.evaluate.evaluate import evaluate, evaluation_seed
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k, pass_at_k
 from gapo_megatron.evaluate.statistics import mean_interval, paired_difference, welch_p_value
 from gapo_megatron.ops.prepare import demo_task as arithmetic
-from gapo_megatron.types import Prompt, Rollout
+from gapo_megatron.rollout.environments.one_turn import OneTurn
+from gapo_megatron.rollout.requests import request_seed
+from gapo_megatron.types import Prompt
 from tests.messages import mentions
+from tests.scripted_engine import LoneReplicas, ScriptedEngine, says
 from tests.waiting import wait_until
 
 
@@ -82,40 +85,6 @@ def _config(**evaluation):
     )
 
 
-class FakeEngine:
-    """Answers as told, and notes what it was asked for."""
-
-    def __init__(self, tokenizer, responses: dict[str, list[str]]) -> None:
-        self.tokenizer = tokenizer
-        self.responses = responses
-        self.asked: dict = {}
-
-    def share(self, prompts):
-        return list(prompts)
-
-    def generate(self, prompts, *, on_ended, **sampling):
-        self.asked = sampling
-        groups = [tuple(self._rollout(text) for text in self.responses[p.id]) for p in prompts]
-        for prompt, group in zip(reversed(prompts), reversed(groups), strict=True):
-            for sample, rollout in reversed(list(enumerate(group))):
-                on_ended([(prompt, sample, rollout)])
-                self.go_on(on_ended)
-        return groups
-
-    def go_on(self, on_ended) -> None:
-        """Generate the next response."""
-
-    def part(self, groups):
-        return list(groups)
-
-    def gather(self, groups):
-        return list(groups)
-
-    def _rollout(self, text: str) -> Rollout:
-        ids = [*self.tokenizer.encode(text), self.tokenizer.eos_token_id]
-        return Rollout(np.array(ids, np.int32), np.zeros(len(ids), np.float32), truncated=False)
-
-
 PROMPTS = [
     Prompt("a", (3,), "1", "easy"),
     Prompt("b", (3,), "2", "hard"),
@@ -138,17 +107,14 @@ def pool():
         yield pool
 
 
+def settings(pool, tokenizer) -> dict:
+    return {"pool": pool, "environment": OneTurn(tokenizer), "config": _config()}
+
+
 def test_evaluation_measures_all_and_every_level(pool, tokenizer, tmp_path):
-    engine = FakeEngine(tokenizer, RESPONSES)
-    metrics = evaluate(
-        engine,
-        PROMPTS,
-        pool=pool,
-        tokenizer=tokenizer,
-        config=_config(),
-        step=3,
-        output_dir=tmp_path,
-    )
+    engine = ScriptedEngine(says(tokenizer, RESPONSES))
+    path = tmp_path / "step_3.json"
+    metrics = evaluate(engine, PROMPTS, **settings(pool, tokenizer), output=path)
     assert metrics == pytest.approx(
         {
             "eval/pass@1": (0.75 + 0.25 + 0) / 3,
@@ -171,62 +137,73 @@ def test_evaluation_measures_all_and_every_level(pool, tokenizer, tmp_path):
 
 
 def test_evaluation_samples_as_configured_with_its_own_seeds(pool, tokenizer):
-    engine = FakeEngine(tokenizer, RESPONSES)
-    asked = []
-    for step in (0, 20):
-        evaluate(engine, PROMPTS, pool=pool, tokenizer=tokenizer, config=_config(), step=step)
-        asked.append(engine.asked)
-    assert asked[0] == asked[1]
-    assert asked[0] == {
-        "num_samples": 4,
-        "seed": evaluation_seed(5),
-        "step": 0,
-        "max_response_tokens": 7,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "progress": True,
-        "should_abandon": None,
-    }
+    seeds = []
+    for _ in range(2):
+        engine = ScriptedEngine(says(tokenizer, RESPONSES))
+        evaluate(engine, PROMPTS, **settings(pool, tokenizer))
+        assert {one.max_tokens for one in engine.asked} == {7}
+        assert {(one.temperature, one.top_p) for one in engine.asked} == {(0.5, 0.9)}
+        seeds.append([one.seed for one in engine.asked])
+    assert seeds[0] == seeds[1]
+    assert seeds[0] == [
+        request_seed(evaluation_seed(5), 0, prompt.id, sample)
+        for prompt in PROMPTS
+        for sample in range(4)
+    ]
     assert len({evaluation_seed(seed) for seed in range(100)} | set(range(100))) == 200
 
 
 def test_a_rank_judges_its_part_of_what_its_engine_made(pool, tokenizer):
-    engine = FakeEngine(tokenizer, RESPONSES)
-    engine.part = lambda groups: groups[:1]  # and nobody else gathers with it
-    metrics = evaluate(engine, PROMPTS, pool=pool, tokenizer=tokenizer, config=_config(), step=0)
-    assert metrics["eval/pass@1"] == 0.75
+    replicas = LoneReplicas(world_size=2, size=2)  # and nobody else gathers with it
+    engine = ScriptedEngine(says(tokenizer, RESPONSES), replicas=replicas)
+    assert evaluate(engine, PROMPTS, **settings(pool, tokenizer))["eval/pass@1"] == 0.75
 
 
 def test_a_response_is_judged_while_the_next_is_generated(pool, tokenizer):
     num_judged = []
 
-    def wait_for_its_verdict(on_ended) -> None:
+    def wait_for_its_verdict() -> None:
         def is_judged() -> bool:
-            on_ended([])
+            pool.poll()
             return not pool._open
 
         wait_until(is_judged, "its verdict")
         num_judged.append(len(pool._verdicts))
 
-    engine = FakeEngine(tokenizer, RESPONSES)
-    settings = {"pool": pool, "tokenizer": tokenizer, "config": _config(), "step": 0}
-    afterwards = evaluate(engine, PROMPTS, **settings)
-    engine.go_on = wait_for_its_verdict
-    assert evaluate(engine, PROMPTS, **settings) == afterwards
-    assert num_judged == list(range(1, 13))
+    script = says(tokenizer, RESPONSES)
+    afterwards = evaluate(ScriptedEngine(script), PROMPTS, **settings(pool, tokenizer))
+    engine = ScriptedEngine(script, num_places=1, before_step=wait_for_its_verdict)
+    assert evaluate(engine, PROMPTS, **settings(pool, tokenizer)) == afterwards
+    assert num_judged == [number for number in range(12) for _ in range(2)]
+
+
+def test_evaluation_meets_the_environment_of_training(pool, tokenizer):
+    """The verdict is on what it says, the figures are of what the model sampled."""
+
+    class Corrects(OneTurn):
+        def begin(self, prompt):
+            return (9, *prompt.token_ids)
+
+        def respond(self, episode):
+            return None if episode.rollout.response_mask is not None else [8, 8, 8]
+
+        def judge(self, episode):
+            return episode.prompt.answer, episode.prompt.answer
+
+    engine = ScriptedEngine(says(tokenizer, RESPONSES))
+    metrics = evaluate(
+        engine, PROMPTS, **settings(pool, tokenizer) | {"environment": Corrects(tokenizer)}
+    )
+    assert metrics["eval/pass@1"] == 1.0
+    assert metrics["eval/response_tokens"] == 4.0
+    assert {tuple(one.prompt_ids) for one in engine.asked} == {(9, 3)}
 
 
 def test_an_unknown_verdict_leaves_the_samples(tokenizer):
     # To this verifier "1" is unknown and everything else correct.
     with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=60) as pool:
-        metrics = evaluate(
-            FakeEngine(tokenizer, RESPONSES),
-            PROMPTS,
-            pool=pool,
-            tokenizer=tokenizer,
-            config=_config(),
-            step=0,
-        )
+        engine = ScriptedEngine(says(tokenizer, RESPONSES))
+        metrics = evaluate(engine, PROMPTS, **settings(pool, tokenizer))
     # a keeps 1 of 4 samples, b 1, c none: every known one is correct, and none is left for pass@4.
     assert metrics["eval/pass@1"] == 1.0
     assert "eval/pass@4" not in metrics

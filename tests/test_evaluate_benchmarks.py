@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -26,41 +27,22 @@ from gapo_megatron.evaluate.samples import (
     write_samples,
 )
 from gapo_megatron.ops.prepare import demo_task as arithmetic
-from gapo_megatron.types import Outcome, Rollout, Verdict
+from gapo_megatron.types import Outcome, Verdict
 from tests.messages import mentions
+from tests.scripted_engine import LoneReplicas, ScriptedEngine, place_of, says
 from tests.test_data_benchmarks import put
 
 CORRECT, WRONG, UNKNOWN = map(Verdict, (Outcome.CORRECT, Outcome.WRONG, Outcome.UNKNOWN))
 
 
-class FakeEngine:
-    """Answers as told; `num_replicas` of them would share the problems."""
+def answers(tokenizer, answer: str, **settings) -> ScriptedEngine:
+    """An engine that says the same to everything."""
+    return ScriptedEngine(says(tokenizer, defaultdict(lambda: [answer] * 2)), **settings)
 
-    num_replicas = 1
 
-    def __init__(self, tokenizer, answer: str, *, calls_before_it_dies: int = 10**6) -> None:
-        self.tokenizer = tokenizer
-        self.answer = answer
-        self.calls_left = calls_before_it_dies
-        self.asked: list[tuple[list[str], int]] = []
-
-    def share(self, prompts):
-        return list(prompts)
-
-    def generate(self, prompts, *, num_samples, seed, **sampling):
-        if not self.calls_left:
-            raise KeyboardInterrupt
-        self.calls_left -= 1
-        self.asked.append(([prompt.id for prompt in prompts], seed))
-        ids = [*self.tokenizer.encode(self.answer), self.tokenizer.eos_token_id]
-        rollout = Rollout(np.array(ids, np.int32), np.zeros(len(ids), np.float32), truncated=False)
-        return [(rollout,) * num_samples for _ in prompts]
-
-    def part(self, groups):
-        return list(groups)
-
-    def gather(self, groups):
-        return list(groups)
+def asked(engine: ScriptedEngine) -> list[str]:
+    """Ids of the problems, each once."""
+    return list(dict.fromkeys(place_of(request)[0] for request in engine.asked))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +53,7 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(folder)
 
 
-SAMPLING = Sampling(num_samples=2, temperature=1.0, top_p=1.0, max_response_tokens=8)
+SAMPLING = Sampling(num_samples=2, temperature=1.0, top_p=1.0, max_response_tokens=16)
 
 
 def read_task(name: str, path: Path, tokenizer, *, max_prompt_tokens: int = 500) -> Task:
@@ -92,7 +74,6 @@ def sample(engine, task, output_dir, pool, *, seed: int = 0) -> None:
         seed=seed,
         sampling=SAMPLING,
         pool=pool,
-        tokenizer=engine.tokenizer,
         output_dir=output_dir,
     )
 
@@ -101,8 +82,13 @@ def test_a_killed_evaluation_continues_where_it_was(tmp_path, tokenizer, monkeyp
     rows = [{"problem": "p", "answer": str(number)} for number in range(5)]
     task = read_task("aime24", put(tmp_path / "data", "a.json", rows), tokenizer)
     monkeypatch.setattr(sampling_module, "SAMPLES_PER_PIECE", 4)  # two problems at most: 1, 2, 2
+
+    def killed_after_two_pieces() -> None:
+        if len(asked(engine)) > 3:
+            raise KeyboardInterrupt
+
     with rewards.start_pool(RewardConfig(kind="math"), num_workers=1) as pool:
-        engine = FakeEngine(tokenizer, "\\boxed{3}", calls_before_it_dies=2)
+        engine = answers(tokenizer, "\\boxed{3}", before_step=killed_after_two_pieces)
         with pytest.raises(KeyboardInterrupt):
             sample(engine, task, tmp_path, pool)
         folder = tmp_path / "aime24" / "seed_0"
@@ -111,12 +97,13 @@ def test_a_killed_evaluation_continues_where_it_was(tmp_path, tokenizer, monkeyp
         assert list(kept) and set(read_samples(folder)) == {f"aime24-{i}" for i in range(3)}
         assert not collect_all(tmp_path, task).benchmarks, "half a benchmark has no figures"
 
-        engine = FakeEngine(tokenizer, "\\boxed{3}")
+        engine = answers(tokenizer, "\\boxed{3}")
         sample(engine, task, tmp_path, pool)
-        assert [ids for ids, _ in engine.asked] == [["aime24-3", "aime24-4"]]
+        assert asked(engine) == ["aime24-3", "aime24-4"]
         assert kept.items() <= {p.name: p.read_bytes() for p in folder.glob("*.jsonl")}.items()
+        seeds = {request.seed for request in engine.asked}
         sample(engine, task, tmp_path, pool, seed=1)
-    assert len({seed for _, seed in engine.asked}) == 2
+    assert len(seeds) == 4 and len({one.seed for one in engine.asked}) == 4 + 10
     solved = read_samples(folder)
     assert [solved[f"aime24-{i}"].num_correct for i in range(5)] == [0, 0, 0, 2, 0]
     assert solved["aime24-3"].samples[0] == Sample("\\boxed{3}", CORRECT, 10, False)
@@ -142,8 +129,8 @@ def test_ranks_are_told_what_remains(tmp_path, tokenizer) -> None:
     rows = [{"problem": "p", "answer": "1"}] * 3
     task = read_task("aime24", put(tmp_path / "data", "a.json", rows), tokenizer)
     gathered = []
-    engine = FakeEngine(tokenizer, "\\boxed{1}")
-    engine.gather = lambda groups: gathered.extend(groups) or list(groups)
+    engine = answers(tokenizer, "\\boxed{1}")
+    engine.replicas.gather = lambda groups: gathered.extend(groups) or list(groups)
     with rewards.start_pool(RewardConfig(kind="math"), num_workers=1) as pool:
         sample_task(
             engine,
@@ -152,10 +139,9 @@ def test_ranks_are_told_what_remains(tmp_path, tokenizer) -> None:
             seed=0,
             sampling=SAMPLING,
             pool=pool,
-            tokenizer=tokenizer,
             output_dir=tmp_path,
         )
-    assert [ids for ids, _ in engine.asked] == [["aime24-1"]]
+    assert asked(engine) == ["aime24-1"]
     assert set(map(type, gathered)) <= {bool, type(None)}
     assert task.remaining(tmp_path, 0) == ["aime24-0", "aime24-2"]
 
@@ -163,8 +149,8 @@ def test_ranks_are_told_what_remains(tmp_path, tokenizer) -> None:
 def test_a_rank_judges_and_keeps_its_part_of_what_its_engine_made(tmp_path, tokenizer) -> None:
     rows = [{"problem": "p", "answer": "1"}] * 3
     task = read_task("aime24", put(tmp_path / "data", "a.json", rows), tokenizer)
-    engine = FakeEngine(tokenizer, "\\boxed{1}")
-    engine.part = lambda groups: groups[1:]
+    replicas = LoneReplicas(rank=1, world_size=2, size=2)
+    engine = answers(tokenizer, "\\boxed{1}", replicas=replicas)
     with rewards.start_pool(RewardConfig(kind="math"), num_workers=1) as pool:
         sample(engine, task, tmp_path, pool)
     assert list(read_samples(tmp_path / "aime24/seed_0")) == ["aime24-1", "aime24-2"]
@@ -188,7 +174,8 @@ def test_a_problem_with_several_answers_takes_any(tmp_path, tokenizer) -> None:
     for answer, num_correct in {"1": 2, "2": 2, "3": 0}.items():
         output = tmp_path / answer
         with rewards.start_pool(RewardConfig(kind="math"), num_workers=1) as pool:
-            sample(FakeEngine(tokenizer, f"\\boxed{{{answer}}}"), task, output, pool)
+            engine = answers(tokenizer, f"\\boxed{{{answer}}}")
+            sample(engine, task, output, pool)
         assert read_samples(output / "minerva/seed_0")["minerva-0"].num_correct == num_correct
 
 
@@ -200,7 +187,7 @@ def test_instructions_are_judged_one_by_one(tmp_path, tokenizer) -> None:
     }
     task = read_task("ifeval", put(tmp_path / "data", "a.jsonl", [row]), tokenizer)
     with rewards.start_pool(RewardConfig(kind="instructions"), num_workers=1) as pool:
-        sample(FakeEngine(tokenizer, "abc,d"), task, tmp_path, pool)
+        sample(answers(tokenizer, "abc,d"), task, tmp_path, pool)
     (solved,) = read_samples(tmp_path / "ifeval/seed_0").values()
     verdict = solved.samples[0].verdict
     assert verdict.outcome is Outcome.WRONG and "punctuation:no_comma" in verdict.reason

@@ -13,7 +13,8 @@ from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.rewards import exact
-from gapo_megatron.types import Outcome, Prompt, Rollout
+from gapo_megatron.rollout.environments.one_turn import OneTurn
+from gapo_megatron.types import Episode, Outcome, Prompt, Rollout
 from tests.messages import mentions
 
 
@@ -53,10 +54,10 @@ def _rollout(tokenizer, text: str, *, ends: bool = True) -> Rollout:
 
 def _judging(pool: rewards.Pool, prompts, rollouts, tokenizer) -> rewards.Judging:
     """Of a generation that has ended, the last response first."""
-    judging = rewards.Judging(pool, prompts, tokenizer=tokenizer)
+    judging = rewards.Judging(pool, prompts, judge=OneTurn(tokenizer).judge)
     for prompt, group in zip(prompts, rollouts, strict=True):
         for sample, rollout in reversed(list(enumerate(group))):
-            judging.add([(prompt, sample, rollout)])
+            judging.add([Episode(prompt, sample, rollout)])
     return judging
 
 
@@ -78,9 +79,9 @@ def test_what_other_ranks_judge_and_what_is_broken_off_counts_nowhere(tokenizer,
     rollouts = [_rollout(tokenizer, text) for text in ("2", "1")]
     # To this verifier "1" is unknown and everything else correct.
     with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=600) as pool:
-        judging = rewards.Judging(pool, [broken_off, mine], tokenizer=tokenizer)
-        judging.add([(prompt, 1, rollouts[1]) for prompt in (others, broken_off)])
-        judging.add([(prompt, 0, rollouts[0]) for prompt in (others, mine)])
+        judging = rewards.Judging(pool, [broken_off, mine], judge=OneTurn(tokenizer).judge)
+        judging.add([Episode(prompt, 1, rollouts[1]) for prompt in (others, broken_off)])
+        judging.add([Episode(prompt, 0, rollouts[0]) for prompt in (others, mine)])
         assert len(pool._open) == 2
         [[verdict]] = rewards.score(judging, [mine], [rollouts[:1]])
     assert verdict.outcome is Outcome.CORRECT

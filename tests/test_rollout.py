@@ -1,145 +1,48 @@
 """A real vLLM engine with two tiny models, and what it is trusted with."""
 
-import contextlib
 import json
-import os
 import random
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import (
-    AutoConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
-from vllm import EngineArgs
 
-from gapo_megatron.compat import vllm as vllm_internals
-from gapo_megatron.config import Config, parse_config
-from gapo_megatron.errors import ConfigError, DataError, RewardError, RolloutError, WeightSyncError
+from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.hf.weights import write_hf
 from gapo_megatron.models.rules import to_hf, to_megatron
-from gapo_megatron.models.tables import rules_for
-from gapo_megatron.rewards import Judging, Pool, score
-from gapo_megatron.rollout.progress import Heartbeat, Occupancy
-from gapo_megatron.rollout.vllm import (
-    RolloutEngine,
-    eos_token_ids,
-    request_seed,
-    sync_weights,
-    verify_weights,
-)
-from gapo_megatron.rollout.vllm import engine as engine_module
-from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args
+from gapo_megatron.models.tables import geometry_of, rules_for
+from gapo_megatron.rollout import generate as generate_module
+from gapo_megatron.rollout.progress import Occupancy
+from gapo_megatron.rollout.transport import in_place
+from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
-from gapo_megatron.rollout.vllm.weights import verify_bound
-from gapo_megatron.run.process_group import share_of_cores
-from gapo_megatron.types import Prompt, Rollout
-from tests.dist import run_distributed
+from gapo_megatron.types import Prompt, Sequences
 from tests.messages import mentions
-from tests.waiting import wait_until
-
-CPU = torch.device("cpu")
-VOCAB, EOS = 61, 1
-SIZES = {
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 256,
-    "eos_token_id": EOS,
-    "initializer_range": 0.1,  # far from uniform: log-probs differ between tokens and weights
-}
-# fp32 sums of at most 256 products in another order: 3e-6 is seen on values up to 10.
-TOLERANCE = 1e-5
-
-
-def make_model(tied: bool) -> PreTrainedModel:
-    """Qwen2 tied, Llama untied: biases and both kinds of output layer in two engines."""
-    torch.manual_seed(0)
-    if tied:
-        return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
-    return LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=64, tie_word_embeddings=False))
-
-
-def make_config(hf_dir: Path, *, precision: str = "fp32", **rollout: object) -> Config:
-    return parse_config(
-        {
-            "run": {"output_dir": "unused", "num_steps": 1},
-            "model": {"hf_dir": str(hf_dir), "precision": precision},
-            "data": {"train_path": "unused", "max_prompt_tokens": 140},
-            "batch": {"max_tokens_per_microbatch": 256},
-            "rollout": {
-                "max_response_tokens": 24,
-                "enforce_eager": True,
-                "verify_bound": TOLERANCE,
-                **rollout,
-            },
-            "reward": {"kind": "exact"},
-        },
-        source="test",
-    )
-
-
-def vllm_environment(rank: int = 0, world_size: int = 1) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",  # the process group is up: nobody connects
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-
-
-def build_engine(config: Config, *, load_weights: bool = True) -> RolloutEngine:
-    hf_config = AutoConfig.from_pretrained(config.model.hf_dir)
-    return RolloutEngine(config, hf_config, device="cpu", load_weights=load_weights)
-
-
-def make_args(config: Config, hf_config: PretrainedConfig, device: torch.device) -> EngineArgs:
-    return engine_args(config, hf_config, device, load_weights=False)
-
-
-def weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del state["lm_head.weight"]
-    return state
-
-
-@contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """A group of one rank, and the environment a launcher gives; the engine closes the group."""
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        for name, value in vllm_environment().items():
-            patch.setenv(name, value)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=0, world_size=1)
-        yield
-        assert not dist.is_initialized()
-
-
-def random_states() -> list[object]:
-    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+from tests.rollout_setup import (
+    EOS,
+    LONG,
+    TOLERANCE,
+    VOCAB,
+    build_engine,
+    expected_log_probs,
+    generate,
+    largest_difference,
+    make_config,
+    make_model,
+    make_prompts,
+    perturb,
+    process_group,
+    random_states,
+    sequences,
+    tokens_of,
+    trainer_log_probs,
+    weights,
+)
+from tests.two_turn import TwoTurn
 
 
 @pytest.fixture(
@@ -186,65 +89,22 @@ def fresh(built) -> SimpleNamespace:
     """The same, with the initial weights on both sides."""
     built.model.load_state_dict(built.initial, strict=False)
     if built.engine.policy_version != 0:
-        sync_weights(built.engine, built.initial.items(), policy_version=0)
+        in_place(built.engine, built.initial.items(), policy_version=0)
     return built
 
 
-def make_prompts(count: int, length: int = 9) -> list[Prompt]:
-    generator = np.random.default_rng(0)
-    return [
-        Prompt(f"p{i}", tuple(generator.integers(2, VOCAB, length).tolist()), answer="")
-        for i in range(count)
-    ]
-
-
-def generate(engine: RolloutEngine, prompts: list[Prompt], **changes: object):
-    settings = {"num_samples": 4, "seed": 7, "step": 0, "max_response_tokens": 24} | changes
-    return engine.generate(prompts, **settings)
-
-
-def expected_log_probs(
-    model: PreTrainedModel, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0
-) -> np.ndarray:
-    tokens = torch.tensor([*prompt, *response]).long()
-    with torch.no_grad():
-        logits = model(tokens[None]).logits[0].float() / temperature
-    rows = torch.arange(len(prompt) - 1, len(tokens) - 1)
-    return logits.log_softmax(-1)[rows, tokens[len(prompt) :]].numpy()
-
-
-def trainer_log_probs(model, prompt_ids, response_ids) -> list[np.ndarray]:
-    return [expected_log_probs(model, p, r) for p, r in zip(prompt_ids, response_ids, strict=True)]
-
-
-def largest_difference(model, prompts, groups, temperature: float = 1.0) -> float:
-    return max(
-        np.abs(
-            expected_log_probs(model, prompt.token_ids, r.token_ids, temperature) - r.log_probs
-        ).max()
-        for prompt, group in zip(prompts, groups, strict=True)
-        for r in group
-    )
-
-
-def tokens_of(groups) -> list[list[list[int]]]:
-    return [[r.token_ids.tolist() for r in group] for group in groups]
-
-
-def perturb(model: PreTrainedModel, seed: int) -> None:
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-
-
-def sequences(engine: RolloutEngine, count: int = 3):
-    prompts = make_prompts(count)
-    responses = [group[0].token_ids for group in generate(engine, prompts, num_samples=1)]
-    return [np.array(p.token_ids, dtype=np.int32) for p in prompts], responses
-
-
 # --- sampling ----------------------------------------------------------------------------------
+
+
+def test_the_cache_is_as_large_as_the_config_says(built):
+    """In bytes, and in blocks: those of two layers, keys and values in float32."""
+    cache = built.engine.llm.vllm_config.cache_config
+    num_bytes = built.engine.config.rollout.cpu_kv_cache_gib * 2**30
+    assert num_bytes == 2**30 == cache.kv_cache_memory_bytes
+    hf_config = built.model.config
+    width = hf_config.num_key_value_heads * geometry_of(hf_config).head_dim
+    token_bytes = 2 * hf_config.num_hidden_layers * width * 4
+    assert cache.num_gpu_blocks == num_bytes // (token_bytes * cache.block_size)
 
 
 def test_log_probs_are_those_of_the_distribution_sampled_from(fresh):
@@ -294,8 +154,6 @@ def test_samples_depend_neither_on_order_nor_on_company(fresh):
 
 # Attribute of vLLM's scheduler: requests that it lets run at a time.
 LIMIT = "max_num_active_reqs"
-# Two responses that nearly always end by themselves: groups are whole at different times.
-LONG = {"num_samples": 2, "max_response_tokens": 150}
 
 
 def test_ends_with_as_many_whole_groups_as_are_wanted(fresh):
@@ -334,7 +192,7 @@ def test_what_is_broken_off_goes_on_from_its_tokens_at_other_weights(fresh):
     assert largest_difference(fresh.model, prompts, before) < TOLERANCE
 
     perturb(fresh.model, seed=4)
-    sync_weights(engine, weights(fresh.model).items(), policy_version=1)
+    in_place(engine, weights(fresh.model).items(), policy_version=1)
     begun = {prompt.id: group for prompt, group in zip(prompts, before, strict=True)}
     new = [Prompt("new", (5, 6, 7), answer="")]
     *after, fresh_group = generate(engine, [*prompts, *new], step=1, begun=begun, **LONG)
@@ -354,95 +212,6 @@ def test_what_is_broken_off_goes_on_from_its_tokens_at_other_weights(fresh):
     assert largest_difference(fresh.model, prompts, before) > 0.05
 
 
-def test_responses_are_handed_over_when_they_end_and_once(fresh):
-    engine, prompts = fresh.engine, make_prompts(16)
-    calls, still_running = [], []
-
-    def on_ended(ended) -> None:
-        calls.append(list(ended))
-        still_running.append(engine.llm.has_unfinished_requests())
-
-    def handed_over() -> dict[tuple[str, int], Rollout]:
-        everything = [one for ended in calls for one in ended]
-        assert len({(prompt.id, sample) for prompt, sample, _ in everything}) == len(everything)
-        return {(prompt.id, sample): rollout for prompt, sample, rollout in everything}
-
-    def finished(groups) -> dict[tuple[str, int], Rollout]:
-        return {
-            (prompt.id, sample): rollout
-            for prompt, group in zip(prompts, groups, strict=True)
-            for sample, rollout in enumerate(group)
-            if rollout.finished
-        }
-
-    first = generate(engine, prompts, num_groups=5, on_ended=on_ended, **LONG)
-    assert handed_over() == finished(first)  # the same objects: rollouts are equal to no other
-    assert sum(map(bool, calls)) > 3 and [] in calls
-    assert not still_running[0] and all(still_running[1:])
-    calls.clear()
-    begun = {prompt.id: group for prompt, group in zip(prompts, first, strict=True)}
-    rest = generate(engine, prompts, begun=begun, on_ended=on_ended, step=1, **LONG)
-    assert handed_over() == finished(rest) and len(finished(rest)) == 32
-    assert len(calls[0]) == len(finished(first))
-
-    def fail(ended) -> None:
-        if ended:
-            raise RewardError("no worker can start")
-
-    with pytest.raises(RewardError):
-        generate(engine, prompts, on_ended=fail)
-    assert not engine.llm.has_unfinished_requests()
-
-
-def test_a_decoding_step_may_wait_for_the_verdicts_on_what_ended_before(fresh, monkeypatch):
-    """Then all are there, before the last response ends: none waits for the others."""
-    engine, prompts = fresh.engine, make_prompts(4)
-    tokenizer = SimpleNamespace(
-        batch_decode=lambda all_ids, **_: [f"echo {ids}" for ids in all_ids]
-    )
-    step, num_judged = engine.llm.step, []
-    with Pool("tests.reward_setup", num_workers=1, timeout_s=600) as pool:
-        judging = Judging(pool, prompts, tokenizer=tokenizer)
-
-        def is_judged() -> bool:
-            judging.add([])
-            return not pool._open
-
-        def step_when_judged():
-            wait_until(is_judged, "verdicts on what has ended")
-            num_judged.append(len(pool._verdicts))
-            return step()
-
-        monkeypatch.setattr(engine.llm, "step", step_when_judged)
-        groups = generate(engine, prompts, on_ended=judging.add, **LONG)
-        verdicts = score(judging, prompts, groups)
-    assert len(set(num_judged)) > 3 and 0 < num_judged[-1] < 8
-    assert [[verdict.reason for verdict in group] for group in verdicts] == [
-        [f"{tokens} for "[:500] for tokens in group] for group in tokens_of(groups)
-    ]
-
-
-def test_an_engine_that_has_ended_hands_over_until_the_last_one_has(fresh, monkeypatch):
-    """Nothing new; but nobody else would feed the workers."""
-    calls = []
-
-    class Waits(Heartbeat):
-        def wait_for_all(self, *, on_beat, meanwhile) -> None:
-            assert not fresh.engine.llm.has_unfinished_requests()
-            before = len(calls)
-            meanwhile()
-            assert calls[before:] == [()]
-            num_asked = len(asked)
-            on_beat()
-            assert len(asked) == num_asked + 1
-            super().wait_for_all(on_beat=on_beat, meanwhile=meanwhile)
-
-    asked = []
-    monkeypatch.setattr(engine_module, "Heartbeat", Waits)
-    generate(fresh.engine, make_prompts(2), on_ended=calls.append, should_abandon=asked.append)
-    assert calls[-1] == ()
-
-
 def test_what_has_not_begun_is_open_without_a_token(fresh):
     groups = generate(fresh.engine, make_prompts(3), num_groups=0)
     assert tokens_of(groups) == [[[]] * 4] * 3
@@ -460,6 +229,33 @@ def test_what_has_not_begun_is_open_without_a_token(fresh):
     assert tokens_of(done) == [*tokens_of(again), [[]] * 4, [[]] * 4]
 
 
+def test_goes_on_from_what_an_environment_says(fresh):
+    """Log-probs are those of what was sampled, after all that was read."""
+    prompts = make_prompts(4)
+    alone = generate(fresh.engine, prompts, **LONG)
+    groups = generate(fresh.engine, prompts, respond=TwoTurn((20, 21, 22)).respond, **LONG)
+    rollouts = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
+    first_turns = [r for group in alone for r in group]
+    num_spoken = 0
+    for (prompt, rollout), first in zip(rollouts, first_turns, strict=True):
+        n = len(first.token_ids)
+        assert rollout.token_ids[:n].tolist() == first.token_ids.tolist()
+        if rollout.response_mask is None:
+            assert rollout.truncated
+            continue
+        num_spoken += 1
+        assert np.flatnonzero(~rollout.response_mask).tolist() == [n, n + 1, n + 2]
+        assert rollout.token_ids[n : n + 3].tolist() == [20, 21, 22]
+        assert rollout.truncated == (int(rollout.token_ids[-1]) not in fresh.ends)
+        expected = expected_log_probs(fresh.model, prompt.token_ids, rollout.token_ids)
+        difference = np.abs(expected - rollout.log_probs)[rollout.response_mask]
+        assert difference.max() < TOLERANCE
+        ids = [np.array(prompt.token_ids, np.int32)], [rollout.token_ids]
+        (scored,) = fresh.engine.score(Sequences(*ids, response_masks=[rollout.response_mask]))
+        assert np.abs(scored - rollout.log_probs[rollout.response_mask]).max() < TOLERANCE
+    assert num_spoken > 4
+
+
 def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
     """By a clock that a decoding step takes a second of."""
     clock = SimpleNamespace(now=0.0)
@@ -470,7 +266,7 @@ def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
         clock.now += 1
         return step()
 
-    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(generate_module, "time", clock)
     monkeypatch.setattr(fresh.engine.llm, "step", step_for_a_second)
 
     def occupy(occupancy: Occupancy, num_prompts: int) -> list[int]:
@@ -486,12 +282,12 @@ def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
     occupancy = Occupancy()
     lengths = occupy(occupancy, 16)
     # All begin at once: a response takes one of 64 places for as many seconds as it has tokens.
-    assert occupancy.there_s == max(lengths)
+    assert occupancy.capacity_s == max(lengths)
     assert occupancy.taken_s == pytest.approx(sum(lengths) / 64)
     assert occupancy.idle_share == pytest.approx(1 - sum(lengths) / 64 / max(lengths))
     # A further call of the step has fewer requests, and as many places.
     more = occupy(occupancy, 2)
-    assert occupancy.there_s == max(lengths) + max(more)
+    assert occupancy.capacity_s == max(lengths) + max(more)
     assert occupancy.taken_s == pytest.approx((sum(lengths) + sum(more)) / 64)
 
     # Of more requests than there are places some wait: none is empty until the last has begun.
@@ -504,7 +300,7 @@ def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
             running.append(waiting.pop(0))
         taken.append(1 if waiting else len(running) / 10)
         running = [left - 1 for left in running if left > 1]
-    assert occupancy.there_s == len(taken)
+    assert occupancy.capacity_s == len(taken)
     assert occupancy.taken_s == pytest.approx(sum(taken))
     assert 0 < occupancy.idle_share < 0.5
 
@@ -549,24 +345,10 @@ def test_more_tokens_than_one_engine_step_takes(fresh):
 def test_the_trainer_keeps_its_generators_and_its_threads(built):
     assert built.kept_random_state
     assert built.kept_threads
-    state = torch.get_rng_state()
+    states = random_states()
     generate(built.engine, make_prompts(2))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "named"),
-    [
-        ((), r"'bad'.*\b0\b.*\b140\b"),
-        ((2,) * 141, r"'bad'.*\b141\b.*\b140\b"),
-        ((2, VOCAB), rf"'bad'.*\b{VOCAB}\b.*\b{VOCAB - 1}\b"),
-        ((2, -1), rf"'bad'.*-1\b.*\b{VOCAB - 1}\b"),
-    ],
-)
-def test_bad_prompts_are_named_before_generation(built, monkeypatch, token_ids, named):
-    monkeypatch.setattr(built.engine, "_run", lambda *_: pytest.fail("generated"))
-    with pytest.raises(DataError, match=named):
-        generate(built.engine, [*make_prompts(1), Prompt(id="bad", token_ids=token_ids, answer="")])
+    built.engine.score(Sequences(*sequences(built.engine)))
+    assert random_states() == states
 
 
 def test_a_generation_can_be_broken_off_and_repeated(fresh):
@@ -602,7 +384,7 @@ def test_scored_log_probs_equal_those_of_transformers(fresh):
     # The longest sequence there may be, scored from its second token on.
     prompt_ids.append(np.array([5], dtype=np.int32))
     response_ids.append(np.arange(163, dtype=np.int32) % VOCAB)
-    scored = fresh.engine.log_probs(prompt_ids, response_ids)
+    scored = fresh.engine.score(Sequences(prompt_ids, response_ids))
     for prompt, response, values in zip(prompt_ids, response_ids, scored, strict=True):
         assert values.dtype == np.float32
         assert np.abs(expected_log_probs(fresh.model, prompt, response) - values).max() < TOLERANCE
@@ -615,7 +397,7 @@ def test_synced_weights_are_the_ones_generated_with(fresh):
         perturb(fresh.model, seed=version)
         stale = largest_difference(fresh.model, prompts, generate(fresh.engine, prompts))
         assert stale > 0.05
-        sync_weights(fresh.engine, weights(fresh.model).items(), policy_version=version)
+        in_place(fresh.engine, weights(fresh.model).items(), policy_version=version)
         assert fresh.engine.policy_version == version
         groups = generate(fresh.engine, prompts)
         assert largest_difference(fresh.model, prompts, groups) < TOLERANCE
@@ -625,7 +407,7 @@ def test_weights_synced_from_megatron_names(fresh):
     rules = rules_for(fresh.engine.hf_config)
     perturb(fresh.model, seed=9)
     whole = to_megatron(rules, weights(fresh.model).items())
-    sync_weights(fresh.engine, to_hf(rules, whole), policy_version=1)
+    in_place(fresh.engine, to_hf(rules, whole), policy_version=1)
     prompts = make_prompts(2)
     assert largest_difference(fresh.model, prompts, generate(fresh.engine, prompts)) < TOLERANCE
 
@@ -633,7 +415,7 @@ def test_weights_synced_from_megatron_names(fresh):
 def test_verify_passes_equal_weights_and_reports_the_noise(fresh):
     prompt_ids, response_ids = sequences(fresh.engine)
     expected = trainer_log_probs(fresh.model, prompt_ids, response_ids)
-    check = verify_weights(fresh.engine, prompt_ids, response_ids, expected)
+    check = verify_weights(fresh.engine, Sequences(prompt_ids, response_ids), expected)
     assert 0.0 < check.mean_abs_diff <= check.max_abs_diff < TOLERANCE
 
 
@@ -645,10 +427,10 @@ def test_a_corrupted_weight_is_found(fresh, name):
     expected = trainer_log_probs(fresh.model, prompt_ids, response_ids)
     corrupted = weights(fresh.model)
     corrupted[name][3] += 0.5
-    sync_weights(fresh.engine, corrupted.items(), policy_version=5)
-    actual = fresh.engine.log_probs(prompt_ids, response_ids)
+    in_place(fresh.engine, corrupted.items(), policy_version=5)
+    actual = fresh.engine.score(Sequences(prompt_ids, response_ids))
     with pytest.raises(WeightSyncError, match=r"\bversion 5\b") as caught:
-        verify_weights(fresh.engine, prompt_ids, response_ids, expected)
+        verify_weights(fresh.engine, Sequences(prompt_ids, response_ids), expected)
     diffs = [np.abs(a - b) for a, b in zip(actual, expected, strict=True)]
     sequence = int(np.argmax([diff.mean() for diff in diffs]))
     token = int(diffs[sequence].argmax())
@@ -662,7 +444,7 @@ def test_a_value_that_is_not_finite_never_passes(fresh):
     prompt_ids, response_ids = sequences(fresh.engine)
     expected = [np.full(len(response), np.nan, np.float32) for response in response_ids]
     with pytest.raises(WeightSyncError, match=r"\binf\b.*\btrainer nan\b"):
-        verify_weights(fresh.engine, prompt_ids, response_ids, expected)
+        verify_weights(fresh.engine, Sequences(prompt_ids, response_ids), expected)
 
 
 @pytest.mark.parametrize(
@@ -680,9 +462,9 @@ def test_a_sync_of_other_tensors_is_an_error_and_the_next_one_mends_it(fresh, ch
     tensors = weights(fresh.model)
     change(tensors)
     with pytest.raises(WeightSyncError, match=named):
-        sync_weights(fresh.engine, tensors.items(), policy_version=4)
+        in_place(fresh.engine, tensors.items(), policy_version=4)
     assert fresh.engine.policy_version == -1
-    sync_weights(fresh.engine, weights(fresh.model).items(), policy_version=5)
+    in_place(fresh.engine, weights(fresh.model).items(), policy_version=5)
     prompts = make_prompts(2)
     assert largest_difference(fresh.model, prompts, generate(fresh.engine, prompts)) < TOLERANCE
 
@@ -700,9 +482,9 @@ def test_a_sleeping_engine_wakes_by_a_sync(fresh):
     fresh.engine.sleep()
     with pytest.raises(RolloutError, match=mentions("generate", "sleeping")):
         generate(fresh.engine, prompts)
-    with pytest.raises(RolloutError, match=mentions("log_probs", "sleeping")):
-        fresh.engine.log_probs([np.array([2])], [np.array([3])])
-    sync_weights(fresh.engine, weights(fresh.model).items(), policy_version=1)
+    with pytest.raises(RolloutError, match=mentions("score", "sleeping")):
+        fresh.engine.score(Sequences([np.array([2])], [np.array([3])]))
+    in_place(fresh.engine, weights(fresh.model).items(), policy_version=1)
     assert tokens_of(generate(fresh.engine, prompts)) == before
 
 
@@ -715,7 +497,7 @@ def test_what_was_received_may_go_before_the_cache_comes(fresh):
 
     fresh.engine.sleep()
     phase = fresh.engine.schedule
-    sync_weights(
+    in_place(
         fresh.engine, tensors(), policy_version=1, on_received=lambda: seen.append(phase.phase)
     )
     assert seen == ["all are sent", Phase.RECEIVING]
@@ -745,334 +527,3 @@ def test_on_a_gpu_weights_wake_before_the_cache(monkeypatch):
         ("wake_up", ["kv_cache"]),
     ]
     assert [call[0] for call in calls].count("empty_cache") == 2
-
-
-# --- what is checked before an engine is built ---------------------------------------------------
-
-
-def test_eos_tokens_come_from_both_files(tmp_path):
-    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 6}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 3}))
-    assert eos_token_ids(tmp_path, config["vocab_size"]) == (3,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
-    assert eos_token_ids(tmp_path, config["vocab_size"]) == (3, 5)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 6]}))
-    with pytest.raises(ConfigError, match=mentions("generation_config.json", "eos_token_id", 6)):
-        eos_token_ids(tmp_path, config["vocab_size"])
-    (tmp_path / "generation_config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="eos_token_id"):
-        eos_token_ids(tmp_path, config["vocab_size"])
-
-
-@pytest.mark.parametrize("damage", ["model.safetensors", "config.json"])
-def test_an_incomplete_model_folder_is_named_before_vllm_starts(tmp_path, damage):
-    model = make_model(True)
-    model.save_pretrained(tmp_path)
-    (tmp_path / damage).unlink()
-    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
-        check_engine(make_config(tmp_path), model.config, CPU, world_size=1)
-
-
-def test_rollout_tensor_parallelism_must_fit(tmp_path):
-    model, config = make_model(True), make_config(tmp_path, tensor_parallel_size=2)
-    named = mentions("rollout.tensor_parallel_size", 2, "world size", 1)
-    with pytest.raises(ConfigError, match=named):
-        check_engine(config, model.config, CPU, world_size=1)
-
-
-def test_a_head_dim_vllm_has_no_kernel_for_is_a_config_error(tmp_path):
-    config = LlamaConfig(**SIZES, head_dim=16)
-    with pytest.raises(ConfigError, match=r"\bhead_dim\b.*\b16\b.*\b32\b.*\b64\b"):
-        check_engine(make_config(tmp_path), config, CPU, world_size=1)
-
-
-def test_a_cache_larger_than_the_machine_is_a_config_error(tmp_path):
-    config = make_config(tmp_path, cpu_kv_cache_gib=10**6)
-    with pytest.raises(ConfigError, match=mentions("rollout.cpu_kv_cache_gib", 10**6)):
-        check_engine(config, make_model(True).config, CPU, world_size=1)
-
-
-def test_sequences_beyond_the_trained_positions_are_warned_about(tmp_path, caplog):
-    config = make_config(tmp_path)
-    assert make_args(config, LlamaConfig(**SIZES), CPU).max_model_len == 165
-    assert not caplog.records
-    short = LlamaConfig(**SIZES | {"max_position_embeddings": 100})
-    args = make_args(config, short, CPU)
-    assert args.hf_overrides == {"max_position_embeddings": 165}
-    long = LlamaConfig(**SIZES | {"max_position_embeddings": 2**31 - 1})
-    args = make_args(make_config(tmp_path), long, CPU)
-    assert args.hf_overrides == {"max_position_embeddings": 165} and not args.trust_remote_code
-    settings = ("data.max_prompt_tokens", "rollout.max_response_tokens")
-    assert re.search(mentions(*settings, 164, 100), caplog.messages[-1])
-
-
-def test_gpu_memory_is_a_fraction_and_can_be_given_back(tmp_path):
-    config = make_config(tmp_path, memory_fraction=0.3)
-    args = make_args(config, LlamaConfig(**SIZES), torch.device("cuda"))
-    assert (args.gpu_memory_utilization, args.enable_sleep_mode) == (0.3, True)
-    assert args.sleep_mode_offload_cudagraph
-
-
-@pytest.mark.parametrize("quantization", ["", "fp8"])
-def test_on_a_gpu_vllm_has_its_logits_in_fp32(tmp_path, quantization):
-    """As the trainer's head; what vLLM makes of the override on a CPU is enough to see it."""
-    model = make_model(True)
-    model.save_pretrained(tmp_path)
-    config = make_config(tmp_path, precision="bf16", quantization=quantization)
-    args = make_args(config, model.config, torch.device("cuda"))
-    assert args.hf_overrides["head_dtype"] == "float32"
-    args.enable_sleep_mode = False  # the one that a CPU refuses
-    made = args.create_model_config()
-    assert (made.dtype, made.head_dtype) == (torch.bfloat16, torch.float32)
-    assert "head_dtype" not in make_args(config, model.config, CPU).hf_overrides
-
-
-@pytest.mark.parametrize(
-    ("precision", "rollout", "has_experts", "expected"),
-    [
-        ("fp32", {}, False, {"cpu": 1e-3, "cuda": 1e-2}),  # TF32, in vLLM's attention
-        (
-            "fp32",
-            {},
-            True,
-            {"cpu": 1e-3, "cuda": 1e-2},
-        ),  # nothing rounds so far that other experts are chosen
-        ("bf16", {}, False, 0.1),
-        ("bf16", {}, True, 0.3),
-        ("bf16", {"quantization": "fp8"}, False, 0.3),
-        ("fp8", {}, False, 0.3),
-        ("bf16", {"quantization": "fp8", "verify_bound": 0.02}, True, 0.02),
-    ],
-)
-def test_the_bound_of_a_sync_goes_by_what_rounds(
-    tmp_path, precision, rollout, has_experts, expected
-):
-    hf_config = Qwen3MoeConfig(**SIZES) if has_experts else LlamaConfig(**SIZES)
-    config = make_config(tmp_path, precision=precision, **{"verify_bound": None, **rollout})
-    for device in ("cpu", "cuda"):
-        bound = expected[device] if isinstance(expected, dict) else expected
-        assert verify_bound(config, hf_config, torch.device(device)) == bound
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_weights_come_by_the_first_sync_unless_asked_for(tmp_path, device):
-    config, hf_config = make_config(tmp_path), LlamaConfig(**SIZES)
-    formats = [
-        engine_args(config, hf_config, torch.device(device), load_weights=load).load_format
-        for load in (False, True)
-    ]
-    assert formats == ["dummy", "auto"]
-
-
-def test_only_a_cpu_with_a_kernel_for_it_generates_in_fp8(tmp_path, monkeypatch):
-    model = make_model(True)
-    model.save_pretrained(tmp_path)
-    plain = make_args(make_config(tmp_path), model.config, CPU)
-    assert (plain.quantization, plain.quantization_config) == (None, None)
-    config = make_config(tmp_path, precision="bf16", quantization="fp8")
-    args = make_args(config, model.config, CPU)
-    assert (args.quantization, args.dtype) == ("fp8_per_block", "bfloat16")
-    assert args.quantization_config.ignore == ["*.gate"]
-    check_engine(make_config(tmp_path), model.config, CPU, world_size=1)
-    check_engine(config, model.config, torch.device("cuda"), world_size=1)
-    llama = make_model(False).config
-    for of_model, answer, reason in [
-        (llama, (True, None), None),
-        (llama, (False, "requires AMX"), "requires AMX"),
-        (model.config, (True, None), "biases"),
-    ]:
-        monkeypatch.setattr(
-            vllm_internals.CPUFp8BlockScaledMMKernel, "is_supported", lambda answer=answer: answer
-        )
-        if reason is None:
-            check_engine(config, of_model, CPU, world_size=1)
-            continue
-        named = mentions("rollout.quantization", "'fp8'", "CPU", reason)
-        with pytest.raises(ConfigError, match=named):
-            check_engine(config, of_model, CPU, world_size=1)
-
-
-def test_seeds_are_fixed_and_apart():
-    assert request_seed(0, 0, "p", 0) == 105696400331299797
-    seeds = {
-        request_seed(run, step, prompt, sample)
-        for run in range(3)
-        for step in range(5)
-        for prompt in ("1", "11", "p")
-        for sample in range(8)
-    }
-    # Going on, also within the step that has begun, meets other random numbers.
-    seeds |= {request_seed(0, 0, "p", 0, start) for start in range(1, 10)}
-    assert len(seeds) == 3 * 5 * 3 * 8 + 9
-    assert request_seed(0, 0, "p", 0, 0) == request_seed(0, 0, "p", 0)
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def beats(folder: str) -> int:
-    """Rank 0 has ended; rank 1 generates, is frozen for a while, and ends."""
-    heart = Heartbeat(dist.group.WORLD)
-    lively, frozen, thawed = (Path(folder, name) for name in ("lively", "frozen", "thawed"))
-    if dist.get_rank() == 1:
-
-        def is_lively() -> bool:
-            heart.beat(ended=False)
-            return lively.exists()
-
-        wait_until(is_lively, "rank 0 to see beats")
-        frozen.touch()
-        wait_until(thawed.exists, "rank 0 to have looked")
-        heart.wait_for_all(on_beat=lambda: None, meanwhile=lambda: None)
-        return 0
-
-    wait_until(lambda: heart.beat(ended=True), "a beat of rank 1")
-    wait_until(lambda: heart.beat(ended=True), "another")
-    lively.touch()
-    wait_until(frozen.exists, "rank 1 to freeze")
-    num_beats = sum(heart.beat(ended=True) for _ in range(1000))
-    assert not heart.all_ended
-    thawed.touch()
-    heart.wait_for_all(on_beat=lambda: None, meanwhile=lambda: None)
-    return num_beats
-
-
-def test_a_rank_that_freezes_while_it_generates_is_missed(tmp_path):
-    """Its own watch is frozen with it, so the others must not wait for it for ever."""
-    num_beats, _ = run_distributed(beats, 2, str(tmp_path))
-    assert num_beats <= 1, "at most the one that was under way"
-
-
-# --- several ranks -------------------------------------------------------------------------------
-
-
-def two_ranks(folder: str, tp_size: int):
-    cores = share_of_cores()  # before vLLM binds its threads to some of them
-    os.environ.update(vllm_environment(dist.get_rank(), dist.get_world_size()))
-    engine = build_engine(make_config(Path(folder), tensor_parallel_size=tp_size))
-    shared_memory = re.findall(
-        r"/dev/shm/(\S*cpushm\S*|gapo\S*)", Path("/proc/self/maps").read_text()
-    )
-    prompts = make_prompts(5)
-    mine = engine.share(prompts)
-    groups = engine.part(list(zip(mine, generate(engine, mine), strict=True)))
-    gathered = engine.gather(groups)
-    alone = tokens_of(generate(engine, prompts))
-    abandoned = [
-        generate(engine, mine, should_abandon=lambda _, rank=rank: dist.get_rank() == rank) is None
-        for rank in range(2)
-    ]
-    calls = []
-    first = generate(engine, mine, num_groups=1, on_ended=calls.append, **LONG)
-    begun = {prompt.id: group for prompt, group in zip(mine, first, strict=True)}
-    rest = generate(engine, mine, begun=begun, step=1, **LONG)
-    rest_ids = [r.token_ids for group in rest for r in group]
-    scored = engine.log_probs([np.array(p.token_ids) for p in mine for _ in range(2)], rest_ids)
-    again = tokens_of(generate(engine, prompts))
-    model = make_model(False)
-    perturb(model, seed=1)
-    sync_weights(engine, weights(model).items(), policy_version=1)
-    tuned = generate(engine, mine)
-    message = ""
-    prompt_ids = [np.array(prompt.token_ids) for prompt in prompts]
-    response_ids = [group[0].token_ids for _, group in gathered]
-    expected = trainer_log_probs(model, prompt_ids, response_ids)
-    check = verify_weights(engine, prompt_ids, response_ids, expected)
-    if dist.get_rank() == 1:
-        expected[2] = expected[2] + 1.0
-    try:
-        verify_weights(engine, prompt_ids, response_ids, expected)
-    except WeightSyncError as error:
-        message = str(error)
-    return {
-        "mine": [prompt.id for prompt in mine],
-        "part": [prompt.id for prompt, _ in groups],
-        "cores": cores,
-        "ids": [prompt.id for prompt, _ in gathered],
-        "alone": alone,
-        "tokens": tokens_of([group for _, group in gathered]),
-        "abandoned": abandoned,
-        "ended": [[(prompt.id, sample) for prompt, sample, _ in ended] for ended in calls],
-        "first": [[(r.token_ids.tolist(), r.finished) for r in group] for group in first],
-        "rest": [[(r.token_ids.tolist(), r.finished) for r in group] for group in rest],
-        "rest_noise": max(
-            np.abs(values - r.log_probs).max()
-            for values, r in zip(scored, (r for group in rest for r in group), strict=True)
-        ),
-        "again": again,
-        "difference": largest_difference(model, mine, tuned),
-        "noise": check.max_abs_diff,
-        "message": message,
-        "shared_memory": set(shared_memory),
-    }
-
-
-@pytest.mark.system
-@pytest.mark.parametrize(
-    ("tp_size", "shares"),
-    [(1, [["p0", "p1"], ["p2", "p3", "p4"]]), (2, [["p0", "p1", "p2", "p3", "p4"]] * 2)],
-    ids=["data-parallel", "tensor-parallel"],
-)
-def test_two_ranks(tmp_path, tp_size, shares):
-    make_model(False).save_pretrained(tmp_path)
-    results = run_distributed(two_ranks, 2, str(tmp_path), tp_size)
-    assert [result["mine"] for result in results] == shares
-    if tp_size == 2:  # ranks of one engine have broken off together, and hold the same
-        for name in ("first", "ended", "rest"):
-            assert results[0][name] == results[1][name]
-    # Either way each rank has its own to judge.
-    assert [result["part"] for result in results] == [["p0", "p1"], ["p2", "p3", "p4"]]
-    for result in results:
-        assert result["cores"] == max(1, len(os.sched_getaffinity(0)) // 2)
-    for result in results:
-        assert result["ids"] == ["p0", "p1", "p2", "p3", "p4"]
-        assert result["tokens"] == result["alone"]
-        # All break off together; in a replica its first rank speaks for all.
-        assert result["abandoned"] == [True, tp_size == 1]
-        # Broken off after a group is whole, and gone on with.
-        flags = [[finished for _, finished in group] for group in result["first"]]
-        assert sum(map(all, flags)) >= 1 and not all(map(all, flags))
-        for group, start in zip(result["rest"], result["first"], strict=True):
-            for (tokens, finished), (before, was_finished) in zip(group, start, strict=True):
-                assert finished and tokens[: len(before)] == before
-                assert len(tokens) > len(before) or was_finished
-        assert result["rest_noise"] < TOLERANCE
-        assert result["again"] == result["alone"]
-        assert result["difference"] < TOLERANCE
-        assert result["noise"] < TOLERANCE
-        assert re.search(mentions("rank 1 ", "sequence 2 "), result["message"])
-        # vLLM's own name is that of every other engine on this machine, dead ones included.
-        names = result["shared_memory"]
-        assert len(names) == (2 if tp_size == 2 else 0)
-        assert all(re.match(r"gapo_megatron-[0-9a-f]{32}-tp:\d+-0-1_[01]$", name) for name in names)
-
-
-def sync_experts(folder: str):
-    os.environ.update(vllm_environment(0, 1))
-    sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = Qwen3MoeConfig(**sizes, head_dim=32, norm_topk_prob=True, tie_word_embeddings=False)
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config).eval()
-    model.save_pretrained(f"{folder}/0")
-    engine = build_engine(make_config(Path(folder, "0")), load_weights=False)
-    with pytest.raises(RolloutError, match=mentions("generate", "sleeping")):
-        sequences(engine)
-    sync_weights(engine, load_file(f"{folder}/0/model.safetensors").items(), policy_version=0)
-    prompt_ids, response_ids = sequences(engine)
-    differences = []
-    for version in (1, 2):
-        perturb(model, seed=version)
-        model.save_pretrained(f"{folder}/{version}")  # under the names of single experts
-        tensors = load_file(f"{folder}/{version}/model.safetensors")
-        sync_weights(engine, tensors.items(), policy_version=version)
-        expected = trainer_log_probs(model, prompt_ids, response_ids)
-        check = verify_weights(engine, prompt_ids, response_ids, expected)
-        differences.append(check.max_abs_diff)
-    return differences
-
-
-@pytest.mark.system
-def test_synced_experts_are_the_ones_generated_with(tmp_path):
-    """They are packed for the CPU's kernel when the engine is built, and anew by every sync."""
-    (differences,) = run_distributed(sync_experts, 1, str(tmp_path))
-    assert len(differences) == 2
-    assert all(0.0 < difference < TOLERANCE for difference in differences)

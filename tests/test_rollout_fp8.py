@@ -27,9 +27,11 @@ from vllm._custom_ops import cpu_has_amx_fp8
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 
 from gapo_megatron.config import Config
-from gapo_megatron.rollout.vllm import RolloutEngine, sync_weights
+from gapo_megatron.rollout.transport import in_place
+from gapo_megatron.rollout.vllm import RolloutEngine
+from gapo_megatron.types import Sequences
 from tests.dist import run_distributed
-from tests.test_rollout import (
+from tests.rollout_setup import (
     EOS,
     VOCAB,
     build_engine,
@@ -89,7 +91,7 @@ def distance(model: PreTrainedModel, engine: RolloutEngine) -> float:
     """Mean difference of log-probs, over a few sequences of random tokens."""
     tokens = [np.array(prompt.token_ids) for prompt in make_prompts(4, length=40)]
     prompts, responses = [ids[:1] for ids in tokens], [ids[1:] for ids in tokens]
-    found = engine.log_probs(prompts, responses)
+    found = engine.score(Sequences(prompts, responses))
     wanted = [expected_log_probs(model, p, r) for p, r in zip(prompts, responses, strict=True)]
     return float(np.abs(np.concatenate(found) - np.concatenate(wanted)).mean())
 
@@ -120,10 +122,10 @@ def start_and_sync(folder: str, tp_size: int) -> list[tuple[float, float]]:
                 if "mlp.up_proj" in name:
                     parameter.mul_(factor)
         perturb(model, seed=version)
-        sync_weights(engine, weights(model).items(), policy_version=version)
+        in_place(engine, weights(model).items(), policy_version=version)
         found.append(distances(model, engine))
     again = distance(model, engine)
-    sync_weights(engine, weights(model).items(), policy_version=2)
+    in_place(engine, weights(model).items(), policy_version=2)
     assert distance(model, engine) == again  # the same weights, the same bits
     return found
 
@@ -143,7 +145,7 @@ def sync_experts(folder: str) -> list[tuple[float, float]]:
         perturb(model, seed=version)
         model.save_pretrained(f"{folder}/{version}")  # under the names of single experts
         tensors = load_file(f"{folder}/{version}/model.safetensors")
-        sync_weights(engine, tensors.items(), policy_version=version)
+        in_place(engine, tensors.items(), policy_version=version)
         found.append(distances(model, engine))
     return found
 

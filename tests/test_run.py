@@ -128,7 +128,7 @@ class ScriptedRollouter:
         if attempt.patience(stopwatch.expect("rollout"))(0.0):
             return None
         self.open_groups = [OpenGroup(PROBLEMS[0], (rollout(),))] if self.keeps_open else []
-        return Sampled([judged(prompt) for prompt in prompts], self.open_groups, {"from": 1.0})
+        return Sampled([judged(prompt) for prompt in prompts], {"from": 1.0})
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,13 +19,24 @@ from gapo_megatron.config import Config
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.rollout import rollouter as sample_module
+from gapo_megatron.rollout import generate as generate_module
+from gapo_megatron.rollout import rollouter as rollouter_module
+from gapo_megatron.rollout.engine import Request
+from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.progress import Occupancy
-from gapo_megatron.rollout.rollouter import check_problems, choose, is_informative, sample
-from gapo_megatron.rollout.vllm.engine import _slice
-from gapo_megatron.types import Carried, OpenGroup, Outcome, Prompt, Rollout, Verdict
+from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.requests import NOT_BEGUN
+from gapo_megatron.rollout.rollouter import (
+    Rollouter,
+    Sampled,
+    check_problems,
+    choose,
+    is_informative,
+)
+from gapo_megatron.types import Carried, Episode, OpenGroup, Outcome, Prompt, Rollout, Verdict
 from tests.learn_setup import GROUP_SIZE, make_config, make_groups
 from tests.messages import mentions
+from tests.scripted_engine import ScriptedEngine, ThreadReplicas, place_of
 
 
 @pytest.mark.parametrize(
@@ -128,100 +138,133 @@ def test_as_many_problems_are_begun_as_the_factor_says() -> None:
     assert num_begun(config_of(50).batch, 50) == 50
 
 
-class StandInEngine:
-    """One engine on one rank: every decoding step gives each response a token.
+class Numbered(OneTurn):
+    """Has the verifier told which response it is."""
 
-    Response j to prompt i has 1 + (7 i + 3 j) % 11 tokens, or as many as it is told, each the
-    number of the step of the run.
+    def judge(self, episode: Episode) -> tuple[str, str]:
+        return episode.prompt.id, str(episode.sample)
+
+
+class InstantPool:
+    """Judges at once. Every third problem teaches nothing."""
+
+    def __init__(self) -> None:
+        self.judged: list[Verdict] = []
+
+    def submit(self, items: Sequence[tuple[str, str]]) -> list[int]:
+        first = len(self.judged)
+        for problem, sample in items:
+            correct = sample == "0" and int(problem) % 3
+            self.judged.append(Verdict(Outcome.CORRECT if correct else Outcome.WRONG))
+        return list(range(first, len(self.judged)))
+
+    def poll(self) -> None:
+        pass
+
+    def collect(self, numbers: Sequence[int], *, may_end: Callable[[bool], bool]) -> list[Verdict]:
+        while not may_end(True):
+            pass
+        return [self.judged[number] for number in numbers]
+
+
+ATTEMPT: Any = SimpleNamespace(patience=lambda _: lambda elapsed_s: False)
+
+
+def length_of(problem: str, sample: int) -> int:
+    return 1 + (7 * int(problem) + 3 * sample) % 11
+
+
+class Setup:
+    """A rollouter over a scripted engine: each token is the number of the step of the run.
+
+    The clock of `generate` goes on by a second in every decoding step.
     """
 
-    def __init__(self, lengths: Mapping[str, int] | None = None) -> None:
-        self.lengths = lengths
-        self.num_tokens = 0
-        self.there_s: list[float] = []
-
-    def share(self, items: Sequence[Any]) -> list[Any]:
-        return list(items)
-
-    part = gather = share
-
-    def generate(
+    def __init__(
         self,
-        prompts: Sequence[Prompt],
+        config: Config,
+        source: Any = None,
         *,
-        num_groups: int,
-        num_samples: int,
-        begun: Mapping[str, tuple[Rollout, ...]],
-        occupancy: Occupancy,
-        step: int,
-        **_: Any,
-    ) -> list[tuple[Rollout, ...]]:
-        lengths = [
-            [
-                self.lengths[prompt.id] if self.lengths else 1 + (7 * int(prompt.id) + 3 * j) % 11
-                for j in range(num_samples)
-            ]
-            for prompt in prompts
-        ]
-        not_begun = Rollout(np.empty(0, np.int32), np.empty(0, np.float32), False, finished=False)
-        so_far = [begun.get(prompt.id, (not_begun,) * num_samples) for prompt in prompts]
-        missing = [
-            max(n - len(r.token_ids) for n, r in zip(row, group, strict=True))
-            for row, group in zip(lengths, so_far, strict=True)
-        ]
-        num_steps = sorted(missing)[num_groups - 1] if num_groups else 0
-        self.there_s.append(num_steps + 1.0)
-        occupancy.taken_s += 1.0
-        occupancy.there_s += self.there_s[-1]
+        replicas: Replicas | None = None,
+        length: Callable[[str, int], int] = length_of,
+    ) -> None:
+        self.step = 0
+        self.now = 0.0
+        self.running: list[int] = []
+        """Requests of each decoding step."""
+        self.length = length
+        self.engine = ScriptedEngine(self._say, replicas=replicas, before_step=self._tick)
+        self.pool = InstantPool()
+        self.rollouter = self.begin(config, source)
 
-        def go_on(rollout: Rollout, length: int) -> Rollout:
-            tokens = rollout.token_ids.tolist()
-            new = min(num_steps, length - len(tokens))
-            self.num_tokens += new
-            ids = np.array([*tokens, *[step] * new], np.int32)
-            log_probs = np.full(len(ids), -1, np.float32)
-            return replace(rollout, token_ids=ids, log_probs=log_probs, finished=len(ids) == length)
+    def begin(self, config: Config, source: Any) -> Rollouter:
+        nothing: Any = None
+        pool: Any = self.pool
+        environment = Numbered(nothing)
+        return Rollouter(self.engine, source, pool, nothing, config, environment=environment)
 
-        return [tuple(map(go_on, group, row)) for group, row in zip(so_far, lengths, strict=True)]
+    def collect(self, step: int, stopwatch: Stopwatch | None = None) -> Sampled:
+        self.step = step
+        stopwatch = stopwatch or Stopwatch()
+        sampled = self.rollouter.collect(step, attempt=ATTEMPT, stopwatch=stopwatch)
+        assert sampled is not None
+        return sampled
 
+    def draw(
+        self, prompts: Sequence[Prompt], opened: Sequence[OpenGroup], wanted: int
+    ) -> rollouter_module._Judged:
+        """One round of step 1."""
+        now = rollouter_module._Step(1, ATTEMPT, Stopwatch(), Occupancy())
+        self.step = 1
+        judged = self.rollouter._draw(list(prompts), opened, wanted, now)
+        assert judged is not None
+        return judged
 
-ATTEMPT = SimpleNamespace(patience=lambda _: None)
+    def _say(self, request: Request) -> list[int]:
+        return [self.step] * (self.length(*place_of(request)) - len(request.response_ids))
 
-
-def judge(_: Any, prompts: Any, rollouts: Any, **__: Any) -> list[tuple[Verdict, ...]]:
-    """Every third problem teaches nothing."""
-    return [
-        tuple(
-            Verdict(Outcome.CORRECT if j == 0 and int(prompt.id) % 3 else Outcome.WRONG)
-            for j in range(len(group))
-        )
-        for prompt, group in zip(prompts, rollouts, strict=True)
-    ]
+    def _tick(self) -> None:
+        self.now += 1
+        self.running.append(sum(self.engine.num_requests()))
 
 
-def test_a_step_draws_as_many_problems_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Setup], None]:
+    """Let generation go by the clock of a setup."""
+    return lambda setup: monkeypatch.setattr(
+        generate_module, "time", SimpleNamespace(monotonic=lambda: setup.now)
+    )
+
+
+def idle_share(running: Sequence[int]) -> float:
+    """Of an engine that has as many places as ever ran at a time, a second each step."""
+    taken = [count / max(running[: i + 1]) for i, count in enumerate(running)]
+    return 1 - sum(taken) / len(taken)
+
+
+def test_a_step_draws_as_many_problems_as_are_asked_for(
+    clock: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No group teaches, so that every round draws anew; one problem less is refused before."""
     config = config_of(8, oversampling=1.3, dynamic_sampling_rounds=2)
     problems = [Prompt(str(3 * i), (i,), "") for i in range(3 * 11)]
     check_problems(problems, config)
-    monkeypatch.setattr(sample_module.rewards, "score", judge)
-    source, engine, stopwatch = PromptSource(problems, seed=0), StandInEngine(), Stopwatch()
+    source, stopwatch = PromptSource(problems, seed=0), Stopwatch()
     given_back: list[Prompt] = []
     monkeypatch.setattr(source, "give_back", given_back.extend)
-    sampled = sample(
-        engine, source, None, None, config, attempt=ATTEMPT, stopwatch=stopwatch, step=0
-    )
-    assert sampled is not None and sampled.metrics["rollout/sampling_rounds"] == 3
+    setup = Setup(config, source)
+    clock(setup)
+    sampled = setup.collect(0, stopwatch)
+    assert sampled.metrics["rollout/sampling_rounds"] == 3
     assert source.state_dict()["remaining"] == []
     # Every problem has been drawn once; 8 of each 11 are whole.
     assert len({prompt.id for prompt in given_back}) == 3 * 3
-    num_whole = 24 * GROUP_SIZE * sampled.metrics["rollout/response_length/mean"]
-    lost = engine.num_tokens - num_whole
+    num_sampled = setup.engine.num_tokens
+    lost = num_sampled - 24 * GROUP_SIZE * sampled.metrics["rollout/response_length/mean"]
     assert lost > 0
-    assert sampled.metrics["rollout/lost_token_share"] == pytest.approx(lost / engine.num_tokens)
-    assert len(engine.there_s) == 3
-    idle_share = 1 - 3 / sum(engine.there_s)
-    assert stopwatch.notes["perf/rollout_idle_share"] == pytest.approx(idle_share)
+    assert sampled.metrics["rollout/lost_token_share"] == pytest.approx(lost / num_sampled)
+    assert 0 < idle_share(setup.running) < 1
+    assert stopwatch.notes["perf/rollout_idle_share"] == pytest.approx(idle_share(setup.running))
 
     rounds = ("batch.oversampling (1.3)", "batch.dynamic_sampling_rounds (2)")
     named = mentions("batch.rollout_prompts (8)", *rounds, 33, config.data.train_path, 32)
@@ -242,57 +285,15 @@ def test_an_engine_is_full_while_requests_wait() -> None:
     assert occupancy.share_taken(8, 0) == 1
     assert occupancy.share_taken(2, 0) == 0.25
     assert Occupancy().share_taken(0, 0) == Occupancy().idle_share == 0
-    assert Occupancy(taken_s=3.0, there_s=4.0).idle_share == 0.25
+    assert Occupancy(taken_s=3.0, capacity_s=4.0).idle_share == 0.25
 
 
-class StandInRank(StandInEngine):
-    """One of the two ranks of one of two engines: a thread for each."""
-
-    barrier = threading.Barrier(4)
-    sent: tuple[list[Any], ...] = ([], [], [], [])
-
-    def __init__(self, rank: int, lengths: Mapping[str, int] | None) -> None:
-        super().__init__(lengths)
-        self.rank = rank
-
-    def share(self, items: Sequence[Any]) -> list[Any]:
-        return _slice(items, self.rank // 2, 2)
-
-    def part(self, items: Sequence[Any]) -> list[Any]:
-        return _slice(items, self.rank % 2, 2)
-
-    def gather(self, items: Sequence[Any]) -> list[Any]:
-        self.sent[self.rank][:] = items
-        self.barrier.wait(timeout=20)
-        received = [item for part in self.sent for item in part]
-        self.barrier.wait(timeout=20)
-        return received
-
-
-class StreamingRank(StandInRank):
-    """Hands every response over when it has ended, the shortest first."""
-
-    def generate(
-        self, prompts: Sequence[Prompt], *, on_ended: Callable[[Any], object], **settings: Any
-    ) -> list[tuple[Rollout, ...]]:
-        groups = super().generate(prompts, **settings)
-        ended = [
-            (prompt, sample, rollout)
-            for prompt, group in zip(prompts, groups, strict=True)
-            for sample, rollout in enumerate(group)
-            if rollout.finished
-        ]
-        for one in sorted(ended, key=lambda one: len(one[2].token_ids)):
-            on_ended([one])
-        return groups
-
-
-def decode(token_ids: Sequence[Sequence[int]], **_: Any) -> list[str]:
+def decode(token_ids: Sequence[int], **_: Any) -> str:
     """As commands to tests/reward_setup.py, which make verdicts that say what is judged by what."""
-    return [f"echo {len(ids)} tokens" for ids in token_ids]
+    return f"echo {len(token_ids)} tokens"
 
 
-TOKENIZER = SimpleNamespace(batch_decode=decode)
+TOKENIZER: Any = SimpleNamespace(decode=decode)
 
 
 @pytest.fixture(scope="module")
@@ -322,21 +323,13 @@ def test_verdicts_belong_to_their_responses_whichever_rank_judges(
         OpenGroup(prompt, (done, done, *[first] * (GROUP_SIZE - 2)))
         for prompt in prompts[len(prompts) - num_open :]
     ]
+    replicas = ThreadReplicas.of(4, size=2)
+    nothing: Any = None
 
     def run(rank: int) -> Any:
-        return sample_module._judge(
-            StreamingRank(rank, None),
-            prompts[: len(prompts) - num_open],
-            opened,
-            6,
-            pools[rank],
-            TOKENIZER,
-            config,
-            attempt=ATTEMPT,
-            stopwatch=Stopwatch(),
-            occupancy=Occupancy(),
-            step=1,
-        )
+        setup = Setup(config, replicas=replicas[rank], length=lambda *one: 1 + length_of(*one))
+        setup.rollouter = Rollouter(setup.engine, nothing, pools[rank], TOKENIZER, config)
+        return setup.draw(prompts[: len(prompts) - num_open], opened, 6)
 
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(run, range(4)))
@@ -355,24 +348,22 @@ def test_verdicts_belong_to_their_responses_whichever_rank_judges(
 def test_verdicts_of_a_generation_that_is_broken_off_count_nowhere(
     pools: list[rewards.Pool],
 ) -> None:
-    class StoppedEngine(StandInEngine):
-        def generate(self, prompts: Any, *, on_ended: Any, **_: Any) -> Any:
-            rollout = Rollout(np.zeros(3, np.int32), np.zeros(3, np.float32), False)
-            on_ended([(prompt, 0, rollout) for prompt in prompts])
-            return None
+    """The first responses have ended by the second question, after eight decoding steps."""
+    asked: list[float] = []
+
+    def should_abandon(elapsed_s: float) -> bool:
+        asked.append(elapsed_s)
+        return len(asked) == 2
 
     source = PromptSource([Prompt(str(i), (i,), "old") for i in range(6)], seed=0)
-    sampled = sample(
-        StoppedEngine(),
-        source,
-        pools[0],
-        TOKENIZER,
-        config_of(6),
-        attempt=ATTEMPT,
-        stopwatch=Stopwatch(),
-        step=0,
-    )
-    assert sampled is None
+    engine = ScriptedEngine(lambda request: [5] * (3 if place_of(request)[1] == 0 else 30))
+    rollouter = Rollouter(engine, source, pools[0], TOKENIZER, config_of(6))
+    opened = [OpenGroup(Prompt("0", (0,), "old"), (NOT_BEGUN,) * GROUP_SIZE)]
+    rollouter.open_groups = opened
+    attempt: Any = SimpleNamespace(patience=lambda _: should_abandon)
+    assert rollouter.collect(0, attempt=attempt, stopwatch=Stopwatch()) is None
+    assert engine.num_steps == 8 and engine.num_requests() == (0, 0)
+    assert rollouter.open_groups is opened
     assert pools[0].judge([("echo it", "new")])[0].reason == "it for new"
 
 
@@ -391,32 +382,19 @@ LENGTHS = {"0": 5, "1": 2, "2": 9, "3": 4, "4": 4, "5": 4, "6": 7, "7": 5, "8": 
 )
 @pytest.mark.parametrize("partial", [True, False])
 def test_ranks_agree_on_what_is_whole_and_what_is_left(
-    monkeypatch: pytest.MonkeyPatch, new: str, wanted: int, whole: str, left: str, partial: bool
+    new: str, wanted: int, whole: str, left: str, partial: bool
 ) -> None:
-    monkeypatch.setattr(sample_module.rewards, "score", judge)
     config = config_of(6, oversampling=1.5, partial_rollouts=partial)
     tokens = np.zeros(4, np.int32)
     rollout = Rollout(tokens, np.zeros(4, np.float32), False, False, Carried(0, np.ones(4)))
     opened = [OpenGroup(Prompt(i, (1,), ""), (rollout,) * GROUP_SIZE) for i in "678"]
-    engines = [StandInRank(rank, LENGTHS) for rank in range(4)]
-
-    def run(engine: StandInRank) -> Any:
-        return sample_module._judge(
-            engine,
-            [Prompt(i, (1,), "") for i in new],
-            opened,
-            wanted,
-            None,
-            None,
-            config,
-            attempt=ATTEMPT,
-            stopwatch=Stopwatch(),
-            occupancy=Occupancy(),
-            step=1,
-        )
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(run, engines))
+    setups = [
+        Setup(config, replicas=replicas, length=lambda problem, _: LENGTHS[problem])
+        for replicas in ThreadReplicas.of(4, size=2)
+    ]
+    prompts = [Prompt(i, (1,), "") for i in new]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda setup: setup.draw(prompts, opened, wanted), setups))
     for judged in found:
         assert "".join(group.prompt.id for group in judged.groups) == whole
         for group in judged.groups:
@@ -428,7 +406,7 @@ def test_ranks_agree_on_what_is_whole_and_what_is_left(
         assert ids == (left if partial else "")
     first = found[0]
     # Both ranks of an engine make the same; half of all is there.
-    num_new = sum(engine.num_tokens for engine in engines) // 2
+    num_new = sum(setup.engine.num_tokens for setup in setups) // 2
     num_begun_before = 3 * GROUP_SIZE * 4
     num_whole = sum(GROUP_SIZE * LENGTHS[i] for i in whole)
     num_left = num_new + num_begun_before - num_whole
@@ -440,99 +418,61 @@ def test_ranks_agree_on_what_is_whole_and_what_is_left(
         assert finished == ({"5"} if wanted == 6 else set())
 
 
-def test_a_batch_mixes_old_groups_and_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_mixes_old_groups_and_new_ones() -> None:
     """An update learns from consecutive groups: it must not see one kind alone."""
-    monkeypatch.setattr(sample_module.rewards, "score", judge)
     config = config_of(16, oversampling=1.5, partial_rollouts=True)
-    source = PromptSource([Prompt(str(i), (i,), "") for i in range(100)], seed=0)
-    opened: list[OpenGroup] = []
+    setup = Setup(config, PromptSource([Prompt(str(i), (i,), "") for i in range(100)], seed=0))
     num_old = np.zeros(16, int)
     for step in range(60):
-        were_open = {group.prompt.id for group in opened}
-        sampled = sample(
-            StandInEngine(),
-            source,
-            None,
-            None,
-            config,
-            open_groups=opened,
-            attempt=ATTEMPT,
-            stopwatch=Stopwatch(),
-            step=step,
-        )
-        assert sampled is not None
+        were_open = {group.prompt.id for group in setup.rollouter.open_groups}
+        sampled = setup.collect(step)
         num_old += [group.prompt.id in were_open for group in sampled.groups]
-        opened = sampled.open_groups
     shares = num_old.reshape(4, 4).sum(axis=1) / num_old.sum()
     assert all(0.2 < share < 0.3 for share in shares), shares
 
 
-def test_what_has_been_open_longest_is_taken_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_been_open_longest_is_taken_first() -> None:
     """Of five that end together, in a later round that wants two and begins none."""
-    monkeypatch.setattr(sample_module.rewards, "score", judge)
     config = config_of(6, oversampling=1.5, partial_rollouts=True)
-    empty = Rollout(np.empty(0, np.int32), np.empty(0, np.float32), False, finished=False)
-    opened = [OpenGroup(Prompt(i, (1,), ""), (empty,) * GROUP_SIZE) for i in "01234"]
-    judged = sample_module._judge(
-        StandInEngine(dict.fromkeys("01234", 5)),
-        [],
-        opened,
-        2,
-        None,
-        None,
-        config,
-        attempt=ATTEMPT,
-        stopwatch=Stopwatch(),
-        occupancy=Occupancy(),
-        step=1,
-    )
-    assert judged is not None
+    opened = [OpenGroup(Prompt(i, (1,), ""), (NOT_BEGUN,) * GROUP_SIZE) for i in "01234"]
+    judged = Setup(config, length=lambda *_: 5).draw([], opened, 2)
     assert [group.prompt.id for group in judged.groups] == ["0", "1"]
     assert [group.prompt.id for group in judged.open_groups] == ["2", "3", "4"]
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_open_groups_are_finished_and_nothing_that_was_sampled_is_lost(
-    monkeypatch: pytest.MonkeyPatch, rounds: int
+    clock: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch, rounds: int
 ) -> None:
     """Problems are learned from as often as each other, however long their responses."""
     config = config_of(6, oversampling=1.5, partial_rollouts=True, dynamic_sampling_rounds=rounds)
     judged: list[Rollout] = []
+    score = rewards.score
 
-    def remember(_: Any, prompts: Any, rollouts: Any, **__: Any) -> list[tuple[Verdict, ...]]:
+    def remember(judging: Any, prompts: Any, rollouts: Any, **settings: Any) -> Any:
         judged.extend(r for group in rollouts for r in group)
-        return judge(_, prompts, rollouts)
+        return score(judging, prompts, rollouts, **settings)
 
-    monkeypatch.setattr(sample_module.rewards, "score", remember)
+    monkeypatch.setattr(rewards, "score", remember)
     source = PromptSource([Prompt(str(i), (i,), "") for i in range(40)], seed=0)
-    engine = StandInEngine()
-    opened: list[OpenGroup] = []
+    setup = Setup(config, source)
+    clock(setup)
     finished: list[str] = []
     gaps = []
     for step in range(60):
-        stopwatch, num_calls = Stopwatch(), len(engine.there_s)
-        sampled = sample(
-            engine,
-            source,
-            None,
-            None,
-            config,
-            open_groups=opened,
-            attempt=ATTEMPT,
-            stopwatch=stopwatch,
-            step=step,
-        )
-        assert sampled is not None
+        stopwatch = Stopwatch()
+        setup.running.clear()
+        sampled = setup.collect(step, stopwatch)
+        opened = setup.rollouter.open_groups
         ids = [group.prompt.id for group in sampled.groups]
         assert len(ids) == len(set(ids)) == 6
-        still = {group.prompt.id for group in sampled.open_groups}
-        assert len(still) == len(sampled.open_groups) and not still & set(ids)
+        still = {group.prompt.id for group in opened}
+        assert len(still) == len(opened) and not still & set(ids)
         rollouts = [r for group in sampled.groups for r in group.rollouts]
         assert all(r.finished for r in rollouts)
-        there_s = engine.there_s[num_calls:]
-        assert 1 <= len(there_s) <= 1 + rounds
-        idle_share = 1 - len(there_s) / sum(there_s)
-        assert stopwatch.notes["perf/rollout_idle_share"] == pytest.approx(idle_share)
+        assert 1 <= sampled.metrics.get("rollout/sampling_rounds", 1) <= 1 + rounds
+        noted = stopwatch.notes["perf/rollout_idle_share"]
+        assert noted == pytest.approx(idle_share(setup.running))
         assert "rollout/lost_token_share" not in sampled.metrics
         if not rounds:
             # Three of nine stay open, and what went on is nearly always what is finished first.
@@ -548,7 +488,7 @@ def test_open_groups_are_finished_and_nothing_that_was_sampled_is_lost(
             assert sampled.metrics["rollout/oldest_version_gap"] == gap
             gaps.append(gap)
         # What `carry` does; a token's version is the token itself.
-        opened = [
+        setup.rollouter.open_groups = [
             replace(
                 group,
                 rollouts=tuple(
@@ -558,28 +498,21 @@ def test_open_groups_are_finished_and_nothing_that_was_sampled_is_lost(
                     for r in group.rollouts
                 ),
             )
-            for group in sampled.open_groups
+            for group in opened
         ]
     if not rounds:
         counts = [finished.count(str(i)) for i in range(40)]
         assert sum(counts) == 360 and max(counts) - min(counts) <= 2
         assert max(gaps) >= 1
     # Every token that was sampled has been judged, once, or is open.
+    opened = setup.rollouter.open_groups
     everything = [*judged, *(r for group in opened for r in group.rollouts)]
-    assert sum(len(r.token_ids) for r in everything) == engine.num_tokens
+    assert sum(len(r.token_ids) for r in everything) == setup.engine.num_tokens
     # Without the option, what is open goes on once more, and then the source has it back.
     alone = config.batch.model_copy(update={"partial_rollouts": False, "oversampling": 1.0})
-    sampled = sample(
-        engine,
-        source,
-        None,
-        None,
-        config.model_copy(update={"batch": alone}),
-        open_groups=opened,
-        attempt=ATTEMPT,
-        stopwatch=stopwatch,
-        step=60,
-    )
-    assert sampled is not None and sampled.open_groups == []
+    setup.rollouter = setup.begin(config.model_copy(update={"batch": alone}), source)
+    setup.rollouter.open_groups = opened
+    sampled = setup.collect(60)
+    assert setup.rollouter.open_groups == []
     if not rounds:
         assert {group.prompt.id for group in opened} < {g.prompt.id for g in sampled.groups}

@@ -1,30 +1,35 @@
-"""The probe of a weight sync, and what the engine is asked to agree with."""
+"""A weight sync with a second engine and a second transport: the probe, and what must agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.policy import Policy, destroy, initialize
-from gapo_megatron.rollout import sync as weight_sync
+from gapo_megatron.rollout.engine import Engine
+from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.sync import first_sequences, prompts_as_sequences, sync
-from gapo_megatron.rollout.vllm import WeightCheck
+from gapo_megatron.rollout.transport import in_place
+from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.types import Prompt
+from tests.broadcast_transport import broadcast
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import (
     make_batch,
     make_config,
     read_weights,
-    reference_log_probs,
     save_model,
 )
+from tests.transformers_engine import TransformersEngine
 
 
 def prompts(*lengths: int) -> list[Prompt]:
@@ -48,58 +53,88 @@ def test_probes_are_short() -> None:
     assert probe.response_ids[0].tolist() == [1, 2, 3, 4]
 
 
-class Asked(list):
-    """Stands in for the engine's half of a sync; holds what it was given, in order."""
-
-    def take(
-        self, engine: Any, weights: Any, *, policy_version: int, on_received: Callable[[], None]
-    ) -> None:
-        self.append((policy_version, sorted(name for name, _ in weights)))
-        on_received()
-
-    def compare(self, engine: Any, prompts: Any, responses: Any, log_probs: Any) -> WeightCheck:
-        self.append(log_probs)
-        return WeightCheck(0.0, 0.0)
+def make_engine(folder: Path) -> TransformersEngine:
+    """On every rank, asleep, with other weights than those of the folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    replicas = Replicas.create(1, gloo_group=dist.group.WORLD)
+    engine = TransformersEngine(model, eos_token_id=0, replicas=replicas, verify_bound=1e-5)
+    engine.sleep()
+    return engine
 
 
-def sync_with_nothing(folder: Path, parallel: dict[str, int]) -> list[Any]:
-    config = make_config(
-        folder,
-        parallel=parallel,
-        rollout={"temperature": 0.5},
-        optimizer={"offload": "all"},
-    )
+def make_policy(folder: Path, **sections: Any) -> Policy:
+    config = make_config(folder, rollout={"temperature": 0.5}, **sections)
     policy = Policy.build(config, initialize(config.parallel), "cpu")
     policy.load_hf_weights(read_weights(folder))
-    asked = Asked()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_sync, "sync_weights", asked.take)
-        patch.setattr(weight_sync, "verify_weights", asked.compare)
-        engine: Any = SimpleNamespace(gloo_group=dist.group.WORLD)
-        sync(policy, engine, first_sequences(make_batch(), 3), policy_version=7)
-        (buffer,) = policy.model[0].buffers
-        for data in (buffer.grad_data, buffer.param_data):
-            assert data.untyped_storage().nbytes() == 0  # while the engine generates
-        sync(policy, engine, prompts_as_sequences(prompts(1, 1), 3), policy_version=8)
+    return policy
+
+
+def sync_with_a_second_engine(folder: Path, parallel: dict[str, int]) -> list[WeightCheck]:
+    policy = make_policy(folder, parallel=parallel, optimizer={"offload": "all"})
+    engine = make_engine(folder)
+    probe = first_sequences(make_batch(), 3)
+    checks = [sync(policy, engine, probe, policy_version=7)]
+    assert engine.policy_version == 7
+    (buffer,) = policy.model[0].buffers
+    for data in (buffer.grad_data, buffer.param_data):
+        assert data.untyped_storage().nbytes() == 0  # while the engine generates
+    nothing = prompts_as_sequences(prompts(1, 1), 3)
+    checks.append(sync(policy, engine, nothing, policy_version=8))
+    with pytest.raises(WeightSyncError, match=r"\bversion 9\b"):
+        sync(policy, engine, probe, policy_version=9, transport=damaged)
     destroy()
-    return list(asked)
+    return checks
 
 
-def check(asked: Sequence[Any], folder: Path, expected: Sequence[torch.Tensor]) -> None:
-    names = sorted(name for name, _ in read_weights(folder))
-    (first, log_probs, second, nothing) = asked
-    assert first == (7, names) and second == (8, names) and nothing == []
-    for found, wanted in zip(log_probs, expected, strict=True):
-        # fp32 rounding in another order, as in test_policy_one_rank.
-        np.testing.assert_allclose(found, wanted.detach().numpy(), rtol=1e-5, atol=1e-5)
+def damaged(engine: Engine, weights: Iterable[tuple[str, Tensor]], **settings: Any) -> None:
+    """One number of one matrix, on the last rank alone."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            if is_last and name.endswith("layers.1.mlp.up_proj.weight"):
+                tensor = tensor.clone()
+                tensor[0] += 10
+            yield name, tensor
+
+    in_place(engine, tensors(), **settings)
+
+
+def check(checks: Sequence[WeightCheck]) -> None:
+    first, nothing = checks
+    # Temperature 1 on both sides; fp32 rounding in another order, as in test_policy_one_rank.
+    assert 0 < first.mean_abs_diff <= first.max_abs_diff < 1e-5
+    assert (nothing.mean_abs_diff, nothing.max_abs_diff) == (0, 0)
 
 
 def test_the_engine_must_agree_with_the_model_at_temperature_one(tmp_path: Path) -> None:
-    model = save_model(tmp_path, "qwen2_tied")
-    expected = reference_log_probs(model, first_sequences(make_batch(), 3))
+    save_model(tmp_path, "qwen2_tied")
     with single_rank():
-        check(sync_with_nothing(tmp_path, {}), tmp_path, expected)
+        check(sync_with_a_second_engine(tmp_path, {}))
     # The head is on the last rank; the first needs its log-probs too.
     parallel = {"pipeline_model_parallel_size": 2}
-    for asked in run_distributed(sync_with_nothing, 2, tmp_path, parallel):
-        check(asked, tmp_path, expected)
+    for checks in run_distributed(sync_with_a_second_engine, 2, tmp_path, parallel):
+        check(checks)
+
+
+def sync_by_broadcast(folder: Path) -> float:
+    """The second rank would bring something else by itself."""
+    policy, engine = make_policy(folder), make_engine(folder)
+    iterate = policy.iterate_hf_weights
+    if dist.get_rank() == 1:
+        policy.iterate_hf_weights = lambda: ((name, tensor + 1) for name, tensor in iterate())  # type: ignore[method-assign]
+    probe = first_sequences(make_batch(), 3)
+    found = sync(policy, engine, probe, policy_version=1, transport=broadcast)
+    with pytest.raises(WeightSyncError, match="rank 1 "):
+        sync(policy, engine, probe, policy_version=2)
+    destroy()
+    return found.max_abs_diff
+
+
+def test_another_transport_may_bring_the_weights(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    for difference in run_distributed(sync_by_broadcast, 2, tmp_path):
+        assert 0 < difference < 1e-5

@@ -147,7 +147,6 @@ def _sample(
                     seed=seed,
                     sampling=sampling,
                     pool=pool,
-                    tokenizer=tokenizer,
                     output_dir=arguments.output,
                 )
 

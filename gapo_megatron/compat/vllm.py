@@ -87,6 +87,14 @@ def unfinished(llm: LLMEngine) -> dict[str, RequestOutput]:
     }
 
 
+def request_names(llm: LLMEngine) -> list[str]:
+    """Every request that the engine still has."""
+    # Uses: LLMEngine.output_processor.request_states; their external_req_id
+    # Versions: vllm 0.32.0
+    # Upstream: as of `unfinished`
+    return [state.external_req_id for state in llm.output_processor.request_states.values()]
+
+
 # --- weights -------------------------------------------------------------------------------------
 
 

@@ -13,10 +13,14 @@ from gapo_megatron import rewards
 from gapo_megatron.data.benchmarks import Benchmark, Problem
 from gapo_megatron.data.schema import LengthError, encode_prompt
 from gapo_megatron.errors import DataError
-from gapo_megatron.evaluate.evaluate import Engine, evaluation_seed
+from gapo_megatron.evaluate.evaluate import evaluation_seed
 from gapo_megatron.evaluate.paper import Sampling
 from gapo_megatron.evaluate.samples import Sample, Solved, read_ids, seed_folder, write_samples
 from gapo_megatron.rewards import instructions
+from gapo_megatron.rollout.engine import Engine
+from gapo_megatron.rollout.generate import Watch, generate
+from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.types import Outcome, Prompt, Rollout, Verdict
 
 if TYPE_CHECKING:
@@ -37,6 +41,8 @@ class Task:
     problems: tuple[Problem, ...]
     prompts: tuple[Prompt, ...]
     """Of `problems`, in their order."""
+    tokenizer: PreTrainedTokenizerBase
+    """The model's."""
 
     @classmethod
     def read(
@@ -68,7 +74,7 @@ class Task:
                     f"--max-prompt-tokens allows 1 to {max_prompt_tokens}"
                 ) from None
             prompts.append(Prompt(problem.id, token_ids, problem.answers[0], problem.level))
-        return cls(benchmark, tuple(problems), tuple(prompts))
+        return cls(benchmark, tuple(problems), tuple(prompts), tokenizer)
 
     def remaining(self, output_dir: Path, seed: int) -> list[str]:
         """Ids of the problems without kept samples, in order."""
@@ -84,7 +90,6 @@ def sample_task(
     seed: int,
     sampling: Sampling,
     pool: rewards.Pool,
-    tokenizer: PreTrainedTokenizerBase,
     output_dir: Path,
 ) -> None:
     """Sample, judge and keep the problems of a benchmark that are not kept yet, for one seed.
@@ -100,15 +105,23 @@ def sample_task(
         seed: of the samples.
         sampling: how they are drawn.
         pool: workers with the benchmark's verifier.
-        tokenizer: of the model.
         output_dir: of the evaluation, on a disk that all ranks share.
 
-    Collectives: `engine.generate` and `engine.gather`, on every rank.
+    Collectives: those of `rollout.generate` and `Replicas.gather`, on every rank.
     """
     folder = seed_folder(output_dir, task.benchmark.name, seed)
     prompts = [prompt for prompt in task.prompts if prompt.id in remaining]
     num_done = len(task.prompts) - len(prompts)
-    for piece in _pieces(prompts, num_replicas=engine.num_replicas, sampling=sampling):
+    replicas = engine.replicas
+    settings = SamplingSettings(
+        num_samples=sampling.num_samples,
+        max_response_tokens=sampling.max_response_tokens,
+        seed=evaluation_seed(seed),
+        step=0,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+    )
+    for piece in _pieces(prompts, num_replicas=replicas.count, sampling=sampling):
         logger.info(
             "%s, seed %d: %d of %d problems are done, %d follow",
             task.benchmark.name,
@@ -117,25 +130,15 @@ def sample_task(
             len(task.prompts),
             len(piece),
         )
-        mine = engine.share(piece)
-        rollouts = engine.generate(
-            mine,
-            num_samples=sampling.num_samples,
-            seed=evaluation_seed(seed),
-            step=0,
-            max_response_tokens=sampling.max_response_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            progress=True,
-            should_abandon=None,
-        )
+        mine = replicas.share(piece)
+        rollouts = generate(engine, mine, settings, watch=Watch(shows_progress=True))
         assert rollouts is not None, "generation cannot break off: nobody asks it to"
-        mine, rollouts = engine.part(mine), engine.part(rollouts)
-        samples = _judge(engine, mine, rollouts, task, pool=pool, tokenizer=tokenizer)
+        mine, rollouts = replicas.part(mine), replicas.part(rollouts)
+        samples = _judge(replicas, mine, rollouts, task, pool=pool)
         if mine:
             write_samples(folder, samples)
         num_done += len(piece)
-    engine.gather([None])  # everything is kept once every rank has come here
+    replicas.gather([None])  # everything is kept once every rank has come here
 
 
 def _pieces(
@@ -148,20 +151,19 @@ def _pieces(
 
 
 def _judge(
-    engine: Engine,
+    replicas: Replicas,
     prompts: Sequence[Prompt],
     rollouts: Sequence[Sequence[Rollout]],
     task: Task,
     *,
     pool: rewards.Pool,
-    tokenizer: PreTrainedTokenizerBase,
 ) -> list[Solved]:
     answers = {problem.id: problem.answers for problem in task.problems}
     follows = task.benchmark.kind == "instructions"
     if follows:  # judged one by one, strict and loose
         answers = {name: tuple(instructions.split(one)) for name, (one,) in answers.items()}
     pairs = [(p, r) for p, group in zip(prompts, rollouts, strict=True) for r in group]
-    texts = tokenizer.batch_decode(
+    texts = task.tokenizer.batch_decode(
         [rollout.token_ids.tolist() for _, rollout in pairs], skip_special_tokens=True
     )
     questions = [
@@ -170,7 +172,7 @@ def _judge(
         for answer in answers[prompt.id]
     ]
     # In step with the other ranks, none of which then waits for long without a sign of life.
-    verdicts = iter(pool.judge(questions, may_end=lambda done: all(engine.gather([done]))))
+    verdicts = iter(pool.judge(questions, may_end=lambda done: all(replicas.gather([done]))))
     samples = []
     for text, (prompt, rollout) in zip(texts, pairs, strict=True):
         own = [next(verdicts) for _ in answers[prompt.id]]

@@ -5,51 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config
 from gapo_megatron.evaluate.counts import Counts, write_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
-from gapo_megatron.types import Ended, Group, Outcome, Prompt, Rollout
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-T = TypeVar("T")
-
-
-class Engine(Protocol):
-    """What evaluation asks of the rollout engine."""
-
-    @property
-    def num_replicas(self) -> int:
-        """Engines that share the problems."""
-
-    def share(self, prompts: Sequence[Prompt], /) -> list[Prompt]:
-        """This engine's problems."""
-
-    def part(self, groups: Sequence[T], /) -> list[T]:
-        """This rank's part of what its engine made."""
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_samples: int,
-        seed: int,
-        step: int,
-        max_response_tokens: int,
-        temperature: float,
-        top_p: float,
-        progress: bool,
-        on_ended: Callable[[Sequence[Ended]], object] | None = None,
-        should_abandon: Callable[[float], bool] | None,
-    ) -> list[tuple[Rollout, ...]] | None:
-        """Rollouts of each."""
-
-    def gather(self, groups: Sequence[T], /) -> list[T]:
-        """What every rank made of its part, in prompt order, on every rank."""
+from gapo_megatron.rollout.engine import Engine
+from gapo_megatron.rollout.environment import Environment
+from gapo_megatron.rollout.generate import Watch, begin, generate
+from gapo_megatron.rollout.requests import SamplingSettings, num_sampled
+from gapo_megatron.types import Group, Outcome, Prompt
 
 
 def evaluate(
@@ -57,10 +23,9 @@ def evaluate(
     prompts: Sequence[Prompt],
     *,
     pool: rewards.Pool,
-    tokenizer: PreTrainedTokenizerBase,
+    environment: Environment,
     config: Config,
-    step: int,
-    output_dir: Path | None = None,
+    output: Path | None = None,
     should_abandon: Callable[[float], bool] | None = None,
 ) -> dict[str, float] | None:
     """Sample every held-out problem and measure pass@1 and pass@k, over all and by level.
@@ -72,11 +37,10 @@ def evaluate(
         engine: holds the weights to evaluate.
         prompts: all held-out problems, the same on every rank.
         pool: workers with the verifier.
-        tokenizer: of the policy.
+        environment: what the episodes meet, that of training.
         config: sections evaluation, rollout, run.
-        step: updates of the rollout engine's weights so far; names the file.
-        output_dir: where `step_{step}.json` goes; None on ranks that write nothing.
-        should_abandon: as of `RolloutEngine.generate` and of `rewards.score`.
+        output: file for the counts by problem; None on ranks that write nothing.
+        should_abandon: as of `rollout.generate.Watch` and of `rewards.score`.
 
     Returns:
         `eval/pass@1`, `eval/pass@{k}` for k = samples_per_prompt, the same as
@@ -84,41 +48,34 @@ def evaluate(
         `eval/response_tokens` (mean) and `eval/truncated` (share), equal on every rank; None if
         it was broken off.
 
-    Collectives: `engine.generate` and `engine.gather`, on every rank.
+    Collectives: those of `rollout.generate` and `Replicas.gather`, on every rank.
     """
-    mine = engine.share(prompts)
-    judging = rewards.Judging(pool, engine.part(mine), tokenizer=tokenizer)
+    replicas = engine.replicas
+    mine = [begin(environment, prompt) for prompt in replicas.share(prompts)]
+    judging = rewards.Judging(pool, replicas.part(mine), judge=environment.judge)
     num_samples = config.evaluation.samples_per_prompt
-    rollouts = engine.generate(
-        mine,
+    settings = SamplingSettings(
         num_samples=num_samples,
+        max_response_tokens=config.rollout.max_response_tokens,
         seed=evaluation_seed(config.run.seed),
         step=0,
-        max_response_tokens=config.rollout.max_response_tokens,
         temperature=config.evaluation.temperature,
         top_p=config.rollout.top_p,
-        progress=True,
-        on_ended=judging.add,
-        should_abandon=should_abandon,
     )
+    watch = Watch(on_ended=judging.add, should_abandon=should_abandon, shows_progress=True)
+    rollouts = generate(engine, mine, settings, respond=environment.respond, watch=watch)
     if rollouts is None:
         return None
-    mine, rollouts = engine.part(mine), engine.part(rollouts)
+    mine, rollouts = replicas.part(mine), replicas.part(rollouts)
     verdicts = rewards.score(
-        judging,
-        mine,
-        rollouts,
-        gather=engine.gather,
-        should_abandon=should_abandon,
+        judging, mine, rollouts, gather=replicas.gather, should_abandon=should_abandon
     )
     if verdicts is None:
         return None
-    groups = engine.gather(
-        [Group(*parts) for parts in zip(mine, map(tuple, rollouts), verdicts, strict=True)]
-    )
+    groups = replicas.gather([Group(*one) for one in zip(mine, rollouts, verdicts, strict=True)])
     counts = [_count(group) for group in groups]
-    if output_dir is not None:
-        write_counts(counts, output_dir / f"step_{step}.json")
+    if output is not None:
+        write_counts(counts, output)
     return _metrics(counts, num_samples) | _response_metrics(groups)
 
 
@@ -158,6 +115,6 @@ def _response_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     count = max(len(rollouts), 1)
     return {
-        "eval/response_tokens": sum(len(rollout.token_ids) for rollout in rollouts) / count,
+        "eval/response_tokens": sum(map(num_sampled, rollouts)) / count,
         "eval/truncated": sum(rollout.truncated for rollout in rollouts) / count,
     }

@@ -15,11 +15,9 @@ from gapo_megatron.errors import DataError
 from gapo_megatron.rewards.pool import Pool
 from gapo_megatron.rewards.sandbox import Limits, start_timeout_s
 from gapo_megatron.rewards.sandbox.check import check_sandbox
-from gapo_megatron.types import Ended, Outcome, Prompt, Rollout, Verdict
+from gapo_megatron.types import Episode, Outcome, Prompt, Rollout, Verdict
 
 if TYPE_CHECKING:  # the workers import this too, and start without what they do not need
-    from transformers import PreTrainedTokenizerBase
-
     from gapo_megatron.config import RewardConfig
 
 
@@ -118,45 +116,40 @@ def start_pool(config: RewardConfig, *, num_workers: int) -> Pool:
     )
 
 
+Judge = Callable[[Episode], tuple[str, str]]
+"""What is sent to the verifier about an episode: (response, answer), as `Environment.judge`."""
+
+
 class Judging:
     """The responses of one generation under judgement: begun as they end, awaited by `score`."""
 
-    def __init__(
-        self, pool: Pool, prompts: Sequence[Prompt], *, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
+    def __init__(self, pool: Pool, prompts: Sequence[Prompt], *, judge: Judge) -> None:
         """Nothing is judged yet.
 
         Args:
             pool: workers with the verifier. Until `score` returns, nobody else may use it.
             prompts: problems whose responses this rank judges.
-            tokenizer: of the policy; special tokens are left out of the text.
+            judge: says what the verifier reads; called in this process.
         """
         self.pool = pool
         self.numbers: dict[tuple[str, int], int] = {}
         """Item number in the pool, by the problem's id and the response's number among the k."""
         self._ids = {prompt.id for prompt in prompts}
-        self._tokenizer = tokenizer
+        self._judge = judge
 
-    def add(self, ended: Sequence[Ended]) -> None:
-        """Judge these, and keep the workers busy: for `RolloutEngine.generate`. Never waits.
-
-        A response is judged by its text; one cut off at the token limit has no other rule.
+    def add(self, ended: Sequence[Episode]) -> None:
+        """Judge these, and keep the workers busy: for `rollout.generate`. Never waits.
 
         Args:
-            ended: any number, also none; those of others' problems are left to them.
+            ended: finished episodes, also none; those of others' problems are left to them.
 
         Raises:
             RewardError: see `Pool.poll`.
         """
-        if mine := [one for one in ended if one[0].id in self._ids]:
-            texts = self._tokenizer.batch_decode(
-                [rollout.token_ids.tolist() for _, _, rollout in mine], skip_special_tokens=True
-            )
-            items = [
-                (text, prompt.answer) for text, (prompt, _, _) in zip(texts, mine, strict=True)
-            ]
-            keys = [(prompt.id, sample) for prompt, sample, _ in mine]
-            self.numbers |= zip(keys, self.pool.submit(items), strict=True)
+        mine = [one for one in ended if one.prompt.id in self._ids]
+        numbers = self.pool.submit([self._judge(one) for one in mine])
+        keys = [(one.prompt.id, one.sample) for one in mine]
+        self.numbers |= zip(keys, numbers, strict=True)
         self.pool.poll()
 
 
@@ -220,6 +213,7 @@ def score(
 
 
 __all__ = [
+    "Judge",
     "Judging",
     "Pool",
     "check",

@@ -29,7 +29,7 @@ class Heartbeat:
     and their watches end the job.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         """No collective. `group` is gloo's, and used for nothing else until `all_ended`."""
         self.all_ended = False
         self._group = group
@@ -81,7 +81,7 @@ class Heartbeat:
 
 @dataclass
 class Occupancy:
-    """How full the engines are, over the calls of `RolloutEngine.generate` that it is given to.
+    """How full the engines are, over the calls of `rollout.generate` that it is given to.
 
     While a request waits, for a place or for room in the KV cache, an engine is full. Else it has
     as many places as it ever had requests running at a time.
@@ -90,9 +90,9 @@ class Occupancy:
     num_places: int = 0
     """Of this rank's engine, as far as known."""
     taken_s: float = 0.0
-    """Share of its places that an engine's requests took x seconds, over all ranks."""
-    there_s: float = 0.0
-    """Seconds until the last engine ended x ranks."""
+    """Sum over ranks and decoding steps of the share of places that were taken x seconds."""
+    capacity_s: float = 0.0
+    """Number of ranks x seconds until the slowest engine ended."""
 
     def share_taken(self, num_running: int, num_waiting: int) -> float:
         """Of the places of this rank's engine, in one decoding step."""
@@ -101,16 +101,16 @@ class Occupancy:
 
     @property
     def idle_share(self) -> float:
-        """Of the places; 0 where all that was wanted had been there before."""
-        return 1 - self.taken_s / self.there_s if self.there_s else 0.0
+        """Share of places and time without a request; 0 where nothing had to be generated."""
+        return 1 - self.taken_s / self.capacity_s if self.capacity_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """What ranks tell each other of how their engine ended."""
+    """How a generation ended on one rank; all ranks are told."""
 
     broken_off: bool
-    """Whether it was told to."""
+    """Whether it was asked to stop before it had what was wanted."""
     taken_s: float
     """As in `Occupancy`, of this call alone."""
     seconds: float

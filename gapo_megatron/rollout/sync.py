@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from gapo_megatron.learn.score import score
 from gapo_megatron.policy import Policy
-from gapo_megatron.rollout.vllm import RolloutEngine, WeightCheck, sync_weights, verify_weights
+from gapo_megatron.rollout.engine import Engine
+from gapo_megatron.rollout.transport import Transport, in_place
+from gapo_megatron.rollout.verify import WeightCheck, verify_weights
 from gapo_megatron.types import Batch, Prompt, Sequences
 
 _PROBE_TOKENS = 256
@@ -17,7 +19,12 @@ _PROBE_TOKENS = 256
 
 
 def sync(
-    policy: Policy, engine: RolloutEngine, probe: Sequences, *, policy_version: int
+    policy: Policy,
+    engine: Engine,
+    probe: Sequences,
+    *,
+    policy_version: int,
+    transport: Transport = in_place,
 ) -> WeightCheck:
     """Give the engine the policy's weights and prove it by the log-probs of `probe`.
 
@@ -30,6 +37,7 @@ def sync(
         engine: asleep or awake; generating afterwards, at `policy_version`.
         probe: a few sequences, the same on every rank (`first_sequences`, `prompts_as_sequences`).
         policy_version: steps the weights have been trained for.
+        transport: how the weights get there.
 
     Returns:
         The largest difference of log-probs at temperature 1, the same on every rank.
@@ -43,15 +51,15 @@ def sync(
     scored = score(policy, probe, [(i,) for i in range(len(probe))], temperature=1.0)
     holder = [[values.numpy() for values in scored.values()]]
     policy.make_room()
-    sync_weights(
+    transport(
         engine,
         policy.iterate_hf_weights(),
         policy_version=policy_version,
         on_received=policy.make_room_of_weights,
     )
     last = dist.get_world_size() - 1
-    dist.broadcast_object_list(holder, src=last, group=engine.gloo_group)
-    return verify_weights(engine, probe.prompt_ids, probe.response_ids, holder[0])
+    dist.broadcast_object_list(holder, src=last, group=engine.replicas.gloo_group)
+    return verify_weights(engine, probe, holder[0])
 
 
 def first_sequences(batch: Batch, count: int) -> Sequences:

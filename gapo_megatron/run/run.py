@@ -25,16 +25,16 @@ from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import make_batch
 from gapo_megatron.objective.diagnostics import count_by_correct
 from gapo_megatron.policy import Policy
-from gapo_megatron.rollout.rollouter import Sampled
+from gapo_megatron.rollout.rollouter import Rollouter, Sampled
 from gapo_megatron.rollout.sync import first_sequences, sync
-from gapo_megatron.rollout.vllm import RolloutEngine, WeightCheck
+from gapo_megatron.rollout.verify import WeightCheck
+from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.run import start
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.memory import StepMemory
 from gapo_megatron.run.metrics import MetricsWriter
 from gapo_megatron.run.place import Place
 from gapo_megatron.run.processes import process_age_s
-from gapo_megatron.run.sampling import Rollouter
 from gapo_megatron.run.saving import Checkpoints, export
 from gapo_megatron.run.start import Inputs
 from gapo_megatron.types import Batch
@@ -340,16 +340,15 @@ class Run:
         """Evaluate and log; the metrics, empty where no evaluation is due. Collective."""
         if not self._evaluation_is_due(step):
             return {}
-        output_dir = Path(self.config.run.output_dir) / "evaluations"
+        output = Path(self.config.run.output_dir) / "evaluations" / f"step_{step}.json"
         with self.stopwatch("evaluate"):
             evaluated = evaluate(
                 self.engine,
                 self.inputs.held_out,
                 pool=self.pool,
-                tokenizer=self.inputs.tokenizer,
+                environment=self.rollouter.environment,
                 config=self.config,
-                step=step,
-                output_dir=output_dir if self.policy.groups.rank == 0 else None,
+                output=output if self.policy.groups.rank == 0 else None,
                 should_abandon=self.attempt.patience(self.stopwatch.expect("evaluate")),
             )
         if evaluated is None:

@@ -13,9 +13,9 @@ from gapo_megatron.hf.manifest import Branch
 from gapo_megatron.hf.weights import write_hf
 from gapo_megatron.io.run_folder import has_finished, mark_finished
 from gapo_megatron.policy import Policy
+from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.place import Place
-from gapo_megatron.run.sampling import Rollouter
 
 
 @dataclass

@@ -12,7 +12,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from gapo_megatron.checkpoint.save import write_state
-from gapo_megatron.learn.update import log_probs, update
+from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.update import update
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
 from gapo_megatron.policy.load import load_sharded
 from gapo_megatron.policy.optimizer import inner_optimizers

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from gapo_megatron.learn.score import log_probs
+from gapo_megatron.rollout.generate import generate
+from gapo_megatron.rollout.requests import SamplingSettings
 from tests.gpu.report import Report
 from tests.gpu.resources import seconds_of
 from tests.gpu.setting import Setting
@@ -115,13 +117,11 @@ def _timed(owner: Any, name: str) -> list[float]:
 def _generate(setting: Setting, report: Report, built: Any, *, turn: int) -> None:
     config = built.config
     start = time.perf_counter()
-    rollouts = built.generate(
-        setting.prompts(config, 2 if setting.tiny else 32),
-        num_samples=2 if setting.tiny else 8,
-        seed=0,
-        step=turn,
-        max_response_tokens=config.rollout.max_response_tokens,
+    settings = SamplingSettings(
+        2 if setting.tiny else 8, config.rollout.max_response_tokens, seed=0, step=turn
     )
+    prompts = setting.prompts(config, 2 if setting.tiny else 32)
+    rollouts = generate(built, prompts, settings)
     seconds = time.perf_counter() - start
     num_tokens = sum(len(one.token_ids) for group in rollouts for one in group)
     report.figure(f"turn {turn}: generation", num_tokens / seconds, "tokens/s")

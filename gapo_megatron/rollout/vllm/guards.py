@@ -18,13 +18,23 @@ from gapo_megatron.compat.vllm import shared_memory_named
 def trainer_random_state() -> Iterator[None]:
     """Keep the trainer's generators as they were: vLLM seeds them, and draws from them."""
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices):
+        with trainer_torch_generators():
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def trainer_torch_generators() -> Iterator[None]:
+    """Keep torch's as they were; cheap enough for every decoding step.
+
+    vLLM's sampler draws from them also where every request has a seed.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        yield
 
 
 @contextlib.contextmanager

@@ -40,6 +40,11 @@ class Schedule:
         if self.phase is not phase:
             raise RolloutError(f"{action} needs a {phase} engine, but it is {self.phase}")
 
+    def require_awake(self, action: str) -> None:
+        """Raise RolloutError when `action` is asked for while the trainer has the memory."""
+        if self.phase is Phase.SLEEPING:
+            raise RolloutError(f"{action} needs an engine that is awake, but it is {self.phase}")
+
     def sleep(self) -> None:
         """Give up weights and KV cache. Nothing happens when already asleep."""
         if self.phase is Phase.SLEEPING:

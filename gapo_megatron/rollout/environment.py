@@ -1,0 +1,44 @@
+"""What a response meets: the prompt's tokens, an answer at each of its ends, and a verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from gapo_megatron.types import Episode, Prompt
+
+
+class Environment(Protocol):
+    """What the model acts in. `rollout.environments.one_turn` is the plain one.
+
+    The model begins with `begin`'s tokens. Whenever it samples EOS, `respond` either ends the
+    episode or appends tokens, after which the model goes on. `judge` says what the verifier reads.
+
+    Tokens stay tokens: what the model sampled is never tokenised again, and what is appended is
+    kept as it is, with `Rollout.response_mask` False and log-prob 0. The token limit
+    (`rollout.max_response_tokens`) counts both: a response that reaches it is truncated, and
+    `respond` is not asked.
+
+    An environment keeps nothing of an episode between two calls. All it may depend on is in the
+    episode, so that one that a stop has interrupted goes on, in another process, as it would have.
+    Its answers must not depend on rank, time or order: the ranks of one engine ask it separately,
+    and must hear the same. Random numbers come from a generator of its own, seeded by the episode.
+    """
+
+    def begin(self, prompt: Prompt) -> Sequence[int]:
+        """Tokens that the model sees first, the same for all k episodes of the prompt.
+
+        They take the place of `prompt.token_ids` from here to the update, and may be these.
+        """
+
+    def respond(self, episode: Episode) -> Sequence[int] | None:
+        """Answer a response whose last token is EOS: the tokens to append, or None to end it.
+
+        Called between decoding steps, while the engine waits: it must not take long.
+        """
+
+    def judge(self, episode: Episode) -> tuple[str, str]:
+        """What is sent to the verifier in its own process: (response, answer).
+
+        Called once for every finished episode, also for a truncated one, as soon as it has ended.
+        """

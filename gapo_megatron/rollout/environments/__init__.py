@@ -1,0 +1,1 @@
+"""Environments: what a response meets (`rollout.environment.Environment`), one file each."""

@@ -1,0 +1,31 @@
+"""One response to each prompt, which ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gapo_megatron.types import Episode, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class OneTurn:
+    """The prompt as the dataset has it; the response ends at EOS and is judged by its text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """`tokenizer` is the policy's; its special tokens are left out of the text."""
+        self._tokenizer = tokenizer
+
+    def begin(self, prompt: Prompt) -> Sequence[int]:
+        """The prompt's own tokens."""
+        return prompt.token_ids
+
+    def respond(self, episode: Episode) -> None:
+        """The end."""
+
+    def judge(self, episode: Episode) -> tuple[str, str]:
+        """The text of the response; one cut off at the token limit has no other rule."""
+        text = self._tokenizer.decode(episode.rollout.token_ids.tolist(), skip_special_tokens=True)
+        return str(text), episode.prompt.answer

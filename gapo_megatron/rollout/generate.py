@@ -1,0 +1,192 @@
+"""Generation with any engine: which requests it gets, until when, and what becomes of them.
+
+All ranks generate at the same time, each replica for its own prompts (`Replicas.share`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gapo_megatron.errors import DataError
+from gapo_megatron.rollout.engine import Completion, Engine
+from gapo_megatron.rollout.environment import Environment
+from gapo_megatron.rollout.progress import End, GenerationProgress, Occupancy
+from gapo_megatron.rollout.requests import Respond, Responses, SamplingSettings, end
+from gapo_megatron.types import Episode, Prompt, Rollout
+
+# Decoding steps between two questions whether to go on: a broadcast within the replica.
+_STEPS_PER_QUESTION = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Who follows a generation while it runs."""
+
+    on_ended: Callable[[Sequence[Episode]], object] = lambda episodes: None
+    """Called with the episodes that have ended since its last call, often none, each once: first
+    with those that were finished before, then after every decoding step and, with `should_abandon`,
+    now and then while other replicas still generate. What it raises breaks off."""
+    should_abandon: Callable[[float], bool] | None = None
+    """Asked now and then on every rank, with the seconds since the start: whether to break off. The
+    first rank of each replica decides for it. Asked, to no effect, also while other replicas still
+    generate."""
+    occupancy: Occupancy | None = None
+    """Told how full the replicas were; needs `should_abandon`."""
+    shows_progress: bool = False
+    """A bar with tokens/s, on rank 0."""
+
+
+def begin(environment: Environment, prompt: Prompt) -> Prompt:
+    """The prompt with the tokens that the model sees first: `Environment.begin`."""
+    return replace(prompt, token_ids=tuple(environment.begin(prompt)))
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    settings: SamplingSettings,
+    *,
+    respond: Respond = end,
+    begun: Mapping[str, tuple[Rollout, ...]] | None = None,
+    num_groups: int | None = None,
+    watch: Watch | None = None,
+) -> list[tuple[Rollout, ...]] | None:
+    """Sample responses for this replica's prompts.
+
+    Every request has its own seed (`request_seed`), so a response depends neither on its company
+    nor on the number of replicas, up to the rounding of a batched forward pass.
+
+    Args:
+        engine: awake; holds no request, before and after.
+        prompts: this replica's share, ids all different; the same on all of its ranks.
+        settings: how responses are drawn, and how many per prompt.
+        respond: the environment's answer when a response has reached EOS; by default it ends there.
+        begun: by id of the prompts that earlier calls have begun: their rollouts so far. Those that
+            are not finished are continued, from prompt + tokens so far, and seeded anew.
+        num_groups: prompts of this replica after whose last response it ends; by default all. Which
+            ones depends on the lengths of the responses and on their company: on the number of
+            replicas, and on what fits into their KV caches.
+        watch: who is told of ended episodes, and may break off.
+
+    Returns:
+        One tuple of `num_samples` rollouts per prompt, in order. With `num_groups` those that it
+        ended without are as far as they have come, not `finished`. None on every rank if any
+        replica broke off.
+
+    Collectives: the engine's own; with `should_abandon` also a broadcast now and then within the
+    replica, a sum of one integer a second over all ranks (`Heartbeat`), and one gather over all
+    ranks.
+
+    Raises:
+        DataError: a prompt is empty, too long or has unknown tokens; names it. Raised before
+            anything is generated.
+        RolloutError: the engine is asleep, or did not return what was asked for.
+    """
+    _check_prompts(engine, prompts, settings.max_response_tokens)
+    watch = watch or Watch()
+    responses = Responses(prompts, begun or {}, settings, respond)
+    watch.on_ended([one for one in responses.episodes if one.rollout.finished])
+    wanted = len(prompts) if num_groups is None else num_groups
+    run = _Run(engine, responses, wanted, watch)
+    run.decode()
+    if watch.should_abandon is not None and run.others_broke_off():
+        return None
+    return [tuple(group) for group in responses.rollouts]
+
+
+def _check_prompts(engine: Engine, prompts: Sequence[Prompt], max_response_tokens: int) -> None:
+    limit = engine.max_sequence_tokens - max_response_tokens
+    for prompt in prompts:
+        if not 0 < len(prompt.token_ids) <= limit:
+            raise DataError(
+                f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens; it must have 1 to "
+                f"{limit} to leave room for {max_response_tokens} response tokens"
+            )
+        for token in (min(prompt.token_ids), max(prompt.token_ids)):
+            if not 0 <= token < engine.vocab_size:
+                raise DataError(
+                    f"prompt {prompt.id!r} has a token ({token}) outside the model's "
+                    f"vocabulary (0 to {engine.vocab_size - 1})"
+                )
+
+
+class _Run:
+    """One generation: the requests of one replica until it has what is wanted."""
+
+    def __init__(self, engine: Engine, responses: Responses, wanted: int, watch: Watch) -> None:
+        self._engine = engine
+        self._responses = responses
+        self._wanted = wanted
+        self._watch = watch
+        self._occupancy = watch.occupancy or Occupancy()
+        self._heart = engine.replicas.heartbeat()
+        self._start = time.monotonic()
+        self._end = End(broken_off=False, taken_s=0.0, seconds=0.0)
+
+    def decode(self) -> None:
+        """Take decoding steps until enough groups are whole, or it is told to break off.
+
+        Leaves no request in the engine.
+        """
+        requests = self._responses.requests()
+        shown = self._watch.shows_progress and self._engine.replicas.is_first_rank
+        left: Sequence[Completion] = ()
+        try:
+            for request in requests:
+                self._engine.add(request)
+            with GenerationProgress(len(requests), shown=shown) as bar:
+                self._end = self._take_steps(len(requests), bar)
+        finally:
+            left = self._engine.abort()
+        if not self._end.broken_off:
+            for completion in left:
+                self._responses.take(completion)
+
+    def others_broke_off(self) -> bool:
+        """Wait for the other replicas; whether any replica, this one included, broke off."""
+        ask, hand_over = self._watch.should_abandon, self._watch.on_ended
+        assert ask is not None
+        self._heart.wait_for_all(
+            on_beat=lambda: ask(time.monotonic() - self._start),
+            # Nobody else feeds the workers that judge meanwhile.
+            meanwhile=lambda: hand_over(()),
+        )
+        ends = self._engine.replicas.gather([self._end])
+        self._occupancy.taken_s += sum(one.taken_s for one in ends)
+        self._occupancy.capacity_s += len(ends) * max(one.seconds for one in ends)
+        return any(one.broken_off for one in ends)
+
+    def _take_steps(self, num_open: int, bar: GenerationProgress) -> End:
+        engine, responses = self._engine, self._responses
+        last, taken_s, num_steps = self._start, 0.0, 0
+        while num_open and responses.num_whole < self._wanted:
+            if num_steps % _STEPS_PER_QUESTION == 0 and self._must_break_off():
+                return End(True, taken_s, last - self._start)
+            num_steps += 1
+            completions = engine.poll()
+            # How full the engine was in this step: what has just ended still took its place.
+            num_running, num_waiting = engine.num_requests()
+            share = self._occupancy.share_taken(num_running + len(completions), num_waiting)
+            ended = []
+            for completion in completions:
+                episode = responses.take(completion)
+                if isinstance(episode, Episode):
+                    ended.append(episode)
+                else:  # the environment has answered: the model goes on
+                    engine.add(episode)
+            num_open -= len(ended)
+            self._watch.on_ended(ended)
+            now = time.monotonic()
+            taken_s, last = taken_s + share * (now - last), now
+            if completions:
+                bar.advance(len(ended), sum(len(one.token_ids) for one in completions))
+        return End(False, taken_s, last - self._start)
+
+    def _must_break_off(self) -> bool:
+        ask = self._watch.should_abandon
+        if ask is None:
+            return False
+        self._heart.beat(ended=False)
+        return self._engine.replicas.agree(ask(time.monotonic() - self._start))

@@ -1,0 +1,108 @@
+"""Which ranks form one engine, what each of them has to do, and how they talk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self, TypeVar
+
+import torch.distributed as dist
+
+from gapo_megatron.rollout.progress import Heartbeat
+
+T = TypeVar("T")
+
+
+class Replicas:
+    """Every `size` neighbouring ranks form a replica: one engine, whose ranks run in lockstep.
+
+    Each replica generates for its slice of the prompts (`share`). What follows, every rank does
+    for its own part of them (`part`), and `gather` brings the results together.
+
+    Attributes:
+        gloo_group: all ranks, for Python objects.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        size: int,
+        gloo_group: dist.ProcessGroup | None = None,
+        replica_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """No collective. `create` makes the groups as well."""
+        self.gloo_group = gloo_group
+        self._rank = rank
+        self._world_size = world_size
+        self._size = size
+        self._replica_group = replica_group
+
+    @classmethod
+    def create(cls, size: int, *, gloo_group: dist.ProcessGroup) -> Self:
+        """Replicas of `size` ranks each, over the default process group.
+
+        Collectives: creates a group per replica, where a replica has more than one rank.
+        """
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        groups = [
+            dist.new_group(range(first, first + size), backend="gloo")
+            for first in (range(0, world_size, size) if size > 1 else ())
+        ]
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            size=size,
+            gloo_group=gloo_group,
+            replica_group=groups[rank // size] if groups else None,
+        )
+
+    @property
+    def count(self) -> int:
+        """Replicas of the run."""
+        return self._world_size // self._size
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this is the first rank of all: the one that shows progress."""
+        return self._rank == 0
+
+    def share(self, prompts: Sequence[T]) -> list[T]:
+        """This replica's contiguous slice; those of all replicas make up `prompts` in order."""
+        return _slice(prompts, self._rank // self._size, self.count)
+
+    def part(self, groups: Sequence[T]) -> list[T]:
+        """This rank's contiguous slice of its replica's; those of its ranks make up `groups`."""
+        return _slice(groups, self._rank % self._size, self._size)
+
+    def gather(self, groups: Sequence[T]) -> list[T]:
+        """What every rank made of its part, in prompt order, on every rank.
+
+        Args:
+            groups: this rank's. Anything that pickles.
+
+        Collectives: one gather of objects over all ranks (gloo).
+        """
+        received: list[list[T]] = [[]] * self._world_size
+        dist.all_gather_object(received, list(groups), group=self.gloo_group)
+        return [group for part in received for group in part]
+
+    def agree(self, answer: bool) -> bool:
+        """The answer of the replica's first rank: its ranks must take every step together.
+
+        Collectives: one broadcast within the replica, where it has more than one rank.
+        """
+        if self._replica_group is None:
+            return answer
+        answers = [answer]
+        first = self._rank // self._size * self._size
+        dist.broadcast_object_list(answers, src=first, group=self._replica_group)
+        return answers[0]
+
+    def heartbeat(self) -> Heartbeat:
+        """Of one generation, over all ranks. No collective yet."""
+        return Heartbeat(self.gloo_group)
+
+
+def _slice(items: Sequence[T], index: int, count: int) -> list[T]:
+    return list(items[index * len(items) // count : (index + 1) * len(items) // count])

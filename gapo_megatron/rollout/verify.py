@@ -1,0 +1,84 @@
+"""The proof that an engine generates with the trainer's weights: equal log-probs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gapo_megatron.errors import WeightSyncError
+from gapo_megatron.rollout.engine import Engine
+from gapo_megatron.types import Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCheck:
+    """How far the engine's log-probs are from the trainer's, over every rank."""
+
+    mean_abs_diff: float
+    """Per token, of the sequence where it is largest."""
+    max_abs_diff: float
+    """Of the worst token."""
+
+
+def verify_weights(
+    engine: Engine, sequences: Sequences, log_probs: Sequence[np.ndarray]
+) -> WeightCheck:
+    """Compare the engine's log-probs of a few sequences with the trainer's.
+
+    Args:
+        engine: generating, after a sync.
+        sequences: B of them; the same on every rank.
+        log_probs: B arrays of float32, one value per sampled response token: the trainer's, at
+            temperature 1; the same on every rank.
+
+    Returns:
+        The largest differences over all ranks, the same on every rank.
+
+    Collectives: one gather over all ranks, so that all of them raise when one does.
+
+    Raises:
+        WeightSyncError: the mean difference per token of a sequence is above the engine's
+            `verify_bound`, or a value is not finite; names rank, sequence, worst position, and both
+            values there.
+    """
+    found = engine.replicas.gather([_compare(engine.score(sequences), log_probs)])
+    worst = max(range(len(found)), key=lambda rank: found[rank].mean_abs_diff)
+    result = found[worst]
+    if not result.mean_abs_diff <= engine.verify_bound:
+        raise WeightSyncError(
+            f"weight sync, version {engine.policy_version}: on rank {worst} the mean difference of "
+            f"log-probs in sequence {result.sequence} is {result.mean_abs_diff:.3g} per token, "
+            f"above rollout.verify_bound ({engine.verify_bound:g}); worst at response token "
+            f"{result.position}: trainer {result.trainer:.6f}, engine {result.engine:.6f}"
+        )
+    return WeightCheck(result.mean_abs_diff, max(item.max_abs_diff for item in found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Worst:
+    """The sequence with the largest mean difference, and the token of the largest in it."""
+
+    mean_abs_diff: float
+    max_abs_diff: float
+    sequence: int
+    position: int
+    trainer: float
+    engine: float
+
+
+def _compare(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> _Worst:
+    worst = _Worst(0.0, 0.0, 0, 0, 0.0, 0.0)
+    largest = 0.0
+    for i, (ours, theirs) in enumerate(zip(trainer, engine, strict=True)):
+        if len(ours) == 0:
+            continue
+        # NaN compares as nothing; as infinity it is the worst of all.
+        diff = np.nan_to_num(np.abs(ours.astype(np.float64) - theirs), nan=np.inf, posinf=np.inf)
+        at = int(diff.argmax())
+        largest = max(largest, float(diff[at]))
+        if (mean := float(diff.mean())) >= worst.mean_abs_diff:
+            worst = _Worst(mean, 0.0, i, at, float(ours[at]), float(theirs[at]))
+    return dataclasses.replace(worst, max_abs_diff=largest)

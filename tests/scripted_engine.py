@@ -1,0 +1,184 @@
+"""An engine for tests: every request is answered by a script, a token each decoding step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gapo_megatron.errors import RolloutError
+from gapo_megatron.rollout.engine import Completion, Request
+from gapo_megatron.rollout.progress import Heartbeat
+from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.types import Sequences
+from tests.waiting import HANG_S
+
+Script = Callable[[Request], Sequence[int]]
+"""What the model says next: tokens up to and with EOS. A request may have too few tokens left."""
+
+
+class LoneHeartbeat(Heartbeat):
+    """Nobody else generates."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def beat(self, *, ended: bool) -> bool:
+        self.all_ended = ended
+        return ended
+
+    def wait_for_all(
+        self, *, on_beat: Callable[[], object], meanwhile: Callable[[], object]
+    ) -> None:
+        on_beat()
+        meanwhile()
+
+
+class LoneReplicas(Replicas):
+    """A rank without a process group; of several it is the one that is there."""
+
+    def __init__(self, *, rank: int = 0, world_size: int = 1, size: int = 1) -> None:
+        super().__init__(rank=rank, world_size=world_size, size=size)
+
+    def gather(self, groups: Sequence[Any]) -> list[Any]:
+        return list(groups)
+
+    def heartbeat(self) -> Heartbeat:
+        return LoneHeartbeat()
+
+
+class ThreadReplicas(LoneReplicas):
+    """Ranks that are threads of one process."""
+
+    def __init__(self, rank: int, *, size: int, barrier: threading.Barrier, sent: list[Any]):
+        super().__init__(rank=rank, world_size=barrier.parties, size=size)
+        self._barrier = barrier
+        self._sent = sent
+
+    @classmethod
+    def of(cls, world_size: int, *, size: int) -> list[ThreadReplicas]:
+        """One for each rank."""
+        barrier, sent = threading.Barrier(world_size), [None] * world_size
+        return [cls(rank, size=size, barrier=barrier, sent=sent) for rank in range(world_size)]
+
+    def gather(self, groups: Sequence[Any]) -> list[Any]:
+        self._sent[self._rank] = list(groups)
+        self._barrier.wait(HANG_S)
+        received = [one for part in self._sent for one in part]
+        self._barrier.wait(HANG_S)
+        return received
+
+
+def place_of(request: Request) -> tuple[str, int]:
+    """The problem's id and the number of the response, which make up a request's name."""
+    problem, _, sample = request.name.rpartition("/")
+    return problem, int(sample)
+
+
+def says(tokenizer: Any, responses: Mapping[str, Sequence[str]]) -> Script:
+    """The text of each response, by problem, and EOS."""
+
+    def script(request: Request) -> list[int]:
+        problem, sample = place_of(request)
+        return [*tokenizer.encode(responses[problem][sample]), tokenizer.eos_token_id]
+
+    return script
+
+
+class ScriptedEngine:
+    """A `rollout.engine.Engine` of `num_places` requests at a time.
+
+    Attributes:
+        asked: every request there ever was.
+        num_tokens: sampled so far.
+        num_steps: decoding steps so far.
+        before_step: called before each of them.
+        weights: names of the tensors that the last update brought.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        replicas: Replicas | None = None,
+        num_places: int = 1000,
+        log_prob: float = -1.0,
+        before_step: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.replicas = replicas or LoneReplicas()
+        self.policy_version = 0
+        self.max_sequence_tokens = 10_000
+        self.vocab_size = 100_000
+        self.verify_bound = 0.01
+        self.asked: list[Request] = []
+        self.num_tokens = self.num_steps = 0
+        self.before_step = before_step
+        self.weights: list[str] = []
+        self._script = script
+        self._num_places = num_places
+        self._log_prob = log_prob
+        self._awake = True
+        self._open: dict[str, tuple[Request, Sequence[int], int]] = {}
+        """Request, answer and number of tokens so far, by name and in order."""
+
+    def add(self, request: Request) -> None:
+        self._require_awake("generate")
+        assert request.name not in self._open and request.max_tokens > 0, request
+        self.asked.append(request)
+        self._open[request.name] = request, self._script(request), 0
+
+    def poll(self) -> list[Completion]:
+        assert self._open, "nothing to generate"
+        self.before_step()
+        self.num_steps += 1
+        ended = []
+        for name in list(self._open)[: self._num_places]:
+            request, answer, count = self._open[name]
+            self.num_tokens += 1
+            count += 1
+            self._open[name] = request, answer, count
+            if count == min(len(answer), request.max_tokens):
+                ended.append(self._end(name, "stop" if count == len(answer) else "length"))
+        return ended
+
+    def abort(self) -> list[Completion]:
+        return [self._end(name, "abort") for name in list(self._open)]
+
+    def num_requests(self) -> tuple[int, int]:
+        num_running = min(len(self._open), self._num_places)
+        return num_running, len(self._open) - num_running
+
+    def score(self, sequences: Sequences) -> list[np.ndarray]:
+        self._require_awake("score")
+        counts = sequences.num_response_tokens.tolist()
+        return [np.full(count, self._log_prob, np.float32) for count in counts]
+
+    def update_weights(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        policy_version: int,
+        on_received: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._require_awake("update_weights")
+        self.weights = [name for name, _ in tensors]
+        on_received()
+        self.policy_version = policy_version
+
+    def sleep(self) -> None:
+        self._awake = False
+
+    def wake(self) -> None:
+        self._awake = True
+
+    def _end(self, name: str, reason: Any) -> Completion:
+        _, answer, count = self._open.pop(name)
+        log_probs = np.full(count, self._log_prob, np.float32)
+        return Completion(name, np.array(answer[:count], np.int32), log_probs, reason)
+
+    def _require_awake(self, action: str) -> None:
+        if not self._awake:
+            raise RolloutError(f"{action} needs an engine that is awake")

@@ -1,0 +1,162 @@
+"""What vLLM is started with, and what is checked before an engine is built."""
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
+
+from gapo_megatron.compat import vllm as vllm_internals
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.rollout.vllm import eos_token_ids
+from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args
+from gapo_megatron.rollout.vllm.weights import verify_bound
+from tests.messages import mentions
+from tests.rollout_setup import CPU, SIZES, make_args, make_config, make_model
+
+
+def test_eos_tokens_come_from_both_files(tmp_path):
+    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 6}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 3}))
+    assert eos_token_ids(tmp_path, config["vocab_size"]) == (3,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
+    assert eos_token_ids(tmp_path, config["vocab_size"]) == (3, 5)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 6]}))
+    with pytest.raises(ConfigError, match=mentions("generation_config.json", "eos_token_id", 6)):
+        eos_token_ids(tmp_path, config["vocab_size"])
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        eos_token_ids(tmp_path, config["vocab_size"])
+
+
+@pytest.mark.parametrize("damage", ["model.safetensors", "config.json"])
+def test_an_incomplete_model_folder_is_named_before_vllm_starts(tmp_path, damage):
+    model = make_model(True)
+    model.save_pretrained(tmp_path)
+    (tmp_path / damage).unlink()
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
+        check_engine(make_config(tmp_path), model.config, CPU, world_size=1)
+
+
+def test_rollout_tensor_parallelism_must_fit(tmp_path):
+    model, config = make_model(True), make_config(tmp_path, tensor_parallel_size=2)
+    named = mentions("rollout.tensor_parallel_size", 2, "world size", 1)
+    with pytest.raises(ConfigError, match=named):
+        check_engine(config, model.config, CPU, world_size=1)
+
+
+def test_a_head_dim_vllm_has_no_kernel_for_is_a_config_error(tmp_path):
+    config = LlamaConfig(**SIZES, head_dim=16)
+    with pytest.raises(ConfigError, match=r"\bhead_dim\b.*\b16\b.*\b32\b.*\b64\b"):
+        check_engine(make_config(tmp_path), config, CPU, world_size=1)
+
+
+def test_a_cache_larger_than_the_machine_is_a_config_error(tmp_path):
+    config = make_config(tmp_path, cpu_kv_cache_gib=10**6)
+    with pytest.raises(ConfigError, match=mentions("rollout.cpu_kv_cache_gib", 10**6)):
+        check_engine(config, make_model(True).config, CPU, world_size=1)
+
+
+def test_sequences_beyond_the_trained_positions_are_warned_about(tmp_path, caplog):
+    config = make_config(tmp_path)
+    assert make_args(config, LlamaConfig(**SIZES), CPU).max_model_len == 165
+    assert not caplog.records
+    short = LlamaConfig(**SIZES | {"max_position_embeddings": 100})
+    args = make_args(config, short, CPU)
+    assert args.hf_overrides == {"max_position_embeddings": 165}
+    long = LlamaConfig(**SIZES | {"max_position_embeddings": 2**31 - 1})
+    args = make_args(make_config(tmp_path), long, CPU)
+    assert args.hf_overrides == {"max_position_embeddings": 165} and not args.trust_remote_code
+    settings = ("data.max_prompt_tokens", "rollout.max_response_tokens")
+    assert re.search(mentions(*settings, 164, 100), caplog.messages[-1])
+
+
+def test_gpu_memory_is_a_fraction_and_can_be_given_back(tmp_path):
+    config = make_config(tmp_path, memory_fraction=0.3)
+    args = make_args(config, LlamaConfig(**SIZES), torch.device("cuda"))
+    assert (args.gpu_memory_utilization, args.enable_sleep_mode) == (0.3, True)
+    assert args.sleep_mode_offload_cudagraph
+
+
+@pytest.mark.parametrize("quantization", ["", "fp8"])
+def test_on_a_gpu_vllm_has_its_logits_in_fp32(tmp_path, quantization):
+    """As the trainer's head; what vLLM makes of the override on a CPU is enough to see it."""
+    model = make_model(True)
+    model.save_pretrained(tmp_path)
+    config = make_config(tmp_path, precision="bf16", quantization=quantization)
+    args = make_args(config, model.config, torch.device("cuda"))
+    assert args.hf_overrides["head_dtype"] == "float32"
+    args.enable_sleep_mode = False  # the one that a CPU refuses
+    made = args.create_model_config()
+    assert (made.dtype, made.head_dtype) == (torch.bfloat16, torch.float32)
+    assert "head_dtype" not in make_args(config, model.config, CPU).hf_overrides
+
+
+@pytest.mark.parametrize(
+    ("precision", "rollout", "has_experts", "expected"),
+    [
+        ("fp32", {}, False, {"cpu": 1e-3, "cuda": 1e-2}),  # TF32, in vLLM's attention
+        (
+            "fp32",
+            {},
+            True,
+            {"cpu": 1e-3, "cuda": 1e-2},
+        ),  # nothing rounds so far that other experts are chosen
+        ("bf16", {}, False, 0.1),
+        ("bf16", {}, True, 0.3),
+        ("bf16", {"quantization": "fp8"}, False, 0.3),
+        ("fp8", {}, False, 0.3),
+        ("bf16", {"quantization": "fp8", "verify_bound": 0.02}, True, 0.02),
+    ],
+)
+def test_the_bound_of_a_sync_goes_by_what_rounds(
+    tmp_path, precision, rollout, has_experts, expected
+):
+    hf_config = Qwen3MoeConfig(**SIZES) if has_experts else LlamaConfig(**SIZES)
+    config = make_config(tmp_path, precision=precision, **{"verify_bound": None, **rollout})
+    for device in ("cpu", "cuda"):
+        bound = expected[device] if isinstance(expected, dict) else expected
+        assert verify_bound(config, hf_config, torch.device(device)) == bound
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_weights_come_by_the_first_sync_unless_asked_for(tmp_path, device):
+    config, hf_config = make_config(tmp_path), LlamaConfig(**SIZES)
+    formats = [
+        engine_args(config, hf_config, torch.device(device), load_weights=load).load_format
+        for load in (False, True)
+    ]
+    assert formats == ["dummy", "auto"]
+
+
+def test_only_a_cpu_with_a_kernel_for_it_generates_in_fp8(tmp_path, monkeypatch):
+    model = make_model(True)
+    model.save_pretrained(tmp_path)
+    plain = make_args(make_config(tmp_path), model.config, CPU)
+    assert (plain.quantization, plain.quantization_config) == (None, None)
+    config = make_config(tmp_path, precision="bf16", quantization="fp8")
+    args = make_args(config, model.config, CPU)
+    assert (args.quantization, args.dtype) == ("fp8_per_block", "bfloat16")
+    assert args.quantization_config.ignore == ["*.gate"]
+    check_engine(make_config(tmp_path), model.config, CPU, world_size=1)
+    check_engine(config, model.config, torch.device("cuda"), world_size=1)
+    llama = make_model(False).config
+    for of_model, answer, reason in [
+        (llama, (True, None), None),
+        (llama, (False, "requires AMX"), "requires AMX"),
+        (model.config, (True, None), "biases"),
+    ]:
+        monkeypatch.setattr(
+            vllm_internals.CPUFp8BlockScaledMMKernel, "is_supported", lambda answer=answer: answer
+        )
+        if reason is None:
+            check_engine(config, of_model, CPU, world_size=1)
+            continue
+        named = mentions("rollout.quantization", "'fp8'", "CPU", reason)
+        with pytest.raises(ConfigError, match=named):
+            check_engine(config, of_model, CPU, world_size=1)

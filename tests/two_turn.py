@@ -1,0 +1,36 @@
+"""An environment for tests: at the first EOS it says something, and the model goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gapo_megatron.rollout.requests import num_sampled
+from gapo_megatron.types import Episode, Prompt
+
+
+class TwoTurn:
+    """Appends `given` once; the episode ends at the second EOS.
+
+    It reads off the mask whether it has spoken: an episode goes on wherever it was broken off.
+    """
+
+    def __init__(self, given: Sequence[int]) -> None:
+        self._given = given
+
+    def begin(self, prompt: Prompt) -> Sequence[int]:
+        return prompt.token_ids
+
+    def respond(self, episode: Episode) -> Sequence[int] | None:
+        return self._given if episode.rollout.response_mask is None else None
+
+    def judge(self, episode: Episode) -> tuple[str, str]:
+        """The tokens of the last turn, to be compared as numbers."""
+        rollout = episode.rollout
+        first = 0
+        if rollout.response_mask is not None:
+            first = int(np.flatnonzero(~rollout.response_mask)[-1]) + 1
+        said = rollout.token_ids[first:].tolist()
+        assert len(said) <= num_sampled(rollout)
+        return " ".join(map(str, said)), episode.prompt.answer

@@ -571,7 +571,7 @@ def test_there_is_room_when_vllm_starts(root: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     said = finish(process, exit_code=1).splitlines()
-    assert said[-1] == "0 bytes of gradients, 0 of weights"
+    assert "0 bytes of gradients, 0 of weights" in said
 
 
 @pytest.mark.system

@@ -35,7 +35,7 @@ from gapo_megatron.config import Config, parse_config
 from gapo_megatron.errors import ConfigError, DataError, RewardError, RolloutError, WeightSyncError
 from gapo_megatron.hf.weights import write_hf
 from gapo_megatron.models.rules import to_hf, to_megatron
-from gapo_megatron.models.tables import rules_for
+from gapo_megatron.models.tables import Geometry, rules_for
 from gapo_megatron.rewards import Judging, Pool, score
 from gapo_megatron.rollout.progress import Heartbeat, Occupancy
 from gapo_megatron.rollout.vllm import (
@@ -108,6 +108,7 @@ def vllm_environment(rank: int = 0, world_size: int = 1) -> dict[str, str]:
         "MASTER_PORT": "1",  # the process group is up: nobody connects
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # a user's; the config says otherwise
     }
 
 
@@ -245,6 +246,17 @@ def sequences(engine: RolloutEngine, count: int = 3):
 
 
 # --- sampling ----------------------------------------------------------------------------------
+
+
+def test_the_cache_is_as_large_as_the_config_says(built):
+    """In bytes, and in blocks: those of two layers, keys and values in float32."""
+    cache = built.engine.llm.vllm_config.cache_config
+    num_bytes = built.engine.config.rollout.cpu_kv_cache_gib * 2**30
+    assert num_bytes == 2**30 == cache.kv_cache_memory_bytes
+    hf_config = built.model.config
+    width = hf_config.num_key_value_heads * Geometry.of(hf_config).head_dim
+    token_bytes = 2 * hf_config.num_hidden_layers * width * 4
+    assert cache.num_gpu_blocks == num_bytes // (token_bytes * cache.block_size)
 
 
 def test_log_probs_are_those_of_the_distribution_sampled_from(fresh):

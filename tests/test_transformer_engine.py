@@ -232,6 +232,8 @@ def stage_of_stand_ins(
 ) -> Any:
     """Builds a model as on a GPU, of Megatron-core's own layers."""
     conversion_setup.save_model(tmp_path, "qwen2")
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "")
+    monkeypatch.delenv("NVTE_UNFUSED_ATTN")  # what a model sets goes with the test
     layers = model._layer_spec
     local = lambda *args, **_: layers(*args, transformer_engine=False)  # noqa: E731
     monkeypatch.setattr(model, "_layer_spec", local)

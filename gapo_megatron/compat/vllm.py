@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,14 +33,18 @@ _alive: list[LLMEngine] = []
 def create(args: EngineArgs) -> LLMEngine:
     """An engine that is stepped by hand, and whose end leaves the default process group alone.
 
+    Its KV cache on a CPU is that of `args.kv_cache_memory_bytes`, whatever the environment says.
+
     Raises:
         ValueError: vLLM refuses.
     """
     # Uses: v1.engine.llm_engine.LLMEngine, usage.usage_lib.UsageContext; that weakref.finalize
-    #     shuts an engine down when it is garbage collected (v1/engine/core.py)
+    #     shuts an engine down when it is garbage collected (v1/engine/core.py); that
+    #     VLLM_CPU_KVCACHE_SPACE, a setting of old, would replace the argument (platforms/cpu.py)
     # Versions: vllm 0.32.0
     # Upstream: none found for a group of others (close to it vllm-project/vllm#38231, open;
     #     huggingface/trl#6353)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     llm = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
     _alive.append(llm)
     return llm

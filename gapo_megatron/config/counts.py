@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from gapo_megatron.config import BatchConfig, Config, ParallelConfig
 from gapo_megatron.errors import ConfigError
 
+VERIFIED_SEQUENCES = 4
+"""Sequences whose log-probs are compared with the trainer's after every weight sync."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from gapo_megatron.config.metadata import INPUT_PATH
 from gapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,17 +54,13 @@ def check_together(config: Config) -> None:
 
 def input_paths(config: Config) -> dict[str, str]:
     """Files and folders that commands read, by the setting that names them; empty: not given."""
-    paths = {
-        "model.hf_dir": config.model.hf_dir,
-        "model.megatron_dir": config.model.megatron_dir,
-        "data.train_path": config.data.train_path,
-        "data.eval_path": config.data.eval_path,
-        "checkpoint.branch_from": config.checkpoint.branch_from,
+    return {
+        f"{section}.{name}": getattr(values, name)
+        for section, values in config
+        if values is not None
+        for name, field in type(values).model_fields.items()
+        if INPUT_PATH in field.metadata
     }
-    if config.supervised:
-        paths["supervised.initial_hf_dir"] = config.supervised.initial_hf_dir
-        paths["supervised.train_path"] = config.supervised.train_path
-    return paths
 
 
 def check_paths(config: Config) -> None:

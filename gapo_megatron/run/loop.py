@@ -17,6 +17,7 @@ from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import CONFIG_NAME, Config
+from gapo_megatron.config.counts import VERIFIED_SEQUENCES
 from gapo_megatron.config.roles import flat
 from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.data.schema import read_prompts
@@ -118,7 +119,7 @@ def run(config: Config, *, keep_weights: bool) -> None:
         policy.make_room_of_weights()
         engine = RolloutEngine(config, hf_config, device=world.device)
     with startup("sync"):
-        probe = prompts_as_sequences(problems, config.rollout.verify_sequences)
+        probe = prompts_as_sequences(problems, VERIFIED_SEQUENCES)
         sync(policy, engine, probe, policy_version=first_step)
     pool.wait_until_ready()
 
@@ -247,7 +248,7 @@ def run(config: Config, *, keep_weights: bool) -> None:
             break
         memory.note("update_peak")
         with stopwatch("sync"):
-            probe = first_sequences(batch, config.rollout.verify_sequences)
+            probe = first_sequences(batch, VERIFIED_SEQUENCES)
             check = sync(policy, engine, probe, policy_version=step + 1)
         memory.note("after_wake")
         stopwatch.notes |= memory.lap(engine.gloo_group)

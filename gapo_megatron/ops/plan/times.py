@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from gapo_megatron.config import Config
+from gapo_megatron.config.counts import VERIFIED_SEQUENCES
 from gapo_megatron.ops.dry_run import BYTES_PER_PARAMETER
 from gapo_megatron.ops.plan.arithmetic import Shape, element_bytes
 from gapo_megatron.ops.plan.efficiency import Efficiency
@@ -117,7 +118,7 @@ def sync_s(training: Training) -> float:
 
     sync = W / t / network (broadcast over p stages) + W (t - 1) / t / link (gather)
            + W_experts (e - 1) / e / link + 2 W / bandwidth (copy)
-           + tensors x tensor_s + verify_sequences one by one through the layers + engine steps
+           + tensors x tensor_s + verified sequences one by one through the layers + engine steps
     """
     layout, gpu, efficiency = training.layout, training.gpu, training.efficiency
     shape, config = training.shape, training.config
@@ -137,5 +138,5 @@ def sync_s(training: Training) -> float:
         rate = gpu.group_bandwidth(group, stride=stride) * efficiency.communication
         seconds += sent / rate
     seconds += shape.num_tensors * efficiency.tensor_s
-    seconds += config.rollout.verify_sequences * shape.num_layers * efficiency.layer_s
+    seconds += VERIFIED_SEQUENCES * shape.num_layers * efficiency.layer_s
     return seconds + _PROBE_STEPS * efficiency.decode_step_s

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gapo_megatron.config import load_config
-from gapo_megatron.config.toml_tree import to_toml
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.runs import read_run
 

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from gapo_megatron.config import load_config
-from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.config_json import facts_of, read_facts
 from gapo_megatron.models.published import shipped_fields
 from tests.messages import mentions
@@ -83,7 +83,7 @@ def test_the_task_fits_the_config(demo, tmp_path, monkeypatch):
     config = load_config(CONFIG, [*demo._settings(_arguments(), 0), "supervised.num_steps=2"])
     demo._write_task(config)
     initial = config.supervised.initial_hf_dir
-    # What a plan and a dry run take before there is a model (gapo_megatron/model_shapes).
+    # What a plan and a dry run take before there is a model (models/published).
     shipped = facts_of(shipped_fields(Path(config.model.hf_dir).name), source="shipped")
     assert read_facts(initial) == shipped
     tokenizer = load_tokenizer(initial)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gapo_megatron.config import load_config, parse_config
-from gapo_megatron.config.toml_tree import to_toml
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.doctor import probe
 from gapo_megatron.ops.doctor.ask import ask
 from gapo_megatron.ops.doctor.config import config_code, judge_config

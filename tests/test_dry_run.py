@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gapo_megatron.config import Config, ParallelConfig, parse_config
 from gapo_megatron.config.counts import arithmetic
-from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf import manifest
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.dry_run import per_rank_parameters, print_dry_run
 from tests.messages import mentions

@@ -32,9 +32,9 @@ TIMED_OUT = (
 )
 TRACEBACK = """\
 Traceback (most recent call last):
-  File "/home/me/gapo_megatron/gapo_megatron/launch/environment.py", line 290, in fail_fast
+  File "/home/me/gapo_megatron/gapo_megatron/run/processes.py", line 290, in fail_fast
     yield
-  File "/home/me/gapo_megatron/gapo_megatron/policy/step.py", line 88, in update
+  File "/home/me/gapo_megatron/gapo_megatron/learn/update.py", line 88, in update
     self.optimizer.step()
   File "/home/me/gapo_megatron/.venv/lib64/site-packages/torch/optim/adamw.py", line 5, in step
     work()
@@ -50,7 +50,7 @@ Thread 0x00007f370b9ce6c0 (most recent call first):
 """
 IN_ALL_REDUCE = """\
   File "/opt/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
-  File "/runs/code/12/gapo_megatron/policy/step.py", line 120 in update"""
+  File "/runs/code/12/gapo_megatron/learn/update.py", line 120 in update"""
 IN_READ = """\
   File "/usr/lib/python3.11/socket.py", line 718 in readinto
   File "/runs/code/12/gapo_megatron/data/source.py", line 44 in next_batch"""

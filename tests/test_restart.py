@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.run_folder import mark_finished
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.launch.prepare import check_before_nodes
 from gapo_megatron.run import attempt
 from gapo_megatron.run.restart import AFTER_A_SAVE, check_not_lost

@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoConfig
 
 from gapo_megatron.config import load_config
-from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.plan.arithmetic import Shape
 from gapo_megatron.ops.plan.calibration import (
     STAGES,

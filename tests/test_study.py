@@ -9,9 +9,9 @@ from transformers import AutoConfig
 
 from gapo_megatron.config import load_config
 from gapo_megatron.config.counts import arithmetic
-from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.run_folder import mark_finished
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.ops.launch.study import Resources, Run, read_study, unfinished
 from gapo_megatron.ops.plan.arithmetic import Shape

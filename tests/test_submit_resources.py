@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.run_folder import mark_finished
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.launch.prepare import check_before_nodes
 from gapo_megatron.ops.launch.study import Resources, read_study
 from gapo_megatron.ops.launch.submit import Submission, world_sizes

@@ -25,8 +25,8 @@ from submitit.core.utils import FailedJobError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
-from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.launch.freeze import freeze, repository
 from gapo_megatron.ops.launch.local import gpu_shares, run_locally
 from gapo_megatron.ops.launch.status import (

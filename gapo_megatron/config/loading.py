@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from gapo_megatron.config.errors import explain
 from gapo_megatron.config.schema import Config
-from gapo_megatron.config.toml_tree import apply_override, read_tree, set_value
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.toml_tree import apply_override, read_tree, set_value
 
 
 def load_config(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gapo_megatron.errors import DataError
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 
 
 def file_sha256(path: Path) -> str:
@@ -30,6 +30,7 @@ def code_sha256(*parts: str) -> str:
         parts: files (`data/benchmarks.py`) and folders (`rewards`), which stand for all of theirs.
     """
     roots = [_PACKAGE / part for part in parts]
+    assert all(root.exists() for root in roots), f"{parts} are not all here"
     digest = hashlib.sha256()
     for path in sorted(
         p for root in roots for p in ([root] if root.suffix else root.rglob("*.py"))

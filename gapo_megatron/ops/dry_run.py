@@ -18,11 +18,11 @@ from gapo_megatron import rewards
 from gapo_megatron.config import Config, ParallelConfig, load_config
 from gapo_megatron.config.counts import Arithmetic, arithmetic, layers_of_stages, num_begun
 from gapo_megatron.config.rules import check_paths
-from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.manifest import list_steps
 from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.io.run_folder import checkpoints_dir
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.models.fp8 import is_quantised

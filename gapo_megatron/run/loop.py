@@ -19,7 +19,6 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import CONFIG_NAME, Config
 from gapo_megatron.config.counts import VERIFIED_SEQUENCES
 from gapo_megatron.config.roles import flat
-from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.data.tokenizer import load_tokenizer
@@ -29,6 +28,7 @@ from gapo_megatron.hf.weights import write_hf
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.metric_files import check_metrics
 from gapo_megatron.io.run_folder import checkpoints_dir, has_finished, is_finished, mark_finished
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.learn.carry import carry
 from gapo_megatron.learn.noise_floor import watch_noise_floor
 from gapo_megatron.learn.step import learn

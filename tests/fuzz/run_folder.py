@@ -11,10 +11,10 @@ from random import Random
 from typing import Any
 
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.evaluate.counts import write_counts
 from gapo_megatron.io.metric_files import read_rows
 from gapo_megatron.io.run_folder import is_finished, mark_finished
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.launch.postmortem import Evidence
 from gapo_megatron.ops.launch.status import read_status
 from gapo_megatron.ops.report.runs import parse_branch, read_run

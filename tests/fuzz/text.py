@@ -13,9 +13,9 @@ from typing import Any
 
 import gapo_megatron
 from gapo_megatron.config import Config, load_config, parse_config
-from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.dry_run import print_dry_run
 from gapo_megatron.ops.launch.study import read_study
 from gapo_megatron.ops.prepare.demo_task import write_tokenizer

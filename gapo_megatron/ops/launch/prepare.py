@@ -13,10 +13,10 @@ from pathlib import Path
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.config.counts import arithmetic
 from gapo_megatron.config.rules import check_paths
-from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.files import real
 from gapo_megatron.io.run_folder import check_ours, checkpoints_dir, is_finished
+from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.launch.freeze import ROOMS, freeze, repository
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.restart import check_not_lost

@@ -64,7 +64,7 @@ def prepare(
         "inputs": [{"path": str(p), "sha256": d} for p, d in _digests(inputs, progress).items()],
         "tokenizer": _tokenizer_files(lengths.tokenizer),
         "benchmarks": _describe(held_out) if held_out else None,
-        "code": code_sha256("data", "rewards"),
+        "code": code_sha256("data", "rewards", "ops/prepare"),
     }
     num_bytes = sum(path.stat().st_size for path in inputs)
     with (  # the journal goes last: a disk that is full when the folder is published costs no rows

@@ -28,6 +28,9 @@ layouts, memory and time of a config, here on one node of H200:
 the same with lengths you know, and another model:
   python tools/plan.py CONFIG model.hf_dir=models/Qwen2.5-32B --nodes 4 \\
     --mean-prompt-tokens 150 --mean-response-tokens 900 --active-share 0.6
+a layout as a config, for the job that trains in it:
+  python tools/plan.py configs/qwen2_5_32b/base.toml batch.max_tokens_per_microbatch=10240 \\
+    --nodes 2 --gpu h200 --write configs/qwen2_5_32b/two_nodes.toml
 measure this machine at two sizes, and test what was learned at a third:
   python tools/plan.py configs/demo.toml --gpu cpu --probe --calibration cpu.toml \\
     --size "" --size "batch.rollout_prompts=16 batch.minibatch_prompts=4" \\
@@ -79,10 +82,17 @@ def main(command_line: Sequence[str] | None = None) -> int:
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.config import load_config
     from gapo_megatron.ops.plan import tables
+    from gapo_megatron.ops.plan.layout_file import (
+        check_layout_file,
+        quickest_with_room,
+        write_layout,
+    )
     from gapo_megatron.ops.plan.planner import leave_out, overrides, plan, read_model
     from gapo_megatron.ops.plan.workload import default_workload
 
     config = load_config(arguments.config, arguments.overrides)
+    if arguments.write:
+        check_layout_file(arguments.write)
     hf_config, note = read_model(config)
     found = _calibration(arguments)
     workload = default_workload(
@@ -102,6 +112,14 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         workload=workload,
         efficiency=found.efficiency,
     )
+    if arguments.write:
+        write_layout(
+            quickest_with_room(result),
+            arguments.write,
+            gpu=found.gpu,
+            base=Path(arguments.config),
+            settings=arguments.overrides,
+        )
     if arguments.json:
         values = tables.to_json(result, config, workload, found.efficiency, top=top, note=note)
         print(json.dumps(values, indent=2, allow_nan=False))
@@ -294,6 +312,13 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--top", type=_positive, metavar="N", help=f"layouts to show (default: {_TOP})")
     add("--json", action="store_true", help="print plain values instead of tables")
+    add(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="write a config, with CONFIG as its base, of the quickest layout that leaves a "
+        "twentieth of every GPU free",
+    )
     lengths = parser.add_argument_group("lengths of a step (assumed where not given)")
     for option, metavar, shown in (
         (
@@ -364,7 +389,7 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     chosen = [name for name, is_chosen in tasks.items() if is_chosen]
     if len(chosen) > 1:
         parser.error(f"{' and '.join(chosen)} are one at a time")
-    for name in ("nodes", "top", "json", "mean_response_tokens", "active_share"):
+    for name in ("nodes", "top", "json", "write", "mean_response_tokens", "active_share"):
         given = getattr(arguments, name)
         if chosen and given is not None and given is not False:
             parser.error(f"--{name.replace('_', '-')} is for plans, not for {chosen[0]}")

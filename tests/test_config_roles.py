@@ -17,6 +17,7 @@ from gapo_megatron.config.rules import input_paths
 from gapo_megatron.errors import ConfigError
 from tests.messages import mentions
 
+GOLDEN = Path(__file__).parent / "golden"
 SETTINGS = [
     f"{section}.{name}" for section, model in Config.sections().items() for name in model.roles()
 ]
@@ -146,7 +147,7 @@ def test_a_removed_setting_of_a_manifest_is_no_change(name: str) -> None:
 
 def test_what_a_run_of_the_version_before_wrote_still_loads() -> None:
     """The config.toml in its run folder: every setting that had a value."""
-    path = Path(__file__).parent / "golden" / "older_run_config.toml"
+    path = GOLDEN / "older_run_config.toml"
     written = tomllib.loads(path.read_text(encoding="utf-8"))
     names = {f"{section}.{key}" for section, values in written.items() for key in values}
     assert set(REMOVED) <= names
@@ -154,3 +155,9 @@ def test_what_a_run_of_the_version_before_wrote_still_loads() -> None:
     for name in names - set(REMOVED):
         section, _, key = name.partition(".")
         assert loaded[name] == written[section][key], name
+
+
+def test_a_layout_of_the_version_before_is_the_one_that_is_there_now() -> None:
+    """A user's copy of its two files; where they were, and their base, has changed."""
+    before = load_config(GOLDEN / "older_configs" / "h100_24k.toml")
+    assert before == load_config(GOLDEN.parents[1] / "configs" / "qwen2_5_32b" / "h100_24k.toml")

@@ -1,4 +1,4 @@
-"""What a config means in processes, stages and sequences: arithmetic alone; no torch."""
+"""How many processes, stages and sequences follow from a config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VERIFIED_SEQUENCES = 4
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How many of what a run has. Counts are global unless the name says otherwise."""
+    """The counts of a run. They are global unless the name says otherwise."""
 
     world_size: int
     tp_size: int
@@ -22,7 +22,7 @@ class Arithmetic:
     cp_size: int
     dp_size: int
     ep_size: int
-    """Ranks that divide a layer's experts among themselves, out of those of one stage."""
+    """Ranks of a stage that share a layer's experts."""
     rollout_replicas: int
     """vLLM engines; each spans `rollout.tensor_parallel_size` processes."""
     rollout_sequences: int
@@ -33,9 +33,9 @@ class Arithmetic:
     longest_sequence: int
     """Prompt + response tokens."""
     longest_per_microbatch: int
-    """Sequences of the greatest length that one micro-batch holds."""
+    """Sequences of maximum length that one micro-batch holds."""
     most_microbatches_per_rank: int
-    """Of one mini-batch, when every sequence has the greatest length."""
+    """Micro-batches of a mini-batch on one rank, if every sequence has the maximum length."""
 
     @property
     def cut(self) -> str:
@@ -45,13 +45,13 @@ class Arithmetic:
 
 
 def num_begun(batch: BatchConfig, wanted: int) -> int:
-    """Prompts to begin for `wanted` groups."""
+    """Prompts to start so that `wanted` groups are complete first."""
     # 50 x 1.1 is 55.00000000000001 in binary.
     return math.ceil(round(wanted * batch.oversampling, 6))
 
 
 def arithmetic(config: Config, *, world_size: int) -> Arithmetic:
-    """Work out the counts of a run on `world_size` processes.
+    """Compute the counts of a run on `world_size` processes.
 
     Raises:
         ConfigError: a parallel size does not divide the world size.
@@ -158,8 +158,5 @@ def check_world_size(config: ParallelConfig, world_size: int) -> None:
 
 
 def bucket_size(num_copies: int) -> int:
-    """Elements that fill a bucket of gradients.
-
-    As Megatron-core's default, more where more ranks cut it.
-    """
+    """Elements per gradient bucket: Megatron-core's default, larger if many ranks share it."""
     return max(40_000_000, 1_000_000 * num_copies)

@@ -1,4 +1,4 @@
-"""What settings of different sections demand of each other, and paths of the machine."""
+"""Rules between settings of different sections, and checks of paths on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_together(config: Config) -> None:
-    """Refuse settings that are fine alone, and cannot run together.
+    """Refuse settings that are valid alone but cannot be combined.
 
     Raises:
         ValueError: names both settings, their values and the rule.
@@ -64,7 +64,7 @@ def input_paths(config: Config) -> dict[str, str]:
 
 
 def check_paths(config: Config) -> None:
-    """Refuse paths that lead nowhere on this machine; one where nothing is yet may be fine.
+    """Refuse paths that cannot be followed on this machine. A path may name what is not there yet.
 
     Raises:
         ConfigError: names field, path and reason: links in a circle, a folder that this user must

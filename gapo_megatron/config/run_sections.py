@@ -23,46 +23,54 @@ from gapo_megatron.config.types import (
 
 
 class RunConfig(Section):
+    """Where a run writes, how long it trains, and when it gives up."""
+
     role = LIFE
-    kept = "prompts and samples are drawn by it"
+    kept = "it decides which prompts are drawn and what is sampled"
 
     output_dir: MadePath
-    """Everything the run writes lands here."""
+    """Run folder: everything the run writes is in it."""
     seed: Annotated[Seed, SEED] = 0
+    """Decides the order of prompts and what is sampled."""
     num_steps: Steps
-    """Rollout batches to train on."""
+    """Steps to train for, each with one rollout batch."""
     hang_timeout_s: Seconds = 1200
-    """A process without progress for so long prints where it is and ends. More than the longest
-    mini-batch, save or load takes, and than one engine may wait for another to finish generating;
-    less than parallel.timeout_s, which would end it without a word about where."""
+    """A process that makes no progress for this long prints its stack and ends. Set it above the
+    longest mini-batch, save or load, and above the time one engine waits for another to finish
+    generating. Must be below parallel.timeout_s, which ends a process without a stack."""
     stop_margin_s: Seconds = 120
-    """Kept free before the job's time limit, beyond what a stage and a save took so far; and the
-    longest that generation may still go on after a request to stop (docs/slurm.md)."""
+    """Time left before the job's time limit when a run stops, beyond the time that a stage and a
+    save have taken so far. Also the longest that generation continues after a request to stop
+    (docs/slurm.md)."""
 
 
 class ParallelConfig(Section):
+    """The trainer's parallel layout. Names are Megatron-core's."""
+
     role = LAYOUT
 
     tensor_model_parallel_size: Count = 1
     pipeline_model_parallel_size: Count = 1
     virtual_pipeline_model_parallel_size: Count = 1
-    """Stages of every pipeline rank, each with a part of its layers: a shorter bubble for more
-    messages. Micro-batches are then filled up to a multiple of the pipeline's ranks."""
+    """Virtual stages per pipeline rank, each with a part of its layers: a shorter bubble, more
+    messages. The number of micro-batches is then padded to a multiple of the pipeline's ranks."""
     num_layers_in_first_pipeline_stage: Count | None = None
-    """Layers of the first pipeline rank, which has the embedding too, and (below) of the last one,
-    which has the head. Not given: as many as the others, which share the rest evenly."""
+    """Layers of the first pipeline rank, which also holds the embedding. Not given: as many as the
+    other ranks, which share the rest evenly."""
     num_layers_in_last_pipeline_stage: Count | None = None
+    """Layers of the last pipeline rank, which also holds the output layer."""
     context_parallel_size: Count = 1
-    """Ranks that share every sequence and its activations, where one cannot hold them: for that,
-    attention has to be Transformer Engine's; ours gathers all keys and values on every rank."""
+    """Ranks that share each sequence and its activations, for sequences too long for one rank. To
+    save memory it needs Transformer Engine's attention: ours gathers all keys and values on every
+    rank."""
     expert_model_parallel_size: Count = 1
-    """Neighbours (tensor, context or data parallel) that divide a layer's experts."""
+    """Ranks that share a layer's experts; they are tensor, context or data parallel otherwise."""
     sequence_parallel: bool = False
     """Shard activations between tensor-parallel regions along the sequence."""
     overlap_grad_reduce: bool = False
     """Sum gradients over data-parallel ranks during the last micro-batch's backward pass."""
     timeout_s: Annotated[Seconds, LIFE] = 1800
-    """A collective that waits longer ends the job."""
+    """A collective operation that waits longer ends the job."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -75,12 +83,12 @@ class ParallelConfig(Section):
 
     @property
     def ranks_per_layer(self) -> int:
-        """Ranks that hold a part each of a layer's weights or of its activations."""
+        """Ranks that each hold a part of a layer's weights or of its activations."""
         return self.tensor_model_parallel_size * self.context_parallel_size
 
     @property
     def uneven_stages(self) -> dict[str, int]:
-        """What is set of the fields that make pipeline stages virtual or unequal."""
+        """The settings that make pipeline stages virtual or unequal, where they are given."""
         fields = (
             "virtual_pipeline_model_parallel_size",
             "num_layers_in_first_pipeline_stage",
@@ -92,17 +100,21 @@ class ParallelConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """Saving, and starting from another run's checkpoint."""
+
     role = LIFE
 
     every_steps: StepsOrZero = 50
-    """Save every so many steps (0: only at the end)."""
+    """Save after every so many steps. 0: only at the end."""
     keep_last: Steps = 2
-    """Newest checkpoints to keep. One that a stop made in between takes the place of none."""
+    """Number of newest checkpoints to keep. Those that a stop made in the midst of a step are not
+    counted."""
     keep_steps: Annotated[tuple[Steps, ...], Field(strict=False)] = ()
-    """Steps to save after as well, and never to remove: what another run is to branch from."""
+    """Further steps to save after. These checkpoints are never removed, so that another run can
+    branch from them."""
     branch_from: Annotated[OptionalPath, INPUT_PATH] = ""
-    """Checkpoint of another run, RUN/checkpoints/step_N, that this one goes on from under another
-    objective (docs/slurm.md). Once begun, it resumes from its own."""
+    """Checkpoint of another run, RUN/checkpoints/step_N: this run continues from it with another
+    objective (docs/slurm.md). After its own first checkpoint it resumes from that."""
 
     def is_due(self, step: int) -> bool:
         """Whether to save after `step` steps, whether or not the run ends there."""
@@ -111,22 +123,29 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
+    """Evaluation on `data.eval_path` during training."""
+
     role = MEASURED
 
     every_steps: Annotated[StepsOrZero, LIFE] = 0
-    """Evaluate before the first step, every so many steps, and at the end (0: never)."""
+    """Evaluate before the first step, after every so many steps, and at the end. 0: never."""
     samples_per_prompt: Count = 8
+    """Responses per problem."""
     temperature: Temperature = 1.0
+    """Sampling temperature of the evaluation."""
 
 
 class MetricsConfig(Section):
+    """What is recorded besides metrics.jsonl, and the noise floor."""
+
     role = LIFE
 
     tensorboard: bool = True
+    """Write TensorBoard event files."""
     wandb_project: WandbProject = ""
-    """Weights & Biases project; empty: off."""
+    """Weights & Biases project. Empty: off."""
     noise_floor_every_steps: StepsOrZero = 50
-    """Measure the noise floor (docs/numerics.md) at step 0 and every so many steps (0: never)."""
+    """Measure the noise floor (docs/numerics.md) at step 0 and every so many steps. 0: never."""
     noise_floor_limit: Bound = 1.0
-    """A new run whose mean noise floor is more than so many times eps_low does not start: its
-    clip would decide on rounding."""
+    """A new run does not start if its mean noise floor is above this many times eps_low: rounding
+    would decide what is clipped."""

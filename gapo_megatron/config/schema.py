@@ -62,24 +62,27 @@ CONFIG_NAME = "config.toml"
 
 
 class ModelConfig(Section):
+    """The policy: where its weights come from, and how they are computed with."""
+
     role = LEARNED
     kept = "weights and optimizer state are this model's"
 
     hf_dir: Annotated[MadePath, INPUT_PATH]
     """Hugging Face folder (config.json, tokenizer, safetensors) of the initial policy."""
     megatron_dir: Annotated[OptionalPath, INPUT_PATH] = ""
-    """Megatron checkpoint that the weights are read from instead; `hf_dir` then needs none."""
+    """Megatron checkpoint to read the weights from. `hf_dir` then needs no weights of its own."""
     precision: Annotated[Literal["fp32", "bf16", "fp8"], SAMPLED] = "bf16"
     """bf16 and fp8 keep fp32 master weights; fp8 needs Transformer Engine."""
     fp8_recipe: Annotated[Literal["delayed", "tensorwise", "blockwise", "mxfp8"], SAMPLED] = (
         "tensorwise"
     )
-    """Which values share a scale in fp8, by Megatron-core's name (docs/scaling.md)."""
+    """Megatron-core's name for which values share an fp8 scale (docs/scaling.md)."""
     recompute: Annotated[Literal["none", "selective", "full"], HOW] = "none"
-    """Activation recomputation: `full` every layer; `selective` under Transformer Engine the MLP,
-    or with experts their activations and norms, else attention (docs/scaling.md)."""
+    """Activation recomputation. `full`: every layer. `selective`: attention; with Transformer
+    Engine the MLP, or of a model with experts their activations and norms (docs/scaling.md)."""
     head: Annotated[Literal["auto", "torch", "triton"], HOW] = "auto"
-    """Code of the log-probs; `auto`: Triton's where it serves and passes a check, else torch's."""
+    """Implementation of the log-probs. `auto`: Triton where it is supported and passes a check at
+    the start, else torch."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -92,41 +95,45 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
+    """The problems that the policy trains on and is evaluated on."""
+
     role = LEARNED
-    kept = "the branch goes on in the same problems"
+    kept = "the branch continues with the same problems"
 
     train_path: Annotated[PathText, INPUT_PATH]
-    """JSONL with one problem a line: id, prompt, answer, optional level (docs/data.md)."""
+    """JSONL file with one problem per line: id, prompt, answer, optional level (docs/data.md)."""
     eval_path: Annotated[OptionalPath, HELD_OUT, INPUT_PATH] = ""
-    """Held-out problems in the same form; empty: no evaluation."""
+    """Held-out problems in the same format. Empty: no evaluation."""
     max_prompt_tokens: Tokens = 2048
+    """A problem with a longer prompt is an error."""
     chat_template: bool = False
     """Wrap `prompt` as a user message in the tokenizer's chat template."""
 
 
 class BatchConfig(Section):
-    """The paper's batch words. Sequences are prompts x rollouts_per_prompt."""
+    """Sizes of a step, in the paper's terms. There are prompts x rollouts_per_prompt sequences."""
 
     role = LEARNED
     kept = "a step, an update and c must mean the same"
 
     rollout_prompts: Count = 256
-    """Prompts of one rollout batch (one step)."""
+    """Prompts per rollout batch (one step)."""
     minibatch_prompts: Count = 64
-    """Prompts of one optimizer update; divides rollout_prompts."""
+    """Prompts per optimizer update. Must divide rollout_prompts."""
     rollouts_per_prompt: Annotated[GroupSize, SAMPLED] = 8
-    """k."""
+    """Group size: responses sampled per prompt (the paper's k)."""
     dynamic_sampling_rounds: CountOrZero = 0
-    """How often groups that teach nothing, all correct or all wrong, are replaced by those of
-    further prompts (DAPO's dynamic sampling); 0: they stay, at no cost but their generation."""
+    """How many times groups without a gradient (all responses correct, or all wrong) are replaced
+    by groups of other prompts (DAPO's dynamic sampling). 0: they stay, and cost their generation
+    only."""
     oversampling: Annotated[float, Field(ge=1, le=4)] = 1.0
-    """Prompts begun for each that is wanted: an engine ends with its share of whole groups, and
-    what it breaks off comes again later. Prefers short responses (docs/data.md)."""
+    """Prompts to start per prompt needed. An engine stops when its share of groups is complete;
+    unfinished prompts are sampled again later. Favours short responses (docs/data.md)."""
     partial_rollouts: bool = False
-    """Go on with what is broken off at the next step instead, from the tokens that are there."""
+    """Resume unfinished responses at the next step instead, from the tokens they already have."""
     max_tokens_per_microbatch: Annotated[Count, HOW] = 32768
-    """Packed tokens (prompt + response) of one forward pass on one data-parallel rank. Its context
-    parallel ranks share them; every sequence must fit whole."""
+    """Packed tokens (prompt + response) per forward pass of a data-parallel rank, shared by its
+    context-parallel ranks. Every sequence must fit whole."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -145,6 +152,8 @@ class BatchConfig(Section):
 
 
 class RolloutConfig(Section):
+    """Sampling responses, and the vLLM engines that do it."""
+
     role = LEARNED
     kept = (
         "samples must come from the same distribution; of over-sampled groups the same ones must "
@@ -152,43 +161,49 @@ class RolloutConfig(Section):
     )
 
     max_response_tokens: Annotated[Tokens, SAMPLED]
+    """Longer responses are cut off here."""
     temperature: Annotated[Temperature, SAMPLED] = 1.0
-    """Of sampling, and of the trainer's log-probs alike."""
+    """Sampling temperature; the trainer's log-probs use it too."""
     top_p: Annotated[float, Field(gt=0, le=1), SAMPLED] = 1.0
+    """Nucleus sampling: tokens of the smallest set with this probability. 1: all tokens."""
     tensor_parallel_size: Annotated[Count, ENGINE] = 1
-    """vLLM's own tensor parallelism, inside a node, apart from the trainer's."""
+    """Tensor parallelism of a vLLM engine, within a node; independent of the trainer's."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1), ENGINE] = 0.5
-    """Share of GPU memory vLLM may take while it is awake."""
+    """Fraction of the GPU memory that vLLM may use while it generates."""
     cpu_kv_cache_gib: Annotated[Count, ENGINE] = 1
-    """KV cache when running on CPU, in GiB per rank."""
+    """Size of the KV cache on a CPU, in GiB per rank."""
     enforce_eager: Annotated[bool, ENGINE] = False
-    """Skip compilation and graph capture: slower tokens, faster start."""
+    """Skip compilation and CUDA graphs: slower generation, faster start."""
     quantization: Literal["", "fp8"] = ""
-    """`fp8`: vLLM keeps and multiplies the layers' weights in fp8, quantised anew by every weight
-    sync (docs/scaling.md); empty: as in training, but bf16 where that is fp8."""
+    """`fp8`: vLLM stores the layers' weights and multiplies in fp8; every weight sync quantises
+    them again (docs/scaling.md). Empty: the trainer's precision, or bf16 where that is fp8."""
     verify_bound: Annotated[Bound | None, LIFE] = None
-    """Largest mean difference per token that passes; by default 1e-3 in fp32, 0.1 in bf16, and 0.3
-    with experts or fp8, in the trainer or in vLLM (docs/numerics.md)."""
+    """Largest mean difference per token between vLLM's and the trainer's log-probs after a weight
+    sync. Default: 1e-3 in fp32, 0.1 in bf16, 0.3 with experts or fp8 on either side
+    (docs/numerics.md)."""
 
 
 class RewardConfig(Section):
+    """Judging responses."""
+
     role = LEARNED
     kept = "verdicts must mean the same"
 
     kind: Literal["math", "code", "instructions", "exact"]
-    """`math`: boxed answers; `code`: unit tests; `instructions`: IFEval's checks; `exact`: the last
-    field of the response (demo)."""
+    """`math`: the boxed answer; `code`: unit tests; `instructions`: IFEval's checks; `exact`: the
+    last field of the response (demo)."""
     num_workers: Annotated[Workers, HOW] = 0
-    """Processes of each rank that judge; 0: the rank's share of the node's cores, at most 8."""
+    """Verifier processes per rank. 0: the rank's share of the node's cores, at most 8."""
     timeout_s: Seconds | None = None
-    """Wall-clock time to judge one response (10 s by default); longer is unknown, and left out. Of
-    code, the time its tests may take together (60 s by default); longer is wrong."""
+    """Wall-clock time to judge one response (default 10 s). After it the verdict is unknown, and
+    the response leaves its group. For code: the time for all tests of a program (default 60 s);
+    after it the response is wrong."""
     sandbox: Annotated[Text, HOW] = "bubblewrap"
-    """Of code: `bubblewrap`, `apptainer:/PATH/OF/IMAGE`, `tcp://HOST:PORT` (a service on another
-    machine) or `unsafe`, which runs the model's programs with your rights."""
+    """Where code runs: `bubblewrap`, `apptainer:/PATH/OF/IMAGE`, `tcp://HOST:PORT` (a service on
+    another machine) or `unsafe`, which runs the model's programs with your rights."""
     python: Annotated[PathText, HOW] = SYSTEM_PYTHON
-    """Interpreter of code, in the image where there is one: it and its libraries are all that a
-    program sees. A service has its own."""
+    """Interpreter that runs code, inside the image where there is one. A program sees it and its
+    libraries, nothing else. A service has its own interpreter."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -205,7 +220,7 @@ class RewardConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """A method of the paper; the other keys override its preset where given."""
+    """A method of the paper. The other keys replace parts of its preset (config/methods.py)."""
 
     role = OBJECTIVE
 
@@ -216,13 +231,13 @@ class ObjectiveConfig(Section):
     normalize_std: bool | None = None
     focal_gamma: NonNegative | None = None
     kl_coef: NonNegative = 0.0
-    """Weight of KL(policy || initial policy); above 0 every sequence is computed."""
+    """Weight of KL(policy || initial policy). Above 0, sequences with A = 0 are computed too."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus; above 0 every sequence is computed."""
+    """Weight of the entropy bonus. Above 0, sequences with A = 0 are computed too."""
     importance_weight_max: Annotated[Positive, Field(ge=1)] | None = None
-    """Correct for a rollout engine that samples from another policy than the trainer's (its
-    kernels, its precision): every response counts times its importance weight, cut off here
-    (docs/objective.md). Not given: no correction."""
+    """Corrects for the engine's log-probs differing from the trainer's (kernels, precision): each
+    response is weighted by its importance weight, truncated at this value (docs/objective.md).
+    Not given: no correction."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -240,22 +255,22 @@ class ObjectiveConfig(Section):
         return self
 
     def resolve(self) -> Method:
-        """The preset with this section's overrides."""
+        """The method's preset with this section's values in place of its own."""
         keys = ("eps_low", "eps_high_max", "aggregation", "normalize_std", "focal_gamma")
         given = {key: value for key in keys if (value := getattr(self, key)) is not None}
         return dataclasses.replace(METHODS[self.method], **given)
 
     @property
     def needs_every_sequence(self) -> bool:
-        """True when rows with A = 0 still carry a gradient."""
+        """Whether sequences with A = 0 have a gradient, too."""
         return self.kl_coef > 0 or self.entropy_coef > 0
 
 
 class OptimizerConfig(Section):
-    """AdamW, constant learning rate (the paper's table)."""
+    """AdamW with a constant learning rate, as in the paper's table."""
 
     role = LEARNED
-    kept = "its state goes on, and the objective alone is exchanged"
+    kept = "a branch keeps the optimizer's state and changes the objective alone"
 
     learning_rate: LearningRate = 1e-6
     weight_decay: NonNegative = 0.01
@@ -263,12 +278,12 @@ class OptimizerConfig(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     eps: AdamEps = 1e-8
     clip_grad: Bound = 1.0
-    """Largest global gradient norm."""
+    """Maximum global gradient norm; larger gradients are scaled down to it."""
     warmup_steps: StepsOrZero = 0
     """Optimizer updates over which the learning rate rises linearly from 0."""
     offload: Annotated[Offload, LAYOUT] = "none"
-    """What waits in host memory while vLLM is awake: moments and fp32 master weights (`optimizer`),
-    and the model's weights too (`all`)."""
+    """What moves to host memory while vLLM generates. `optimizer`: moments and fp32 master weights;
+    `all`: the model's weights as well."""
 
 
 class SupervisedConfig(Section):
@@ -279,15 +294,18 @@ class SupervisedConfig(Section):
     initial_hf_dir: Annotated[PathText, INPUT_PATH]
     """Hugging Face folder the supervised training starts from."""
     train_path: Annotated[PathText, INPUT_PATH]
-    """JSONL with one example a line: prompt, response."""
+    """JSONL file with one example per line: prompt, response."""
     num_steps: Steps
+    """Optimizer updates."""
     batch_sequences: Annotated[Count, Field(le=2**20)] = 128  # all in memory
+    """Examples per optimizer update."""
     learning_rate: LearningRate = 1e-3
-    """Peak: linear warm-up over a tenth of the steps, then linear decay to a tenth."""
+    """Peak learning rate: linear warm-up over the first tenth of the steps, then linear decay to a
+    tenth of the peak."""
 
 
 class Config(Section):
-    """One run. Sections in the order in which the loop uses them."""
+    """The settings of one run, in the order in which the loop uses them."""
 
     run: RunConfig
     model: ModelConfig

@@ -36,9 +36,9 @@ class Rollout:
     truncated: bool
     """True when generation stopped at the token limit instead of at EOS."""
     finished: bool = True
-    """False within an `OpenGroup` alone: the next step goes on from these tokens, if there are."""
+    """False only within an `OpenGroup`: the next step continues from these tokens."""
     carried: Carried | None = None
-    """Of its first tokens, where earlier steps sampled them."""
+    """Old log-probs of the prefix generated in earlier steps; None if there is none."""
     response_mask: np.ndarray | None = None
     """[num_response_tokens] bool: True where the model sampled the token, False where the
     environment gave it (its log-prob is 0 then, and nothing learns from it); None: all sampled."""
@@ -55,12 +55,12 @@ class Carried:
 
 
 Ended = tuple[Prompt, int, Rollout]
-"""A response that is finished: its problem, its number among the k, and itself."""
+"""A finished response: its prompt, its number among the k, the response."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenGroup:
-    """A prompt that an engine has broken off: the next step goes on with it."""
+    """A prompt with unfinished responses: the next step continues them."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]

@@ -1,4 +1,4 @@
-"""How many processes, stages and sequences follow from a config. Imports no torch."""
+"""What a config means in processes, stages and sequences: arithmetic alone; no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from gapo_megatron.config import BatchConfig, Config, ParallelConfig
 from gapo_megatron.errors import ConfigError
 
-VERIFIED_SEQUENCES = 4
-"""Sequences whose log-probs are compared with the trainer's after every weight sync."""
-
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The counts of a run. They are global unless the name says otherwise."""
+    """How many of what a run has. Counts are global unless the name says otherwise."""
 
     world_size: int
     tp_size: int
@@ -22,7 +19,7 @@ class Arithmetic:
     cp_size: int
     dp_size: int
     ep_size: int
-    """Ranks of a stage that share a layer's experts."""
+    """Ranks that divide a layer's experts among themselves, out of those of one stage."""
     rollout_replicas: int
     """vLLM engines; each spans `rollout.tensor_parallel_size` processes."""
     rollout_sequences: int
@@ -33,9 +30,9 @@ class Arithmetic:
     longest_sequence: int
     """Prompt + response tokens."""
     longest_per_microbatch: int
-    """Sequences of maximum length that one micro-batch holds."""
+    """Sequences of the greatest length that one micro-batch holds."""
     most_microbatches_per_rank: int
-    """Micro-batches of a mini-batch on one rank, if every sequence has the maximum length."""
+    """Of one mini-batch, when every sequence has the greatest length."""
 
     @property
     def cut(self) -> str:
@@ -45,13 +42,13 @@ class Arithmetic:
 
 
 def num_begun(batch: BatchConfig, wanted: int) -> int:
-    """Prompts to start so that `wanted` groups are complete first."""
+    """Prompts to begin for `wanted` groups."""
     # 50 x 1.1 is 55.00000000000001 in binary.
     return math.ceil(round(wanted * batch.oversampling, 6))
 
 
 def arithmetic(config: Config, *, world_size: int) -> Arithmetic:
-    """Compute the counts of a run on `world_size` processes.
+    """Work out the counts of a run on `world_size` processes.
 
     Raises:
         ConfigError: a parallel size does not divide the world size.
@@ -158,5 +155,8 @@ def check_world_size(config: ParallelConfig, world_size: int) -> None:
 
 
 def bucket_size(num_copies: int) -> int:
-    """Elements per gradient bucket: Megatron-core's default, larger if many ranks share it."""
+    """Elements that fill a bucket of gradients.
+
+    As Megatron-core's default, more where more ranks cut it.
+    """
     return max(40_000_000, 1_000_000 * num_copies)

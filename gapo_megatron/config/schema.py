@@ -151,6 +151,10 @@ class BatchConfig(Section):
         return self.rollout_prompts // self.minibatch_prompts
 
 
+VERIFIED_SEQUENCES = 4
+"""Sequences that a weight sync compares, and `rollout.verify_bound` is for."""
+
+
 class RolloutConfig(Section):
     """Sampling responses, and the vLLM engines that do it."""
 

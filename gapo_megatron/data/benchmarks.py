@@ -59,7 +59,7 @@ class Benchmark:
     """Prompt and level of a row; None for a row outside the benchmark. Errors of `_OTHER_SHAPE`
     mean another file shape."""
     answers: Callable[[Row], tuple[str, ...]]
-    """Of a row; raises the same. Apart from `read`, since tests of programs take long to decode."""
+    """Answer of a row; raises as `read`, and is apart because program tests decode slowly."""
     in_parts: bool = False
     """Published as several files, which are read in the order of their names."""
     in_average: bool = False
@@ -218,7 +218,7 @@ def _livecodebench(row: Row) -> tuple[str, str] | None:
 
 
 def _function_name(row: Row) -> str | None:
-    """Of the method to write; None where the program reads and prints."""
+    """Name of the method to write; None where the program reads and prints."""
     name = json.loads(row["metadata"] or "{}").get("func_name")
     return str(name) if name else None
 

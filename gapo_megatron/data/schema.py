@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXCERPT_BYTES = 64
-"""Of either end of an answer in another file, which are all that is read of it at the start."""
+"""Bytes read of either end of an answer in another file; the start reads no more of it."""
 
 QUICK_CHARACTERS = 2**16
 """So many are tokenised in no time; a hundred times as many take a minute."""
 
 NUM_SHOWN = 5
-"""Of the lines that an error names, where all are counted."""
+"""Line numbers that an error names at most; it counts all."""
 
 
 def read_prompts(
@@ -117,7 +117,7 @@ class _Answers:
     def __init__(self, folder: Path, kind: str) -> None:
         self._folder, self._kind = folder, kind
         self.unreadable: list[str] = []
-        """Of each answer that the verifier cannot read: where it is, and why not."""
+        """Each answer that the verifier cannot read: where it is, and why not."""
         self._path = Path()
         self._file: BinaryIO | None = None
         """At `_path`: the last one that was read from, since every line may name the same."""

@@ -61,8 +61,7 @@ class PromptSource:
     def give_back(self, prompts: Sequence[Prompt]) -> None:
         """Append these to what remains: drawn after it, and before the next epoch.
 
-        One that is there already, since the next epoch has begun, is there twice: what is put off
-        often comes more often, which makes up for a part of it.
+        A prompt given back after the next epoch has started may be drawn twice in that epoch.
         """
         positions = {prompt.id: i for i, prompt in enumerate(self._prompts)}
         self._remaining += [positions[prompt.id] for prompt in prompts]

@@ -22,7 +22,7 @@ class Method:
     """A row of the tables: one evaluation, or one for each training seed."""
 
     label: str
-    """Of a method (`gapo`), where published figures are to stand beside it."""
+    """Name of a method (`gapo`), where published figures are to stand beside it."""
     evaluations: list[Results]
 
     @classmethod

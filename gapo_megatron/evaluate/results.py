@@ -50,7 +50,7 @@ class Results:
 
     model: str
     setting: str
-    """Of the paper (docs/paper_tables.toml), whose published figures can be set beside; or ""."""
+    """Name in docs/paper_tables.toml, whose published figures can be set beside; or ""."""
     sampling: Sampling
     files: dict[str, str]
     """Benchmark -> SHA-256 of its problem file; of several, each in turn."""

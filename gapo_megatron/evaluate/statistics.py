@@ -41,7 +41,7 @@ def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Inter
 
 @functools.cache  # the same for every point of a curve, and slow
 def _quantile(probability: float, *, df: int) -> float:
-    """Of Student's t distribution."""
+    """Quantile of Student's t distribution."""
     return float(stats.t.ppf(probability, df=df))
 
 

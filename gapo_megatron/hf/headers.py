@@ -32,7 +32,7 @@ DTYPES = {
     "U8": ("uint8", 1),
     "BOOL": ("bool", 1),
 }
-"""Of the format, as far as they are read: torch's name and the bytes of a number."""
+"""Dtypes of the format that are read: torch's name and the bytes of a number."""
 _MAX_HEADER_BYTES = 100_000_000  # as in the library
 
 

@@ -318,11 +318,11 @@ def set_aside(folder: Path) -> Path:
 def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> list[Path]:
     """Remove old checkpoints, and refused ones that the run has passed; returns what was removed.
 
-    The newest `keep_last` between steps stay, and those of `keep_steps`. One that was not due, made
-    by a stop, leaves its place to any that was: a run that is stopped often keeps as many of the
-    others. One within a step serves the same parallel layout alone: it does not count. Whatever it
-    is, the newest stays, and the newest between steps. What a resume refused stays until the run is
-    as far again: a disk that failed for a moment may give it back.
+    Keeps: the newest checkpoint; the newest at a step boundary; those of `keep_steps`; then the
+    `keep_last` newest at a step boundary, scheduled ones before those written on preemption, so
+    that a run which is stopped often keeps as many scheduled ones. A checkpoint within a step does
+    not count: only the same parallel layout can resume from it. A checkpoint that a resume refused
+    stays until the run is as far again: a disk that failed for a moment may recover.
 
     Call it after `publish` only: the checkpoint just published is the newest (a resume sets aside
     what it refused), hence at least one whole checkpoint stays whatever the others are worth.

@@ -79,7 +79,7 @@ class Found:
     records: dict[Path, dict[str, Any]]
     """What it states of its model, by names of config.json's fields: every file that does."""
     metadata: Metadata
-    """Of its tensors."""
+    """The `.metadata` that describes its tensors."""
     manifest: Manifest | None
     """With a digest of every file; None: there is none, as in what no run of ours wrote."""
 

@@ -33,7 +33,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 _IDS = "whole numbers of 0 or more, below vocab_size ({vocab_size}) of config.json"
 _ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _Check = Callable[[Any, int], bool]
-"""Of a value, and of how many tokens the model has."""
+"""Whether a value is usable in a model of so many tokens."""
 
 
 def check_model_folder(

@@ -38,9 +38,9 @@ _DAMAGE = (
     *(AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
 _MAX_BYTES = 2**30
-"""Of one pickle: a `.metadata` has some 300 bytes for each tensor."""
+"""Largest pickle that is read: a `.metadata` has some 300 bytes for each tensor."""
 _MAX_ITEMS = 10_000
-"""Of one tuple, and of the tuples in it."""
+"""Items of one tuple, and of the tuples in it."""
 # Of libraries, in what they write: not data for us, and harmless.
 _KNOWN = re.compile(
     r"torch\.distributed\.(checkpoint|_shard)\.[\w.]+|torch\.serialization\._get_layout"

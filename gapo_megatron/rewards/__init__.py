@@ -133,7 +133,7 @@ class Judging:
         """
         self.pool = pool
         self.numbers: dict[tuple[str, int], int] = {}
-        """Of each response in the pool, by its problem's id and its own number among the k."""
+        """Item number in the pool, by the problem's id and the response's number among the k."""
         self._ids = {prompt.id for prompt in prompts}
         self._tokenizer = tokenizer
 

@@ -41,7 +41,7 @@ SIGNALS_LEFT_TO_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal
 """Sent to every process of a job. A worker starts with them blocked, then lets them pass by."""
 
 MAX_REPLY_BYTES = 64 * 1024
-"""Of one verdict; a worker that sends more is not sending verdicts."""
+"""Largest verdict; a worker that sends more is not sending verdicts."""
 
 
 class Pool:
@@ -230,7 +230,7 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.is_ready = False
         self.index: int | None = None
-        """Of the item it has."""
+        """Number of the item it is judging; None while it has none."""
         self.limit(START_TIMEOUT_S)
         self.verdict: Verdict | None = None
         self.failure = ""

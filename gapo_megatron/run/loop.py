@@ -16,8 +16,7 @@ from gapo_megatron import checkpoint, rewards
 from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.clock import Stopwatch
-from gapo_megatron.config import CONFIG_NAME, Config
-from gapo_megatron.config.counts import VERIFIED_SEQUENCES
+from gapo_megatron.config import CONFIG_NAME, VERIFIED_SEQUENCES, Config
 from gapo_megatron.config.roles import flat
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import PromptSource

@@ -323,7 +323,7 @@ def _num_padding_rows(megatron: MegatronFolder, rules: Sequence[Rule]) -> int:
 
 
 def _num_bytes(rules: Sequence[Rule], dtypes: Mapping[str, torch.dtype]) -> int:
-    """Of the weights, in either format."""
+    """Bytes of the weights, in either format."""
     return sum(
         math.prod(rule.full_shape) * len(rule.places) * dtypes[rule.megatron].itemsize
         for rule in rules

@@ -59,7 +59,7 @@ class LogitsReport:
     """How far the two sides are apart. Differences are absolute, over all positions."""
 
     max_difference: float
-    """Of the sequence in the middle where the model has experts, of the worst one otherwise: which
+    """In the median sequence where the model has experts, in the worst one otherwise: which
     expert is chosen may turn on a rounding error, in one sequence or the other, but not in most."""
     scale: float
     """The largest logit, as an absolute value."""
@@ -239,7 +239,7 @@ def _device() -> torch.device:
 
 
 def _free_bytes() -> int:
-    """Of the GPU if there is one, else of what this process may have of the host's memory."""
+    """Free bytes of the GPU if there is one, else of the host's memory as far as allowed here."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()

@@ -262,7 +262,7 @@ def _choose(
         return everything
 
     def files(rule: Rule, place: Place) -> set[str]:
-        """Of both sides: no name is one of both formats."""
+        """Files of both sides; no name belongs to both formats."""
         names = rule.hf_names(place)
         return {hf.entries[name].file for name in names} | megatron.files(rule, place)
 

@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Self
 
-from gapo_megatron.config import Config
-from gapo_megatron.config.counts import VERIFIED_SEQUENCES
+from gapo_megatron.config import VERIFIED_SEQUENCES, Config
 from gapo_megatron.ops.dry_run import BYTES_PER_PARAMETER
 from gapo_megatron.ops.plan.arithmetic import Shape, element_bytes
 from gapo_megatron.ops.plan.efficiency import Efficiency

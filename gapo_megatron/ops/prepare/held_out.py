@@ -12,11 +12,11 @@ from gapo_megatron.data.benchmarks import BENCHMARKS, without_request
 from gapo_megatron.errors import ConfigError
 
 NUM_WORDS = 8
-"""Of an n-gram: one formula written in another way breaks as many, so long ones miss much."""
+"""Words of an n-gram: a reworded formula breaks as many n-grams, so long ones miss much."""
 MIN_SHARE = 0.5
-"""Of a benchmark problem's n-grams: less is the stock phrases of a kind of problem, not itself."""
+"""Share of a benchmark problem's n-grams found in a text; less is stock phrases alone."""
 MANY_NGRAMS = 50
-"""Of a problem with fewer, stock phrases are half: `MIN_SHARE` is then asked of both texts."""
+"""In a problem with fewer, half are stock phrases: `MIN_SHARE` is then asked of both texts."""
 
 _WORD = re.compile(r"[^\W_]+")
 
@@ -28,7 +28,7 @@ class Hit:
     id: str
     """Benchmark and row, as `Benchmark.load` names it."""
     share: float
-    """Of its n-grams that the text has; 1 if the two are the same words."""
+    """Share of its n-grams that the text has; 1 if the two are the same words."""
     text: str
     """The problem's own words, for who reads the list of what was dropped."""
 

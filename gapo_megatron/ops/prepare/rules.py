@@ -26,7 +26,7 @@ class Lengths:
     """How long a prompt may be."""
 
     tokenizer: PreTrainedTokenizerBase
-    """Of the policy."""
+    """Tokenizer of the policy."""
     max_prompt_tokens: int
     """Template included."""
     chat_template: bool
@@ -47,7 +47,7 @@ class Rules:
 
     def __init__(self, source: Source, *, held_out: HeldOut | None, lengths: Lengths) -> None:
         self.duplicates = Duplicates(source.kind) if source.deduplicates else None
-        """Of the rows so far. That a text has several answers, only the last row can tell."""
+        """Texts of the rows so far; which have several answers is known after the last row."""
         self._source = source
         self._held_out = held_out
         self._lengths = lengths

@@ -30,7 +30,7 @@ class CallTests:
     arguments: tuple[Sequence[Any], ...]
     outputs: tuple[Any, ...]
     tolerance: float | None = None
-    """Of floats, where the problem states its own."""
+    """Tolerance for floats, where the problem states its own."""
     wrapped: bool = False
     """Each output is a list of one item, which some sets put around a value, and some do not."""
 

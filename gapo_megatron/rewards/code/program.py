@@ -42,10 +42,10 @@ class _Block:
     fence: str
     name: str
     margin: re.Pattern[str]
-    """Of the quotation that it stands in."""
+    """Matches the margin of the quotation that it stands in."""
     lines: list[str] = field(default_factory=list)
     quotes: str = ""
-    """Of the string of several lines in which the next line begins, if any."""
+    """Quotes of the multi-line string in which the next line begins, if any."""
 
     def is_python(self) -> bool:
         return bool(_PYTHON.fullmatch(self.name))

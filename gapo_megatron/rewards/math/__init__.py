@@ -17,10 +17,10 @@ from gapo_megatron.rewards.response import final_part
 from gapo_megatron.types import Outcome, Verdict
 
 MOST_CHARACTERS = 2_000
-"""Of a box, beside ten times those of the reference; what is longer is no answer to it."""
+"""Characters read of a box, beside ten times the reference's; a longer one is no answer."""
 
 MOST_CPU_S = 2.0
-"""Of a verdict: the slowest of DeepScaleR's references in another spelling takes about one."""
+"""Processor time of a verdict; the slowest respelled DeepScaleR reference takes about 1 s."""
 
 _FAILURES = (
     ArithmeticError,

@@ -23,7 +23,7 @@ from gapo_megatron.rewards.math import plain
 from gapo_megatron.rewards.math.spelling import FUNCTIONS
 
 MOST_DEPTH = 20
-"""Of brackets: the parser's time grows fast with it. Of DeepScaleR's references' it is 6."""
+"""Brackets inside each other: parsing time grows fast with it. DeepScaleR's references reach 6."""
 
 _AS_IT_IS = NormalizationConfig(
     basic_latex=True,

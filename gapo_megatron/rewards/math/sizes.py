@@ -8,10 +8,10 @@ from typing import Any
 import sympy
 
 MOST_BITS = 2**20
-"""Of a value that is computed exactly: 300,000 digits."""
+"""Bits of a value that is computed exactly: 300,000 digits."""
 
 MOST_TERMS = 10_000
-"""Of a sum or product."""
+"""Terms of a sum or product."""
 
 
 _LETTER_BITS = math.log2(3)

@@ -118,7 +118,7 @@ def _is_numeric(text: str) -> bool:
 
 
 def _plain(unit: str) -> str:
-    r"""Of \text{ cm}^2 or \frac{\text{m}}{\text{s}} what is written, in plain letters."""
+    r"""Plain letters of a unit such as \text{ cm}^2 or \frac{\text{m}}{\text{s}}."""
     unit = re.sub(r"\\frac\s*\{(.*)\}\s*\{(.*)\}", r"\1/\2", unit)
     unit = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", unit).replace("\\cdot", " ")
     unit = re.sub(r"\^\s*\{\s*(-?\d)\s*\}", r"^\1", unit)

@@ -30,13 +30,13 @@ class Limits:
     total_s: int = 60
     """Wall-clock seconds of all tests of a program, and its CPU seconds in function tests."""
     memory_mib: int = 1024
-    """Of each process, and of all processes together."""
+    """Memory limit for each process, and for all processes together."""
     num_processes: int = 32
     """Processes and threads at a time, the one that watches the program included."""
     disk_mib: int = 64
-    """Of the private /tmp, the only place to write to; holds a test's input and output too."""
+    """Size of the private /tmp, the only writable place; holds a test's input and output too."""
     output_mib: int = 8
-    """Of one test's standard output, of one returned value, and of any file."""
+    """Limit for one test's standard output, for one returned value, and for any file."""
 
     def line_bytes(self) -> int:
         """The longest line a sandbox may write; JSON writes a byte as up to six."""

@@ -104,7 +104,7 @@ def start_command(limits: Limits, *, python: str) -> list[str]:
 
 
 def host_environment() -> dict[str, str]:
-    """Of what runs outside of the walls: where programs are, and nothing else of the trainer's."""
+    """Environment outside the walls: where programs are, and nothing else of the trainer's."""
     return {"PATH": os.environ.get("PATH", os.defpath)}
 
 

@@ -61,7 +61,7 @@ class ProcessSandbox(Sandbox):
         self._client = client
         self._received = bytearray()
         self._left_s: float = START_TIMEOUT_S
-        """Of the time that the program may take: what we wait for it, and nothing else."""
+        """Seconds left of the program's time: only waiting for it counts."""
         walls: list[str] = []
         if kind == "bubblewrap":
             walls = bubblewrap.walls(limits, python=python)

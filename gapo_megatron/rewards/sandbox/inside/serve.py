@@ -194,7 +194,7 @@ def _own_bytes(process: str) -> int:
 
 
 def _sum_bytes(path: str, *names: bytes) -> int:
-    """Of the lines with one of these names, which the kernel writes in KiB."""
+    """Sum of the lines with one of these names, which the kernel writes in KiB."""
     with open(path, "rb") as file:
         return 1024 * sum(int(line.split()[1]) for line in file if line.startswith(names))
 

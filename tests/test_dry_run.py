@@ -19,7 +19,8 @@ from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf import manifest
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.dry_run import per_rank_parameters, print_dry_run
+from gapo_megatron.ops.dry_run import print_dry_run
+from gapo_megatron.ops.plan.state import per_rank_parameters
 from tests.messages import mentions
 
 TINY = {

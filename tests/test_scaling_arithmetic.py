@@ -90,23 +90,6 @@ def test_active_parameters_of_experts():
     assert shape.num_tensors == 48 * (9 + 3 * 128) + 3
 
 
-def test_weights_per_rank_make_up_the_model():
-    shape = Shape.of(hf("Qwen3-30B-A3B"))
-    others, experts = shape.weights_per_rank(48, 2, tp_size=4, ep_size=8)
-    assert 8 * experts == 48 * 128 * 3 * 2048 * 768
-    assert 4 * others + 8 * experts == pytest.approx(shape.num_parameters, rel=1e-3)
-
-
-def test_an_untied_model_on_one_stage_has_two_tables():
-    """R1-Distill-Qwen-1.5B: 1.777e9 parameters, of which 0.233e9 are the second table."""
-    name = "DeepSeek-R1-Distill-Qwen-1.5B"
-    shape, table = Shape.of(hf(name)), 151936 * 1536
-    one, _ = shape.weights_per_rank(28, 2, tp_size=1, ep_size=1)
-    two, _ = shape.weights_per_rank(14, 1, tp_size=1, ep_size=1)
-    assert one == pytest.approx(NUM_PARAMETERS[name], rel=1e-3)
-    assert two == pytest.approx((one - 2 * table) / 2 + table)
-
-
 # Every response reaches the limit, so lengths are what they seem: 100 + 400 tokens.
 FIXED = Workload(100, 400, 400)
 BATCH = {"rollout_prompts": 64, "minibatch_prompts": 16}

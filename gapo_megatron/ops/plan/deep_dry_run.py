@@ -32,7 +32,7 @@ from gapo_megatron.ops.plan.kept import KeptForBackward
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import step_bytes
 from gapo_megatron.ops.plan.no_data import NoData, Traffic
-from gapo_megatron.ops.plan.state import rank_bytes
+from gapo_megatron.ops.plan.state import state_bytes
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import PolicyModel, read_hf_config
 from gapo_megatron.types import Batch, Microbatch
@@ -266,7 +266,8 @@ def _predict(
     }
     kept = kept_activations(hf_config, config, layout, **of_rank)
     step = step_bytes(hf_config, config, layout, **of_rank)
-    return (*rank_bytes(rules_for(hf_config), config, layout, rank=rank), kept.most, step.peak)
+    states = state_bytes(rules_for(hf_config), config, layout)
+    return (*states[of_rank["stage"]], kept.most, step.peak)
 
 
 def _memory_table(found: Found, predicted: tuple[int, ...]) -> Table:

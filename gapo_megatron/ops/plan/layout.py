@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from gapo_megatron.config import Config, ParallelConfig, parse_config
 from gapo_megatron.config.counts import arithmetic, layers_of_stages
@@ -44,15 +44,36 @@ class Layout:
         """Ranks with the same weights (experts apart), which divide the optimizer's state."""
         return self.cp_size * self.dp_size
 
+    @property
+    def expert_copies(self) -> int:
+        """Ranks with the same experts, which divide their optimizer state."""
+        return self.ranks_per_stage // self.ep_size
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """Its settings; the others have their defaults."""
+        return _parallel(self)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "tensor_model_parallel_size": self.tp_size,
+            "pipeline_model_parallel_size": self.pp_size,
+            "virtual_pipeline_model_parallel_size": self.vpp_size,
+            "num_layers_in_first_pipeline_stage": self.first_layers,
+            "num_layers_in_last_pipeline_stage": self.last_layers,
+            "context_parallel_size": self.cp_size,
+            "expert_model_parallel_size": self.ep_size,
+            "sequence_parallel": self.sequence_parallel,
+        }
+
     def layers_of_ranks(self, num_layers: int) -> tuple[int, ...]:
         """How many of the model's layers each pipeline rank has, in equal virtual stages.
 
         Raises:
             ConfigError: see `config.counts.layers_of_stages`.
         """
-        return _layers_of_ranks(
-            self.pp_size, self.vpp_size, self.first_layers, self.last_layers, num_layers
-        )
+        return _layers_of_ranks(self.parallel, num_layers)
 
     @classmethod
     def of(cls, config: Config, *, world_size: int) -> Self:
@@ -83,16 +104,7 @@ class Layout:
             ConfigError: the settings contradict each other.
         """
         tree = config.model_dump(mode="python", exclude_none=True)
-        tree["parallel"] |= {
-            "tensor_model_parallel_size": self.tp_size,
-            "pipeline_model_parallel_size": self.pp_size,
-            "virtual_pipeline_model_parallel_size": self.vpp_size,
-            "num_layers_in_first_pipeline_stage": self.first_layers,
-            "num_layers_in_last_pipeline_stage": self.last_layers,
-            "context_parallel_size": self.cp_size,
-            "expert_model_parallel_size": self.ep_size,
-            "sequence_parallel": self.sequence_parallel,
-        }
+        tree["parallel"] |= self._settings
         tree["model"]["recompute"] = self.recompute
         tree["rollout"]["tensor_parallel_size"] = self.rollout_tp_size
         return parse_config(tree, source=str(self))
@@ -100,14 +112,10 @@ class Layout:
 
 # A planner asks time after time for the same.
 @functools.lru_cache(maxsize=1024)
-def _layers_of_ranks(
-    pp_size: int, vpp_size: int, first_layers: int | None, last_layers: int | None, num_layers: int
-) -> tuple[int, ...]:
-    settings = ParallelConfig(
-        pipeline_model_parallel_size=pp_size,
-        virtual_pipeline_model_parallel_size=vpp_size,
-        num_layers_in_first_pipeline_stage=first_layers,
-        num_layers_in_last_pipeline_stage=last_layers,
-    )
-    ranks = layers_of_stages(settings, num_layers)
-    return tuple(sum(map(len, virtual)) for virtual in ranks)
+def _parallel(layout: Layout) -> ParallelConfig:
+    return ParallelConfig(**layout._settings)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layers_of_ranks(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
+    return tuple(sum(map(len, virtual)) for virtual in layers_of_stages(parallel, num_layers))

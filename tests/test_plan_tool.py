@@ -94,14 +94,6 @@ def test_without_the_model_it_says_how_to_get_its_config(capsys):
     assert "hf download" in err
 
 
-def test_anchors(capsys):
-    assert tool.main(["--anchors"]) == 0
-    out = capsys.readouterr().out
-    assert "NeMo-RL Qwen3-30B-A3B, 32 H100" in out
-    assert "226-282" in out
-    assert "mean response 1,500 tokens" in out
-
-
 def test_a_calibration_is_used_on_its_device_only(model, tmp_path, capsys):
     slow = Calibration(GPUS["h200"], Efficiency(decode_step_s=1.0), {"total": 0.07})
     write_calibration(slow, tmp_path / "slow.toml")
@@ -217,7 +209,6 @@ def test_a_probe_that_fails_names_its_log(tmp_path, capsys, monkeypatch):
         (["--from-run", "x"], "--from-run needs --gpu"),
         ([CONFIG, "--from-run", "x", "--gpu", "h20"], f"--from-run takes no CONFIG ({CONFIG})"),
         ([CONFIG, "--probe", "--from-run", "x"], "--probe and --from-run are one at a time"),
-        (["--anchors", "--json"], "--json is for plans, not for --anchors"),
         ([CONFIG, "--gpus-per-node", "0"], "0 must be a whole number of 1 or more"),
         ([CONFIG, "--nodes", "-4"], "-4 must be a whole number of 1 or more"),
         ([CONFIG, "--top", "-1"], "-1 must be a whole number of 1 or more"),

@@ -587,7 +587,6 @@ def test_folders_without_runs_are_refused(tmp_path, capsys):
             ["configs/demo.toml", "--gpu", "cpu", "--measured", "x"],
             ("--measured", "CONFIG", "configs/demo.toml"),
         ),
-        (["--measured", "x", "--anchors"], ("--anchors", "--measured")),
         (["--measured"], ("--measured", "expected at least one argument")),
         (["--measured", "x", "y", "--gpu", "h20"], ("--measured", "--output")),
         (["--from-run", "x", "--gpu", "h20", "--output", "y"], ("--output", "--measured")),

@@ -42,8 +42,6 @@ a scaling study, run by run, with figures in runs/studies/scaling_qwen/scaling:
 two of its runs alone:
   python tools/plan.py --gpu h200 --output two_runs \\
     --measured runs/studies/scaling_qwen/nodes_1 runs/studies/scaling_qwen/nodes_8
-the model against published step times:
-  python tools/plan.py --anchors
 
 Times without --calibration rest on assumed efficiencies (gapo_megatron/ops/plan/efficiency.py);
 docs/scaling.md says how times are made. --calibration is written by --probe and --from-run, and
@@ -64,8 +62,6 @@ def main(command_line: Sequence[str] | None = None) -> int:
     if not console.is_terminal:
         console.width = 180
     try:
-        if arguments.anchors:
-            return _show_anchors(console)
         if arguments.probe or arguments.from_run:
             return _calibrate(arguments, console)
         if arguments.measured:
@@ -257,18 +253,6 @@ def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _show_anchors(console: Console) -> int:
-    from gapo_megatron.ops.plan.anchors import ANCHORS
-    from gapo_megatron.ops.plan.efficiency import Efficiency
-    from gapo_megatron.ops.plan.tables import anchors_table
-
-    console.print(anchors_table(ANCHORS, Efficiency()))
-    console.print("Assumed where the source does not say; the default efficiencies for all:")
-    for anchor in ANCHORS:
-        console.print(f"- {anchor.name}: {anchor.assumed}. Source: {anchor.source}", markup=False)
-    return 0
-
-
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be a whole number of 1 or more")
@@ -357,10 +341,12 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="for the figures of --measured (default: RUN/scaling; of several RUNs: needed)",
     )
-    add("--anchors", action="store_true", help="predict published step times, and stop")
     arguments = parser.parse_intermixed_args(command_line)
-    tasks = {"--anchors": arguments.anchors, "--probe": arguments.probe}
-    tasks |= {"--from-run": bool(arguments.from_run), "--measured": bool(arguments.measured)}
+    tasks = {
+        "--probe": arguments.probe,
+        "--from-run": bool(arguments.from_run),
+        "--measured": bool(arguments.measured),
+    }
     chosen = [name for name, is_chosen in tasks.items() if is_chosen]
     if len(chosen) > 1:
         parser.error(f"{' and '.join(chosen)} are one at a time")
@@ -371,10 +357,10 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     if arguments.config and chosen not in ([], ["--probe"]):
         parser.error(f"{chosen[0]} takes no CONFIG ({arguments.config})")
     if not arguments.config and chosen in ([], ["--probe"]):
-        parser.error("CONFIG is missing (only --anchors, --from-run and --measured go without)")
+        parser.error("CONFIG is missing (only --from-run and --measured go without)")
     if arguments.config and "=" in arguments.config:
         parser.error(f"CONFIG comes first, before {arguments.config}")
-    if arguments.gpu is None and chosen not in ([], ["--anchors"]):
+    if arguments.gpu is None and chosen:
         parser.error(f"{chosen[0]} needs --gpu: the device that is measured")
     arguments.gpu = arguments.gpu or "h200"
     if (arguments.size or arguments.test_size) and not arguments.probe:

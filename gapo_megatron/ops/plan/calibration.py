@@ -298,7 +298,7 @@ def _ranks_by_logs(folder: Path) -> int:
     if not written:
         raise ConfigError(
             f"{folder}: ranks unknown: no start in {TIMINGS_NAME} has {_WORLD_SIZE}, no attempt "
-            "has written to rank_*.log (--from-run takes --processes)"
+            "has written to rank_*.log (tools/plan.py calibrate takes --processes)"
         )
     return len(max(written, key=lambda one: one[0].stat().st_mtime))
 

@@ -148,7 +148,7 @@ def comparison_table(
 def times_rest_on(calibration: Calibration) -> str:
     """What times rest on, as a sentence or two."""
     if not calibration.worst:
-        return "Efficiencies are assumed, not measured: see --probe."
+        return "Efficiencies are assumed, not measured: see tools/plan.py calibrate."
     worst = ", ".join(f"{stage} {miss:.0%}" for stage, miss in calibration.worst.items())
     names = [field.name for field in dataclasses.fields(Efficiency)]
     measured = calibration.measured

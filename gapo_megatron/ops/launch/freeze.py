@@ -23,7 +23,7 @@ ROOMS = ("gapo_megatron", "slurm", "tools", "configs")
 
 def repository() -> Path:
     """The checkout that this module was imported from."""
-    return Path(__file__).resolve().parents[2]
+    return Path(__file__).resolve().parents[3]
 
 
 def freeze(repository: Path, folder: Path, *, config: str) -> None:

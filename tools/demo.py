@@ -29,6 +29,7 @@ from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.counts import Counts, read_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
 from gapo_megatron.hf.folder import check_replaceable, claim, is_marked, mark
+from gapo_megatron.ops.launch.ranks import ranks_command
 
 if TYPE_CHECKING:
     from gapo_megatron.evaluate.statistics import Interval
@@ -185,11 +186,7 @@ def _write_task(config: Config) -> None:
 
 
 def _launch(module: str, arguments: argparse.Namespace, settings: Sequence[str]) -> None:
-    """Run `python -m module` on every rank; torchrun only where there are several."""
-    command = [sys.executable]
-    if arguments.world_size > 1:
-        command += ["-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(arguments.world_size)]
+    """Run `python -m module` on every rank."""
     # The ranks share the cores; beyond four threads a model of this size only waits for them.
     threads = max(1, min(4, (os.cpu_count() or 1) // arguments.world_size))
     environment = {
@@ -200,7 +197,7 @@ def _launch(module: str, arguments: argparse.Namespace, settings: Sequence[str])
             filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
         ),
     }
-    command += ["-m", module, arguments.config, *settings]
+    command = [*ranks_command(module, arguments.world_size), arguments.config, *settings]
     subprocess.run(command, env=environment, check=True)
 
 

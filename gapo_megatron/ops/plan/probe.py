@@ -19,6 +19,7 @@ from gapo_megatron.config import Config, load_config
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.ops.launch.ranks import ranks_command
 from gapo_megatron.ops.plan.calibration import Observation, read_observation
 from gapo_megatron.ops.plan.workload import refuse_oversampling
 from gapo_megatron.run.fail_fast import fail_fast
@@ -51,17 +52,8 @@ def probe_command(
     config_path: str, overrides: Sequence[str], *, output_dir: Path, num_steps: int, world_size: int
 ) -> list[str]:
     """The command line of one probe, on one node."""
-    launcher = [sys.executable, "-m"]
-    if world_size > 1:
-        launcher += [
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={world_size}",
-            "-m",
-        ]
     return [
-        *launcher,
-        "gapo_megatron.ops.plan.probe",
+        *ranks_command("gapo_megatron.ops.plan.probe", world_size),
         config_path,
         *overrides,
         *_QUIET,

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, ParallelConfig, load_config
-from gapo_megatron.config.counts import Arithmetic, arithmetic, num_begun
+from gapo_megatron.config.counts import num_begun
 from gapo_megatron.config.rules import check_paths
 from gapo_megatron.config.toml_tree import to_toml
 from gapo_megatron.errors import ConfigError
@@ -26,7 +26,7 @@ from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.rules import Rule, shard_size
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.layout import Layout, most_microbatches
 from gapo_megatron.ops.plan.state import (
     fp8_copy_bytes,
     per_rank_parameters,
@@ -56,7 +56,7 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
         console.width = 120
     check_paths(config)
     try:
-        counts = arithmetic(config, world_size=world_size)
+        layout = Layout.of(config, world_size=world_size)
     except ConfigError as error:
         if world_size > 1:
             raise
@@ -71,7 +71,7 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
     _check_megatron_dir(config)
     branch = _branch_note(config)
     console.print(to_toml(config), markup=False, highlight=False, soft_wrap=True)
-    console.print(_counts_table(config, counts))
+    console.print(_counts_table(config, layout))
     console.print(_method_table(config))
     if hf_config is None:
         console.print(
@@ -83,7 +83,6 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
             console.print(shipped, markup=False, highlight=False, soft_wrap=True)
         rules = rules_for(hf_config)
         console.print(_shapes_table(rules, config.parallel))
-        layout = Layout.of(config, world_size=world_size)
         console.print(_memory_table(rules, config, layout))
         if note := _offload_note(rules, config, layout):
             console.print(note, markup=False)
@@ -102,40 +101,41 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
         console.print(f"The run itself would stop here: {error}", markup=False)
 
 
-def _counts_table(config: Config, counts: Arithmetic) -> Table:
+def _counts_table(config: Config, layout: Layout) -> Table:
     batch, reward = config.batch, config.reward
     vpp = config.parallel.virtual_pipeline_model_parallel_size
-    prompts_per_replica = batch.rollout_prompts / counts.rollout_replicas
+    prompts_per_replica = batch.rollout_prompts / layout.rollout_replicas
+    minibatch_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
     num_prompts = num_begun(batch, batch.rollout_prompts)
     begun_as = "begun per step"
     begun = f"{num_prompts} prompts (batch.oversampling {batch.oversampling:g})"
     if batch.partial_rollouts:
         begun_as, num_open = "under way in a step", num_prompts - batch.rollout_prompts
         begun += f": after the first step {batch.rollout_prompts} new ones, {num_open} that go on"
-    updates = counts.num_minibatches * config.run.num_steps
+    updates = batch.num_minibatches * config.run.num_steps
     rows = {
-        "processes": f"{counts.world_size} = {counts.cut}"
+        "processes": f"{layout.world_size} = {layout.cut}"
         + (f"; {vpp} virtual stages each" if vpp > 1 else "")
-        + (f"; experts over {counts.ep_size}" if counts.ep_size > 1 else ""),
-        "vLLM replicas": f"{counts.rollout_replicas} of {config.rollout.tensor_parallel_size} "
+        + (f"; experts over {layout.ep_size}" if layout.ep_size > 1 else ""),
+        "vLLM replicas": f"{layout.rollout_replicas} of {config.rollout.tensor_parallel_size} "
         f"process(es), {prompts_per_replica:g} prompts each"
         + (f"; layers in {config.rollout.quantization}" if config.rollout.quantization else ""),
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
-        f"{counts.rollout_sequences:,} sequences",
+        f"{batch.rollout_prompts * batch.rollouts_per_prompt:,} sequences",
         **({begun_as: begun} if batch.oversampling > 1 else {}),
         "verdicts": f"{reward.kind}, at most {rewards.timeout_s(reward)} s each; workers per rank: "
         f"{reward.num_workers or 'its share of the cores, at most 8'}",
         **({"sandbox of programs": reward.sandbox} if reward.kind == "code" else {}),
-        "one update": f"{batch.minibatch_prompts} prompts = {counts.minibatch_sequences:,} "
-        f"sequences, about {counts.minibatch_sequences / counts.dp_size:g} a data-parallel rank",
-        "updates per step": f"{counts.num_minibatches} mini-batches, so {updates:,} updates in "
+        "one update": f"{batch.minibatch_prompts} prompts = {minibatch_sequences:,} "
+        f"sequences, about {minibatch_sequences / layout.dp_size:g} a data-parallel rank",
+        "updates per step": f"{batch.num_minibatches} mini-batches, so {updates:,} updates in "
         f"{config.run.num_steps:,} steps",
         "longest sequence": f"{config.data.max_prompt_tokens:,} prompt + "
-        f"{config.rollout.max_response_tokens:,} response = {counts.longest_sequence:,} tokens",
+        f"{config.rollout.max_response_tokens:,} response = {config.max_sequence_tokens:,} tokens",
         "one micro-batch": f"at most {batch.max_tokens_per_microbatch:,} tokens: "
-        f"{counts.longest_per_microbatch} of the longest sequences"
-        + (f"; {counts.cp_size} ranks share them" if counts.cp_size > 1 else ""),
-        "micro-batches": f"at most {counts.most_microbatches_per_rank} per update and rank, if "
+        f"{batch.max_tokens_per_microbatch // config.max_sequence_tokens} of the longest sequences"
+        + (f"; {layout.cp_size} ranks share them" if layout.cp_size > 1 else ""),
+        "micro-batches": f"at most {most_microbatches(config, layout)} per update and rank, if "
         "every sequence were the longest",
         "steps per epoch": _epochs(config),
     }
@@ -208,10 +208,9 @@ def _memory_table(rules: list[Rule], config: Config, layout: Layout) -> Table:
     counts = per_rank_parameters(rules, config.parallel)
     copied = fp8_copy_bytes(rules, config, layout)
     for stage, (weights, gradients, optimizer) in enumerate(state_bytes(rules, config, layout)):
-        count, of_copies = counts[stage], copied[stage:][: len(copies)]
-        sizes = [weights, *of_copies, gradients, optimizer]
+        sizes = [weights, *([copied[stage]] if copies else []), gradients, optimizer]
         cells = (f"{size / GIB:.3g}" for size in (*sizes, sum(sizes)))
-        table.add_row(str(stage), f"{count:,}", *cells)
+        table.add_row(str(stage), f"{counts[stage]:,}", *cells)
     return table
 
 

@@ -20,7 +20,6 @@ from rich.table import Table
 from torch import Tensor
 
 from gapo_megatron.config import Config, ModelConfig
-from gapo_megatron.config.counts import arithmetic
 from gapo_megatron.learn import update as step
 from gapo_megatron.logprob import tiles
 from gapo_megatron.models.checks import check_shapes
@@ -209,11 +208,11 @@ def print_deep_dry_run(
         console.width = 120
     hf_config = read_hf_config(config.model.hf_dir)
     check_shapes(hf_config, config.parallel, config.model)
-    counts = arithmetic(config, world_size=world_size)
+    layout = Layout.of(config, world_size=world_size)
     found = step_one_rank(config, rank=rank, world_size=world_size)
     console.print(
-        f"Rank {rank} of {world_size}: {counts.cut}, "
-        f"stage {rank * counts.pp_size // world_size}. "
+        f"Rank {rank} of {world_size}: {layout.cut}, "
+        f"stage {rank // layout.ranks_per_stage}. "
         f"Built, and one step of {found.num_microbatches} micro-batch(es) of "
         f"{found.num_tokens:,} tokens taken, with the trainer's own code and "
         "without data.",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
 from gapo_megatron.config import Config, ParallelConfig, parse_config
-from gapo_megatron.config.counts import arithmetic, layers_of_stages
+from gapo_megatron.config.counts import check_world_size, layers_of_stages
+from gapo_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,17 @@ class Layout:
     @property
     def ranks_per_stage(self) -> int:
         return self.tp_size * self.copies
+
+    @property
+    def cut(self) -> str:
+        """The world size as a product."""
+        context = f"x context {self.cp_size} " if self.cp_size > 1 else ""
+        return f"tensor {self.tp_size} x pipeline {self.pp_size} {context}x data {self.dp_size}"
+
+    @property
+    def rollout_replicas(self) -> int:
+        """VLLM engines."""
+        return self.world_size // self.rollout_tp_size
 
     @property
     def copies(self) -> int:
@@ -82,19 +95,26 @@ class Layout:
         Raises:
             ConfigError: a parallel size does not divide the world size.
         """
-        counts = arithmetic(config, world_size=world_size)
+        parallel, rollout_tp_size = config.parallel, config.rollout.tensor_parallel_size
+        check_world_size(parallel, world_size)
+        if world_size % rollout_tp_size:
+            raise ConfigError(
+                f"rollout.tensor_parallel_size ({rollout_tp_size}) must divide the world size "
+                f"({world_size})"
+            )
+        pp_size = parallel.pipeline_model_parallel_size
         return cls(
-            tp_size=counts.tp_size,
-            pp_size=counts.pp_size,
-            cp_size=counts.cp_size,
-            dp_size=counts.dp_size,
-            ep_size=counts.ep_size,
-            sequence_parallel=config.parallel.sequence_parallel,
+            tp_size=parallel.tensor_model_parallel_size,
+            pp_size=pp_size,
+            cp_size=parallel.context_parallel_size,
+            dp_size=world_size // (parallel.ranks_per_layer * pp_size),
+            ep_size=parallel.expert_model_parallel_size,
+            sequence_parallel=parallel.sequence_parallel,
             recompute=config.model.recompute,
-            rollout_tp_size=config.rollout.tensor_parallel_size,
-            vpp_size=config.parallel.virtual_pipeline_model_parallel_size,
-            first_layers=config.parallel.num_layers_in_first_pipeline_stage,
-            last_layers=config.parallel.num_layers_in_last_pipeline_stage,
+            rollout_tp_size=rollout_tp_size,
+            vpp_size=parallel.virtual_pipeline_model_parallel_size,
+            first_layers=parallel.num_layers_in_first_pipeline_stage,
+            last_layers=parallel.num_layers_in_last_pipeline_stage,
         )
 
     def apply(self, config: Config) -> Config:
@@ -108,6 +128,14 @@ class Layout:
         tree["model"]["recompute"] = self.recompute
         tree["rollout"]["tensor_parallel_size"] = self.rollout_tp_size
         return parse_config(tree, source=str(self))
+
+
+def most_microbatches(config: Config, layout: Layout) -> int:
+    """Of an update on a rank, where every sequence has the greatest length."""
+    batch = config.batch
+    per_microbatch = batch.max_tokens_per_microbatch // config.max_sequence_tokens
+    num_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
+    return math.ceil(num_sequences / layout.dp_size / per_microbatch)
 
 
 # A planner asks time after time for the same.

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from gapo_megatron.config import Config
 from gapo_megatron.ops.plan.activations import (
     kept_activations,
-    most_microbatches,
     neighbour_bytes,
     tokens_per_rank,
     working_bytes,
@@ -21,7 +20,7 @@ from gapo_megatron.ops.plan.activations import (
 from gapo_megatron.ops.plan.arithmetic import Shape, element_bytes, engine_bytes
 from gapo_megatron.ops.plan.generation import kv_cache_bytes
 from gapo_megatron.ops.plan.hardware import CPU_NAME
-from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.layout import Layout, most_microbatches
 from gapo_megatron.ops.plan.state import checkpoint_bytes, fp8_copy_bytes, state_bytes
 
 if TYPE_CHECKING:

@@ -128,7 +128,7 @@ def test_runs_are_fitted_and_tested(tmp_path, capsys):
 
 
 def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gapo_megatron.ops.plan.probe.subprocess.run", None)
+    monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", None)
     command = ["calibrate", CONFIG, "--gpu", "h200", "--mean-prompt-tokens", "100"]
     assert tool.main([*command, "--calibration", str(tmp_path / "none" / "x.toml")]) == 1
     assert "no folder" in capsys.readouterr().err
@@ -170,7 +170,7 @@ def test_a_probe_trains_and_fits(tmp_path, capsys, monkeypatch):
         write_run(folder, rows=[a_step(scale)] * 8, hf_dir=tmp_path / "model")
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr("gapo_megatron.ops.plan.probe.subprocess.run", pretend)
+    monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", pretend)
     command = ["calibrate", CONFIG, f"model.hf_dir={tmp_path / 'model'}", "--gpu", "h200"]
     command += ["--processes", "1"]
     command += ["--mean-prompt-tokens", "100", "--size", "", "--size", "run.seed=1"]
@@ -191,12 +191,12 @@ def test_a_probe_that_fails_names_its_log(tmp_path, capsys, monkeypatch):
         stdout.write("no GPU")
         return subprocess.CompletedProcess(command, 1)
 
-    monkeypatch.setattr("gapo_megatron.ops.plan.probe.subprocess.run", fail)
+    monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", fail)
     command = ["calibrate", CONFIG, "--gpu", "cpu", "--processes", "1"]
     command += ["--mean-prompt-tokens", "100"]
     assert tool.main(command) == 1
     err = capsys.readouterr().err
-    assert "the probe as configured failed" in err
+    assert "the trial run as configured failed" in err
     assert "no GPU" in err
 
 

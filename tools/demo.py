@@ -157,7 +157,7 @@ def _write_task(config: Config) -> None:
     # Torch and transformers: neither --help nor a wrong setting waits for them.
     from transformers.utils import logging as transformers_logging
 
-    from gapo_megatron.ops.prepare import demo_task as arithmetic
+    from gapo_megatron.ops.prepare import demo_task
 
     transformers_logging.disable_progress_bar()  # a bar for one file of 3 MB
     supervised = config.supervised
@@ -169,7 +169,7 @@ def _write_task(config: Config) -> None:
     claim(task, names, field="data.train_path", made_by="demo")
     initial.mkdir(parents=True, exist_ok=True)
     mark(initial, made_by="demo", made_at=initial)
-    arithmetic.write_task(
+    demo_task.write_task(
         task,
         seed=config.run.seed,
         num_eval=NUM_EVAL,
@@ -177,10 +177,10 @@ def _write_task(config: Config) -> None:
         num_supervised=supervised.num_steps * supervised.batch_sequences,
     )
     rows = read_jsonl(supervised.train_path, keys=("prompt", "response"))
-    tokenizer = arithmetic.write_tokenizer(
-        arithmetic.training_texts([row for _, row in rows]), initial
+    tokenizer = demo_task.write_tokenizer(
+        demo_task.training_texts([row for _, row in rows]), initial
     )
-    arithmetic.write_initial_model(tokenizer, initial, seed=config.run.seed)
+    demo_task.write_initial_model(tokenizer, initial, seed=config.run.seed)
     for _, row in rows[:4]:
         console.print(f"  {row['prompt']} {row['response']}", highlight=False)
 

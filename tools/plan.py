@@ -178,8 +178,8 @@ def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.calibration:
         check_calibration(arguments.calibration)
     gpu = find_gpu(arguments.gpu)
-    with tempfile.TemporaryDirectory(prefix="gapo_probe_") as scratch:
-        observed = _probed(arguments, Path(scratch)) if arguments.config else _finished(arguments)
+    with tempfile.TemporaryDirectory(prefix="gapo_trial_") as scratch:
+        observed = _tried(arguments, Path(scratch)) if arguments.config else _finished(arguments)
     found = fit([one for one, is_fitted in observed if is_fitted], gpu)
     console.print(comparison_table(observed, gpu=gpu, efficiency=found.efficiency))
     console.print(efficiencies_table(found))
@@ -193,10 +193,10 @@ def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _probed(arguments: argparse.Namespace, scratch: Path) -> list[tuple[Observation, bool]]:
+def _tried(arguments: argparse.Namespace, scratch: Path) -> list[tuple[Observation, bool]]:
     from gapo_megatron.config import load_config
     from gapo_megatron.ops.plan.hardware import CPU_NAME, find_gpu
-    from gapo_megatron.ops.plan.probe import default_sizes, probe
+    from gapo_megatron.ops.plan.trial import default_sizes, run_trials
 
     config, name = load_config(arguments.config, arguments.overrides), arguments.gpu
     sizes = [size.split() for size in arguments.size] or default_sizes(config)
@@ -204,7 +204,7 @@ def _probed(arguments: argparse.Namespace, scratch: Path) -> list[tuple[Observat
     processes = arguments.processes
     if processes is None:
         processes = 1 if name == CPU_NAME else find_gpu(name).gpus_per_node
-    observations = probe(
+    observations = run_trials(
         arguments.config,
         arguments.overrides,
         sizes=[*sizes, *tests],
@@ -226,7 +226,7 @@ def _finished(arguments: argparse.Namespace) -> list[tuple[Observation, bool]]:
 
 def _observe(arguments: argparse.Namespace, folder: Path, *, name: str = "") -> Observation:
     from gapo_megatron.ops.plan.calibration import read_observation
-    from gapo_megatron.ops.plan.probe import mean_prompt_tokens
+    from gapo_megatron.ops.plan.trial import mean_prompt_tokens
 
     prompt = arguments.mean_prompt_tokens
     return read_observation(

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from gapo_megatron.config import Config
 from gapo_megatron.models.tables import Geometry
-from gapo_megatron.ops.plan.arithmetic import element_bytes
+from gapo_megatron.ops.plan.flops import element_bytes
 from gapo_megatron.ops.plan.layout import Layout
 
 _INDEX = 8  # int64

@@ -17,7 +17,7 @@ from gapo_megatron.ops.plan.activations import (
     tokens_per_rank,
     working_bytes,
 )
-from gapo_megatron.ops.plan.arithmetic import Shape, element_bytes, engine_bytes
+from gapo_megatron.ops.plan.flops import Shape, element_bytes, engine_bytes
 from gapo_megatron.ops.plan.generation import kv_cache_bytes
 from gapo_megatron.ops.plan.hardware import CPU_NAME
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches

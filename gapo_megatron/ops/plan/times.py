@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from gapo_megatron.config import Config
-from gapo_megatron.ops.plan.arithmetic import Shape, element_bytes
 from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import Shape, element_bytes
 from gapo_megatron.ops.plan.generation import generation_s
 from gapo_megatron.ops.plan.hardware import CPU_NAME, Gpu
 from gapo_megatron.ops.plan.layout import Layout

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gapo_megatron.config import Config
-from gapo_megatron.ops.plan.arithmetic import ForwardFlops, Shape, element_bytes, forward_flops
 from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import ForwardFlops, Shape, element_bytes, forward_flops
 from gapo_megatron.ops.plan.hardware import Gpu
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.state import others_and_experts

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.ops.launch.status import read_statuses
-from gapo_megatron.ops.plan.arithmetic import step_flops
 from gapo_megatron.ops.plan.calibration import STAGES, Observation, seconds
 from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import step_flops
 from gapo_megatron.ops.plan.hardware import CPU_NAME, Gpu
 from gapo_megatron.ops.plan.tables import pipeline_ranks
 from gapo_megatron.ops.plan.times import StepTime

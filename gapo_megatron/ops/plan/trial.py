@@ -1,6 +1,6 @@
 """A few training steps of a config, in a scratch folder, to measure what its stages take here.
 
-As a program (`python -m gapo_megatron.ops.plan.probe CONFIG [section.key=value ...]`) it is one
+As a program (`python -m gapo_megatron.ops.plan.trial CONFIG [section.key=value ...]`) it is one
 rank of such a run: training without its checkpoints and its exported model, which nobody would
 read. Of 7 billion parameters they are 120 GB a size, in a temporary folder that may be in memory.
 """
@@ -48,12 +48,12 @@ def default_sizes(config: Config) -> list[list[str]]:
     return [[], half]
 
 
-def probe_command(
+def trial_command(
     config_path: str, overrides: Sequence[str], *, output_dir: Path, num_steps: int, world_size: int
 ) -> list[str]:
-    """The command line of one probe, on one node."""
+    """The command line of one trial run, on one node."""
     return [
-        *ranks_command("gapo_megatron.ops.plan.probe", world_size),
+        *ranks_command("gapo_megatron.ops.plan.trial", world_size),
         config_path,
         *overrides,
         *_QUIET,
@@ -62,7 +62,7 @@ def probe_command(
     ]
 
 
-def probe(
+def run_trials(
     config_path: str,
     overrides: Sequence[str],
     *,
@@ -99,7 +99,7 @@ def probe(
         name = " ".join(size) or "as configured"
         folder = scratch / f"size_{number}"
         folder.mkdir(parents=True, exist_ok=True)
-        command = probe_command(
+        command = trial_command(
             config_path, settings, output_dir=folder, num_steps=num_steps, world_size=world_size
         )
         log = scratch / f"size_{number}.log"
@@ -110,7 +110,7 @@ def probe(
         if result.returncode:
             last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
             raise ConfigError(
-                f"the probe {name} failed with exit code {result.returncode}; its last lines:\n"
+                f"the trial run {name} failed with exit code {result.returncode}; its last lines:\n"
                 + "\n".join(last)
             )
         observations.append(

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gapo_megatron.ops.plan.arithmetic import Shape, engine_bytes, forward_flops, step_flops
+from gapo_megatron.ops.plan.flops import Shape, engine_bytes, forward_flops, step_flops
 from gapo_megatron.ops.plan.workload import Workload
 from tests.scaling_setup import config, hf
 from tests.test_convert_models import CONFIGS, NUM_PARAMETERS

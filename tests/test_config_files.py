@@ -12,12 +12,13 @@ from gapo_megatron.config import load_config
 from gapo_megatron.config.roles import changes
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.dry_run import per_rank_parameters, print_dry_run
+from gapo_megatron.ops.dry_run import print_dry_run
 from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
 from gapo_megatron.ops.plan.planner import plan, read_model
+from gapo_megatron.ops.plan.state import per_rank_parameters
 from gapo_megatron.ops.plan.workload import default_workload
 
 CONFIGS = Path(__file__).parents[1] / "configs"

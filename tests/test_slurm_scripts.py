@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from gapo_megatron.config import load_config
-from gapo_megatron.config.counts import arithmetic
+from gapo_megatron.ops.plan.layout import Layout
 from tests.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -113,7 +113,7 @@ def test_asks_for_the_processes_its_config_needs(
     assert found[-1] == "--dry-run"
     config = load_config(Path(folder) / found[2], found[3:-1])
     assert config.run.seed == 7
-    arithmetic(config, world_size=tasks)  # refuses sizes that do not divide them
+    Layout.of(config, world_size=tasks)  # refuses sizes that do not divide them
 
 
 def test_a_batch_script_without_its_config_says_what_is_missing(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.hf import manifest
 from gapo_megatron.hf.manifest import Branch
+from gapo_megatron.io.files import flush
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.policy import ParallelGroups, Policy
 from gapo_megatron.types import OpenGroup
@@ -138,7 +139,7 @@ def save(
                 branch=branch,
             )
             manifest.write_manifest(temporary, document)
-            manifest.flush(temporary)
+            flush(temporary)
             # Last of all: a disk that was out of reach may have kept this node waiting for long.
             attempt.require_ownership()
             manifest.publish(temporary, final)

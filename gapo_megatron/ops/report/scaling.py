@@ -13,14 +13,14 @@ from rich.table import Table
 from gapo_megatron.config.roles import flat, role_of
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.ops.launch.status import read_statuses
-from gapo_megatron.ops.plan.arithmetic import step_flops
 from gapo_megatron.ops.plan.calibration import STAGES, Observation, seconds
 from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import step_flops
 from gapo_megatron.ops.plan.hardware import CPU_NAME, Gpu
 from gapo_megatron.ops.plan.tables import pipeline_ranks
 from gapo_megatron.ops.plan.times import StepTime
 from gapo_megatron.ops.report.arms import SIZES, learned_settings
-from gapo_megatron.ops.report.runs import find_runs
+from gapo_megatron.ops.report.runs import find_trained
 from gapo_megatron.ops.report.series import Row
 
 _NAME_LETTERS = 20
@@ -41,10 +41,10 @@ def observe(
         that is left out a line that tells how it stands, and why.
 
     Raises:
-        DataError: see `find_runs`.
+        DataError: see `find_trained`.
         ConfigError: no run can be read; has all the reasons.
     """
-    ready, waiting = find_runs(folders)
+    ready, waiting = find_trained(folders)
     reasons = dict.fromkeys(waiting, "no step yet")
     names = [folder.name for folder in ready]
     observed = []

@@ -10,9 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from gapo_megatron.config import Config
+from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.models import checks as model_checks
+from gapo_megatron.models.rules import Rule
 from gapo_megatron.models.tables import Geometry, rules_for
+from gapo_megatron.ops.plan.state import per_rank_parameters
 from gapo_megatron.ops.plan.workload import Workload
 
 
@@ -62,6 +64,8 @@ class Shape:
     """Tensors of the Hugging Face checkpoint."""
     num_parameters: int
     """All, a tied output layer once."""
+    rules: tuple[Rule, ...]
+    """Its parameters."""
 
     @classmethod
     def of(cls, hf_config: Any) -> Shape:
@@ -90,11 +94,8 @@ class Shape:
             num_experts=num_experts,
             experts_per_token=hf_config.num_experts_per_tok if num_experts else 0,
             num_tensors=sum(len(rule.hf) * counts[rule.megatron] for rule in own),
-            num_parameters=sum(
-                rows * columns * counts[rule.megatron]
-                for rule in own
-                for rows, columns in [(rule.full_shape[0], _rest(rule.full_shape))]
-            ),
+            num_parameters=sum(per_rank_parameters(rules, ParallelConfig())),
+            rules=tuple(rules),
         )
 
     @property
@@ -110,16 +111,6 @@ class Shape:
         """Keys and values of one token on one rank; a head that ranks outnumber is copied."""
         heads = max(1, -(-self.kv_heads // tp_size))
         return 2 * self.num_layers * heads * self.head_dim * element_bytes
-
-    def weights_per_rank(
-        self, num_layers: int, num_tables: int, *, tp_size: int, ep_size: int
-    ) -> tuple[float, float]:
-        """(others, experts) of a pipeline rank with so many layers, and embedding or output layer.
-
-        `num_tables`: how many of these two; 1 where they are one.
-        """
-        others = (num_layers * self.layer_weights + num_tables * self.head_weights) / tp_size
-        return others, num_layers * self.num_experts * self.expert_weights / ep_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +227,3 @@ def step_flops(
         old_log_probs=num_passes * trained.total,
         update=3 * (trained.layers + trained.attention) + head,
     )
-
-
-def _rest(shape: tuple[int, ...]) -> int:
-    return shape[1] if len(shape) > 1 else 1

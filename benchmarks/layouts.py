@@ -22,6 +22,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.config import load_config
+from gapo_megatron.ops.launch.ranks import ranks_command
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LAYOUTS = {
@@ -66,11 +67,8 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str], run_dir: Path) -> list[dict]:
     """Lines of metrics.jsonl of one layout."""
-    num_ranks = 2 if overrides else 1
-    command = [sys.executable]
-    if num_ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "gapo_megatron.train", arguments.config, f"run.output_dir={run_dir}"]
+    command = ranks_command("gapo_megatron.train", 2 if overrides else 1)
+    command += [arguments.config, f"run.output_dir={run_dir}"]
     command += [f"run.num_steps={arguments.steps}", "evaluation.every_steps=0", *overrides]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
+from benchmarks.anchors import ANCHORS
 from gapo_megatron.config import load_config
-from gapo_megatron.ops.plan.anchors import ANCHORS
+from gapo_megatron.ops.plan.calibration import seconds
 from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
 from gapo_megatron.ops.plan.planner import gib, read_model
-from gapo_megatron.ops.plan.tables import anchors_table
 from gapo_megatron.ops.plan.times import step_time
 from gapo_megatron.ops.plan.workload import default_workload
 
@@ -52,10 +52,14 @@ in GiB of a GPU while it trains and while it generates, of {" or ".join(sizes)}.
 
 ## Against published step times
 
-All rows are predicted with the same default efficiencies. `tools/plan.py --anchors` also prints the
-sources, and what is assumed where they say nothing.
+All rows are predicted with the same default efficiencies, nothing tuned by row.
 
-{_markdown(*_published())}""")
+{_markdown(("run", "stage", "published, s", "predicted, s", "ratio"), _published())}
+
+Assumed where the source does not say:
+""")
+    for anchor in ANCHORS:
+        print(f"- {anchor.name}: {anchor.assumed}. Source: {anchor.source}")
 
 
 def nodes_of(path: Path) -> int:
@@ -82,10 +86,18 @@ def _cells(path: Path) -> list[str]:
     ]
 
 
-def _published() -> tuple[Sequence[str], Iterable[Sequence[str]]]:
-    columns = anchors_table(ANCHORS, Efficiency()).columns
-    rows = zip(*(map(str, column.cells) for column in columns), strict=True)
-    return [str(column.header) for column in columns], rows
+def _published() -> Iterator[Sequence[str]]:
+    for anchor in ANCHORS:
+        predicted = anchor.predict(Efficiency())
+        for stage, published in anchor.published.items():
+            value, low_high = seconds(predicted, stage), anchor.published_range
+            yield (
+                anchor.name if stage == "total" else "",
+                stage.replace("_", " ") if stage != "total" else "step",
+                "{:g}-{:g}".format(*low_high) if low_high else f"{published:g}",
+                f"{value:.0f}",
+                f"{value / published:.2f}",
+            )
 
 
 def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -18,7 +18,8 @@ import pytest
 from gapo_megatron.checkpoint import begin_branch, branch, check_branch, record_branch
 from gapo_megatron.errors import CheckpointError, FencedError
 from gapo_megatron.hf import manifest
-from gapo_megatron.hf.folder import fsync
+from gapo_megatron.io import files
+from gapo_megatron.io.files import fsync
 from tests.attempt_setup import make_attempt
 from tests.branch_setup import MODEL, NAMES, begin, make_config, make_old_run
 from tests.dist import single_rank
@@ -183,7 +184,7 @@ def watch_fsync(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[tup
 def test_everything_is_on_disk_before_the_checkpoint_has_its_name(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flushed = watch_fsync(monkeypatch, manifest)
+    flushed = watch_fsync(monkeypatch, files)
     published, real = [], manifest.publish
 
     def publish(temporary: Path, final: Path) -> None:

@@ -14,12 +14,13 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gapo_megatron.config import Config, ParallelConfig, parse_config
-from gapo_megatron.config.counts import arithmetic
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf import manifest
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.dry_run import per_rank_parameters, print_dry_run
+from gapo_megatron.ops.dry_run import print_dry_run
+from gapo_megatron.ops.plan.layout import Layout, most_microbatches
+from gapo_megatron.ops.plan.state import per_rank_parameters
 from tests.messages import mentions
 
 TINY = {
@@ -66,14 +67,11 @@ def write_model(folder: Path, **changes: Any) -> str:
 def test_arithmetic_by_hand() -> None:
     parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     config = make_config(parallel=parallel, rollout={"tensor_parallel_size": 4})
-    counts = arithmetic(config, world_size=16)
-    assert (counts.tp_size, counts.pp_size, counts.dp_size) == (2, 2, 4)
-    assert counts.rollout_replicas == 4
-    assert counts.rollout_sequences == 32 * 8
-    assert (counts.num_minibatches, counts.minibatch_sequences) == (4, 64)
+    layout = Layout.of(config, world_size=16)
+    assert (layout.tp_size, layout.pp_size, layout.dp_size) == (2, 2, 4)
+    assert layout.rollout_replicas == 4
     # 210 tokens hold two sequences of 100; 64 sequences over 4 ranks are 16 each: 8 micro-batches.
-    assert (counts.longest_sequence, counts.longest_per_microbatch) == (100, 2)
-    assert counts.most_microbatches_per_rank == 8
+    assert most_microbatches(config, layout) == 8
 
 
 @pytest.mark.parametrize(

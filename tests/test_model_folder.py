@@ -29,7 +29,7 @@ from gapo_megatron.hf.weights import HfFolder, carry_over, read_hf
 from gapo_megatron.io.documents import open_file
 from gapo_megatron.models.checks import num_experts
 from gapo_megatron.ops.dry_run import print_dry_run
-from gapo_megatron.ops.plan.arithmetic import Shape
+from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.sft import train_supervised

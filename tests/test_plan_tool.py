@@ -94,14 +94,6 @@ def test_without_the_model_it_says_how_to_get_its_config(capsys):
     assert "hf download" in err
 
 
-def test_anchors(capsys):
-    assert tool.main(["--anchors"]) == 0
-    out = capsys.readouterr().out
-    assert "NeMo-RL Qwen3-30B-A3B, 32 H100" in out
-    assert "226-282" in out
-    assert "mean response 1,500 tokens" in out
-
-
 def test_a_calibration_is_used_on_its_device_only(model, tmp_path, capsys):
     slow = Calibration(GPUS["h200"], Efficiency(decode_step_s=1.0), {"total": 0.07})
     write_calibration(slow, tmp_path / "slow.toml")
@@ -119,7 +111,8 @@ def test_runs_are_fitted_and_tested(tmp_path, capsys):
     for name, scale in (("a", 1.0), ("b", 1.1), ("c", 1.05)):
         write_run(tmp_path / name, rows=[a_step(scale)] * 4, hf_dir=tmp_path / "model", ranks=8)
     file = tmp_path / "fitted.toml"
-    command = ["--gpu", "h200", "--mean-prompt-tokens", "100", "--calibration", str(file)]
+    command = ["calibrate", "--gpu", "h200", "--mean-prompt-tokens", "100"]
+    command += ["--calibration", str(file)]
     for option, name in (("--from-run", "a"), ("--from-run", "b"), ("--test-run", "c")):
         command += [option, str(tmp_path / name)]
     assert tool.main(command) == 0
@@ -129,14 +122,14 @@ def test_runs_are_fitted_and_tested(tmp_path, capsys):
     # Efficiencies are printed with and without a file, and which of them the runs tell.
     row = next(line for line in out.splitlines() if line.startswith("│ decode_step_s "))
     assert row.endswith("measured │")
-    command = ["--gpu", "h200", "--from-run", str(tmp_path / "none"), "--mean-prompt-tokens", "1"]
+    command = ["calibrate", "--gpu", "h200", "--from-run", str(tmp_path / "none")]
     assert tool.main(command) == 1
     assert "not the folder of a run" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gapo_megatron.ops.plan.probe.subprocess.run", None)
-    command = [CONFIG, "--probe", "--gpu", "h200", "--mean-prompt-tokens", "100"]
+    monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", None)
+    command = ["calibrate", CONFIG, "--gpu", "h200", "--mean-prompt-tokens", "100"]
     assert tool.main([*command, "--calibration", str(tmp_path / "none" / "x.toml")]) == 1
     assert "no folder" in capsys.readouterr().err
     assert tool.main([*command, "--size", "", "--test-size", "batch.rolout_prompts=4"]) == 1
@@ -177,8 +170,8 @@ def test_a_probe_trains_and_fits(tmp_path, capsys, monkeypatch):
         write_run(folder, rows=[a_step(scale)] * 8, hf_dir=tmp_path / "model")
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr("gapo_megatron.ops.plan.probe.subprocess.run", pretend)
-    command = [CONFIG, f"model.hf_dir={tmp_path / 'model'}", "--probe", "--gpu", "h200"]
+    monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", pretend)
+    command = ["calibrate", CONFIG, f"model.hf_dir={tmp_path / 'model'}", "--gpu", "h200"]
     command += ["--processes", "1"]
     command += ["--mean-prompt-tokens", "100", "--size", "", "--size", "run.seed=1"]
     assert tool.main([*command, "--test-size", "run.seed=2"]) == 0
@@ -198,26 +191,30 @@ def test_a_probe_that_fails_names_its_log(tmp_path, capsys, monkeypatch):
         stdout.write("no GPU")
         return subprocess.CompletedProcess(command, 1)
 
-    monkeypatch.setattr("gapo_megatron.ops.plan.probe.subprocess.run", fail)
-    command = [CONFIG, "--probe", "--gpu", "cpu", "--processes", "1", "--mean-prompt-tokens", "100"]
+    monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", fail)
+    command = ["calibrate", CONFIG, "--gpu", "cpu", "--processes", "1"]
+    command += ["--mean-prompt-tokens", "100"]
     assert tool.main(command) == 1
     err = capsys.readouterr().err
-    assert "the probe as configured failed" in err
+    assert "the trial run as configured failed" in err
     assert "no GPU" in err
 
 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ([], "CONFIG is missing"),
+        ([], "CONFIG"),
         (["run.seed=1"], "CONFIG comes first"),
-        ([CONFIG, "--size", "a=1"], "--size and --test-size go with --probe"),
-        ([CONFIG, "--test-run", "x"], "--test-run goes with --from-run"),
-        ([CONFIG, "--probe"], "--probe needs --gpu"),
-        (["--from-run", "x"], "--from-run needs --gpu"),
-        ([CONFIG, "--from-run", "x", "--gpu", "h20"], f"--from-run takes no CONFIG ({CONFIG})"),
-        ([CONFIG, "--probe", "--from-run", "x"], "--probe and --from-run are one at a time"),
-        (["--anchors", "--json"], "--json is for plans, not for --anchors"),
+        (["calibrate", CONFIG], "--gpu"),
+        (["calibrate", "--gpu", "h20"], "either CONFIG or --from-run"),
+        (["calibrate", CONFIG, "--from-run", "x", "--gpu", "h20"], "either CONFIG or --from-run"),
+        (["calibrate", "--from-run", "x", "--gpu", "h20", "--size", ""], "--size"),
+        (["calibrate", CONFIG, "--gpu", "h20", "--test-run", "x"], "--test-run"),
+        (["calibrate", "run.seed=1", "--gpu", "h20"], "CONFIG comes first"),
+        ([CONFIG, "--probe", "--gpu", "h20"], "tools/plan.py calibrate CONFIG"),
+        (["--gpu", "h20", "--from-run=x"], "tools/plan.py calibrate --from-run RUN"),
+        (["--gpu", "h20", "--measured", "x"], "tools/plan.py measure RUN"),
+        (["--anchors"], "docs/planned_layouts.md"),
         ([CONFIG, "--gpus-per-node", "0"], "0 must be a whole number of 1 or more"),
         ([CONFIG, "--nodes", "-4"], "-4 must be a whole number of 1 or more"),
         ([CONFIG, "--top", "-1"], "-1 must be a whole number of 1 or more"),

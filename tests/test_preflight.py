@@ -21,7 +21,7 @@ import torch.distributed as dist
 from gapo_megatron.ops.launch import node_checks
 from gapo_megatron.ops.launch.node_checks import (
     CommandError,
-    Gpu,
+    GpuState,
     check_cache,
     check_gpu_errors,
     check_gpus,
@@ -346,7 +346,7 @@ def test_a_damaged_proposal_is_named(tmp_path: Path, content: str) -> None:
 
 def test_gpus_of_nvidia_smi() -> None:
     first, second = parse_gpus(gpu_lines(2, used=1500, ecc="[N/A]"))
-    assert first == Gpu(
+    assert first == GpuState(
         0,
         "GPU-2b7a5a3e-0c1d-4f6e-9a3b-000000000000",
         "NVIDIA H200",

@@ -8,7 +8,7 @@ from scipy import stats
 
 from gapo_megatron.errors import DataError
 from gapo_megatron.ops.report.arms import CLIP, Comparison, K
-from gapo_megatron.ops.report.runs import find_runs, read_run
+from gapo_megatron.ops.report.runs import find_trained, read_run
 from gapo_megatron.ops.report.series import (
     NoData,
     final,
@@ -56,13 +56,13 @@ def test_a_run_under_way_is_read_as_far_as_it_is(tmp_path):
 def test_what_is_no_run_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=mentions(tmp_path / "empty", "config.toml", "no run")):
-        find_runs([tmp_path / "empty"])
+        find_trained([tmp_path / "empty"])
     with pytest.raises(DataError, match=mentions(tmp_path / "gone", "no such")):
-        find_runs([tmp_path / "gone"])
+        find_trained([tmp_path / "gone"])
     queued = tmp_path / "queued"
     (queued / "code").mkdir(parents=True)
     with pytest.raises(DataError, match=mentions(queued, "metrics.jsonl", "step")):
-        find_runs([queued])
+        find_trained([queued])
     run = write_run(tmp_path / "run")
     (run / "config.toml").unlink()
     with pytest.raises(DataError, match=mentions(run, "config.toml", "seed")):
@@ -73,7 +73,7 @@ def test_a_study_is_the_runs_in_its_folder_and_none_counts_twice(tmp_path):
     first, second = (write_run(tmp_path / f"run_{seed}", seed=seed) for seed in (0, 1))
     (tmp_path / "waiting" / "code").mkdir(parents=True)
     (tmp_path / "report").mkdir()
-    found = find_runs([second, tmp_path, first])
+    found = find_trained([second, tmp_path, first])
     assert found == ([second, first], [tmp_path / "waiting"])
 
 
@@ -83,7 +83,7 @@ def test_a_run_with_no_more_than_its_first_evaluation_waits(tmp_path):
     waiting = write_run(tmp_path / "b", seed=1, num_steps=0)
     with (waiting / "metrics.jsonl").open("a") as file:
         file.write('{"step": 0, "reward/mean": 0.5')  # being written
-    assert find_runs([tmp_path]) == ([trained], [waiting])
+    assert find_trained([tmp_path]) == ([trained], [waiting])
 
 
 def test_a_broken_line_is_named(tmp_path):

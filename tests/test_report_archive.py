@@ -17,7 +17,7 @@ from gapo_megatron.ops.report.archive import BIN_STEPS, read_archive, write_arch
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.intervention import correlation_since
 from gapo_megatron.ops.report.learning import reward, reward_rows
-from gapo_megatron.ops.report.runs import find_runs, read_run
+from gapo_megatron.ops.report.runs import find_trained, read_run
 from gapo_megatron.ops.report.summary import summary
 from tests.messages import mentions
 from tests.report_setup import write_run
@@ -257,7 +257,7 @@ def test_damage_is_named(study, tmp_path, name, old, new, words):
 
 
 def test_a_missing_file_is_named(study, tmp_path):
-    write_archive([read_run(find_runs([study])[0][0])], tmp_path)
+    write_archive([read_run(find_trained([study])[0][0])], tmp_path)
     (tmp_path / "timings.csv").unlink()
     with pytest.raises(DataError, match=mentions(tmp_path / "timings.csv")):
         read_archive(tmp_path)

@@ -512,7 +512,7 @@ def test_rows_are_in_order(larger):
 def test_the_tool_prints_a_table_and_writes_figures_and_data(tmp_path, capsys):
     runs(tmp_path / "study")
     (tmp_path / "study" / "waiting" / "code").mkdir(parents=True)
-    command = ["--gpu", "h200", "--mean-prompt-tokens", "100", "--measured"]
+    command = ["measure", "--gpu", "h200", "--mean-prompt-tokens", "100"]
     assert tool.main([*command, str(tmp_path / "study")]) == 0
     said = capsys.readouterr().out
     assert re.search(r"\bMeasured\b.*\bh200\b", said)
@@ -541,7 +541,7 @@ def test_one_run_that_cannot_be_read_does_not_keep_back_the_others(tmp_path, cap
     with (tmp_path / "study" / "strong" / "timings.jsonl").open("a") as file:
         file.write("damaged\n")
     (tmp_path / "study" / "weak" / "config.toml").write_text("garbage = [")
-    command = ["--gpu", "h200", "--mean-prompt-tokens", "100", "--measured"]
+    command = ["measure", "--gpu", "h200", "--mean-prompt-tokens", "100"]
     assert tool.main([*command, str(tmp_path / "study")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"\bstrong \(\w+\): \S+/strong/timings\.jsonl:6\b", said)
@@ -553,10 +553,10 @@ def test_one_run_that_cannot_be_read_does_not_keep_back_the_others(tmp_path, cap
 def test_one_run_alone_and_two_of_one_name(tmp_path, capsys):
     runs(tmp_path / "a")
     runs(tmp_path / "b", model=CONFIGS["Qwen2.5-7B"])
-    command = ["--gpu", "h200", "--mean-prompt-tokens", "100"]
-    assert tool.main([*command, "--measured", str(tmp_path / "a" / "one")]) == 0
+    command = ["measure", "--gpu", "h200", "--mean-prompt-tokens", "100"]
+    assert tool.main([*command, str(tmp_path / "a" / "one")]) == 0
     assert (tmp_path / "a" / "one" / "scaling" / "throughput.png").exists()
-    command += ["--output", str(tmp_path / "both" / "figures"), "--measured"]
+    command += ["--output", str(tmp_path / "both" / "figures")]
     assert tool.main([*command, str(tmp_path / "a"), str(tmp_path / "b" / "one")]) == 0
     with (tmp_path / "both" / "figures" / "throughput.csv").open() as file:
         rows = [(row["run"], row["model"]) for row in csv.DictReader(file)]
@@ -567,7 +567,7 @@ def test_one_run_alone_and_two_of_one_name(tmp_path, capsys):
 
 
 def test_folders_without_runs_are_refused(tmp_path, capsys):
-    command = ["--gpu", "h200", "--mean-prompt-tokens", "100", "--measured"]
+    command = ["measure", "--gpu", "h200", "--mean-prompt-tokens", "100"]
     assert tool.main([*command, str(tmp_path)]) == 1
     assert re.search(mentions(tmp_path, "config.toml", "no run"), capsys.readouterr().err)
     write_model(tmp_path / "model", SMALL)
@@ -582,25 +582,12 @@ def test_folders_without_runs_are_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["--measured", "x"], ("--measured", "--gpu")),
-        (
-            ["configs/demo.toml", "--gpu", "cpu", "--measured", "x"],
-            ("--measured", "CONFIG", "configs/demo.toml"),
-        ),
-        (["--measured", "x", "--anchors"], ("--anchors", "--measured")),
-        (["--measured"], ("--measured", "expected at least one argument")),
-        (["--measured", "x", "y", "--gpu", "h20"], ("--measured", "--output")),
-        (["--from-run", "x", "--gpu", "h20", "--output", "y"], ("--output", "--measured")),
-        (["--measured", "x", "--gpu", "h20", "--processes", "8"], ("--processes", "--probe")),
-        *(
-            (["--measured", "x", "--gpu", "h20", option, value], (option, "--measured"))
-            for option, value in (
-                ("--nodes", "2"),
-                ("--top", "3"),
-                ("--mean-response-tokens", "10"),
-                ("--active-share", "0"),
-            )
-        ),
+        (["measure", "x"], ("--gpu",)),
+        (["measure", "--gpu", "h20"], ("RUN",)),
+        (["measure", "x", "y", "--gpu", "h20"], ("--output",)),
+        (["measure", "x", "--gpu", "h20", "--processes", "8"], ("--processes",)),
+        (["measure", "x", "--gpu", "h20", "--nodes", "2"], ("--nodes",)),
+        (["calibrate", "--from-run", "x", "--gpu", "h20", "--output", "y"], ("--output",)),
     ],
 )
 def test_wrong_usage(command, words, capsys):

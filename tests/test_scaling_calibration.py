@@ -13,7 +13,6 @@ from transformers import AutoConfig
 from gapo_megatron.config import load_config
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.toml_tree import to_toml
-from gapo_megatron.ops.plan.arithmetic import Shape
 from gapo_megatron.ops.plan.calibration import (
     STAGES,
     Calibration,
@@ -25,10 +24,16 @@ from gapo_megatron.ops.plan.calibration import (
 )
 from gapo_megatron.ops.plan.calibration_file import read_calibration, write_calibration
 from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import GPUS, Gpu
 from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.probe import default_sizes, mean_prompt_tokens, probe, probe_command
 from gapo_megatron.ops.plan.times import StepTime
+from gapo_megatron.ops.plan.trial import (
+    default_sizes,
+    mean_prompt_tokens,
+    run_trials,
+    trial_command,
+)
 from gapo_megatron.ops.plan.workload import Workload, default_workload
 from tests.messages import mentions
 from tests.scaling_setup import config, hf, layout, write_model
@@ -503,12 +508,12 @@ def test_over_sampling_is_measured_but_neither_fitted_nor_planned(tmp_path, monk
     with pytest.raises(ConfigError, match=words):
         default_workload(config(batch=batch))
     # Before anything is trained.
-    monkeypatch.setattr("gapo_megatron.ops.plan.probe.subprocess.run", None)
+    monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", None)
     sizes = [[], ["batch.oversampling=1.5"]]
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config()))
     with pytest.raises(ConfigError, match=words):
-        probe(
+        run_trials(
             str(path),
             [],
             sizes=sizes,
@@ -528,14 +533,14 @@ def test_folders_without_steps_are_refused(tmp_path):
         read_observation(tmp_path / "run", mean_prompt_tokens=1.0)
 
 
-# --- probes --------------------------------------------------------------------------------------
+# --- trial runs ----------------------------------------------------------------------------------
 
 
-def test_a_probe_sends_nothing(tmp_path):
-    command = probe_command(
+def test_a_trial_run_sends_nothing(tmp_path):
+    command = trial_command(
         "a.toml", ["run.seed=1"], output_dir=tmp_path, num_steps=5, world_size=1
     )
-    assert command[1:5] == ["-m", "gapo_megatron.ops.plan.probe", "a.toml", "run.seed=1"]
+    assert command[1:5] == ["-m", "gapo_megatron.ops.plan.trial", "a.toml", "run.seed=1"]
     assert command[-2:] == ["run.num_steps=5", f"run.output_dir={tmp_path}"]
     assert "evaluation.every_steps=0" in command
     # Whatever the config says. (That nothing is kept either: tests/test_train.py.)
@@ -544,11 +549,11 @@ def test_a_probe_sends_nothing(tmp_path):
     path.write_text(to_toml(config(metrics=loud, checkpoint={"branch_from": "x"})))
     quiet = load_config(path, [word for word in command[4:] if "=" in word])
     assert quiet.metrics.wandb_project == quiet.checkpoint.branch_from == ""
-    many = probe_command("a.toml", [], output_dir=tmp_path, num_steps=5, world_size=8)
+    many = trial_command("a.toml", [], output_dir=tmp_path, num_steps=5, world_size=8)
     assert many[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node=8", "-m"]
 
 
-def test_sizes_of_a_probe_are_two_loads():
+def test_sizes_of_a_trial_are_two_loads():
     assert default_sizes(config()) == [
         [],
         ["batch.rollout_prompts=128", "batch.minibatch_prompts=32"],

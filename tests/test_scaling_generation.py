@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from gapo_megatron.ops.plan.arithmetic import Shape
+from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.generation import Decoding, generation_s, kv_cache_bytes
 from gapo_megatron.ops.plan.workload import Workload
 from tests.scaling_setup import H200, IDEAL, WORKLOAD, config, draw_lengths, hf

@@ -14,8 +14,8 @@ from gapo_megatron.config import load_config
 from gapo_megatron.config.counts import check_world_size
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.checks import check_shapes
-from gapo_megatron.ops.plan.arithmetic import Shape
 from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
 from gapo_megatron.ops.plan.planner import (

@@ -52,8 +52,9 @@ def test_step_time_is_made_of_its_stages():
         for what in ("optimizer", "all")
     ]
     way = NUM_PARAMETERS["Qwen2.5-7B"] / (64e9 * 0.75)
-    assert both[1].sync_s - both[0].sync_s == pytest.approx(way)
-    assert both[1].update_s - both[0].update_s == pytest.approx(way)
+    # Norms are whole on every rank.
+    assert both[1].sync_s - both[0].sync_s == pytest.approx(way, rel=1e-4)
+    assert both[1].update_s - both[0].update_s == pytest.approx(way, rel=1e-4)
     # The same model on a device with a sixth of the products and a little less bandwidth.
     slow = step_time(model, config(), layout(dp=8), WORKLOAD, GPUS["h20"], Efficiency())
     assert slow.update_s > 5 * one.update_s

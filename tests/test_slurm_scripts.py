@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from gapo_megatron.config import load_config
-from gapo_megatron.config.counts import arithmetic
+from gapo_megatron.ops.plan.layout import Layout
 from tests.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -71,11 +71,11 @@ def test_one_task_per_gpu_and_nothing_hidden(path: Path) -> None:
     assert "torchrun" not in path.read_text()
 
 
-def dry_run(path: Path, folder: Path, python: str) -> str:
+def dry_run(path: Path, folder: Path, python: str, *words: str, **env: str) -> str:
     """What a batch script prints from another folder, without Slurm."""
     done = subprocess.run(
-        ["bash", str(path), "run.seed=7"],
-        env=without_launcher_variables(DRY_RUN="1", PYTHON=python),
+        ["bash", str(path), *words, "run.seed=7"],
+        env=without_launcher_variables(DRY_RUN="1", PYTHON=python, **env),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -85,19 +85,47 @@ def dry_run(path: Path, folder: Path, python: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
-def test_asks_for_the_processes_its_config_needs(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "words", "nodes"),
+    [
+        ("gapo_demo", (), None),
+        ("gapo_ds_r1", (), None),
+        ("gapo", ("configs/deepcoder_1_5b/gapo_token.toml",), None),
+        ("gapo", ("configs/llama_3_1_8b/h200_8k.toml",), None),
+        ("gapo", ("configs/qwen2_5_72b/h200_8k.toml",), 8),
+    ],
+)
+def test_asks_for_the_processes_its_config_needs(
+    name: str, words: tuple[str, ...], nodes: int | None, tmp_path: Path
+) -> None:
+    """As its directives say, or as many nodes as `sbatch --nodes` asks for."""
+    path = ROOT / "slurm" / f"{name}.sbatch"
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\nprintf "%s\\n" "$PWD" "$WORLD_SIZE" "$@"\n')
     python.chmod(0o755)
-    folder, world_size, *words = dry_run(path, tmp_path, str(python)).splitlines()
-    tasks = int(directives_of(path)["nodes"]) * int(directives_of(path)["ntasks-per-node"])
+    directives = directives_of(path)
+    tasks = int(nodes or directives["nodes"]) * int(directives["ntasks-per-node"])
+    env = {"SLURM_NTASKS": str(tasks)} if nodes else {}
+    folder, world_size, *found = dry_run(path, tmp_path, str(python), *words, **env).splitlines()
     assert int(world_size) == tasks
-    assert words[:2] == ["-m", "gapo_megatron.train"]
-    assert words[-1] == "--dry-run"
-    config = load_config(Path(folder) / words[2], words[3:-1])
+    assert found[:2] == ["-m", "gapo_megatron.train"]
+    assert tuple(found[2 : 2 + len(words)]) == words
+    assert found[-1] == "--dry-run"
+    config = load_config(Path(folder) / found[2], found[3:-1])
     assert config.run.seed == 7
-    arithmetic(config, world_size=tasks)  # refuses sizes that do not divide them
+    Layout.of(config, world_size=tasks)  # refuses sizes that do not divide them
+
+
+def test_a_batch_script_without_its_config_says_what_is_missing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "slurm" / "gapo.sbatch")],
+        env=without_launcher_variables(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "CONFIG.toml" in done.stderr
 
 
 def test_dry_run_without_slurm_from_any_folder(tmp_path: Path) -> None:

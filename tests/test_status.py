@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.run_folder import find_runs
 from gapo_megatron.ops.launch.status import (
     JOBS_NAME,
     Status,
     ask_slurm,
-    find_runs,
     read_status,
     read_statuses,
     status_table,
@@ -138,6 +138,16 @@ def test_finds_runs_of_a_folder(tmp_path: Path) -> None:
     assert find_runs(tmp_path / "study") == [tmp_path / "study" / name for name in "ab"]
     assert find_runs(tmp_path / "study" / "b") == [tmp_path / "study" / "b"]
     assert find_runs(tmp_path) == find_runs(tmp_path / "nowhere") == []
+
+
+def test_a_run_that_was_not_submitted_is_found_too(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "demo"
+    write(run_dir / "config.toml", "[run]\nnum_steps = 7\n")
+    assert find_runs(tmp_path / "runs") == [run_dir]
+    assert read_status(run_dir).state == "queued"
+    write(run_dir / "metrics.jsonl", json.dumps({"step": 2, "reward/mean": 0.5}) + "\n")
+    status = read_status(run_dir)
+    assert (status.state, status.steps, status.num_steps) == ("started", 3, 7)
 
 
 def test_without_slurm_here_its_jobs_are_unknown(

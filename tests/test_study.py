@@ -8,14 +8,13 @@ import pytest
 from transformers import AutoConfig
 
 from gapo_megatron.config import load_config
-from gapo_megatron.config.counts import arithmetic
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.ops.launch.study import Resources, Run, read_study, unfinished
-from gapo_megatron.ops.plan.arithmetic import Shape
 from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import GIB, GPUS
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
@@ -400,7 +399,7 @@ def test_a_command_line_asks_for_every_run_but_not_for_what_the_study_varies(
 def test_every_study_of_the_repository(path: Path) -> None:
     for run in read_study(path).runs:
         size = run.resources.nodes * run.resources.tasks_per_node
-        arithmetic(run.config, world_size=size)
+        Layout.of(run.config, world_size=size)
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])

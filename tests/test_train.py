@@ -213,7 +213,7 @@ def test_a_probe_keeps_no_weights(root: Path, whole_run: Path) -> None:
     run_dir = root / "probe"
     finish(
         Program(
-            "gapo_megatron.ops.plan.probe",
+            "gapo_megatron.ops.plan.trial",
             root / "config.toml",
             "run.num_steps=3",
             "checkpoint.every_steps=1",

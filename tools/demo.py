@@ -29,6 +29,7 @@ from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.evaluate.counts import Counts, read_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
 from gapo_megatron.hf.folder import check_replaceable, claim, is_marked, mark
+from gapo_megatron.ops.launch.ranks import ranks_command
 
 if TYPE_CHECKING:
     from gapo_megatron.evaluate.statistics import Interval
@@ -156,7 +157,7 @@ def _write_task(config: Config) -> None:
     # Torch and transformers: neither --help nor a wrong setting waits for them.
     from transformers.utils import logging as transformers_logging
 
-    from gapo_megatron.ops.prepare import demo_task as arithmetic
+    from gapo_megatron.ops.prepare import demo_task
 
     transformers_logging.disable_progress_bar()  # a bar for one file of 3 MB
     supervised = config.supervised
@@ -168,7 +169,7 @@ def _write_task(config: Config) -> None:
     claim(task, names, field="data.train_path", made_by="demo")
     initial.mkdir(parents=True, exist_ok=True)
     mark(initial, made_by="demo", made_at=initial)
-    arithmetic.write_task(
+    demo_task.write_task(
         task,
         seed=config.run.seed,
         num_eval=NUM_EVAL,
@@ -176,20 +177,16 @@ def _write_task(config: Config) -> None:
         num_supervised=supervised.num_steps * supervised.batch_sequences,
     )
     rows = read_jsonl(supervised.train_path, keys=("prompt", "response"))
-    tokenizer = arithmetic.write_tokenizer(
-        arithmetic.training_texts([row for _, row in rows]), initial
+    tokenizer = demo_task.write_tokenizer(
+        demo_task.training_texts([row for _, row in rows]), initial
     )
-    arithmetic.write_initial_model(tokenizer, initial, seed=config.run.seed)
+    demo_task.write_initial_model(tokenizer, initial, seed=config.run.seed)
     for _, row in rows[:4]:
         console.print(f"  {row['prompt']} {row['response']}", highlight=False)
 
 
 def _launch(module: str, arguments: argparse.Namespace, settings: Sequence[str]) -> None:
-    """Run `python -m module` on every rank; torchrun only where there are several."""
-    command = [sys.executable]
-    if arguments.world_size > 1:
-        command += ["-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(arguments.world_size)]
+    """Run `python -m module` on every rank."""
     # The ranks share the cores; beyond four threads a model of this size only waits for them.
     threads = max(1, min(4, (os.cpu_count() or 1) // arguments.world_size))
     environment = {
@@ -200,7 +197,7 @@ def _launch(module: str, arguments: argparse.Namespace, settings: Sequence[str])
             filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
         ),
     }
-    command += ["-m", module, arguments.config, *settings]
+    command = [*ranks_command(module, arguments.world_size), arguments.config, *settings]
     subprocess.run(command, env=environment, check=True)
 
 

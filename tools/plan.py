@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -22,37 +22,48 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 if TYPE_CHECKING:
     from gapo_megatron.ops.plan.calibration import Calibration, Observation
 
-EXAMPLES = """\
+_PLAN = """\
 layouts, memory and time of a config, here on one node of H200:
   python tools/plan.py configs/qwen_math_1_5b/gapo.toml --nodes 1 --gpu h200
-the same with lengths you know, and another model:
+with lengths you know, and another model:
   python tools/plan.py CONFIG model.hf_dir=models/Qwen2.5-32B --nodes 4 \\
     --mean-prompt-tokens 150 --mean-response-tokens 900 --active-share 0.6
+a layout as a config, for the job that trains in it:
+  python tools/plan.py configs/qwen2_5_32b/base.toml batch.max_tokens_per_microbatch=10240 \\
+    --nodes 2 --gpu h200 --write configs/qwen2_5_32b/two_nodes.toml
+with what was measured:
+  python tools/plan.py CONFIG --nodes 4 --gpu h200 --calibration h200.toml
+
+python tools/plan.py calibrate --help   measures the efficiencies that times rest on
+python tools/plan.py measure --help     puts what runs reached beside what is predicted
+
+Times without --calibration rest on assumed efficiencies (gapo_megatron/ops/plan/efficiency.py);
+docs/scaling.md says how times are made. Exit codes: 0; 1 when nothing fits or an input is wrong;
+2 usage.
+"""
+_CALIBRATE = """\
 measure this machine at two sizes, and test what was learned at a third:
-  python tools/plan.py configs/demo.toml --gpu cpu --probe --calibration cpu.toml \\
+  python tools/plan.py calibrate configs/demo.toml --gpu cpu --calibration cpu.toml \\
     --size "" --size "batch.rollout_prompts=16 batch.minibatch_prompts=4" \\
     --test-size "batch.rollout_prompts=64 batch.minibatch_prompts=16"
 from runs that are there, tested on one that was not fitted:
-  python tools/plan.py --gpu h200 --from-run runs/a --from-run runs/b --test-run runs/c \\
-    --calibration h200.toml
-plan with what was measured:
-  python tools/plan.py CONFIG --nodes 4 --gpu h200 --calibration h200.toml
-a scaling study, run by run, with figures in runs/studies/scaling_qwen/scaling:
-  python tools/plan.py --gpu h200 --measured runs/studies/scaling_qwen
-two of its runs alone:
-  python tools/plan.py --gpu h200 --output two_runs \\
-    --measured runs/studies/scaling_qwen/nodes_1 runs/studies/scaling_qwen/nodes_8
-the model against published step times:
-  python tools/plan.py --anchors
-
-Times without --calibration rest on assumed efficiencies (gapo_megatron/ops/plan/efficiency.py);
-docs/scaling.md says how times are made. --calibration is written by --probe and --from-run, and
-read otherwise. Exit codes: 0; 1 when nothing fits or an input is wrong; 2 usage.
+  python tools/plan.py calibrate --gpu h200 --from-run runs/a --from-run runs/b \\
+    --test-run runs/c --calibration h200.toml
 """
-
-
-_TOP = 5
-"""Layouts to show."""
+_MEASURE = """\
+a scaling study, run by run, with figures in runs/studies/scaling_qwen/scaling:
+  python tools/plan.py measure runs/studies/scaling_qwen --gpu h200
+two of its runs alone:
+  python tools/plan.py measure --gpu h200 --output two_runs \\
+    runs/studies/scaling_qwen/nodes_1 runs/studies/scaling_qwen/nodes_8
+"""
+_FORMER = {
+    "--probe": "tools/plan.py calibrate CONFIG --gpu GPU",
+    "--from-run": "tools/plan.py calibrate --from-run RUN --gpu GPU",
+    "--measured": "tools/plan.py measure RUN ... --gpu GPU",
+    "--anchors": "docs/planned_layouts.md",
+}
+"""Options of earlier versions that chose what to do, and what does it now."""
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -64,13 +75,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     if not console.is_terminal:
         console.width = 180
     try:
-        if arguments.anchors:
-            return _show_anchors(console)
-        if arguments.probe or arguments.from_run:
-            return _calibrate(arguments, console)
-        if arguments.measured:
-            return _show_measured(arguments, console)
-        return _plan(arguments, console)
+        exit_code: int = arguments.act(arguments, console)
+        return exit_code
     except GapoError as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1
@@ -79,10 +85,17 @@ def main(command_line: Sequence[str] | None = None) -> int:
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.config import load_config
     from gapo_megatron.ops.plan import tables
+    from gapo_megatron.ops.plan.layout_file import (
+        check_layout_file,
+        quickest_with_room,
+        write_layout,
+    )
     from gapo_megatron.ops.plan.planner import leave_out, overrides, plan, read_model
     from gapo_megatron.ops.plan.workload import default_workload
 
     config = load_config(arguments.config, arguments.overrides)
+    if arguments.write:
+        check_layout_file(arguments.write)
     hf_config, note = read_model(config)
     found = _calibration(arguments)
     workload = default_workload(
@@ -93,17 +106,26 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         mean_response_tokens=arguments.mean_response_tokens,
         active_share=arguments.active_share,
     )
-    top = arguments.top or _TOP
     result = plan(
         hf_config,
         config,
-        num_nodes=arguments.nodes or 1,
+        num_nodes=arguments.nodes,
         gpu=found.gpu,
         workload=workload,
         efficiency=found.efficiency,
     )
+    if arguments.write:
+        write_layout(
+            quickest_with_room(result),
+            arguments.write,
+            gpu=found.gpu,
+            base=Path(arguments.config),
+            settings=arguments.overrides,
+        )
     if arguments.json:
-        values = tables.to_json(result, config, workload, found.efficiency, top=top, note=note)
+        values = tables.to_json(
+            result, config, workload, found.efficiency, top=arguments.top, note=note
+        )
         print(json.dumps(values, indent=2, allow_nan=False))
         return 0 if result.ranked else 1
     if note:
@@ -118,8 +140,8 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     )
     if caveat := tables.fp8_caveat(config):
         console.print(caveat, markup=False, highlight=False)
-    console.print(tables.layouts_table(result, config, top=top))
-    console.print(tables.memory_table(result, top=top))
+    console.print(tables.layouts_table(result, config, top=arguments.top))
+    console.print(tables.memory_table(result, top=arguments.top))
     if result.current_refusal:
         console.print(f"* The config's own does not run: {result.current_refusal}", markup=False)
     if result.refusals:
@@ -174,8 +196,8 @@ def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.calibration:
         check_calibration(arguments.calibration)
     gpu = find_gpu(arguments.gpu)
-    with tempfile.TemporaryDirectory(prefix="gapo_probe_") as scratch:
-        observed = _probed(arguments, Path(scratch)) if arguments.probe else _finished(arguments)
+    with tempfile.TemporaryDirectory(prefix="gapo_trial_") as scratch:
+        observed = _tried(arguments, Path(scratch)) if arguments.config else _finished(arguments)
     found = fit([one for one, is_fitted in observed if is_fitted], gpu)
     console.print(comparison_table(observed, gpu=gpu, efficiency=found.efficiency))
     console.print(efficiencies_table(found))
@@ -189,24 +211,23 @@ def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _probed(arguments: argparse.Namespace, scratch: Path) -> list[tuple[Observation, bool]]:
+def _tried(arguments: argparse.Namespace, scratch: Path) -> list[tuple[Observation, bool]]:
     from gapo_megatron.config import load_config
     from gapo_megatron.ops.plan.hardware import CPU_NAME, find_gpu
-    from gapo_megatron.ops.plan.probe import default_sizes, probe
+    from gapo_megatron.ops.plan.trial import default_sizes, run_trials
 
-    config = load_config(arguments.config, arguments.overrides)
+    config, name = load_config(arguments.config, arguments.overrides), arguments.gpu
     sizes = [size.split() for size in arguments.size] or default_sizes(config)
     tests = [size.split() for size in arguments.test_size]
     processes = arguments.processes
     if processes is None:
-        name = arguments.gpu
         processes = 1 if name == CPU_NAME else find_gpu(name).gpus_per_node
-    observations = probe(
+    observations = run_trials(
         arguments.config,
         arguments.overrides,
         sizes=[*sizes, *tests],
         scratch=scratch,
-        num_steps=arguments.probe_steps,
+        num_steps=arguments.steps,
         world_size=processes,
         prompt_tokens=arguments.mean_prompt_tokens,
     )
@@ -223,7 +244,7 @@ def _finished(arguments: argparse.Namespace) -> list[tuple[Observation, bool]]:
 
 def _observe(arguments: argparse.Namespace, folder: Path, *, name: str = "") -> Observation:
     from gapo_megatron.ops.plan.calibration import read_observation
-    from gapo_megatron.ops.plan.probe import mean_prompt_tokens
+    from gapo_megatron.ops.plan.trial import mean_prompt_tokens
 
     prompt = arguments.mean_prompt_tokens
     return read_observation(
@@ -239,11 +260,11 @@ def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.ops.report.scaling import observe, scaling_rows, scaling_tables
     from gapo_megatron.ops.report.scaling_figures import check_scaling, write_scaling
 
-    folder = arguments.output or arguments.measured[0] / "scaling"
+    folder = arguments.output or arguments.runs[0] / "scaling"
     check_scaling(folder)
     found = _calibration(arguments)
     observed, left_out = observe(
-        arguments.measured, lambda folder, name: _observe(arguments, folder, name=name)
+        arguments.runs, lambda folder, name: _observe(arguments, folder, name=name)
     )
     rows = scaling_rows(observed, gpu=found.gpu, efficiency=found.efficiency)
     for table in scaling_tables(rows, gpu=found.gpu):
@@ -257,18 +278,6 @@ def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _show_anchors(console: Console) -> int:
-    from gapo_megatron.ops.plan.anchors import ANCHORS
-    from gapo_megatron.ops.plan.efficiency import Efficiency
-    from gapo_megatron.ops.plan.tables import anchors_table
-
-    console.print(anchors_table(ANCHORS, Efficiency()))
-    console.print("Assumed where the source does not say; the default efficiencies for all:")
-    for anchor in ANCHORS:
-        console.print(f"- {anchor.name}: {anchor.assumed}. Source: {anchor.source}", markup=False)
-    return 0
-
-
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be a whole number of 1 or more")
@@ -276,118 +285,107 @@ def _positive(text: str) -> int:
 
 
 def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
+    words = list(sys.argv[1:] if command_line is None else command_line)
+    tasks = {"plan": _plan_parser, "calibrate": _calibrate_parser, "measure": _measure_parser}
+    task = words.pop(0) if words and words[0] in tasks else "plan"
+    parser = tasks[task]()
+    for option, instead in _FORMER.items() if task == "plan" else ():
+        if any(word.partition("=")[0] == option for word in words):
+            parser.error(f"{option} is now: {instead}")
+    arguments = parser.parse_intermixed_args(words)
+    if task == "measure":
+        if len(arguments.runs) > 1 and not arguments.output:
+            parser.error("several RUNs need --output: a folder for the figures")
+        return arguments
+    if arguments.config and "=" in arguments.config:
+        parser.error(f"CONFIG comes first, before {arguments.config}")
+    if task == "calibrate":
+        if bool(arguments.config) == bool(arguments.from_run):
+            parser.error("either CONFIG or --from-run RUN: the steps to fit")
+        if arguments.from_run and (arguments.size or arguments.test_size):
+            parser.error("--size and --test-size are of CONFIG, not of --from-run")
+        if arguments.config and arguments.test_run:
+            parser.error("--test-run goes with --from-run")
+    return arguments
+
+
+def _parser(name: str, description: str, examples: str, **defaults: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"tools/plan.py {name}",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def _plan_parser() -> argparse.ArgumentParser:
+    parser = _parser("[plan]", str(__doc__), _PLAN, act=_plan)
     add = parser.add_argument
-    add("config", nargs="?", help="TOML file; see configs/")
-    add(
-        "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
-    )
-    add("--nodes", type=_positive, metavar="N", help="full nodes to plan for (default: 1)")
-    add("--gpu", help="h100, h200 (default of a plan), h20, or cpu: this machine")
-    add(
-        "--gpus-per-node",
-        type=_positive,
-        metavar="N",
-        help="default: 8; of cpu: 1, a process is a device",
-    )
-    add("--top", type=_positive, metavar="N", help=f"layouts to show (default: {_TOP})")
+    add("config", metavar="CONFIG", help="TOML file; see configs/")
+    add("overrides", nargs="*", metavar="section.key=value", help="replace the file's settings")
+    add("--nodes", type=_positive, default=1, metavar="N", help="full nodes (default: 1)")
+    add("--gpu", default="h200", help="h100, h200 (default), h20, or cpu: this machine")
+    _add_device(parser)
+    add("--top", type=_positive, default=5, metavar="N", help="layouts to show (default: 5)")
     add("--json", action="store_true", help="print plain values instead of tables")
-    lengths = parser.add_argument_group("lengths of a step (assumed where not given)")
+    shown = "a config to write: CONFIG in the quickest layout that leaves a twentieth of a GPU free"
+    add("--write", type=Path, metavar="FILE", help=shown)
     for option, metavar, shown in (
-        (
-            "--mean-prompt-tokens",
-            "N",
-            "default: a tenth of data.max_prompt_tokens; of runs: counted in the data",
-        ),
+        ("--mean-prompt-tokens", "N", "default: a tenth of data.max_prompt_tokens"),
         ("--mean-response-tokens", "N", "default: a third of rollout.max_response_tokens"),
         ("--active-share", "SHARE", "of the sequences with A != 0 (default: 0.67)"),
     ):
-        lengths.add_argument(option, type=float, metavar=metavar, help=shown)
-    measured = parser.add_argument_group("calibration")
-    measured.add_argument(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help="written by --probe and --from-run, read otherwise",
+        add(option, type=float, metavar=metavar, help=shown)
+    return parser
+
+
+def _calibrate_parser() -> argparse.ArgumentParser:
+    description = (
+        "Fit the efficiencies that predicted times rest on: to some steps of CONFIG, trained here\n"
+        "at several sizes, or to runs that are there."
     )
-    measured.add_argument(
-        "--probe",
-        action="store_true",
-        help="train a few steps of CONFIG at several sizes and fit them; takes a few megabytes in "
-        "TMPDIR (default: /tmp), for no weights are saved",
-    )
-    measured.add_argument(
-        "--probe-steps",
-        type=_positive,
-        default=8,
-        metavar="N",
-        help="steps of each size, the first two not counted (default: 8)",
-    )
-    measured.add_argument(
-        "--processes",
-        type=_positive,
-        metavar="N",
-        help="of a probe: default 1 on cpu, else those of a node; of --from-run: as they logged",
-    )
+    parser = _parser("calibrate", description, _CALIBRATE, act=_calibrate)
+    add = parser.add_argument
+    add("config", nargs="?", metavar="CONFIG", help="TOML file; needs a few megabytes in TMPDIR")
+    add("overrides", nargs="*", metavar="section.key=value", help="replace the file's settings")
+    add("--gpu", required=True, help="device that is measured: h100, h200, h20 or cpu")
+    add("--calibration", type=Path, metavar="FILE", help="to write, for plan and measure")
     for option, metavar, shown in (
-        (
-            "--size",
-            "OVERRIDES",
-            "a size of the probe (default: CONFIG's own, and half its prompts)",
-        ),
+        ("--size", "OVERRIDES", "a size of CONFIG (default: its own, and half its prompts)"),
         ("--test-size", "OVERRIDES", "a size that is measured and predicted, but not fitted"),
-        ("--from-run", "RUN", "a run's folder to fit"),
+        ("--from-run", "RUN", "a run's folder to fit, instead of CONFIG"),
         ("--test-run", "RUN", "a run's folder to predict, but not to fit"),
     ):
-        measured.add_argument(
-            option, action="append", default=[], metavar=metavar, help=f"{shown}; may be repeated"
-        )
-    add(
-        "--measured",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="what these runs reached, beside the prediction; a RUN may be a folder of runs",
-    )
-    add(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="for the figures of --measured (default: RUN/scaling; of several RUNs: needed)",
-    )
-    add("--anchors", action="store_true", help="predict published step times, and stop")
-    arguments = parser.parse_intermixed_args(command_line)
-    tasks = {"--anchors": arguments.anchors, "--probe": arguments.probe}
-    tasks |= {"--from-run": bool(arguments.from_run), "--measured": bool(arguments.measured)}
-    chosen = [name for name, is_chosen in tasks.items() if is_chosen]
-    if len(chosen) > 1:
-        parser.error(f"{' and '.join(chosen)} are one at a time")
-    for name in ("nodes", "top", "json", "mean_response_tokens", "active_share"):
-        given = getattr(arguments, name)
-        if chosen and given is not None and given is not False:
-            parser.error(f"--{name.replace('_', '-')} is for plans, not for {chosen[0]}")
-    if arguments.config and chosen not in ([], ["--probe"]):
-        parser.error(f"{chosen[0]} takes no CONFIG ({arguments.config})")
-    if not arguments.config and chosen in ([], ["--probe"]):
-        parser.error("CONFIG is missing (only --anchors, --from-run and --measured go without)")
-    if arguments.config and "=" in arguments.config:
-        parser.error(f"CONFIG comes first, before {arguments.config}")
-    if arguments.gpu is None and chosen not in ([], ["--anchors"]):
-        parser.error(f"{chosen[0]} needs --gpu: the device that is measured")
-    arguments.gpu = arguments.gpu or "h200"
-    if (arguments.size or arguments.test_size) and not arguments.probe:
-        parser.error("--size and --test-size go with --probe")
-    if arguments.test_run and not arguments.from_run:
-        parser.error("--test-run goes with --from-run")
-    if arguments.processes and chosen not in (["--probe"], ["--from-run"]):
-        parser.error("--processes goes with --probe and --from-run: other runs have logged theirs")
-    if arguments.output and not arguments.measured:
-        parser.error("--output goes with --measured")
-    if arguments.measured and len(arguments.measured) > 1 and not arguments.output:
-        parser.error("--measured of several RUNs needs --output: a folder for the figures")
-    return arguments
+        shown = f"{shown}; may be repeated"
+        add(option, action="append", default=[], metavar=metavar, help=shown)
+    shown = "of each size, the first two not counted (default: 8)"
+    add("--steps", type=_positive, default=8, metavar="N", help=shown)
+    shown = "of CONFIG: default 1 on cpu, else those of a node; of runs: as they logged"
+    add("--processes", type=_positive, metavar="N", help=shown)
+    add("--mean-prompt-tokens", type=float, metavar="N", help="default: counted in the data")
+    return parser
+
+
+def _measure_parser() -> argparse.ArgumentParser:
+    description = "What runs reached, beside what is predicted: tables and figures."
+    parser = _parser("measure", description, _MEASURE, act=_show_measured, processes=None)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a folder of runs")
+    add("--gpu", required=True, help="device that they ran on: h100, h200, h20 or cpu")
+    _add_device(parser)
+    shown = "for the figures (default: RUN/scaling; of several RUNs: needed)"
+    add("--output", type=Path, metavar="DIR", help=shown)
+    add("--mean-prompt-tokens", type=float, metavar="N", help="default: counted in the data")
+    return parser
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    shown = "default: 8; of cpu: 1, a process is a device"
+    parser.add_argument("--gpus-per-node", type=_positive, metavar="N", help=shown)
+    shown = "written by `tools/plan.py calibrate`"
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help=shown)
 
 
 if __name__ == "__main__":

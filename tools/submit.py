@@ -26,12 +26,12 @@ from submitit.core.utils import FailedJobError
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.io.run_folder import find_runs
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.launch.freeze import freeze, repository
 from gapo_megatron.ops.launch.local import gpu_shares, run_locally
 from gapo_megatron.ops.launch.status import (
     Status,
-    find_runs,
     live_table,
     read_statuses,
     status_table,

@@ -28,7 +28,7 @@ from gapo_megatron.config.roles import broken_rules, changes
 from gapo_megatron.errors import CheckpointError, ConfigError
 from gapo_megatron.hf import manifest
 from gapo_megatron.hf.manifest import Branch, Manifest
-from gapo_megatron.io.files import fsync, real, write_atomically
+from gapo_megatron.io.files import flush, fsync, real, write_atomically
 from gapo_megatron.io.metric_files import METRICS_NAME
 from gapo_megatron.io.run_folder import BRANCH_NAME, checkpoints_dir, is_finished
 
@@ -157,7 +157,7 @@ def begin_branch(point: BranchPoint, config: Config, attempt: Owner) -> None:
         if dist.get_rank() == 0:
             own = replace(point.manifest, config=config.model_dump(mode="json"), branch=branch)
             manifest.write_manifest(temporary, own)
-            manifest.flush(temporary)
+            flush(temporary)
             attempt.require_ownership()
             manifest.publish(temporary, final)
             logger.info("branched from %s", point.path)

@@ -11,23 +11,12 @@ import torch
 
 from gapo_megatron.checkpoint import files
 from gapo_megatron.config import Config
-from gapo_megatron.config.roles import changes
+from gapo_megatron.config.roles import changes, role_of
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.manifest import Manifest
 from gapo_megatron.types import Carried, OpenGroup, Prompt, Rollout
 
 OPEN_GROUPS_NAME = "open_groups.pt"
-
-# What a response must go on with as it has begun: else its tokens are samples of no distribution,
-# and their old log-probs those of another one than the new.
-_KEPT = (
-    "batch.rollouts_per_prompt",
-    "model.precision",
-    "model.fp8_recipe",
-    "rollout.max_response_tokens",
-    "rollout.temperature",
-    "rollout.top_p",
-)
 
 
 def save_open_groups(folder: Path, groups: Sequence[OpenGroup]) -> None:
@@ -64,10 +53,8 @@ def require_same_sampling(path: Path, found: Manifest, config: Config) -> None:
     """
     if OPEN_GROUPS_NAME not in found.files:
         return
-    changed = changes(found.config, config)
-    for name in _KEPT:
-        if name in changed:
-            before, now = changed[name]
+    for name, (before, now) in changes(found.config, config).items():
+        if role_of(name).carried:
             raise ConfigError(
                 f"{name} ({now}) must be {before}, as in {path}, whose unfinished groups the run "
                 f"goes on with; to change it, first go on with {before} and "

@@ -31,6 +31,7 @@ from gapo_megatron.compat.megatron_checkpoint import save_sharded
 from gapo_megatron.config import Config
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.hf import manifest
+from gapo_megatron.io.files import flush
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.models import architecture_of
 from gapo_megatron.policy import ParallelGroups, Policy
@@ -90,7 +91,7 @@ def save(
                 branch=state.branch,
             )
             manifest.write_manifest(temporary, document)
-            manifest.flush(temporary)
+            flush(temporary)
             # Last of all: a disk that was out of reach may have kept this node waiting for long.
             attempt.require_ownership()
             manifest.publish(temporary, final)

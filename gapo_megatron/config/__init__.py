@@ -1,23 +1,22 @@
 """The run's configuration: what a TOML file may say, and what follows from it."""
 
+from gapo_megatron.config.loading import load_config, parse_config
+from gapo_megatron.config.run_sections import CheckpointConfig, MetricsConfig, ParallelConfig
 from gapo_megatron.config.schema import (
     CONFIG_NAME,
+    VERIFIED_SEQUENCES,
     BatchConfig,
-    CheckpointConfig,
     Config,
-    MetricsConfig,
     ModelConfig,
     ObjectiveConfig,
     OptimizerConfig,
-    ParallelConfig,
     RewardConfig,
     SupervisedConfig,
-    load_config,
-    parse_config,
 )
 
 __all__ = [
     "CONFIG_NAME",
+    "VERIFIED_SEQUENCES",
     "BatchConfig",
     "CheckpointConfig",
     "Config",

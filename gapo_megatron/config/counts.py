@@ -1,85 +1,17 @@
-"""What a config means in processes, stages and sequences: arithmetic alone; no torch."""
+"""What a config means in processes, stages and prompts: arithmetic alone; no torch."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from gapo_megatron.config import BatchConfig, Config, ParallelConfig
+from gapo_megatron.config import BatchConfig, ParallelConfig
 from gapo_megatron.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """How many of what a run has. Counts are global unless the name says otherwise."""
-
-    world_size: int
-    tp_size: int
-    pp_size: int
-    cp_size: int
-    dp_size: int
-    ep_size: int
-    """Ranks that divide a layer's experts among themselves, out of those of one stage."""
-    rollout_replicas: int
-    """vLLM engines; each spans `rollout.tensor_parallel_size` processes."""
-    rollout_sequences: int
-    """Sequences of one rollout batch (one step)."""
-    num_minibatches: int
-    """Optimizer updates of one step."""
-    minibatch_sequences: int
-    longest_sequence: int
-    """Prompt + response tokens."""
-    longest_per_microbatch: int
-    """Sequences of the greatest length that one micro-batch holds."""
-    most_microbatches_per_rank: int
-    """Of one mini-batch, when every sequence has the greatest length."""
-
-    @property
-    def cut(self) -> str:
-        """The world size as a product."""
-        context = f"x context {self.cp_size} " if self.cp_size > 1 else ""
-        return f"tensor {self.tp_size} x pipeline {self.pp_size} {context}x data {self.dp_size}"
 
 
 def num_begun(batch: BatchConfig, wanted: int) -> int:
     """Prompts to begin for `wanted` groups."""
     # 50 x 1.1 is 55.00000000000001 in binary.
     return math.ceil(round(wanted * batch.oversampling, 6))
-
-
-def arithmetic(config: Config, *, world_size: int) -> Arithmetic:
-    """Work out the counts of a run on `world_size` processes.
-
-    Raises:
-        ConfigError: a parallel size does not divide the world size.
-    """
-    check_world_size(config.parallel, world_size)
-    tp = config.parallel.tensor_model_parallel_size
-    pp = config.parallel.pipeline_model_parallel_size
-    cp = config.parallel.context_parallel_size
-    if world_size % config.rollout.tensor_parallel_size:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}) must divide "
-            f"the world size ({world_size})"
-        )
-    batch, dp = config.batch, world_size // (tp * pp * cp)
-    minibatch_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
-    longest_per_microbatch = batch.max_tokens_per_microbatch // config.max_sequence_tokens
-    return Arithmetic(
-        world_size=world_size,
-        tp_size=tp,
-        pp_size=pp,
-        cp_size=cp,
-        dp_size=dp,
-        ep_size=config.parallel.expert_model_parallel_size,
-        rollout_replicas=world_size // config.rollout.tensor_parallel_size,
-        rollout_sequences=batch.rollout_prompts * batch.rollouts_per_prompt,
-        num_minibatches=batch.num_minibatches,
-        minibatch_sequences=minibatch_sequences,
-        longest_sequence=config.max_sequence_tokens,
-        longest_per_microbatch=longest_per_microbatch,
-        most_microbatches_per_rank=math.ceil(minibatch_sequences / dp / longest_per_microbatch),
-    )
 
 
 def layers_of_stages(config: ParallelConfig, num_layers: int) -> list[list[range]]:

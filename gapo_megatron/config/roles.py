@@ -1,4 +1,7 @@
-"""Which settings a run may change when it goes on: after a stop, and in a branch."""
+"""Which settings a run may change: when it resumes, in a branch, and while a study lasts.
+
+The answers are the roles of the settings (config/metadata.py).
+"""
 
 from __future__ import annotations
 
@@ -8,60 +11,25 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from gapo_megatron.config import Config
+from gapo_megatron.config.metadata import INPUT_PATH, LEARNED, LIFE, Role
+from gapo_megatron.config.removed import REMOVED
+from gapo_megatron.config.schema import Config
 
 Changes = dict[str, tuple[Any, Any]]
 """Setting -> (its value there, here), where the two differ."""
 
-# What may change between the parts of one run without changing what it computes. With over-sampling
-# the number of engines does change it; but that is the number of processes, which no setting tells.
-_FREE = (
-    "run.output_dir",
-    "run.num_steps",
-    "run.hang_timeout_s",
-    "run.stop_margin_s",
-    "parallel.",
-    "optimizer.offload",
-    "rollout.verify_",
-    "checkpoint.",
-    "evaluation.",
-    "metrics.",
-    "supervised",
+_SECTIONS = Config.sections()
+_ROLES = {
+    f"{section}.{name}": role
+    for section, model in _SECTIONS.items()
+    for name, role in model.roles().items()
+} | dict.fromkeys(REMOVED, LIFE)
+_PATHS = frozenset(
+    f"{section}.{name}"
+    for section, model in _SECTIONS.items()
+    for name, field in model.model_fields.items()
+    if INPUT_PATH in field.metadata
 )
-# Besides: the intervention itself, and how (not what) the other stages compute.
-_FREE_IN_A_BRANCH = (
-    *_FREE,
-    "objective.",
-    "model.recompute",
-    "model.head",
-    "data.eval_path",
-    "batch.max_tokens_per_microbatch",
-    "rollout.tensor_parallel_size",
-    "rollout.memory_fraction",
-    "rollout.cpu_kv_cache_gib",
-    "rollout.enforce_eager",
-    "reward.num_workers",
-)
-# Not free where the groups that an engine finishes first are learned from: which ones these are is
-# decided by its company, that is by the number of engines and by what fits into their caches.
-_DECIDE_WHAT_IS_FIRST = (
-    "rollout.tensor_parallel_size",
-    "rollout.memory_fraction",
-    "rollout.cpu_kv_cache_gib",
-    "rollout.enforce_eager",
-)
-# Of everything else; by section, because a whole section must agree but for the keys above.
-_WHY_A_BRANCH_KEEPS = {
-    "run": "prompts and samples are drawn by it",
-    "model": "weights and optimizer state are this model's",
-    "data": "the branch goes on in the same problems",
-    "batch": "a step, an update and c must mean the same",
-    "rollout": "samples must come from the same distribution; of over-sampled groups the same ones "
-    "must be finished first",
-    "reward": "verdicts must mean the same",
-    "optimizer": "its state goes on, and the objective alone is exchanged",
-}
-_PATHS = ("model.hf_dir", "model.megatron_dir", "data.train_path", "data.eval_path")
 # What a config that is older than a setting had for it. So a new setting must have as its default
 # what was done before there was one.
 _DEFAULTS = {
@@ -71,50 +39,50 @@ _DEFAULTS = {
 }
 
 
+def role_of(name: str) -> Role:
+    """Of a setting `section.key`, or of a whole section; a manifest may name unknown ones."""
+    section = _SECTIONS.get(name.partition(".")[0])
+    return _ROLES.get(name, section.role if section else LEARNED)
+
+
 def changes(before: Mapping[str, Any], config: Config) -> Changes:
     """What differs from a manifest's config and decides what is computed."""
     return {
-        name: pair
-        for name, pair in _differing(before, config).items()
-        if not name.startswith(_FREE)
+        name: pair for name, pair in _differing(before, config).items() if not role_of(name).resume
     }
 
 
 def changed_work(before: Mapping[str, Any], config: Config) -> Changes:
-    """What differs and decides what is computed, and not merely how.
-
-    Of what a branch may change that is all but the objective and the data.
-    """
-    how = tuple(name for name in _free(config) if not name.startswith(("objective.", "data.")))
+    """What differs and decides what a run of a study computes, and not merely how."""
     return {
-        name: pair for name, pair in _differing(before, config).items() if not name.startswith(how)
+        name: pair
+        for name, pair in _differing(before, config).items()
+        if not role_of(name).study or _picks_groups(name, config)
     }
 
 
 def broken_rules(before: Mapping[str, Any], config: Config) -> list[str]:
     """What a branch may not change, and does: a line for each with field, both values and rule."""
-    free = _free(config)
     return [
         f"{name} is {there!r} there and {here!r} here: {_why(name)}"
         for name, (there, here) in _differing(before, config).items()
-        if not name.startswith(free)
+        if not role_of(name).branch or _picks_groups(name, config)
     ]
-
-
-def _why(name: str) -> str:
-    return _WHY_A_BRANCH_KEEPS.get(name.split(".")[0], "this version does not know it")
-
-
-def _free(config: Config) -> tuple[str, ...]:
-    """In a branch of that config."""
-    if config.batch.oversampling > 1:
-        return tuple(name for name in _FREE_IN_A_BRANCH if name not in _DECIDE_WHAT_IS_FIRST)
-    return _FREE_IN_A_BRANCH
 
 
 def flat(config: Config) -> dict[str, Any]:
     """Every setting by its whole name, `section.key`, as JSON has it."""
     return dict(_flat(config.model_dump(mode="json")))
+
+
+def _picks_groups(name: str, config: Config) -> bool:
+    """Whether the setting decides which groups are learned from, in a run of that config."""
+    return config.batch.oversampling > 1 and role_of(name).picks_groups
+
+
+def _why(name: str) -> str:
+    section = _SECTIONS.get(name.partition(".")[0])
+    return section.kept if section else "this version does not know it"
 
 
 def _differing(before: Mapping[str, Any], config: Config) -> Changes:

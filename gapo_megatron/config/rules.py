@@ -1,10 +1,11 @@
-"""What settings of different sections demand of each other, and paths of the machine."""
+"""Rules between settings of different sections, and checks of paths on this machine."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
+from gapo_megatron.config.metadata import INPUT_PATH
 from gapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_together(config: Config) -> None:
-    """Refuse settings that are fine alone, and cannot run together.
+    """Refuse settings that are valid alone but cannot be combined.
 
     Raises:
         ValueError: names both settings, their values and the rule.
@@ -53,21 +54,17 @@ def check_together(config: Config) -> None:
 
 def input_paths(config: Config) -> dict[str, str]:
     """Files and folders that commands read, by the setting that names them; empty: not given."""
-    paths = {
-        "model.hf_dir": config.model.hf_dir,
-        "model.megatron_dir": config.model.megatron_dir,
-        "data.train_path": config.data.train_path,
-        "data.eval_path": config.data.eval_path,
-        "checkpoint.branch_from": config.checkpoint.branch_from,
+    return {
+        f"{section}.{name}": getattr(values, name)
+        for section, values in config
+        if values is not None
+        for name, field in type(values).model_fields.items()
+        if INPUT_PATH in field.metadata
     }
-    if config.supervised:
-        paths["supervised.initial_hf_dir"] = config.supervised.initial_hf_dir
-        paths["supervised.train_path"] = config.supervised.train_path
-    return paths
 
 
 def check_paths(config: Config) -> None:
-    """Refuse paths that lead nowhere on this machine; one where nothing is yet may be fine.
+    """Refuse paths that cannot be followed on this machine. A path may name what is not there yet.
 
     Raises:
         ConfigError: names field, path and reason: links in a circle, a folder that this user must

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.documents import read_json
-from gapo_megatron.io.files import check_overwritable, fsync, real
+from gapo_megatron.io.files import check_overwritable, flush, real, rename
 
 REPORT_NAME = "conversion.json"
 """What a folder was converted from; of that folder alone, so it is not carried on."""
@@ -181,13 +181,8 @@ def new_folder(
             ) from None
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         yield temporary
-        _flush(temporary)
+        flush(temporary)
         _publish(temporary, output, aside=Path(f"{stem}.old") if replace else None)
-
-
-def _flush(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        fsync(path)
 
 
 def _publish(temporary: Path, output: Path, *, aside: Path | None) -> None:
@@ -195,8 +190,7 @@ def _publish(temporary: Path, output: Path, *, aside: Path | None) -> None:
     try:
         if aside and output.exists():
             os.rename(output, aside)
-        os.rename(temporary, output)
-        fsync(output.parent)
+        rename(temporary, output)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise

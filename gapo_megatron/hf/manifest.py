@@ -26,7 +26,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 from gapo_megatron.errors import CheckpointError
 from gapo_megatron.io.documents import open_file, read_json
-from gapo_megatron.io.files import fsync
+from gapo_megatron.io.files import rename
 
 if TYPE_CHECKING:
     from gapo_megatron.config import CheckpointConfig
@@ -286,12 +286,6 @@ def remove_half_written(checkpoints_dir: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def flush(temporary: Path) -> None:
-    """Force everything in `temporary` to disk."""
-    for path in [*temporary.rglob("*"), temporary]:
-        fsync(path)
-
-
 def publish(temporary: Path, final: Path) -> None:
     """Give `temporary`, flushed, its final name; whole, or not there at all.
 
@@ -299,8 +293,7 @@ def publish(temporary: Path, final: Path) -> None:
     """
     if final.exists():
         set_aside(final)
-    temporary.rename(final)
-    fsync(final.parent)
+    rename(temporary, final)
 
 
 def set_aside(folder: Path) -> Path:
@@ -310,8 +303,7 @@ def set_aside(folder: Path) -> Path:
         aside.unlink()
     elif aside.exists():
         shutil.rmtree(aside)
-    folder.rename(aside)
-    fsync(folder.parent)
+    rename(folder, aside)
     return aside
 
 

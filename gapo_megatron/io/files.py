@@ -32,28 +32,29 @@ def naming(path: str | Path) -> Iterator[None]:
         raise MachineError(f"{path}: {error.strerror or error}") from error
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str | bytes) -> None:
     """Write a file that a reader sees whole or as it was; so does one after a loss of power.
 
     Args:
         path: in a folder that exists. A link gives way to the file; what it led to stays.
-        text: whole lines; a newline is added to a last one that lacks it.
+        text: whole lines; a newline is added to a last one that lacks it. Bytes: as they are.
 
     Raises:
         MachineError: the disk is full or fails; the file is as it was.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
+    if isinstance(text, str):
+        text = (text if not text or text.endswith("\n") else f"{text}\n").encode()
     with naming(path):
         try:
-            with open(draft, "w", encoding="utf-8", newline="\n") as file:
-                file.write(text if not text or text.endswith("\n") else f"{text}\n")
+            with open(draft, "wb") as file:
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            draft.replace(path)
-        except BaseException:  # also of a text that has no UTF-8, and of Ctrl-C
+            rename(draft, path)
+        except BaseException:  # also of Ctrl-C
             draft.unlink(missing_ok=True)
             raise
-        fsync(path.parent)
 
 
 def check_overwritable(
@@ -78,8 +79,20 @@ def check_overwritable(
             )
 
 
+def rename(source: Path, target: Path) -> None:
+    """Rename a file or a folder so that a loss of power does not undo it."""
+    source.rename(target)
+    fsync(target.parent)
+
+
+def flush(folder: Path) -> None:
+    """Force everything in a folder to disk."""
+    for path in [*folder.rglob("*"), folder]:
+        fsync(path)
+
+
 def fsync(path: Path) -> None:
-    """Force a file, or the names in a folder, to disk; without it power loss may undo a rename."""
+    """Force a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

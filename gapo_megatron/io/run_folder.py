@@ -28,6 +28,14 @@ _IF_DAMAGED = (
 )
 
 
+def find_runs(folder: Path) -> list[Path]:
+    """Folders of runs, started or submitted: the folder itself, or those in it by name."""
+    names = ("config.toml", "metrics.jsonl", "code")  # the last: frozen when it was submitted
+    paths = [folder, *sorted(folder.glob("*/"))]
+    found = [path for path in paths if any((path / name).exists() for name in names)]
+    return found[:1] if found[:1] == [folder] else found
+
+
 def checkpoints_dir(run_dir: str | Path) -> Path:
     """Where a run keeps its checkpoints."""
     return Path(run_dir) / "checkpoints"

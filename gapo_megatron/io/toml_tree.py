@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,11 +97,18 @@ def _value(text: str) -> Any:
 
 def to_toml(config: BaseModel) -> str:
     """A resolved config as TOML that loads again to an equal config (None is left out)."""
+    return sections_to_toml(config.model_dump(mode="python", exclude_none=True))
+
+
+def sections_to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tables of strings, numbers, booleans and lists of them as TOML; each ends with a blank line.
+
+    JSON's strings, numbers and booleans are TOML's: no text has the one character that only TOML
+    escapes (`config.types.check_text`), and no number is NaN.
+    """
     lines: list[str] = []
-    for section, values in config.model_dump(mode="python", exclude_none=True).items():
+    for section, values in sections.items():
         lines.append(f"[{section}]")
-        # JSON's strings, numbers and booleans are TOML's: no text has the one character that only
-        # TOML escapes (`config.types.check_text`), no number is NaN.
         lines += [
             f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()
         ]

@@ -6,8 +6,6 @@ model, starts no process group, needs no GPU.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +14,7 @@ from rich.text import Text
 
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, ParallelConfig, load_config
-from gapo_megatron.config.counts import Arithmetic, arithmetic, layers_of_stages, num_begun
+from gapo_megatron.config.counts import num_begun
 from gapo_megatron.config.rules import check_paths
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.manifest import list_steps
@@ -25,21 +23,22 @@ from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.config_json import ModelFacts
-from gapo_megatron.models.fp8 import is_quantised
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.rules import Rule, shard_size
 from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.plan.layout import Layout, most_microbatches
+from gapo_megatron.ops.plan.state import (
+    fp8_copy_bytes,
+    per_rank_parameters,
+    placement,
+    state_bytes,
+)
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.processes import quiet_libraries
 from gapo_megatron.run.restart import check_not_lost
 from gapo_megatron.train import parse_arguments
 
 GIB = 2**30
-BYTES_PER_PARAMETER = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp8": (2, 4, 12)}
-"""By precision: weight, gradient (both on every rank), optimizer state (cut by data parallel)."""
-FP8_COPY_BYTES = 2
-"""Of a weight that Transformer Engine multiplies by in fp8: a copy for the forward pass and one for
-the backward pass. (On Blackwell `tensorwise` and `delayed` have one for both.)"""
 
 
 def print_dry_run(config: Config, *, world_size: int, console: Console | None = None) -> None:
@@ -58,7 +57,7 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
         console.width = 120
     check_paths(config)
     try:
-        counts = arithmetic(config, world_size=world_size)
+        layout = Layout.of(config, world_size=world_size)
     except ConfigError as error:
         if world_size > 1:
             raise
@@ -73,7 +72,7 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
     _check_megatron_dir(config)
     branch = _branch_note(config)
     console.print(to_toml(config), markup=False, highlight=False, soft_wrap=True)
-    console.print(_counts_table(config, counts))
+    console.print(_counts_table(config, layout))
     console.print(_method_table(config))
     if hf_config is None:
         console.print(
@@ -85,8 +84,8 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
             console.print(shipped, markup=False, highlight=False, soft_wrap=True)
         rules = rules_for(hf_config)
         console.print(_shapes_table(rules, config.parallel))
-        console.print(_memory_table(rules, config, counts))
-        if note := _offload_note(rules, config, counts):
+        console.print(_memory_table(rules, config, layout))
+        if note := _offload_note(rules, config, layout):
             console.print(note, markup=False)
         if note := _positions_note(config, hf_config):
             console.print(note, markup=False)
@@ -103,67 +102,41 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
         console.print(f"The run itself would stop here: {error}", markup=False)
 
 
-def per_rank_parameters(rules: list[Rule], parallel: ParallelConfig) -> list[int]:
-    """Number of parameters that one rank of each pipeline stage holds.
-
-    Raises:
-        ConfigError: the stages do not divide the layers.
-        ConversionError: a parameter cannot be cut into tensor parallel shards.
-    """
-    totals = [0] * parallel.pipeline_model_parallel_size
-    for rule in rules:
-        size = shard_size(rule, parallel.tensor_model_parallel_size)
-        for stage, count in _placement(rule, parallel):
-            totals[stage] += count * math.prod(rule.shard_shape(size))
-    return totals
-
-
-def _placement(rule: Rule, parallel: ParallelConfig) -> Iterator[tuple[int, int]]:
-    """(pipeline stage, how often the rule's parameter occurs on a rank there)."""
-    pp_size, ep_size = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
-    if rule.num_layers is not None:
-        for stage, virtual in enumerate(layers_of_stages(parallel, rule.num_layers)):
-            yield stage, sum(map(len, virtual)) * (rule.num_experts or ep_size) // ep_size
-    elif rule.tied and pp_size == 1:
-        return  # the embedding itself serves as the output layer
-    else:
-        yield (0 if rule.megatron.startswith("embedding.") else pp_size - 1), 1
-
-
-def _counts_table(config: Config, counts: Arithmetic) -> Table:
+def _counts_table(config: Config, layout: Layout) -> Table:
     batch, reward = config.batch, config.reward
     vpp = config.parallel.virtual_pipeline_model_parallel_size
-    prompts_per_replica = batch.rollout_prompts / counts.rollout_replicas
+    prompts_per_replica = batch.rollout_prompts / layout.rollout_replicas
+    minibatch_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
     num_prompts = num_begun(batch, batch.rollout_prompts)
     begun_as = "begun per step"
     begun = f"{num_prompts} prompts (batch.oversampling {batch.oversampling:g})"
     if batch.partial_rollouts:
         begun_as, num_open = "under way in a step", num_prompts - batch.rollout_prompts
         begun += f": after the first step {batch.rollout_prompts} new ones, {num_open} that go on"
-    updates = counts.num_minibatches * config.run.num_steps
+    updates = batch.num_minibatches * config.run.num_steps
     rows = {
-        "processes": f"{counts.world_size} = {counts.cut}"
+        "processes": f"{layout.world_size} = {layout.cut}"
         + (f"; {vpp} virtual stages each" if vpp > 1 else "")
-        + (f"; experts over {counts.ep_size}" if counts.ep_size > 1 else ""),
-        "vLLM replicas": f"{counts.rollout_replicas} of {config.rollout.tensor_parallel_size} "
+        + (f"; experts over {layout.ep_size}" if layout.ep_size > 1 else ""),
+        "vLLM replicas": f"{layout.rollout_replicas} of {config.rollout.tensor_parallel_size} "
         f"process(es), {prompts_per_replica:g} prompts each"
         + (f"; layers in {config.rollout.quantization}" if config.rollout.quantization else ""),
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
-        f"{counts.rollout_sequences:,} sequences",
+        f"{batch.rollout_prompts * batch.rollouts_per_prompt:,} sequences",
         **({begun_as: begun} if batch.oversampling > 1 else {}),
         "verdicts": f"{reward.kind}, at most {rewards.timeout_s(reward)} s each; workers per rank: "
         f"{reward.num_workers or 'its share of the cores, at most 8'}",
         **({"sandbox of programs": reward.sandbox} if reward.kind == "code" else {}),
-        "one update": f"{batch.minibatch_prompts} prompts = {counts.minibatch_sequences:,} "
-        f"sequences, about {counts.minibatch_sequences / counts.dp_size:g} a data-parallel rank",
-        "updates per step": f"{counts.num_minibatches} mini-batches, so {updates:,} updates in "
+        "one update": f"{batch.minibatch_prompts} prompts = {minibatch_sequences:,} "
+        f"sequences, about {minibatch_sequences / layout.dp_size:g} a data-parallel rank",
+        "updates per step": f"{batch.num_minibatches} mini-batches, so {updates:,} updates in "
         f"{config.run.num_steps:,} steps",
         "longest sequence": f"{config.data.max_prompt_tokens:,} prompt + "
-        f"{config.rollout.max_response_tokens:,} response = {counts.longest_sequence:,} tokens",
+        f"{config.rollout.max_response_tokens:,} response = {config.max_sequence_tokens:,} tokens",
         "one micro-batch": f"at most {batch.max_tokens_per_microbatch:,} tokens: "
-        f"{counts.longest_per_microbatch} of the longest sequences"
-        + (f"; {counts.cp_size} ranks share them" if counts.cp_size > 1 else ""),
-        "micro-batches": f"at most {counts.most_microbatches_per_rank} per update and rank, if "
+        f"{batch.max_tokens_per_microbatch // config.max_sequence_tokens} of the longest sequences"
+        + (f"; {layout.cp_size} ranks share them" if layout.cp_size > 1 else ""),
+        "micro-batches": f"at most {most_microbatches(config, layout)} per update and rank, if "
         "every sequence were the longest",
         "steps per epoch": _epochs(config),
     }
@@ -209,7 +182,7 @@ def _shapes_table(rules: list[Rule], parallel: ParallelConfig) -> Table:
         table.add_column(heading, no_wrap=True)
     tp_size = parallel.tensor_model_parallel_size
     for rule in rules:
-        places = list(_placement(rule, parallel))
+        places = list(placement(rule, parallel))
         if not places:
             where = "tied to the embedding"
         elif rule.num_layers is not None:
@@ -223,9 +196,8 @@ def _shapes_table(rules: list[Rule], parallel: ParallelConfig) -> Table:
     return table
 
 
-def _memory_table(rules: list[Rule], config: Config, counts: Arithmetic) -> Table:
+def _memory_table(rules: list[Rule], config: Config, layout: Layout) -> Table:
     precision = config.model.precision
-    weight, gradient, state = BYTES_PER_PARAMETER[precision]
     recipe = f" ({config.model.fp8_recipe})" if precision == "fp8" else ""
     table = Table(
         title=f"Memory of one rank, {precision}{recipe}, without activations (GiB)",
@@ -234,42 +206,25 @@ def _memory_table(rules: list[Rule], config: Config, counts: Arithmetic) -> Tabl
     copies = ["fp8 copies"] if precision == "fp8" else []
     for heading in ("stage", "parameters", "weights", *copies, "gradients", "optimizer", "sum"):
         table.add_column(heading, justify="right")
-    totals = per_rank_parameters(rules, config.parallel)
-    quantised = per_rank_parameters(list(filter(is_quantised, rules)), config.parallel)
-    states = _optimizer_parameters(rules, config, counts)
-    for stage, (total, owned, copied) in enumerate(zip(totals, states, quantised, strict=True)):
-        copies_here = [copied * FP8_COPY_BYTES for _ in copies]
-        sizes = [total * weight, *copies_here, total * gradient, owned * state]
+    counts = per_rank_parameters(rules, config.parallel)
+    copied = fp8_copy_bytes(rules, config, layout)
+    for stage, (weights, gradients, optimizer) in enumerate(state_bytes(rules, config, layout)):
+        sizes = [weights, *([copied[stage]] if copies else []), gradients, optimizer]
         cells = (f"{size / GIB:.3g}" for size in (*sizes, sum(sizes)))
-        table.add_row(str(stage), f"{total:,}", *cells)
+        table.add_row(str(stage), f"{counts[stage]:,}", *cells)
     return table
 
 
-def _optimizer_parameters(rules: list[Rule], config: Config, counts: Arithmetic) -> list[float]:
-    """Parameters whose optimizer state one rank of each stage keeps."""
-    totals = per_rank_parameters(rules, config.parallel)
-    experts = per_rank_parameters([rule for rule in rules if rule.num_experts], config.parallel)
-    # Copies of an expert that share its optimizer state.
-    expert_dp_size = counts.world_size // (counts.pp_size * counts.ep_size)
-    return [
-        (total - expert) / (counts.dp_size * counts.cp_size) + expert / expert_dp_size
-        for total, expert in zip(totals, experts, strict=True)
-    ]
-
-
-def _offload_note(rules: list[Rule], config: Config, counts: Arithmetic) -> str:
+def _offload_note(rules: list[Rule], config: Config, layout: Layout) -> str:
     if config.optimizer.offload == "none":
         return ""
-    weight, _, state = BYTES_PER_PARAMETER[config.model.precision]
-    sizes = [owned * state for owned in _optimizer_parameters(rules, config, counts)]
-    parts = "the optimizer's part is"
-    if config.optimizer.offload == "all":
-        totals = per_rank_parameters(rules, config.parallel)
-        sizes = [size + total * weight for size, total in zip(sizes, totals, strict=True)]
-        parts = "the parts of weights and optimizer are"
+    is_all = config.optimizer.offload == "all"
+    parts = "parts of weights and optimizer are" if is_all else "optimizer's part is"
+    states = state_bytes(rules, config, layout)
+    most = max(optimizer + is_all * weights for weights, _, optimizer in states)
     return (
-        f"Offload: while vLLM is awake, {parts} in host memory, which keeps the room for them: "
-        f"{max(sizes) / GIB:.3g} GiB of every rank at the most, times the ranks of a node."
+        f"Offload: while vLLM is awake, the {parts} in host memory, which keeps the room for them: "
+        f"{most / GIB:.3g} GiB of every rank at the most, times the ranks of a node."
     )
 
 

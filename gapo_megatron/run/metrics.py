@@ -22,7 +22,7 @@ from gapo_megatron.config import Config, MetricsConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.console_table import ConsoleTable
 from gapo_megatron.io.documents import read_text
-from gapo_megatron.io.files import fsync, naming, real, write_atomically
+from gapo_megatron.io.files import naming, real, write_atomically
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, Value, lines_before
 
 logger = logging.getLogger(__name__)
@@ -178,14 +178,7 @@ def _open_truncated(path: Path, *, resume_step: int) -> Any:
     for error in damage:
         logger.warning("%s; dropped", error)
     path = real(path)  # of a link, what it leads to
-    # By a rename, so that a kill in between loses no line.
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
-    fsync(path.parent)
+    write_atomically(path, b"".join(kept))  # a kill in between loses no line
     return open(path, "a", encoding="utf-8")
 
 

@@ -15,7 +15,7 @@ from typing import Self
 from gapo_megatron import rewards
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.clock import Stopwatch
-from gapo_megatron.config import Config
+from gapo_megatron.config import VERIFIED_SEQUENCES, Config
 from gapo_megatron.evaluate.evaluate import evaluate
 from gapo_megatron.io.run_folder import is_finished
 from gapo_megatron.learn.carry import carry
@@ -278,7 +278,7 @@ class Run:
             WeightSyncError: the engine does not compute what the policy computes.
         """
         with self.stopwatch("sync"):
-            probe = first_sequences(batch, self.config.rollout.verify_sequences)
+            probe = first_sequences(batch, VERIFIED_SEQUENCES)
             check = sync(self.policy, self.engine, probe, policy_version=step + 1)
         self.memory.note("after_wake")
         return check

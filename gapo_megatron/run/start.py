@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from gapo_megatron import checkpoint, rewards
 from gapo_megatron.checkpoint import BranchPoint, LoadedState
 from gapo_megatron.clock import Stopwatch
-from gapo_megatron.config import CONFIG_NAME, Config
+from gapo_megatron.config import CONFIG_NAME, VERIFIED_SEQUENCES, Config
 from gapo_megatron.config.roles import flat
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.source import PromptSource
@@ -210,6 +210,6 @@ def start_engine(
         policy.make_room_of_weights()
         engine = RolloutEngine(config, inputs.hf_config, device=policy.device)
     with startup("sync"):
-        probe = prompts_as_sequences(inputs.problems, config.rollout.verify_sequences)
+        probe = prompts_as_sequences(inputs.problems, VERIFIED_SEQUENCES)
         sync(policy, engine, probe, policy_version=policy_version)
     return engine

@@ -63,10 +63,9 @@ def host_bytes(policy: Policy) -> int:
     )
 
 
-def predicted_bytes(config: Config, policy: Policy, *, bucket_size: int) -> int:
+def predicted_bytes(config: Config, policy: Policy) -> int:
     layout = Layout.of(config, world_size=policy.groups.world_size)
-    with patch.object(counts, "bucket_size", lambda _: bucket_size):
-        of_stages = state_bytes(rules_for(policy.hf_config), config, layout)
+    of_stages = state_bytes(rules_for(policy.hf_config), config, layout)
     weights, _, _ = of_stages[policy.groups.pp_rank]
     return checkpoint_bytes(weights, config.model.precision)
 
@@ -80,13 +79,18 @@ def write(folder: Path, run_dir: Path) -> list[int]:
         gathered.append(output.numel())
         return all_gather(output, *args, **kwargs)
 
-    for name, (_, _, bucket_size) in CASES.items():
+    for name in CASES:
         config, policy = build(folder, name)
         parts = optimizer.inner_optimizers(policy.optimizer)
-        buffers = [buffer for stage in policy.model for buffer in stage.buffers]
+        buffers = [
+            buffer
+            for stage in policy.model
+            for buffer in (*stage.buffers, *stage.expert_parallel_buffers)
+        ]
         padded = [buffer.numel - sum(one.numel() for one in buffer.params) for buffer in buffers]
         assert max(padded) > 0, name
-        assert host_bytes(policy) == predicted_bytes(config, policy, bucket_size=bucket_size), name
+        predicted = predicted_bytes(config, policy) + 12 * sum(padded)
+        assert host_bytes(policy) == predicted, name
         for part in parts:
             for weight, state in part.state.items():
                 state["exp_avg"].copy_(2 * weight)

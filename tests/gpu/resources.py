@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from gapo_megatron import checkpoint
 from gapo_megatron.compat import cpu
 from gapo_megatron.learn.score import log_probs
-from gapo_megatron.ops.plan.arithmetic import Shape, forward_flops
+from gapo_megatron.ops.plan.flops import Shape, forward_flops
 from gapo_megatron.ops.plan.hardware import GPUS, find_gpu
 from gapo_megatron.policy import Policy
 from gapo_megatron.run.memory import DeviceMemory, device_reader

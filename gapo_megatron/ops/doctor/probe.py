@@ -25,6 +25,7 @@ from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.logprob import choose_implementation
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.run import process_group
 from gapo_megatron.types import Sequences
 
@@ -138,7 +139,7 @@ def look_at_config(settings: Config, *, world_size: int) -> dict[str, Any]:
     return {
         "config": settings.model_dump(mode="json"),
         "model": _or_error(lambda: _model(settings)),
-        "world_size": _or_error(lambda: _arithmetic(settings, world_size)),
+        "world_size": _or_error(lambda: _world_size(settings, world_size)),
     }
 
 
@@ -168,19 +169,22 @@ def _model(settings: Config) -> dict[str, Any]:
     return {"architecture": hf_config.architectures[0], "weights": megatron_dir or hf_dir}
 
 
-def _arithmetic(settings: Config, world_size: int) -> dict[str, Any]:
-    from gapo_megatron.ops import dry_run
-
+def _world_size(settings: Config, world_size: int) -> dict[str, Any]:
     def fits(size: int) -> bool:
         try:
-            dry_run.arithmetic(settings, world_size=size)
+            Layout.of(settings, world_size=size)
         except ConfigError:
             return False
         return True
 
     smallest = next(filter(fits, range(1, _MOST_PROCESSES)), 1)
-    counts = dry_run.arithmetic(settings, world_size=world_size or smallest)
-    return {"smallest": smallest, "cut": counts.cut, **asdict(counts)}
+    layout, batch = Layout.of(settings, world_size=world_size or smallest), settings.batch
+    return {
+        "smallest": smallest,
+        "world_size": layout.world_size,
+        "cut": layout.cut,
+        "rollout_sequences": batch.rollout_prompts * batch.rollouts_per_prompt,
+    }
 
 
 def _sequences(count: int) -> Sequences:

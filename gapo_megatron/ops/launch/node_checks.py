@@ -74,7 +74,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuState:
     """One line of nvidia-smi; None where the driver does not say (`[N/A]`)."""
 
     index: int
@@ -225,7 +225,7 @@ def check_gpus(env: Mapping[str, str]) -> list[Check]:
     return [Check("gpus", len(gpus) >= wanted, seen), used, check_gpu_errors(gpus)]
 
 
-def check_gpu_memory(gpus: list[Gpu]) -> Check:
+def check_gpu_memory(gpus: list[GpuState]) -> Check:
     """Memory that is in use before the job has started: what an earlier job left behind.
 
     Raises:
@@ -247,13 +247,13 @@ def check_gpu_memory(gpus: list[Gpu]) -> Check:
     return Check("gpu_memory", False, f"{which}, by {by_whom}; {limit}")
 
 
-def check_gpu_errors(gpus: list[Gpu]) -> Check:
+def check_gpu_errors(gpus: list[GpuState]) -> Check:
     """Memory errors beyond correction: such a GPU needs a reset before it can be trusted."""
     bad = [f"GPU {gpu.index}: {gpu.uncorrected_errors}" for gpu in gpus if gpu.uncorrected_errors]
     return Check("gpu_errors", not bad, f"uncorrected memory errors: {', '.join(bad) or 'none'}")
 
 
-def read_gpus() -> list[Gpu]:
+def read_gpus() -> list[GpuState]:
     """All GPUs that nvidia-smi shows.
 
     Raises:
@@ -263,7 +263,7 @@ def read_gpus() -> list[Gpu]:
     return parse_gpus(run_command("nvidia-smi", query, "--format=csv,noheader,nounits"))
 
 
-def parse_gpus(text: str) -> list[Gpu]:
+def parse_gpus(text: str) -> list[GpuState]:
     """Lines such as `0, GPU-5f1b..., NVIDIA H200, 575.57.08, 143771, 4, 0`.
 
     Raises:
@@ -276,7 +276,7 @@ def parse_gpus(text: str) -> list[Gpu]:
         if len(cells) != len(_GPU_FIELDS) or "lost" in line or "Error" in line:
             raise CommandError(f"nvidia-smi: {line}")
         index, uuid, name, driver, *numbers = cells
-        gpus.append(Gpu(int(index), uuid, name, driver, *map(_number, numbers)))
+        gpus.append(GpuState(int(index), uuid, name, driver, *map(_number, numbers)))
     return gpus
 
 
@@ -287,7 +287,7 @@ def parse_links(matrix: str) -> list[str]:
     return [table[i][j] for i in range(len(rows)) for j in range(i + 1, len(rows))]
 
 
-def visible_gpus(gpus: list[Gpu], env: Mapping[str, str]) -> list[Gpu]:
+def visible_gpus(gpus: list[GpuState], env: Mapping[str, str]) -> list[GpuState]:
     """Those that CUDA_VISIBLE_DEVICES leaves; all when it is not set or names parts of GPUs (MIG).
 
     Where Slurm confines devices, nvidia-smi shows the job's own, numbered from 0 as the variable

@@ -11,13 +11,13 @@ import os
 from pathlib import Path
 
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.config.counts import arithmetic
 from gapo_megatron.config.rules import check_paths
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.files import real
 from gapo_megatron.io.run_folder import check_ours, checkpoints_dir, is_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.launch.freeze import ROOMS, freeze, repository
+from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.restart import check_not_lost
 
@@ -58,7 +58,7 @@ def check_before_nodes(config: Config, *, world_size: int) -> None:
             its checkpoints, the parallel sizes on `world_size` processes, or where the run branches
             from.
     """
-    arithmetic(config, world_size=world_size)
+    Layout.of(config, world_size=world_size)
     check_paths(config)
     _check_run_dir(Path(config.run.output_dir).absolute())
     check_ours(config.run.output_dir)

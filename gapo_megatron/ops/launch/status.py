@@ -41,14 +41,15 @@ class Status:
     run_dir: str
     state: str
     """`finished`, `stopped`, `failed`, `queued` (not started), `gone` (nor known to Slurm any
-    more), `running`, `unknown` (Slurm does not answer), or another of Slurm's, in lower case."""
+    more), `running`, `started` (without a launcher, which would tell more), `unknown` (Slurm does
+    not answer), or another of Slurm's, in lower case."""
     job: str
     """Slurm's id, or the name of the local attempt; empty before there is one."""
     attempts: int
     """Starts, the first included."""
     steps: int
     num_steps: int
-    """Of the newest submission; 0 where there was none."""
+    """Of the newest submission or start; 0 where there was none."""
     reward: float | None
     """Newest reward/mean."""
     pass_at_1: float | None
@@ -62,12 +63,6 @@ class Status:
     def is_active(self) -> bool:
         """Whether it will change without anybody's doing."""
         return self.state in _ACTIVE
-
-
-def find_runs(folder: Path) -> list[Path]:
-    """The run folders in `folder`: itself, or those directly below it."""
-    found = [path for path in [folder, *sorted(folder.glob("*/"))] if (path / "code").is_dir()]
-    return found[:1] if found[:1] == [folder] else found
 
 
 def read_status(run_dir: Path) -> Status:
@@ -103,6 +98,8 @@ def _read_folder(run_dir: Path) -> Status:
         if state == "finished" and steps < num_steps:  # submitted again, for more steps
             state = "stopped"
     else:
+        if trained or evaluated:
+            state = "started"
         with suppress(ConfigError):  # damaged: its next start says so
             if is_finished(run_dir, num_steps=max(num_steps, 1)):  # without a launcher
                 state = "finished"
@@ -221,7 +218,8 @@ def _jobs(path: Path) -> list[str]:
 
 
 def _num_steps(run_dir: Path) -> int:
-    configs = [path for path in run_dir.glob("code/*/config.toml") if path.is_file()]
+    paths = [run_dir / "config.toml", *run_dir.glob("code/*/config.toml")]
+    configs = [path for path in paths if path.is_file()]
     if not configs:
         return 0
     newest = max(configs, key=lambda path: path.stat().st_mtime_ns)

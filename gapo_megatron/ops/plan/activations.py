@@ -16,14 +16,13 @@ keys and values at most a neighbour's besides.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Self
 
 from gapo_megatron.config import Config
 from gapo_megatron.models.parts import Geometry
 from gapo_megatron.models.tables import geometry_of
-from gapo_megatron.ops.plan.arithmetic import element_bytes
+from gapo_megatron.ops.plan.flops import element_bytes
 from gapo_megatron.ops.plan.layout import Layout
 
 _INDEX = 8  # int64
@@ -166,14 +165,6 @@ def num_in_flight(layout: Layout, *, stage: int, num_microbatches: int) -> int:
     if layout.vpp_size > 1:
         most += later + (layout.vpp_size - 1) * layout.pp_size
     return min(most, layout.vpp_size * num_microbatches)
-
-
-def most_microbatches(config: Config, layout: Layout) -> int:
-    """Of an update on a rank, where every sequence has the greatest length."""
-    batch = config.batch
-    per_microbatch = batch.max_tokens_per_microbatch // config.max_sequence_tokens
-    num_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
-    return math.ceil(num_sequences / layout.dp_size / per_microbatch)
 
 
 def neighbour_bytes(

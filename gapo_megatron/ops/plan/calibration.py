@@ -1,4 +1,4 @@
-"""From measured steps to efficiencies: what a probe or a finished run says of this machine.
+"""From measured steps to efficiencies: what a trial run or a finished run says of this machine.
 
 The fit has no model of its own: it turns the efficiencies of `step_time` until its stages are those
 measured, by least squares on the logarithms. What the measurements do not tell (a link, where there
@@ -22,8 +22,8 @@ from gapo_megatron.config import CONFIG_NAME, Config, load_config
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, read_rows
 from gapo_megatron.models.config_json import read_facts
-from gapo_megatron.ops.plan.arithmetic import Shape
 from gapo_megatron.ops.plan.efficiency import SHARES, Efficiency
+from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import Gpu
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.times import StepTime, step_time
@@ -298,7 +298,7 @@ def _ranks_by_logs(folder: Path) -> int:
     if not written:
         raise ConfigError(
             f"{folder}: ranks unknown: no start in {TIMINGS_NAME} has {_WORLD_SIZE}, no attempt "
-            "has written to rank_*.log (--from-run takes --processes)"
+            "has written to rank_*.log (tools/plan.py calibrate takes --processes)"
         )
     return len(max(written, key=lambda one: one[0].stat().st_mtime))
 

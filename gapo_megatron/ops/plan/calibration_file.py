@@ -1,4 +1,4 @@
-"""A calibration as a TOML file: what `tools/plan.py` writes after a probe, and reads for a plan."""
+"""A calibration as a TOML file: what `tools/plan.py calibrate` writes, and a plan reads."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from gapo_megatron.compat.megatron import main_grad, spread_tokens_evenly
 from gapo_megatron.compat.torch import storage_id
 from gapo_megatron.config import Config, ModelConfig
-from gapo_megatron.config.counts import arithmetic
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
@@ -34,7 +33,7 @@ from gapo_megatron.ops.plan.kept import KeptForBackward
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import step_bytes
 from gapo_megatron.ops.plan.no_data import NoData, Traffic
-from gapo_megatron.ops.plan.state import rank_bytes
+from gapo_megatron.ops.plan.state import state_bytes
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import PolicyModel, read_hf_config
 from gapo_megatron.policy.optimizer import inner_optimizers
@@ -196,11 +195,11 @@ def print_deep_dry_run(
         console.width = 120
     hf_config = read_hf_config(config.model.hf_dir)
     check_shapes(hf_config, config.parallel, config.model)
-    counts = arithmetic(config, world_size=world_size)
+    layout = Layout.of(config, world_size=world_size)
     found = step_one_rank(config, rank=rank, world_size=world_size)
     console.print(
-        f"Rank {rank} of {world_size}: {counts.cut}, "
-        f"stage {rank * counts.pp_size // world_size}. "
+        f"Rank {rank} of {world_size}: {layout.cut}, "
+        f"stage {rank // layout.ranks_per_stage}. "
         f"Built, and one step of {found.num_microbatches} micro-batch(es) of "
         f"{found.num_tokens:,} tokens taken, with the trainer's own code and "
         "without data.",
@@ -253,7 +252,8 @@ def _predict(
     }
     kept = kept_activations(hf_config, config, layout, **of_rank)
     step = step_bytes(hf_config, config, layout, **of_rank)
-    return (*rank_bytes(rules_for(hf_config), config, layout, rank=rank), kept.most, step.peak)
+    states = state_bytes(rules_for(hf_config), config, layout)
+    return (*states[of_rank["stage"]], kept.most, step.peak)
 
 
 def _memory_table(found: Found, predicted: tuple[int, ...]) -> Table:

@@ -1,7 +1,7 @@
 """What share of a device's peaks is reached, and what calls cost: the model's only free numbers.
 
 The defaults are assumptions for GPUs of the Hopper generation, each with what it rests on. None has
-been measured with this package on a GPU. `tools/plan.py --probe` replaces them by measured ones.
+been measured with this package on a GPU. `tools/plan.py calibrate` replaces them by measured ones.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gapo_megatron.config import Config
-from gapo_megatron.ops.plan.arithmetic import Shape, element_bytes, engine_bytes, forward_flops
 from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import Shape, element_bytes, engine_bytes, forward_flops
 from gapo_megatron.ops.plan.hardware import CPU_NAME, GIB, Gpu
 from gapo_megatron.ops.plan.workload import Workload
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from gapo_megatron.config import Config, ParallelConfig, parse_config
-from gapo_megatron.config.counts import arithmetic, layers_of_stages
+from gapo_megatron.config.counts import check_world_size, layers_of_stages
+from gapo_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,50 +42,34 @@ class Layout:
         return self.tp_size * self.copies
 
     @property
+    def cut(self) -> str:
+        """The world size as a product."""
+        context = f"x context {self.cp_size} " if self.cp_size > 1 else ""
+        return f"tensor {self.tp_size} x pipeline {self.pp_size} {context}x data {self.dp_size}"
+
+    @property
+    def rollout_replicas(self) -> int:
+        """VLLM engines."""
+        return self.world_size // self.rollout_tp_size
+
+    @property
     def copies(self) -> int:
         """Ranks with the same weights (experts apart), which divide the optimizer's state."""
         return self.cp_size * self.dp_size
 
-    def layers_of_ranks(self, num_layers: int) -> tuple[int, ...]:
-        """How many of the model's layers each pipeline rank has, in equal virtual stages.
+    @property
+    def expert_copies(self) -> int:
+        """Ranks with the same experts, which divide their optimizer state."""
+        return self.ranks_per_stage // self.ep_size
 
-        Raises:
-            ConfigError: see `config.counts.layers_of_stages`.
-        """
-        return _layers_of_ranks(
-            self.pp_size, self.vpp_size, self.first_layers, self.last_layers, num_layers
-        )
+    @property
+    def parallel(self) -> ParallelConfig:
+        """Its settings; the others have their defaults."""
+        return _parallel(self)
 
-    @classmethod
-    def of(cls, config: Config, *, world_size: int) -> Self:
-        """The layout that a config has on `world_size` processes.
-
-        Raises:
-            ConfigError: a parallel size does not divide the world size.
-        """
-        counts = arithmetic(config, world_size=world_size)
-        return cls(
-            tp_size=counts.tp_size,
-            pp_size=counts.pp_size,
-            cp_size=counts.cp_size,
-            dp_size=counts.dp_size,
-            ep_size=counts.ep_size,
-            sequence_parallel=config.parallel.sequence_parallel,
-            recompute=config.model.recompute,
-            rollout_tp_size=config.rollout.tensor_parallel_size,
-            vpp_size=config.parallel.virtual_pipeline_model_parallel_size,
-            first_layers=config.parallel.num_layers_in_first_pipeline_stage,
-            last_layers=config.parallel.num_layers_in_last_pipeline_stage,
-        )
-
-    def apply(self, config: Config) -> Config:
-        """The config with this layout's settings; `dp_size` follows from the number of processes.
-
-        Raises:
-            ConfigError: the settings contradict each other.
-        """
-        tree = config.model_dump(mode="python", exclude_none=True)
-        tree["parallel"] |= {
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {
             "tensor_model_parallel_size": self.tp_size,
             "pipeline_model_parallel_size": self.pp_size,
             "virtual_pipeline_model_parallel_size": self.vpp_size,
@@ -93,21 +79,71 @@ class Layout:
             "expert_model_parallel_size": self.ep_size,
             "sequence_parallel": self.sequence_parallel,
         }
+
+    def layers_of_ranks(self, num_layers: int) -> tuple[int, ...]:
+        """How many of the model's layers each pipeline rank has, in equal virtual stages.
+
+        Raises:
+            ConfigError: see `config.counts.layers_of_stages`.
+        """
+        return _layers_of_ranks(self.parallel, num_layers)
+
+    @classmethod
+    def of(cls, config: Config, *, world_size: int) -> Self:
+        """The layout that a config has on `world_size` processes.
+
+        Raises:
+            ConfigError: a parallel size does not divide the world size.
+        """
+        parallel, rollout_tp_size = config.parallel, config.rollout.tensor_parallel_size
+        check_world_size(parallel, world_size)
+        if world_size % rollout_tp_size:
+            raise ConfigError(
+                f"rollout.tensor_parallel_size ({rollout_tp_size}) must divide the world size "
+                f"({world_size})"
+            )
+        pp_size = parallel.pipeline_model_parallel_size
+        return cls(
+            tp_size=parallel.tensor_model_parallel_size,
+            pp_size=pp_size,
+            cp_size=parallel.context_parallel_size,
+            dp_size=world_size // (parallel.ranks_per_layer * pp_size),
+            ep_size=parallel.expert_model_parallel_size,
+            sequence_parallel=parallel.sequence_parallel,
+            recompute=config.model.recompute,
+            rollout_tp_size=rollout_tp_size,
+            vpp_size=parallel.virtual_pipeline_model_parallel_size,
+            first_layers=parallel.num_layers_in_first_pipeline_stage,
+            last_layers=parallel.num_layers_in_last_pipeline_stage,
+        )
+
+    def apply(self, config: Config) -> Config:
+        """The config with this layout's settings; `dp_size` follows from the number of processes.
+
+        Raises:
+            ConfigError: the settings contradict each other.
+        """
+        tree = config.model_dump(mode="python", exclude_none=True)
+        tree["parallel"] |= self._settings
         tree["model"]["recompute"] = self.recompute
         tree["rollout"]["tensor_parallel_size"] = self.rollout_tp_size
         return parse_config(tree, source=str(self))
 
 
+def most_microbatches(config: Config, layout: Layout) -> int:
+    """Of an update on a rank, where every sequence has the greatest length."""
+    batch = config.batch
+    per_microbatch = batch.max_tokens_per_microbatch // config.max_sequence_tokens
+    num_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
+    return math.ceil(num_sequences / layout.dp_size / per_microbatch)
+
+
 # A planner asks time after time for the same.
 @functools.lru_cache(maxsize=1024)
-def _layers_of_ranks(
-    pp_size: int, vpp_size: int, first_layers: int | None, last_layers: int | None, num_layers: int
-) -> tuple[int, ...]:
-    settings = ParallelConfig(
-        pipeline_model_parallel_size=pp_size,
-        virtual_pipeline_model_parallel_size=vpp_size,
-        num_layers_in_first_pipeline_stage=first_layers,
-        num_layers_in_last_pipeline_stage=last_layers,
-    )
-    ranks = layers_of_stages(settings, num_layers)
-    return tuple(sum(map(len, virtual)) for virtual in ranks)
+def _parallel(layout: Layout) -> ParallelConfig:
+    return ParallelConfig(**layout._settings)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layers_of_ranks(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
+    return tuple(sum(map(len, virtual)) for virtual in layers_of_stages(parallel, num_layers))

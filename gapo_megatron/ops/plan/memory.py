@@ -1,32 +1,27 @@
 """Memory of one GPU, by part: what a planner compares layouts by.
 
-State is exact (`state`); activations follow what layers keep (`activations`); the rest is
-estimated, each by the rule that stands beside it. Nothing here has been compared with a GPU.
+State is exact but for padding (`state`); activations follow what layers keep (`activations`); the
+rest is estimated, each by the rule that stands beside it. Nothing here has been compared with a
+GPU.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.config import Config
-from gapo_megatron.models.fp8 import is_quantised
-from gapo_megatron.models.rules import Rule, shard_size
-from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.dry_run import FP8_COPY_BYTES
 from gapo_megatron.ops.plan.activations import (
     kept_activations,
-    most_microbatches,
     neighbour_bytes,
     tokens_per_rank,
     working_bytes,
 )
-from gapo_megatron.ops.plan.arithmetic import Shape, element_bytes, engine_bytes
+from gapo_megatron.ops.plan.flops import Shape, element_bytes, engine_bytes
 from gapo_megatron.ops.plan.generation import kv_cache_bytes
 from gapo_megatron.ops.plan.hardware import CPU_NAME
-from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.state import checkpoint_bytes, state_bytes
+from gapo_megatron.ops.plan.layout import Layout, most_microbatches
+from gapo_megatron.ops.plan.state import checkpoint_bytes, fp8_copy_bytes, state_bytes
 
 if TYPE_CHECKING:
     from gapo_megatron.ops.plan.hardware import Gpu
@@ -140,12 +135,13 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     Raises:
         ConversionError: a parameter cannot be cut.
     """
-    rules, fused = rules_for(hf_config), config.model.precision != "fp32"
-    shape, rollout_tp_size = Shape.of(hf_config), layout.rollout_tp_size
+    shape, fused = Shape.of(hf_config), config.model.precision != "fp32"
+    rules, rollout_tp_size = shape.rules, layout.rollout_tp_size
     rollout_weights = int(engine_bytes(shape, config, rollout_tp_size=rollout_tp_size))
     kv_cache = kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size)
     moves, most, stages = config.optimizer.offload, most_microbatches(config, layout), []
-    for stage, (weights, gradients, optimizer) in enumerate(state_bytes(rules, config, layout)):
+    states, copies = state_bytes(rules, config, layout), fp8_copy_bytes(rules, config, layout)
+    for stage, (weights, gradients, optimizer) in enumerate(states):
         step = step_bytes(
             hf_config, config, layout, stage=stage, num_microbatches=most, fused=fused
         )
@@ -158,7 +154,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
                 offloaded=(moves != "none") * optimizer + (moves == "all") * weights,
                 activations=step.activations,
                 layer=step.layer,
-                fp8_copies=fp8_copy_bytes(rules, config, layout, stage=stage),
+                fp8_copies=copies[stage],
                 head=step.head,
                 rollout_weights=rollout_weights,
                 kv_cache=int(kv_cache),
@@ -220,19 +216,6 @@ def step_bytes(
         layer=kept.recomputed + working_bytes(hf_config, config, layout, fused=fused),
         head=kept.head + head_bytes(hf_config, config, layout) if is_last else 0,
     )
-
-
-def fp8_copy_bytes(rules: list[Rule], config: Config, layout: Layout, *, stage: int) -> int:
-    """Copies in fp8 of the weights of this rank's layers; 0 in other precisions."""
-    if config.model.precision != "fp8":
-        return 0
-    num_bytes = 0
-    for rule in filter(is_quantised, rules):
-        layers = layout.layers_of_ranks(rule.num_layers or 0)[stage]
-        shape = rule.shard_shape(shard_size(rule, layout.tp_size))
-        of_layer = (rule.num_experts or layout.ep_size) // layout.ep_size
-        num_bytes += FP8_COPY_BYTES * layers * of_layer * math.prod(shape)
-    return num_bytes
 
 
 def head_bytes(hf_config: Any, config: Config, layout: Layout) -> int:

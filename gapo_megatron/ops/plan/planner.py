@@ -13,8 +13,8 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.models.checks import check_engine_heads, check_shapes, num_experts
 from gapo_megatron.models.fp8 import check_capability
 from gapo_megatron.models.published import find_model
-from gapo_megatron.ops.plan.arithmetic import Shape
 from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.generation import generation_s
 from gapo_megatron.ops.plan.hardware import GIB, Gpu
 from gapo_megatron.ops.plan.layout import Layout

@@ -10,7 +10,6 @@ from typing import Any
 from rich.table import Table
 
 from gapo_megatron.config import Config
-from gapo_megatron.ops.plan.anchors import Anchor
 from gapo_megatron.ops.plan.calibration import STAGES, Calibration, Observation, seconds
 from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.hardware import Gpu
@@ -149,7 +148,7 @@ def comparison_table(
 def times_rest_on(calibration: Calibration) -> str:
     """What times rest on, as a sentence or two."""
     if not calibration.worst:
-        return "Efficiencies are assumed, not measured: see --probe."
+        return "Efficiencies are assumed, not measured: see tools/plan.py calibrate."
     worst = ", ".join(f"{stage} {miss:.0%}" for stage, miss in calibration.worst.items())
     names = [field.name for field in dataclasses.fields(Efficiency)]
     measured = calibration.measured
@@ -181,27 +180,6 @@ def efficiencies_table(calibration: Calibration) -> Table:
         value = getattr(calibration.efficiency, name)
         basis = "measured" if name in measured else "assumed"
         table.add_row(name, f"{value:.3g}", f"{default:.3g}", basis)
-    return table
-
-
-def anchors_table(anchors: Sequence[Anchor], efficiency: Efficiency) -> Table:
-    """Published rows against the model with one set of efficiencies."""
-    table = Table(title="Predicted against published step times", title_justify="left")
-    for heading in ("run", "stage", "published, s", "predicted, s", "ratio"):
-        table.add_column(heading, justify="left" if heading in ("run", "stage") else "right")
-    for anchor in anchors:
-        predicted = anchor.predict(efficiency)
-        for stage, published in anchor.published.items():
-            value = seconds(predicted, stage)
-            low_high = anchor.published_range
-            shown = f"{low_high[0]:g}-{low_high[1]:g}" if low_high else f"{published:g}"
-            table.add_row(
-                anchor.name if stage == "total" else "",
-                stage.replace("_", " ") if stage != "total" else "step",
-                shown,
-                f"{value:.0f}",
-                f"{value / published:.2f}",
-            )
     return table
 
 

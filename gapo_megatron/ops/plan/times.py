@@ -6,13 +6,13 @@ import os
 from dataclasses import dataclass
 from typing import Any, Self
 
-from gapo_megatron.config import Config
-from gapo_megatron.ops.dry_run import BYTES_PER_PARAMETER
-from gapo_megatron.ops.plan.arithmetic import Shape, element_bytes
+from gapo_megatron.config import VERIFIED_SEQUENCES, Config
 from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import Shape, element_bytes
 from gapo_megatron.ops.plan.generation import generation_s
 from gapo_megatron.ops.plan.hardware import CPU_NAME, Gpu
 from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.state import state_bytes
 from gapo_megatron.ops.plan.training import Training
 from gapo_megatron.ops.plan.workload import Workload
 
@@ -95,21 +95,16 @@ def reward_s(training: Training) -> float:
 
 
 def offload_s(training: Training) -> float:
-    """One way of what is offloaded between device and host: bytes of a rank / host bandwidth.
+    """One way of what is offloaded: bytes of the fullest rank / host bandwidth.
 
     It goes with every sync and comes back with the first pass and update. 0 where nothing does.
     """
-    config, gpu, shape = training.config, training.gpu, training.shape
-    weight, _, state = BYTES_PER_PARAMETER[config.model.precision]
-    size = 0.0
-    if config.optimizer.offload != "none":
-        size += shape.num_parameters * state / training.layout.world_size
-    if config.optimizer.offload == "all":
-        experts = shape.num_layers * shape.num_experts * shape.expert_weights
-        layout = training.layout
-        shard = (shape.num_parameters - experts) / layout.tp_size + experts / layout.ep_size
-        size += shard * weight / layout.pp_size
-    return size / (gpu.host_bandwidth * training.efficiency.communication)
+    config, offload = training.config, training.config.optimizer.offload
+    if offload == "none":
+        return 0.0
+    states = state_bytes(training.shape.rules, config, training.layout)
+    size = max(optimizer + (offload == "all") * weights for weights, _, optimizer in states)
+    return size / (training.gpu.host_bandwidth * training.efficiency.communication)
 
 
 def sync_s(training: Training) -> float:
@@ -117,7 +112,7 @@ def sync_s(training: Training) -> float:
 
     sync = W / t / network (broadcast over p stages) + W (t - 1) / t / link (gather)
            + W_experts (e - 1) / e / link + 2 W / bandwidth (copy)
-           + tensors x tensor_s + verify_sequences one by one through the layers + engine steps
+           + tensors x tensor_s + verified sequences one by one through the layers + engine steps
     """
     layout, gpu, efficiency = training.layout, training.gpu, training.efficiency
     shape, config = training.shape, training.config
@@ -137,5 +132,5 @@ def sync_s(training: Training) -> float:
         rate = gpu.group_bandwidth(group, stride=stride) * efficiency.communication
         seconds += sent / rate
     seconds += shape.num_tensors * efficiency.tensor_s
-    seconds += config.rollout.verify_sequences * shape.num_layers * efficiency.layer_s
+    seconds += VERIFIED_SEQUENCES * shape.num_layers * efficiency.layer_s
     return seconds + _PROBE_STEPS * efficiency.decode_step_s

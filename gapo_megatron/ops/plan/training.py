@@ -9,15 +9,17 @@ shapes, warm-up, flush and the old pass wait. All is charged in full.)
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from gapo_megatron.config import Config
-from gapo_megatron.ops.plan.arithmetic import ForwardFlops, Shape, element_bytes, forward_flops
 from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import ForwardFlops, Shape, element_bytes, forward_flops
 from gapo_megatron.ops.plan.hardware import Gpu
 from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.state import others_and_experts
 from gapo_megatron.ops.plan.workload import Workload
 
 _ACCUMULATE_BYTES = 10
@@ -27,6 +29,16 @@ _CLEAR_BYTES = 8
 _OPTIMIZER_BYTES = 28
 """Of one weight of the optimizer's share: gradient, master and two moments are read (16), master
 and moments written (12)."""
+
+
+class Content(NamedTuple):
+    """What a rank of one pipeline stage has."""
+
+    num_layers: int
+    others: int
+    """Parameters that are no experts'."""
+    experts: int
+    has_embedding: bool
 
 
 class _Recomputed(NamedTuple):
@@ -116,7 +128,7 @@ class Training:
         """
         layout, num_microbatches = self.layout, self.num_microbatches
         seconds = {
-            content: self.stage_s(*content, backward=backward) / layout.vpp_size
+            content: self.stage_s(content, backward=backward) / layout.vpp_size
             for content in set(self.contents)
         }
         first = [seconds[content] for content in self.contents]
@@ -128,13 +140,9 @@ class Training:
         return sum(others) + num_microbatches * slowest_last_s + (layout.vpp_size - 1) * rounds_s
 
     @property
-    def contents(self) -> list[tuple[int, int]]:
-        """(layers, tables) of every pipeline rank. Tables: the embedding, and the output layer."""
-        *middle, last = self.layout.layers_of_ranks(self.shape.num_layers)
-        if not middle:
-            return [(last, 1 if self.shape.tied else 2)]
-        first, *middle = middle
-        return [(first, 1), *((count, 0) for count in middle), (last, 1)]
+    def contents(self) -> list[Content]:
+        """Of every pipeline rank."""
+        return _contents(self.shape, self.layout)
 
     @property
     def _recomputed(self) -> _Recomputed:
@@ -153,7 +161,7 @@ class Training:
             else _Recomputed(1 - attention / shape.layer_weights, 0, 2)
         )
 
-    def stage_s(self, num_layers: int, num_tables: int, *, backward: bool) -> float:
+    def stage_s(self, content: Content, *, backward: bool) -> float:
         """One micro-batch on a pipeline rank, one of `contents`, without the head: l of L layers.
 
         products = (factor x layers' flops / peak + factor' x attention's / bf16 peak)
@@ -167,6 +175,7 @@ class Training:
         and the collectives of `_tensor_s`, `_context_s`, `_experts_s`, `_pipeline_s`
         """
         layout, flops, efficiency = self.layout, self._flops(), self.efficiency
+        num_layers = content.num_layers
         factor = attention_factor = 1.0
         if backward:
             again = self._recomputed
@@ -176,7 +185,7 @@ class Training:
         seconds *= num_layers / (self.shape.num_layers * layout.tp_size)
         seconds += factor * num_layers * efficiency.layer_s
         if backward:
-            streamed = _ACCUMULATE_BYTES * sum(self._weights(num_layers, num_tables))
+            streamed = _ACCUMULATE_BYTES * (content.others + content.experts)
             seconds += streamed / (self.gpu.bandwidth * efficiency.bandwidth)
         collectives = (self._tensor_s, self._context_s, self._experts_s)
         seconds += num_layers * sum(collective(backward) for collective in collectives)
@@ -222,12 +231,12 @@ class Training:
         Of the pipeline rank that takes longest; all wait for it. Under
         `parallel.overlap_grad_reduce` not all of `reduce` comes after it: see `_exposed_s`.
         """
-        return max(self._optimizer_s(*content) for content in set(self.contents))
+        return max(self._optimizer_s(content) for content in set(self.contents))
 
-    def _optimizer_s(self, num_layers: int, num_tables: int) -> float:
+    def _optimizer_s(self, content: Content) -> float:
         efficiency = self.efficiency
         seconds = reduce_s = 0.0
-        held = self._weights(num_layers, num_tables)
+        held = (content.others, content.experts)
         for weights, (size, stride) in zip(held, self._copies, strict=True):
             sent_s = self._sent_s(weights, size, stride)
             latency_s = efficiency.collective_s * (size > 1 and weights > 0)
@@ -236,10 +245,10 @@ class Training:
             streamed = weights * (_CLEAR_BYTES + _OPTIMIZER_BYTES / size)
             seconds += streamed / (self.gpu.bandwidth * efficiency.bandwidth)
         if self.config.parallel.overlap_grad_reduce:
-            reduce_s = self._exposed_s(reduce_s, num_layers, num_tables)
+            reduce_s = self._exposed_s(reduce_s, content)
         return seconds + reduce_s
 
-    def _exposed_s(self, reduce_s: float, num_layers: int, num_tables: int) -> float:
+    def _exposed_s(self, reduce_s: float, content: Content) -> float:
         """What the last micro-batch's backward pass does not hide of the gradients' reduction.
 
             exposed = max(reduce - backward, reduce of the embedding)
@@ -248,9 +257,8 @@ class Training:
         before them go back: theirs is hidden as well. Left out: that both go slower at once; what
         else is in the embedding's bucket; the latency of more buckets than one.
         """
-        backward_s = self.stage_s(num_layers, num_tables, backward=True)
-        backward_s -= self.stage_s(num_layers, num_tables, backward=False)
-        embedding = min(num_tables, 1) * self.shape.head_weights / self.layout.tp_size
+        backward_s = self.stage_s(content, backward=True) - self.stage_s(content, backward=False)
+        embedding = content.has_embedding * self.shape.head_weights / self.layout.tp_size
         return max(reduce_s - backward_s, 4 * self._sent_s(embedding, *self._copies[0]))
 
     @property
@@ -259,7 +267,7 @@ class Training:
         layout = self.layout
         return (
             (layout.copies, layout.tp_size),
-            (layout.ranks_per_stage // layout.ep_size, layout.ep_size),
+            (layout.expert_copies, layout.ep_size),
         )
 
     def _sent_s(self, weights: float, size: int, stride: int) -> float:
@@ -287,15 +295,6 @@ class Training:
             mean_squared_length=load.squared_tokens,
             num_sequences=share,
             num_scored=load.scored_tokens * share,
-        )
-
-    def _weights(self, num_layers: int, num_tables: int) -> tuple[float, float]:
-        """(others, experts) on one of the ranks that share them."""
-        return self.shape.weights_per_rank(
-            num_layers,
-            num_tables,
-            tp_size=self.layout.tp_size,
-            ep_size=self.layout.ep_size,
         )
 
     @property
@@ -384,3 +383,12 @@ class Training:
         rate = self.gpu.link_bandwidth if in_node else self.gpu.network_bandwidth
         each = sent / (rate * self.efficiency.communication) + 2 * self.efficiency.collective_s
         return layout.vpp_size * (2 if backward else 1) * each
+
+
+# A planner asks for every term of every layout.
+@functools.lru_cache(maxsize=1024)
+def _contents(shape: Shape, layout: Layout) -> list[Content]:
+    layers = layout.layers_of_ranks(shape.num_layers)
+    held = others_and_experts(shape.rules, layout)
+    ranks = zip(layers, held, strict=True)
+    return [Content(count, *both, rank == 0) for rank, (count, both) in enumerate(ranks)]

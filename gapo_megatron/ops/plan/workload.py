@@ -113,7 +113,7 @@ def default_workload(
     """What is not given (None) is assumed.
 
     Prompts of a tenth of `data.max_prompt_tokens`, responses of a third of
-    `rollout.max_response_tokens`; a run's own metrics are better (`--from-run`).
+    `rollout.max_response_tokens`; a run's own metrics are better (`read_observation`).
 
     Raises:
         ConfigError: see `refuse_oversampling`.

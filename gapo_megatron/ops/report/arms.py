@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 
 from gapo_megatron.config import Config
 from gapo_megatron.config.methods import Method
+from gapo_megatron.config.roles import role_of
 from gapo_megatron.errors import DataError
 from gapo_megatron.io.files import real
 from gapo_megatron.ops.report.runs import Run
@@ -20,15 +21,6 @@ SIZES = ("batch.rollout_prompts", "batch.minibatch_prompts")
 _ABLATED = (K, CLIP, *SIZES)
 """What the ablations are over; prompts go with k where a study keeps the number of rollouts."""
 _SHORT = {K: "k"}
-
-# Sections and keys that decide where and how fast a run computes, not what it learns.
-_LEFT_OUT = (
-    *("run.", "parallel.", "checkpoint.", "metrics.", "evaluation.every_steps"),
-    *("batch.max_tokens_per_microbatch", "model.recompute", "model.head"),
-    *("rollout.tensor_parallel_size", "rollout.memory_fraction", "rollout.cpu_kv_cache_gib"),
-    *("rollout.enforce_eager", "rollout.verify_", "reward.num_workers", "reward.sandbox"),
-    *("reward.python", "optimizer.offload"),
-)
 
 
 @dataclass(frozen=True)
@@ -141,7 +133,7 @@ def learned_settings(config: Config) -> dict[str, Hashable]:
     settings: dict[str, Hashable] = {}
     for section, values in config.model_dump(mode="json", exclude_none=True).items():
         for key, value in values.items():
-            if not f"{section}.{key}".startswith(_LEFT_OUT):
+            if role_of(f"{section}.{key}").arm:
                 settings[f"{section}.{key}"] = _relative(value, config.run.output_dir)
     method = asdict(config.objective.resolve())
     settings["objective.method"] = method.pop("name")
@@ -184,7 +176,7 @@ def _left(run: Run, runs: Sequence[Run]) -> Run | None:
 def _changes(run: Run) -> dict[str, list[Hashable]]:
     assert run.branch is not None
     changes: dict[str, list[Hashable]] = run.branch["changes"]
-    return {key: pair for key, pair in changes.items() if not key.startswith(_LEFT_OUT)}
+    return {key: pair for key, pair in changes.items() if role_of(key).arm}
 
 
 def _relative(value: Hashable, output_dir: str) -> Hashable:

@@ -20,7 +20,7 @@ from gapo_megatron.ops.report.clipping import (
 from gapo_megatron.ops.report.costs import draw_time, time_rows
 from gapo_megatron.ops.report.exhibit import DPI
 from gapo_megatron.ops.report.learning import Shown, draw_pass, draw_reward, pass_rows, reward_rows
-from gapo_megatron.ops.report.runs import find_runs, read_run
+from gapo_megatron.ops.report.runs import find_trained, read_run
 from gapo_megatron.ops.report.series import NoData
 from gapo_megatron.ops.report.style import COLUMN_INCHES, style
 
@@ -42,7 +42,7 @@ def write_picture(folders: Sequence[Path], output: Path) -> Path:
     Raises:
         DataError, ConfigError: as `write_report`.
     """
-    comparison = Comparison.of([read_run(folder) for folder in find_runs(folders)[0]])
+    comparison = Comparison.of([read_run(folder) for folder in find_trained(folders)[0]])
     with style():
         figure = draw_picture(comparison)
         output.parent.mkdir(parents=True, exist_ok=True)

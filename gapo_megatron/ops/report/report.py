@@ -27,7 +27,7 @@ from gapo_megatron.ops.report.intervention import intervention
 from gapo_megatron.ops.report.learning import pass_at_k, reward
 from gapo_megatron.ops.report.page import Written, render
 from gapo_megatron.ops.report.problems import solve_rates, spectrum
-from gapo_megatron.ops.report.runs import find_runs, read_run
+from gapo_megatron.ops.report.runs import find_trained, read_run
 from gapo_megatron.ops.report.series import NoData
 from gapo_megatron.ops.report.style import style
 from gapo_megatron.ops.report.summary import others, summary
@@ -91,15 +91,15 @@ def write_report(
         on_part: told what is done next, and how far it is.
 
     Raises:
-        DataError: names the folder or file and the rule (`find_runs`, `read_run`, `read_archive`,
-            `Comparison.of`, `write_archive`); a folder to write to cannot be made.
+        DataError: names the folder or file and the rule (`find_trained`, `read_run`,
+            `read_archive`, `Comparison.of`, `write_archive`); a folder to write to cannot be made.
         ConfigError: a run's config is not valid, or a folder to write to holds somebody else's
             files under the names of ours.
     """
     archives = [folder for folder in folders if is_archive(folder)]
     runs = [run for folder in archives for run in read_archive(folder)]
     others = [folder for folder in folders if folder not in archives]
-    found, waiting = find_runs(others) if others else ([], [])
+    found, waiting = find_trained(others) if others else ([], [])
     figures_dir = output_dir / FIGURES_NAME
     if archive_dir is not None:
         check_archive(archive_dir, archives)

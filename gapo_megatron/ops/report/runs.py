@@ -16,7 +16,7 @@ from gapo_megatron.evaluate.counts import read_counts
 from gapo_megatron.io.documents import open_file, parse_json, read_text
 from gapo_megatron.io.files import naming, real
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, read_rows
-from gapo_megatron.io.run_folder import BRANCH_NAME
+from gapo_megatron.io.run_folder import BRANCH_NAME, find_runs
 from gapo_megatron.ops.launch.freeze import frozen_code
 
 Values = dict[int, float]
@@ -83,7 +83,7 @@ class Run:
         return sorted(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])
 
 
-def find_runs(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+def find_trained(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """The runs in `folders`, each a run's folder or one of runs (a study's), none twice.
 
     Returns:
@@ -95,25 +95,18 @@ def find_runs(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """
     inside: dict[Path, None] = {}
     for folder in folders:
-        found = [path for path in [folder, *sorted(folder.glob("*/"))] if _is_run(path)]
-        if not found:
+        if not (found := find_runs(folder)):
             raise DataError(
                 f"{folder}: {'no run here' if folder.exists() else 'no such folder'}; a run's "
                 f"folder holds {CONFIG_NAME} and {METRICS_NAME}, a study's holds folders of runs"
             )
-        inside |= {real(path): None for path in (found[:1] if found[0] == folder else found)}
+        inside |= {real(path): None for path in found}
     ready = [path for path in inside if _has_trained(path / METRICS_NAME)]
     waiting = [path for path in inside if path not in ready]
     if not ready:
         shown = ", ".join(map(str, waiting))
         raise DataError(f"{shown}: no step in {METRICS_NAME} yet; a report needs a trained one")
     return ready, waiting
-
-
-def _is_run(folder: Path) -> bool:
-    """Started, or submitted (the code of its jobs is there)."""
-    names = (CONFIG_NAME, METRICS_NAME, "code")
-    return any((folder / name).exists() for name in names)
 
 
 def read_run(folder: Path) -> Run:

@@ -10,16 +10,17 @@ from pathlib import Path
 
 from rich.table import Table
 
+from gapo_megatron.config.roles import flat, role_of
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.ops.launch.status import read_statuses
-from gapo_megatron.ops.plan.arithmetic import step_flops
 from gapo_megatron.ops.plan.calibration import STAGES, Observation, seconds
 from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import step_flops
 from gapo_megatron.ops.plan.hardware import CPU_NAME, Gpu
 from gapo_megatron.ops.plan.tables import pipeline_ranks
 from gapo_megatron.ops.plan.times import StepTime
 from gapo_megatron.ops.report.arms import SIZES, learned_settings
-from gapo_megatron.ops.report.runs import find_runs
+from gapo_megatron.ops.report.runs import find_trained
 from gapo_megatron.ops.report.series import Row
 
 _NAME_LETTERS = 20
@@ -40,10 +41,10 @@ def observe(
         that is left out a line that tells how it stands, and why.
 
     Raises:
-        DataError: see `find_runs`.
+        DataError: see `find_trained`.
         ConfigError: no run can be read; has all the reasons.
     """
-    ready, waiting = find_runs(folders)
+    ready, waiting = find_trained(folders)
     reasons = dict.fromkeys(waiting, "no step yet")
     names = [folder.name for folder in ready]
     observed = []
@@ -241,16 +242,13 @@ def same_way(one: Observation) -> Hashable:
     What no step of the loop depends on may differ, and the sizes of the batch: see `same_batch` and
     `same_share`.
     """
-    sections = one.config.model_dump(
-        mode="json",
-        exclude={
-            **dict.fromkeys(("run", "checkpoint", "evaluation", "metrics", "supervised"), True),
-            "parallel": {"timeout_s"},
-            "batch": {name.partition(".")[2] for name in SIZES},
-        },
-    )
+    settings = {
+        name: value
+        for name, value in flat(one.config).items()
+        if role_of(name).step and name not in SIZES
+    }
     # Paths in the run's own folder are not what makes it another way.
-    return json.dumps(sections).replace(one.config.run.output_dir, "")
+    return json.dumps(settings).replace(one.config.run.output_dir, "")
 
 
 def layout_items(one: Observation, *, with_data_parallel: bool = True) -> list[str]:

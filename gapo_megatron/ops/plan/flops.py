@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gapo_megatron.config import Config
+from gapo_megatron.config import Config, ParallelConfig
 from gapo_megatron.models.rules import Rule
 from gapo_megatron.models.tables import geometry_of, rules_for
+from gapo_megatron.ops.plan.state import per_rank_parameters
 from gapo_megatron.ops.plan.workload import Workload
 
 
@@ -63,6 +64,8 @@ class Shape:
     """Tensors of the Hugging Face checkpoint."""
     num_parameters: int
     """All, a tied output layer once."""
+    rules: tuple[Rule, ...]
+    """Its parameters."""
 
     @classmethod
     def of(cls, hf_config: Any) -> Shape:
@@ -88,7 +91,8 @@ class Shape:
             num_experts=g.num_experts,
             experts_per_token=g.experts_per_token,
             num_tensors=sum(len(rule.hf) * counts[rule.megatron] for rule in own),
-            num_parameters=sum(math.prod(rule.full_shape) * counts[rule.megatron] for rule in own),
+            num_parameters=sum(per_rank_parameters(rules, ParallelConfig())),
+            rules=tuple(rules),
         )
 
     @property
@@ -104,16 +108,6 @@ class Shape:
         """Keys and values of one token on one rank; a head that ranks outnumber is copied."""
         heads = max(1, -(-self.kv_heads // tp_size))
         return 2 * self.num_layers * heads * self.head_dim * element_bytes
-
-    def weights_per_rank(
-        self, num_layers: int, num_tables: int, *, tp_size: int, ep_size: int
-    ) -> tuple[float, float]:
-        """(others, experts) of a pipeline rank with so many layers, and embedding or output layer.
-
-        `num_tables`: how many of these two; 1 where they are one.
-        """
-        others = (num_layers * self.layer_weights + num_tables * self.head_weights) / tp_size
-        return others, num_layers * self.num_experts * self.expert_weights / ep_size
 
 
 @dataclass(frozen=True, slots=True)

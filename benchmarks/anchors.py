@@ -13,61 +13,25 @@ from types import SimpleNamespace
 from typing import Any
 
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.ops.plan.arithmetic import Shape
+from gapo_megatron.models.published import find_model
 from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.times import StepTime, step_time
 from gapo_megatron.ops.plan.workload import Workload
 
-_QWEN2_5 = {"model_type": "qwen2", "tie_word_embeddings": False, "vocab_size": 152064}
-_QWEN3 = {"model_type": "qwen3", "tie_word_embeddings": False, "vocab_size": 151936}
-
-
-def _model(**fields: Any) -> SimpleNamespace:
-    return SimpleNamespace(quantization_config=None, **fields)
-
-
-def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-    }
-
-
-# As published in config.json.
-_SMALL_QWEN = {**_QWEN2_5, **_sizes(1536, 8960, 28, 12, 2), "vocab_size": 151936}
-MODELS = {
-    "Qwen2.5-Math-1.5B": _model(**{**_SMALL_QWEN, "tie_word_embeddings": True}),
-    "DeepSeek-R1-Distill-Qwen-1.5B": _model(**_SMALL_QWEN),
-    "Llama-3.2-3B": _model(
-        model_type="llama",
-        tie_word_embeddings=True,
-        vocab_size=128256,
-        head_dim=128,
-        **_sizes(3072, 8192, 28, 24, 8),
-    ),
-    "Qwen2.5-Math-7B": _model(**_QWEN2_5, **_sizes(3584, 18944, 28, 28, 4)),
-    "Llama-3.1-8B": _model(
-        model_type="llama",
-        tie_word_embeddings=False,
-        vocab_size=128256,
-        **_sizes(4096, 14336, 32, 32, 8),
-    ),
-    "Qwen3-32B": _model(**_QWEN3, head_dim=128, **_sizes(5120, 25600, 64, 64, 8)),
-    "Qwen3-30B-A3B": _model(
-        **{**_QWEN3, "model_type": "qwen3_moe"},
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        **_sizes(2048, 6144, 48, 32, 4),
-    ),
+_QWEN3_32B = {
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "quantization_config": None,
 }
 
 
@@ -78,6 +42,7 @@ class Anchor:
     name: str
     source: str
     model: str
+    """Of those shipped (`models.published`), or Qwen3-32B."""
     gpu: str
     layout: Layout
     rollout_prompts: int
@@ -100,6 +65,12 @@ class Anchor:
     """A KL term: one more pass over all sequences."""
     published_range: tuple[float, float] | None = None
     """Of the total, where the source gives one."""
+
+    @property
+    def shape(self) -> Shape:
+        if self.model == "Qwen3-32B":
+            return Shape.of(SimpleNamespace(**_QWEN3_32B))
+        return Shape.of(find_model(self.model)[0])
 
     @property
     def workload(self) -> Workload:
@@ -143,8 +114,8 @@ class Anchor:
         Systems that cut weights or sequences otherwise (FSDP, context parallelism) are taken as
         plain data parallel.
         """
-        config, shape = self.config(), Shape.of(MODELS[self.model])
-        times = step_time(shape, config, self.layout, self.workload, GPUS[self.gpu], efficiency)
+        config, gpu = self.config(), GPUS[self.gpu]
+        times = step_time(self.shape, config, self.layout, self.workload, gpu, efficiency)
         n = config.batch.num_minibatches
         own, theirs = (2 * n - 1, 2 * n) if self.reference_pass else (n - 1, n)
         if n == 1 and not self.reference_pass:
@@ -230,7 +201,7 @@ ANCHORS = (
     Anchor(
         name="NeMo-RL Llama-3.1-8B, 16 H100",
         source=f"{_NEMO_V4}: mean length 1,060, 97.7 s",
-        model="Llama-3.1-8B",
+        model="Llama-3.1-8B-Instruct",
         layout=_layout(8, pp=2, recompute="full"),
         mean_response_tokens=910,
         published={"total": 97.7},
@@ -240,7 +211,7 @@ ANCHORS = (
     Anchor(
         name="verl DAPO Qwen2.5-Math-7B, 16 H20",
         source="verl docs/advance/one_step_off.md and dapo_7b_math_megatron_colocate.sh",
-        model="Qwen2.5-Math-7B",
+        model="Qwen2.5-7B",
         gpu="h20",
         # Gradient checkpointing is asked for, with a granularity of null, which recomputes nothing.
         layout=_layout(4, tp=2, pp=2, rollout_tp=2),
@@ -267,7 +238,7 @@ ANCHORS = (
     ),
     Anchor(
         name="GAPO Llama-3.2-3B, 8 H200",
-        model="Llama-3.2-3B",
+        model="Llama-3.2-3B-Instruct",
         max_response_tokens=8192,
         mean_response_tokens=700,
         published={"total": 56},

@@ -1,6 +1,6 @@
 """A few training steps of a config, in a scratch folder, to measure what its stages take here.
 
-As a program (`python -m gapo_megatron.ops.plan.probe CONFIG [section.key=value ...]`) it is one
+As a program (`python -m gapo_megatron.ops.plan.trial CONFIG [section.key=value ...]`) it is one
 rank of such a run: training without its checkpoints and its exported model, which nobody would
 read. Of 7 billion parameters they are 120 GB a size, in a temporary folder that may be in memory.
 """
@@ -19,6 +19,7 @@ from gapo_megatron.config import Config, load_config
 from gapo_megatron.data.schema import read_prompts
 from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.ops.launch.ranks import ranks_command
 from gapo_megatron.ops.plan.calibration import Observation, read_observation
 from gapo_megatron.ops.plan.workload import refuse_oversampling
 from gapo_megatron.run.fail_fast import fail_fast
@@ -47,21 +48,12 @@ def default_sizes(config: Config) -> list[list[str]]:
     return [[], half]
 
 
-def probe_command(
+def trial_command(
     config_path: str, overrides: Sequence[str], *, output_dir: Path, num_steps: int, world_size: int
 ) -> list[str]:
-    """The command line of one probe, on one node."""
-    launcher = [sys.executable, "-m"]
-    if world_size > 1:
-        launcher += [
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={world_size}",
-            "-m",
-        ]
+    """The command line of one trial run, on one node."""
     return [
-        *launcher,
-        "gapo_megatron.ops.plan.probe",
+        *ranks_command("gapo_megatron.ops.plan.trial", world_size),
         config_path,
         *overrides,
         *_QUIET,
@@ -70,7 +62,7 @@ def probe_command(
     ]
 
 
-def probe(
+def run_trials(
     config_path: str,
     overrides: Sequence[str],
     *,
@@ -107,7 +99,7 @@ def probe(
         name = " ".join(size) or "as configured"
         folder = scratch / f"size_{number}"
         folder.mkdir(parents=True, exist_ok=True)
-        command = probe_command(
+        command = trial_command(
             config_path, settings, output_dir=folder, num_steps=num_steps, world_size=world_size
         )
         log = scratch / f"size_{number}.log"
@@ -118,7 +110,7 @@ def probe(
         if result.returncode:
             last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
             raise ConfigError(
-                f"the probe {name} failed with exit code {result.returncode}; its last lines:\n"
+                f"the trial run {name} failed with exit code {result.returncode}; its last lines:\n"
                 + "\n".join(last)
             )
         observations.append(

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gapo_megatron.ops.plan.arithmetic import Shape, engine_bytes, forward_flops, step_flops
+from gapo_megatron.ops.plan.flops import Shape, engine_bytes, forward_flops, step_flops
 from gapo_megatron.ops.plan.workload import Workload
 from tests.scaling_setup import config, hf
 from tests.test_convert_models import CONFIGS, NUM_PARAMETERS
@@ -88,23 +88,6 @@ def test_active_parameters_of_experts():
     assert active == pytest.approx(3.3e9, rel=0.02)
     # Four projections, two norms of heads, two of the layer, the router, three of every expert.
     assert shape.num_tensors == 48 * (9 + 3 * 128) + 3
-
-
-def test_weights_per_rank_make_up_the_model():
-    shape = Shape.of(hf("Qwen3-30B-A3B"))
-    others, experts = shape.weights_per_rank(48, 2, tp_size=4, ep_size=8)
-    assert 8 * experts == 48 * 128 * 3 * 2048 * 768
-    assert 4 * others + 8 * experts == pytest.approx(shape.num_parameters, rel=1e-3)
-
-
-def test_an_untied_model_on_one_stage_has_two_tables():
-    """R1-Distill-Qwen-1.5B: 1.777e9 parameters, of which 0.233e9 are the second table."""
-    name = "DeepSeek-R1-Distill-Qwen-1.5B"
-    shape, table = Shape.of(hf(name)), 151936 * 1536
-    one, _ = shape.weights_per_rank(28, 2, tp_size=1, ep_size=1)
-    two, _ = shape.weights_per_rank(14, 1, tp_size=1, ep_size=1)
-    assert one == pytest.approx(NUM_PARAMETERS[name], rel=1e-3)
-    assert two == pytest.approx((one - 2 * table) / 2 + table)
 
 
 # Every response reaches the limit, so lengths are what they seem: 100 + 400 tokens.

@@ -1,0 +1,48 @@
+"""Reading a config: TOML files and `section.key=value` overrides.
+
+Precedence: defaults < the file named by `base` < the file itself < overrides. Nothing changes a
+config after it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from gapo_megatron.config.errors import explain
+from gapo_megatron.config.schema import Config
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.toml_tree import apply_override, read_tree, set_value
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, settings: Mapping[str, Any] = {}
+) -> Config:
+    """Read a TOML file (and the file its `base` names), replace single values, validate.
+
+    Args:
+        path: of the file.
+        overrides: `section.key=value`.
+        settings: values by `section.key`, over the overrides.
+
+    Raises:
+        ConfigError: names the file or override, the field, the value and the rule.
+    """
+    tree = read_tree(Path(path))
+    for override in overrides:
+        apply_override(tree, override)
+    for name, value in settings.items():
+        set_value(tree, name, value)
+    return parse_config(tree, source=str(path))
+
+
+def parse_config(tree: dict[str, Any], *, source: str) -> Config:
+    """Validate a nested dict; every problem is listed in one ConfigError."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [explain(item, Config) for item in error.errors(include_url=False)]
+        raise ConfigError(f"{source}: " + "\n  ".join(lines)) from None

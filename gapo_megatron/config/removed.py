@@ -1,0 +1,38 @@
+"""Settings of older versions: a file that leaves one as it was still loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A setting that there is no more."""
+
+    defaults: tuple[Any, ...]
+    """What it was where nobody set it: run folders and archives hold it, and it changes nothing."""
+    instead: str
+    """What to write, where it was another value."""
+
+
+REMOVED = {
+    "rollout.verify_sequences": Removed(
+        defaults=(4,),
+        instead="there is no such setting any more: every weight sync compares 4 sequences. "
+        "Remove the line; rollout.verify_bound sets how far they may differ",
+    ),
+}
+
+
+def drop_removed(tree: Any) -> Any:
+    """A config's tree without the removed settings that have their former default."""
+    if not isinstance(tree, dict):
+        return tree
+    for name, removed in REMOVED.items():
+        section, _, key = name.partition(".")
+        values = tree.get(section)
+        if isinstance(values, dict) and key in values and values[key] in removed.defaults:
+            kept = {one: value for one, value in values.items() if one != key}
+            tree = {**tree, section: kept}
+    return tree

@@ -42,8 +42,8 @@ from tests.distributed.policy_setup import (
     reference_log_probs,
     save_model,
 )
+from tests.hf.test_convert_torch_dist import Weights, fill, make_model, save
 from tests.messages import mentions
-from tests.test_convert_torch_dist import Weights, fill, make_model, save
 
 BATCH = make_batch()
 TWO_MICROBATCHES = ((0, 1, 2, 3, 4), (5, 6, 7))

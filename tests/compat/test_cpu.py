@@ -1,0 +1,139 @@
+"""CPU emulation: patches what Megatron-core sees, and nothing else, and leaves no trace."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import megatron.core.pipeline_parallel.schedules as schedules
+import pytest
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+
+from gapo_megatron.compat import cpu
+from gapo_megatron.errors import GapoError
+from tests.needs import need
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def fingerprint() -> dict[str, Any]:
+    """Identity of everything the emulation could have replaced."""
+    found: dict[str, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") or name in ("torch", "torch.cuda"):
+            found |= {f"{name}.{key}": id(value) for key, value in vars(module).items()}
+    for owner in (torch.Tensor, torch.nn.Module):
+        found |= {f"{owner.__name__}.{key}": id(value) for key, value in vars(owner).items()}
+    return found
+
+
+def test_everything_is_put_back() -> None:
+    before = fingerprint()
+    with cpu.emulation():
+        inside = fingerprint()
+    assert fingerprint() == before
+    changed = {name for name in inside if inside[name] != before.get(name)}
+    assert "megatron.core.pipeline_parallel.schedules.torch" in changed
+    # torch itself is not touched, three methods aside: vLLM and Inductor may run at any time.
+    outside = {name for name in changed if not name.startswith("megatron.core")}
+    assert outside == {"Tensor.cuda", "Tensor.type", "Module.cuda"}
+
+
+def test_everything_is_put_back_after_an_exception() -> None:
+    before = fingerprint()
+    with pytest.raises(ZeroDivisionError), cpu.emulation(), cpu.emulation():
+        raise ZeroDivisionError
+    assert fingerprint() == before
+
+
+def test_levels_nest() -> None:
+    before = fingerprint()
+    with cpu.emulation():
+        outer = fingerprint()
+        with cpu.emulation():
+            assert fingerprint() == outer
+        assert fingerprint() == outer
+    assert fingerprint() == before
+
+
+def test_megatron_finds_a_device() -> None:
+    with cpu.emulation():
+        seen = schedules.torch
+        for device in ("cuda", "cuda:0", 0, torch.device("cuda"), seen.cuda.current_device()):
+            assert seen.zeros(2, device=device).device.type == "cpu"
+        assert seen.tensor([1], device="cuda", pin_memory=True).device.type == "cpu"
+        assert seen.ones(1).cuda().type() == "torch.cuda.FloatTensor"
+        assert isinstance(seen.ones(1), seen.Tensor)
+        with seen.cuda.stream(seen.cuda.Stream()):
+            seen.cuda.synchronize()
+        assert torch.zeros(1).device.type == "cpu"
+        with pytest.raises((AssertionError, RuntimeError)):  # the real one still has no GPU
+            torch.zeros(1, device="cuda")
+
+
+def test_the_emulated_random_state_is_apart_from_the_real_one() -> None:
+    before = torch.get_rng_state()
+    with cpu.emulation():
+        megatron_random.torch.cuda.manual_seed(3)
+        state = megatron_random._get_cuda_rng_state()
+        megatron_random.torch.cuda.manual_seed(4)
+        megatron_random._set_cuda_rng_state(state)
+        assert torch.equal(megatron_random._get_cuda_rng_state(), state)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_refused_where_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = fingerprint()
+    with pytest.raises(GapoError, match="CUDA"), cpu.emulation():
+        pass
+    assert fingerprint() == before
+    with cpu.device_scope():  # what the policy uses: nothing, where there is a GPU
+        assert fingerprint() == before
+
+
+def test_says_once_that_it_is_active(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "_announced", False)
+    with caplog.at_level(logging.WARNING, logger="gapo_megatron"):
+        for _ in range(2):
+            with cpu.emulation():
+                pass
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "CPU" in caplog.text
+
+
+@pytest.mark.system
+def test_the_other_megatron_core_version() -> None:
+    """GPU images carry a newer Megatron-core than pip picks here; its folder goes first."""
+    folder = os.environ.get("GAPO_MEGATRON_CORE_ALT", "")
+    need("" if folder else "GAPO_MEGATRON_CORE_ALT names no folder with a second megatron-core")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": folder,
+        "OMP_NUM_THREADS": "1",
+    }
+    where = "import megatron.core as m; print(m.__version__, m.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", where],
+        env=environment, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert folder in found, f"{folder} was named, but this was imported: {found}"
+    result = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+            "tests/compat/test_cpu.py", "tests/distributed/test_policy_one_rank.py",
+            "tests/distributed/test_reduction.py", "tests/distributed/test_optimizer_state.py",
+            "--deselect=tests/compat/test_cpu.py::test_the_other_megatron_core_version",
+            "--deselect=tests/distributed/test_reduction.py::test_four_ranks_move_as_without_the_overlap",
+            "--deselect=tests/distributed/test_reduction.py::test_two_ranks_move_as_without_the_overlap[some]",
+        ],
+        env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, f"with {found}:\n{result.stdout}\n{result.stderr}"

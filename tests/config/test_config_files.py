@@ -1,0 +1,193 @@
+"""The files in configs/: each loads and dry-runs anywhere, and says what the paper's tables say."""
+
+import io
+import tomllib
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.planned import nodes_of
+from gapo_megatron.config import load_config
+from gapo_megatron.config.roles import changes
+from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.dry_run import print_dry_run
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.memory import memory
+from gapo_megatron.ops.plan.planner import plan, read_model
+from gapo_megatron.ops.plan.state import per_rank_parameters
+from gapo_megatron.ops.plan.workload import default_workload
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+# Studies (files with a `config`) are of their own form: test_study.py.
+FILES = sorted(p for p in CONFIGS.rglob("*.toml") if "config" not in tomllib.loads(p.read_text()))
+
+# Method -> clips, as in the paper's tables; the distilled model has clips of its own.
+WIDE, NARROW, DISTILLED = (0.2, 0.28), (3e-3, 5e-3), (7e-5, 3e-4)
+PAPER = {
+    "qwen_math_1_5b": {
+        "grpo": (0.2, 0.2),
+        "f_grpo": (0.2, 0.2),
+        "dr_grpo": WIDE,
+        "gapo_token": WIDE,
+        "gspo": (3e-3, 3e-3),
+        "gspo_asym": NARROW,
+        "f_gspo": NARROW,
+        "gapo": NARROW,
+    },
+    "llama_3_2_3b": {
+        "grpo": (0.2, 0.2),
+        "f_grpo": (0.2, 0.2),
+        "gspo": (3e-3, 3e-3),
+        "gspo_asym": NARROW,
+        "f_gspo": NARROW,
+        "gapo": NARROW,
+    },
+    "ds_r1_1_5b": {"gspo_asym": DISTILLED, "f_gspo": DISTILLED, "gapo": DISTILLED},
+    "deepcoder_1_5b": {"dapo": WIDE, "gapo_token": WIDE},
+}
+EXPERIMENTS = [CONFIGS / name for name in PAPER]
+MAX_RESPONSE = {
+    "qwen_math_1_5b": 3092,
+    "llama_3_2_3b": 8192,
+    "ds_r1_1_5b": 24576,
+    "deepcoder_1_5b": 24576,
+}
+NUM_PROMPTS = {name: 24_269 if name == "deepcoder_1_5b" else 39_202 for name in PAPER}
+TOKEN_LEVEL = {"grpo", "f_grpo", "dr_grpo", "dapo", "gapo_token"}
+
+
+# Models beyond the paper's: folder -> the published model.
+LARGER = {
+    "qwen2_5_7b": "Qwen2.5-7B",
+    "qwen2_5_32b": "Qwen2.5-32B",
+    "qwen2_5_72b": "Qwen2.5-72B",
+    "llama_3_1_8b": "Llama-3.1-8B",
+    "llama_3_1_70b": "Llama-3.1-70B",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+}
+LAYOUTS = [f"{gpu}_{limit}" for gpu in ("h100", "h200") for limit in ("8k", "24k")]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(CONFIGS))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_file_dry_runs_and_plans_on_a_fresh_clone(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the model nor the data is there: shapes are the shipped ones, and that is said."""
+    monkeypatch.chdir(tmp_path)
+    output = io.StringIO()
+    config, num_nodes = load_config(path), nodes_of(path)
+    print_dry_run(config, world_size=8 * num_nodes, console=Console(file=output, width=120))
+    text = output.getvalue()
+    assert f" {8 * num_nodes} = tensor " in text
+    model, note = read_model(config)
+    for count in per_rank_parameters(rules_for(model), config.parallel):
+        assert f" {count:,} " in text
+    assert config.model.hf_dir in note and f"/{Path(config.model.hf_dir).name}.json" in note
+    assert note in text
+    if path.stem in LAYOUTS:  # seconds each, and compared with their plan below
+        return
+    workload, efficiency = default_workload(config), Efficiency()
+    found = plan(
+        model,
+        config,
+        num_nodes=num_nodes,
+        gpu=GPUS["h200"],
+        workload=workload,
+        efficiency=efficiency,
+    )
+    is_layoutless = path.parent.name in LARGER  # of one node, a base file of larger models
+    assert found.current is not None and (is_layoutless or not found.current_refusal)
+
+
+@pytest.mark.parametrize("folder", EXPERIMENTS, ids=name_of)
+def test_experiment_has_the_papers_methods_at_the_papers_clips(folder: Path) -> None:
+    found = {}
+    for path in folder.glob("*.toml"):
+        if path.stem == "base":
+            continue
+        method = load_config(path).objective.resolve()
+        assert method.name == path.stem
+        assert (method.ratio == "token") == (method.name in TOKEN_LEVEL)
+        found[method.name] = (method.eps_low, method.eps_high_max)
+    assert found == PAPER[folder.name]
+
+
+@pytest.mark.parametrize("folder", EXPERIMENTS, ids=name_of)
+def test_experiment_has_the_papers_hyperparameters(folder: Path) -> None:
+    for path in folder.glob("*.toml"):
+        config = load_config(path)
+        batch, optimizer, rollout = config.batch, config.optimizer, config.rollout
+        assert (batch.rollout_prompts, batch.minibatch_prompts, batch.rollouts_per_prompt) == (
+            256,
+            64,
+            8,
+        )
+        assert (optimizer.learning_rate, optimizer.weight_decay) == (1e-6, 0.01)
+        assert (optimizer.clip_grad, optimizer.warmup_steps) == (1.0, 0)
+        assert (config.objective.kl_coef, config.objective.entropy_coef) == (0, 0)
+        assert (rollout.temperature, rollout.top_p) == (1.0, 1.0)
+        assert config.model.precision == "bf16"
+        assert config.data.max_prompt_tokens == 2048
+        assert rollout.max_response_tokens == MAX_RESPONSE[folder.name]
+        assert config.run.num_steps == 10 * NUM_PROMPTS[folder.name] // 256
+
+
+def test_methods_of_an_experiment_differ_in_nothing_else() -> None:
+    """No copies: a method file sets its objective and its output folder, the base the rest."""
+    for folder in EXPERIMENTS:
+        for path in folder.glob("*.toml"):
+            if path.stem == "base":
+                continue
+            tree = tomllib.loads(path.read_text())
+            assert tree["base"] == "base.toml"
+            assert set(tree) == {"base", "run", "objective"}, path
+            assert tree["run"] == {"output_dir": f"runs/{folder.name}/{path.stem}"}
+
+
+def test_output_folders_are_distinct() -> None:
+    folders = [load_config(path).run.output_dir for path in FILES]
+    assert len(set(folders)) == len(folders)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("folder", LARGER)
+def test_a_larger_model_fits_where_it_is_planned(folder: str, layout: str) -> None:
+    path = CONFIGS / folder / f"{layout}.toml"
+    config = load_config(path)
+    assert Path(config.model.hf_dir).name.removesuffix("-Instruct") == LARGER[folder]
+    gpu, limit = layout.split("_")
+    assert config.rollout.max_response_tokens == {"8k": 8192, "24k": 24576}[limit]
+    assert config.run.output_dir == f"runs/{folder}/{layout}"
+    hf_config, _ = read_model(config)
+    check_shapes(hf_config, config.parallel)
+    cut = Layout.of(config, world_size=8 * nodes_of(path))
+    needed = memory(hf_config, config, cut, GPUS[gpu])
+    assert needed.training <= 0.95 * GPUS[gpu].memory_bytes
+    assert needed.generating <= 0.97 * GPUS[gpu].memory_bytes
+
+
+@pytest.mark.parametrize("folder", LARGER)
+def test_a_larger_models_layouts_are_all_there_and_differ_in_nothing_else(folder: str) -> None:
+    folder_path = CONFIGS / folder
+    assert {path.stem for path in folder_path.iterdir()} == {"base", *LAYOUTS}
+    base = load_config(folder_path / "base.toml").model_dump(mode="json")
+    free = {"rollout.max_response_tokens", "batch.max_tokens_per_microbatch", "model.recompute"}
+    for layout in LAYOUTS:
+        changed = set(changes(base, load_config(folder_path / f"{layout}.toml")))
+        assert changed <= free | {"rollout.tensor_parallel_size"}, layout
+
+
+def test_larger_models_differ_in_their_memory_alone() -> None:
+    first = load_config(CONFIGS / "qwen2_5_7b" / "base.toml")
+    for folder in LARGER:
+        config = load_config(CONFIGS / folder / "base.toml")
+        changed = changes(first.model_dump(mode="json"), config)
+        assert set(changed) <= {"model.hf_dir", "rollout.memory_fraction"}, folder

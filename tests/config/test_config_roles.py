@@ -1,0 +1,163 @@
+"""Roles of settings: each has one, and they say what the lists before them said.
+
+Those lists stood in four files. Where they contradicted each other, the difference is named here.
+"""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron.config import Config, load_config, parse_config
+from gapo_megatron.config.metadata import Role
+from gapo_megatron.config.removed import REMOVED
+from gapo_megatron.config.roles import broken_rules, changed_work, changes, flat, role_of
+from gapo_megatron.config.rules import input_paths
+from gapo_megatron.errors import ConfigError
+from tests.messages import mentions
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SETTINGS = [
+    f"{section}.{name}" for section, model in Config.sections().items() for name in model.roles()
+]
+
+# As the lists were before, prefixes and all.
+RESUME = (
+    *("run.output_dir", "run.num_steps", "run.hang_timeout_s", "run.stop_margin_s", "parallel."),
+    *("optimizer.offload", "rollout.verify_", "checkpoint.", "evaluation.", "metrics."),
+    "supervised",
+)
+PICKS_GROUPS = (
+    *("rollout.tensor_parallel_size", "rollout.memory_fraction", "rollout.cpu_kv_cache_gib"),
+    "rollout.enforce_eager",
+)
+BRANCH = (
+    *RESUME,
+    *PICKS_GROUPS,
+    *("objective.", "model.recompute", "model.head", "data.eval_path"),
+    *("batch.max_tokens_per_microbatch", "reward.num_workers"),
+)
+STUDY = tuple(name for name in BRANCH if not name.startswith(("objective.", "data.")))
+SAME_ARM = (
+    *("run.", "parallel.", "checkpoint.", "metrics.", "evaluation.every_steps"),
+    *("batch.max_tokens_per_microbatch", "model.recompute", "model.head", *PICKS_GROUPS),
+    *("rollout.verify_", "reward.num_workers", "reward.sandbox", "reward.python"),
+    "optimizer.offload",
+)
+NO_STEP = ("run.", "checkpoint.", "evaluation.", "metrics.", "supervised", "parallel.timeout_s")
+CARRIED = {
+    *("batch.rollouts_per_prompt", "model.precision", "model.fp8_recipe"),
+    *("rollout.max_response_tokens", "rollout.temperature", "rollout.top_p"),
+}
+# A report had one arm of runs with different sandboxes; studies and branches refused them.
+SANDBOX = {"reward.sandbox", "reward.python"}
+# A scaling report took evaluated problems, and how far log-probs may differ, for a layout.
+NOT_OF_A_STEP = {"data.eval_path", "rollout.verify_bound"}
+
+
+def such(flag: str) -> set[str]:
+    return {name for name in SETTINGS if getattr(role_of(name), flag)}
+
+
+def listed(*prefixes: str) -> set[str]:
+    return {name for name in SETTINGS if name.startswith(prefixes)}
+
+
+def test_every_setting_has_one_role() -> None:
+    for section, model in Config.sections().items():
+        assert isinstance(model.role, Role), section
+        for name, field in model.model_fields.items():
+            assert sum(isinstance(one, Role) for one in field.metadata) <= 1, f"{section}.{name}"
+
+
+def test_roles_say_what_the_lists_said() -> None:
+    assert such("resume") == listed(*RESUME)
+    assert such("branch") == listed(*BRANCH) | SANDBOX
+    assert such("study") == listed(*STUDY) | SANDBOX
+    assert such("arm") == set(SETTINGS) - listed(*SAME_ARM)
+    assert such("step") == set(SETTINGS) - listed(*NO_STEP) - NOT_OF_A_STEP
+    assert such("carried") == CARRIED
+    assert such("picks_groups") == set(PICKS_GROUPS)
+
+
+TREE = {
+    "run": {"output_dir": "runs/x", "num_steps": 3},
+    "model": {"hf_dir": "model"},
+    "data": {"train_path": "train.jsonl"},
+    "rollout": {"max_response_tokens": 64},
+    "reward": {"kind": "code"},
+}
+
+
+def config(**sections: object) -> Config:
+    tree = json.loads(json.dumps(TREE))
+    for section, values in sections.items():
+        tree[section] = tree.get(section, {}) | values
+    return parse_config(tree, source="test")
+
+
+def test_another_sandbox_is_no_other_work() -> None:
+    """For a branch, a study and a report alike; a resume logs it."""
+    before = config().model_dump(mode="json")
+    here = config(reward={"sandbox": "tcp://judge:7000"})
+    assert changes(before, here) == {"reward.sandbox": ("bubblewrap", "tcp://judge:7000")}
+    assert changed_work(before, here) == {}
+    assert broken_rules(before, here) == []
+
+
+def test_input_paths_are_those_that_runs_read() -> None:
+    supervised = {"initial_hf_dir": "initial", "train_path": "examples.jsonl", "num_steps": 1}
+    found = input_paths(config(supervised=supervised, checkpoint={"branch_from": "runs/y"}))
+    assert found == {
+        "model.hf_dir": "model",
+        "model.megatron_dir": "",
+        "data.train_path": "train.jsonl",
+        "data.eval_path": "",
+        "checkpoint.branch_from": "runs/y",
+        "supervised.initial_hf_dir": "initial",
+        "supervised.train_path": "examples.jsonl",
+    }
+    assert "supervised.train_path" not in input_paths(config())
+
+
+# --- settings that there are no more --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_loads_as_it_was_and_else_says_what_to_write(name: str) -> None:
+    section, _, key = name.partition(".")
+    for value in REMOVED[name].defaults:
+        assert config(**{section: {key: value}}) == config()
+    with pytest.raises(ConfigError, match=mentions(name, 12345)) as caught:
+        config(**{section: {key: 12345}})
+    assert REMOVED[name].instead in str(caught.value)
+    assert "unknown key" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_of_a_manifest_is_no_change(name: str) -> None:
+    section, _, key = name.partition(".")
+    before = config().model_dump(mode="json")
+    for value in (*REMOVED[name].defaults, 12345):
+        before[section][key] = value
+        assert changes(before, config()) == changed_work(before, config()) == {}
+        assert broken_rules(before, config()) == []
+
+
+def test_what_a_run_of_the_version_before_wrote_still_loads() -> None:
+    """The config.toml in its run folder: every setting that had a value."""
+    path = GOLDEN / "older_run_config.toml"
+    written = tomllib.loads(path.read_text(encoding="utf-8"))
+    names = {f"{section}.{key}" for section, values in written.items() for key in values}
+    assert set(REMOVED) <= names
+    loaded = flat(load_config(path))
+    for name in names - set(REMOVED):
+        section, _, key = name.partition(".")
+        assert loaded[name] == written[section][key], name
+
+
+def test_a_layout_of_the_version_before_is_the_one_that_is_there_now() -> None:
+    """A user's copy of its two files; where they were, and their base, has changed."""
+    before = load_config(GOLDEN / "older_configs" / "h100_24k.toml")
+    assert before == load_config(GOLDEN.parents[1] / "configs" / "qwen2_5_32b" / "h100_24k.toml")

@@ -1,0 +1,231 @@
+"""tools/evaluate.py as a user starts it: real vLLM, several ranks, a real kill."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from gapo_megatron.data.benchmarks import BENCHMARKS
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.evaluate.paper import Sampling, read_settings
+from gapo_megatron.ops.prepare import demo_task as arithmetic
+from tests.messages import mentions
+from tests.programs import Program
+from tests.waiting import wait_until
+from tools import evaluate as tool
+
+TOOL = Path(__file__).parents[2] / "tools/evaluate.py"
+NUM_PROBLEMS, NUM_SAMPLES = 96, 32  # three pieces of 1024 samples
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that writes digits, and problems that ask for one of them."""
+    root = tmp_path_factory.mktemp("evaluate")
+    tokenizer = arithmetic.write_tokenizer(["0123456789"], root / "model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,  # 32 per head, the least that vLLM serves on a CPU
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(root / "model")
+    rows = [
+        {
+            "prompt": f"0{i}",
+            "instruction_id_list": ["keywords:letter_frequency"],
+            "kwargs": [{"letter": str(i % 10), "let_frequency": 1, "let_relation": "at least"}],
+        }
+        for i in range(NUM_PROBLEMS)
+    ]
+    (root / "data/ifeval").mkdir(parents=True)
+    (root / "data/ifeval/a.json").write_text(json.dumps(rows))
+    return root
+
+
+def arguments(root: Path, *options: object) -> list[str]:
+    """Of the tool, for the random model and its problems."""
+    fixed = (
+        *("--model", root / "model", "--data", root / "data", "--output", root / "out"),
+        *("--benchmarks", "ifeval", "--num-samples", NUM_SAMPLES, "--max-response-tokens", 6),
+        *("--max-prompt-tokens", 16, "--precision", "fp32", "--enforce-eager"),
+    )
+    return [str(argument) for argument in (*fixed, *options)]
+
+
+@pytest.mark.system
+def test_a_killed_evaluation_continues_on_other_ranks(root: Path) -> None:
+    folder = root / "out/ifeval/seed_3"
+    killed = subprocess.Popen(
+        [sys.executable, str(TOOL), *arguments(root, "--seeds", 3)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: killed.poll() is not None or any(folder.glob("*.jsonl")), "a first file")
+        assert killed.poll() is None, killed.communicate()[0]
+    finally:
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.communicate()
+    kept = {path.name: path.read_text() for path in folder.glob("*.jsonl")}
+    num_kept = sum(text.count("\n") for text in kept.values())
+    assert 0 < num_kept < NUM_PROBLEMS
+    assert not (root / "out/results.json").exists()
+
+    continued = Program("tools.evaluate", *arguments(root, "--seeds", 3), ranks=2)
+    output, _ = continued.communicate()
+    assert continued.returncode == 0, output[-6000:]
+    assert f"{num_kept} of {NUM_PROBLEMS} problems" in output
+    files = {path.name: path.read_text() for path in folder.glob("*.jsonl")}
+    assert kept.items() < files.items()
+    rows = [json.loads(line) for text in files.values() for line in text.splitlines()]
+    assert sorted(row["id"] for row in rows) == sorted(f"ifeval-{i}" for i in range(NUM_PROBLEMS))
+    figures = json.loads((root / "out/results.json").read_text())["benchmarks"]["ifeval"]["3"]
+    solved = 0.0
+    for row in rows:
+        digit = str(int(row["id"].removeprefix("ifeval-")) % 10)
+        right = sum(digit in sample["response"] for sample in row["samples"])
+        assert figures["counts"][row["id"]] == [NUM_SAMPLES, right]
+        solved += right / NUM_SAMPLES / NUM_PROBLEMS
+    assert 0 < solved < 1
+    # Sums of the same numbers in another order.
+    assert figures["pass_at_k"][0] == pytest.approx(solved, abs=1e-12)
+    assert figures["pass_at_k"] == sorted(figures["pass_at_k"])
+    assert len(figures["pass_at_k"]) == NUM_SAMPLES
+    assert re.search(rf"^IFEval +{100 * solved:.2f} ", output, re.MULTILINE)
+    names = {path.name for path in (root / "out").iterdir()}
+    assert names == {
+        *("ifeval", "settings.json", "solve_rates.png"),
+        *("results.json", "results.md", "results.tex"),
+    }
+
+
+def parse(*options: object) -> argparse.Namespace:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["evaluate.py", *map(str, options)])
+        return tool._parse()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--benchmarks", "aime23"], ("--benchmarks", "'aime23'", "aime24")),
+        (["--benchmarks", "aime24,aime24"], ("--benchmarks", "aime24,aime24")),
+        (["--seeds", "0,0"], ("--seeds", "0,0")),
+        (["--seeds", "-1"], ("--seeds", "'-1'", "0,1,2")),
+        (["--seeds", "a"], ("--seeds", "'a'", "0,1,2")),
+        (["--compare", "x"], ("--compare", "without --model")),
+    ],
+)
+def test_the_command_line_refuses(options, named, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse("--model", "m", "--output", "o", *options)
+    error = capsys.readouterr().err.splitlines()[-1]  # what precedes it is the usage
+    assert all(part in error for part in named)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], ["--num-samples", "--setting"]),
+        (["--num-samples", 4], ["--max-response-tokens", "--setting"]),
+        (["--num-samples", 0, "--max-response-tokens", 8], ["evaluation.samples_per_prompt"]),
+        (["--setting", "qwen2.5-math-1.5b", "--temperature", 0], ["rollout.temperature"]),
+    ],
+)
+def test_sampling_is_checked_before_anything_is_built(options, named) -> None:
+    arguments = parse("--model", "m", "--output", "o", *options)
+    with pytest.raises(ConfigError, match=mentions(*named)):
+        tool._config(arguments, tool._sampling(arguments, read_settings()))
+
+
+def test_samples_of_two_models_do_not_mix(tmp_path) -> None:
+    options = ("--output", tmp_path / "out", "--num-samples", 1, "--max-response-tokens", 8)
+    arguments = parse("--model", tmp_path, *options)
+    sampling = tool._sampling(arguments, {})
+    with pytest.raises(ConfigError, match=mentions("--model", tmp_path, ".safetensors")):
+        tool._keep_settings(arguments, sampling, {})
+    for name in (
+        *("model.safetensors", "tokenizer_config.json", "chat_template.jinja"),
+        *("merges.txt", "tokenizer.model"),
+    ):
+        (tmp_path / name).write_text("one")
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        tool._keep_settings(arguments, sampling, {})
+        tool._keep_settings(arguments, sampling, {})
+        (tmp_path / name).write_text("another")
+        with pytest.raises(ConfigError, match=mentions("model_sha256", "--output")):
+            tool._keep_settings(arguments, sampling, {})
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "warns"),
+    [
+        ("{{ messages }}", [], True),
+        ("{{ messages }}", ["--chat-template"], False),
+        (None, [], False),
+    ],
+)
+def test_a_template_that_is_not_used_is_said(template, options, warns, capsys) -> None:
+    arguments = parse("--model", "m", "--output", "o", *options)
+    tool._warn_of_template(arguments, SimpleNamespace(chat_template=template))
+    assert ("--chat-template" in capsys.readouterr().err) is warns
+
+
+def test_verdicts_of_two_verifiers_do_not_mix(tmp_path, monkeypatch) -> None:
+    arguments = parse("--model", "m", "--output", tmp_path)
+    left = {"aime24": ["aime24-0"], "livecodebench": ["livecodebench-0"]}
+    tasks = [
+        SimpleNamespace(
+            benchmark=BENCHMARKS[name], remaining=lambda output, seed, name=name: left[name]
+        )
+        for name in left
+    ]
+    expected = {("aime24", 0): ["aime24-0"], ("livecodebench", 0): ["livecodebench-0"]}
+    assert tool._remaining(arguments, tasks) == tool._remaining(arguments, tasks) == expected
+    arguments.sandbox = "unsafe"
+    with pytest.raises(
+        ConfigError, match=mentions("livecodebench", "sandbox", "'bubblewrap'", "'unsafe'")
+    ):
+        tool._remaining(arguments, tasks)
+    tool._remaining(arguments, tasks[:1])  # no program runs
+    monkeypatch.setattr(tool, "code_sha256", lambda *parts: "changed")
+    with pytest.raises(ConfigError, match=mentions("aime24", "code", "'changed'")):
+        tool._remaining(arguments, tasks[:1])
+    left["aime24"].clear()
+    assert tool._remaining(arguments, tasks[:1]) == {("aime24", 0): []}  # only tables are written
+
+
+def test_a_setting_gives_what_the_command_line_does_not() -> None:
+    arguments = parse("--model", "m", "--output", "o", "--setting", "llama-3.2-3b-instruct")
+    assert tool._sampling(arguments, read_settings()) == Sampling(256, 1.0, 1.0, 8192)
+    arguments.num_samples = 4
+    assert tool._sampling(arguments, read_settings()) == Sampling(4, 1.0, 1.0, 8192)
+    assert arguments.benchmarks == [*BENCHMARKS][:6]
+    assert parse("--compare", "a", "b").compare == ["a", "b"]
+
+
+def test_help_needs_neither_torch_nor_transformers() -> None:
+    check = "import sys, tools.evaluate; sys.exit(bool({'torch', 'transformers'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", check], cwd=TOOL.parents[1]).returncode == 0

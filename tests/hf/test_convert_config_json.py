@@ -1,0 +1,207 @@
+"""config.json read without transformers: the same values, and no fewer refusals."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, PretrainedConfig
+
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.hf.config_check import read_config
+from gapo_megatron.models.config_json import facts_of, read_facts
+from gapo_megatron.models.published import find_model, shipped_fields, shipped_names
+from gapo_megatron.models.rope import read_rope
+from gapo_megatron.models.tables import ARCHITECTURES, geometry_of, rules_for
+from tests.hf.test_convert_models import CONFIGS
+from tests.messages import mentions
+
+# Everything that this package asks of a model's config, beside rope.
+USED = (
+    *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"),
+    *("tie_word_embeddings", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("decoder_sparse_step", "mlp_only_layers", "max_position_embeddings"),
+    *("sliding_window", "use_sliding_window"),
+)
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 50,
+    "max_position_embeddings": 128,
+}
+ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+COMPLETE = SMALL | {
+    "head_dim": 24,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "layer_types": ["full_attention", "full_attention"],
+    "rope_theta": 5e5,
+    "rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 64, **ROPE},
+}
+# Of values that no field takes, those that one or the other might.
+DAMAGE = (None, "48", 48.0, -1, 0, True, [], {}, 0.5, [-1], ["nothing"])
+
+
+def write(folder: Path, model_type: str, fields: dict[str, Any]) -> Path:
+    named = {"model_type": model_type, "architectures": [ARCHITECTURES[model_type].hf_class]}
+    (folder / "config.json").write_text(json.dumps(named | fields))
+    return folder
+
+
+def of_type(model_type: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Without what would make a mistral model a ministral one."""
+    return {n: fields[n] for n in fields if (model_type, n) != ("mistral", "layer_types")}
+
+
+def agree(folder: Path) -> None:
+    """Both readers see the same model in a folder that both accept."""
+    facts, full = read_facts(folder), AutoConfig.from_pretrained(folder)
+    for name in USED:
+        ours, theirs = getattr(facts, name, None), getattr(full, name, None)
+        # An attribute that an architecture does not have, and one that is null, are the same to us.
+        assert (ours, type(ours)) == (theirs, type(theirs)), name
+    assert read_rope(facts.to_dict()) == read_rope(full.to_dict())
+    assert geometry_of(facts) == geometry_of(full)
+    table, expected = rules_for(facts), rules_for(full)
+    assert [(one.megatron, one.hf_shapes) for one in table] == [
+        (one.megatron, one.hf_shapes) for one in expected
+    ]
+
+
+SPARSE: list[dict[str, Any]] = [
+    {},
+    SMALL,
+    COMPLETE,
+    {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1},
+    SMALL | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    SMALL | {"rope_theta": None, "layer_types": None, "sliding_window": None},
+    SMALL | {"sliding_window": 32, "use_sliding_window": False, "layer_types": None},
+    SMALL | {"sliding_window": 32, "use_sliding_window": True, "layer_types": None},
+]
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("fields", SPARSE, ids=range(len(SPARSE)))
+def test_it_says_what_transformers_says(
+    model_type: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    agree(write(tmp_path, model_type, of_type(model_type, fields)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_says_what_transformers_says_of_published_models(name: str, tmp_path: Path) -> None:
+    fields = dict(CONFIGS[name])
+    agree(write(tmp_path, fields.pop("model_type"), fields))
+
+
+def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
+    """Version 5 renames fields: num_local_experts, rope_parameters."""
+    for number, model_type in enumerate(ARCHITECTURES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        fields = of_type(model_type, COMPLETE)
+        full = AutoConfig.from_pretrained(write(folder, model_type, fields))
+        full.save_pretrained(folder)
+        agree(folder)
+
+
+def transformers_accepts(folder: Path) -> PretrainedConfig | None:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception:  # of many kinds: division by zero is one of them
+        return None
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_what_transformers_refuses_is_refused(model_type: str, tmp_path: Path) -> None:
+    num_accepted = num_refused = 0
+    for name in (*COMPLETE, "num_local_experts", "rope_parameters"):
+        for value in DAMAGE:
+            folder = write(tmp_path, model_type, SMALL | {name: value})
+            try:
+                read_facts(folder)
+            except ConfigError as error:
+                num_refused += 1
+                assert str(folder / "config.json") in str(error) or "config.json: " in str(error)
+                assert name in str(error) or name in ("rope_scaling", "num_local_experts")
+                # The full reader runs the same checks, in the same words.
+                with pytest.raises(ConfigError) as caught:
+                    read_config(folder)
+                assert str(caught.value) == str(error)
+            else:
+                num_accepted += 1
+                assert transformers_accepts(folder) is not None, (name, value)
+                agree(folder)
+    assert num_accepted > 10 and num_refused > 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"hidden_size": 0}, ["hidden_size (0)"]),
+        ({"vocab_size": "50"}, ['vocab_size ("50")']),
+        ({"num_hidden_layers": True}, ["num_hidden_layers (true)"]),
+        ({"rms_norm_eps": math.inf}, ["rms_norm_eps (Infinity)"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings (1)"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", 1, "num_hidden_layers (2)"]),
+        (
+            {"head_dim": None, "hidden_size": 2},
+            ["hidden_size (2)", "num_attention_heads (4)"],
+        ),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 66},
+            ["hidden_size (66)", "num_attention_heads (4)"],
+        ),
+        ({"num_experts": 4, "num_local_experts": 8}, ["num_experts", 4, "num_local_experts", 8]),
+        ({"architectures": "Qwen2"}, ["architectures", "'Qwen2'", "Qwen2ForCausalLM"]),
+        (
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "layer_types": []},
+            ["layer_types", "mistral"],
+        ),
+        ({"rope_scaling": False}, ["rope_scaling (False)"]),
+        ({"model_type": "qwen9"}, ["model_type", "qwen9", *ARCHITECTURES]),
+        ({"quantization_config": {"a": 1}}, ["quantization_config"]),
+    ],
+)
+def test_errors_name_file_field_and_value(fields: dict[str, Any], named: list[object]) -> None:
+    whole = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]} | SMALL | fields
+    with pytest.raises(ConfigError, match=mentions("config.json", *named)):
+        facts_of(whole, source="config.json")
+
+
+def test_shipped_shapes_are_used_where_the_folder_is_not_there(tmp_path: Path) -> None:
+    for name in shipped_names():
+        facts, note = find_model(f"models/{name}")
+        assert facts is not None
+        assert f"models/{name} " in note and f"/{name}.json" in note
+    assert find_model("models/another") == (None, "")
+    here = tmp_path / "Qwen2.5-7B"
+    here.mkdir()
+    facts, note = find_model(str(write(here, "qwen2", SMALL)))
+    assert (facts and facts.hidden_size, note) == (64, "")
+    (here / "config.json").unlink()
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir", here / "config.json")):
+        find_model(str(here))
+
+
+def test_shipped_shapes_are_usable_by_transformers_too(tmp_path: Path) -> None:
+    for name in shipped_names():
+        (tmp_path / "config.json").write_text(json.dumps(shipped_fields(name)))
+        agree(tmp_path)

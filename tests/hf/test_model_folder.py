@@ -1,0 +1,655 @@
+"""Model folders: what is damaged is named before anything is made of it, and no code is run."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+
+from gapo_megatron.config import Config, parse_config
+from gapo_megatron.data.schema import encode_prompt
+from gapo_megatron.data.tokenizer import load_tokenizer
+from gapo_megatron.errors import ConfigError, ConversionError, GapoError
+from gapo_megatron.hf import model_folder
+from gapo_megatron.hf.headers import read_header, read_headers
+from gapo_megatron.hf.model_folder import check_model_folder, end_tokens, non_weight_files
+from gapo_megatron.hf.weights import HfFolder, carry_over, read_hf
+from gapo_megatron.io.documents import open_file
+from gapo_megatron.models.checks import num_experts
+from gapo_megatron.ops.dry_run import print_dry_run
+from gapo_megatron.ops.plan.flops import Shape
+from gapo_megatron.ops.prepare import demo_task as arithmetic
+from gapo_megatron.policy.model import read_hf_config
+from gapo_megatron.sft import train_supervised
+from gapo_megatron.train import check_before_imports
+from tests.convert_tools_setup import assert_refused, to_hf, to_megatron
+from tests.messages import mentions
+
+ROOT = Path(__file__).parents[2]
+VOCAB_SIZE = 24  # a few more than there are tokens, as in most models
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with every file that a tokenizer may have."""
+    folder: Path = tmp_path_factory.mktemp("whole")
+    arithmetic.write_tokenizer(["1+2=3>45", "67890+"], folder)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            eos_token_id=1,
+        )
+    ).save_pretrained(folder)
+    padding = {"content": "<pad>", "lstrip": False, "normalized": False, "rstrip": False}
+    change(folder / "tokenizer_config.json", added_tokens_decoder={"0": padding})
+    (folder / "special_tokens_map.json").write_text(json.dumps({"pad_token": padding}))
+    (folder / "added_tokens.json").write_text(json.dumps({"<pad>": 0}))
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    check_model_folder(folder)
+    load_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(whole, tmp_path / "model")
+
+
+def change(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
+    tree: dict[str, Any] = {
+        "run": {"output_dir": str(folder.parent / "out"), "num_steps": 1},
+        "model": {"hf_dir": str(folder), "precision": "fp32"},
+        "data": {"train_path": "train.jsonl", "max_prompt_tokens": 6},
+        "rollout": {"max_response_tokens": 6},
+        "reward": {"kind": "exact"},
+        "batch": {"max_tokens_per_microbatch": 32},
+    }
+    return parse_config(tree | sections, source="test")
+
+
+def train(folder: Path) -> None:
+    check_before_imports(config_of(folder))
+
+
+def warm_start(folder: Path) -> None:
+    settings = {"initial_hf_dir": str(folder), "train_path": "lines.jsonl", "num_steps": 1}
+    model = {"hf_dir": str(folder.parent / "out"), "precision": "fp32"}
+    train_supervised(config_of(folder, model=model, supervised=settings))
+
+
+def dry_run(folder: Path) -> None:
+    print_dry_run(config_of(folder), world_size=1)
+
+
+def convert(folder: Path) -> None:
+    done = to_megatron(folder, folder.parent / "out")
+    if done.exit_code:
+        assert "Traceback" not in done.err
+        raise ConversionError(done.err)
+
+
+ENTRIES: list[Callable[[Path], None]] = [train, warm_start, dry_run, convert]
+
+
+# --- config.json and generation_config.json ------------------------------------------------------
+
+NOT_OBJECTS = [
+    b"",
+    b"{",
+    b"{}}",
+    b"[]",
+    b"null",
+    b"1",
+    b'"text"',
+    b'{"eos_token_id": NaN}',
+    b'{"eos_token_id": 1, "eos_token_id": 2}',
+    b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    b'{"a": ' + b"9" * 5000 + b"}",
+    b'{"a": "\\ud800"}',
+    b'{"a": "\xff"}',
+    b"\xef\xbb\xbf{}",
+]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_what_is_no_json_object_is_refused(folder: Path, name: str) -> None:
+    for content in NOT_OBJECTS:
+        (folder / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=mentions("model.hf_dir", folder / name)):
+            train(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_what_is_no_file_is_refused_and_not_waited_for(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ConfigError, match=mentions(folder / name, "regular file")):
+        check_model_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "special_tokens_map.json"])
+def test_a_link_to_nothing_is_not_taken_for_a_file_that_never_was(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    (folder / name).symlink_to(folder.parent / "blob")
+    with pytest.raises(ConfigError, match=mentions(folder / name)):
+        check_model_folder(folder)
+
+
+def test_what_could_not_be_copied_at_the_end_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = folder / "notes.txt"
+    notes.write_text("")
+    (folder / "pytorch_model.bin").write_text("")
+
+    def denied(path: Path) -> BinaryIO:
+        if path in (notes, folder / "pytorch_model.bin"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_file(path)
+
+    monkeypatch.setattr(model_folder, "open_file", denied)
+    with pytest.raises(ConfigError, match=mentions(notes, "Permission denied")):
+        check_model_folder(folder)
+    notes.unlink()
+    check_model_folder(folder)
+
+
+def test_what_nobody_reads_is_neither_looked_at_nor_carried(folder: Path) -> None:
+    before = non_weight_files(folder)
+    for name in ("pytorch_model.bin", "README.md"):
+        (folder / name).symlink_to(folder.parent / "blob")
+    os.mkfifo(folder / ".lock")
+    train(folder)
+    assert non_weight_files(folder) == before
+    target = folder.parent / "carried"
+    target.mkdir()
+    carry_over(folder, target)
+    assert {path.name for path in target.iterdir()} == {path.name for path in before}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("tokenizer_config.json", {"model_max_length": -1}),
+        ("generation_config.json", {"bos_token_id": [1], "pad_token_id": VOCAB_SIZE}),
+        ("config.json", {"bos_token_id": VOCAB_SIZE}),
+    ],
+)
+def test_values_that_nothing_uses_are_nobodys_business(
+    folder: Path, name: str, fields: dict[str, Any]
+) -> None:
+    change(folder / name, **fields)
+    train(folder)
+    load_tokenizer(folder)
+    read_hf_config(str(folder))
+
+
+def test_merges_beside_a_whole_tokenizer_are_not_read(folder: Path) -> None:
+    (folder / "merges.txt").write_bytes(b"\xff")
+    train(folder)
+    load_tokenizer(folder)
+
+
+def test_metadata_of_null_are_none(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content, before = path.read_bytes(), read_header(path)
+    path.write_bytes(with_header(content, header_of(content) | {"__metadata__": None}))
+    assert read_header(path).keys() == before.keys()
+    assert len(load_file(path)) == len(before)
+
+
+def test_an_id_beyond_the_vocabulary_has_a_cure(folder: Path) -> None:
+    change(folder / "added_tokens.json", **{"<pad>": VOCAB_SIZE})
+    with pytest.raises(ConfigError, match=mentions("added_tokens.json", VOCAB_SIZE, "take out")):
+        check_model_folder(folder)
+
+
+def test_a_folder_is_named_by_its_own_setting_and_once(folder: Path) -> None:
+    facts = check_model_folder(folder)
+    change(folder / "tokenizer.json", normalizer=5)
+    with pytest.raises(ConfigError, match=mentions("--model", folder)) as caught:
+        load_tokenizer(folder, field="--model")
+    assert str(caught.value).count(str(folder)) == 1 and "hf_dir" not in str(caught.value)
+    for name in model_folder.VOCABULARY_FILES:
+        (folder / name).unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match=mentions("--model", folder, "tokenizer.json")) as caught:
+        load_tokenizer(folder, field="--model", facts=facts)
+    assert str(caught.value).count(str(folder)) == 1
+
+
+def test_a_folder_is_checked_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, seen = check_model_folder(folder), []
+    check = model_folder.check_tokenizer_files
+    monkeypatch.setattr(
+        model_folder, "check_tokenizer_files", lambda *given: seen.append(check(*given))
+    )
+    load_tokenizer(folder, facts=facts)
+    assert seen == []
+    load_tokenizer(folder)
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_what_is_not_the_folders_fault_stays_what_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(error):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("eos_token_id", VOCAB_SIZE, VOCAB_SIZE),
+        ("eos_token_id", [1, 10**30], 10**30),
+        ("eos_token_id", -1, -1),
+        ("eos_token_id", "1", "'1'"),
+        ("eos_token_id", True, "True"),
+        ("eos_token_id", 1.0, "1.0"),
+        ("eos_token_id", {"a": 1}, "{'a': 1}"),
+        ("eos_token_id", [[1]], "[1]"),
+    ],
+)
+def test_tokens_that_the_model_does_not_have(
+    folder: Path, name: str, field: str, value: Any, shown: Any
+) -> None:
+    change(folder / name, **{field: value})
+    with pytest.raises(ConfigError, match=mentions(folder / name, field, shown, VOCAB_SIZE)):
+        check_model_folder(folder)
+
+
+@pytest.mark.parametrize("value", [-2, VOCAB_SIZE])
+def test_padding_that_the_embedding_has_no_place_for(folder: Path, value: int) -> None:
+    change(folder / "config.json", pad_token_id=value)
+    with pytest.raises(ConfigError, match=mentions("config.json", "pad_token_id", value)):
+        check_model_folder(folder)
+
+
+def test_end_tokens_are_of_both_files(folder: Path) -> None:
+    change(folder / "generation_config.json", eos_token_id=[3, 2], pad_token_id=-1)
+    check_model_folder(folder)
+    assert end_tokens(folder, VOCAB_SIZE) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"architectures": None}, ["architectures"]),
+        ({"architectures": 7}, ["architectures", 7]),
+        ({"architectures": {"Qwen2ForCausalLM": 1}}, ["architectures", "Qwen2ForCausalLM"]),
+        ({"architectures": ["Qwen2ForCausalLM", 7]}, ["architectures", 7]),
+        ({"dtype": "float33"}, ["dtype", "float33", "bfloat16"]),
+        ({"dtype": 16}, ["dtype", 16]),
+        ({"torch_dtype": {"a": "float32"}}, ["torch_dtype", "float32"]),
+        ({"vocab_size": 0}, ["vocab_size (0)"]),
+        ({"hidden_size": -32}, ["hidden_size (-32)"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers (1000000000)"]),
+        ({"vocab_size": 2**40}, [f"vocab_size ({2**40})"]),
+        ({"max_position_embeddings": 10**30}, [f"max_position_embeddings ({10**30})"]),
+        ({"num_experts": 10**9}, ["num_experts (1000000000)"]),
+        ({"num_experts": "8"}, ['num_experts ("8")']),
+        ({"head_dim": 15}, ["head_dim (15)", "even"]),
+        ({"rms_norm_eps": 1e300}, ["rms_norm_eps (1e+300)"]),
+        ({"rope_parameters": None, "rope_theta": 1e308 * 10}, ["1e999"]),
+        ({"configuration_files": ["config.5.0.0.json"]}, ["configuration_files"]),
+        # Not wrong alone, but of another model than the weights.
+        ({"intermediate_size": 64}, ["intermediate_size", 64, "gate_proj"]),
+        ({"num_hidden_layers": 3, "layer_types": None}, ["num_hidden_layers", 3]),
+        ({"vocab_size": 32}, ["vocab_size", 32, "embed_tokens"]),
+    ],
+)
+def test_a_config_that_would_end_late(
+    folder: Path, fields: dict[str, Any], named: list[object]
+) -> None:
+    text = json.dumps(json.loads((folder / "config.json").read_text()) | fields)
+    (folder / "config.json").write_text(text.replace("Infinity", "1e999"))
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir", folder / "config.json", *named)):
+        train(folder)
+
+
+def test_experts_that_a_dense_model_names_are_none(folder: Path) -> None:
+    change(folder / "config.json", num_experts=8, num_experts_per_tok=2)
+    train(folder)
+    for hf_config in (check_model_folder(folder), read_hf_config(str(folder))):
+        assert num_experts(hf_config) is None
+        assert Shape.of(hf_config).num_experts == 0
+
+
+def test_more_experts_for_a_token_than_there_are(folder: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 8}
+    named = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    change(folder / "config.json", **named, **experts)
+    with pytest.raises(ConfigError, match=mentions("num_experts_per_tok (8)", "num_experts (4)")):
+        check_model_folder(folder)
+
+
+# --- tokenizer -----------------------------------------------------------------------------------
+
+_CONFIG, _MAP, _MAIN = "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        *((_CONFIG, field, 5) for field in ("eos_token", "pad_token", "unk_token", "bos_token")),
+        (_CONFIG, "eos_token", ["</s>"]),
+        (_CONFIG, "eos_token", {"content": 5}),
+        (_CONFIG, "eos_token", {"content": "</s>", "lstrip": "no"}),
+        (_CONFIG, "additional_special_tokens", "</s>"),
+        (_CONFIG, "additional_special_tokens", [5]),
+        (_CONFIG, "extra_special_tokens", 5),
+        (_CONFIG, "added_tokens_decoder", []),
+        (_CONFIG, "added_tokens_decoder", {"x": {"content": "x"}}),
+        (_CONFIG, "added_tokens_decoder", {str(VOCAB_SIZE): {"content": "x"}}),
+        (_CONFIG, "added_tokens_decoder", {"3": "x"}),
+        (_CONFIG, "add_bos_token", "false"),
+        (_CONFIG, "add_prefix_space", 1),
+        (_CONFIG, "tokenizer_class", 5),
+        (_CONFIG, "tokenizer_class", ["Qwen2Tokenizer"]),
+        (_CONFIG, "chat_template", 5),
+        (_CONFIG, "chat_template", [{"name": "default"}]),
+        (_CONFIG, "fast_tokenizer_files", ["../tokenizer.4.0.0.json"]),
+        (_MAP, "eos_token", 5),
+        (_MAP, "pad_token", {"content": None}),
+        (_MAIN, "added_tokens", {}),
+        (_MAIN, "added_tokens", [{"id": "0", "content": "<pad>"}]),
+        (_MAIN, "added_tokens", [{"id": VOCAB_SIZE, "content": "<pad>"}]),
+        (_MAIN, "added_tokens", [{"id": 0}]),
+        (_MAIN, "model", []),
+        (_MAIN, "model.vocab", {"a": VOCAB_SIZE}),
+        (_MAIN, "model.vocab", {"a": "0"}),
+        (_MAIN, "model.vocab", {"a": True}),
+        (_MAIN, "model.vocab", {"a": 3, "b": 3}),
+        (_MAIN, "model.vocab", [["a", 0.0]] * (VOCAB_SIZE + 1)),
+        ("added_tokens.json", "<pad>", VOCAB_SIZE),
+        ("added_tokens.json", "<pad>", [0]),
+    ],
+)
+def test_wrong_types_in_a_tokenizers_files(folder: Path, name: str, field: str, value: Any) -> None:
+    if field == "model.vocab":
+        model = json.loads((folder / name).read_text())["model"]
+        change(folder / name, model=model | {"vocab": value})
+    else:
+        change(folder / name, **{field: value})
+    for look in (train, load_tokenizer):
+        with pytest.raises(ConfigError, match=mentions("model.hf_dir", folder / name, field)):
+            look(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        (_MAIN, {"normalizer": 5}),
+        (_MAIN, {"normalizer": {"type": "none"}}),
+        (_MAIN, {"post_processor": {"type": "TemplateProcessing"}}),
+        (_MAIN, {"decoder": []}),
+        (_MAIN, {"padding": 5}),
+        (_MAIN, {"model": {"type": "BPE", "vocab": {"</s>": 1}, "merges": 5}}),
+        (_MAIN, {"model": {"type": "none", "vocab": {"</s>": 1}}}),
+        (_CONFIG, {"padding_side": "up"}),
+        (_CONFIG, {"get_vocab": True}),
+        (_CONFIG, {"init_inputs": 5}),
+        (_CONFIG, {"tokenizer_class": "Trainer"}),
+        # A token that transformers adds to the vocabulary, behind the model's.
+        (_CONFIG, {"extra_special_tokens": [f"<{number}>" for number in range(VOCAB_SIZE)]}),
+    ],
+)
+def test_what_only_the_library_can_tell_is_our_error(
+    folder: Path, name: str, fields: dict[str, Any]
+) -> None:
+    change(folder / name, **fields)
+    with pytest.raises(ConfigError, match=mentions("model.hf_dir", folder, "tokenizer")):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("template", ["{{", "{{ messages[0].content + 1 }}", "{{ 1 / 0 }}"])
+def test_a_template_that_fails_is_our_error(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder)
+    with pytest.raises(ConfigError, match=mentions(folder, "template")):
+        encode_prompt("1+2=", tokenizer, chat_template=True, max_tokens=64)
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+def rewrite(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name: tensor}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("look", ENTRIES)
+def test_weights_that_are_no_numbers_of_their_own_are_refused(
+    folder: Path, look: Callable[[Path], None], dtype: torch.dtype
+) -> None:
+    rewrite(folder, "model.norm.weight", torch.ones(32).to(dtype))
+    with pytest.raises(GapoError, match=mentions("model.norm.weight", "model.safetensors")):
+        look(folder)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite_are_refused(folder: Path, value: float) -> None:
+    weight = torch.ones(32)
+    weight[-1] = value
+    rewrite(folder, "model.norm.weight", weight)
+    named = mentions("model.norm.weight", folder / "model.safetensors", f"holds {value}")
+    with pytest.raises(ConversionError, match=named):
+        list(read_hf(folder))
+    assert not HfFolder(folder).read("model.norm.weight").isfinite().all()  # a copy is a copy
+
+
+def test_a_missing_or_misshapen_tensor_is_named_by_the_header(folder: Path) -> None:
+    rewrite(folder, "model.layers.1.self_attn.o_proj.weight", torch.ones(32, 16))
+    with pytest.raises(ConfigError, match=mentions("o_proj.weight", "[32, 16]", "[32, 32]")):
+        train(folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.o_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=mentions(folder, "layers.1.self_attn.o_proj.weight")):
+        train(folder)
+
+
+def header_of(content: bytes) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return header
+
+
+def with_header(content: bytes, header: dict[str, Any] | bytes) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    rest = content[8 + int.from_bytes(content[:8], "little") :]
+    return len(text).to_bytes(8, "little") + text + rest
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"dtype": "F99"},
+        {"dtype": 5},
+        {"shape": None},
+        {"shape": [-32]},
+        {"shape": [32.0]},
+        {"shape": [True]},
+        {"shape": [33]},
+        {"shape": [2**62, 2**62]},
+        {"data_offsets": [0]},
+        {"data_offsets": [0, 2**70]},
+        {"data_offsets": [-128, 0]},
+        {"data_offsets": [0, 128]},  # where another tensor is
+        {"data_offsets": "0-128"},
+        {"more": 1},
+    ],
+)
+def test_a_header_that_is_wrong_about_a_tensor(folder: Path, damage: dict[str, Any]) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    header = header_of(content)
+    header["model.norm.weight"] |= damage
+    path.write_bytes(with_header(content, header))
+    with pytest.raises((ConfigError, ConversionError), match=mentions(path)):
+        read_header(path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:-1],
+        lambda content: content + b"\0",
+        lambda content: content[:4],
+        lambda content: b"",
+        lambda content: b"\xff" * 8 + content[8:],
+        lambda content: with_header(content, b"[]"),
+        lambda content: with_header(content, b"{"),
+        lambda content: with_header(content, b" " + json.dumps(header_of(content)).encode()),
+        lambda content: with_header(content, header_of(content) | {"__metadata__": {"a": 1}}),
+        lambda content: with_header(content, header_of(content) | {"__metadata__": []}),
+        lambda content: with_header(content, header_of(content) | {"another": []}),
+        lambda content: with_header(
+            content, json.dumps(header_of(content)).encode()[:-1] + b', "__metadata__": {}}'
+        ),
+    ],
+)
+def test_a_damaged_safetensors_file(folder: Path, damage: Callable[[bytes], bytes]) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError, match=mentions(path)):
+        read_header(path)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("../other.safetensors", "/other.safetensors", "x/../model.safetensors", "", "."),
+        *("..", "weights.bin", "./model.safetensors", "a\0.safetensors", 5, None, ["a"]),
+    ],
+)
+def test_an_index_names_files_of_the_folder_alone(folder: Path, file: Any) -> None:
+    shutil.copy(folder / "model.safetensors", folder.parent / "other.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=mentions("index.json", "in the folder")):
+        read_headers(folder)
+
+
+def test_links_into_a_cache_are_followed(folder: Path) -> None:
+    """As the Hugging Face client lays its downloads out."""
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(f"../blobs/{number}")
+    for look in (train, load_tokenizer, read_hf_config):
+        look(folder)
+    assert len(list(read_hf(folder))) == len(read_headers(folder))
+
+
+# --- code of a folder ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hostile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Names code in every file that may; to be asked about it is as bad as to have it run."""
+    (folder / "mine.py").write_text(
+        f"open({str(folder.parent / 'trace')!r}, 'w')\n"
+        "from transformers import PretrainedConfig, PreTrainedTokenizerFast\n"
+        "class Mine(PretrainedConfig): model_type = 'mine'\n"
+        "class MineTokenizer(PreTrainedTokenizerFast): pass\n"
+    )
+    code = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}
+    change(folder / "config.json", auto_map=code)
+    change(folder / _CONFIG, auto_map={"AutoTokenizer": ["mine.MineTokenizer"] * 2})
+    processor = {"AutoImageProcessor": "mine.Mine"}
+    (folder / "preprocessor_config.json").write_text(json.dumps({"auto_map": processor}))
+
+    def asked(prompt: str = "") -> NoReturn:
+        raise AssertionError(f"asked: {prompt}")
+
+    monkeypatch.setattr(builtins, "input", asked)
+    return folder
+
+
+@pytest.mark.parametrize("model_type", ["mine", "qwen2"])
+@pytest.mark.parametrize("look", [*ENTRIES, load_tokenizer, read_hf_config])
+def test_code_of_a_folder_is_neither_run_nor_asked_about(
+    hostile: Path, look: Callable[[Path], object], model_type: str
+) -> None:
+    change(hostile / "config.json", model_type=model_type)
+    named = "auto_map" if model_type == "qwen2" else "model_type 'mine'"
+    with pytest.raises(GapoError, match=mentions(hostile / "config.json", named)):
+        look(hostile)
+    assert not (hostile.parent / "trace").exists()
+
+
+@pytest.mark.parametrize("look", [*ENTRIES, load_tokenizer])
+def test_code_of_a_tokenizer_is_neither_run_nor_asked_about(
+    hostile: Path, look: Callable[[Path], object]
+) -> None:
+    change(hostile / "config.json", auto_map=None)
+    with pytest.raises(GapoError, match=mentions(hostile / _CONFIG, "auto_map")):
+        look(hostile)
+    assert not (hostile.parent / "trace").exists()
+
+
+def test_code_that_a_megatron_folder_brings_is_not_run(hostile: Path, whole: Path) -> None:
+    megatron, output = hostile.parent / "megatron", hostile.parent / "hf"
+    assert to_megatron(whole, megatron, "--verify", "none").exit_code == 0
+    shutil.copy(hostile / _CONFIG, megatron / "hf" / _CONFIG)
+    assert_refused(to_hf(megatron, output), output, str(megatron / "hf" / _CONFIG), "auto_map")
+
+
+@pytest.mark.parametrize("chosen", ["AutoImageProcessor", "AutoTokenizer", "RagTokenizer"])
+def test_a_class_that_loads_more_than_a_tokenizer_is_refused(hostile: Path, chosen: str) -> None:
+    """It would ask about code: transformers does not pass on that none is trusted."""
+    change(hostile / "config.json", auto_map=None)
+    change(hostile / _CONFIG, auto_map=None, tokenizer_class=chosen)
+    with pytest.raises(ConfigError, match=mentions(hostile / _CONFIG, "tokenizer_class", chosen)):
+        load_tokenizer(hostile)
+    assert not (hostile.parent / "trace").exists()
+
+
+def test_no_call_leaves_it_open_whether_code_is_trusted() -> None:
+    loaders = re.compile(r"from_pretrained|get_tokenizer|\w*EngineArgs|LLM")
+    calls = []
+    for room in ("gapo_megatron", "tools", "benchmarks", "slurm"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.Call):
+                    continue
+                name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+                if not loaders.fullmatch(name):
+                    continue
+                given = {word.arg: word.value for word in node.keywords}
+                says = given.get("trust_remote_code")
+                said = isinstance(says, ast.Constant) and says.value is False
+                calls.append((f"{path.relative_to(ROOT)}:{node.lineno}", said))
+    assert [where for where, said in calls if not said] == []
+    assert len(calls) >= 5

@@ -1,0 +1,496 @@
+"""The check of nodes: processes on this machine that call themselves nodes, some of them bad."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from gapo_megatron.ops.launch import node_checks
+from gapo_megatron.ops.launch.node_checks import (
+    CommandError,
+    GpuState,
+    check_cache,
+    check_gpu_errors,
+    check_gpus,
+    check_memory,
+    parse_gpus,
+    visible_gpus,
+)
+from gapo_megatron.ops.launch.preflight import Preflight
+from tests.messages import mentions
+from tests.waiting import HANG_S, wait_until
+
+ROOT = Path(__file__).parents[3]
+# Addresses of the loopback: names that resolve, in the order of their names.
+A, B, C = NODES = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+TIMEOUT_S = 180.0
+"""A third, which is waited in vain, must suffice to import torch three times on two busy cores."""
+NO_WAIT_S = 3600.0
+"""Where nobody is waited for in vain."""
+
+# What nvidia-smi prints: --format=csv,noheader,nounits of node_checks._GPU_FIELDS.
+UUID = "GPU-2b7a5a3e-0c1d-4f6e-9a3b-00000000000"  # and the index
+GPU_LINE = f"{{i}}, {UUID}{{i}}, NVIDIA H200, 575.57.08, 143771, {{used}}, {{ecc}}"
+
+
+def gpu_lines(count: int, *, used: int = 4, ecc: str = "0") -> str:
+    return "".join(GPU_LINE.format(i=i, used=used, ecc=ecc) + "\n" for i in range(count))
+
+
+@dataclass
+class Nodes:
+    """Starts preflight tasks in `folder` and reads what they left."""
+
+    folder: Path
+    num_nodes: int
+    timeout_s: float = NO_WAIT_S
+    began: float = field(default_factory=time.time)
+    tasks: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    @property
+    def check(self) -> Path:
+        return self.folder / "attempt" / "check"
+
+    def start(self, node: str, *options: str, prefix: tuple[str, ...] = (), **env: str) -> None:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "CUDA_"))}
+        command = [*prefix, sys.executable, "-m", "gapo_megatron.ops.launch.preflight"]
+        command += ["--output", str(self.check), "--num-nodes", str(self.num_nodes)]
+        command += ["--timeout-s", str(self.timeout_s), *options]
+        if "--run-dir" not in options:
+            command += ["--run-dir", str(self.folder / "run")]
+        self.tasks[node] = subprocess.Popen(
+            command,
+            env=kept | {"SLURMD_NODENAME": node, "OMP_NUM_THREADS": "1"} | env,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def end(self) -> dict[str, str]:
+        """Wait for all; what each printed."""
+        said = {node: task.communicate(timeout=HANG_S)[0] for node, task in self.tasks.items()}
+        assert {task.returncode for task in self.tasks.values()} <= {0, -9}, said
+        return said
+
+    def good(self) -> list[str]:
+        return sorted(path.stem for path in self.check.glob("*.ok"))
+
+    def verdict(self, node: str) -> dict[str, str]:
+        """Details of the checks that failed on a node."""
+        verdict = json.loads((self.check / f"{node}.json").read_text())
+        assert set(verdict) == {"node", "ok", "checks", "unix_s"}
+        assert verdict["node"] == node
+        assert verdict["ok"] == all(check["ok"] for check in verdict["checks"])
+        assert self.began <= verdict["unix_s"] <= time.time()
+        return {check["name"]: check["detail"] for check in verdict["checks"] if not check["ok"]}
+
+    def link(self, node: str) -> str:
+        checks = json.loads((self.check / f"{node}.json").read_text())["checks"]
+        return next(check["detail"] for check in checks if check["name"] == "link")
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    (tmp_path / "attempt").mkdir()
+    running = Nodes(tmp_path, num_nodes=3)
+    yield running
+    for task in running.tasks.values():
+        task.kill()
+        task.wait()
+
+
+def without_network() -> tuple[str, ...]:
+    """Prefix of a command: it is alone in the world, with not even a loopback."""
+    prefix = ("unshare", "--map-root-user", "--net")
+    if subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("this user cannot make a network namespace")
+    return prefix
+
+
+def stand_in(folder: Path, script: str) -> str:
+    """A PATH on which nvidia-smi is this script."""
+    folder.mkdir(exist_ok=True)
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/bash\n{script}\n")
+    program.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+# --- several nodes --------------------------------------------------------------------------------
+
+
+def test_a_node_that_lacks_a_gpu_stays_out_of_the_all_reduce(nodes: Nodes) -> None:
+    for count in (7, 8):
+        (nodes.folder / f"smi_{count}").write_text(gpu_lines(count))
+    shows = f"[ $SLURMD_NODENAME = {B} ] && n=7 || n=8; cat {nodes.folder}/smi_$n"
+    path = stand_in(nodes.folder / "bin", shows)
+    for node in NODES:
+        nodes.start(node, PATH=path, SLURM_GPUS_ON_NODE="8", CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
+    said = nodes.end()
+    assert nodes.good() == [A, C]
+    assert nodes.verdict(A) == {}
+    [(check, detail)] = nodes.verdict(B).items()
+    assert check == "gpus"
+    assert "7 of 8" in detail
+    assert re.search(r"gloo.* 2 of 3 nodes", nodes.link(C))
+    assert said[A] == said[C] == ""
+    assert re.fullmatch(rf".*{B} .*gpus: {detail}\n", said[B])
+
+
+@pytest.mark.system
+def test_a_node_that_never_starts_is_not_waited_for_and_comes_too_late(nodes: Nodes) -> None:
+    nodes.timeout_s = TIMEOUT_S
+    nodes.start(A)
+    nodes.start(C)
+    nodes.end()
+    assert nodes.good() == [A, C]
+    assert "over 2 of 3 nodes" in nodes.link(A)
+    assert not (nodes.check / ".members_1").exists()  # the first all_reduce was enough
+    nodes.start(B)
+    nodes.end()
+    assert nodes.good() == [A, C]
+    assert re.match(f"too late.*{A}, {C}", nodes.verdict(B)["link"])
+
+
+@pytest.mark.system
+def test_the_others_go_on_without_a_node_that_died_after_its_verdict(nodes: Nodes) -> None:
+    nodes.timeout_s = TIMEOUT_S
+    # The first of the list, which would open the port.
+    nodes.start(A)
+    wait_until((nodes.check / f"{A}.json").exists, "its verdict")
+    nodes.tasks[A].kill()
+    nodes.tasks[A].wait()
+    nodes.start(B)
+    nodes.start(C)
+    nodes.end()
+    assert nodes.good() == [B, C]
+    assert json.loads((nodes.check / ".members_0").read_text()) == NODES
+    assert json.loads((nodes.check / ".members_1").read_text()) == [B, C]
+    assert "over 2 of 3 nodes" in nodes.link(B)
+
+
+@pytest.mark.system
+def test_a_node_without_network_is_the_only_bad_one(nodes: Nodes) -> None:
+    nodes.timeout_s = TIMEOUT_S
+    nodes.start(A)
+    nodes.start(B, prefix=without_network())
+    nodes.start(C)
+    nodes.end()
+    assert nodes.good() == [A, C]
+    assert re.search(rf"(cannot reach|connecting to) {A}.*{A}, {C} ", nodes.verdict(B)["link"])
+    assert json.loads((nodes.check / ".members_1").read_text()) == [A, C]
+
+
+# --- one node -------------------------------------------------------------------------------------
+
+
+def test_what_a_node_finds_by_itself(nodes: Nodes) -> None:
+    nodes.num_nodes = 2
+    nodes.start(A, "--run-dir", "/dev/null/run", SLURM_GPUS_ON_NODE="1", PATH="/nowhere")
+    nodes.start(B, "--min-free-gib", "1e9")
+    said = nodes.end()
+    assert nodes.good() == []
+    found = nodes.verdict(A)
+    assert set(found) == {"run_dir", "disk_space", "gpus"}
+    assert "/dev/null/run" in found["run_dir"]
+    assert "/dev/null/run" in found["disk_space"]
+    assert "nvidia-smi" in found["gpus"]
+    assert re.search(r"[\d.]+ GiB.*1e\+09", nodes.verdict(B)["disk_space"])
+    assert said[A].count(f"[check] {A} is bad: ") == 3
+
+
+def test_a_process_that_dies_is_the_nodes_own_fault(nodes: Nodes) -> None:
+    (nodes.folder / "torch.py").write_text("import os; os.kill(os.getpid(), 11)\n")
+    nodes.num_nodes = 1
+    nodes.start(A, PYTHONPATH=str(nodes.folder))
+    nodes.end()
+    assert nodes.good() == []
+    assert re.search("-11.*importing torch", nodes.verdict(A)["link"])
+    assert (nodes.check / f".ended_{A}").read_text() == "unfit\n"
+
+
+def test_a_crash_among_others_is_the_nodes_own_fault_too(nodes: Nodes) -> None:
+    nodes.num_nodes = 2
+    nodes.start(B)
+    wait_until((nodes.check / f"{B}.json").exists, "its verdict")
+    nodes.tasks[B].kill()
+    nodes.start(A)
+    wait_until((nodes.check / ".port_0").exists, "the port")
+    store = dist.TCPStore(
+        A, int((nodes.check / ".port_0").read_text()), timeout=timedelta(seconds=HANG_S)
+    )
+    store.wait([f"met_{A}"])  # it waits for B now
+    pid = nodes.tasks[A].pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    (child,) = [c for c in children if "spawn_main" in Path(f"/proc/{c}/cmdline").read_text()]
+    os.kill(int(child), signal.SIGSEGV)
+    nodes.end()
+    assert re.search(f"-11.*waiting for {A}, {B}", nodes.verdict(A)["link"])
+    assert (nodes.check / f".ended_{A}").read_text() == "unfit\n"
+
+
+def test_a_process_that_hangs_is_ended(nodes: Nodes) -> None:
+    (nodes.folder / "torch.py").write_text("import time; time.sleep(3600)\n")
+    nodes.num_nodes, nodes.timeout_s = 1, 6.0
+    nodes.start(A, PYTHONPATH=str(nodes.folder))
+    nodes.end()
+    # A busy machine may need that for the interpreter alone.
+    assert re.search(" 2 s .*(importing torch|starting python)", nodes.verdict(A)["link"])
+
+
+@pytest.mark.system
+def test_the_first_node_is_unfit_when_it_does_not_reach_itself(nodes: Nodes) -> None:
+    nodes.num_nodes, nodes.timeout_s = 1, TIMEOUT_S
+    nodes.start(A, prefix=without_network())
+    nodes.end()
+    assert re.search(f"(cannot reach|connecting to) {A}", nodes.verdict(A)["link"])
+    assert (nodes.check / f".ended_{A}").read_text() == "unfit\n"
+
+
+def test_a_disk_that_takes_no_verdict_says_so(nodes: Nodes) -> None:
+    nodes.check.write_text("in the way\n")
+    nodes.start(A)
+    assert re.match(rf"\[check\] {A} is bad: output: .*exists.*check", nodes.end()[A])
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"SLURMD_NODENAME": ""}, "SLURMD_NODENAME is not set"),
+        ({"SLURMD_NODENAME": A}, f"on {A}: is the disk shared?"),
+    ],
+)
+def test_usage(tmp_path: Path, env: dict[str, str], words: str) -> None:
+    command = [sys.executable, "-m", "gapo_megatron.ops.launch.preflight", "--num-nodes=1"]
+    command += [f"--output={tmp_path}/missing/check", f"--run-dir={tmp_path}"]
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_it_starts_without_anything_heavy() -> None:
+    code = "import sys, gapo_megatron.ops.launch.preflight; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert not set(done.stdout.split()) & {"torch", "numpy", "megatron", "vllm", "pydantic"}
+
+
+# --- who tries again ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ended", "again"),
+    [
+        ({A: "broken", B: "broken"}, [A, B]),  # C is gone
+        ({A: "broken", B: "broken", C: "apart"}, [A, B]),
+        ({A: "broken", B: "apart", C: "apart"}, [B, C]),  # nobody reaches A
+        ({A: "unfit", B: "apart", C: "apart"}, [B, C]),
+        ({A: "broken", B: "broken", C: "unfit"}, [A, B]),
+        ({A: "broken", B: "apart", C: "unfit"}, [A]),
+        ({A: "broken", B: "broken", C: "broken"}, [A, B, C]),  # nobody to blame
+        ({A: "ok", B: "ok", C: "broken"}, []),  # alone it would succeed
+    ],
+)
+def test_who_tries_again(tmp_path: Path, ended: dict[str, str], again: list[str]) -> None:
+    for node, outcome in ended.items():
+        (tmp_path / f".ended_{node}").write_text(outcome)
+    task = Preflight(A, tmp_path, num_nodes=3, third_s=600.0)
+    assert task._remaining(NODES, time.monotonic()) == again
+
+
+def test_the_first_proposal_counts_for_all(tmp_path: Path) -> None:
+    first, second = (Preflight(node, tmp_path, num_nodes=3, third_s=600.0) for node in (A, B))
+    assert second._agree(0, [B, C]) == [B, C]
+    assert first._agree(0, NODES) == [B, C]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"ok": 1}', '{"node": "b"}'])
+def test_a_node_whose_verdict_is_damaged_takes_no_part(
+    tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{A}.json").write_text('{"ok": true}')
+    (tmp_path / f"{B}.json").write_text(content)
+    task, asked = Preflight(A, tmp_path, num_nodes=2, third_s=600.0), []
+
+    def all_reduce(_: Preflight, __: int, members: list[str], ___: float) -> tuple[str, str]:
+        asked.append(members)
+        return "ok", ""
+
+    monkeypatch.setattr(Preflight, "_all_reduce", all_reduce)
+    assert task._link()[0] == "ok" and asked == [[A]]
+
+
+@pytest.mark.parametrize("content", ["{\n", "[1]\n", '"a"\n'])
+def test_a_damaged_proposal_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / ".members_0").write_text(content)
+    with pytest.raises(OSError, match=mentions(tmp_path / ".members_0")):
+        Preflight(A, tmp_path, num_nodes=2, third_s=600.0)._agree(0, [A])
+
+
+# --- GPUs, memory, packages -----------------------------------------------------------------------
+
+
+def test_gpus_of_nvidia_smi() -> None:
+    first, second = parse_gpus(gpu_lines(2, used=1500, ecc="[N/A]"))
+    assert first == GpuState(
+        0,
+        "GPU-2b7a5a3e-0c1d-4f6e-9a3b-000000000000",
+        "NVIDIA H200",
+        "575.57.08",
+        143771,
+        1500,
+        None,
+    )
+    assert second.index == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "0, [GPU is lost], [GPU is lost], 575.57.08, [GPU is lost], [GPU is lost], [GPU is lost]",
+        "0, GPU-1, NVIDIA H200, 575.57.08, [Unknown Error], [Unknown Error], [Unknown Error]",
+        "No devices were found",
+    ],
+)
+def test_a_gpu_that_does_not_answer(line: str) -> None:
+    with pytest.raises(CommandError, match=re.escape(line)):
+        parse_gpus(line)
+
+
+def test_a_gpu_off_its_bus_makes_the_node_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "Unable to determine the device handle for GPU0000:CB:00.0: Unknown Error"
+    monkeypatch.setenv("PATH", stand_in(tmp_path, f"echo {message}; exit 255"))
+    (check,) = check_gpus({"SLURM_GPUS_ON_NODE": "8"})
+    assert not check.ok
+    assert message in check.detail
+
+
+def test_an_nvidia_smi_that_hangs_makes_the_node_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", stand_in(tmp_path, "exec sleep infinity"))
+    monkeypatch.setattr(node_checks, "_COMMAND_TIMEOUT_S", 0.2)
+    (check,) = check_gpus({"SLURM_GPUS_ON_NODE": "8"})
+    assert not check.ok
+    assert "nvidia-smi" in check.detail
+
+
+def test_stray_processes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = gpu_lines(1, used=5120) + gpu_lines(2).splitlines()[1] + "\n"
+    (tmp_path / "gpus").write_text(lines)
+    (tmp_path / "apps").write_text(f"{UUID}0, 4711\n{UUID}0, 815\n{UUID}1, 77\n")
+    script = f"[[ $1 == --query-gpu=* ]] && cat {tmp_path}/gpus || cat {tmp_path}/apps"
+    monkeypatch.setenv("PATH", stand_in(tmp_path / "bin", script))
+    count, used, errors = check_gpus({"SLURM_GPUS_ON_NODE": "2"})
+    assert count.ok
+    assert errors.ok
+    assert not used.ok
+    assert used.detail == (
+        "GPU 0: 5120 MiB, by processes 815, 4711; at most 1024 MiB may be in use"
+    )
+    # A job on the other GPU has nothing to fear from them.
+    mine = {"SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "1"}
+    assert all(check.ok for check in check_gpus(mine))
+
+
+def test_memory_errors_beyond_correction() -> None:
+    gpus = parse_gpus(gpu_lines(1, ecc="3") + gpu_lines(2).splitlines()[1])
+    check = check_gpu_errors(gpus)
+    assert (check.ok, check.detail) == (False, "uncorrected memory errors: GPU 0: 3")
+
+
+@pytest.mark.parametrize(
+    ("setting", "indices"),
+    [
+        (None, [0, 1, 2]),
+        ("0,2", [0, 2]),
+        ("", []),
+        (f"{UUID}1", [1]),
+        ("MIG-4f6e", [0, 1, 2]),
+    ],
+)
+def test_visible_gpus(setting: str | None, indices: list[int]) -> None:
+    env = {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}
+    assert [gpu.index for gpu in visible_gpus(parse_gpus(gpu_lines(3)), env)] == indices
+
+
+def test_without_gpus_asked_for_none_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    (check,) = check_gpus({})
+    assert check.ok
+
+
+def test_memory_is_measured_against_what_the_job_was_given() -> None:
+    everything = check_memory({})
+    assert everything.ok
+    assert "of the 2 given" in check_memory({"SLURM_MEM_PER_NODE": "2048"}).detail
+    # A node that Slurm believes to be larger than it is.
+    given = check_memory({"SLURM_MEM_PER_NODE": "1000000000"}).detail.partition("of the ")[2]
+    assert given == everything.detail.partition("of the ")[2]
+
+
+def test_packages_are_those_the_package_imports() -> None:
+    found = set()
+    for path in (ROOT / "gapo_megatron").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add((node.module or "").split(".")[0])
+    found -= set(sys.stdlib_module_names) | {"gapo_megatron"}
+    # Reports, preparation and submission are not of the ranks; the others are optional.
+    found -= {"matplotlib", "pyarrow", "sentencepiece", "submitit"}
+    found -= {"tensorboard", "transformer_engine", "triton", "wandb"}
+    assert found == {name.split(".")[0] for name in node_checks.PACKAGES}
+
+
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_checks, "PACKAGES", ("json", "no_such.module", "json.nothing"))
+    check = node_checks.check_packages()
+    assert not check.ok
+    assert check.detail.endswith("does not find no_such.module, json.nothing")
+
+
+def test_nobody_else_can_write_the_kernels_that_this_user_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "disk" / "cache"
+    assert check_cache({}).ok  # not started by slurm/launch.sh
+    env = {"CACHE_DIR": str(folder)}
+    assert check_cache(env) == check_cache(env)  # the second finds it there
+    assert check_cache(env).ok
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    check = check_cache(env)
+    assert not check.ok
+    assert re.search(mentions("CACHE_DIR", str(folder), "drwxrwxrwx"), check.detail)
+    elsewhere = tmp_path / "link"
+    elsewhere.symlink_to(folder.parent)  # somebody else's way to say where
+    (tmp_path / "file").touch()
+    for path in (elsewhere, tmp_path / "file", tmp_path / "file" / "below"):
+        check = check_cache({"CACHE_DIR": str(path)})
+        assert not check.ok
+        assert re.search(mentions("CACHE_DIR", str(path)), check.detail)
+
+
+def test_a_folder_of_kernels_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    check = check_cache({"CACHE_DIR": str(tmp_path)})
+    assert not check.ok
+    assert re.search(mentions("CACHE_DIR", f"user {tmp_path.stat().st_uid};"), check.detail)

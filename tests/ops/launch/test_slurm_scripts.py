@@ -1,0 +1,656 @@
+"""The batch scripts without Slurm: consistent resources, dry runs, and every decision of launch.sh.
+
+launch.sh runs as it is, on local ranks; tests/stand_in_python.py takes the interpreter's place.
+What only Slurm can do is tested on a private cluster, in tests/slurm.
+"""
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gapo_megatron.config import load_config
+from gapo_megatron.ops.plan.layout import Layout
+from tests.waiting import HANG_S, wait_until
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = sorted([*ROOT.glob("slurm/*.sbatch"), *ROOT.glob("slurm/*.sh"), *ROOT.glob("tools/*.sh")])
+BATCH = [path for path in SCRIPTS if path.suffix == ".sbatch"]
+LAUNCH = ROOT / "slurm" / "launch.sh"
+STAND_IN = ROOT / "tests" / "stand_in_python.py"
+
+
+def directives_of(path: Path) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)", path.read_text(), re.MULTILINE))
+
+
+def without_launcher_variables(**extra: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_", "GAPO_"))}
+    return {k: v for k, v in kept.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | extra
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_is_valid_bash(path: Path) -> None:
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    shellcheck = Path(sys.executable).with_name("shellcheck")  # of requirements/dev.txt
+    subprocess.run([str(shellcheck), str(path)], check=True)
+
+
+@pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
+def test_a_job_hears_of_its_end_and_comes_back(path: Path) -> None:
+    directives = directives_of(path)
+    assert {"nodes", "time", "requeue"} <= set(directives)
+    assert directives["job-name"] == path.stem
+    assert directives["output"] == "%x-%j.out"
+    assert (
+        directives["open-mode"] == "append"
+    )  # an attempt must not erase the log of the one before
+    # B: only the batch shell. The ranks hear of it by the stop file, all at the same step.
+    assert directives["signal"] == "B:USR1@300"
+
+
+@pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
+def test_one_task_per_gpu_and_nothing_hidden(path: Path) -> None:
+    directives = directives_of(path)
+    if path.stem != "gapo_demo":
+        assert directives["ntasks-per-node"] == directives["gpus-per-node"]
+    # Tasks need to see each other's GPUs for peer-to-peer transfers.
+    assert "gpus-per-task" not in directives
+    assert "torchrun" not in path.read_text()
+
+
+def dry_run(path: Path, folder: Path, python: str, *words: str, **env: str) -> str:
+    """What a batch script prints from another folder, without Slurm."""
+    done = subprocess.run(
+        ["bash", str(path), *words, "run.seed=7"],
+        env=without_launcher_variables(DRY_RUN="1", PYTHON=python, **env),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "nodes"),
+    [
+        ("gapo_demo", (), None),
+        ("gapo_ds_r1", (), None),
+        ("gapo", ("configs/deepcoder_1_5b/gapo_token.toml",), None),
+        ("gapo", ("configs/llama_3_1_8b/h200_8k.toml",), None),
+        ("gapo", ("configs/qwen2_5_72b/h200_8k.toml",), 8),
+    ],
+)
+def test_asks_for_the_processes_its_config_needs(
+    name: str, words: tuple[str, ...], nodes: int | None, tmp_path: Path
+) -> None:
+    """As its directives say, or as many nodes as `sbatch --nodes` asks for."""
+    path = ROOT / "slurm" / f"{name}.sbatch"
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$PWD" "$WORLD_SIZE" "$@"\n')
+    python.chmod(0o755)
+    directives = directives_of(path)
+    tasks = int(nodes or directives["nodes"]) * int(directives["ntasks-per-node"])
+    env = {"SLURM_NTASKS": str(tasks)} if nodes else {}
+    folder, world_size, *found = dry_run(path, tmp_path, str(python), *words, **env).splitlines()
+    assert int(world_size) == tasks
+    assert found[:2] == ["-m", "gapo_megatron.train"]
+    assert tuple(found[2 : 2 + len(words)]) == words
+    assert found[-1] == "--dry-run"
+    config = load_config(Path(folder) / found[2], found[3:-1])
+    assert config.run.seed == 7
+    Layout.of(config, world_size=tasks)  # refuses sizes that do not divide them
+
+
+def test_a_batch_script_without_its_config_says_what_is_missing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "slurm" / "gapo.sbatch")],
+        env=without_launcher_variables(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "CONFIG.toml" in done.stderr
+
+
+def test_dry_run_without_slurm_from_any_folder(tmp_path: Path) -> None:
+    shown = dry_run(ROOT / "slurm" / "gapo_demo.sbatch", tmp_path, sys.executable)
+    assert "seed = 7" in shown
+    assert "2 = tensor" in shown
+
+
+class Run:
+    """launch.sh on two local ranks in a folder of its own."""
+
+    def __init__(self, folder: Path, *, launch: Path = LAUNCH, **env: str) -> None:
+        self.folder = folder
+        self.process = self._start(
+            ["bash", str(launch), "config.toml", "run.seed=7"],
+            env=without_launcher_variables(
+                **{"PYTHON": str(STAND_IN), "RUN_DIR": str(folder), "WORLD_SIZE": "2"} | env
+            ),
+            cwd=folder.parent,
+            text=True,
+        )
+
+    def _start(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=_hear, **options
+        )
+
+    def wait_for(self, happened: Callable[[], bool], what: str) -> None:
+        """Until it has happened, while the launcher runs."""
+
+        def asked() -> bool:
+            assert happened() or self.process.poll() is None, self.end()
+            return happened()
+
+        wait_until(asked, what)
+
+    def wait_for_ranks(self) -> None:
+        """Until the ranks of the first attempt are up."""
+        logs = [self.folder / "attempts" / "latest" / f"rank_{rank}.log" for rank in (0, 1)]
+        self.wait_for(
+            lambda: all(log.exists() and "rank" in log.read_text() for log in logs), "ranks"
+        )
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output."""
+        output, _ = self.process.communicate(timeout=HANG_S)
+        return self.process.returncode, output
+
+    @property
+    def attempts(self) -> list[Path]:
+        return sorted((self.folder / "attempts").glob("local-*"))
+
+    @property
+    def steps(self) -> list[str]:
+        """The steps done, and in which attempt."""
+        lines = (self.folder / "steps.log").read_text().splitlines()
+        return [line[: line.index(" ")] + line[line.rindex(".") :] for line in lines]
+
+
+def _hear() -> None:
+    """Also under nohup: a shell cannot trap what it was started to ignore."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+class RunInTerminal(Run):
+    """The same, in the foreground of a terminal of its own."""
+
+    def _start(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        self._master, slave = pty.openpty()
+
+        def take_the_terminal() -> None:
+            _hear()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        process = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=take_the_terminal,
+            **options,
+        )
+        os.close(slave)
+        return process
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def hang_up(self) -> None:
+        """Close the terminal, as its window or a connection that breaks does."""
+        os.close(self._master)
+        self._master = -1
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output; a terminal that is gone has none."""
+        exit_code, said = self.process.wait(timeout=HANG_S), b""
+        with contextlib.suppress(OSError):  # closed: by us, or by all who wrote to it
+            while text := os.read(self._master, 4096):
+                said += text
+        return exit_code, said.decode()
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Makes a `Run`; what a failed test leaves is ended."""
+    runs = []
+
+    def start_one(folder: Path, *, kind: type[Run] = Run, **arguments: Any) -> Run:
+        runs.append(kind(folder, **arguments))
+        return runs[-1]
+
+    yield start_one
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.terminate()
+            run.end()
+
+
+def test_a_run_ends_finished_and_stays_so(start: Start, run_dir: Path) -> None:
+    run = start(run_dir)
+    exit_code, output = run.end()
+    assert exit_code == 0
+    assert "finished" in output
+    assert "rank 0 of 2: train" in output  # rank 0 is shown while it runs
+    (attempt,) = run.attempts
+    assert re.fullmatch(r"local-\d{8}T\d{6}-\d+\.0", attempt.name)
+    assert (run_dir / "attempts" / "latest").resolve() == attempt
+    assert (run_dir / "OWNER").read_text() == f"{attempt.name}\n"
+    assert (attempt / "rank_1.log").read_text() == "rank 1 of 2: train\n"
+    assert list((attempt / "check").iterdir()) == [attempt / "check" / "localhost.ok"]
+    (code,) = (run_dir / "code").iterdir()
+    assert f"{code.name}.0" == attempt.name
+    assert (code / "config.toml").read_text().startswith("config.toml run.seed=7 --world-size 2")
+
+    again = start(run_dir)
+    exit_code, output = again.end()
+    assert exit_code == 0
+    assert "is finished" in output
+    assert again.attempts == [attempt]
+
+
+@pytest.mark.parametrize(
+    ("action", "message", "exit_code"),
+    [("exit:7", "task 1: Exited with exit code 7", 7), ("kill", "task 1: Killed", 137)],
+)
+def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on(
+    start: Start, run_dir: Path, action: str, message: str, exit_code: int
+) -> None:
+    run = start(run_dir, ACTIONS=f"{action},train")
+    assert run.end()[0] == 0  # though rank 0 sleeps for an hour
+    first, second = run.attempts
+    assert (first / "launch.log").read_text() == f"{message}\ntask 0: Terminated\n"
+    assert (second / "outcome").read_text() == "finished\n"
+
+    alone = start(run_dir.with_name("alone"), ACTIONS=action, MAX_FAILURES="1")
+    assert alone.end()[0] == exit_code
+
+
+def test_failures_in_a_row_are_bounded(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, ACTIONS="exit:7")
+    exit_code, output = run.end()
+    assert exit_code == 7
+    assert "MAX_FAILURES" in output
+    assert len(run.attempts) == 3
+
+
+def test_a_new_job_starts_the_count_of_failures_anew(start: Start, run_dir: Path) -> None:
+    assert start(run_dir, ACTIONS="exit:7").end()[0] == 7
+    assert start(run_dir, ACTIONS="exit:7,exit:7,train").end()[0] == 0
+
+
+def test_a_launcher_that_lost_the_run_starts_nothing_more(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, ACTIONS="wait:7")
+    run.wait_for_ranks()
+    (run_dir / "OWNER").write_text("99.1\n")
+    (run.attempts[0] / "stop").touch()
+    exit_code, output = run.end()
+    assert exit_code == 3 and "99.1" in output
+    assert len(run.attempts) == 1 and not (run_dir / "failures").exists()
+
+
+def test_the_exit_code_is_that_of_what_failed_first(start: Start, run_dir: Path) -> None:
+    """launch.log may have a victim in its first line: the postmortem knows better."""
+    run = start(run_dir, ACTIONS="wait:7", MAX_FAILURES="1")
+    run.wait_for_ranks()
+    (run.attempts[0] / "exit_code").write_text("5\n")
+    (run.attempts[0] / "stop").touch()
+    assert run.end()[0] == 5
+
+
+def test_preparation_runs_before_everything_else(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, PREPARE=f"-m prepared {run_dir.parent / 'mark'}")
+    assert run.end()[0] == 0
+    assert (run_dir.parent / "mark").exists()
+    failed = start(run_dir.with_name("other"), PREPARE="-m prepared /nowhere/mark")
+    assert failed.end()[0] == 1 and failed.attempts == []
+
+
+def test_a_new_checkpoint_starts_the_count_of_failures_anew(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, ACTIONS="exit:7,exit:7,save:7,exit:7,train")
+    assert run.end()[0] == 0
+    assert len(run.attempts) == 5
+
+
+def test_restarts_are_bounded(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, ACTIONS="save:7", MAX_RESTARTS="2")
+    exit_code, output = run.end()
+    assert exit_code == 7
+    assert "2 restarts (MAX_RESTARTS)" in output
+    assert len(run.attempts) == 3
+
+
+@pytest.mark.parametrize("exit_code", [2, 3])
+def test_what_a_retry_cannot_mend_is_not_retried(
+    start: Start, run_dir: Path, exit_code: int
+) -> None:
+    run = start(run_dir, ACTIONS=f"exit:{exit_code}")
+    assert run.end()[0] == exit_code
+    assert len(run.attempts) == 1
+
+
+def test_ranks_that_end_without_an_outcome_have_failed(start: Start, run_dir: Path) -> None:
+    assert start(run_dir, ACTIONS="quit", MAX_FAILURES="1").end()[0] == 1
+
+
+def test_a_bad_config_starts_nothing(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, PREPARE_EXIT="2")
+    assert run.end() == (2, "error: stand-in config\n")
+    assert not run_dir.exists()
+
+
+def test_no_healthy_node_is_an_error(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, BAD_NODES="localhost")
+    exit_code, output = run.end()
+    assert exit_code == 90
+    assert "bad nodes: localhost" in output
+    assert not (run.attempts[0] / "rank_0.log").exists()
+    assert start(run_dir, BAD_NODES="localhost", CHECK_NODES="0").end()[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+def test_a_stop_saves_and_the_next_start_goes_on(
+    start: Start, run_dir: Path, number: signal.Signals
+) -> None:
+    run = start(run_dir, STEPS="10000")
+    run.wait_for_ranks()
+    run.process.send_signal(number)
+    exit_code, output = run.end()
+    assert exit_code == 0
+    assert "asked to save" in output
+    assert "stopped" in output
+    assert (run.attempts[0] / "stop").exists()
+    done = len(run.steps)
+    assert done < 10_000
+
+    again = start(run_dir, STEPS=str(done + 3))
+    assert again.end()[0] == 0
+    assert again.steps == [f"{step}.0" for step in range(1, done + 4)]
+
+
+def ranks_of(run: Run) -> list[str]:
+    """Processes of the newest attempt's ranks that are alive, whoever their parent is by now."""
+    attempt = f"GAPO_ATTEMPT_DIR={run.attempts[-1]}\0".encode()
+    alive = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # ended, or another user's
+            told = path.read_bytes() + b"\0"
+            if attempt in told and b"LOCAL_RANK=" in told:
+                alive.append(path.parent.name)
+    return alive
+
+
+def test_ctrl_c_in_a_terminal_saves_and_ends(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, kind=RunInTerminal, STEPS="10000", SAVE_S="0.5")
+    assert isinstance(run, RunInTerminal)
+    run.wait_for_ranks()
+    assert len(ranks_of(run)) >= 2
+    run.type(b"\x03")
+    exit_code, output = run.end()
+    assert ranks_of(run) == []
+    assert exit_code == 0 and "asked to save" in output
+    assert (run.attempts[0] / "outcome").read_text() == "stopped\n"
+
+
+@pytest.mark.parametrize("way", ["a second Ctrl-C", "Ctrl-backslash", "the terminal is closed"])
+def test_who_is_in_a_hurry_at_a_terminal_leaves_nobody_behind(
+    start: Start, run_dir: Path, way: str
+) -> None:
+    run = start(run_dir, kind=RunInTerminal, ACTIONS="hang")
+    assert isinstance(run, RunInTerminal)
+    run.wait_for_ranks()
+    if way == "the terminal is closed":
+        run.hang_up()
+    elif way == "Ctrl-backslash":
+        run.type(b"\x1c")
+    else:
+        run.type(b"\x03")
+        run.wait_for((run.attempts[0] / "stop").exists, "a request to stop")
+        run.type(b"\x03")
+    assert run.end()[0] == 143
+    assert ranks_of(run) == []
+    log = (run.attempts[0] / "launch.log").read_text()
+    assert sorted(log.splitlines()) == ["task 0: Terminated", "task 1: Terminated"]
+
+
+def test_local_starts_take_a_port_of_their_own(start: Start, run_dir: Path) -> None:
+    """One that is free: process numbers may differ by any number."""
+    runs = [start(run_dir.with_name(name), SHOW="MASTER_PORT") for name in ("one", "other")]
+    assert [run.end()[0] for run in runs] == [0, 0]
+    ports = []
+    for run in runs:
+        logs = [(run.attempts[0] / f"rank_{rank}.log").read_text() for rank in (0, 1)]
+        assert logs[0].splitlines()[0] == logs[1].splitlines()[0]
+        ports.append(int(logs[0].splitlines()[0].removeprefix("MASTER_PORT=")))
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert ports[0] != ports[1] and all(low <= port <= high for port in ports)
+
+
+def test_a_stop_that_fails_is_not_retried(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, ACTIONS="wait:7")
+    run.wait_for_ranks()
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.end()[0] == 7
+    assert len(run.attempts) == 1
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGHUP], [signal.SIGINT] * 2])
+def test_a_cancelled_run_ends_its_ranks(
+    start: Start, run_dir: Path, signals: list[signal.Signals]
+) -> None:
+    run = start(run_dir, ACTIONS="hang")
+    run.wait_for_ranks()
+    for number in signals[:-1]:
+        run.process.send_signal(number)
+        run.wait_for((run.attempts[0] / "stop").exists, "a request to stop")
+    run.process.send_signal(signals[-1])
+    exit_code, output = run.end()
+    assert exit_code == 143
+    assert "cancelled" in output
+    assert len(run.attempts) == 1
+    log = (run.attempts[0] / "launch.log").read_text()
+    assert sorted(log.splitlines()) == ["task 0: Terminated", "task 1: Terminated"]
+
+
+def test_a_rank_that_has_no_session_yet_ends_too(start: Start, run_dir: Path) -> None:
+    """It is not in the group that the launcher will call it by."""
+    setsid, pids, go = (run_dir.parent / name for name in ("bin/setsid", "pids", "go"))
+    setsid.parent.mkdir()
+    wait = f"echo $$ >>{pids}; while [ ! -e {go} ]; do sleep 0.02; done"
+    setsid.write_text(f'#!/bin/bash\n{wait}\nexec {shutil.which("setsid")} "$@"\n')
+    setsid.chmod(0o755)
+    run = start(run_dir, ACTIONS="hang", PATH=f"{setsid.parent}:{os.environ['PATH']}")
+    run.wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2, "two ranks")
+    run.process.send_signal(signal.SIGTERM)
+    try:
+        assert run.process.wait(timeout=HANG_S) == 143
+        assert all(has_ended(pid) for pid in pids.read_text().split())
+    finally:
+        go.touch()
+
+
+def test_a_folder_in_use_is_refused(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, ACTIONS="hang")
+    run.wait_for_ranks()
+    owner = run.attempts[0].name.removesuffix(".0")
+    exit_code, output = start(run_dir).end()
+    assert exit_code == 2
+    assert f"job {owner} " in output
+    run.process.terminate()
+    run.end()
+    assert start(run_dir).end()[0] == 0
+
+
+def test_ranks_know_their_place_and_code(start: Start, run_dir: Path) -> None:
+    names = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR GAPO_ATTEMPT GAPO_ATTEMPT_DIR GAPO_JOB_END"
+    run = start(run_dir, SHOW=f"{names} PYTHONPATH PYTHONSAFEPATH", PYTHONPATH="/theirs")
+    assert run.end()[0] == 0
+    (attempt,) = run.attempts
+    lines = (attempt / "rank_1.log").read_text().splitlines()
+    assert dict(line.split("=") for line in lines[:-1]) == {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "GAPO_ATTEMPT": attempt.name,
+        "GAPO_ATTEMPT_DIR": str(attempt),
+        "GAPO_JOB_END": "None",
+        "PYTHONPATH": f"{next((run_dir / 'code').iterdir())}:/theirs",
+        "PYTHONSAFEPATH": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "12"}, "1"),  # no GPU: threads decide bits
+        ({"SLURM_CPUS_PER_TASK": "12", "SLURM_GPUS_ON_NODE": "8"}, "8"),
+        ({"SLURM_CPUS_PER_TASK": "6", "SLURM_GPUS_ON_NODE": "8"}, "6"),
+        ({"SLURM_GPUS_ON_NODE": "8"}, "1"),
+        ({"SLURM_CPUS_PER_TASK": "12", "SLURM_GPUS_ON_NODE": "8", "OMP_NUM_THREADS": "2"}, "2"),
+    ],
+)
+def test_threads_beside_a_gpu_are_the_tasks_cores(
+    start: Start, run_dir: Path, given: dict[str, str], expected: str
+) -> None:
+    run = start(run_dir, SHOW="OMP_NUM_THREADS", **{"OMP_NUM_THREADS": ""} | given)
+    assert run.end()[0] == 0
+    (attempt,) = run.attempts
+    assert (attempt / "rank_0.log").read_text().startswith(f"OMP_NUM_THREADS={expected}\n")
+
+
+def test_kernels_are_compiled_to_a_disk_of_the_node(start: Start, run_dir: Path) -> None:
+    """Not in the home folder, where the libraries would put them; a site's own choice holds."""
+    names = "CACHE_DIR VLLM_CACHE_ROOT TRITON_CACHE_DIR FLASHINFER_WORKSPACE_BASE"
+    cache = run_dir.parent / "cache"
+    run = start(run_dir, SHOW=names, CACHE_DIR=str(cache), TRITON_CACHE_DIR="/theirs")
+    assert run.end()[0] == 0
+    lines = (run.attempts[0] / "rank_1.log").read_text().splitlines()
+    assert dict(line.split("=") for line in lines[:-1]) == {
+        "CACHE_DIR": str(cache),
+        "VLLM_CACHE_ROOT": f"{cache}/vllm",
+        "TRITON_CACHE_DIR": "/theirs",
+        "FLASHINFER_WORKSPACE_BASE": str(cache),
+    }
+    run = start(run_dir.with_name("default"), SHOW="CACHE_DIR TRITON_CACHE_DIR")
+    assert run.end()[0] == 0
+    folder = f"/tmp/gapo_cache_{os.getuid()}"
+    log = (run.attempts[0] / "rank_1.log").read_text()
+    assert log.startswith(f"CACHE_DIR={folder}\nTRITON_CACHE_DIR={folder}/triton\n")
+
+
+def test_site_settings_and_a_container(start: Start, run_dir: Path) -> None:
+    tree = run_dir.parent / "tree"
+    shutil.copytree(ROOT / "slurm", tree / "slurm")
+    (tree / "slurm" / "site.sh").write_text(
+        f"[ -z $UNSET ] && false\n"  # what modules do, and strict bash does not bear
+        f"PYTHON={STAND_IN}\nCONTAINER='env IN_CONTAINER=1'\nexport NCCL_DEBUG=WARN\n"
+    )
+    run = start(
+        run_dir, launch=tree / "slurm" / "launch.sh", PYTHON="", SHOW="IN_CONTAINER NCCL_DEBUG"
+    )
+    assert run.end()[0] == 0
+    log = (run.attempts[0] / "rank_0.log").read_text()
+    assert log.startswith("IN_CONTAINER=1\nNCCL_DEBUG=WARN\n")
+
+
+def test_a_rank_that_ignores_its_end_is_killed(start: Start, run_dir: Path) -> None:
+    """Its launcher sleeps for ten seconds, by a `sleep` that only says so."""
+    sleep, slept = run_dir.parent / "bin" / "sleep", run_dir.parent / "slept"
+    sleep.parent.mkdir()
+    sleep.write_text(f'#!/bin/bash\necho "$1" >>{slept}\n')
+    sleep.chmod(0o755)
+    path = f"{sleep.parent}:{os.environ['PATH']}"
+    run = start(run_dir, ACTIONS="deaf:7", MAX_FAILURES="1", PATH=path)
+    assert run.end()[0] == 7
+    assert sum(map(float, slept.read_text().split())) == pytest.approx(10)
+    assert "rank 0" in (run.attempts[0] / "rank_0.log").read_text()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("action", "grace_s"), [("exit:7", 0), ("kill", 0), ("deaf:7", 10)])
+def test_the_other_ranks_end_within_seconds(
+    start: Start, run_dir: Path, action: str, grace_s: int
+) -> None:
+    """Ten more than the launcher leaves them, or five times what a run takes undisturbed."""
+    seconds = []
+    for name, actions in (("undisturbed", "train"), ("run", action)):
+        started = time.monotonic()
+        run = start(run_dir.with_name(name), ACTIONS=actions, MAX_FAILURES="1")
+        run.end()
+        seconds.append(time.monotonic() - started)
+    undisturbed, taken = seconds
+    assert grace_s < taken < grace_s + max(10, 5 * undisturbed)
+
+
+def has_ended(pid: str) -> bool:
+    """Gone, or dead and waiting for a parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_children_end_with_their_ranks(start: Start, run_dir: Path) -> None:
+    run = start(run_dir, ACTIONS="parent:7", MAX_FAILURES="1")
+    assert run.end()[0] == 7
+    children = [path.read_text() for path in run.attempts[0].glob("child_*")]
+    assert len(children) == 2
+    for child in children:
+        wait_until(lambda child=child: has_ended(child), "the end of a rank's child")
+
+
+@pytest.mark.parametrize("program", ["prepare", "preflight"])
+def test_signals_before_the_ranks_are_heard(start: Start, run_dir: Path, program: str) -> None:
+    stopped = start(run_dir, SLOW=program)
+    cancelled = start(run_dir.with_name("cancelled"), SLOW=program)
+    for run, number in ((stopped, signal.SIGUSR1), (cancelled, signal.SIGTERM)):
+        run.wait_for(run.folder.with_suffix(".waits").exists, program)
+        run.process.send_signal(number)
+        run.folder.with_suffix(".go").touch()
+    exit_code, output = stopped.end()
+    assert (exit_code, "stopped" in output) == (0, True)
+    assert not (run_dir / "steps.log").exists()
+    assert cancelled.end()[0] == 143
+    assert not list(cancelled.folder.glob("attempts/*/rank_0.log"))
+
+
+def test_usage() -> None:
+    done = subprocess.run(["bash", str(LAUNCH)], capture_output=True, text=True)
+    assert done.returncode == 2
+    missing = subprocess.run(
+        ["bash", str(LAUNCH), "config.toml"],
+        env=without_launcher_variables(PYTHON="/nowhere/python"),
+        capture_output=True,
+        text=True,
+    )
+    assert missing.returncode == 2
+    assert "/nowhere/python" in missing.stderr and "PYTHON" in missing.stderr

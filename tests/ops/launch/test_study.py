@@ -1,0 +1,435 @@
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from gapo_megatron.config import load_config
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.run_folder import mark_finished
+from gapo_megatron.io.toml_tree import to_toml
+from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.ops.launch.study import Resources, Run, read_study, unfinished
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import Shape
+from gapo_megatron.ops.plan.hardware import GIB, GPUS
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.memory import memory
+from gapo_megatron.ops.plan.planner import Candidate
+from gapo_megatron.ops.plan.times import step_time
+from gapo_megatron.ops.plan.workload import default_workload
+from tests.hf.test_convert_models import CONFIGS as MODELS
+from tests.messages import mentions
+from tests.scaling_setup import write_model
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+DEMO = CONFIGS / "demo.toml"
+HEAD = f'config = "{DEMO}"\noutput_dir = "runs/s"\n'
+
+
+def study_file(folder: Path, text: str) -> Path:
+    path = folder / "clips.toml"
+    path.write_text(text)
+    return path
+
+
+def test_grid_is_every_combination_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = HEAD + "[grid]\nobjective.method = ['gspo', 'gapo']\n'run.seed' = [0, 1]\n"
+    study = read_study(study_file(tmp_path, text), ["run.num_steps=3"])
+    assert (study.name, study.folder) == ("clips", tmp_path / "runs" / "s")
+    assert [run.name for run in study.runs] == [
+        "gspo-seed_0",
+        "gspo-seed_1",
+        "gapo-seed_0",
+        "gapo-seed_1",
+    ]
+    assert study.runs[3].run_dir == tmp_path / "runs" / "s" / "gapo-seed_1"
+    assert study.runs[3].config == load_config(
+        DEMO,
+        [
+            "run.num_steps=3",
+            "objective.method=gapo",
+            "run.seed=1",
+            "run.output_dir=runs/s/gapo-seed_1",
+        ],
+    )
+
+
+def test_several_grids_are_run_after_one_another(tmp_path: Path) -> None:
+    text = HEAD + (
+        "[[grid]]\nobjective.method = ['gspo', 'gapo']\nrun.seed = [0, 1]\n"
+        "[[grid]]\nobjective.method = ['grpo']\nobjective.eps_high_max = [0.02]\nrun.seed = [0]\n"
+    )
+    runs = read_study(study_file(tmp_path, text)).runs
+    assert [run.name for run in runs] == [
+        "gspo-seed_0",
+        "gspo-seed_1",
+        "gapo-seed_0",
+        "gapo-seed_1",
+        "grpo-eps_high_max_0.02-seed_0",
+    ]
+    assert runs[4].config.objective.eps_high_max == 0.02
+    assert runs[3].config.objective.eps_high_max == load_config(DEMO).objective.eps_high_max
+
+
+def test_listed_runs_join_the_grids_and_their_settings_go_together(tmp_path: Path) -> None:
+    text = HEAD + (
+        "[grid]\nobjective.eps_low = [1e-3]\nobjective.eps_high_max = [2e-3, 4e-3]\n"
+        "[[runs]]\nobjective.eps_low = 0.01\nobjective.eps_high_max = 0.02\n"
+        "[[runs]]\nmodel.recompute = 'full'\nrollout.enforce_eager = false\n"
+    )
+    runs = read_study(study_file(tmp_path, text)).runs
+    assert [run.name for run in runs] == [
+        "eps_low_0.001-eps_high_max_0.002",
+        "eps_low_0.001-eps_high_max_0.004",
+        "eps_low_0.01-eps_high_max_0.02",
+        "full-enforce_eager_False",
+    ]
+    assert [run.config.objective.eps_low for run in runs] == [1e-3, 1e-3, 0.01, 0.01]
+    assert runs[3].config.model.recompute == "full"
+    assert not runs[3].config.rollout.enforce_eager
+
+
+def test_a_name_is_of_the_runs_own_settings(tmp_path: Path) -> None:
+    """Another value, added later, must not give the first runs other folders."""
+    text = HEAD + "[grid]\nrun.num_steps = [5]\nmetrics.wandb_project = ['a b+c', 'd']\n"
+    names = [run.name for run in read_study(study_file(tmp_path, text)).runs]
+    assert names == ["num_steps_5-a_b+c", "num_steps_5-d"]
+    text = HEAD + "[grid]\nrun.num_steps = [5]\nmetrics.wandb_project = ['d']\n"
+    assert [run.name for run in read_study(study_file(tmp_path, text)).runs] == names[1:]
+
+
+def test_a_branch_is_called_by_its_other_settings(tmp_path: Path) -> None:
+    text = HEAD + "[[runs]]\nrun.seed = 1\ncheckpoint.branch_from = 'runs/a/checkpoints/step_5'\n"
+    assert [run.name for run in read_study(study_file(tmp_path, text)).runs] == ["seed_1"]
+
+
+def test_branches_are_told_apart_by_what_they_left(tmp_path: Path) -> None:
+    """But not the first of a name, which may have been run before there was another one."""
+    branch = "[[runs]]\nrun.seed = 1\ncheckpoint.branch_from = 'runs/a/checkpoints/step_{}'\n"
+    alone = "[[runs]]\ncheckpoint.branch_from = 'runs/b/checkpoints/step_5'\n"
+    text = HEAD + branch.format(100) + branch.format(150) + alone
+    runs = read_study(study_file(tmp_path, text)).runs
+    assert [run.name for run in runs] == ["seed_1", "seed_1-a-step_150", "b-step_5"]
+    assert runs[1].config.checkpoint.branch_from == "runs/a/checkpoints/step_150"
+    assert len({run.run_dir for run in runs} | {tmp_path / "runs" / "s"}) == 4
+    path = study_file(tmp_path, HEAD + 3 * branch.format(100))
+    with pytest.raises(ConfigError, match=mentions("two", "seed_1-a-step_100")):
+        read_study(path)
+
+
+BRANCH = "[[runs]]\nrun.seed = 1\ncheckpoint.branch_from = '{}'\n"
+
+
+def begun(folder: Path, text: str, *, finished: bool) -> Run:
+    """The only run of a study, as it stands after its start, or its end."""
+    (run,) = read_study(study_file(folder, text)).runs
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    (run.run_dir / "config.toml").write_text(to_toml(run.config))
+    if finished:
+        mark_finished(run.run_dir, num_steps=run.config.run.num_steps)
+    return run
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_that_has_begun_keeps_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = HEAD + BRANCH.format("runs/a/checkpoints/step_100")
+    run = begun(tmp_path, text, finished=finished)
+    left = [] if finished else ["seed_1"]
+    other = study_file(tmp_path, text)
+    assert [one.name for one in unfinished(read_study(other))] == left
+    free = ["metrics.tensorboard=false"]
+    assert [one.name for one in unfinished(read_study(other, free))] == left
+    how = "finished" if finished else "begun"
+    named = mentions("seed_1", run.run_dir, "optimizer.learning_rate", 5e-05, 0.5)
+    with pytest.raises(ConfigError, match=rf"{named}.*\b{how}\b"):
+        unfinished(read_study(other, ["optimizer.learning_rate=0.5"]))
+
+
+HOW = {
+    "rollout.memory_fraction": 0.3,
+    "rollout.cpu_kv_cache_gib": 7,
+    "rollout.tensor_parallel_size": 2,
+    "rollout.enforce_eager": False,
+    "rollout.verify_bound": 0.5,
+    "batch.max_tokens_per_microbatch": 9999,
+    "model.recompute": "full",
+    "model.head": "torch",
+    "reward.num_workers": 3,
+    "parallel.overlap_grad_reduce": True,
+    "optimizer.offload": True,
+}
+WHAT = {
+    "objective.eps_high_max": 0.5,
+    "objective.method": "gspo",
+    "data.eval_path": "elsewhere.jsonl",
+    "data.train_path": "elsewhere.jsonl",
+    "batch.rollouts_per_prompt": 4,
+    "rollout.temperature": 0.5,
+    "rollout.max_response_tokens": 9,
+}
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_how_a_run_computes_may_change_once_it_has_begun(tmp_path: Path, finished: bool) -> None:
+    """When it is out of memory, above all; but not what it computes."""
+    text = HEAD.replace("runs/s", str(tmp_path / "s")) + "[[runs]]\nrun.seed = 1\n"
+    run_dir = begun(tmp_path, text, finished=finished).run_dir
+    path = study_file(tmp_path, text)
+    others = [f"{key}={json.dumps(value)}" for key, value in HOW.items()]
+    assert len(unfinished(read_study(path, others))) == 1 - finished
+    for key, value in WHAT.items():
+        with pytest.raises(ConfigError, match=mentions(run_dir, key, value)):
+            unfinished(read_study(path, [f"{key}={json.dumps(value)}"]))
+
+
+def test_over_sampled_runs_keep_what_decides_which_groups_are_first(tmp_path: Path) -> None:
+    text = HEAD.replace("runs/s", str(tmp_path / "s")) + "[[runs]]\nbatch.oversampling = 1.5\n"
+    run_dir = begun(tmp_path, text, finished=False).run_dir
+    path = study_file(tmp_path, text)
+    assert len(unfinished(read_study(path, ["model.recompute=full"]))) == 1
+    for key in ("memory_fraction", "cpu_kv_cache_gib", "enforce_eager", "tensor_parallel_size"):
+        with pytest.raises(ConfigError, match=mentions(run_dir, f"rollout.{key}")):
+            unfinished(read_study(path, [f"rollout.{key}={json.dumps(HOW[f'rollout.{key}'])}"]))
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_branch_stays_one_of_its_branch_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    """How that is written is free."""
+    monkeypatch.chdir(tmp_path)
+    begun(tmp_path, HEAD + BRANCH.format("runs/a/checkpoints/step_100"), finished=finished)
+    for given in (f"{tmp_path}/runs/a/checkpoints/step_100", "runs/a/checkpoints/step_00000100"):
+        path = study_file(tmp_path, HEAD + BRANCH.format(given))
+        assert len(unfinished(read_study(path))) == 1 - finished
+    for given in ("runs/a/checkpoints/step_150", "runs/b/checkpoints/step_100", ""):
+        path = study_file(tmp_path, HEAD + BRANCH.format(given))
+        values = ("'runs/a/checkpoints/step_100'", repr(given))
+        with pytest.raises(ConfigError, match=mentions("checkpoint.branch_from", *values)):
+            unfinished(read_study(path))
+
+
+def test_a_plain_config_is_a_study_of_one(tmp_path: Path) -> None:
+    study = read_study(DEMO, [f"run.output_dir={tmp_path}/here"])
+    assert (study.name, study.folder) == ("demo", tmp_path / "here")
+    assert study.runs[0].resources == Resources()
+    assert [run.run_dir for run in study.runs] == [tmp_path / "here"]
+    assert study.runs[0].config == load_config(DEMO, [f"run.output_dir={tmp_path}/here"])
+
+
+def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`config` is relative to the study, as `base` is to a config; folders to where one works."""
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "base.toml").write_text(DEMO.read_text())
+    path = study_file(
+        tmp_path / "studies",
+        HEAD.replace(str(DEMO), "../base.toml") + "[grid]\nrun.seed = [4, 5]\n",
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert read_study(path).folder == tmp_path / "elsewhere" / "runs" / "s"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (HEAD, mentions("[grid]", "[[runs]]")),
+        (HEAD + "grids = 1\n", r"\bgrids\b.*\bconfig, output_dir, grid, runs\b"),
+        (HEAD + "[resources]\nnode = 2\n", r"\bresources\.node\b.*\bnodes, tasks_per_node\b"),
+        (HEAD + "[resources]\nnodes = 0\n", r"\bresources\.nodes\W+0\b"),
+        (HEAD + "[grid]\nresources.nodes = [0]\n", r"\bnodes_0\b.*\bresources\.nodes\W+0\b"),
+        (
+            HEAD + "[[runs]]\nrun.seed = 1\n[runs.resources]\nnode = 2\n",
+            r"\bseed_1\b.*\bresources\.node\b.*\bnodes, tasks_per_node\b",
+        ),
+        (HEAD + "[grid]\nresources.time = ['30']\n", r"\bresources\.time\W+30\b.*\bname\b"),
+        (HEAD + "[resources]\nnodes = 1.5\n", r"\bresources\.nodes\W+1\.5\b"),
+        (HEAD + "[resources]\ntime = 'long'\n", r"\bresources\.time\W+long\b"),
+        (HEAD + "[grid]\nrun.seed = []\n", r"\bgrid\.run\.seed\b.*\[\]"),
+        (HEAD + "[grid]\nrun.seed = 3\n", r"\bgrid\.run\.seed\W+3\b"),
+        (HEAD + "[grid]\nseed = [3]\n", mentions("seed=3", "section.key=value")),
+        (HEAD + "[grid]\nrun.sed = [0, 1]\n", r"\bsed_0\b.*\brun\.sed\b"),
+        (HEAD + "[grid]\nrun.seed = [0, -1]\n", r"\bseed_-1\b.*\brun\.seed\W+-1\b"),
+        (HEAD + "[grid]\nrun.output_dir = ['a']\n", r"\brun\.output_dir\b"),
+        (HEAD + "[[runs]]\nrun.output_dir = 'a'\n", r"\brun\.output_dir\b"),
+        (HEAD + "[grid]\nrun.seed = [1, 1]\n", mentions("two", "'seed_1'")),
+        (HEAD + "[grid]\nrun.seed = [1]\n[[runs]]\nrun.seed = 1\n", mentions("two", "'seed_1'")),
+        (HEAD + "[[runs]]\n", mentions("{}", "name")),
+        (HEAD + "[grid]\nmetrics.wandb_project = ['..']\n", mentions("'..'", "name")),
+        (HEAD + "[grid]\nmetrics.wandb_project = ['submitit']\n", mentions("'submitit'", "name")),
+        (
+            HEAD + f"[grid]\nmetrics.wandb_project = ['{'x' * 128}', '{'x' * 300}']\n",
+            "wandb_project",
+        ),
+        (HEAD + "[grid]\nrun.seed = [2024-01-01]\n", mentions("run.seed", "datetime.date")),
+        (HEAD + "[grid]\nrun.seed = [{a = 1}]\n", mentions("run.seed", "{'a': 1}")),
+        (HEAD + "[grid]\nrun.seed = [nan]\n", mentions("run.seed", "nan")),
+        (HEAD + "[grid]\n'run\\n.seed' = [1]\n", mentions("section.key=value")),
+        (HEAD + "[grid]\n'run.seed=1 #' = [1]\n", mentions("section.key=value")),
+        (
+            HEAD + "[grid]\n" + "".join(f"a.b{n} = {[0] * 100}\n" for n in range(9)),
+            mentions(100**9, "runs"),
+        ),
+        (HEAD.replace("runs/s", "runs/s\\u0000") + "[grid]\nrun.seed = [1]\n", "output_dir"),
+        (HEAD.replace("demo.toml", "demo.toml\\u0000") + "[grid]\nrun.seed = [1]\n", "config"),
+        (HEAD + "grid = " + "[" * 5000 + "\n", mentions("nested")),
+        ("config = 'x.toml'\n", r"\boutput_dir\b"),
+        ("config = 1\noutput_dir = 'a'\n", r"\bconfig\W+1\b"),
+        ("config = 'no.toml'\noutput_dir = 'a'\n[grid]\nrun.seed=[1, 2]\n", r"\bno\.toml\b"),
+        ("config = \n", r"\bTOML\b"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, words: str) -> None:
+    path = study_file(tmp_path, text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_study(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.seed=3", mentions("run.seed=3", "varies")),
+        ("run.output_dir=a", r"\brun\.output_dir\b"),
+        ("run.num_step=3", r"\brun\.num_step\b"),
+    ],
+)
+def test_overrides_that_contradict_the_study(tmp_path: Path, override: str, words: str) -> None:
+    path = study_file(tmp_path, HEAD + "[grid]\nrun.seed = [0, 1]\n")
+    with pytest.raises(ConfigError, match=words):
+        read_study(path, [override])
+
+
+def test_values_of_a_study_are_not_read_twice(tmp_path: Path) -> None:
+    """A string stays one, whatever it would be as an override."""
+    text = HEAD + "[[runs]]\nmetrics.wandb_project = '7'\n[[runs]]\nmetrics.wandb_project = 'a'\n"
+    runs = read_study(study_file(tmp_path, text)).runs
+    assert [run.config.metrics.wandb_project for run in runs] == ["7", "a"]
+
+
+def test_no_file() -> None:
+    with pytest.raises(ConfigError, match=r"\bnowhere\.toml\b"):
+        read_study("nowhere.toml")
+
+
+def test_resources_are_replaced_one_by_one() -> None:
+    asked = Resources(nodes=2, tasks_per_node=4)
+    assert (asked.num_gpus_per_node, asked.replaced({"gpus_per_node": 0}).num_gpus_per_node) == (
+        4,
+        0,
+    )
+    replaced = asked.replaced({"time": "30"})
+    assert (replaced.nodes, replaced.time) == (2, "30")
+    assert replaced.model_fields_set == {"nodes", "tasks_per_node", "time"}
+    with pytest.raises(ConfigError, match=r"\bnodes\W+0\b"):
+        asked.replaced({"nodes": 0})
+
+
+def test_runs_may_ask_for_resources_of_their_own(tmp_path: Path) -> None:
+    """Over the study's; what makes another run is part of its name, and of no config."""
+    text = HEAD + (
+        "[grid]\nresources.nodes = [1, 4]\n"
+        "[[runs]]\nrun.seed = 1\n[runs.resources]\ntasks_per_node = 2\ntime = '30'\n"
+        "[[runs]]\nrun.seed = 2\n"
+        "[resources]\nnodes = 2\ntasks_per_node = 4\n"
+    )
+    study = read_study(study_file(tmp_path, text))
+    found = {run.name: run.resources for run in study.runs}
+    assert found == {
+        "nodes_1": Resources(nodes=1, tasks_per_node=4),
+        "nodes_4": Resources(nodes=4, tasks_per_node=4),
+        "seed_1-tasks_per_node_2": Resources(nodes=2, tasks_per_node=2, time="30"),
+        "seed_2": Resources(nodes=2, tasks_per_node=4),
+    }
+    assert study.runs[0].config == load_config(DEMO, ["run.output_dir=runs/s/nodes_1"])
+
+
+def test_runs_that_differ_in_how_they_are_placed_alone_have_names(tmp_path: Path) -> None:
+    """But the first keeps its own: it may be there already."""
+    text = HEAD + "[grid]\nrun.seed = [0]\nresources.cpus_per_task = [4, 8]\n"
+    runs = read_study(study_file(tmp_path, text)).runs
+    assert {run.name: run.resources.cpus_per_task for run in runs} == {
+        "seed_0": 4,
+        "seed_0-cpus_per_task_8": 8,
+    }
+    text = HEAD + "[grid]\nresources.exclusive = [true, false]\nresources.partition = ['a', 'b']\n"
+    names = [run.name for run in read_study(study_file(tmp_path, text)).runs]
+    assert names == ["a", "b", "exclusive_False-a", "exclusive_False-b"]
+    for field, values in (("time", "['30', '40']"), ("account", "['a', 'b']")):
+        path = study_file(
+            tmp_path, HEAD + f"[grid]\nrun.seed = [0]\nresources.{field} = {values}\n"
+        )
+        with pytest.raises(ConfigError, match=mentions("two", "'seed_0'")):
+            read_study(path)
+
+
+def test_a_command_line_asks_for_every_run_but_not_for_what_the_study_varies(
+    tmp_path: Path,
+) -> None:
+    text = HEAD + (
+        "[grid]\nresources.nodes = [1, 4]\n"
+        "[[runs]]\nresources.nodes = 2\nrun.seed = 1\nresources.tasks_per_node = 3\n"
+    )
+    study = read_study(study_file(tmp_path, text))
+    runs = study.asking({"time": "30"}, default={"tasks_per_node": 1, "time": "40"}).runs
+    asked = [(run.resources.nodes, run.resources.tasks_per_node) for run in runs]
+    assert asked == [(1, 1), (4, 1), (2, 3)]
+    assert {run.resources.time for run in runs} == {"30"}
+    with pytest.raises(ConfigError, match=r"\bnodes\W+8\b.*\b1, 2, 4\b"):
+        study.asking({"nodes": 8}, default={})
+    with pytest.raises(ConfigError, match=r"^time\W+long\b"):
+        study.asking({"time": "long"}, default={})
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(p for p in CONFIGS.rglob("*.toml") if "config" in tomllib.loads(p.read_text())),
+    ids=lambda p: p.stem,
+)
+def test_every_study_of_the_repository(path: Path) -> None:
+    for run in read_study(path).runs:
+        size = run.resources.nodes * run.resources.tasks_per_node
+        Layout.of(run.config, world_size=size)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_the_scaling_study_of_larger_models_fits(gpu: str, tmp_path: Path) -> None:
+    """Where its file says that it does, by the planner's memory."""
+    for run in read_study(CONFIGS / "scaling_qwen.toml").runs:
+        model = Path(run.config.model.hf_dir).name
+        hf_config = AutoConfig.from_pretrained(write_model(tmp_path / model, MODELS[model]))
+        check_shapes(hf_config, run.config.parallel)
+        layout = Layout.of(run.config, world_size=8 * run.resources.nodes)
+        needed = memory(hf_config, run.config, layout, GPUS[gpu])
+        workload = default_workload(run.config)
+        times = step_time(
+            Shape.of(hf_config), run.config, layout, workload, GPUS[gpu], Efficiency()
+        )
+        budget = run.config.batch.max_tokens_per_microbatch
+        assert Candidate(layout, budget, needed, times).refusal(GPUS[gpu]) is None, run.name
+        most = max(needed.training, needed.generating)
+        assert most <= 0.97 * GPUS[gpu].memory_bytes, f"{run.name}: {most / GIB:.0f} GiB"
+
+
+def test_the_papers_table_is_the_files_of_its_folder() -> None:
+    """The study and the method files say the same, but for the folder a run writes to."""
+    runs = {
+        run.name: run.config for run in read_study(CONFIGS / "studies/qwen_math_1_5b.toml").runs
+    }
+    files = {path.stem: path for path in (CONFIGS / "qwen_math_1_5b").glob("*.toml")}
+    del files["base"]
+    assert runs.keys() == files.keys()
+    for name, path in files.items():
+        assert runs[name] == load_config(
+            path, [f"run.output_dir=runs/studies/qwen_math_1_5b/{name}"]
+        )

@@ -1,0 +1,227 @@
+"""tools/plan.py: what it prints, what it refuses, what it returns."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron.ops.plan.calibration import Calibration
+from gapo_megatron.ops.plan.calibration_file import write_calibration
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS
+from tests.hf.test_convert_models import CONFIGS
+from tests.ops.plan.test_scaling_calibration import SMALL, a_step, write_run
+from tests.scaling_setup import write_model
+from tools import plan as tool
+
+CONFIG = "configs/qwen_math_1_5b/gapo.toml"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "Qwen2.5-Math-1.5B"
+    write_model(folder, SMALL)
+    return f"model.hf_dir={folder}"
+
+
+def test_tables(model, capsys):
+    assert tool.main([CONFIG, model, "--nodes", "2", "--top", "3"]) == 0
+    out = capsys.readouterr().out
+    for shown in ("16 x h200", "yours", " parallel.tensor_model_parallel_size=", "1,531"):
+        assert shown in out
+
+
+def test_a_configs_own_virtual_stages(model, capsys):
+    cut = ["pipeline_model_parallel_size=4", "virtual_pipeline_model_parallel_size=2"]
+    cut += ["num_layers_in_last_pipeline_stage=4"]
+    overrides = [f"parallel.{setting}" for setting in cut]
+    assert tool.main([CONFIG, model, *overrides, "--top", "1"]) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if "4 x 2, unequal" in line]
+    assert "yours" in line
+    assert " parallel.num_layers_in_last_pipeline_stage " in out.splitlines()[-1]
+    assert " parallel.virtual_pipeline_model_parallel_size=1 " in out
+
+
+def test_json_is_all_that_is_printed(model, capsys):
+    command = [CONFIG, model, "--json", "--gpu", "h100", "--mean-response-tokens", "500"]
+    assert tool.main(command) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["gpu"]["name"] == "h100"
+    assert values["workload"]["mean_response_tokens"] == 500
+    assert len(values["layouts"]) == 5
+
+
+def test_nothing_fits(tmp_path, capsys):
+    write_model(tmp_path / "big", CONFIGS["Qwen2.5-72B"])
+    command = [CONFIG, f"model.hf_dir={tmp_path / 'big'}", "--gpu", "h100", "--gpus-per-node", "1"]
+    assert tool.main(command) == 1
+    out = capsys.readouterr().out
+    assert "more nodes" in out
+    assert "out of memory" in out
+
+
+@pytest.mark.parametrize(("fraction", "change"), [(0.99, "smaller"), (0.004, "larger")])
+def test_the_commonest_reason_says_what_would_fit(model, fraction, change, capsys):
+    """Nodes would not help here."""
+    assert tool.main([CONFIG, model, f"rollout.memory_fraction={fraction}"]) == 1
+    assert f"{change} rollout.memory_fraction than {fraction}" in capsys.readouterr().out
+
+
+def test_what_times_in_fp8_rest_on_is_said(model, capsys):
+    for setting in ("model.precision=fp8", "rollout.quantization=fp8"):
+        assert tool.main([CONFIG, model, setting]) == 0
+        assert "fp8: " in capsys.readouterr().out
+    assert tool.main([CONFIG, model]) == 0
+    assert "fp8" not in capsys.readouterr().out
+
+
+def test_an_fp8_recipe_that_no_such_gpu_runs_has_no_plan(model, capsys):
+    fp8 = ["model.precision=fp8", "model.fp8_recipe=mxfp8"]
+    assert tool.main([CONFIG, model, *fp8, "--gpu", "h100"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for named in ("model.fp8_recipe ('mxfp8')", " 10.0 ", " 12.0", "h100", " 9.0"):
+        assert named in captured.err
+
+
+def test_without_the_model_it_says_how_to_get_its_config(capsys):
+    assert tool.main([CONFIG, "model.hf_dir=models/another"]) == 1
+    err = capsys.readouterr().err
+    assert "model.hf_dir (models/another)" in err
+    assert "hf download" in err
+
+
+def test_a_calibration_is_used_on_its_device_only(model, tmp_path, capsys):
+    slow = Calibration(GPUS["h200"], Efficiency(decode_step_s=1.0), {"total": 0.07})
+    write_calibration(slow, tmp_path / "slow.toml")
+    command = [CONFIG, model, "--calibration", str(tmp_path / "slow.toml")]
+    assert tool.main(command) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\bmeasured: decode_step_s; .*\bmatmul, ", out, re.IGNORECASE)
+    assert "total 7%" in out
+    assert tool.main([*command, "--gpu", "h100"]) == 1
+    assert re.search("h200.*--gpu h100", capsys.readouterr().err)
+
+
+def test_runs_are_fitted_and_tested(tmp_path, capsys):
+    write_model(tmp_path / "model", SMALL)
+    for name, scale in (("a", 1.0), ("b", 1.1), ("c", 1.05)):
+        write_run(tmp_path / name, rows=[a_step(scale)] * 4, hf_dir=tmp_path / "model", ranks=8)
+    file = tmp_path / "fitted.toml"
+    command = ["calibrate", "--gpu", "h200", "--mean-prompt-tokens", "100"]
+    command += ["--calibration", str(file)]
+    for option, name in (("--from-run", "a"), ("--from-run", "b"), ("--test-run", "c")):
+        command += [option, str(tmp_path / name)]
+    assert tool.main(command) == 0
+    out = capsys.readouterr().out
+    assert "Largest miss" in out
+    assert file.exists()
+    # Efficiencies are printed with and without a file, and which of them the runs tell.
+    row = next(line for line in out.splitlines() if line.startswith("│ decode_step_s "))
+    assert row.endswith("measured │")
+    command = ["calibrate", "--gpu", "h200", "--from-run", str(tmp_path / "none")]
+    assert tool.main(command) == 1
+    assert "not the folder of a run" in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", None)
+    command = ["calibrate", CONFIG, "--gpu", "h200", "--mean-prompt-tokens", "100"]
+    assert tool.main([*command, "--calibration", str(tmp_path / "none" / "x.toml")]) == 1
+    assert "no folder" in capsys.readouterr().err
+    assert tool.main([*command, "--size", "", "--test-size", "batch.rolout_prompts=4"]) == 1
+    assert "rolout_prompts" in capsys.readouterr().err
+
+
+def test_a_plan_takes_the_lengths_of_its_calibration(model, tmp_path, capsys):
+    found = Calibration(GPUS["h200"], Efficiency(), {"total": 0.1}, spread=1.1, clipped_share=0.4)
+    write_calibration(found, tmp_path / "one.toml")
+    command = [CONFIG, model, "--json", "--calibration", str(tmp_path / "one.toml")]
+    assert tool.main(command) == 0
+    workload = json.loads(capsys.readouterr().out)["workload"]
+    assert (workload["spread"], workload["clipped_share"]) == (1.1, 0.4)
+
+
+def test_a_model_that_nothing_computes_is_not_a_question_of_nodes(tmp_path, capsys):
+    write_model(tmp_path / "model", SMALL | {"hidden_act": "gelu"})
+    assert tool.main([CONFIG, f"model.hf_dir={tmp_path / 'model'}"]) == 1
+    captured = capsys.readouterr()
+    assert "hidden_act" in captured.err
+    assert "more nodes" not in captured.out
+
+
+def test_overrides_may_follow_options(model, capsys):
+    assert tool.main([CONFIG, "--nodes", "2", model, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_gpus"] == 16
+
+
+def test_a_probe_trains_and_fits(tmp_path, capsys, monkeypatch):
+    """The training program is replaced by one that leaves what a run leaves."""
+    write_model(tmp_path / "model", SMALL)
+    commands = []
+
+    def pretend(command, **_):
+        commands.append(command)
+        folder = Path(command[-1].removeprefix("run.output_dir="))
+        scale = 1.0 if len(commands) == 1 else 0.6
+        write_run(folder, rows=[a_step(scale)] * 8, hf_dir=tmp_path / "model")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", pretend)
+    command = ["calibrate", CONFIG, f"model.hf_dir={tmp_path / 'model'}", "--gpu", "h200"]
+    command += ["--processes", "1"]
+    command += ["--mean-prompt-tokens", "100", "--size", "", "--size", "run.seed=1"]
+    assert tool.main([*command, "--test-size", "run.seed=2"]) == 0
+    out = capsys.readouterr().out
+    assert [command[-1].rpartition("/")[2] for command in commands] == [
+        "size_0",
+        "size_1",
+        "size_2",
+    ]
+    assert "run.seed=2" in commands[2]
+    assert "as configured" in out
+    assert "Largest miss" in out
+
+
+def test_a_probe_that_fails_names_its_log(tmp_path, capsys, monkeypatch):
+    def fail(command, *, stdout, **_):
+        stdout.write("no GPU")
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr("gapo_megatron.ops.plan.trial.subprocess.run", fail)
+    command = ["calibrate", CONFIG, "--gpu", "cpu", "--processes", "1"]
+    command += ["--mean-prompt-tokens", "100"]
+    assert tool.main(command) == 1
+    err = capsys.readouterr().err
+    assert "the trial run as configured failed" in err
+    assert "no GPU" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ([], "CONFIG"),
+        (["run.seed=1"], "CONFIG comes first"),
+        (["calibrate", CONFIG], "--gpu"),
+        (["calibrate", "--gpu", "h20"], "either CONFIG or --from-run"),
+        (["calibrate", CONFIG, "--from-run", "x", "--gpu", "h20"], "either CONFIG or --from-run"),
+        (["calibrate", "--from-run", "x", "--gpu", "h20", "--size", ""], "--size"),
+        (["calibrate", CONFIG, "--gpu", "h20", "--test-run", "x"], "--test-run"),
+        (["calibrate", "run.seed=1", "--gpu", "h20"], "CONFIG comes first"),
+        ([CONFIG, "--probe", "--gpu", "h20"], "tools/plan.py calibrate CONFIG"),
+        (["--gpu", "h20", "--from-run=x"], "tools/plan.py calibrate --from-run RUN"),
+        (["--gpu", "h20", "--measured", "x"], "tools/plan.py measure RUN"),
+        (["--anchors"], "docs/planned_layouts.md"),
+        ([CONFIG, "--gpus-per-node", "0"], "0 must be a whole number of 1 or more"),
+        ([CONFIG, "--nodes", "-4"], "-4 must be a whole number of 1 or more"),
+        ([CONFIG, "--top", "-1"], "-1 must be a whole number of 1 or more"),
+    ],
+)
+def test_wrong_usage(command, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tool.main(command)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

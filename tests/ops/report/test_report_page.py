@@ -1,0 +1,196 @@
+"""The page as a reader gets it: whole, without network, from the command line; in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron.ops.report import write_report
+from gapo_megatron.ops.report.report import MAKERS, some
+from tests.needs import needs
+from tests.report_setup import write_run
+from tests.waiting import HANG_S
+from tools import report as report_tool
+
+ROOT = Path(__file__).parents[3]
+TOOL = [sys.executable, str(ROOT / "tools" / "report.py")]
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, _BROWSERS)), None)
+COLOURS = {
+    "light": "--blink-settings=preferredColorScheme=1",
+    "dark": "--blink-settings=preferredColorScheme=0",
+}
+needs_browser = needs("" if BROWSER else "not installed: chromium (apt-get install chromium)")
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Nine arms: four methods, two ablations of two, a branch.
+
+    One run is under way, one not started; names are to be escaped.
+    """
+    root = tmp_path_factory.mktemp("study")
+    for method in ("dr_grpo", "gapo", "gspo", "gspo_asym"):
+        for seed in (0, 1):
+            num_steps = 30 if (method, seed) == ("gspo", 1) else 40
+            write_run(root / f"{method}<&{seed}", method=method, seed=seed, num_steps=num_steps)
+    for method in ("gapo", "gspo_asym"):
+        write_run(root / f"{method}_k", "batch.rollouts_per_prompt=4", method=method)
+        write_run(root / f"{method}_clip", "objective.eps_high_max=0.03", method=method)
+    for seed in (0, 1):
+        folder = write_run(root / f"branch_{seed}", seed=seed)
+        branch = {"run": str(root / f"gspo_asym<&{seed}"), "step": 20}
+        branch |= {"changes": {"objective.method": ["gspo_asym", "gapo"]}}
+        (folder / "branch.json").write_text(json.dumps(branch))
+    (root / "waiting" / "code").mkdir(parents=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def report(study):
+    return write_report([study], study / "report", first="gapo")
+
+
+class Page(HTMLParser):
+    """Titles, attributes that make a browser load something, and text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.loads, self.tags, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        given = dict(attributes)
+        self.loads += [given[key] for key in ("src", "srcset", "data", "action") if key in given]
+        if tag == "link":
+            self.loads.append(given["href"])
+
+    def handle_data(self, data):
+        self.text += data + "\n"
+
+
+def test_the_page_holds_everything(report):
+    text = report.page.read_text()
+    page = Page(text)
+    tables = ("summary", "others", "clip_sweep")
+    assert page.tags.count("img") == len(MAKERS) - len(tables)
+    assert all(one.startswith(("data:image/png;", "data:,")) for one in page.loads)
+    assert "script" not in page.tags
+    assert "url(" not in text and "@import" not in text
+    for title in MAKERS:
+        assert title in page.text
+    assert "gspo<&1 (30 of 40)" in page.text
+    assert "Not started: waiting." in page.text
+    assert report.left_out == {}
+    assert report.summary.rows[0][0] == "gapo"
+    assert "gspo_asym to 20, gapo minus gspo_asym" in page.text
+    links = re.findall(r'href="(figures/[^"]+)"', text)
+    assert len(links) == (len(MAKERS) - len(tables)) * 3 + len(tables) * 2
+    for link in links:
+        assert (report.page.parent / link).stat().st_size > 0
+
+
+def test_the_tool_prints_the_summary_and_what_is_missing(study, tmp_path, capsys):
+    (tmp_path / "figures").mkdir()
+    older = tmp_path / "figures" / "solve_rates.png"  # of a report of more runs
+    older.touch()
+    (tmp_path / "report.html").write_text("<html><title>Training report: gapo</title></html>")
+    arguments = [study / "gapo<&0", study / "waiting", "--output", tmp_path]
+    assert report_tool.main(list(map(str, arguments))) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^gapo +8 +0.01 +0.0167 +1 +40 +50.00 ", printed, re.MULTILINE)
+    assert re.search(r"Solve rates problem by problem\b.*\btwo methods\b", printed)
+    reason = r"Ablation over rollouts per group\b.*\bbatch\.rollouts_per_prompt\b"
+    assert re.search(reason, printed)
+    page = Page((tmp_path / "report.html").read_text())
+    assert re.search(rf"Left out.*{reason}", page.text, re.DOTALL)
+    assert f"{study}/waiting" in printed
+    assert f"{tmp_path}/report.html" in printed
+    assert (tmp_path / "figures" / "pass_at_k.png").exists()
+    assert not older.exists()
+
+
+def test_the_tool_names_what_is_wrong(study, tmp_path, capsys):
+    assert report_tool.main([str(tmp_path / "gone")]) == 1
+    line = capsys.readouterr().err
+    assert re.fullmatch(r"error: \S+/gone: no such .*\n", line)
+    taken = tmp_path / "taken"
+    taken.touch()
+    run = str(study / "gapo<&0")
+    for option in ("--output", "--archive"):
+        assert report_tool.main([run, "--output", str(tmp_path), option, str(taken)]) == 1
+        line = capsys.readouterr().err
+        assert re.fullmatch(r"error: \S+/taken\S*: .*\n", line)
+    assert report_tool.main([run, "--output", str(tmp_path), "--first", "grpo"]) == 1
+    assert re.fullmatch(r"error: .*'grpo'.*\bgapo\n", capsys.readouterr().err)
+
+
+def test_runs_without_a_folder_in_common_need_an_output(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        report_tool.main(["/runs/a", "/other/b"])
+    assert "--output" in capsys.readouterr().err.rpartition("error:")[2]
+
+
+def test_nothing_is_imported_that_is_not_needed():
+    done = subprocess.run([*TOOL, "--help"], capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0
+    program = (
+        "import sys, gapo_megatron.ops.report;"
+        "print(sorted({'transformers', 'megatron', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@needs_browser
+@pytest.mark.parametrize("colours", COLOURS)
+def test_a_browser_opens_the_page_without_error_or_request(report, tmp_path, colours):
+    log = browse(report.page, tmp_path, COLOURS[colours])
+    assert "CONSOLE" not in log
+    assert requests_in(tmp_path / "net.json") == set()
+
+
+@needs_browser
+def test_the_browser_test_would_notice(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text(
+        '<img src="http://127.0.0.1:9/a.png"><script>console.error("wrong"); nothing();</script>'
+    )
+    log = browse(page, tmp_path)
+    assert log.count("CONSOLE") >= 2
+    assert requests_in(tmp_path / "net.json") == {"http://127.0.0.1:9/a.png"}
+
+
+def browse(page, folder, *options):
+    """Open a page; what the browser logs. `net.json` in `folder` tells its network requests."""
+    assert BROWSER is not None
+    command = [
+        *(BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
+        *(f"--user-data-dir={folder}/profile", f"--log-net-log={folder}/net.json"),
+        *("--disable-background-networking", "--disable-component-update", "--no-first-run"),
+        *(*options, f"--print-to-pdf={folder}/page.pdf", page.as_uri()),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "page.pdf").read_bytes().startswith(b"%PDF")
+    return done.stderr
+
+
+def requests_in(net_log):
+    """Addresses that the page asked the network for; the browser's own have no origin."""
+    events = json.loads(net_log.read_text())["events"]
+    asked = [event["params"] for event in events if "initiator" in event.get("params", {})]
+    return {one["url"] for one in asked if one["initiator"] != "not an origin"}
+
+
+def test_many_runs_are_counted():
+    assert some(list("abcdef")) == "a, b, c, d, e, f"
+    assert some(list("abcdefg")) == "a, b, c, d, e and 2 more"

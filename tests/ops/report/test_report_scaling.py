@@ -1,0 +1,598 @@
+"""A scaling study's rows are its runs' files, worked out by hand; its figures can be read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from gapo_megatron.ops.launch.study import read_study
+from gapo_megatron.ops.plan.calibration import STAGES, read_observation
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.report.scaling import layout_items, observe, scaling_rows, scaling_tables
+from gapo_megatron.ops.report.scaling_figures import lines, step_split, throughput, write_scaling
+from gapo_megatron.ops.report.style import style
+from tests.hf.test_convert_models import CONFIGS
+from tests.messages import mentions
+from tests.ops.plan.test_scaling_calibration import CPU, SMALL, a_step, write_run
+from tests.ops.report.test_report_legible import shown_texts
+from tests.scaling_setup import config, layout, write_model
+from tools import plan as tool
+
+H200 = GPUS["h200"]
+# Seconds of a step beside generation, as `a_step` has them: reward, old, update, sync, and others.
+OTHERS_S = 0.5 + 1.0 + 5.0 + 0.25 + 0.125 + 0.25
+TP2 = {"tensor_model_parallel_size": 2}
+
+
+def batch(prompts):
+    return {"rollout_prompts": prompts, "minibatch_prompts": prompts // 4}
+
+
+def runs(folder, *, model=SMALL):
+    """Ranks, seconds of generation and settings of each: strong, weak and another layout."""
+    name = "Qwen2.5-1.5B" if model is SMALL else "Qwen2.5-7B"
+    write_model(folder / name, model)
+    for run, (ranks, generation_s, sections) in {
+        "one": (8, 8.0, {}),
+        "strong": (16, 5.0, {}),
+        "strong_tp": (16, 6.0, {"parallel": TP2}),
+        "weak": (16, 9.0, {"batch": batch(512)}),
+        "longer": (8, 20.0, {"rollout": {"max_response_tokens": 6000}}),
+    }.items():
+        sections = {"model": {"precision": "bf16"}} | sections
+        prompts = sections.get("batch", {}).get("rollout_prompts", 256)
+        rows = [a_step(generation_s / 8, prompts=prompts)] * 4
+        write_run(folder / run, rows=rows, hf_dir=folder / name, ranks=ranks, **sections)
+    return ["one", "strong", "strong_tp", "weak", "longer"]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    return [read_observation(folder / name, mean_prompt_tokens=100.0) for name in runs(folder)]
+
+
+def rows_of(study, gpu=H200):
+    return {row["run"]: row for row in scaling_rows(study, gpu=gpu, efficiency=Efficiency())}
+
+
+def test_rows_are_the_runs(study):
+    rows = rows_of(study)
+    one = rows["one"]
+    step_s = 8.0 + OTHERS_S
+    assert (one["gpus"], one["layout"], one["model"]) == (8, "DP 8", "Qwen2.5-1.5B")
+    assert rows["strong_tp"]["layout"] == "TP 2 DP 8"
+    assert one["step_s"] == step_s
+    assert one["tokens_per_gpu_s"] == pytest.approx(256 * 8 * 600 / step_s / 8)
+    # By the model's sizes and 4 million drawn lengths: 4.061e15, 2.549e15 and 10.02e15 operations
+    # of generation, old log-probs and update.
+    assert one["mfu"] == pytest.approx(0.1390, rel=2e-3)
+    assert one["update_mfu"] == pytest.approx(0.2534, rel=2e-3)
+    # Six operations a weight and trained token; a fifth of the head's are clipped.
+    tokens = 256 * 8 * 0.75 * 700
+    assert one["update_mfu"] == pytest.approx(6 * 1.54e9 * tokens / (5.0 * 8 * 989e12), rel=0.1)
+    stages = [one[f"{stage}_s"] for stage in ("generation", "reward", "old_log_probs", "update")]
+    assert stages == [8.0, 0.5, 1.0, 5.0]
+    assert one["other_s"] == pytest.approx(0.375)
+    (observation,) = [run for run in study if run.name == "one"]
+    predicted_s = observation.predict(H200, Efficiency()).total_s
+    assert one["predicted_step_s"] == pytest.approx(predicted_s)
+    predicted = [f"predicted_{stage}_s" for stage in STAGES]
+    assert one["predicted_step_s"] == pytest.approx(sum(one[key] for key in predicted))
+    assert one["predicted_over_measured"] == pytest.approx(predicted_s / 15.125)
+    tokens_per_gpu_s = 256 * 8 * 600 / predicted_s / 8
+    assert one["predicted_tokens_per_gpu_s"] == pytest.approx(tokens_per_gpu_s)
+
+
+def test_replaced_groups_count_as_they_were_drawn(study, tmp_path):
+    """A third of 384 groups; a KL term needs the rest, those with A = 0 too."""
+    metrics, timings = a_step()
+    metrics |= {"rollout/replaced_group_share": 1 / 3, "groups/zero_advantage_share": 0.2}
+    metrics |= {"skip/forward_token_share": 0.0, "skip/head_backward_token_share": 0.0}
+    write_run(
+        tmp_path / "kl",
+        rows=[(metrics, timings)] * 4,
+        hf_dir=study[0].config.model.hf_dir,
+        ranks=8,
+        model={"precision": "bf16"},
+        objective={"kl_coef": 0.01},
+        batch={"dynamic_sampling_rounds": 1},
+    )
+    rows = rows_of([read_observation(tmp_path / "kl", mean_prompt_tokens=100.0)])
+    # From test_rows_are_the_runs, where 3/4 of the sequences are trained on.
+    forward = 2.549e15 / 0.75 / 0.75
+    operations = 1.5 * 4.061e15 + 1.75 * forward + 3 * forward
+    assert rows["kl"]["mfu"] == pytest.approx(operations / (15.125 * 8 * 989e12), rel=2e-3)
+
+
+def test_efficiencies_are_relative_to_the_fewest_gpus(study):
+    rows = rows_of(study)
+    strong = {name: row["strong_efficiency"] for name, row in rows.items()}
+    weak = {name: row["weak_efficiency"] for name, row in rows.items()}
+    base = 8.0 + OTHERS_S
+    assert strong == {
+        "one": 1.0,
+        "strong": pytest.approx(base / (2 * (5.0 + OTHERS_S))),
+        "strong_tp": pytest.approx(base / (2 * (6.0 + OTHERS_S))),
+        "weak": None,  # of twice the batch there is no other run
+        "longer": None,
+    }
+    assert weak == {
+        "one": 1.0,
+        "strong": None,
+        "strong_tp": None,
+        "weak": pytest.approx(base / (9.0 + OTHERS_S)),
+        "longer": None,
+    }
+
+
+def test_the_quickest_of_the_fewest_is_what_others_are_measured_by(study, tmp_path):
+    """Two layouts on eight GPUs; of two seeds the median counts; a method is another study."""
+    hf_dir = study[0].config.model.hf_dir
+    for name, generation_s, sections in (
+        ("slow", 12.0, {"parallel": TP2}),
+        ("seed", 6.0, {"run": {"output_dir": "unused", "num_steps": 10, "seed": 3}}),
+        ("method", 1.0, {"objective": {"method": "gspo"}}),
+    ):
+        sections = {"model": {"precision": "bf16"}} | sections
+        write_run(
+            tmp_path / name, rows=[a_step(generation_s / 8)] * 4, hf_dir=hf_dir, ranks=8, **sections
+        )
+    more = [
+        read_observation(tmp_path / name, mean_prompt_tokens=100.0)
+        for name in ("slow", "seed", "method")
+    ]
+    rows = rows_of([*study, *more])
+    best = 7.0 + OTHERS_S
+    assert rows["seed"]["strong_efficiency"] == pytest.approx(best / (6.0 + OTHERS_S))
+    assert rows["one"]["strong_efficiency"] == pytest.approx(best / (8.0 + OTHERS_S))
+    assert rows["slow"]["strong_efficiency"] == pytest.approx(best / (12.0 + OTHERS_S))
+    assert rows["strong"]["strong_efficiency"] == pytest.approx(best / (2 * (5.0 + OTHERS_S)))
+    assert rows["method"]["strong_efficiency"] is None
+
+
+def test_a_cpu_has_no_mfu(study, tmp_path):
+    rows = scaling_rows(study, gpu=CPU, efficiency=Efficiency())
+    assert {row["mfu"] for row in rows} == {row["update_mfu"] for row in rows} == {None}
+    table, split = scaling_tables(rows, gpu=CPU)
+    assert [str(column.header) for column in split.columns][-2:] == ["other", "step"]
+    headings = [str(column.header) for column in table.columns]
+    assert "MFU" not in headings
+    assert "tokens/s/process" in headings
+    write_scaling(study, rows, gpu=CPU, folder=tmp_path)
+
+
+def test_what_cannot_be_predicted_is_left_empty(study):
+    """No room for one sequence: the model has no time for it."""
+    small = replace(H200, memory_bytes=2**30)
+    rows = scaling_rows(study, gpu=small, efficiency=Efficiency())
+    assert {row["predicted_step_s"] for row in rows} == {None}
+    assert {row["predicted_tokens_per_gpu_s"] for row in rows} == {None}
+    assert rows[0]["tokens_per_gpu_s"] > 0
+
+
+def test_an_over_sampled_run_is_measured_but_not_predicted(study, tmp_path):
+    """Measuring takes no equation; the tables have a dash where there is none."""
+    write_run(
+        tmp_path / "over",
+        rows=[a_step()] * 4,
+        hf_dir=study[0].config.model.hf_dir,
+        ranks=8,
+        model={"precision": "bf16"},
+        batch={"oversampling": 1.5},
+    )
+    all_of_them = [*study, read_observation(tmp_path / "over", mean_prompt_tokens=100.0)]
+    rows = rows_of(all_of_them)
+    assert rows["over"]["tokens_per_gpu_s"] == rows["one"]["tokens_per_gpu_s"]
+    assert rows["over"]["mfu"] == rows["one"]["mfu"]
+    predicted = {key for key in rows["over"] if key.startswith("predicted")}
+    assert len(predicted) == len(STAGES) + 3
+    assert {rows["over"][key] for key in predicted} == {None}
+    assert None not in {rows["one"][key] for key in predicted}
+    console = Console(file=io.StringIO(), width=180)
+    console.print(scaling_tables(list(rows.values()), gpu=H200)[0])
+    (line,) = [one for one in console.file.getvalue().splitlines() if one.startswith("│ over ")]
+    assert [cell.strip() for cell in line.split("│")].count("-") == 4  # efficiencies, too
+    write_scaling(all_of_them, list(rows.values()), gpu=H200, folder=tmp_path / "figures")
+
+
+# -- figures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["throughput", "step_split"])
+def test_a_figure_can_be_read(study, name):
+    rows = scaling_rows(study, gpu=H200, efficiency=Efficiency())
+    with style():
+        made = {
+            "throughput": throughput(study, rows, H200),
+            "step_split": step_split(study, rows, H200),
+        }[name]
+        made.figure.draw_without_rendering()
+    figure = made.figure
+    assert figure.get_figwidth() == pytest.approx(3.3)
+    assert all(axis.get_xlabel() and axis.get_ylabel() for axis in figure.axes)
+    assert figure.legends
+    inside = figure.bbox.padded(1)
+    for text in shown_texts(figure):
+        box = text.get_window_extent()
+        assert text.get_fontsize() >= 7
+        assert inside.x0 <= box.x0 <= box.x1 <= inside.x1, text
+        assert inside.y0 <= box.y0 <= box.y1 <= inside.y1, text
+
+
+def test_lines_are_batches_and_layouts(study):
+    rows = scaling_rows(study, gpu=H200, efficiency=Efficiency())
+    found = [(line.label, [row["run"] for row in line.rows]) for line in lines_of(study, rows)]
+    assert found == [
+        ("256 prompts, uncut", ["one", "strong"]),
+        ("32 prompts a GPU, uncut", ["one", "weak"]),
+        ("256 prompts, TP 2", ["strong_tp"]),
+        ("256 prompts, uncut", ["longer"]),  # in a panel of its own
+    ]
+
+
+def lines_of(study, rows):
+    return lines(study, rows, unit="GPU")
+
+
+def test_the_same_line_of_another_method_is_called_by_its_run(study, tmp_path):
+    write_run(
+        tmp_path / "gspo",
+        rows=[a_step()] * 4,
+        hf_dir=study[0].config.model.hf_dir,
+        ranks=8,
+        model={"precision": "bf16"},
+        objective={"method": "gspo"},
+    )
+    all_of_them = [*study, read_observation(tmp_path / "gspo", mean_prompt_tokens=100.0)]
+    rows = scaling_rows(all_of_them, gpu=H200, efficiency=Efficiency())
+    labels = [line.label for line in lines_of(all_of_them, rows)]
+    assert "256 prompts, uncut (gspo)" in labels
+
+
+def test_other_micro_batches_are_another_line(study, tmp_path):
+    """They are a difference that no size of the layout shows."""
+    write_run(
+        tmp_path / "small",
+        rows=[a_step(0.5)] * 4,
+        hf_dir=study[0].config.model.hf_dir,
+        ranks=16,
+        model={"precision": "bf16"},
+        batch={"max_tokens_per_microbatch": 8192},
+    )
+    all_of_them = [*study, read_observation(tmp_path / "small", mean_prompt_tokens=100.0)]
+    rows = scaling_rows(all_of_them, gpu=H200, efficiency=Efficiency())
+    found = [[row["run"] for row in line.rows] for line in lines_of(all_of_them, rows)]
+    assert ["one", "strong"] in found
+    assert ["small"] in found
+
+
+def test_what_is_ideal_is_what_the_table_measures_by(study, tmp_path):
+    """The quickest layout on the fewest GPUs, not the line's own first."""
+    write_run(
+        tmp_path / "slow",
+        rows=[a_step(1.5)] * 4,
+        hf_dir=study[0].config.model.hf_dir,
+        ranks=8,
+        model={"precision": "bf16"},
+        parallel=TP2,
+    )
+    all_of_them = [*study, read_observation(tmp_path / "slow", mean_prompt_tokens=100.0)]
+    rows = scaling_rows(all_of_them, gpu=H200, efficiency=Efficiency())
+    with style():
+        axis = throughput(all_of_them, rows, H200).figure.axes[0]
+    dotted = [line.get_ydata() for line in axis.lines if line.get_linestyle() == ":"]
+    best = 256 * 8 * 600 / (8.0 + OTHERS_S) / 8
+    assert len(dotted) == 3  # both layouts' strong lines, and the weak one
+    for heights in dotted:
+        assert list(heights) == pytest.approx([best, best])
+
+
+# Of how a run computes: what a layout shows of it, if anything.
+WAYS = {
+    "overlap": ({"parallel": {"overlap_grad_reduce": True}}, "overlap"),
+    "offload": ({"optimizer": {"offload": True}}, "offload"),
+    "offload all": ({"optimizer": {"offload": "all"}}, "offload all"),
+    "memory": ({"rollout": {"memory_fraction": 0.7}}, ""),
+    "eager": ({"rollout": {"enforce_eager": True}}, ""),
+    "head": ({"model": {"head": "torch"}}, ""),
+    "ends": ({"model": {"recompute": "full"}}, "recompute full"),
+}
+
+
+def test_lines_join_what_computes_in_the_same_way_alone(study, tmp_path):
+    """Each on eight and on sixteen GPUs; seeds, checkpoints and timeouts make no line."""
+    for ranks in (8, 16):
+        for name, (sections, _) in WAYS.items():
+            sections = sections | {
+                "model": {"precision": "bf16"} | sections.get("model", {}),
+                "parallel": {"timeout_s": 1800 + ranks} | sections.get("parallel", {}),
+                "checkpoint": {"every_steps": ranks},
+                "run": {"output_dir": f"runs/on_{ranks}", "num_steps": ranks, "seed": ranks},
+            }
+            write_run(
+                tmp_path / f"{name}_{ranks}",
+                rows=[a_step(8 / ranks)] * 4,
+                hf_dir=study[0].config.model.hf_dir,
+                ranks=ranks,
+                **sections,
+            )
+    more = [read_observation(path, mean_prompt_tokens=100.0) for path in sorted(tmp_path.iterdir())]
+    rows = scaling_rows([*study, *more], gpu=H200, efficiency=Efficiency())
+    found = {
+        frozenset(row["run"] for row in line.rows): line.label
+        for line in lines_of([*study, *more], rows)
+    }
+    for name, (_, shown) in WAYS.items():
+        label = found[frozenset({f"{name}_8", f"{name}_16"})]
+        assert label == f"256 prompts, {shown}" if shown else label.endswith(f"({name}_8)")
+    # One of several that are called alike is called by its run, too.
+    assert found[frozenset({"one", "strong"})] == "256 prompts, uncut (one)"
+
+
+def test_a_long_name_of_a_line_can_be_read(study, tmp_path):
+    write_run(
+        tmp_path / "all",
+        rows=[a_step()] * 4,
+        hf_dir=study[0].config.model.hf_dir,
+        ranks=8,
+        model={"precision": "fp8", "fp8_recipe": "blockwise", "recompute": "full"},
+        parallel=TP2 | {"overlap_grad_reduce": True},
+        optimizer={"offload": True},
+        rollout={"quantization": "fp8", "tensor_parallel_size": 2},
+    )
+    all_of_them = [*study, read_observation(tmp_path / "all", mean_prompt_tokens=100.0)]
+    rows = scaling_rows(all_of_them, gpu=H200, efficiency=Efficiency())
+    with style():
+        before, figure = (
+            throughput(some, rows[: len(some)], H200).figure for some in (study, all_of_them)
+        )
+        for one in (before, figure):
+            one.draw_without_rendering()
+    # Its lines make the figure higher, not the panels lower (a fifth, if it did not grow).
+    heights = [one.axes[0].get_window_extent().height for one in (before, figure)]
+    assert heights[1] == pytest.approx(heights[0], rel=0.1)
+    inside = figure.bbox.padded(1)
+    (legend,) = figure.legends
+    shown = [" ".join(text.get_text().split()) for text in legend.texts]
+    assert (
+        "256 prompts, TP 2 vLLM TP 2 recompute full overlap offload fp8 blockwise vLLM fp8" in shown
+    )
+    for box in (legend.get_window_extent(), *(one.get_window_extent() for one in legend.texts)):
+        assert inside.x0 <= box.x0 <= box.x1 <= inside.x1
+        assert inside.y0 <= box.y0 <= box.y1 <= inside.y1
+
+
+def test_one_process_is_no_processes(study, tmp_path):
+    more = []
+    for ranks in (1, 2):
+        hf_dir = study[0].config.model.hf_dir
+        write_run(tmp_path / f"on_{ranks}", rows=[a_step()] * 4, hf_dir=hf_dir, ranks=ranks)
+        more.append(read_observation(tmp_path / f"on_{ranks}", mean_prompt_tokens=100.0))
+    rows = scaling_rows(more, gpu=CPU, efficiency=Efficiency())
+    with style():
+        (axis,) = step_split(more, rows, CPU).figure.axes
+    names = [
+        label.get_text().replace("\N{NO-BREAK SPACE}", " ") for label in axis.get_yticklabels()
+    ]
+    assert names == ["1 process, uncut", "2 processes, DP 2"]
+
+
+def test_what_other_is_in_the_figure_is_said(study):
+    """A stage below 2 % of all bars has none of its own; the table has it apart."""
+    rows = scaling_rows(study[:1], gpu=H200, efficiency=Efficiency())
+    with style():
+        made = step_split(study[:1], rows, H200)
+    (axis,) = made.figure.axes
+    assert "sync" not in axis.get_legend_handles_labels()[1]
+    assert "sync" in {row["stage"] for row in made.rows}
+    assert "2 %" in " ".join(made.notes)
+
+
+def test_layouts_are_told_apart():
+    def shown(sections=None, **cut):
+        one = SimpleNamespace(layout=layout(**cut), config=config(**sections or {}))
+        return " ".join(layout_items(one))
+
+    for sections, item in WAYS.values():
+        recompute = sections.get("model", {}).get("recompute", "none")
+        assert shown(sections, dp=1, recompute=recompute) == (item or "uncut")
+    assert shown({"model": {"precision": "fp8"}}, dp=2) == "DP 2 fp8 tensorwise"
+    assert shown({"rollout": {"quantization": "fp8"}}, tp=2, dp=1) == "TP 2 SP vLLM fp8"
+
+    assert shown(dp=1) == "uncut"
+    assert shown(tp=2) == "TP 2 SP DP 8"
+    assert shown(tp=2, sp=False, dp=1) == "TP 2"
+    assert shown(pp=4, dp=2) == "PP 4 DP 2"
+    assert shown(pp=4, dp=2, vpp=2, first=3) == "PP 4 x 2, unequal DP 2"
+    assert shown(pp=2, cp=2, dp=1, rollout_tp=4, recompute="full") == (
+        "PP 2 CP 2 vLLM TP 4 recompute full"
+    )
+
+
+# -- the study of larger models --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory):
+    """The runs of configs/scaling_qwen.toml, as they are read, in the study's order."""
+    folder = tmp_path_factory.mktemp("larger")
+    found = []
+    for run in read_study("configs/scaling_qwen.toml").runs:
+        model = Path(run.config.model.hf_dir).name
+        hf_dir = write_model(folder / "models" / model, CONFIGS[model])
+        tree = run.config.model_dump(mode="python", exclude_none=True)
+        tree["model"]["hf_dir"] = hf_dir
+        prompts = run.config.batch.rollout_prompts
+        ranks = 8 * run.resources.nodes
+        rows = [a_step(prompts / ranks, prompts=prompts)] * 4
+        write_run(folder / run.name, rows=rows, ranks=ranks, hf_dir=hf_dir, **tree)
+        found.append(read_observation(folder / run.name, mean_prompt_tokens=100.0))
+    assert len(found) == 18
+    return found
+
+
+@pytest.mark.parametrize("width", [160, 180])
+def test_a_table_of_many_runs_can_be_read(larger, width):
+    rows = scaling_rows(larger, gpu=H200, efficiency=Efficiency())
+    for table in scaling_tables(rows, gpu=H200):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(table)
+        text = console.file.getvalue()
+        assert "…" not in text
+        assert max(map(len, text.splitlines())) <= width
+        names = []
+        for line in (line.split("│") for line in text.splitlines() if line.startswith("│")):
+            if line[-2].strip():  # the last number: a row begins
+                names.append("")
+            names[-1] += line[1].strip()
+        assert names == [row["run"] for row in rows]
+
+
+def test_names_of_many_bars_are_apart(larger):
+    rows = scaling_rows(larger, gpu=H200, efficiency=Efficiency())
+    with style():
+        figure = step_split(larger, rows, H200).figure
+        figure.draw_without_rendering()
+        (axis,) = figure.axes
+        labels = axis.get_yticklabels()
+        boxes = [label.get_window_extent().padded(-1) for label in labels]
+    assert len(boxes) == 18
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    # A size and what it is of are on one line.
+    lines_of_labels = [line for label in labels for line in label.get_text().splitlines()]
+    assert not any(re.search(r"(TP|PP|DP)$|^\d+$", line) for line in lines_of_labels)
+    assert figure.get_figheight() < 10
+
+
+def test_many_lines_can_be_read(larger):
+    rows = scaling_rows(larger, gpu=H200, efficiency=Efficiency())
+    with style():
+        figure = throughput(larger, rows, H200).figure
+        figure.draw_without_rendering()
+    inside = figure.bbox.padded(1)
+    for text in shown_texts(figure):
+        box = text.get_window_extent()
+        assert inside.x0 <= box.x0 <= box.x1 <= inside.x1, text
+
+
+def test_rows_are_in_order(larger):
+    shuffled = larger[1::2] + larger[::2]
+    by_name = {one.name: one for one in shuffled}
+    folder = Path(larger[0].config.model.hf_dir).parents[1]
+    folders = [folder / one.name for one in shuffled]
+    found, left_out = observe(folders, lambda path, _: by_name[path.name])
+    assert left_out == []
+    keys = [
+        (
+            one.shape.num_parameters,
+            one.config.rollout.max_response_tokens,
+            one.config.batch.rollout_prompts,
+            one.layout.world_size,
+        )
+        for one in found
+    ]
+    assert keys == sorted(keys)
+    assert [one.name for one in found[:3]] == ["nodes_1", "nodes_2", "nodes_4"]
+
+
+# -- tools/plan.py --------------------------------------------------------------------------------
+
+
+def test_the_tool_prints_a_table_and_writes_figures_and_data(tmp_path, capsys):
+    runs(tmp_path / "study")
+    (tmp_path / "study" / "waiting" / "code").mkdir(parents=True)
+    command = ["measure", "--gpu", "h200", "--mean-prompt-tokens", "100"]
+    assert tool.main([*command, str(tmp_path / "study")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"\bMeasured\b.*\bh200\b", said)
+    assert re.search(r"\bEfficiencies\b.*\bassumed\b", said)
+    assert re.search(r"\bnot measured\b.*\bwaiting \(queued\)", said)
+    assert "Throughput of one GPU" in said
+    folder = tmp_path / "study" / "scaling"
+    assert {path.name for path in folder.iterdir()} == {
+        f"{name}.{kind}" for name in ("throughput", "step_split") for kind in ("csv", "pdf", "png")
+    }
+    with (folder / "throughput.csv").open() as file:
+        rows = {row["run"]: row for row in csv.DictReader(file)}
+    assert rows.keys() == {"one", "strong", "strong_tp", "weak", "longer"}
+    assert rows["weak"]["strong_efficiency"] == ""
+    assert float(rows["one"]["generation_s"]) == 8.0
+    with (folder / "step_split.csv").open() as file:
+        split = [row for row in csv.DictReader(file) if row["run"] == "one"]
+    assert sum(float(row["seconds"]) for row in split) == pytest.approx(8.0 + OTHERS_S)
+    assert sum(float(row["share"]) for row in split) == pytest.approx(1.0)
+    # Again: what was written is no run.
+    assert tool.main([*command, str(tmp_path / "study")]) == 0
+
+
+def test_one_run_that_cannot_be_read_does_not_keep_back_the_others(tmp_path, capsys):
+    runs(tmp_path / "study")
+    with (tmp_path / "study" / "strong" / "timings.jsonl").open("a") as file:
+        file.write("damaged\n")
+    (tmp_path / "study" / "weak" / "config.toml").write_text("garbage = [")
+    command = ["measure", "--gpu", "h200", "--mean-prompt-tokens", "100"]
+    assert tool.main([*command, str(tmp_path / "study")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"\bstrong \(\w+\): \S+/strong/timings\.jsonl:6\b", said)
+    assert re.search(r"\bweak \(\w+\): \S+/weak/config\.toml\b", said)
+    with (tmp_path / "study" / "scaling" / "throughput.csv").open() as file:
+        assert [row["run"] for row in csv.DictReader(file)] == ["one", "strong_tp", "longer"]
+
+
+def test_one_run_alone_and_two_of_one_name(tmp_path, capsys):
+    runs(tmp_path / "a")
+    runs(tmp_path / "b", model=CONFIGS["Qwen2.5-7B"])
+    command = ["measure", "--gpu", "h200", "--mean-prompt-tokens", "100"]
+    assert tool.main([*command, str(tmp_path / "a" / "one")]) == 0
+    assert (tmp_path / "a" / "one" / "scaling" / "throughput.png").exists()
+    command += ["--output", str(tmp_path / "both" / "figures")]
+    assert tool.main([*command, str(tmp_path / "a"), str(tmp_path / "b" / "one")]) == 0
+    with (tmp_path / "both" / "figures" / "throughput.csv").open() as file:
+        rows = [(row["run"], row["model"]) for row in csv.DictReader(file)]
+    assert (str(tmp_path / "a" / "one"), "Qwen2.5-1.5B") in rows
+    assert (str(tmp_path / "b" / "one"), "Qwen2.5-7B") in rows
+    assert ("strong", "Qwen2.5-1.5B") in rows
+    assert not (tmp_path / "a" / "scaling").exists()
+
+
+def test_folders_without_runs_are_refused(tmp_path, capsys):
+    command = ["measure", "--gpu", "h200", "--mean-prompt-tokens", "100"]
+    assert tool.main([*command, str(tmp_path)]) == 1
+    assert re.search(mentions(tmp_path, "config.toml", "no run"), capsys.readouterr().err)
+    write_model(tmp_path / "model", SMALL)
+    write_run(tmp_path / "early", rows=[a_step()], hf_dir=tmp_path / "model")
+    (tmp_path / "early" / "timings.jsonl").write_text(json.dumps({"step": 0}) + "\n")
+    assert tool.main([*command, str(tmp_path / "early")]) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"/early\b.*\btimed\b", said)
+    assert not (tmp_path / "early" / "scaling").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["measure", "x"], ("--gpu",)),
+        (["measure", "--gpu", "h20"], ("RUN",)),
+        (["measure", "x", "y", "--gpu", "h20"], ("--output",)),
+        (["measure", "x", "--gpu", "h20", "--processes", "8"], ("--processes",)),
+        (["measure", "x", "--gpu", "h20", "--nodes", "2"], ("--nodes",)),
+        (["calibrate", "--from-run", "x", "--gpu", "h20", "--output", "y"], ("--output",)),
+    ],
+)
+def test_wrong_usage(command, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tool.main(command)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.rpartition("error:")[2]  # behind the usage, which names all
+    assert re.search(mentions(*words), error)

@@ -1,0 +1,364 @@
+"""Generation by any engine and in any environment: scripted engines, no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from gapo_megatron import rewards
+from gapo_megatron.clock import Stopwatch
+from gapo_megatron.config import RewardConfig
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.errors import DataError, RewardError
+from gapo_megatron.rollout.engine import Request
+from gapo_megatron.rollout.generate import Watch, generate
+from gapo_megatron.rollout.progress import Heartbeat, Occupancy
+from gapo_megatron.rollout.requests import SamplingSettings, request_seed
+from gapo_megatron.rollout.rollouter import Rollouter
+from gapo_megatron.types import Episode, Prompt, Rollout
+from tests.dist import run_distributed
+from tests.messages import mentions
+from tests.rollout.test_sample import ATTEMPT, config_of
+from tests.scripted_engine import LoneReplicas, ScriptedEngine, place_of
+from tests.two_turn import TwoTurn
+from tests.waiting import wait_until
+
+EOS = 1
+SETTINGS = SamplingSettings(num_samples=4, max_response_tokens=40, seed=7, step=3)
+PROMPTS = [Prompt(str(i), (10 + i,), answer="") for i in range(8)]
+
+
+def length_of(problem: str, sample: int) -> int:
+    return 1 + (7 * int(problem) + 3 * sample) % 11
+
+
+def of_some_length(request: Request) -> list[int]:
+    """As many tokens as there are steps of `length_of`, the last one EOS; whatever is there."""
+    left = length_of(*place_of(request)) - len(request.response_ids)
+    return [5] * (left - 1) + [EOS]
+
+
+def tokens_of(groups: Any) -> list[list[list[int]]]:
+    return [[one.token_ids.tolist() for one in group] for group in groups]
+
+
+def episodes_of(groups: Any) -> dict[tuple[str, int], Rollout]:
+    return {
+        (prompt.id, sample): rollout
+        for prompt, group in zip(PROMPTS, groups, strict=True)
+        for sample, rollout in enumerate(group)
+        if rollout.finished
+    }
+
+
+# --- what is asked for, and until when ------------------------------------------------------------
+
+
+def test_every_response_is_asked_for_in_order_and_with_its_own_seed() -> None:
+    engine = ScriptedEngine(of_some_length)
+    settings = replace(SETTINGS, temperature=0.5, top_p=0.9)
+    groups = generate(engine, PROMPTS, settings)
+    assert [one.name for one in engine.asked] == [f"{i}/{j}" for i in range(8) for j in range(4)]
+    for request in engine.asked:
+        problem, sample = place_of(request)
+        assert request.seed == request_seed(7, 3, problem, sample)
+        assert (request.max_tokens, request.temperature, request.top_p) == (40, 0.5, 0.9)
+        assert tuple(request.prompt_ids) == PROMPTS[int(problem)].token_ids
+        assert not len(request.response_ids)
+    for i, group in enumerate(groups or []):
+        for sample, one in enumerate(group):
+            assert len(one.token_ids) == length_of(str(i), sample) and one.finished
+            assert one.log_probs.tolist() == [-1.0] * len(one.token_ids)
+            assert (one.truncated, one.response_mask) == (False, None)
+
+
+def test_seeds_are_fixed_and_apart() -> None:
+    assert request_seed(0, 0, "p", 0) == 105696400331299797
+    seeds = {
+        request_seed(run, step, prompt, sample)
+        for run in range(3)
+        for step in range(5)
+        for prompt in ("1", "11", "p")
+        for sample in range(8)
+    }
+    # Going on, also within the step that has begun, meets other random numbers.
+    seeds |= {request_seed(0, 0, "p", 0, start) for start in range(1, 10)}
+    assert len(seeds) == 3 * 5 * 3 * 8 + 9
+    assert request_seed(0, 0, "p", 0, 0) == request_seed(0, 0, "p", 0)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_responses_are_handed_over_when_they_end_and_once() -> None:
+    engine = ScriptedEngine(of_some_length)
+    calls: list[list[Episode]] = []
+    still_running = []
+
+    def on_ended(ended: Sequence[Episode]) -> None:
+        calls.append(list(ended))
+        still_running.append(sum(engine.num_requests()) > 0)
+
+    def handed_over() -> dict[tuple[str, int], Rollout]:
+        everything = [one for ended in calls for one in ended]
+        found = {(one.prompt.id, one.sample): one.rollout for one in everything}
+        assert len(found) == len(everything)
+        return found
+
+    watch = Watch(on_ended=on_ended)
+    first = generate(engine, PROMPTS, SETTINGS, num_groups=3, watch=watch)
+    assert first is not None
+    assert handed_over() == episodes_of(first)  # the same objects: rollouts are equal to no other
+    assert sum(map(bool, calls)) > 3 and [] in calls
+    assert not still_running[0] and all(still_running[1:])
+    num_whole = sum(all(one.finished for one in group) for group in first)
+    assert 3 <= num_whole < 8
+    calls.clear()
+    begun = {prompt.id: group for prompt, group in zip(PROMPTS, first, strict=True)}
+    rest = generate(engine, PROMPTS, SETTINGS, begun=begun, watch=watch)
+    assert handed_over() == episodes_of(rest) and len(handed_over()) == 32
+    assert len(calls[0]) == len(episodes_of(first))
+    alone = generate(ScriptedEngine(of_some_length), PROMPTS, SETTINGS)
+    assert tokens_of(rest) == tokens_of(alone)
+
+
+def test_whatever_raises_leaves_no_request_behind() -> None:
+    def fail(ended: Sequence[Episode]) -> None:
+        if ended:
+            raise RewardError("no worker can start")
+
+    engine = ScriptedEngine(of_some_length)
+    with pytest.raises(RewardError):
+        generate(engine, PROMPTS, SETTINGS, watch=Watch(on_ended=fail))
+    assert engine.num_requests() == (0, 0) and engine.num_steps == 1
+
+
+def test_an_engine_that_has_ended_hands_over_until_the_last_one_has() -> None:
+    """Nothing new; but nobody else would feed the workers. And it says that it is well."""
+    calls: list[Sequence[Episode]] = []
+    asked: list[float] = []
+
+    class Waits(Heartbeat):
+        def beat(self, *, ended: bool) -> bool:
+            return False
+
+        def wait_for_all(
+            self, *, on_beat: Callable[[], object], meanwhile: Callable[[], object]
+        ) -> None:
+            assert engine.num_requests() == (0, 0)
+            before = len(calls), len(asked)
+            meanwhile()
+            on_beat()
+            assert [*map(len, calls[before[0] :])] == [0] and len(asked) == before[1] + 1
+
+    class Replicas(LoneReplicas):
+        def heartbeat(self) -> Heartbeat:
+            return Waits(None)
+
+    def should_abandon(elapsed_s: float) -> bool:
+        asked.append(elapsed_s)
+        return False
+
+    engine = ScriptedEngine(of_some_length, replicas=Replicas())
+    watch = Watch(on_ended=calls.append, should_abandon=should_abandon)
+    assert generate(engine, PROMPTS, SETTINGS, watch=watch) is not None
+    assert len(asked) == 2 + 1  # eleven steps, with a question before each eighth
+
+
+def test_a_replica_that_is_told_to_break_off_ends_all_of_them() -> None:
+    class Replicas(LoneReplicas):
+        def gather(self, groups: Sequence[Any]) -> list[Any]:
+            return [*groups, replace(groups[0], broken_off=True)]
+
+    watch = Watch(should_abandon=lambda elapsed_s: False)
+    engine = ScriptedEngine(of_some_length)
+    assert generate(engine, PROMPTS, SETTINGS, watch=watch) is not None
+    engine = ScriptedEngine(of_some_length, replicas=Replicas())
+    assert generate(engine, PROMPTS, SETTINGS, watch=watch) is None
+    engine = ScriptedEngine(of_some_length)
+    told = Watch(should_abandon=lambda elapsed_s: True)
+    assert generate(engine, PROMPTS, SETTINGS, watch=told) is None
+    assert engine.num_steps == 0 and engine.num_requests() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "named"),
+    [
+        ((), ["'bad'", 0, 9960]),
+        ((2,) * 9961, ["'bad'", 9961, 9960]),
+        ((2, 100_000), ["'bad'", 100_000, 99_999]),
+        ((2, -1), ["'bad'", -1, 99_999]),
+    ],
+)
+def test_bad_prompts_are_named_before_generation(
+    token_ids: tuple[int, ...], named: list[Any]
+) -> None:
+    engine = ScriptedEngine(of_some_length)
+    with pytest.raises(DataError, match=mentions(*named)):
+        generate(engine, [*PROMPTS, Prompt("bad", token_ids, answer="")], SETTINGS)
+    assert not engine.asked
+
+
+def beats(folder: str) -> int:
+    """Rank 0 has ended; rank 1 generates, is frozen for a while, and ends."""
+    heart = Heartbeat(dist.group.WORLD)
+    lively, frozen, thawed = (Path(folder, name) for name in ("lively", "frozen", "thawed"))
+    if dist.get_rank() == 1:
+
+        def is_lively() -> bool:
+            heart.beat(ended=False)
+            return lively.exists()
+
+        wait_until(is_lively, "rank 0 to see beats")
+        frozen.touch()
+        wait_until(thawed.exists, "rank 0 to have looked")
+        heart.wait_for_all(on_beat=lambda: None, meanwhile=lambda: None)
+        return 0
+
+    wait_until(lambda: heart.beat(ended=True), "a beat of rank 1")
+    wait_until(lambda: heart.beat(ended=True), "another")
+    lively.touch()
+    wait_until(frozen.exists, "rank 1 to freeze")
+    num_beats = sum(heart.beat(ended=True) for _ in range(1000))
+    assert not heart.all_ended
+    thawed.touch()
+    heart.wait_for_all(on_beat=lambda: None, meanwhile=lambda: None)
+    return num_beats
+
+
+def test_a_rank_that_freezes_while_it_generates_is_missed(tmp_path: Path) -> None:
+    """Its own watch is frozen with it, so the others must not wait for it for ever."""
+    num_beats, _ = run_distributed(beats, 2, str(tmp_path))
+    assert num_beats <= 1, "at most the one that was under way"
+
+
+# --- an environment that answers ------------------------------------------------------------------
+
+GIVEN = (90, 91, 92)
+
+
+def in_two_turns(request: Request) -> list[int]:
+    """Two tokens and EOS, then some more of another number."""
+    said = request.response_ids.tolist()
+    if GIVEN[-1] in said:
+        begun = len(said) - said.index(GIVEN[-1]) - 1
+        return [*[7] * (1 + place_of(request)[1]), EOS][begun:]
+    return [5, 5, EOS][len(said) :]
+
+
+def test_the_model_goes_on_from_what_the_environment_says() -> None:
+    engine = ScriptedEngine(in_two_turns)
+    calls: list[Episode] = []
+    groups = generate(
+        engine, PROMPTS[:2], SETTINGS, respond=TwoTurn(GIVEN).respond, watch=Watch(calls.extend)
+    )
+    for prompt, group in zip(PROMPTS, groups or [], strict=False):
+        for sample, one in enumerate(group):
+            said = [7] * (1 + sample) + [EOS]
+            assert one.token_ids.tolist() == [5, 5, EOS, *GIVEN, *said]
+            sampled = [True] * 3 + [False] * 3 + [True] * len(said)
+            assert one.response_mask is not None and one.response_mask.tolist() == sampled
+            assert one.log_probs.tolist() == [-1.0 if is_ours else 0.0 for is_ours in sampled]
+            assert one.finished and not one.truncated
+            assert (one.token_ids.dtype, one.log_probs.dtype) == (np.int32, np.float32)
+            first, second = [r for r in engine.asked if r.name == f"{prompt.id}/{sample}"]
+            # Tokens as they are, and other random numbers.
+            assert tuple(second.prompt_ids) == tuple(first.prompt_ids) == prompt.token_ids
+            assert second.response_ids.tolist() == [5, 5, EOS, *GIVEN]
+            assert (first.max_tokens, second.max_tokens) == (40, 34)
+            assert second.seed == request_seed(7, 3, prompt.id, sample, 6) != first.seed
+    # An episode ends once, as a whole.
+    assert len(calls) == 8 and {id(one.rollout) for one in calls} == {
+        id(one) for group in groups or [] for one in group
+    }
+
+
+def test_the_token_limit_counts_what_the_environment_says() -> None:
+    def run(limit: int) -> Rollout:
+        settings = replace(SETTINGS, num_samples=1, max_response_tokens=limit)
+        engine = ScriptedEngine(in_two_turns)
+        groups = generate(engine, PROMPTS[:1], settings, respond=TwoTurn(GIVEN).respond)
+        assert groups is not None
+        return groups[0][0]
+
+    whole = [5, 5, EOS, *GIVEN, 7, EOS]
+    for limit in (2, 7, 8):
+        rollout = run(limit)
+        assert rollout.token_ids.tolist() == whole[:limit]
+        assert rollout.truncated == (limit < 8) and rollout.finished
+    for limit in (3, 4, 5, 6):  # no room for a token of the model: nothing to learn from
+        rollout = run(limit)
+        assert rollout.token_ids.tolist() == whole[:3] and rollout.response_mask is None
+        assert rollout.truncated and rollout.finished
+
+
+@pytest.mark.parametrize("num_steps", range(1, 8))
+def test_an_episode_goes_on_wherever_it_was_broken_off(num_steps: int) -> None:
+    """Before the environment's answer, right after it, or later; it is asked once."""
+    respond = TwoTurn(GIVEN).respond
+    settings = replace(SETTINGS, num_samples=2)
+    engine = ScriptedEngine(in_two_turns)
+    whole = generate(engine, PROMPTS[:1], settings, respond=respond)
+    # Problem 1 is whole after so many steps, and breaks problem 0 off.
+    engine = ScriptedEngine(
+        lambda request: [6] * num_steps if place_of(request)[0] == "1" else in_two_turns(request)
+    )
+    first = generate(
+        engine,
+        PROMPTS[:2],
+        settings,
+        num_groups=1,
+        respond=lambda one: None if one.prompt.id == "1" else respond(one),
+    )
+    assert first is not None and whole is not None
+    (opened, _) = first
+    assert sum(one.finished for one in opened) == (num_steps >= 5) + (num_steps >= 6)
+    rest = generate(engine, PROMPTS[:1], settings, begun={"0": opened}, respond=respond)
+    assert rest is not None and tokens_of(rest) == tokens_of(whole)
+    for one, expected in zip(rest[0], whole[0], strict=True):
+        assert one.response_mask is not None and expected.response_mask is not None
+        assert one.response_mask.tolist() == expected.response_mask.tolist()
+        assert one.log_probs.tolist() == expected.log_probs.tolist()
+
+
+def test_a_request_that_goes_on_does_not_make_the_engine_full() -> None:
+    occupancy = Occupancy()
+    watch = Watch(should_abandon=lambda elapsed_s: False, occupancy=occupancy)
+    shares: list[float] = []
+    share_taken = occupancy.share_taken
+    occupancy.share_taken = lambda *counts: shares.append(share_taken(*counts)) or shares[-1]  # type: ignore[method-assign, func-returns-value]
+    engine = ScriptedEngine(in_two_turns)
+    generate(engine, PROMPTS[:1], SETTINGS, respond=TwoTurn(GIVEN).respond, watch=watch)
+    # Three steps of the first turn; in the second the four end one after another.
+    assert shares == [1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+
+
+def test_a_batch_of_two_turns_counts_what_the_model_sampled() -> None:
+    """Verdicts are on the last turn, made in a worker; what is open keeps its mask."""
+    config = config_of(2, oversampling=2, partial_rollouts=True)
+    problems = [Prompt(str(i), (10 + i,), answer=f"7 {EOS}") for i in range(8)]
+    engine = ScriptedEngine(in_two_turns)
+    tokenizer: Any = None
+    with rewards.start_pool(RewardConfig(kind="exact"), num_workers=1) as pool:
+        rollouter = Rollouter(
+            engine,
+            PromptSource(problems, seed=0),
+            pool,
+            tokenizer,
+            config,
+            environment=TwoTurn(GIVEN),
+        )
+        sampled = rollouter.collect(0, attempt=ATTEMPT, stopwatch=Stopwatch())
+    assert sampled is not None
+    for group in sampled.groups:
+        assert group.rewards == [1.0, 0.0, 0.0, 0.0]
+    # 3 + 2 to 3 + 5 tokens.
+    assert sampled.metrics["rollout/response_length/mean"] == 6.5
+    assert sampled.metrics["reward/mean"] == 0.25
+    assert len(rollouter.open_groups) == 2
+    for one in (r for group in rollouter.open_groups for r in group.rollouts):
+        assert one.response_mask is not None and (~one.response_mask).sum() == 3

@@ -1,0 +1,518 @@
+"""Which groups a batch is made of, and which problems. tests/run/test_train.py runs it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gapo_megatron import rewards
+from gapo_megatron.clock import Stopwatch
+from gapo_megatron.config import Config
+from gapo_megatron.config.counts import num_begun
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.rollout import generate as generate_module
+from gapo_megatron.rollout import rollouter as rollouter_module
+from gapo_megatron.rollout.engine import Request
+from gapo_megatron.rollout.environments.one_turn import OneTurn
+from gapo_megatron.rollout.progress import Occupancy
+from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.requests import NOT_BEGUN
+from gapo_megatron.rollout.rollouter import (
+    Rollouter,
+    Sampled,
+    check_problems,
+    choose,
+    is_informative,
+)
+from gapo_megatron.types import Carried, Episode, OpenGroup, Outcome, Prompt, Rollout, Verdict
+from tests.learn_setup import GROUP_SIZE, make_config, make_groups
+from tests.messages import mentions
+from tests.scripted_engine import ScriptedEngine, ThreadReplicas, place_of
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [("cw", True), ("cc", False), ("ww", False), ("cwu", True), ("cu", False), ("uu", False)],
+)
+def test_a_group_teaches_where_valid_rewards_differ(verdicts: str, expected: bool) -> None:
+    (group,) = make_groups([verdicts])
+    assert is_informative(group) is expected
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "wanted", "expected"),
+    [
+        (["cw", "cc", "ww", "wc"], 2, [0, 3]),
+        (["cc", "cw", "ww", "wc", "cw"], 2, [1, 3]),
+        # Filled up with the first that teach nothing, in the order drawn.
+        (["cc", "ww", "cw", "cc"], 3, [0, 1, 2]),
+        (["ww", "ww", "ww"], 2, [0, 1]),
+    ],
+)
+def test_the_batch_keeps_the_first_that_teach(
+    verdicts: list[str], wanted: int, expected: list[int]
+) -> None:
+    groups = make_groups(verdicts)
+    assert [groups.index(group) for group in choose(groups, wanted)] == expected
+
+
+def test_no_problem_comes_twice_in_a_batch_of_several_draws() -> None:
+    source = PromptSource([Prompt(str(i), (i,), "") for i in range(10)], seed=0)
+    all_drawn = []
+    for _ in range(30):
+        drawn = source.next_batch(5)
+        for more in (3, 1):
+            drawn += source.next_batch(more, drawn=drawn)
+        ids = [prompt.id for prompt in drawn]
+        assert len(set(ids)) == 9
+        all_drawn += ids
+    assert {all_drawn.count(str(i)) for i in range(10)} == {27}
+    with pytest.raises(ConfigError, match=r"\b11\b.*\b10\b"):
+        source.next_batch(2, drawn=drawn)
+
+
+def test_problems_given_back_come_again_and_all_as_often() -> None:
+    """Also over the ends of epochs, where one may be there twice."""
+    source = PromptSource([Prompt(str(i), (i,), "") for i in range(10)], seed=0)
+    learned = []
+    for number in range(60):
+        drawn = source.next_batch(6)
+        ids = [prompt.id for prompt in drawn]
+        assert len(set(ids)) == 6
+        late = drawn[number % 3 :: 3]
+        source.give_back(late)
+        learned += [prompt.id for prompt in drawn if prompt not in late]
+        begun = (1 + source.state_dict()["epoch"]) * 10
+        assert len(source.state_dict()["remaining"]) + len(learned) == begun
+    counts = [learned.count(str(i)) for i in range(10)]
+    assert sum(counts) == 240
+    assert max(counts) - min(counts) <= 2
+
+
+@pytest.mark.parametrize(
+    ("luck", "longest", "others", "least"), [(0.0, 20.9, 34.8, 0), (0.7, 30.25, 32.44, 1)]
+)
+def test_over_sampling_puts_off_long_problems(
+    luck: float, longest: float, others: float, least: int
+) -> None:
+    """The figures of docs/data.md: how often each is learned from, by how long its responses are.
+
+    What is put off comes again in every epoch that it has missed; yet what is the longest of any
+    company never gets its turn.
+    """
+    random = np.random.default_rng(1)
+    source = PromptSource([Prompt(str(i), (i,), "") for i in range(400)], seed=0)
+    lengths = random.lognormal(0, 0.7, 400)
+    counts = np.zeros(400, int)
+    for _ in range(200):
+        drawn = source.next_batch(96)
+        now = [lengths[int(p.id)] * np.exp(luck * random.standard_normal()) for p in drawn]
+        late = {int(i) for i in np.argsort(now)[64:]}
+        source.give_back([drawn[i] for i in sorted(late)])
+        counts[[int(p.id) for i, p in enumerate(drawn) if i not in late]] += 1
+    assert len(source.state_dict()["remaining"]) + 200 * 64 == 400 * (
+        1 + source.state_dict()["epoch"]
+    )
+    by_length = counts[np.argsort(lengths)]
+    found = (by_length[320:].mean(), by_length[:320].mean(), counts.min())
+    assert found == pytest.approx((longest, others, least), abs=0.05)
+
+
+def config_of(rollout_prompts: int, **batch: Any) -> Config:
+    sizes = {"rollout_prompts": rollout_prompts, "minibatch_prompts": rollout_prompts}
+    return make_config(Path("unused"), batch=sizes | batch)
+
+
+def test_as_many_problems_are_begun_as_the_factor_says() -> None:
+    batch = config_of(50, oversampling=1.1).batch
+    assert [num_begun(batch, wanted) for wanted in (50, 1, 0)] == [55, 2, 0]
+    assert num_begun(config_of(50).batch, 50) == 50
+
+
+class Numbered(OneTurn):
+    """Has the verifier told which response it is."""
+
+    def judge(self, episode: Episode) -> tuple[str, str]:
+        return episode.prompt.id, str(episode.sample)
+
+
+class InstantPool:
+    """Judges at once. Every third problem teaches nothing."""
+
+    def __init__(self) -> None:
+        self.judged: list[Verdict] = []
+
+    def submit(self, items: Sequence[tuple[str, str]]) -> list[int]:
+        first = len(self.judged)
+        for problem, sample in items:
+            correct = sample == "0" and int(problem) % 3
+            self.judged.append(Verdict(Outcome.CORRECT if correct else Outcome.WRONG))
+        return list(range(first, len(self.judged)))
+
+    def poll(self) -> None:
+        pass
+
+    def collect(self, numbers: Sequence[int], *, may_end: Callable[[bool], bool]) -> list[Verdict]:
+        while not may_end(True):
+            pass
+        return [self.judged[number] for number in numbers]
+
+
+ATTEMPT: Any = SimpleNamespace(patience=lambda _: lambda elapsed_s: False)
+
+
+def length_of(problem: str, sample: int) -> int:
+    return 1 + (7 * int(problem) + 3 * sample) % 11
+
+
+class Setup:
+    """A rollouter over a scripted engine: each token is the number of the step of the run.
+
+    The clock of `generate` goes on by a second in every decoding step.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        source: Any = None,
+        *,
+        replicas: Replicas | None = None,
+        length: Callable[[str, int], int] = length_of,
+    ) -> None:
+        self.step = 0
+        self.now = 0.0
+        self.running: list[int] = []
+        """Requests of each decoding step."""
+        self.length = length
+        self.engine = ScriptedEngine(self._say, replicas=replicas, before_step=self._tick)
+        self.pool = InstantPool()
+        self.rollouter = self.begin(config, source)
+
+    def begin(self, config: Config, source: Any) -> Rollouter:
+        nothing: Any = None
+        pool: Any = self.pool
+        environment = Numbered(nothing)
+        return Rollouter(self.engine, source, pool, nothing, config, environment=environment)
+
+    def collect(self, step: int, stopwatch: Stopwatch | None = None) -> Sampled:
+        self.step = step
+        stopwatch = stopwatch or Stopwatch()
+        sampled = self.rollouter.collect(step, attempt=ATTEMPT, stopwatch=stopwatch)
+        assert sampled is not None
+        return sampled
+
+    def draw(
+        self, prompts: Sequence[Prompt], opened: Sequence[OpenGroup], wanted: int
+    ) -> rollouter_module._Judged:
+        """One round of step 1."""
+        now = rollouter_module._Step(1, ATTEMPT, Stopwatch(), Occupancy())
+        self.step = 1
+        judged = self.rollouter._draw(list(prompts), opened, wanted, now)
+        assert judged is not None
+        return judged
+
+    def _say(self, request: Request) -> list[int]:
+        return [self.step] * (self.length(*place_of(request)) - len(request.response_ids))
+
+    def _tick(self) -> None:
+        self.now += 1
+        self.running.append(sum(self.engine.num_requests()))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Setup], None]:
+    """Let generation go by the clock of a setup."""
+    return lambda setup: monkeypatch.setattr(
+        generate_module, "time", SimpleNamespace(monotonic=lambda: setup.now)
+    )
+
+
+def idle_share(running: Sequence[int]) -> float:
+    """Of an engine that has as many places as ever ran at a time, a second each step."""
+    taken = [count / max(running[: i + 1]) for i, count in enumerate(running)]
+    return 1 - sum(taken) / len(taken)
+
+
+def test_a_step_draws_as_many_problems_as_are_asked_for(
+    clock: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No group teaches, so that every round draws anew; one problem less is refused before."""
+    config = config_of(8, oversampling=1.3, dynamic_sampling_rounds=2)
+    problems = [Prompt(str(3 * i), (i,), "") for i in range(3 * 11)]
+    check_problems(problems, config)
+    source, stopwatch = PromptSource(problems, seed=0), Stopwatch()
+    given_back: list[Prompt] = []
+    monkeypatch.setattr(source, "give_back", given_back.extend)
+    setup = Setup(config, source)
+    clock(setup)
+    sampled = setup.collect(0, stopwatch)
+    assert sampled.metrics["rollout/sampling_rounds"] == 3
+    assert source.state_dict()["remaining"] == []
+    # Every problem has been drawn once; 8 of each 11 are whole.
+    assert len({prompt.id for prompt in given_back}) == 3 * 3
+    num_sampled = setup.engine.num_tokens
+    lost = num_sampled - 24 * GROUP_SIZE * sampled.metrics["rollout/response_length/mean"]
+    assert lost > 0
+    assert sampled.metrics["rollout/lost_token_share"] == pytest.approx(lost / num_sampled)
+    assert 0 < idle_share(setup.running) < 1
+    assert stopwatch.notes["perf/rollout_idle_share"] == pytest.approx(idle_share(setup.running))
+
+    rounds = ("batch.oversampling (1.3)", "batch.dynamic_sampling_rounds (2)")
+    named = mentions("batch.rollout_prompts (8)", *rounds, 33, config.data.train_path, 32)
+    with pytest.raises(DataError, match=named):
+        check_problems(problems[1:], config)
+    with pytest.raises(DataError, match=mentions("batch.rollout_prompts (64)", 33)) as caught:
+        check_problems(problems, config_of(64))
+    assert "oversampling" not in str(caught.value)
+
+
+def test_an_engine_is_full_while_requests_wait() -> None:
+    """And keeps its places, when a later call has fewer requests than they are."""
+    occupancy = Occupancy()
+    assert occupancy.share_taken(4, 6) == 1
+    assert occupancy.share_taken(3, 1) == 1  # room in the cache for three, of longer responses
+    assert occupancy.share_taken(3, 0) == 0.75
+    assert occupancy.share_taken(2, 0) == 0.5
+    assert occupancy.share_taken(8, 0) == 1
+    assert occupancy.share_taken(2, 0) == 0.25
+    assert Occupancy().share_taken(0, 0) == Occupancy().idle_share == 0
+    assert Occupancy(taken_s=3.0, capacity_s=4.0).idle_share == 0.25
+
+
+def decode(token_ids: Sequence[int], **_: Any) -> str:
+    """As commands to tests/reward_setup.py, which make verdicts that say what is judged by what."""
+    return f"echo {len(token_ids)} tokens"
+
+
+TOKENIZER: Any = SimpleNamespace(decode=decode)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[list[rewards.Pool]]:
+    """One for each of four ranks. Every worker is ready: none is started in a rank's thread."""
+    with ExitStack() as stack:
+        verifier = "tests.reward_setup"
+        pools = [rewards.Pool(verifier, num_workers=1, timeout_s=600) for _ in range(4)]
+        for pool in pools:
+            stack.enter_context(pool).wait_until_ready()
+        yield pools
+
+
+@pytest.mark.parametrize(("oversampling", "num_open"), [(1.0, 0), (1.5, 0), (1.5, 3)])
+def test_verdicts_belong_to_their_responses_whichever_rank_judges(
+    pools: list[rewards.Pool], oversampling: float, num_open: int
+) -> None:
+    """Two ranks in each of two engines; responses end in another order than they were begun."""
+    partial = bool(num_open)
+    config = config_of(6, oversampling=oversampling, partial_rollouts=partial)
+    prompts = [Prompt(str(i), (1,), f"answer {i}") for i in range(int(6 * oversampling))]
+    tokens = np.zeros(1, np.int32)
+    first = Rollout(tokens, np.zeros(1, np.float32), False, False, Carried(0, np.ones(1)))
+    # Of each open group two responses are finished: they are judged with the others.
+    done = replace(first, finished=True)
+    opened = [
+        OpenGroup(prompt, (done, done, *[first] * (GROUP_SIZE - 2)))
+        for prompt in prompts[len(prompts) - num_open :]
+    ]
+    replicas = ThreadReplicas.of(4, size=2)
+    nothing: Any = None
+
+    def run(rank: int) -> Any:
+        setup = Setup(config, replicas=replicas[rank], length=lambda *one: 1 + length_of(*one))
+        setup.rollouter = Rollouter(setup.engine, nothing, pools[rank], TOKENIZER, config)
+        return setup.draw(prompts[: len(prompts) - num_open], opened, 6)
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(run, range(4)))
+    for judged in found:
+        assert len(judged.groups) >= 6
+        for group in judged.groups:
+            expected = [
+                f"{len(r.token_ids)} tokens for {group.prompt.answer}" for r in group.rollouts
+            ]
+            assert [verdict.reason for verdict in group.verdicts] == expected
+        ids = [group.prompt.id for group in (*judged.groups, *judged.open_groups)]
+        assert len(set(ids)) == len(ids) == (len(prompts) if partial else 6)
+        assert ids == [group.prompt.id for group in (*found[0].groups, *found[0].open_groups)]
+
+
+def test_verdicts_of_a_generation_that_is_broken_off_count_nowhere(
+    pools: list[rewards.Pool],
+) -> None:
+    """The first responses have ended by the second question, after eight decoding steps."""
+    asked: list[float] = []
+
+    def should_abandon(elapsed_s: float) -> bool:
+        asked.append(elapsed_s)
+        return len(asked) == 2
+
+    source = PromptSource([Prompt(str(i), (i,), "old") for i in range(6)], seed=0)
+    engine = ScriptedEngine(lambda request: [5] * (3 if place_of(request)[1] == 0 else 30))
+    rollouter = Rollouter(engine, source, pools[0], TOKENIZER, config_of(6))
+    opened = [OpenGroup(Prompt("0", (0,), "old"), (NOT_BEGUN,) * GROUP_SIZE)]
+    rollouter.open_groups = opened
+    attempt: Any = SimpleNamespace(patience=lambda _: should_abandon)
+    assert rollouter.collect(0, attempt=attempt, stopwatch=Stopwatch()) is None
+    assert engine.num_steps == 8 and engine.num_requests() == (0, 0)
+    assert rollouter.open_groups is opened
+    assert pools[0].judge([("echo it", "new")])[0].reason == "it for new"
+
+
+LENGTHS = {"0": 5, "1": 2, "2": 9, "3": 4, "4": 4, "5": 4, "6": 7, "7": 5, "8": 14}
+
+
+@pytest.mark.parametrize(
+    ("new", "wanted", "whole", "left"),
+    [
+        # Engine 0 has 6, begun, and 0 1 2: done after 5 tokens. Engine 1 has 7 8, begun, and 3 4 5:
+        # of the four that are whole after 4 tokens the last one is left as it is.
+        ("012345", 6, "601734", "285"),
+        # No group is wanted of engine 0: what it has of 6 stays. Engine 1 needs a token more for 7.
+        ("0", 1, "7", "680"),
+    ],
+)
+@pytest.mark.parametrize("partial", [True, False])
+def test_ranks_agree_on_what_is_whole_and_what_is_left(
+    new: str, wanted: int, whole: str, left: str, partial: bool
+) -> None:
+    config = config_of(6, oversampling=1.5, partial_rollouts=partial)
+    tokens = np.zeros(4, np.int32)
+    rollout = Rollout(tokens, np.zeros(4, np.float32), False, False, Carried(0, np.ones(4)))
+    opened = [OpenGroup(Prompt(i, (1,), ""), (rollout,) * GROUP_SIZE) for i in "678"]
+    setups = [
+        Setup(config, replicas=replicas, length=lambda problem, _: LENGTHS[problem])
+        for replicas in ThreadReplicas.of(4, size=2)
+    ]
+    prompts = [Prompt(i, (1,), "") for i in new]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda setup: setup.draw(prompts, opened, wanted), setups))
+    for judged in found:
+        assert "".join(group.prompt.id for group in judged.groups) == whole
+        for group in judged.groups:
+            lengths = [len(r.token_ids) for r in group.rollouts]
+            assert lengths == [LENGTHS[group.prompt.id]] * GROUP_SIZE
+            assert all(r.finished for r in group.rollouts)
+            assert len(group.verdicts) == GROUP_SIZE
+        ids = "".join(group.prompt.id for group in judged.open_groups)
+        assert ids == (left if partial else "")
+    first = found[0]
+    # Both ranks of an engine make the same; half of all is there.
+    num_new = sum(setup.engine.num_tokens for setup in setups) // 2
+    num_begun_before = 3 * GROUP_SIZE * 4
+    num_whole = sum(GROUP_SIZE * LENGTHS[i] for i in whole)
+    num_left = num_new + num_begun_before - num_whole
+    assert first.num_lost_tokens == (0 if partial else num_left)
+    if partial:
+        rollouts = [r for group in first.open_groups for r in group.rollouts]
+        assert sum(len(r.token_ids) for r in rollouts) == num_left
+        finished = {g.prompt.id for g in first.open_groups if g.rollouts[0].finished}
+        assert finished == ({"5"} if wanted == 6 else set())
+
+
+def test_a_batch_mixes_old_groups_and_new_ones() -> None:
+    """An update learns from consecutive groups: it must not see one kind alone."""
+    config = config_of(16, oversampling=1.5, partial_rollouts=True)
+    setup = Setup(config, PromptSource([Prompt(str(i), (i,), "") for i in range(100)], seed=0))
+    num_old = np.zeros(16, int)
+    for step in range(60):
+        were_open = {group.prompt.id for group in setup.rollouter.open_groups}
+        sampled = setup.collect(step)
+        num_old += [group.prompt.id in were_open for group in sampled.groups]
+    shares = num_old.reshape(4, 4).sum(axis=1) / num_old.sum()
+    assert all(0.2 < share < 0.3 for share in shares), shares
+
+
+def test_what_has_been_open_longest_is_taken_first() -> None:
+    """Of five that end together, in a later round that wants two and begins none."""
+    config = config_of(6, oversampling=1.5, partial_rollouts=True)
+    opened = [OpenGroup(Prompt(i, (1,), ""), (NOT_BEGUN,) * GROUP_SIZE) for i in "01234"]
+    judged = Setup(config, length=lambda *_: 5).draw([], opened, 2)
+    assert [group.prompt.id for group in judged.groups] == ["0", "1"]
+    assert [group.prompt.id for group in judged.open_groups] == ["2", "3", "4"]
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_open_groups_are_finished_and_nothing_that_was_sampled_is_lost(
+    clock: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    """Problems are learned from as often as each other, however long their responses."""
+    config = config_of(6, oversampling=1.5, partial_rollouts=True, dynamic_sampling_rounds=rounds)
+    judged: list[Rollout] = []
+    score = rewards.score
+
+    def remember(judging: Any, prompts: Any, rollouts: Any, **settings: Any) -> Any:
+        judged.extend(r for group in rollouts for r in group)
+        return score(judging, prompts, rollouts, **settings)
+
+    monkeypatch.setattr(rewards, "score", remember)
+    source = PromptSource([Prompt(str(i), (i,), "") for i in range(40)], seed=0)
+    setup = Setup(config, source)
+    clock(setup)
+    finished: list[str] = []
+    gaps = []
+    for step in range(60):
+        stopwatch = Stopwatch()
+        setup.running.clear()
+        sampled = setup.collect(step, stopwatch)
+        opened = setup.rollouter.open_groups
+        ids = [group.prompt.id for group in sampled.groups]
+        assert len(ids) == len(set(ids)) == 6
+        still = {group.prompt.id for group in opened}
+        assert len(still) == len(opened) and not still & set(ids)
+        rollouts = [r for group in sampled.groups for r in group.rollouts]
+        assert all(r.finished for r in rollouts)
+        assert 1 <= sampled.metrics.get("rollout/sampling_rounds", 1) <= 1 + rounds
+        noted = stopwatch.notes["perf/rollout_idle_share"]
+        assert noted == pytest.approx(idle_share(setup.running))
+        assert "rollout/lost_token_share" not in sampled.metrics
+        if not rounds:
+            # Three of nine stay open, and what went on is nearly always what is finished first.
+            assert len(still) == 3
+            assert len(source.state_dict()["remaining"]) + len(finished) + 6 + 3 == 40 * (
+                1 + source.state_dict()["epoch"]
+            )
+            finished += ids
+            carried = sum((r.token_ids < step).sum() for r in rollouts)
+            share = carried / sum(len(r.token_ids) for r in rollouts)
+            assert sampled.metrics["rollout/carried_token_share"] == pytest.approx(share)
+            gap = step - min(int(r.token_ids[0]) for r in rollouts)
+            assert sampled.metrics["rollout/oldest_version_gap"] == gap
+            gaps.append(gap)
+        # What `carry` does; a token's version is the token itself.
+        setup.rollouter.open_groups = [
+            replace(
+                group,
+                rollouts=tuple(
+                    replace(r, carried=Carried(int(r.token_ids[0]), r.log_probs))
+                    if len(r.token_ids)
+                    else r
+                    for r in group.rollouts
+                ),
+            )
+            for group in opened
+        ]
+    if not rounds:
+        counts = [finished.count(str(i)) for i in range(40)]
+        assert sum(counts) == 360 and max(counts) - min(counts) <= 2
+        assert max(gaps) >= 1
+    # Every token that was sampled has been judged, once, or is open.
+    opened = setup.rollouter.open_groups
+    everything = [*judged, *(r for group in opened for r in group.rollouts)]
+    assert sum(len(r.token_ids) for r in everything) == setup.engine.num_tokens
+    # Without the option, what is open goes on once more, and then the source has it back.
+    alone = config.batch.model_copy(update={"partial_rollouts": False, "oversampling": 1.0})
+    setup.rollouter = setup.begin(config.model_copy(update={"batch": alone}), source)
+    setup.rollouter.open_groups = opened
+    sampled = setup.collect(60)
+    assert setup.rollouter.open_groups == []
+    if not rounds:
+        assert {group.prompt.id for group in opened} < {g.prompt.id for g in sampled.groups}

@@ -1,0 +1,43 @@
+"""What a run of an older version has left goes on with this one (tests/old_files)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.programs import Program
+
+OLD = Path(__file__).parents[1] / "old_files"
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("checkpoint", ["step_00000003_1", "step_00000002"])
+def test_a_run_of_an_older_version_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str
+) -> None:
+    """Within a step and between two; both with open groups and the settings of their time."""
+    shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for other in {path.name for path in checkpoints.iterdir()} - {checkpoint}:
+        if other > checkpoint:
+            shutil.rmtree(checkpoints / other)
+    monkeypatch.chdir(tmp_path)
+
+    program = Program("gapo_megatron.train", "config.toml")
+    output, _ = program.communicate()
+    assert program.returncode == 0, output
+    assert f"resumed from run/checkpoints/{checkpoint}" in output
+
+    expected = lines_of(OLD / "expected" / "metrics.jsonl")
+    found = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert [line.keys() for line in found] == [line.keys() for line in expected]
+    for line, wanted in zip(found, expected, strict=True):
+        # To the bit on the kind of CPU that wrote them; others add up in another order.
+        assert line == pytest.approx(wanted, rel=1e-3, abs=1e-6, nan_ok=True)

@@ -1,0 +1,120 @@
+"""Programs say what they take, what is wrong and what a run would be before they import torch.
+
+No clock decides: a program runs in a process of its own, and what it has imported when it ends is
+looked at.
+"""
+
+import gc
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron.run.imports import without_garbage_collection
+from tests.messages import mentions
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ["torch", "transformers", "megatron", "vllm"]
+
+# Runs a program as `python FILE` or `python -m MODULE` would, and prints what it brought in. Errors
+# end programs by os._exit, which runs nothing that was registered.
+WATCH = """
+import os, runpy, sys
+heavy, program = sys.argv[1].split(","), sys.argv[2]
+leave = os._exit
+
+def report(code):
+    found = [name for name in heavy if name in sys.modules]
+    print("imported:", *found, file=sys.stderr, flush=True)
+    leave(code)
+
+os._exit = report
+sys.argv = sys.argv[2:]
+try:
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    report(end.code or 0)
+report(0)
+"""
+CONFIG = "configs/qwen2_5_7b/h100_8k.toml"
+TOOLS = sorted(path.name for path in (ROOT / "tools").glob("*.py"))
+
+
+def start(*command: object, code: int = 0) -> str:
+    """What a program prints that must end with `code` and import nothing heavy."""
+    words = [sys.executable, "-c", WATCH, ",".join(HEAVY), *map(str, command)]
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1].split() == ["imported:"], done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "program", ["gapo_megatron.train", "gapo_megatron.sft", *(f"tools/{name}" for name in TOOLS)]
+)
+def test_help(program: str) -> None:
+    assert "usage:" in start(program, "--help")
+
+
+def test_a_plan_and_a_dry_run(tmp_path: Path) -> None:
+    config = (CONFIG, f"run.output_dir={tmp_path}/run")
+    found = start("gapo_megatron.train", *config, "--dry-run", "--rank", "0/8")
+    assert "3,807,910,400" in found  # parameters of one rank
+    found = start("tools/plan.py", *config, "--nodes", "1")
+    assert " parallel.tensor_model_parallel_size=1 " in found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run.nope=1", "run.nope"),
+        ("run.num_steps=0", "run.num_steps"),
+        ("batch.rollout_prompts=many", "batch.rollout_prompts"),
+        ("batch.minibatch_prompts=100", "minibatch_prompts (100)"),
+        ("model.hf_dir=/nowhere", "/nowhere/config.json"),
+    ],
+)
+def test_a_wrong_config(words: str, said: str, tmp_path: Path) -> None:
+    found = start("gapo_megatron.train", CONFIG, words, f"run.output_dir={tmp_path}/run", code=2)
+    assert said in found.partition("error: ")[2]
+
+
+def test_a_model_that_the_layout_does_not_cut(tmp_path: Path) -> None:
+    shipped = ROOT / "gapo_megatron/models/published/Qwen2.5-7B.json"
+    (tmp_path / "config.json").write_text(shipped.read_text())
+    overrides = [f"model.hf_dir={tmp_path}", f"run.output_dir={tmp_path}/run"]
+    overrides += ["parallel.tensor_model_parallel_size=8", "parallel.sequence_parallel=true"]
+    found = start("gapo_megatron.train", CONFIG, *overrides, code=2)
+    assert re.search(mentions("tensor_model_parallel_size (8)", "num_attention_heads (28)"), found)
+
+
+def test_imports_leave_garbage_collection_as_it_was() -> None:
+    was_enabled = gc.isenabled()
+    try:
+        for switch in (gc.enable, gc.disable):
+            switch()
+            before = gc.isenabled()
+            with without_garbage_collection():
+                assert not gc.isenabled()
+            assert gc.isenabled() == before
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+        gc.unfreeze()
+
+
+def test_other_programs_refuse_at_once(tmp_path: Path) -> None:
+    assert "run.nope" in start("gapo_megatron.sft", "configs/demo.toml", "run.nope=1", code=2)
+    assert "run.nope" in start("tools/plan.py", CONFIG, "run.nope=1", code=1)
+    assert "run.nope" in start("tools/demo.py", "run.nope=1", code=2)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from gapo_megatron.ops.plan.arithmetic import Shape, forward_flops
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,6 +28,7 @@ from gapo_megatron.models.published import shipped_fields
 from gapo_megatron.models.rules import Rule, hf_shapes, to_hf, to_megatron
 from gapo_megatron.ops.convert.logits_check import compare_logits
 from gapo_megatron.ops.plan.activations import LayerBytes
+from gapo_megatron.ops.plan.flops import Shape, forward_flops
 from gapo_megatron.ops.plan.layout import Layout
 from tests.distributed.conversion_setup import convert
 from tests.distributed.policy_setup import make_config

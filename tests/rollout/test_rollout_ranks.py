@@ -17,7 +17,7 @@ from transformers import (
 from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.verify import verify_weights
-from gapo_megatron.run.processes import share_of_cores
+from gapo_megatron.run.process_group import share_of_cores
 from gapo_megatron.types import Sequences
 from tests.dist import run_distributed
 from tests.messages import mentions

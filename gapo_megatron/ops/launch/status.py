@@ -49,7 +49,7 @@ class Status:
     """Starts, the first included."""
     steps: int
     num_steps: int
-    """Of the newest submission or start; 0 where there was none."""
+    """Of the newest submission, else of the newest start; 0 where there was none."""
     reward: float | None
     """Newest reward/mean."""
     pass_at_1: float | None
@@ -218,15 +218,19 @@ def _jobs(path: Path) -> list[str]:
 
 
 def _num_steps(run_dir: Path) -> int:
-    paths = [run_dir / "config.toml", *run_dir.glob("code/*/config.toml")]
-    configs = [path for path in paths if path.is_file()]
-    if not configs:
-        return 0
-    newest = max(configs, key=lambda path: path.stat().st_mtime_ns)
-    section = read_toml(newest).get("run")
+    configs = [path for path in run_dir.glob("code/*/config.toml") if path.is_file()]
+    if configs:
+        return _num_steps_of(max(configs, key=lambda path: path.stat().st_mtime_ns))
+    with suppress(ConfigError, FileNotFoundError):  # damaged: its next start writes it anew
+        return _num_steps_of(run_dir / "config.toml")
+    return 0
+
+
+def _num_steps_of(config: Path) -> int:
+    section = read_toml(config).get("run")
     num_steps = section.get("num_steps") if isinstance(section, dict) else None
     if not isinstance(num_steps, int):
-        raise ConfigError(f"{newest}: run.num_steps ({shown(num_steps)}) must be a whole number")
+        raise ConfigError(f"{config}: run.num_steps ({shown(num_steps)}) must be a whole number")
     return num_steps
 
 

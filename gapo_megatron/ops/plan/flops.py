@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gapo_megatron.config import Config, ParallelConfig
@@ -64,8 +64,8 @@ class Shape:
     """Tensors of the Hugging Face checkpoint."""
     num_parameters: int
     """All, a tied output layer once."""
-    rules: tuple[Rule, ...]
-    """Its parameters."""
+    rules: tuple[Rule, ...] = field(compare=False, repr=False)
+    """Its parameters: the sizes above tell models apart."""
 
     @classmethod
     def of(cls, hf_config: Any) -> Shape:

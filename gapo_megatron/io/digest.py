@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gapo_megatron.errors import DataError
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 
 
 def file_sha256(path: Path) -> str:

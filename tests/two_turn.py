@@ -16,11 +16,13 @@ class TwoTurn:
     It reads off the mask whether it has spoken: an episode goes on wherever it was broken off.
     """
 
-    def __init__(self, given: Sequence[int]) -> None:
+    def __init__(self, given: Sequence[int], *, first: Sequence[int] = ()) -> None:
+        """The model reads `first` before each prompt."""
         self._given = given
+        self._first = first
 
     def begin(self, prompt: Prompt) -> Sequence[int]:
-        return prompt.token_ids
+        return (*self._first, *prompt.token_ids)
 
     def respond(self, episode: Episode) -> Sequence[int] | None:
         return self._given if episode.rollout.response_mask is None else None

@@ -350,7 +350,7 @@ def test_a_batch_of_two_turns_counts_what_the_model_sampled() -> None:
             pool,
             tokenizer,
             config,
-            environment=TwoTurn(GIVEN),
+            environment=TwoTurn(GIVEN, first=(8,)),
         )
         sampled = rollouter.collect(0, attempt=ATTEMPT, stopwatch=Stopwatch())
     assert sampled is not None
@@ -360,5 +360,8 @@ def test_a_batch_of_two_turns_counts_what_the_model_sampled() -> None:
     assert sampled.metrics["rollout/response_length/mean"] == 6.5
     assert sampled.metrics["reward/mean"] == 0.25
     assert len(rollouter.open_groups) == 2
+    # What the model has read first is the prompt from here on, also where it is still open.
+    for group in (*sampled.groups, *rollouter.open_groups):
+        assert group.prompt.token_ids == (8, 10 + int(group.prompt.id))
     for one in (r for group in rollouter.open_groups for r in group.rollouts):
         assert one.response_mask is not None and (~one.response_mask).sum() == 3

@@ -13,8 +13,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gapo_megatron.compat.transformer_engine import attention_in_use
 from gapo_megatron.learn.update import update
-from gapo_megatron.ops.doctor import probe
 from gapo_megatron.ops.doctor.ask import Answer, ask
 from gapo_megatron.ops.doctor.finding import Finding
 from gapo_megatron.ops.doctor.kernels import judge_policy, judge_rollout, policy_code
@@ -154,7 +154,7 @@ def test_which_attention_transformer_engine_says_it_runs() -> None:
     logger = logging.getLogger("DotProductAttention")
     logger.setLevel(logging.INFO)
     before = list(logging.getLogger().handlers)
-    said = probe._listen()
+    said = attention_in_use()
     try:
         logger.info("Selecting")
         logger.info("Running with FusedAttention backend (sub-backend %s)", 1)

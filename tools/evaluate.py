@@ -90,8 +90,8 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
         )
         for benchmark in chosen
     ]
-    alike, gib = {"program": "evaluate", **vars(arguments)}, config.rollout.cpu_kv_cache_gib
-    world = process_group.start(config.parallel.timeout_s, alike=alike, cpu_kv_cache_gib=gib)
+    alike = {"program": "evaluate", **vars(arguments)}
+    world = process_group.start(config.parallel.timeout_s, alike=alike)
     shared: list[Remaining] = [{}]
     if world.rank == 0:
         _warn_of_template(arguments, tokenizer)

@@ -78,8 +78,8 @@ def check_world_size(config: ParallelConfig, world_size: int) -> None:
             )
     sequence, experts = sizes[tp] * sizes[cp], sizes[ep]
     if sequence % experts and experts % sequence:
-        # A backward pass takes all of a rank's context and of its expert group: one of the two has
-        # to lie within the other, or some would have one that others do not wait for.
+        # One of the two groups has to lie within the other: else ranks would enter the collectives
+        # of the backward pass in different groups, and deadlock.
         raise ConfigError(
             f"of parallel.{ep} ({experts}) and parallel.{tp} x parallel.{cp} ({sequence}) one must "
             "divide the other"

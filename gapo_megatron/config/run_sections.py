@@ -36,8 +36,8 @@ class RunConfig(Section):
     """Steps to train for, each with one rollout batch."""
     hang_timeout_s: Seconds = 1200
     """A process that makes no progress for this long prints its stack and ends. Set it above the
-    longest mini-batch, save or load, and above the time one engine waits for another to finish
-    generating. Must be below parallel.timeout_s, which ends a process without a stack."""
+    longest mini-batch, save or load. Must be below parallel.timeout_s, which ends a process without
+    a stack."""
     stop_margin_s: Seconds = 120
     """Time left before the job's time limit when a run stops, beyond the time that a stage and a
     save have taken so far. Also the longest that generation continues after a request to stop

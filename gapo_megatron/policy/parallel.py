@@ -32,8 +32,8 @@ class ParallelGroups:
     vpp_size: int
     """Virtual stages of every pipeline rank."""
     cp_group: dist.ProcessGroup
-    """Ranks that share every sequence (`policy.context`); weights and gradients as of data
-    parallel neighbours."""
+    """Ranks that share every sequence (`policy.context`). They hold the same weights and reduce
+    gradients together, like data-parallel ranks."""
     cp_rank: int
     cp_size: int
     dp_group: dist.ProcessGroup

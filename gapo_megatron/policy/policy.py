@@ -327,7 +327,7 @@ class Policy:
         self._weight_offload.to_device()
 
     def begin_update(self) -> None:
-        """Take the room again that was made: all gradients zero, the optimizer's state back."""
+        """Reallocate and zero the gradient buffers; bring the optimizer state back."""
         self.begin_pass()
         self._offload.to_device()
         for wrapped in self.model:

@@ -70,7 +70,7 @@ def first_sequences(batch: Batch, count: int) -> Sequences:
 def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Sequences:
     """A probe before the first rollout: prompts, the first token given and the others scored.
 
-    Prompts of one token say nothing; of such alone the probe is empty, and everything passes.
+    One-token prompts cannot be scored; if there are no longer ones, the check is skipped.
     """
     tokens = [np.array(prompt.token_ids, dtype=np.int32) for prompt in prompts]
     tokens = [ids for ids in tokens if len(ids) > 1][:count]

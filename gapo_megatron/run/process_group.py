@@ -44,16 +44,13 @@ class World:
     """`nccl` on GPUs, `gloo` on CPUs."""
 
 
-def start(
-    timeout_s: float, *, alike: Mapping[str, Any] | None = None, cpu_kv_cache_gib: int = 1
-) -> World:
+def start(timeout_s: float, *, alike: Mapping[str, Any] | None = None) -> World:
     """Bring up logging, the process group and the variables vLLM reads. Call it once, first.
 
     Args:
         timeout_s: a collective that waits longer ends the process; so does the wait for the peers.
         alike: what the ranks of one run have in common, by name: two runs with one port must not
             become one. Compared as text.
-        cpu_kv_cache_gib: size of vLLM's KV cache on a CPU, in GiB per rank.
 
     Collectives: creation of the default process group, by all ranks.
 
@@ -70,7 +67,6 @@ def start(
     processes.tell_vllm(
         placement,
         master_port=placement.master_port or _free_port(),
-        cpu_kv_cache_gib=cpu_kv_cache_gib,
     )
     if placement.master_addr:
         store: dist.Store = _meet(placement, timeout_s, alike or {})

@@ -150,13 +150,12 @@ def choose_cuda_queues(*, ranks_per_layer: int) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def tell_vllm(placement: Placement, *, master_port: int, cpu_kv_cache_gib: int) -> None:
+def tell_vllm(placement: Placement, *, master_port: int) -> None:
     """Set what vLLM's external launcher reads when its engine is built in this process.
 
     Args:
         placement: of this process.
         master_port: that of `placement`, or a free one where it names none.
-        cpu_kv_cache_gib: size of vLLM's KV cache on a CPU, in GiB per rank.
     """
     os.environ.update(
         {
@@ -166,7 +165,6 @@ def tell_vllm(placement: Placement, *, master_port: int, cpu_kv_cache_gib: int) 
             "MASTER_ADDR": placement.master_addr or "127.0.0.1",
             "MASTER_PORT": str(master_port),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": str(cpu_kv_cache_gib),
             # vLLM would pin this process to cores of its own choice, the trainer's threads too.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }

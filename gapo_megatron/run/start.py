@@ -120,7 +120,6 @@ def join(config: Config, inputs: Inputs, startup: Stopwatch) -> tuple[World, Att
         world = process_group.start(
             config.parallel.timeout_s,
             alike={"program": "train", "run": str(run_dir.absolute()), **flat(config)},
-            cpu_kv_cache_gib=config.rollout.cpu_kv_cache_gib,
         )
         attempt = Attempt.begin(
             run_dir,

@@ -173,12 +173,12 @@ def test_start_alone_brings_up_a_group_and_what_vllm_reads():
         """
         import os, torch, torch.distributed as dist
         from gapo_megatron.run import process_group
-        world = process_group.start(600, cpu_kv_cache_gib=3)
+        world = process_group.start(600)
         dist.all_reduce(torch.ones(1, device=world.device))
         dist.new_group([0], backend="gloo").rank()
         print(world.rank, world.world_size, world.local_rank, dist.is_initialized())
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR",
-                     "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE",
+                     "VLLM_ENABLE_V1_MULTIPROCESSING",
                      "VLLM_CPU_OMP_THREADS_BIND"):
             print(name, os.environ[name])
         assert int(os.environ["MASTER_PORT"]) > 0
@@ -192,7 +192,6 @@ def test_start_alone_brings_up_a_group_and_what_vllm_reads():
         "LOCAL_RANK 0",
         "MASTER_ADDR 127.0.0.1",
         "VLLM_ENABLE_V1_MULTIPROCESSING 0",
-        "VLLM_CPU_KVCACHE_SPACE 3",
         "VLLM_CPU_OMP_THREADS_BIND nobind",
     ]
 

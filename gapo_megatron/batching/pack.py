@@ -48,9 +48,10 @@ def unpack(
         for indices, packed in zip(microbatches, values, strict=True)
         if packed is not None
     ]
-    on_host, num_rows = to_host([packed for _, packed in scored]), batch.num_response_tokens
+    on_host = to_host([packed for _, packed in scored])
+    num_rows = batch.num_response_tokens.tolist()
     for (indices, _), packed in zip(scored, on_host, strict=True):
-        parts = packed.split(num_rows[list(indices)].tolist())
+        parts = packed.split([num_rows[i] for i in indices])
         by_sequence |= zip(indices, parts, strict=True)
     return by_sequence
 

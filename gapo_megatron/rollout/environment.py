@@ -17,7 +17,11 @@ class Environment(Protocol):
     Tokens stay tokens: what the model sampled is never tokenised again, and what is appended is
     kept as it is, with `Rollout.response_mask` False and log-prob 0. The token limit
     (`rollout.max_response_tokens`) counts both: a response that reaches it is truncated, and
-    `respond` is not asked.
+    `respond` is not asked. Tokens that leave no room for one more of the model are not appended,
+    and the response is truncated.
+
+    `rollout.response_mask` tells the turns apart: None until the environment has appended tokens,
+    then False at these. The EOS of each turn stays among the tokens.
 
     An environment keeps nothing of an episode between two calls. All it may depend on is in the
     episode, so that one that a stop has interrupted goes on, in another process, as it would have.
@@ -34,7 +38,11 @@ class Environment(Protocol):
     def respond(self, episode: Episode) -> Sequence[int] | None:
         """Answer a response whose last token is EOS: the tokens to append, or None to end it.
 
-        Called between decoding steps, while the engine waits: it must not take long.
+        Called between decoding steps, while the engine waits: it must not take long. The verdict
+        is not known yet; what `respond` needs to know of the response it must find out itself.
+        Tokens made of text are encoded without special tokens (`add_special_tokens=False`), else
+        some tokenizers put a BOS into the response. A chat template's marks between two turns are
+        the environment's to give.
         """
 
     def judge(self, episode: Episode) -> tuple[str, str]:

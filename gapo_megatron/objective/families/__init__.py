@@ -1,5 +1,6 @@
 """Loss families, one file each. A new one is a file here, a line of `FAMILIES`, and a preset.
 
+CONTRIBUTING.md lists the tests and tables that know the families by name.
 `config.methods` names a method's family; `policy_loss` looks it up, and does what all have in
 common: log-ratios, clip widths, denominators, checks.
 """

@@ -62,7 +62,10 @@ class Terms:
     ratio: torch.Tensor
     """[B] or [T] float64, with or without autograd."""
     clipped: torch.Tensor
-    """Bool, shaped like `ratio`: the clip is active."""
+    """Bool, shaped like `ratio`: the clip is active; False where A = 0. With `clip_stops_gradient`
+    these have a gradient of exactly 0, and of the others only those with A = 0. A family that bends
+    the loss instead of cutting it off says which ratios count as clipped; the clip fraction is the
+    share of these."""
     gradient_mass: torch.Tensor
     """Float64, shaped like `ratio`: |d sums / d log_probs| of one token, as without a clip."""
     gradient_mass_kept: torch.Tensor
@@ -76,4 +79,5 @@ class Family:
     terms: Callable[[MicrobatchTokens], Terms]
     """Local to the micro-batch: no collective, and nothing waits for the device."""
     clip_stops_gradient: bool
-    """Whether what is clipped has no gradient at all: its backward pass can then be left out."""
+    """Whether what is clipped has a gradient of exactly 0: its backward pass can then be left out.
+    False where it only becomes small."""

@@ -32,18 +32,18 @@ LAYERS = [
     ["ops"],
 ]
 
-NO_ROOMS = ("__init__.py", "__pycache__")
+NO_PACKAGES = ("__init__.py", "__pycache__")
 
 # Runs in a process of its own: this one may have imported anything already.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
-for room in sys.argv[1:]:
-    package = importlib.import_module("gapo_megatron." + room)
+for package in sys.argv[1:]:
+    package = importlib.import_module("gapo_megatron." + package)
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
     found = sorted({name.split(".")[0] for name in sys.modules} & {"megatron", "vllm"})
     if found:
-        raise SystemExit(f"{room} imports {found}")
+        raise SystemExit(f"{package} imports {found}")
 """
 
 
@@ -62,7 +62,7 @@ def importers_of(library: str) -> set[str]:
     return files
 
 
-def rooms_of(files: set[str]) -> set[str]:
+def packages_of(files: set[str]) -> set[str]:
     """Folders of the package that hold the files, or files at its top."""
     return {file.partition("/")[0] for file in files}
 
@@ -85,11 +85,11 @@ def run_at_import(tree: ast.AST) -> Iterator[ast.AST]:
             yield from run_at_import(child)
 
 
-def imports_between_rooms() -> Iterator[tuple[str, str, str]]:
-    """Every import of one room by another: file and line, who, whom. Also those for types alone."""
+def imports_between_packages() -> Iterator[tuple[str, str, str]]:
+    """Every import of one package by another, also for types alone: file and line, who, whom."""
     for path in PACKAGE.rglob("*.py"):
         relative = path.relative_to(PACKAGE)
-        room = relative.parts[0].removesuffix(".py")
+        package = relative.parts[0].removesuffix(".py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names: list[str] = []
             if isinstance(node, ast.Import):
@@ -101,18 +101,18 @@ def imports_between_rooms() -> Iterator[tuple[str, str, str]]:
                 names = [node.module or ""]
             for name in names:
                 parts = name.split(".")
-                if parts[0] == PACKAGE.name and len(parts) > 1 and parts[1] != room:
-                    yield f"{relative}:{node.lineno}", room, parts[1]
+                if parts[0] == PACKAGE.name and len(parts) > 1 and parts[1] != package:
+                    yield f"{relative}:{node.lineno}", package, parts[1]
 
 
 def test_imports_point_down_the_layers() -> None:
-    height = {room: i for i, rooms in enumerate(LAYERS) for room in rooms}
-    there = {path.stem for path in PACKAGE.iterdir() if path.name not in NO_ROOMS}
-    assert height.keys() == there, "every room has its place in LAYERS"
+    height = {package: i for i, packages in enumerate(LAYERS) for package in packages}
+    there = {path.stem for path in PACKAGE.iterdir() if path.name not in NO_PACKAGES}
+    assert height.keys() == there, "every package has its place in LAYERS"
     up = [
-        f"{where}: {room} imports {other}"
-        for where, room, other in imports_between_rooms()
-        if other in height and height[other] >= height[room]
+        f"{where}: {package} imports {other}"
+        for where, package, other in imports_between_packages()
+        if other in height and height[other] >= height[package]
     ]
     assert up == []
 
@@ -130,13 +130,13 @@ def test_importing_a_pure_room_loads_neither_megatron_nor_vllm() -> None:
 
 def test_only_the_rollout_imports_vllm() -> None:
     files = importers_of("vllm")
-    assert rooms_of(files) <= {"rollout", "compat"}
+    assert packages_of(files) <= {"rollout", "compat"}
     assert all(name.startswith(("rollout/vllm/", "compat/")) for name in files)
 
 
 def test_only_what_computes_or_keeps_the_policy_imports_megatron() -> None:
-    rooms = rooms_of(importers_of("megatron"))
-    assert rooms <= {"learn", "policy", "checkpoint", "compat"}
+    packages = packages_of(importers_of("megatron"))
+    assert packages <= {"learn", "policy", "checkpoint", "compat"}
 
 
 def test_what_operates_runs_is_named_by_the_command_line_alone() -> None:
@@ -163,7 +163,7 @@ def test_one_file_reads_the_environment_of_a_run() -> None:
     """Elsewhere it is handed to a child process, or it is a library's own variable."""
     files = files_with(r"os\.environ|getenv")
     assert {name for name in files if name.startswith("run/")} == {"run/processes.py"}
-    assert rooms_of(files) <= {"run", "policy", "rewards", "compat"}
+    assert packages_of(files) <= {"run", "policy", "rewards", "compat"}
 
 
 def test_an_import_sets_no_variable_and_filters_no_warning() -> None:

@@ -25,14 +25,12 @@ class Method:
     """Divide advantages by the group's standard deviation (GRPO)."""
     focal_gamma: float = 0.0
     """Exponent of F-GRPO's shaping (1 - c/k)^gamma; 0 turns it off."""
+    stop_gradient_ratio: bool = False
+    """The clipped ratio weights the log-probability and carries no gradient itself (CISPO): its
+    bounds may then be wider than a ratio can be."""
     family: str = "clipped"
     """Which loss: a key of `objective.families.FAMILIES`. Nothing checks it here, where torch is
     not imported: a test compares the keys."""
-
-    @property
-    def stop_gradient_ratio(self) -> bool:
-        """CISPO: the clipped ratio weights the log-probability and carries no gradient itself."""
-        return self.family == "cispo"
 
     def eps_high(self, num_correct: int, *, group_size: int) -> float:
         """Upper clip at c >= 1 of k >= 2 correct; of whole batches: `objective.upper_clip`."""
@@ -60,7 +58,14 @@ F_GRPO = replace(GRPO, name="f_grpo", focal_gamma=1.0)
 F_GSPO = replace(GSPO_ASYM, name="f_gspo", focal_gamma=1.0)
 GAPO = replace(GSPO_ASYM, name="gapo", adaptive=True)
 GAPO_TOKEN = Method(name="gapo_token", ratio="token", eps_low=0.2, eps_high_max=0.28, adaptive=True)
-CISPO = Method(name="cispo", ratio="token", eps_low=1.0, eps_high_max=0.28, family="cispo")
+CISPO = Method(
+    name="cispo",
+    ratio="token",
+    eps_low=1.0,
+    eps_high_max=0.28,
+    stop_gradient_ratio=True,
+    family="cispo",
+)
 
 METHODS: dict[str, Method] = {
     method.name: method

@@ -1,4 +1,4 @@
-"""The Megatron-core side: model, optimizer, log-probs and updates."""
+"""The Megatron-core model: build, shard, load, export, optimizer, parallel groups."""
 
 from gapo_megatron.policy.parallel import ParallelGroups, destroy, initialize
 from gapo_megatron.policy.policy import Policy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,11 @@ from gapo_megatron.compat.megatron import (
     set_rotary_frequencies,
     share_rotary_tables,
 )
-from gapo_megatron.compat.transformer_engine import forbid_unfused_attention, fuse_weight_gradients
+from gapo_megatron.compat.transformer_engine import (
+    forbid_unfused_attention,
+    fuse_weight_gradients,
+    is_installed,
+)
 from gapo_megatron.config import ParallelConfig
 from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError
@@ -201,8 +204,7 @@ def has_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
 
     It has no fp32 attention for packed sequences.
     """
-    is_installed = importlib.util.find_spec("transformer_engine") is not None
-    return device.type == "cuda" and dtype != torch.float32 and is_installed
+    return device.type == "cuda" and dtype != torch.float32 and is_installed()
 
 
 class PolicyModel(HiddenStatesModel):

@@ -66,7 +66,8 @@ class Engine(Protocol):
     replicas: Replicas
     """Which ranks form one engine, and how all of them talk."""
     policy_version: int
-    """Of the weights it generates with; -1 as long as they are not whole."""
+    """Version of the weights it generates with; -1 from the beginning of an `update_weights` to its
+    end, and before the first."""
     max_sequence_tokens: int
     """Prompt and response tokens of the longest sequence it takes."""
     vocab_size: int

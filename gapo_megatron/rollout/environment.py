@@ -48,5 +48,7 @@ class Environment(Protocol):
     def judge(self, episode: Episode) -> tuple[str, str]:
         """What is sent to the verifier in its own process: (response, answer).
 
-        Called once for every finished episode, also for a truncated one, as soon as it has ended.
+        Called for every finished episode, also for a truncated one, as soon as it has ended; again
+        for the same episode while its group is still open (dynamic sampling, partial rollouts). It
+        has no side effect and gives the same answer each time.
         """

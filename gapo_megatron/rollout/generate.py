@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gapo_megatron.errors import DataError
+from gapo_megatron.errors import DataError, RolloutError
 from gapo_megatron.rollout.engine import Completion, Engine
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.progress import End, GenerationProgress, Occupancy
@@ -168,6 +168,8 @@ class _Run:
             completions = engine.poll()
             # How full the engine was in this step: what has just ended still took its place.
             num_running, num_waiting = engine.num_requests()
+            if not completions and num_running + num_waiting == 0:
+                raise RolloutError(f"the engine has lost {num_open} of its requests")
             share = self._occupancy.share_taken(num_running + len(completions), num_waiting)
             ended = []
             for completion in completions:

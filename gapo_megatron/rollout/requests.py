@@ -154,7 +154,7 @@ class Responses:
             rollout,
             token_ids=np.concatenate([rollout.token_ids, np.asarray(answer, dtype=np.int32)]),
             log_probs=np.concatenate([rollout.log_probs, zeros]),
-            response_mask=np.concatenate([_mask(rollout), zeros.astype(bool)]),
+            response_mask=np.concatenate([rollout.is_sampled, zeros.astype(bool)]),
             finished=False,
         )
 
@@ -173,9 +173,3 @@ def _extend(so_far: Rollout, completion: Completion) -> Rollout:
         carried=so_far.carried,
         response_mask=mask,
     )
-
-
-def _mask(rollout: Rollout) -> np.ndarray:
-    if rollout.response_mask is None:
-        return np.ones(len(rollout.token_ids), dtype=bool)
-    return rollout.response_mask

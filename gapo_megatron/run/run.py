@@ -25,10 +25,10 @@ from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import make_batch
 from gapo_megatron.objective.diagnostics import count_by_correct
 from gapo_megatron.policy import Policy
+from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.rollouter import Rollouter, Sampled
 from gapo_megatron.rollout.sync import first_sequences, sync
 from gapo_megatron.rollout.verify import WeightCheck
-from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.run import start
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.memory import StepMemory
@@ -57,7 +57,7 @@ class Run:
     config: Config
     attempt: Attempt
     policy: Policy
-    engine: RolloutEngine
+    engine: Engine
     rollouter: Rollouter
     inputs: Inputs
     pool: rewards.Pool
@@ -203,7 +203,7 @@ class Run:
                     self.rollouter.open_groups,
                     self.config,
                     policy_version=step,
-                    gloo_group=self.engine.gloo_group,
+                    gloo_group=self.engine.replicas.gloo_group,
                 )
         return sampled
 
@@ -292,7 +292,7 @@ class Run:
         """
         open_step = self.place.open_step
         assert open_step is not None
-        self.stopwatch.notes |= self.memory.lap(self.engine.gloo_group)
+        self.stopwatch.notes |= self.memory.lap(self.engine.replicas.gloo_group)
         metrics = open_step.metrics | learned | self.place.window.add(learned)
         metrics["sync/max_abs_log_prob_diff"] = synced.max_abs_diff
         num_tokens = int(batch.num_response_tokens.sum())

@@ -30,6 +30,7 @@ from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
+from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.rollouter import check_problems
 from gapo_megatron.rollout.sync import prompts_as_sequences, sync
 from gapo_megatron.rollout.vllm import RolloutEngine, check_engine
@@ -195,7 +196,7 @@ def resume(
 
 def start_engine(
     config: Config, inputs: Inputs, policy: Policy, *, policy_version: int, startup: Stopwatch
-) -> RolloutEngine:
+) -> Engine:
     """Build the rollout engine beside the policy, and give it the policy's weights.
 
     Collectives: those of `RolloutEngine` and of `sync`.

@@ -34,6 +34,10 @@ def test_every_method_has_a_preset_under_its_own_name():
     assert all(method.name == name for name, method in METHODS.items())
 
 
+def test_every_method_has_a_family_that_is_there():
+    assert {method.family for method in METHODS.values()} == FAMILIES.keys()
+
+
 def test_matched_pairs_differ_in_one_thing():
     """What the paper compares at equal clip width differs in nothing but the idea compared."""
 

@@ -15,8 +15,8 @@ from gapo_megatron import rewards
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.data.source import PromptSource
-from gapo_megatron.errors import DataError, RewardError
-from gapo_megatron.rollout.engine import Request
+from gapo_megatron.errors import DataError, RewardError, RolloutError
+from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.generate import Watch, generate
 from gapo_megatron.rollout.progress import Heartbeat, Occupancy
 from gapo_megatron.rollout.requests import SamplingSettings, request_seed
@@ -58,6 +58,21 @@ def episodes_of(groups: Any) -> dict[tuple[str, int], Rollout]:
 
 
 # --- what is asked for, and until when ------------------------------------------------------------
+
+
+def test_an_engine_that_loses_a_request_is_an_error() -> None:
+    """It would be asked for the next step for ever, and count as alive."""
+
+    class Forgetful(ScriptedEngine):
+        def add(self, request: Request) -> None:
+            if place_of(request) != ("7", 3):
+                super().add(request)
+
+        def poll(self) -> list[Completion]:
+            return super().poll() if self._open else []
+
+    with pytest.raises(RolloutError, match=r"\b1\b"):
+        generate(Forgetful(of_some_length), PROMPTS, SETTINGS)
 
 
 def test_every_response_is_asked_for_in_order_and_with_its_own_seed() -> None:

@@ -121,6 +121,7 @@ class ScriptedRollouter:
         self.source = source
         self.keeps_open = keeps_open
         self.open_groups: list[OpenGroup] = []
+        self.environment = None
 
     def collect(self, step: int, *, attempt: Any, stopwatch: Stopwatch) -> Sampled | None:
         prompts = self.source.next_batch(2)
@@ -156,7 +157,12 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
         )
         rollouter = cast(Any, ScriptedRollouter(script, inputs.source, keeps_open=keeps_open))
         policy = cast(Any, SimpleNamespace(groups=SimpleNamespace(rank=0, dp_size=1)))
-        engine = cast(Any, SimpleNamespace(sleep=lambda: script.did("sleep"), gloo_group=None))
+        engine = cast(
+            Any,
+            SimpleNamespace(
+                sleep=lambda: script.did("sleep"), replicas=SimpleNamespace(gloo_group=None)
+            ),
+        )
         memory = cast(Any, SimpleNamespace(note=lambda moment: None, lap=lambda group: {}))
 
         def log(step: int, metrics: dict[str, float], timings: object = None) -> None:
@@ -169,8 +175,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
         if resumed:
             checkpoints.goes_on_from(resumed)
 
-        def evaluate(*_: object, step: int, should_abandon: Any, **__: object) -> Any:
-            script.did(f"evaluate {step}")
+        def evaluate(*_: object, output: Path, should_abandon: Any, **__: object) -> Any:
+            script.did(f"evaluate {output.stem.removeprefix('step_')}")
             return None if should_abandon(0.0) else {"eval/pass@1": 0.5}
 
         def learn(

@@ -1,1 +1,1 @@
-"""Starting, stopping and watching a run; the only reader of SLURM_*, RANK and GAPO_*."""
+"""Submitting, launching and watching runs."""

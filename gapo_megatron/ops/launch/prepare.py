@@ -19,6 +19,7 @@ from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.launch.freeze import ROOMS, freeze, repository
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.run.fail_fast import fail_fast
+from gapo_megatron.run.processes import quiet_libraries
 from gapo_megatron.run.restart import check_not_lost
 
 
@@ -64,6 +65,7 @@ def check_before_nodes(config: Config, *, world_size: int) -> None:
     check_ours(config.run.output_dir)
     check_not_lost(config)
     if config.checkpoint.branch_from or checkpoints_dir(config.run.output_dir).exists():
+        quiet_libraries()
         from gapo_megatron.checkpoint import check_branch  # imports torch: seconds
 
         check_branch(config, None)

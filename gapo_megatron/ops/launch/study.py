@@ -32,6 +32,7 @@ from gapo_megatron.config.types import PathText
 from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.io.documents import read_toml
 from gapo_megatron.io.run_folder import is_finished
+from gapo_megatron.run.processes import quiet_libraries
 
 _RESOURCES = "resources."
 _NAMING_RESOURCES = ("resources.nodes", "resources.tasks_per_node", "resources.partition")
@@ -206,6 +207,7 @@ def _changes(run: Run) -> Changes:
     changed = changed_work(before.model_dump(mode="json"), run.config)
     began, given = before.checkpoint.branch_from, run.config.checkpoint.branch_from
     if began != given:
+        quiet_libraries()
         from gapo_megatron.checkpoint.branch import same_branch_point  # imports torch: seconds
 
         if not same_branch_point(began, given):

@@ -72,7 +72,7 @@ class Shape:
         """Read a Hugging Face config (any object with its attributes).
 
         Raises:
-            ConfigError: see `hf.rules_for`.
+            ConfigError: see `models.tables.rules_for`.
         """
         g, rules = geometry_of(hf_config), rules_for(hf_config)
         own = [rule for rule in rules if not rule.tied]

@@ -146,7 +146,7 @@ def generation_s(
     )
     kv_cache = kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size)
     kv_tokens = kv_cache / token_bytes
-    # vLLM starts if the cache holds `max_model_len` tokens (`rollout.arguments.engine_args`).
+    # vLLM starts if the cache holds `max_model_len` tokens (`rollout.vllm.arguments.engine_args`).
     if kv_tokens < config.max_sequence_tokens + 1:
         return float("inf")
     return sum(

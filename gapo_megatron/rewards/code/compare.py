@@ -45,7 +45,7 @@ def _same_token(given: str, expected: str) -> bool:
 
 
 def same_value(given: Any, expected: Any, *, tolerance: float = TOLERANCE) -> bool:
-    """Compare values as `sandbox.inside.encode` writes them, which may be hostile.
+    """Compare values as `sandbox.inside.values.encode` writes them, which may be hostile.
 
     They are not decoded: a set or dict of numbers chosen to collide would take hours to build. A
     tuple equals a list, and a number as a key equals its text, for JSON has neither.

@@ -139,14 +139,15 @@ class RolloutEngine:
         pairs = zip(sequences.prompt_ids, sequences.response_ids, strict=True)
         tokens = [np.concatenate(pair).tolist() for pair in pairs]
         outputs: dict[str, RequestOutput] = {}
-        try:
-            for i, ids in enumerate(tokens):
-                vllm.add_tokens(self.llm, str(i), ids, params)
-            with trainer_torch_generators():
+        # These requests have no seed: on a GPU vLLM draws one from NumPy's generator.
+        with trainer_random_state():
+            try:
+                for i, ids in enumerate(tokens):
+                    vllm.add_tokens(self.llm, str(i), ids, params)
                 while self.llm.has_unfinished_requests():
                     outputs |= {one.request_id: one for one in self.llm.step() if one.finished}
-        finally:
-            self._drop_requests()
+            finally:
+                self._drop_requests()
         scored = []
         for i, ids in enumerate(tokens):
             # One entry per token, without alternatives; the very first token has none.

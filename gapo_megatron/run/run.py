@@ -33,7 +33,7 @@ from gapo_megatron.run import start
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.memory import StepMemory
 from gapo_megatron.run.metrics import MetricsWriter
-from gapo_megatron.run.place import Place
+from gapo_megatron.run.position import Position
 from gapo_megatron.run.processes import process_age_s
 from gapo_megatron.run.saving import Checkpoints, export
 from gapo_megatron.run.start import Inputs
@@ -61,7 +61,7 @@ class Run:
     rollouter: Rollouter
     inputs: Inputs
     pool: rewards.Pool
-    place: Place
+    position: Position
     checkpoints: Checkpoints
     writer: MetricsWriter
     stopwatch: Stopwatch
@@ -97,14 +97,14 @@ class Run:
         # The workers of the pool start while the model is built.
         pool = start.start_pool(config)
         policy = start.build_policy(config, world, attempt, startup)
-        place, resumed = start.resume(config, policy, inputs.source, attempt, startup)
+        position, resumed = start.resume(config, policy, inputs.source, attempt, startup)
         engine = start.start_engine(
-            config, inputs, policy, policy_version=place.step, startup=startup
+            config, inputs, policy, policy_version=position.step, startup=startup
         )
         pool.wait_until_ready()
 
-        writer = MetricsWriter(run_dir, config=config, resume_step=place.step, enabled=is_first)
-        writer.log_startup(place.step, startup.seconds, world_size=world.world_size)
+        writer = MetricsWriter(run_dir, config=config, resume_step=position.step, enabled=is_first)
+        writer.log_startup(position.step, startup.seconds, world_size=world.world_size)
         stopwatch = Stopwatch()
         stopwatch.recent = attempt.stage_seconds()
         rollouter = Rollouter(engine, inputs.source, pool, inputs.tokenizer, config)
@@ -120,7 +120,7 @@ class Run:
             rollouter=rollouter,
             inputs=inputs,
             pool=pool,
-            place=place,
+            position=position,
             checkpoints=checkpoints,
             writer=writer,
             stopwatch=stopwatch,
@@ -156,22 +156,22 @@ class Run:
         Raises:
             Stopped: a stop was asked for, or the job's time does not last for the next part.
         """
-        place, num_steps = self.place, self.config.run.num_steps
-        if place.open_step is not None:
-            if place.open_step.evaluated:
-                self.writer.log(place.step, place.open_step.evaluated)
+        position, num_steps = self.position, self.config.run.num_steps
+        if position.open_step is not None:
+            if position.open_step.evaluated:
+                self.writer.log(position.step, position.open_step.evaluated)
             self.engine.sleep()
-        while (step := place.step) <= num_steps:
+        while (step := position.step) <= num_steps:
             self.stopwatch.on_enter = self._name_stages(step)
-            place.source_state = self.inputs.source.state_dict()
-            if place.open_step is None:
+            position.source_state = self.inputs.source.state_dict()
+            if position.open_step is None:
                 self._stop_if_asked_before(step)
-                place.evaluated = self._evaluate_if_due(step)
+                position.evaluated = self._evaluate_if_due(step)
                 if step == num_steps:
                     return
             yield step
-            place.finish_step()
-            self.checkpoints.save_if_due(place)
+            position.finish_step()
+            self.checkpoints.save_if_due(position)
         raise Stopped  # resumed beyond its last step: `num_steps` was more when it was saved
 
     def collect(self, step: int) -> Sampled | None:
@@ -187,12 +187,12 @@ class Run:
         Raises:
             Stopped: a stop was asked for; the prompts are drawn again.
         """
-        if self.place.open_step is not None:
+        if self.position.open_step is not None:
             return None
         sampled = self.rollouter.collect(step, attempt=self.attempt, stopwatch=self.stopwatch)
         if sampled is None:
             raise Stopped
-        self.place.source_state = self.inputs.source.state_dict()
+        self.position.source_state = self.inputs.source.state_dict()
         with self.stopwatch("sleep"):
             self.engine.sleep()
         self.memory.note("after_sleep")
@@ -222,7 +222,7 @@ class Run:
         Raises:
             ConfigError: the noise floor is too high for the clip, see `watch_noise_floor`.
         """
-        place, config = self.place, self.config
+        position, config = self.position, self.config
         if rollouts is not None:
             batch = make_batch(rollouts.groups, config.objective.resolve())
             metrics = rollouts.metrics
@@ -233,11 +233,11 @@ class Run:
                 config,
                 self.stopwatch,
                 step=step,
-                first_sampled=place.first_sampled,
+                first_sampled=position.first_sampled,
             )
-            place.open_step = OpenStep(batch, metrics, place.evaluated)
-        assert place.open_step is not None, "a step without rollouts has its batch"
-        return place.open_step.batch
+            position.open_step = OpenStep(batch, metrics, position.evaluated)
+        assert position.open_step is not None, "a step without rollouts has its batch"
+        return position.open_step.batch
 
     def learn(self, batch: Batch) -> dict[str, float]:
         """Plan the batch, without what has A = 0; old log-probs; one update per mini-batch.
@@ -250,7 +250,7 @@ class Run:
         Raises:
             Stopped: a stop was asked for between two updates; those done are kept.
         """
-        config, open_step = self.config, self.place.open_step
+        config, open_step = self.config, self.position.open_step
         assert open_step is not None
         with self.stopwatch("plan"):
             dp_size = self.policy.groups.dp_size
@@ -290,10 +290,10 @@ class Run:
 
         Collectives: those of `StepMemory.lap`.
         """
-        open_step = self.place.open_step
+        open_step = self.position.open_step
         assert open_step is not None
         self.stopwatch.notes |= self.memory.lap(self.engine.replicas.gloo_group)
-        metrics = open_step.metrics | learned | self.place.window.add(learned)
+        metrics = open_step.metrics | learned | self.position.window.add(learned)
         metrics["sync/max_abs_log_prob_diff"] = synced.max_abs_diff
         num_tokens = int(batch.num_response_tokens.sum())
         self.writer.log(step, metrics, self.stopwatch.lap(num_tokens=num_tokens))
@@ -310,7 +310,7 @@ class Run:
     def _stop(self) -> None:
         """Save where the run is, with its open step if there is one. Collective."""
         self._close()
-        self.checkpoints.save_if_moved(self.place)
+        self.checkpoints.save_if_moved(self.position)
         self.attempt.end("stopped")
 
     def _close(self) -> None:

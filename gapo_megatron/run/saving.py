@@ -15,7 +15,7 @@ from gapo_megatron.io.run_folder import has_finished, mark_finished
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.run.attempt import Attempt
-from gapo_megatron.run.place import Place
+from gapo_megatron.run.position import Position
 
 
 @dataclass
@@ -44,17 +44,18 @@ class Checkpoints:
         self._branch = resumed.branch
         self._saved = (resumed.step, resumed.num_open_updates)
 
-    def save_if_due(self, place: Place) -> None:
+    def save_if_due(self, position: Position) -> None:
         """Save after a finished step, where the config asks for it. Collective."""
-        if place.step == self.config.run.num_steps or self.config.checkpoint.is_due(place.step):
-            self.save(place)
+        step, config = position.step, self.config
+        if step == config.run.num_steps or config.checkpoint.is_due(step):
+            self.save(position)
 
-    def save_if_moved(self, place: Place) -> None:
+    def save_if_moved(self, position: Position) -> None:
         """Save, unless the run is where it was saved or loaded last. Collective."""
-        if self._saved != (place.step, place.num_open_updates):
-            self.save(place)
+        if self._saved != (position.step, position.num_open_updates):
+            self.save(position)
 
-    def save(self, place: Place) -> None:
+    def save(self, position: Position) -> None:
         """Write a checkpoint, and what stages take for the next attempt.
 
         Collectives: those of `checkpoint.save`.
@@ -66,13 +67,13 @@ class Checkpoints:
             return
         with self.stopwatch("checkpoint"):
             state = checkpoint.State(
-                step=place.step,
+                step=position.step,
                 trainer_state={
-                    "source": place.source_state,
-                    "window": place.window.state_dict(),
+                    "source": position.source_state,
+                    "window": position.window.state_dict(),
                 },
                 branch=self._branch,
-                open_step=place.open_step,
+                open_step=position.open_step,
                 open_groups=self.rollouter.open_groups,
             )
             checkpoint.save(
@@ -83,7 +84,7 @@ class Checkpoints:
                 attempt=self.attempt,
             )
         self.attempt.keep_stage_seconds(self.stopwatch.recent)
-        self._saved = (place.step, place.num_open_updates)
+        self._saved = (position.step, position.num_open_updates)
 
 
 def export(config: Config, policy: Policy, attempt: Attempt) -> None:

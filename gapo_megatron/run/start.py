@@ -36,7 +36,7 @@ from gapo_megatron.rollout.sync import prompts_as_sequences, sync
 from gapo_megatron.rollout.vllm import RolloutEngine, check_engine
 from gapo_megatron.run import process_group
 from gapo_megatron.run.attempt import Attempt
-from gapo_megatron.run.place import Place
+from gapo_megatron.run.position import Position
 from gapo_megatron.run.process_group import World
 from gapo_megatron.run.processes import is_first
 from gapo_megatron.types import Prompt
@@ -155,7 +155,7 @@ def build_policy(config: Config, world: World, attempt: Attempt, startup: Stopwa
 
 def resume(
     config: Config, policy: Policy, source: PromptSource, attempt: Attempt, startup: Stopwatch
-) -> tuple[Place, LoadedState | None]:
+) -> tuple[Position, LoadedState | None]:
     """Load the newest whole checkpoint of the run folder, if any, and leave the config there.
 
     The config is written only now: that of a run that is finished, or refused, must stay.
@@ -176,7 +176,7 @@ def resume(
         CheckpointError, ConfigError: as of `checkpoint.load_latest`.
         DataError: metrics of a step that does not come again are damaged.
     """
-    run_dir, place = Path(config.run.output_dir), Place()
+    run_dir, position = Path(config.run.output_dir), Position()
     with startup("checkpoint"):
         resumed = checkpoint.load_latest(
             run_dir, policy=policy, config=config, on_bytes=lambda _: attempt.alive()
@@ -188,10 +188,10 @@ def resume(
     if resumed is not None:
         source.load_state_dict(resumed.trainer_state["source"])
         if not resumed.changes_objective:  # the window's steps are those of one objective
-            place.window.load_state_dict(resumed.trainer_state["window"])
-        place.step, place.open_step = resumed.step, resumed.open_step
-        place.first_sampled = resumed.step + (resumed.open_step is not None)
-    return place, resumed
+            position.window.load_state_dict(resumed.trainer_state["window"])
+        position.step, position.open_step = resumed.step, resumed.open_step
+        position.first_sampled = resumed.step + (resumed.open_step is not None)
+    return position, resumed
 
 
 def start_engine(

@@ -21,7 +21,7 @@ from gapo_megatron.objective import make_batch
 from gapo_megatron.rollout.rollouter import Sampled
 from gapo_megatron.run import run as module
 from gapo_megatron.run import saving, start
-from gapo_megatron.run.place import Place
+from gapo_megatron.run.position import Position
 from gapo_megatron.run.run import FinishedRun, Run
 from gapo_megatron.run.saving import Checkpoints
 from gapo_megatron.types import Group, OpenGroup, Outcome, Prompt, Rollout, Verdict
@@ -140,7 +140,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
         script: Script,
         config: Config | None = None,
         *,
-        place: Place | None = None,
+        position: Position | None = None,
         resumed: LoadedState | None = None,
         keep_weights: bool = True,
         keeps_open: bool = False,
@@ -207,7 +207,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
             rollouter=rollouter,
             inputs=inputs,
             pool=cast(Any, SimpleNamespace(close=lambda: None)),
-            place=place or Place(),
+            position=position or Position(),
             checkpoints=checkpoints,
             writer=writer,
             stopwatch=stopwatch,
@@ -315,7 +315,7 @@ def test_a_stop_within_a_step_keeps_its_rollouts_and_updates(make_run: Any, trai
 def test_an_open_step_comes_first_and_is_not_sampled_again(make_run: Any, train: Any) -> None:
     script = Script()
     opened = open_step(1, evaluated={"eval/pass@1": 0.75})
-    train(make_run(script, place=Place(step=3, open_step=opened, first_sampled=4)))
+    train(make_run(script, position=Position(step=3, open_step=opened, first_sampled=4)))
     assert script.events == [
         *("log 3", "sleep", "update 1", "log 3", "save 4"),
         *("evaluate 4", "log 4", "sleep", "export", "finished"),
@@ -330,7 +330,7 @@ def test_an_open_step_that_is_stopped_again_is_saved_once_more_if_it_went_on(
     for stop, expected in (("log 3", []), ("update 0", ["save 3 open"])):
         script, opened = Script(stop=stop), open_step(0, evaluated={"eval/pass@1": 0.75})
         state = LoadedState(step=3, trainer_state={}, path=Path("x"), open_step=open_step(0))
-        train(make_run(script, place=Place(step=3, open_step=opened), resumed=state))
+        train(make_run(script, position=Position(step=3, open_step=opened), resumed=state))
         assert [event for event in script.events if "save" in event] == expected
         assert script.events[-1] == "stopped"
 
@@ -340,7 +340,7 @@ def test_a_run_with_more_steps_done_than_it_has_trains_and_exports_nothing(
 ) -> None:
     script = Script()
     state = LoadedState(step=NUM_STEPS + 1, trainer_state={}, path=Path("x"))
-    train(make_run(script, place=Place(step=NUM_STEPS + 1), resumed=state))
+    train(make_run(script, position=Position(step=NUM_STEPS + 1), resumed=state))
     assert script.events == ["stopped"]
 
 
@@ -387,14 +387,14 @@ def test_what_is_finished_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def resume(
     config: Config, monkeypatch: pytest.MonkeyPatch, loaded: LoadedState | None, *, rank: int = 0
-) -> tuple[Place, PromptSource]:
+) -> tuple[Position, PromptSource]:
     monkeypatch.setattr(start.checkpoint, "load_latest", lambda *_, **__: loaded)
     policy = cast(Any, SimpleNamespace(groups=SimpleNamespace(rank=rank)))
     source = PromptSource(PROBLEMS, seed=0)
     attempt = cast(Any, ScriptedAttempt(Script()))
-    place, resumed = start.resume(config, policy, source, attempt, Stopwatch())
+    position, resumed = start.resume(config, policy, source, attempt, Stopwatch())
     assert resumed is loaded
-    return place, source
+    return position, source
 
 
 def checkpointed(**fields: Any) -> LoadedState:
@@ -409,10 +409,10 @@ def test_a_run_begins_at_step_0_and_leaves_its_config(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = make_config(tmp_path)
-    place, source = resume(config, monkeypatch, None, rank=1)
+    position, source = resume(config, monkeypatch, None, rank=1)
     assert not any(tmp_path.iterdir()), "rank 0 writes"
-    place, source = resume(config, monkeypatch, None)
-    assert (place.step, place.first_sampled, place.open_step) == (0, 0, None)
+    position, source = resume(config, monkeypatch, None)
+    assert (position.step, position.first_sampled, position.open_step) == (0, 0, None)
     assert remaining(source.state_dict()) == NUM_PROBLEMS
     assert load_config(tmp_path / "config.toml") == config
 
@@ -421,17 +421,17 @@ def test_a_resumed_run_goes_on_where_it_was(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = make_config(tmp_path)
-    place, source = resume(config, monkeypatch, checkpointed())
-    assert (place.step, place.first_sampled) == (3, 3)
+    position, source = resume(config, monkeypatch, checkpointed())
+    assert (position.step, position.first_sampled) == (3, 3)
     assert remaining(source.state_dict()) == NUM_PROBLEMS - 4
-    assert len(place.window.state_dict()) == 1
+    assert len(position.window.state_dict()) == 1
     # The rest of an open step was sampled by the run before; the next is this one's first.
     opened = open_step(1)
-    place, _ = resume(config, monkeypatch, checkpointed(open_step=opened))
-    assert (place.step, place.first_sampled, place.open_step) == (3, 4, opened)
+    position, _ = resume(config, monkeypatch, checkpointed(open_step=opened))
+    assert (position.step, position.first_sampled, position.open_step) == (3, 4, opened)
     # The window looks back on steps under one objective.
-    place, _ = resume(config, monkeypatch, checkpointed(changes_objective=True))
-    assert place.window.state_dict() == []
+    position, _ = resume(config, monkeypatch, checkpointed(changes_objective=True))
+    assert position.window.state_dict() == []
 
 
 @pytest.fixture

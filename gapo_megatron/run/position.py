@@ -11,7 +11,7 @@ from gapo_megatron.objective.diagnostics import CorrelationWindow
 
 
 @dataclass
-class Place:
+class Position:
     """Position of a run between two steps, or within one.
 
     A step is open from the moment its batch is made until it is logged. Until then a stop gives its
@@ -25,7 +25,7 @@ class Place:
     evaluated: dict[str, float] = field(default_factory=dict)
     """Metrics of the evaluation before the step under way; empty without one."""
     source_state: Mapping[str, Any] = field(default_factory=dict)
-    """Place in the data to go on from: after the prompts of an open step, else before them."""
+    """Place in the data to resume from: after the prompts of an open step, else before them."""
     first_sampled: int = 0
     """The first step that this process samples for."""
     window: CorrelationWindow = field(default_factory=CorrelationWindow)

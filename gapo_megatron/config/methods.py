@@ -26,8 +26,8 @@ class Method:
     focal_gamma: float = 0.0
     """Exponent of F-GRPO's shaping (1 - c/k)^gamma; 0 turns it off."""
     family: str = "clipped"
-    """Which loss: a key of `objective.families.FAMILIES`. Nothing checks it here, where torch is
-    not imported: a test compares the keys."""
+    """Name of the loss: a key of `objective.families.FAMILIES`. Nothing checks it here, where torch
+    is not imported: a test compares the keys."""
 
     @property
     def stop_gradient_ratio(self) -> bool:

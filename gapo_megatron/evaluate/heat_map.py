@@ -49,7 +49,7 @@ def difference_limit(values: np.ndarray) -> float:
     """Size of the differences of solve rates that a scale ends with; one in 50 is beyond.
 
     Args:
-        values: of any shape, NaN where unknown.
+        values: values of any shape, NaN where unknown.
 
     Returns:
         At least 0.1, a multiple of 0.05. The largest of many cells would leave the others pale.

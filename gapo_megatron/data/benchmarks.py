@@ -22,7 +22,7 @@ from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.documents import is_unicode, keys_of
 
 BOXED = " Let's think step by step and output the final answer within \\boxed{}."
-"""Asked at the end of every mathematical problem: the verifier looks for the box."""
+"""Instruction at the end of every mathematical problem: the verifier looks for the box."""
 
 LIVECODEBENCH_FROM, LIVECODEBENCH_BEFORE = "2024-08-01", "2025-02-01"
 """Contests of the paper's LCB-v5 column; training uses those before."""

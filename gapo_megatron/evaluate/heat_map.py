@@ -16,7 +16,7 @@ from matplotlib.image import AxesImage
 FONT_SIZE = 9
 ROW_INCHES = 0.28
 MOST_PERCENT = 98
-"""Per cent of the cells that a scale of differences covers."""
+"""Percentage of the cells that a scale of differences covers."""
 _IMAGE: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
 
 Rates = Mapping[str, Mapping[str, float]]

@@ -100,9 +100,9 @@ class MinibatchLoss:
     microbatches: Sequence[LossInputs]
     """One for each micro-batch on the last pipeline stage, none elsewhere."""
     old_log_probs: Sequence[torch.Tensor | None] | None
-    """Per micro-batch [R] float32; None as a whole: the current ones, detached."""
+    """Old log-probs per micro-batch, [R] float32; None as a whole: the current ones, detached."""
     ref_log_probs: Sequence[torch.Tensor | None] | None
-    """Per micro-batch [R] float32; None as a whole: no KL term."""
+    """Reference log-probs per micro-batch, [R] float32; None as a whole: no KL term."""
     config: Config
 
     def __call__(self, scored: Scored) -> tuple[torch.Tensor, Sums]:

@@ -32,7 +32,7 @@ class Progress:
     """How far this rank has come with a batch: what a stop must save beside weights and batch."""
 
     old_log_probs: list[LogProbs] = field(default_factory=list)
-    """Per mini-batch, at the rollout weights; empty before the pass."""
+    """Log-probs per mini-batch at the rollout weights; empty before the pass."""
     sums: metrics.Sums = field(default_factory=dict)
     """Metrics of the updates done."""
     grad_norms: list[float] = field(default_factory=list)

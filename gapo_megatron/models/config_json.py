@@ -110,7 +110,7 @@ def read_model_facts(hf_dir: str) -> ModelFacts:
 
 
 def facts_of(fields: Any, *, source: str) -> ModelFacts:
-    """Check the fields of config.json; `source` is its name, for errors. See `read_facts`."""
+    """Read and check the fields of config.json; `source` names it in errors. See `read_facts`."""
     architecture = _architecture(fields, source)
     _check_loading(fields, source)
     rules = {**_RULES, **architecture.fields}

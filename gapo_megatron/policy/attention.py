@@ -43,7 +43,7 @@ class PackedSequences(PackedSeqParams):
     buckets: tuple[tuple[int, int], ...] = ()
     """(S, L) of every bucket: sequences of similar length share one padded attention call."""
     context: ContextShare | None = None
-    """Under context parallelism; `cos`, `sin` and `slots` are then those of this rank's tokens."""
+    """Context parallel share; `cos`, `sin` and `slots` are then those of this rank's tokens."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class ContextShare:
     key_slots: Tensor
     """[T] int64: slots of the gathered tokens, rank after rank."""
     masks: tuple[Tensor, ...]
-    """Per bucket [S, 1, L / cp, L] bool: keys that a query sees."""
+    """Masks per bucket, [S, 1, L / cp, L] bool: keys that a query sees."""
 
 
 def pack_sequences(

@@ -60,7 +60,7 @@ class ParallelGroups:
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this is the first (tp, cp) rank: all of them hold the same losses."""
+        """Whether tp and cp rank are 0; all ranks of these groups hold the same losses."""
         return self.tp_rank == 0 and self.cp_rank == 0
 
 

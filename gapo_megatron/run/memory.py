@@ -49,7 +49,7 @@ class DeviceMemory(NamedTuple):
 
 
 Read = Callable[[bool], DeviceMemory | None]
-"""Told whether the peak since the last reading is meant, not now. None: there is no device."""
+"""Reads memory: the peak since the last reading if True, else the present. None: no device."""
 
 
 def device_reader(device: torch.device) -> Read:

@@ -1,4 +1,4 @@
-"""Which rank computes what (`plan`), and the packed tensors it computes on (`pack`)."""
+"""Batching: which rank computes which sequences (`plan`), and their packed tensors (`pack`)."""
 
 from gapo_megatron.batching.pack import NO_SEQUENCES, pack, sequence_lengths, unpack
 from gapo_megatron.batching.plan import plan

@@ -35,7 +35,7 @@ def unpack(
     """Log-probs of packed micro-batches, sequence by sequence.
 
     Args:
-        batch: what was packed.
+        batch: the batch that was packed.
         microbatches: positions in `batch`, as they were packed.
         values: per micro-batch [R]; None where the last pipeline stage is another rank's.
 
@@ -78,7 +78,7 @@ def pack(
             padding is a sequence of its own. A multiple of `sequence_align`.
         sequence_align: every sequence is padded at its end to a multiple of it, for context
             parallel ranks to share; causal attention does not see what comes after.
-        vocab_size: of the model; None: tokens are not checked.
+        vocab_size: the model's vocabulary size; None: tokens are not checked.
         device: where the tensors go.
 
     Returns:

@@ -66,7 +66,7 @@ def check_branch(config: Config, hf_config: PretrainedConfig | None) -> BranchPo
     """Check `checkpoint.branch_from`; reads manifests alone. For use before any model is built.
 
     Args:
-        config: of the new run.
+        config: the new run's settings.
         hf_config: its model; None: not compared.
 
     Returns:
@@ -129,7 +129,7 @@ def begin_branch(point: BranchPoint, config: Config, attempt: Owner) -> None:
 
     Args:
         point: from `check_branch`, the same on every rank.
-        config: of the new run; the checkpoint gets it.
+        config: the new run's settings; the checkpoint gets them.
         attempt: publishes only while it owns the run.
 
     Collectives, over all ranks: a barrier; a gather of problems (every rank links and reads its
@@ -173,7 +173,7 @@ def record_branch(run_dir: str | Path, branch: Branch | None) -> None:
 
     Args:
         run_dir: the run's output folder.
-        branch: of the checkpoint that the run goes on from; None: no branch, and no record.
+        branch: branch record of the checkpoint to resume from; None: no branch, and no record.
     """
     path = Path(run_dir) / BRANCH_NAME
     if branch is None:
@@ -211,7 +211,7 @@ def _require_same_origin(run_dir: Path, own: Manifest, given: str) -> None:
 
 
 def _place(given: str) -> Path:
-    """What `checkpoint.branch_from` names, absolute; its number needs no zeros."""
+    """Absolute path that `checkpoint.branch_from` names; the step needs no leading zeros."""
     path = Path(os.path.abspath(given))
     match = re.fullmatch(r"step_(\d+)", path.name)
     if match is None or path.parent.name != "checkpoints":
@@ -223,7 +223,7 @@ def _place(given: str) -> Path:
 
 
 def _find(given: str) -> Path:
-    """The same, and it is there."""
+    """The branch point's folder; raises ConfigError if it does not exist."""
     found = _place(given)
     if not found.is_dir():
         there = [step.name for step in manifest.list_steps(found.parent)]

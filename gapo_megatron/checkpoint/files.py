@@ -30,7 +30,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[dict[str, Any]]:
-    """What `write` wrote, for a block that makes something of it.
+    """Read a file of `write` for the block that uses its content.
 
     Raises:
         CheckpointError: the file is missing, damaged or cannot be read, or the block could not make

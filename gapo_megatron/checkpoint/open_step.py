@@ -37,16 +37,16 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class OpenStep:
-    """What a step has produced before its last update."""
+    """State of a step that is not finished: its batch, and the progress of its updates."""
 
     batch: Batch
-    """The same on every rank."""
+    """The step's batch; the same on every rank."""
     metrics: dict[str, float]
-    """Of rollouts and groups, the same on every rank."""
+    """Metrics of rollouts and groups; the same on every rank."""
     evaluated: dict[str, float]
     """Metrics of the evaluation before the step; empty without one."""
     progress: Progress = field(default_factory=Progress)
-    """This rank's."""
+    """This rank's progress with the updates."""
 
     def save(self, folder: Path) -> None:
         """Write this rank's progress; rank 0 the rest. No collective."""
@@ -65,9 +65,9 @@ class OpenStep:
         """Read what `save` wrote on this rank of the same parallel layout. No collective.
 
         Args:
-            folder: of the checkpoint.
+            folder: the checkpoint's folder.
             device: for what this rank goes on with.
-            num_updates: that its manifest says.
+            num_updates: number of updates in the checkpoint's manifest.
 
         Raises:
             CheckpointError: a file is missing, damaged or misshapen; names it.

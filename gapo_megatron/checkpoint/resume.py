@@ -69,7 +69,7 @@ def load_latest(
 
     Args:
         run_dir: the run's output folder, on a file system all ranks share.
-        policy: as built for this run; receives model, optimizer and update count.
+        policy: the policy as built for this run; receives model, optimizer and update count.
         config: compared with the checkpoint's; differences are logged, not refused.
         on_bytes: called with the bytes that have been compared with their digest, which takes long.
 

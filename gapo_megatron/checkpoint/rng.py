@@ -34,7 +34,7 @@ def save(path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `save` wrote; generators like those that `restore` sets have taken it.
+    """Read and check a file of `save`: generators like those that `restore` sets accept the state.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds something else; names it.

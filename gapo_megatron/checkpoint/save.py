@@ -169,7 +169,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 class _Writer(torch_checkpoint.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As torch's; an error travels to the other ranks by itself, without what caused it."""
+        """Write this rank's data; raises the disk's own error, for torch sends on no causes."""
         with _disk_errors(Path(self.path)):
             return super().write_data(plan, planner)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside weights, optimizer and random generators."""
+"""Run state that a checkpoint holds beside weights, optimizer and random generators."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from gapo_megatron.types import OpenGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Where a run is."""
+    """Position of a run: finished steps, the loop's own state, open step and open groups."""
 
     step: int
     """Steps finished, which is the index of the next one."""
     trainer_state: Mapping[str, Any]
     """The loop's own state (`trainer_state`): plain JSON values, the same on every rank."""
     branch: Branch | None = None
-    """Where the run left another one; None for one that began by itself. All checkpoints of a
-    branched run know it."""
+    """The run and checkpoint that this run branched from; None for a run that began by itself. All
+    checkpoints of a branched run record it."""
     open_step: OpenStep | None = None
     """The step under way when a stop came; None between steps."""
     open_groups: Sequence[OpenGroup] = ()
-    """What the next step goes on with; the same on every rank."""
+    """Groups with unfinished responses, resumed by the next step; the same on every rank."""
 
     @property
     def num_open_updates(self) -> int | None:
@@ -36,9 +36,9 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedState(State):
-    """What a resumed run continues from; the policy has been loaded already."""
+    """State that a resumed run continues from; the policy has been loaded already."""
 
     path: Path
     """The checkpoint's folder."""
     changes_objective: bool = False
-    """Whether the steps before were under another objective: in a branch, or by the user's will."""
+    """Whether earlier steps had another objective: in a branch, or by the user's choice."""

@@ -51,8 +51,8 @@ def read_trainer_state(folder: Path, *, step: int) -> dict[str, Any]:
     """The state as it was given to `write_trainer_state`.
 
     Args:
-        folder: of the checkpoint.
-        step: that its manifest says.
+        folder: the checkpoint's folder.
+        step: the step in the checkpoint's manifest.
 
     Raises:
         CheckpointError: the file is missing, damaged or misshapen, or is of another step.

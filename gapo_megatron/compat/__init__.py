@@ -1,4 +1,4 @@
-"""What libraries keep private, or do otherwise than their users need. One file a library.
+"""Uses of libraries' private parts, and changes to their behaviour. One file per library.
 
 An upgrade of a library is read here. After its docstring every entry says:
 

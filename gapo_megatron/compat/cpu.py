@@ -74,7 +74,7 @@ def emulation() -> Iterator[None]:
 
 
 def device_scope() -> contextlib.AbstractContextManager[None]:
-    """What every Megatron-core call of this package runs in: nothing where CUDA is available."""
+    """Context for all Megatron-core calls: emulates a GPU, or does nothing if CUDA is available."""
     return contextlib.nullcontext() if torch.cuda.is_available() else emulation()
 
 
@@ -129,7 +129,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What the tokens' way to the experts is counted in; an all-to-all takes no tensor for it."""
+    """Token counts for the experts' all-to-all as NumPy, since it takes no tensor for them."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -151,7 +151,7 @@ class _Idle:
 
 
 class _Properties:
-    """What Megatron-core asks of a GPU: no feature that depends on the generation."""
+    """GPU properties for Megatron-core, without any feature that depends on the generation."""
 
     name = "cpu"
     major, minor = 0, 0

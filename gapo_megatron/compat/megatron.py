@@ -1,4 +1,4 @@
-"""What is used of Megatron-core that it does not document: model, gradients, groups, schedules.
+"""Undocumented parts of Megatron-core in use: model, gradients, groups, schedules.
 
 `megatron_optimizer` has its distributed optimizer, `megatron_checkpoint` its checkpoints.
 """
@@ -93,7 +93,7 @@ class ShapedCommunicator(P2PCommunicator):
 
         Args:
             send_next: what is sent to the stage after; None: nothing.
-            send_prev: likewise, to the stage before.
+            send_prev: what is sent to the stage before; None: nothing.
             recv_prev: something comes from the stage before.
             recv_next: something comes from the stage after.
         """
@@ -122,7 +122,7 @@ def received(stage: GPTModel) -> Tensor:
 
 
 def main_grad(parameter: Any) -> Tensor:
-    """Where a parameter's gradients are summed, in float32."""
+    """Buffer in which a parameter's gradients are summed, in float32."""
     # Uses: Parameter.main_grad
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found
@@ -168,7 +168,7 @@ class Bucket:
 
     @property
     def is_on_its_way(self) -> bool:
-        """Its reduction has begun and has not been waited for."""
+        """Whether the reduction has begun and has not been waited for."""
         return self._group.grad_reduce_handle is not None
 
     def start(self) -> None:
@@ -177,7 +177,7 @@ class Bucket:
 
 
 def buckets(wrapped: DistributedDataParallel) -> list[Bucket]:
-    """Of one virtual stage: those of data parallel groups, then those of experts."""
+    """Gradient buckets of one virtual stage: the data parallel groups', then the experts'."""
     # Uses: DistributedDataParallel.bucket_groups, .expert_parallel_bucket_groups
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found

@@ -1,4 +1,4 @@
-"""What is used of Megatron-core's checkpoints (`dist_checkpointing`) that it does not document."""
+"""Undocumented parts of Megatron-core's checkpoints (`dist_checkpointing`) in use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["CheckpointingException", "InProcessSave", "save_sharded", "sharded_t
 
 
 def sharded_tensors(state: dict[str, Any]) -> Iterator[Any]:
-    """What holds a tensor's `data` in a sharded state dict; to be read or replaced."""
+    """Yield the objects that hold tensors (`data`) in a sharded state dict, to read or replace."""
     # Uses: dist_checkpointing.dict_utils.nested_values; ShardedTensor.data, ShardedTensorFactory
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found (close to it NVIDIA/Megatron-LM#4475, open, #7013, closed)
@@ -76,7 +76,7 @@ def save_sharded(
         state: the same keys on every rank that holds them.
         folder: on a file system that all ranks share.
         group: ranks of equal weights; each writes a part of them.
-        make_writer: of a folder's tensors.
+        make_writer: makes the writer of a folder's tensors.
 
     Collectives, over all ranks: those of Megatron-core's save.
     """

@@ -1,4 +1,4 @@
-"""What is used of Megatron-core's distributed optimizer that it does not document."""
+"""Undocumented parts of Megatron-core's distributed optimizer in use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHECKPOINT_METADATA = {
     # A parameter's key is the same whichever part of the optimizer it belongs to.
     "chained_optim_avoid_prefix": True,
 }
-"""How Megatron-core writes model and optimizer."""
+"""Options of `sharded_state_dict`: the format in which Megatron-core writes model and optimizer."""
 # Uses: `metadata` of sharded_state_dict
 # Versions: megatron-core 0.16.1, 0.19.2
 # Upstream: none found (close to it NVIDIA/Megatron-LM#1517, closed: other parallelism in a load)
@@ -36,7 +36,7 @@ _GATHERED_AT_ONCE = 2**26
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Of dense and of expert parameters, or one alone."""
+    """The chained optimizers (dense, experts), or the single one."""
     # Uses: ChainedOptimizer.chained_optimizers
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found
@@ -66,7 +66,7 @@ def create_state(optimizer: MegatronOptimizer) -> None:
 
 
 def set_weight_decay(optimizer: MegatronOptimizer, value: float) -> None:
-    """Of the parameters that Megatron-core marks as decaying: it leaves that to its scheduler."""
+    """Set the weight decay of parameters marked as decaying, like Megatron-core's scheduler."""
     # Uses: param_groups: wd_mult
     # Versions: megatron-core 0.16.1, 0.19.2
     # Upstream: none found
@@ -115,7 +115,7 @@ def check_look_up(part: Any) -> None:
     memory, and what it makes of them must begin where the parameters' gradients do in theirs.
 
     Args:
-        part: of the optimizer, as built.
+        part: one of `parts(optimizer)`, as built.
 
     Raises:
         ConfigError: names the version, and a parameter's two places.
@@ -159,8 +159,8 @@ def _whole_state(part: Any, *, empty_data: bool, **_: bool) -> dict[Any, Any]:
     """Master weights and moments of this rank's stages, as Megatron-core lays its buffers out.
 
     Args:
-        part: of the optimizer.
-        empty_data: of a load: the tensors are there to be filled.
+        part: one of `parts(optimizer)`.
+        empty_data: set for a load: the tensors are there to be filled.
 
     Returns:
         By buffer and dtype: float32 tensors in host memory, on every rank.
@@ -221,7 +221,7 @@ def load_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
     parameters one shared counter, which each of them would advance.
 
     Args:
-        optimizer: as built.
+        optimizer: the optimizer as built.
         state: what its `sharded_state_dict` asked for, and what the writer kept for its parts.
     """
     # Uses: DistributedOptimizer._set_main_param_and_optimizer_states, replaced; keys "optimizer",

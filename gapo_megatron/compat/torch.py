@@ -1,4 +1,4 @@
-"""What is used of torch that torch keeps private."""
+"""Private parts of torch in use."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ def flash_attention(
     Args:
         query: [T, heads, head_dim].
         key: [T, key heads, head_dim].
-        value: as `key`.
+        value: [T, key heads, head_dim].
         layout: boundaries of queries [S + 1] int32, of keys, longest query, longest key.
-        scale: of the scores.
+        scale: factor of the attention scores.
 
     Returns:
         Output [T, heads, head_dim], log of the sums of exponentials, and two tensors of random
@@ -129,10 +129,10 @@ def flash_attention_backward(
     """Gradients of query, key and value; the same bits in every run, if torch is told to.
 
     Args:
-        grad: of the output.
+        grad: gradient of the output.
         saved: query, key, value, and what `flash_attention` returned.
-        layout: as of `flash_attention`.
-        scale: likewise.
+        layout: see `flash_attention`.
+        scale: see `flash_attention`.
     """
     # Uses: torch.ops.aten._flash_attention_backward
     # Versions: torch 2.13.0
@@ -170,7 +170,7 @@ def deterministic_algorithms() -> Iterator[None]:
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """Where a part of a tensor lies: in `Metadata.storage_data`."""
+    """Location of a part of a tensor, for `Metadata.storage_data`."""
     # Uses: torch.distributed.checkpoint.filesystem._StorageInfo
     # Versions: torch 2.13.0
     # Upstream: none found
@@ -216,7 +216,7 @@ def reads_metadata_by(read: Callable[[Path], Any]) -> Iterator[None]:
 
 
 def fake_store() -> dist.Store:
-    """What the backend "fake" meets at: nobody."""
+    """Store for the backend "fake", whose ranks never meet."""
     # Uses: torch.testing._internal.distributed.fake_pg.FakeStore
     # Versions: torch 2.13.0
     # Upstream: pytorch/pytorch#102180 (closed: a HashStore would do), #194545 (closed)
@@ -226,7 +226,7 @@ def fake_store() -> dist.Store:
 
 
 def operator_name(func: Any) -> str:
-    """Of an operator that a `TorchDispatchMode` sees, without its namespace."""
+    """Name of an operator that a `TorchDispatchMode` sees, without its namespace."""
     # Uses: OpOverload._schema
     # Versions: torch 2.13.0
     # Upstream: none found
@@ -250,7 +250,7 @@ def reads_one_number(func: Any) -> bool:
 
 
 def returns_work_alone(func: Any) -> bool:
-    """Of a collective: whether it returns what to wait for, and no tensors beside it."""
+    """Whether a collective returns only a work object to wait for, without tensors."""
     # Uses: OpOverload._schema
     # Versions: torch 2.13.0
     # Upstream: none found
@@ -267,7 +267,7 @@ def process_group(argument: Any) -> dist.ProcessGroup | None:
 
 
 def finished_work() -> Any:
-    """What a collective's operator returns when there is nothing to wait for."""
+    """Work object of a collective that has already finished."""
     # Uses: torch._C._distributed_c10d.FakeWork, its `boxed`
     # Versions: torch 2.13.0
     # Upstream: pytorch/pytorch#111997 (closed as landed)

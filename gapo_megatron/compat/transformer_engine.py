@@ -1,4 +1,4 @@
-"""What is used of Transformer Engine that it does not document, and what asks whether it is there.
+"""Undocumented parts of Transformer Engine in use, and the question whether it is installed.
 
 Nothing here imports it before it is needed. Read in 2.20.2, without a GPU: NOT YET RUN on one.
 """
@@ -21,7 +21,7 @@ DEBUG_ENVIRONMENT = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}
 
 
 def is_installed() -> bool:
-    """Whether there is one."""
+    """Whether Transformer Engine is installed."""
     # Uses: the name of the package
     # Versions: transformer-engine 2.20.2
     # Upstream: none found

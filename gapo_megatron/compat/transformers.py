@@ -1,4 +1,4 @@
-"""What is used of transformers that it does not document."""
+"""Undocumented parts of transformers in use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokenizer_class(name: Any) -> Any:
 
 
 def loads_by_itself(tokenizer: Any) -> bool:
-    """Whether a class is a tokenizer that loads as the base class does, its own files alone."""
+    """Whether a class is a tokenizer that loads as the base class does: only its own files."""
     # Uses: PreTrainedTokenizerBase.from_pretrained.__func__
     # Versions: transformers 5.19.0
     # Upstream: none found

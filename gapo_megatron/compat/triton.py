@@ -1,4 +1,4 @@
-"""What is used of Triton that only its tutorials name."""
+"""Parts of Triton in use that only its tutorials name."""
 
 from __future__ import annotations
 

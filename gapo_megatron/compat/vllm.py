@@ -1,4 +1,4 @@
-"""What is used of vLLM that it does not document: an engine in the trainer's own process."""
+"""Undocumented parts of vLLM in use: an engine in the trainer's own process."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def queue_lengths(llm: LLMEngine) -> tuple[int, int]:
 
 
 def unfinished(llm: LLMEngine) -> dict[str, RequestOutput]:
-    """What there is of every request that the engine still has, by name.
+    """Outputs so far of all requests that the engine still has, by name.
 
     vLLM makes such an output where an asynchronous caller aborts a request; the engine in this
     process aborts without a word. To be told the tokens of every step instead costs what grows
@@ -104,10 +104,10 @@ def request_names(llm: LLMEngine) -> list[str]:
 
 
 def load_weights(llm: LLMEngine, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """The engine computes with these from now on, with what it has packed of them too.
+    """Replace the engine's weights, including the copies that it has packed.
 
     Args:
-        llm: with memory for its weights.
+        llm: engine with memory for its weights.
         tensors: (Hugging Face name, whole tensor), those of one module next to each other.
     """
     # Uses: the worker's method "reload_weights", and its weights_iterator
@@ -160,7 +160,7 @@ def shared_memory_named(name: Callable[[str, Sequence[int]], str]) -> Iterator[N
     and what a killed run leaves behind would keep all later ones from starting.
 
     Args:
-        name: of a communicator's own name and ranks; the same on all of them.
+        name: maps a communicator's own name and ranks to a name; the same on all of them.
     """
     # Uses: cpu_communicator._CPUSHMDistributed.make_group_name, replaced
     # Versions: vllm 0.32.0
@@ -200,7 +200,7 @@ def why_no_cpu_fp8() -> str | None:
 
 
 def device_type() -> str:
-    """What it would run on: `cuda`, `cpu`, or empty where it finds neither."""
+    """Device type that vLLM would run on: `cuda`, `cpu`, or empty if it finds neither."""
     # Uses: platforms.current_platform.device_type
     # Versions: vllm 0.32.0
     # Upstream: none found

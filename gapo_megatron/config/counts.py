@@ -1,4 +1,4 @@
-"""What a config means in processes, stages and prompts: arithmetic alone; no torch."""
+"""Numbers of processes, stages and prompts that a config implies: plain arithmetic, no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def num_begun(batch: BatchConfig, wanted: int) -> int:
 
 
 def layers_of_stages(config: ParallelConfig, num_layers: int) -> list[list[range]]:
-    """Which of the model's layers each pipeline rank has, by virtual stage.
+    """Layers of each pipeline rank, by virtual stage.
 
     A model goes through the first virtual stage of every rank, then through the second, and so on.
 

@@ -1,4 +1,4 @@
-"""What is wrong with a config, in words."""
+"""Errors of a config, in words."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def explain(item: Any, model: type[BaseModel]) -> str:
     """A line about one fault of a config: the field, its value, and the rule or the nearest key.
 
     Args:
-        item: of a pydantic `ValidationError`.
-        model: that was to be.
+        item: one error of a pydantic `ValidationError`.
+        model: the model that was to be validated.
     """
     where = place(item["loc"]) or "config"
     if item["type"] == "extra_forbidden":

@@ -24,7 +24,7 @@ def load_config(
     """Read a TOML file (and the file its `base` names), replace single values, validate.
 
     Args:
-        path: of the file.
+        path: path of the file.
         overrides: `section.key=value`.
         settings: values by `section.key`, over the overrides.
 

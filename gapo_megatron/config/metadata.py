@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What another value of a setting means. The defaults are the strictest."""
+    """Rules for changing a setting's value. The defaults are the strictest."""
 
     resume: bool = False
     """It may change when a run resumes. A change of another setting is logged, and a step that a
@@ -37,20 +37,20 @@ class InputPath:
 
 
 LEARNED = Role()
-"""What the policy learns from, and how."""
+"""Role of settings that decide what the policy learns from, and how."""
 SAMPLED = replace(LEARNED, carried=True)
 """The distribution that responses are sampled from."""
 SEED = Role(arm=False, step=False)
 """Runs of one arm differ in it alone."""
 OBJECTIVE = Role(branch=True)
-"""What a branch exchanges."""
+"""Role of settings that a branch may exchange."""
 HOW = Role(branch=True, study=True, arm=False)
-"""How a stage computes, not what it computes."""
+"""Role of settings that decide how a stage computes, not what it computes."""
 ENGINE = replace(HOW, picks_groups=True)
 LAYOUT = Role(resume=True, branch=True, study=True, arm=False)
-"""Where numbers are computed and kept."""
+"""Role of settings that decide where numbers are computed and kept."""
 LIFE = replace(LAYOUT, step=False)
-"""How long a run goes on, what it writes and what it checks."""
+"""Role of settings that decide how long a run goes on, what it writes and what it checks."""
 MEASURED = replace(LIFE, arm=True)
 """No step depends on it, but numbers that a report compares do."""
 HELD_OUT = Role(branch=True, step=False)

@@ -29,8 +29,8 @@ class Method:
     """The clipped ratio weights the log-probability and carries no gradient itself (CISPO): its
     bounds may then be wider than a ratio can be."""
     family: str = "clipped"
-    """Which loss: a key of `objective.families.FAMILIES`. Nothing checks it here, where torch is
-    not imported: a test compares the keys."""
+    """Name of the loss: a key of `objective.families.FAMILIES`. Nothing checks it here, where torch
+    is not imported: a test compares the keys."""
 
     def eps_high(self, num_correct: int, *, group_size: int) -> float:
         """Upper clip at c >= 1 of k >= 2 correct; of whole batches: `objective.upper_clip`."""

@@ -11,9 +11,9 @@ class Removed:
     """A setting that there is no more."""
 
     defaults: tuple[Any, ...]
-    """What it was where nobody set it: run folders and archives hold it, and it changes nothing."""
+    """Its former default values: run folders and archives hold them, and they change nothing."""
     instead: str
-    """What to write, where it was another value."""
+    """Advice on what to write instead of another value."""
 
 
 REMOVED = {

@@ -40,20 +40,20 @@ _DEFAULTS = {
 
 
 def role_of(name: str) -> Role:
-    """Of a setting `section.key`, or of a whole section; a manifest may name unknown ones."""
+    """Role of a setting `section.key`, or of a whole section; a manifest may name unknown ones."""
     section = _SECTIONS.get(name.partition(".")[0])
     return _ROLES.get(name, section.role if section else LEARNED)
 
 
 def changes(before: Mapping[str, Any], config: Config) -> Changes:
-    """What differs from a manifest's config and decides what is computed."""
+    """Settings that differ from a manifest's config and decide what is computed."""
     return {
         name: pair for name, pair in _differing(before, config).items() if not role_of(name).resume
     }
 
 
 def changed_work(before: Mapping[str, Any], config: Config) -> Changes:
-    """What differs and decides what a run of a study computes, and not merely how."""
+    """Settings that differ and decide what a run of a study computes, and not merely how."""
     return {
         name: pair
         for name, pair in _differing(before, config).items()
@@ -62,7 +62,7 @@ def changed_work(before: Mapping[str, Any], config: Config) -> Changes:
 
 
 def broken_rules(before: Mapping[str, Any], config: Config) -> list[str]:
-    """What a branch may not change, and does: a line for each with field, both values and rule."""
+    """Forbidden changes of a branch: a line for each with field, both values and rule."""
     return [
         f"{name} is {there!r} there and {here!r} here: {_why(name)}"
         for name, (there, here) in _differing(before, config).items()

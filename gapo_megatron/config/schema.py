@@ -58,7 +58,7 @@ from gapo_megatron.config.types import (
 from gapo_megatron.isolation import SYSTEM_PYTHON, split_setting
 
 CONFIG_NAME = "config.toml"
-"""In the run folder: the resolved config of the newest start."""
+"""File in the run folder with the resolved config of the newest start."""
 
 
 class ModelConfig(Section):

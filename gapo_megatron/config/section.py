@@ -10,13 +10,13 @@ from gapo_megatron.config.metadata import Role
 
 
 class Section(BaseModel):
-    """Its settings: each has the section's role, or another one in its annotation."""
+    """Section of a config; each setting has the section's role, or another in its annotation."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
     role: ClassVar[Role]
-    """Of every setting whose annotation has no other."""
+    """Role of every setting whose annotation has no other."""
     kept: ClassVar[str] = "this version does not know it"
     """Why a branch must keep the values of the run that it left, where it must."""
 

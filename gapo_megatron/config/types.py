@@ -1,4 +1,4 @@
-"""What a setting may be: types whose limits are those of the code and libraries that use them.
+"""Types of settings; their limits are those of the code and libraries that use them.
 
 A value beyond them passes as a number or a string, and fails only after minutes: in a C library, in
 vLLM, in a file that cannot be read again. So the schema refuses it.
@@ -27,13 +27,13 @@ Steps = Annotated[int, Field(gt=0, lt=_STEPS)]
 StepsOrZero = Annotated[int, Field(ge=0, lt=_STEPS)]
 
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
-"""As `torch.manual_seed` takes it; NumPy's and Python's generators take any."""
+"""Seed in the range of `torch.manual_seed`; NumPy's and Python's generators take any."""
 
 Seconds = Annotated[int, Field(gt=0, le=2_000_000)]
 """23 days: `poll` counts milliseconds in 32 bits, and there are callers that add a minute."""
 
 Tokens = Annotated[int, Field(gt=0, le=2**24)]
-"""Of one sequence, at the most: vLLM makes a table of rotary positions as long, before it starts.
+"""Tokens of one sequence at most: vLLM makes a table of rotary positions as long before it starts.
 The longest contexts that models are trained on have 10 million."""
 
 GroupSize = Annotated[int, Field(ge=2, le=2**12)]
@@ -131,7 +131,7 @@ OptionalPath = Annotated[_Spelled, AfterValidator(_check_read)]
 """Empty: none."""
 PathText = Annotated[OptionalPath, AfterValidator(_check_given)]
 MadePath = Annotated[_Spelled, AfterValidator(_check_made), AfterValidator(_check_given)]
-"""Of a folder that a command makes."""
+"""Path of a folder that a command makes."""
 
 WandbProject = Annotated[Text, Field(max_length=128, pattern=r"^[^/\\#?%:]*$")]
-"""What Weights & Biases takes for a name."""
+"""Project name that Weights & Biases accepts."""

@@ -22,7 +22,7 @@ from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.documents import is_unicode, keys_of
 
 BOXED = " Let's think step by step and output the final answer within \\boxed{}."
-"""Asked at the end of every mathematical problem: the verifier looks for the box."""
+"""Instruction at the end of every mathematical problem: the verifier looks for the box."""
 
 LIVECODEBENCH_FROM, LIVECODEBENCH_BEFORE = "2024-08-01", "2025-02-01"
 """Contests of the paper's LCB-v5 column; training uses those before."""
@@ -40,7 +40,7 @@ class Problem:
     """Unique over all benchmarks; seeds its samples."""
     prompt: str
     answers: tuple[str, ...]
-    """What the verifier compares with: a response is correct that agrees with any of them."""
+    """Reference answers; a response is correct if it agrees with any of them."""
     level: str = ""
 
 
@@ -54,7 +54,7 @@ class Benchmark:
     kind: Literal["math", "code", "instructions"]
     """Verifier, as `reward.kind` of the config."""
     folder: str
-    """Where its file lies, below the data folder."""
+    """Folder of its file, below the data folder."""
     read: Callable[[Row], tuple[str, str] | None]
     """Prompt and level of a row; None for a row outside the benchmark. Errors of `_OTHER_SHAPE`
     mean another file shape."""
@@ -349,4 +349,4 @@ BENCHMARKS: dict[str, Benchmark] = {
         ),
     )
 }
-"""By name, in the order of the paper's columns."""
+"""Benchmarks by name, in the order of the paper's columns."""

@@ -44,7 +44,7 @@ def read_rows(
     Args:
         path: .jsonl, .json (one list) or .parquet.
         columns: read from a Parquet file, which must have them; other formats give all.
-        optional: likewise, where it has them.
+        optional: columns read from a Parquet file that has them.
         after: number of a row that was read before: those up to it are passed over.
 
     Yields:

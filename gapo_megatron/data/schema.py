@@ -39,7 +39,7 @@ EXCERPT_BYTES = 64
 """Bytes read of either end of an answer in another file; the start reads no more of it."""
 
 QUICK_CHARACTERS = 2**16
-"""So many are tokenised in no time; a hundred times as many take a minute."""
+"""Characters that are tokenised in no time; a hundred times as many take a minute."""
 
 NUM_SHOWN = 5
 """Line numbers that an error names at most; it counts all."""
@@ -58,9 +58,9 @@ def read_prompts(
 
     Args:
         path: JSONL file in UTF-8; blank lines are skipped.
-        tokenizer: of the policy; adds its own special tokens (a BOS where it has one).
+        tokenizer: the policy's tokenizer; adds its own special tokens (a BOS where it has one).
         max_prompt_tokens: longest prompt that passes, in tokens, template included.
-        kind: of the verifier that is to read the answers, `reward.kind`.
+        kind: kind of the verifier that is to read the answers, `reward.kind`.
         chat_template: wrap `prompt` as a user message in the tokenizer's chat template.
         keep_unreadable: warn of answers that the verifier cannot read, and keep their problems: a
             run that has begun with them (an older version did) goes on with the same ones.
@@ -120,7 +120,7 @@ class _Answers:
         """Each answer that the verifier cannot read: where it is, and why not."""
         self._path = Path()
         self._file: BinaryIO | None = None
-        """At `_path`: the last one that was read from, since every line may name the same."""
+        """Open file at `_path`: kept from the last read, since every line may name the same."""
 
     def read(self, row: dict[str, Any], *, where: str) -> str:
         """The answer; of one in another file the reference, as JSON text, with its whole path."""

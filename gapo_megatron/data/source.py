@@ -24,7 +24,7 @@ class PromptSource:
 
         Args:
             prompts: the dataset, the same on every rank.
-            seed: of the orders; epoch e depends on (seed, e) alone.
+            seed: seed of the orders; epoch e depends on (seed, e) alone.
         """
         self._prompts = list(prompts)
         self._seed = seed
@@ -36,7 +36,7 @@ class PromptSource:
 
         Args:
             num_prompts: how many.
-            drawn: by earlier calls for the same batch; none of them comes again.
+            drawn: problems of earlier calls for the same batch; none of them comes again.
 
         Raises:
             ConfigError: the dataset holds fewer.

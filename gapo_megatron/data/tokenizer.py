@@ -25,7 +25,7 @@ def load_tokenizer(
     """Load the tokenizer of a Hugging Face folder for training, from disk alone.
 
     Args:
-        hf_dir: with a config.json.
+        hf_dir: a folder with a config.json.
         field: setting or option that names the folder, for errors.
         facts: what config.json says, of a folder that `check_model_folder` has passed; without, it
             is asked here.
@@ -51,7 +51,7 @@ def open_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder. No code of the folder is run, and nobody is asked.
 
     Args:
-        folder: that `check_model_folder` has passed.
+        folder: a folder that `check_model_folder` has passed.
         vocab_size: how many tokens the model has.
 
     Raises:

@@ -18,7 +18,7 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[
     given to do.
 
     Args:
-        arrays: of any shapes, of dtypes that torch has.
+        arrays: arrays of any shape, with dtypes that torch has.
         device: where they go.
 
     Returns:
@@ -47,7 +47,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy tensors of one device to the host. Waits for the device, once.
 
     Args:
-        tensors: of any shapes and dtypes.
+        tensors: tensors of any shape and dtype.
 
     Returns:
         Likewise, detached, on the CPU.

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gapo_megatron.evaluate")
 
 SAMPLES_PER_PIECE = 1024
-"""Of one engine, generated before they are judged and kept: minutes of work on a GPU, which a kill
-loses, and enough to keep the engine full."""
+"""Samples that one engine generates before they are judged and kept: minutes of work on a GPU,
+which a kill loses, and enough to keep the engine full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Task:
     benchmark: Benchmark
     problems: tuple[Problem, ...]
     prompts: tuple[Prompt, ...]
-    """Of `problems`, in their order."""
+    """Prompts of `problems`, in their order."""
     tokenizer: PreTrainedTokenizerBase
     """The model's."""
 
@@ -102,10 +102,10 @@ def sample_task(
         task: the same on every rank.
         remaining: ids of the problems to sample, the same on every rank: ranks may see a shared
             disk differently, so one of them asks `Task.remaining` for all.
-        seed: of the samples.
+        seed: seed of the samples.
         sampling: how they are drawn.
         pool: workers with the benchmark's verifier.
-        output_dir: of the evaluation, on a disk that all ranks share.
+        output_dir: the evaluation's folder, on a disk that all ranks share.
 
     Collectives: those of `rollout.generate` and `Replicas.gather`, on every rank.
     """

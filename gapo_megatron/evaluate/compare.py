@@ -46,7 +46,7 @@ class Method:
 
     @property
     def seeds(self) -> str:
-        """What its values are independent in."""
+        """Kind of seed in which its values are independent."""
         return "training" if len(self.evaluations) > 1 else "sampling"
 
     def values(self, benchmark: str, k: int) -> list[float]:
@@ -75,7 +75,7 @@ def compare(methods: Sequence[Method], settings: dict[str, Setting]) -> list[Tab
 
     Args:
         methods: the first is compared with every other.
-        settings: of `read_settings`.
+        settings: the result of `read_settings`.
 
     Raises:
         ConfigError: two methods have one label, one has no figures, or a benchmark's problems
@@ -123,7 +123,7 @@ def _check_problems(methods: Sequence[Method]) -> None:
 
 
 def _num_seeds(method: Method, columns: Sequence[str]) -> list[int]:
-    """How many values its columns have, each number once; benchmarks may differ in it."""
+    """Numbers of values in a method's columns, each once; benchmarks may differ in it."""
     return sorted({len(method.values(name, 1)) for name in columns} - {0})
 
 

@@ -37,10 +37,10 @@ def evaluate(
         engine: holds the weights to evaluate.
         prompts: all held-out problems, the same on every rank.
         pool: workers with the verifier.
-        environment: what the episodes meet, that of training.
+        environment: the episodes' environment, the same as in training.
         config: sections evaluation, rollout, run.
         output: file for the counts by problem; None on ranks that write nothing.
-        should_abandon: as of `rollout.generate.Watch` and of `rewards.score`.
+        should_abandon: see `rollout.generate.Watch` and `rewards.score`.
 
     Returns:
         `eval/pass@1`, `eval/pass@{k}` for k = samples_per_prompt, the same as

@@ -16,7 +16,7 @@ from matplotlib.image import AxesImage
 FONT_SIZE = 9
 ROW_INCHES = 0.28
 MOST_PERCENT = 98
-"""Per cent of the cells that a scale of differences covers."""
+"""Percentage of the cells that a scale of differences covers."""
 _IMAGE: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
 
 Rates = Mapping[str, Mapping[str, float]]
@@ -49,7 +49,7 @@ def difference_limit(values: np.ndarray) -> float:
     """Size of the differences of solve rates that a scale ends with; one in 50 is beyond.
 
     Args:
-        values: of any shape, NaN where unknown.
+        values: values of any shape, NaN where unknown.
 
     Returns:
         At least 0.1, a multiple of 0.05. The largest of many cells would leave the others pale.

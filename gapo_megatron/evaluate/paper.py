@@ -13,7 +13,7 @@ PAPER_TABLES = Path(__file__).parents[2] / "docs" / "paper_tables.toml"
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are drawn."""
+    """Sampling settings of an evaluation."""
 
     num_samples: int
     """n, per problem."""
@@ -24,7 +24,7 @@ class Sampling:
 
     @property
     def text(self) -> str:
-        """For the eye."""
+        """The settings in one line, for the eye."""
         return (
             f"n={self.num_samples}, temperature={self.temperature:g}, top-p={self.top_p:g}, "
             f"T_max={self.max_response_tokens}"

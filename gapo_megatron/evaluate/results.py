@@ -1,4 +1,4 @@
-"""From judged samples to figures: `results.json` of an evaluation, written and read."""
+"""Results of an evaluation: figures from judged samples; reads and writes `results.json`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SeedResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Results:
-    """What is in `results.json`."""
+    """Content of `results.json`."""
 
     model: str
     setting: str
@@ -146,14 +146,14 @@ def collect(
     """Measure every benchmark and seed that is kept whole; the others are left out.
 
     Args:
-        output_dir: of the evaluation. What its `results.json` has of other benchmarks and seeds
-            stays: all samples in one folder are drawn alike from the same weights.
+        output_dir: the evaluation's folder. Other benchmarks and seeds of its `results.json`
+            stay: all samples in one folder are drawn alike from the same weights.
         model: Hugging Face folder.
-        setting: as of `Results`; what `results.json` has stays where it is "".
+        setting: see `Results`; if "", the one in `results.json` stays.
         sampling: how the samples were drawn.
-        files: as of `Results`.
-        problem_ids: of every benchmark.
-        seeds: to look for.
+        files: see `Results`.
+        problem_ids: ids of every benchmark's problems.
+        seeds: seeds to look for.
 
     Raises:
         DataError: samples or results that are there are damaged.
@@ -218,7 +218,7 @@ _IF_DAMAGED = "; remove it, and the command that wrote it does so again"
 
 
 def _flaw(results: Results, name: str, seeds: dict[int, SeedResult]) -> str:
-    """What in a benchmark's figures does not go together, or ""."""
+    """Contradiction in a benchmark's figures, or ""."""
     if name not in BENCHMARKS:
         return f"is not one of {', '.join(BENCHMARKS)}"
     if name not in results.files or not seeds:

@@ -56,7 +56,7 @@ class Solved:
 
 
 def seed_folder(output_dir: Path, benchmark: str, seed: int) -> Path:
-    """Where the samples of one benchmark and seed lie."""
+    """Folder of the samples of one benchmark and seed."""
     return output_dir / benchmark / f"seed_{seed}"
 
 
@@ -103,9 +103,9 @@ def keep_settings(path: Path, settings: dict[str, Any], *, done: str = "drawn") 
     """Write what samples depend on, or see that those already there depend on the same.
 
     Args:
-        path: of the file.
+        path: path of the file.
         settings: JSON.
-        done: to the samples under these settings, for the message: `drawn` or `judged`.
+        done: verb for the message: the samples were `drawn` or `judged` under these settings.
 
     Raises:
         ConfigError: they were not, and what differs is named; or the file is damaged.

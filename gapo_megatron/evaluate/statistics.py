@@ -64,7 +64,7 @@ def paired_difference(
 
 
 def has_spread(values: Sequence[float]) -> bool:
-    """Whether values differ by more than rounding; else they say nothing of how others would."""
+    """Whether values differ by more than rounding; if not, they show no spread to extrapolate."""
     return len(values) > 1 and not math.isclose(min(values), max(values), abs_tol=1e-12)
 
 

@@ -25,7 +25,7 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def to_text(self) -> str:
-        """For a terminal."""
+        """The table as text for a terminal."""
         rows = [self.columns, *self._styled(lambda text: text, escape=lambda text: text)]
         lines = ["  ".join(row).rstrip() for row in _aligned(rows)]
         rule = "-" * max(map(len, lines))

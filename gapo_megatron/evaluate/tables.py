@@ -13,7 +13,7 @@ def powers_of_two(limit: int) -> list[int]:
 
 
 def results_tables(results: Results) -> list[Table]:
-    """What one evaluation shows: pass@k, the samples, and IFEval's accuracies where it was run."""
+    """Tables of one evaluation: pass@k, the samples, and IFEval's accuracies where it was run."""
     tables = [_pass_table(results), _samples_table(results)]
     if any(seed.instructions for seeds in results.benchmarks.values() for seed in seeds.values()):
         tables.append(_instructions_table(results))

@@ -32,8 +32,8 @@ def carry(
     Args:
         policy: at the weights that sampled those tokens; unchanged.
         groups: the same on every rank.
-        config: of the run: token budget of a micro-batch.
-        policy_version: of these weights.
+        config: the run's settings: token budget of a micro-batch.
+        policy_version: version of these weights.
         gloo_group: all ranks, for Python objects.
 
     Returns:

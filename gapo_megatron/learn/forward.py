@@ -41,7 +41,7 @@ class Scored:
     entropy: Tensor | None
     """[R] likewise; None unless `objective.entropy_coef` > 0."""
     flags: Flags
-    """Of the pass: checks on the device whose outcome is read after the last micro-batch."""
+    """Checks of the pass on the device; their outcome is read after the last micro-batch."""
     rows: Tensor | None
     """[R_local] int64, those of the R rows that this rank computes; None: all."""
     row_plan: RowPlan
@@ -70,7 +70,7 @@ def run_pass(
         head: called on the last pipeline stage, once for each micro-batch.
         flags: kept by the head operator and by `head`.
         forward_only: no backward pass.
-        temperature: of the distribution; None for `rollout.temperature`.
+        temperature: sampling temperature; None: `rollout.temperature`.
 
     Returns:
         What `head` reported of each micro-batch, on the last pipeline stage; empty elsewhere.
@@ -145,7 +145,7 @@ def _share(policy: Policy, whole: Microbatch) -> Share:
 
 
 def _plan_rows(share: Share, flags: Flags) -> RowPlan:
-    """What the head operator would otherwise wait for the device to know."""
+    """Row counts for the head operator, which would otherwise wait for the device to know them."""
     indices, sequence_ids = share.microbatch.indices, share.microbatch.sequence_ids
     return RowPlan(flags, share.row_edges, sequence_of=lambda row: indices[int(sequence_ids[row])])
 
@@ -193,7 +193,7 @@ def _join(
 def _communication(
     policy: Policy, microbatches: Sequence[Microbatch], *, forward_only: bool
 ) -> dict[str, Any]:
-    """How the schedule's stages talk to each other; nothing where there is one."""
+    """Communication arguments of the pipeline schedule; empty with a single stage."""
     groups, config = policy.groups, policy.stages[0].config
     if groups.pp_size == 1:
         return {}

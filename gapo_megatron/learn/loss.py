@@ -30,7 +30,7 @@ from gapo_megatron.types import Batch, Microbatch, Minibatch
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the loss of one micro-batch needs of its B sequences and R rows, on the device."""
+    """Inputs of one micro-batch's loss: values of its B sequences and R rows, on the device."""
 
     sequence_ids: torch.Tensor
     """[R] int64 in 0..B-1."""
@@ -86,7 +86,7 @@ class LossInputs:
 def _sampled(
     batch: Batch, index: Sequence[int], values: Sequence[np.ndarray]
 ) -> Sequence[np.ndarray]:
-    """Of values of all response tokens of sequences `index` those of the sampled ones."""
+    """Drop the values of tokens that the environment gave."""
     if not batch.response_masks:
         return values
     return [one[batch.response_masks[i]] for i, one in zip(index, values, strict=True)]
@@ -100,9 +100,9 @@ class MinibatchLoss:
     microbatches: Sequence[LossInputs]
     """One for each micro-batch on the last pipeline stage, none elsewhere."""
     old_log_probs: Sequence[torch.Tensor | None] | None
-    """Per micro-batch [R] float32; None as a whole: the current ones, detached."""
+    """Old log-probs per micro-batch, [R] float32; None as a whole: the current ones, detached."""
     ref_log_probs: Sequence[torch.Tensor | None] | None
-    """Per micro-batch [R] float32; None as a whole: no KL term."""
+    """Reference log-probs per micro-batch, [R] float32; None as a whole: no KL term."""
     config: Config
 
     def __call__(self, scored: Scored) -> tuple[torch.Tensor, Sums]:
@@ -194,7 +194,7 @@ def may_lose_gradients(config: Config, *, has_moved: bool) -> bool:
     computed, which have none while the policy is its reference.
 
     Args:
-        config: of the run.
+        config: the run's settings; reads `objective`.
         has_moved: the weights are no longer those that sampled every token.
     """
     objective = config.objective

@@ -65,12 +65,12 @@ def summarize(
     """Turn a step's sums over all ranks into metrics.
 
     Args:
-        totals: what `add_over_ranks` returned.
-        plan: of the step.
-        config: of the run.
+        totals: the result of `add_over_ranks`.
+        plan: the step's packing plan.
+        config: the run's settings.
         lengths: [B] int64 tokens fed to the model per sequence.
-        grad_norms: of every update, before clipping.
-        learning_rate: of the last update.
+        grad_norms: gradient norm of every update, before clipping.
+        learning_rate: learning rate of the last update.
 
     Returns:
         Means over mini-batches: `loss/policy`, the policy loss alone, and `optim/grad_norm`, of the

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 SEQUENCES_PER_RANK = 8
 """Scored on each data-parallel rank: enough for a mean, few beside the hundreds of a step."""
 LARGEST_SHARE = 0.1
-"""Of eps_low that the mean may reach without a warning."""
+"""Share of eps_low that the mean may reach without a warning."""
 
 _REMEDIES = {
     "fp8": "set model.precision (fp8) to bf16 or fp32, or widen",
@@ -68,7 +68,7 @@ def watch_noise_floor(
     Args:
         policy: at any weights; unchanged.
         batch: the same on every rank.
-        config: of the run.
+        config: the run's settings.
         stopwatch: counts the stage `noise_floor`.
         step: about to be trained.
         first_sampled: the first that this process samples for.
@@ -116,7 +116,7 @@ def measure_noise_floor(policy: Policy, batch: Batch, config: Config) -> NoiseFl
         policy: at any weights; unchanged.
         batch: the same on every rank. `SEQUENCES_PER_RANK` of its valid sequences per data-parallel
             rank are scored, evenly spaced, so that they come from different prompts.
-        config: of the run: token budget of a micro-batch, method.
+        config: the run's settings: token budget of a micro-batch, method.
 
     Returns:
         Over the sequences that shared a micro-batch; the same bits on every rank. None when none

@@ -1,4 +1,4 @@
-"""What `batching.plan` is asked for: the updates of a step, or a pass that only scores."""
+"""Packing plans from `batching.plan`: for a step's updates, or for a pass that only scores."""
 
 from __future__ import annotations
 

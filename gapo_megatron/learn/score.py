@@ -36,7 +36,7 @@ def score(
         sequences: the same on every rank of a tensor, context or pipeline parallel group.
         microbatches: positions in `sequences`, this data-parallel rank's; as many micro-batches as
             on every other rank, `()` for one that computes nothing.
-        temperature: of the distribution; None for `rollout.temperature`.
+        temperature: sampling temperature; None: `rollout.temperature`.
 
     Returns:
         Position in `sequences` -> [num sampled tokens] float32 on the CPU, in the order of
@@ -62,7 +62,7 @@ def score_on_every_rank(
     max_tokens_per_microbatch: int,
     gloo_group: dist.ProcessGroup | None,
 ) -> list[np.ndarray]:
-    """As `score`, of all sequences, dealt to the data-parallel ranks and gathered from them.
+    """Score all sequences: dealt to the data-parallel ranks, then gathered on every rank.
 
     Args:
         policy: unchanged.
@@ -100,7 +100,7 @@ def log_probs(
     Args:
         policy: unchanged.
         microbatches: this data-parallel rank's; as many as on every other rank.
-        temperature: of the distribution; None for `rollout.temperature`.
+        temperature: sampling temperature; None: `rollout.temperature`.
 
     Returns:
         Per micro-batch [R] float32 on the last pipeline stage (all tensor and context parallel

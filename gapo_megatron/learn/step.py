@@ -23,7 +23,8 @@ from gapo_megatron.policy import Policy
 from gapo_megatron.types import Batch, Microbatch, Plan
 
 LogProbs = list[torch.Tensor | None] | None
-"""Of one mini-batch: per micro-batch [R] float32, None off the last stage; None: not computed."""
+"""Log-probs of a mini-batch: [R] float32 per micro-batch, None off the last stage; None: not
+computed."""
 
 
 @dataclass
@@ -31,13 +32,13 @@ class Progress:
     """How far this rank has come with a batch: what a stop must save beside weights and batch."""
 
     old_log_probs: list[LogProbs] = field(default_factory=list)
-    """Per mini-batch, at the rollout weights; empty before the pass."""
+    """Log-probs per mini-batch at the rollout weights; empty before the pass."""
     sums: metrics.Sums = field(default_factory=dict)
     """Metrics of the updates done."""
     grad_norms: list[float] = field(default_factory=list)
     """One for each update done."""
     learning_rate: float = 0.0
-    """Of the last update done."""
+    """Learning rate of the last update done."""
 
     @property
     def num_updates(self) -> int:
@@ -70,9 +71,9 @@ def learn(
             `progress`; the others follow.
         batch: the same on every rank.
         plan: the same on every rank; this rank computes its data-parallel share.
-        config: of the run: method, coefficients, rollouts per prompt, response limit.
+        config: the run's settings: method, coefficients, rollouts per prompt, response limit.
         stopwatch: counts the stages `old_log_probs` and `update`.
-        progress: of an earlier call that had to stop; goes on where it was, to the same bits.
+        progress: progress of an earlier call that had to stop; resumed there, to the same bits.
             Updated in place.
         must_stop: asked before every mini-batch, on every rank; the answer must be the same on all.
 

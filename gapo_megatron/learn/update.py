@@ -28,13 +28,13 @@ Loss = Callable[[Scored], tuple[Tensor, Outputs]]
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one optimizer step reports."""
+    """Report of one optimizer step."""
 
     grad_norm: float
-    """Of the whole gradient, before clipping; the same on every rank. 0: nothing moved."""
+    """Norm of the whole gradient, before clipping; the same on every rank. 0: nothing moved."""
     learning_rate: float
     outputs: list[Outputs]
-    """What `loss` returned for each micro-batch, on the CPU, and `active_rows`: how many of its
+    """Results of `loss` for each micro-batch, on the CPU, and `active_rows`: how many of its
     log-probs have a gradient. Empty except on the last pipeline stage."""
 
 

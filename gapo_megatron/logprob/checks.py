@@ -1,4 +1,4 @@
-"""What the log-prob operator refuses; messages name the argument and, if there is one, the row."""
+"""Checks of the log-prob operator's inputs; messages name the argument and, if any, the row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which code computes the softmax statistics and the gradients of the logits."""
+"""Choice of the code that computes the softmax statistics and the gradients of the logits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def choose_implementation(device: torch.device, dtype: torch.dtype, name: Name =
 
 
 def choose_together(device: torch.device, dtype: torch.dtype, name: Name) -> Resolved:
-    """What `choose_implementation` takes, the same on every rank: Triton where all ranks can.
+    """Choose one implementation for all ranks: with `auto`, Triton if every rank can run it.
 
     Ranks that chose alone would cut rows into other blocks, and wait for each other's collectives.
 
@@ -60,7 +60,7 @@ def choose_together(device: torch.device, dtype: torch.dtype, name: Name) -> Res
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Of an NVIDIA GPU; None: it is something else."""
+    """Compute capability of an NVIDIA GPU; None for another device."""
     if device.type == "cuda" and torch.version.cuda is not None:
         return torch.cuda.get_device_capability(device)
     return None
@@ -98,7 +98,7 @@ def _load(name: Resolved) -> Any:
 
 
 def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str:
-    """What is wrong with Triton's kernels here; "" if nothing is."""
+    """Reason why Triton's kernels cannot be used here; "" if they can."""
     try:
         from gapo_megatron.compat.triton import TritonError
 

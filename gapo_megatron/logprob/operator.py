@@ -37,8 +37,8 @@ from gapo_megatron.logprob.statistics import (
 from gapo_megatron.logprob.tiles import add_product_
 
 ROW_MULTIPLE = 16
-"""Of a block in the backward pass: BLAS libraries have other kernels for a handful of rows, and dX
-of a row would depend on how many share its block."""
+"""A block in the backward pass is padded to a multiple of so many rows: BLAS libraries have other
+kernels for a handful of rows, and dX of a row would depend on how many share its block."""
 
 
 def token_log_probs(
@@ -135,7 +135,7 @@ def token_log_probs(
 
 @dataclass(frozen=True)
 class _Options:
-    """What is not differentiated, fixed by the arguments of `token_log_probs`."""
+    """Arguments that are not differentiated, fixed by those of `token_log_probs`."""
 
     inverse_temperature: float
     vocab_start: int
@@ -320,13 +320,13 @@ class _Summing:
 
 
 class _BlockRows(NamedTuple):
-    """Of each of the R_b rows of a block, what its gradient needs beside hidden state and weight.
+    """Values of a block's R_b rows that the gradient needs beside hidden states and weight.
 
     All [R_b]; the last two None without an entropy's gradient.
     """
 
     columns: torch.Tensor
-    """int64: of this shard, the label's; outside of it where the label is another's."""
+    """int64: the label's column in this shard; outside of it if another shard has the label."""
     maximum: torch.Tensor
     sum_exp: torch.Tensor
     grad_log_probs: torch.Tensor

@@ -1,4 +1,4 @@
-"""What the log-prob operator's caller knows of its rows: no pass then waits for the device."""
+"""Row counts that the log-prob operator's caller knows, so that no pass waits for the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gapo_megatron.device.flags import Flags
 
 @dataclass
 class RowPlan:
-    """What the host knows about the rows of a call, so that it need not ask the device.
+    """Facts about the rows of a call that the host knows, so that it need not ask the device.
 
     For a caller that has packed the rows itself: labels and row_index are not checked again.
 

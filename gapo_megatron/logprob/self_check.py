@@ -28,8 +28,8 @@ def find_fault(code: Any, device: torch.device, dtype: torch.dtype) -> str:
 
     Args:
         code: the implementation, a module like `tiles`.
-        device: to run on.
-        dtype: of hidden states and weights; of 16 bits.
+        device: device to run on.
+        dtype: 16-bit dtype of hidden states and weights.
 
     Returns:
         What is wrong, or "" if nothing is.

@@ -1,4 +1,4 @@
-"""What a row's softmax over a set of columns is known by, and how two sets merge."""
+"""Statistics of a row's softmax over a set of columns, and how those of two sets merge."""
 
 from __future__ import annotations
 

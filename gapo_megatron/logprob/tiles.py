@@ -16,7 +16,7 @@ import torch
 from gapo_megatron.logprob.statistics import MAXIMUM, WEIGHTED, accumulation_dtype, merge_stats
 
 BFLOAT16_ROWS = 128
-"""Of every product of bfloat16 on a CPU in the forward pass: the fewest that run at full speed."""
+"""Rows of a bfloat16 product on a CPU in the forward pass: the fewest that run at full speed."""
 
 
 def row_multiple(hidden: torch.Tensor) -> int:
@@ -215,7 +215,7 @@ def _exact_products(hidden: torch.Tensor) -> Iterator[None]:
 
 
 def _operand(matrix: torch.Tensor) -> torch.Tensor:
-    """What enters a product: bfloat16 on CUDA, which multiplies it into float32; else float32."""
+    """Operand of a product: bfloat16 on CUDA, which multiplies it into float32; else float32."""
     return matrix if matrix.is_cuda else matrix.to(accumulation_dtype(matrix.dtype))
 
 

@@ -1,4 +1,4 @@
-"""What is an architecture's own, one file each; names, shapes, sizes, refusals. No torch.
+"""Model architectures, one file each: names, shapes, sizes, refusals. No torch.
 
 `qwen2.py`, `qwen3.py`, `qwen3_moe.py`, `llama.py` and `mistral.py` each make one `Architecture`;
 nothing outside this folder asks for a `model_type`.

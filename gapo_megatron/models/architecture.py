@@ -1,4 +1,4 @@
-"""What this package must know of a model architecture, and all that it knows of one.
+"""Interface of a model architecture: all that this package knows of one.
 
 Five are here, one file each; `tables.ARCHITECTURES` lists them by config.json's `model_type`.
 """
@@ -14,7 +14,7 @@ from gapo_megatron.models.parts import Geometry
 from gapo_megatron.models.rules import Rule
 
 FieldRule = tuple[str, Callable[[Any], bool]]
-"""What a field's value must be, in words and as a test."""
+"""Rule for a field's value, in words and as a test."""
 
 
 def _nothing(_: Any) -> None:

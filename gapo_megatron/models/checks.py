@@ -1,4 +1,4 @@
-"""Which models this package computes, and which parallel sizes divide them. Imports no torch.
+"""Checks of models and parallel sizes that this package supports. Imports no torch.
 
 A model is given by its config.json: `models.config_json.ModelFacts`, transformers'
 `PretrainedConfig`, or any object with the same attributes.
@@ -27,7 +27,7 @@ def check_shapes(
     """Refuse a model that this package does not compute, or the parallel sizes do not cut evenly.
 
     Args:
-        hf_config: of the model.
+        hf_config: the model's Hugging Face config.
         parallel: how it is cut.
         model: for its precision; None: not fp8, which takes matrices of certain sizes alone, and
             not every recomputation.

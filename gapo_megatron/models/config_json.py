@@ -79,7 +79,7 @@ _RULES: dict[str, FieldRule] = {
 
 
 class ModelFacts(SimpleNamespace):
-    """What config.json says of a model, by its own names; `to_dict` as transformers' config has."""
+    """Fields of a model's config.json, by their names; has `to_dict`, like transformers' config."""
 
     def to_dict(self) -> dict[str, Any]:
         """The facts by name."""
@@ -110,7 +110,7 @@ def read_model_facts(hf_dir: str) -> ModelFacts:
 
 
 def facts_of(fields: Any, *, source: str) -> ModelFacts:
-    """What the fields of config.json say; `source` is its name, for errors. See `read_facts`."""
+    """Read and check the fields of config.json; `source` names it in errors. See `read_facts`."""
     architecture = _architecture(fields, source)
     _check_loading(fields, source)
     rules = {**_RULES, **architecture.fields}
@@ -156,7 +156,7 @@ def _architecture(fields: Any, source: str) -> Architecture:
 
 
 def _check_loading(fields: Mapping[str, Any], source: str) -> None:
-    """What says nothing of the model, but how a library is to load it."""
+    """Check the fields that do not describe the model, but how a library is to load it."""
     refuse_code(fields, source=source)
     # transformers would read another file than this one.
     if others := fields.get("configuration_files"):
@@ -184,7 +184,7 @@ def refuse_code(fields: Mapping[str, Any], *, source: str) -> None:
 def _stated(
     fields: Mapping[str, Any], rules: Mapping[str, FieldRule], source: str
 ) -> dict[str, Any]:
-    """What config.json says of the fields that have rules, under one name each."""
+    """Values that config.json has for the fields with rules, under one name each."""
     stated = {name: fields[name] for name in rules if name in fields}
     if "num_local_experts" in fields:  # transformers 5 writes it in place of num_experts
         other = fields["num_local_experts"]

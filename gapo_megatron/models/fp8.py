@@ -1,4 +1,4 @@
-"""What fp8 takes: recipes, the GPUs that run them, the sizes of matrices. Needs no torch.
+"""Requirements of fp8: recipes, the GPUs that run them, the sizes of matrices. Needs no torch.
 
 `policy.precision` has what a run does with it.
 """
@@ -16,14 +16,14 @@ from gapo_megatron.models.rules import Rule
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What Megatron-core makes of a `model.fp8_recipe`, and what that takes."""
+    """Megatron-core's settings for a `model.fp8_recipe`, and their requirements."""
 
     settings: dict[str, Any]
     """TransformerConfig fields. `hybrid`: E4M3 forward, E5M2 gradients."""
     question: str
     """Function of Transformer Engine's that says whether this GPU runs it, and why not."""
     capabilities: tuple[float, float]
-    """What it then asks for: a compute capability of the first or more, and below the second."""
+    """Compute capabilities that it supports: from the first on, below the second."""
     multiple: int = 16
     """Tokens and both sides of a weight must be multiples of it: Megatron-core's
     `fp8_utils.get_fp8_align_size`."""
@@ -48,7 +48,7 @@ RECIPES = {
     "blockwise": Recipe({"fp8": "e4m3"}, "is_fp8_block_scaling_available", (9.0, math.inf)),
     "mxfp8": Recipe({"fp8": "e4m3"}, "is_mxfp8_available", (10.0, 12.0), multiple=32),
 }
-"""By `model.fp8_recipe`: all its values."""
+"""Recipes by `model.fp8_recipe`, one for each of its values."""
 
 
 def check_capability(config: ModelConfig, capability: float, *, device: str) -> None:

@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-"""Also Mistral's, where it says nothing else."""
+"""Defaults of Llama's config.json; also Mistral's, except for those that it sets itself."""
 
 
 def complete(facts: dict[str, Any]) -> None:

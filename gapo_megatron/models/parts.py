@@ -1,4 +1,4 @@
-"""What architectures share: sizes, the parts of a decoder as conversion rules, common refusals."""
+"""Parts that architectures share: sizes, a decoder's conversion rules, common refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODEL_FIELDS = (
     "decoder_sparse_step",
     "mlp_only_layers",
 )
-"""Of every architecture; see `Architecture.model_fields`."""
+"""Fields that every architecture has; see `Architecture.model_fields`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Geometry:
     heads: int
     kv_heads: int
     head_dim: int
-    """Not always hidden / heads."""
+    """Size of one attention head; not always hidden / heads."""
     intermediate: int
     """Width of a dense layer's MLP."""
     vocab: int
@@ -60,7 +60,7 @@ class Geometry:
     head_norms: bool = False
     """Every query and key head is normalised."""
     num_experts: int = 0
-    """Of every layer; 0: a dense model."""
+    """Experts in every layer; 0: a dense model."""
     experts_per_token: int = 0
     expert_intermediate: int = 0
     """Width of one expert's MLP."""
@@ -70,7 +70,7 @@ class Geometry:
         """Read the common sizes from config.json (any object with its attributes).
 
         Args:
-            config: of the model.
+            config: the model's config.
             features: the fields that these sizes do not include.
         """
         heads = config.num_attention_heads

@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "use_sliding_window": False,
     "sliding_window": 4096,
 }
-"""Also Qwen3's, where it says nothing else."""
+"""Defaults of Qwen2's config.json; also Qwen3's, except for those that it sets itself."""
 
 
 def complete(facts: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ _SCALINGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions turn queries and keys."""
+    """Rotary position embedding: how positions turn queries and keys."""
 
     base: float
     """rope_theta."""
@@ -41,7 +41,7 @@ def read_rope(fields: Mapping[str, Any], *, source: str = "config.json") -> Rope
     differ in which they prefer.
 
     Args:
-        fields: of config.json, or `hf_config.to_dict()`; null is the same as absent.
+        fields: the fields of config.json, or `hf_config.to_dict()`; null is the same as absent.
         source: where they are from, for errors.
 
     Raises:

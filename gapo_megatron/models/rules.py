@@ -1,9 +1,9 @@
 """Name rules: which Hugging Face tensors make which Megatron-core parameter, and how it is sharded.
 
-An architecture is a table of `Rule`s (`tables.py`). Import at start, weight sync to the rollout
-engine, export and the conversion tools all read the same table, so a tensor cannot be right in one
-and wrong in another. Nothing here knows of processes or devices: names and tensors in, names and
-tensors out.
+An architecture's file lists its `Rule`s; `tables.rules_for` gives those of a model. Import at
+start, weight sync to the rollout engine, export and the conversion tools all read the same rules,
+so a tensor cannot be right in one and wrong in another. Nothing here knows of processes or devices:
+names and tensors in, names and tensors out.
 
 Numbers of layers and experts are global. A rank adds its offsets before it asks.
 """
@@ -28,7 +28,7 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Place(NamedTuple):
-    """Where in the model a rule is applied."""
+    """Place in the model where a rule is applied."""
 
     layer: int | None = None
     """Global number; None outside the layers."""
@@ -226,7 +226,7 @@ def to_megatron(
     `output_layer.weight` too (the last pipeline stage keeps its own copy).
 
     Args:
-        rules: of the architecture.
+        rules: the architecture's name rules.
         tensors: (Hugging Face name, whole tensor), any order.
 
     Yields:
@@ -284,7 +284,7 @@ def to_hf(
 def split_all(
     rules: Sequence[Rule], parameters: Iterable[tuple[Rule, Place, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """As `to_hf`, of parameters whose rule and place are known: a name is looked for long enough.
+    """Stream Hugging Face tensors like `to_hf`, from parameters whose rule and place are known.
 
     Raises:
         ConversionError: a parameter twice, misshapen, or (at the end) missing.

@@ -1,4 +1,4 @@
-"""What the clip did, per c: the quantities of the paper's figures, as sums that ranks just add.
+"""Clip diagnostics per c: the quantities of the paper's figures, as sums that ranks just add.
 
 Rollouts are split by the sign of their advantage, as the clip splits them: `correct` (A > 0) and
 `wrong` (A < 0). The paper's figures per c are those of the correct rollouts. docs/metrics.md
@@ -180,7 +180,7 @@ class CorrelationWindow:
         """Take in the next step.
 
         Args:
-            metrics: what `summarize` returned for it.
+            metrics: the result of `summarize` for it.
 
         Returns:
             `ratio/advantage_correlation_window`; nothing where it is not defined.

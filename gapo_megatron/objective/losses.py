@@ -47,10 +47,10 @@ class PolicyLoss:
     """Float64, shaped like `ratio`: |d loss / d log_probs|, summed over the tokens that share the
     ratio, as it would be without a clip. Detached."""
     gradient_mass_lost: torch.Tensor
-    """Likewise: how much of it the clip takes away (CISPO: what the bound takes off the weight;
-    what a lower bound adds to it is no loss)."""
+    """Float64, shaped like `ratio`: gradient mass that the clip takes away (CISPO: what the bound
+    takes off the weight; what a lower bound adds to it is no loss). Detached."""
     per_token: bool
-    """Whether all of these are [T]."""
+    """Whether the tensors shaped like `ratio` are [T]."""
 
 
 def policy_loss(
@@ -166,7 +166,7 @@ def importance_weights(
         rollout_log_probs: [T] the engine's own while it sampled.
         sequence_ids: [T] int64 in 0..num_sequences-1.
         num_sequences: B.
-        largest: what a weight is cut off at, 1 or more.
+        largest: upper bound of a weight, 1 or more.
 
     Returns:
         [B] float64 in (0, largest], detached.

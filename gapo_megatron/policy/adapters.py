@@ -1,4 +1,4 @@
-"""What of the model is trained, and which weights are exported."""
+"""Adapters: which of the model's weights are trained, and which are exported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Adapter(Protocol):
-    """What is trained of a policy's model. The policy asks instead of assuming "every weight".
+    """The trained part of a policy's model. The policy asks instead of assuming "every weight".
 
     The rest of the package only knows the architecture's own parameters, which `models` gives
     rules for. Gradient buffers and optimizer are made for the parameters with `requires_grad`.
@@ -32,15 +32,15 @@ class Adapter(Protocol):
         model's. Every other one keeps the value that it has.
 
         Args:
-            name: of a parameter of a stage, or its key in a checkpoint of the policy.
+            name: name of a parameter of a stage, or its key in a checkpoint of the policy.
         """
 
     def merge(self, stage: nn.Module, name: str, weight: Tensor) -> Tensor:
         """The shard to export for a parameter with a base name: what the model computes with.
 
         Args:
-            stage: that has the parameter.
-            name: of the parameter in the stage.
+            stage: the stage that has the parameter.
+            name: the parameter's name in the stage.
             weight: the parameter, detached, on the policy's device.
 
         Returns:

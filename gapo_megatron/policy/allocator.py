@@ -31,7 +31,7 @@ class ExpandableSegments:
         self._others = None if settings is None or _OPTION in settings else settings
 
     def use(self, enabled: bool) -> None:
-        """Of what is allocated from now on."""
+        """Turn expandable segments on or off for later allocations."""
         if self._others is not None:
             settings = filter(None, [self._others, f"{_OPTION}:{enabled}"])
             set_allocator_settings(",".join(settings))

@@ -31,7 +31,7 @@ from gapo_megatron.policy.context import GatherTokens, held_positions
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """What every layer needs to know about one micro-batch; computed once, before the layers."""
+    """Micro-batch metadata that every layer reads; computed once, before the first layer."""
 
     cos: Tensor | None = None
     """[T, 1, D] cosines of the rotary angles."""
@@ -43,7 +43,7 @@ class PackedSequences(PackedSeqParams):
     buckets: tuple[tuple[int, int], ...] = ()
     """(S, L) of every bucket: sequences of similar length share one padded attention call."""
     context: ContextShare | None = None
-    """Under context parallelism; `cos`, `sin` and `slots` are then those of this rank's tokens."""
+    """Context parallel share; `cos`, `sin` and `slots` are then those of this rank's tokens."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class ContextShare:
     key_slots: Tensor
     """[T] int64: slots of the gathered tokens, rank after rank."""
     masks: tuple[Tensor, ...]
-    """Per bucket [S, 1, L / cp, L] bool: keys that a query sees."""
+    """Masks per bucket, [S, 1, L / cp, L] bool: keys that a query sees."""
 
 
 def pack_sequences(
@@ -75,7 +75,7 @@ def pack_sequences(
         max_seqlen: longest sequence, tokens.
         position_ids: [1, T / cp] int64, of this rank's tokens.
         inverse_frequencies: [D / 2] float32 rotary frequencies.
-        dtype: of the activations; the angles are computed in float32.
+        dtype: dtype of the activations; the angles are computed in float32.
         cp_group: ranks that share the sequences.
     """
     angles = torch.outer(position_ids[0].float(), inverse_frequencies)[:, None, :]
@@ -138,7 +138,7 @@ def _padded_layout(
     minimum, in a handful of calls instead of one per sequence.
 
     Args:
-        boundaries: of the whole sequences.
+        boundaries: boundaries of the whole sequences.
         num_shares: the slots are those of one of so many equal shares of every sequence.
 
     Returns:
@@ -331,7 +331,7 @@ class PackedAttention(nn.Module):
         packed: PackedSequences,
         context: ContextShare,
     ) -> Tensor:
-        """This rank's queries [T / cp, N, D] to the keys and values of all ranks.
+        """Attend with this rank's queries [T / cp, N, D] to the keys and values of all ranks.
 
         It shares the work. Of memory it saves little: every rank holds all keys and values, and
         masks of its queries against them. Transformer Engine's ring does not.

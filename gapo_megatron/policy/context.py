@@ -32,7 +32,7 @@ def held_positions(cu_seqlens: Tensor, *, cp_rank: int, cp_size: int) -> Tensor:
     Args:
         cu_seqlens: [S + 1] boundaries, multiples of `num_chunks(cp_size)`.
         cp_rank: the rank.
-        cp_size: of its group.
+        cp_size: size of its context parallel group.
     """
     bounds = cu_seqlens.long()
     chunks = bounds.diff() // num_chunks(cp_size)

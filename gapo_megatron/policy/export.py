@@ -18,7 +18,8 @@ from gapo_megatron.models.rules import Place, Rule, shard_size
 from gapo_megatron.policy.parallel import ParallelGroups
 
 BUCKET_BYTES = 2**28
-"""Of whole parameters at most, unless one alone is larger: long enough for full bandwidth."""
+"""Bytes of whole parameters in a bucket at most (one parameter may be larger): long enough for
+full bandwidth."""
 
 Layers = Sequence[Sequence[Sequence[int]]]
 """Global numbers of the layers of every virtual stage of every pipeline rank."""
@@ -46,10 +47,10 @@ def whole_parameters(
     """Yield every parameter once, whole; tied copies left out.
 
     Args:
-        rules: of the architecture.
+        rules: the architecture's name rules.
         parameters: this rank's, under the rules' names with global numbers.
         groups: this rank's place.
-        layers: of all stages.
+        layers: the layers of all stages.
         merge: name -> what is exported of this rank's parameter; see `adapters.Adapter.merge`.
 
     Yields:
@@ -79,7 +80,7 @@ def _exchange(
     groups: ParallelGroups,
     merge: Callable[[str], Tensor],
 ) -> list[list[Tensor]]:
-    """What each rank that shares a bucket has of it, in rank order. Collective."""
+    """Gather the parts of a bucket from the ranks that share it, in rank order. Collective."""
     group = {"tensor": groups.tp_group, "expert": groups.ep_group, "none": None}[sharing.group]
     mine: list[Tensor] = []
     if groups.pp_rank == sharing.pipeline_rank:
@@ -169,7 +170,7 @@ def _by_layer(rules: Sequence[Rule], groups: ParallelGroups) -> Iterator[list[tu
 
 
 def _of_rank(rank: int, rule: Rule, place: Place, groups: ParallelGroups) -> Place:
-    """Where the parameter is that an expert parallel rank has in the place of the first rank's."""
+    """Place of an expert parallel rank's parameter that corresponds to the first rank's `place`."""
     if place.expert is None or rule.num_experts is None:
         return place
     return place._replace(expert=place.expert + rank * (rule.num_experts // groups.ep_size))

@@ -48,7 +48,7 @@ def find_weights(path: str | Path, hf_config: PretrainedConfig) -> MegatronFolde
 
     Args:
         path: the folder, or one that leads to it; see `hf.megatron_record.find_megatron`.
-        hf_config: of the model.
+        hf_config: the model's Hugging Face config.
 
     Raises:
         ConfigError: there is no whole checkpoint of this format.
@@ -84,7 +84,7 @@ def check_digests(
     """Compare every file with the digest that a manifest says, or log that there is none.
 
     Args:
-        folder: of the files.
+        folder: the folder of the files.
         on_bytes: called with the bytes that have been read.
 
     Collectives, over all ranks: a gather of damage reports; every rank reads its share.
@@ -102,7 +102,7 @@ def check_digests(
 def find_damage_together(
     folder: Path, found: Manifest, *, on_bytes: Callable[[int], None] = lambda num_bytes: None
 ) -> str | None:
-    """As `hf.manifest.find_damage` of all files of a manifest; the same on every rank.
+    """Run `hf.manifest.find_damage` on all files of a manifest; the same result on every rank.
 
     Collectives, over all ranks: a gather of damage reports; every rank reads its share.
     """
@@ -127,8 +127,8 @@ def load_weights(stage: PolicyModel, folder: str | Path, adapter: Adapter = FULL
     model's precision; rows that pad its vocabulary become zero.
 
     Args:
-        stage: as built.
-        folder: with the `.metadata`; see `find_weights`.
+        stage: the stage as built.
+        folder: the folder with the `.metadata`; see `find_weights`.
         adapter: attached to the stage; its own parameters are left as they are.
 
     Collectives: those of `load_sharded`.
@@ -157,11 +157,11 @@ def load_weights(stage: PolicyModel, folder: str | Path, adapter: Adapter = FULL
 
 
 def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """As `dist_checkpointing.load`, but that nothing is unpickled except data.
+    """Load a sharded state dict like `dist_checkpointing.load`, but unpickle only data.
 
     Args:
         state: sharded state dict; tensors in it are filled in place.
-        folder: with the `.metadata`.
+        folder: the folder with the `.metadata`.
 
     Collectives: those of Megatron-core's load.
 
@@ -210,7 +210,7 @@ def _data_alone() -> Iterator[None]:
 
 
 def _check_extra_states(tree: Any, *, source: str) -> None:
-    """Before Transformer Engine unpickles them, which it does without a look."""
+    """Check the extra states before Transformer Engine unpickles them, which it does unchecked."""
     for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         if isinstance(value, dict | list):
             _check_extra_states(value, source=source)

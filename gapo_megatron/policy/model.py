@@ -67,11 +67,11 @@ def build_model(
     """This rank's virtual stages, weights undefined. For use within `compat.cpu.device_scope()`.
 
     Args:
-        hf_config: of the model.
+        hf_config: the model's Hugging Face config.
         groups: this rank's place.
         device: where the parameters go.
         precision: `model.precision`.
-        fp8_recipe: `model.fp8_recipe`, of fp8.
+        fp8_recipe: `model.fp8_recipe`; used with fp8 only.
         recompute: `model.recompute`.
         parallel: how stages and activations are cut; None: one stage.
     """
@@ -171,7 +171,7 @@ def _recompute_settings(recompute: str, *, fused: bool, has_experts: bool) -> di
 
 
 def _selected_modules(*, fused: bool, has_experts: bool) -> list[str]:
-    """What `model.recompute` "selective" recomputes, in Megatron-core's names.
+    """Modules that `model.recompute` "selective" recomputes, in Megatron-core's names.
 
     Transformer Engine's attention keeps no matrix of scores, so to recompute it costs its time and
     frees only what it returns. Of a dense layer the MLP keeps most: twice its inner width from the

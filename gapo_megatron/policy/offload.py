@@ -1,4 +1,4 @@
-"""What a policy keeps in host memory, while the rollout engine needs the device's."""
+"""Policy state kept in host memory while the rollout engine needs the device's."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class Offload:
             tensor.data = self._host[tensor]
 
     def to_device(self) -> None:
-        """Back to where it was. Nothing happens when it is there."""
+        """Copy the state back to its device; does nothing if it is there."""
         for tensor, device in self._device.items():
             # A copy on a CPU too: the host's keeps its place for the next time.
             tensor.data = self._host[tensor].to(device, non_blocking=True, copy=True)
         self._device.clear()
 
     def _state(self) -> Iterator[Tensor]:
-        """What takes memory: no step counters, and nothing twice."""
+        """Optimizer tensors worth moving: no step counters, and nothing twice."""
         shared = {_storage_id(weight) for weight in self._weights}
         for tensor in _tensors(self._optimizers):
             if tensor.dim() > 0 and _storage_id(tensor) not in shared:
@@ -120,7 +120,7 @@ class WeightOffload:
                 tensor.data = host
 
     def to_device(self) -> None:
-        """Back to where it was. Nothing happens when it is there."""
+        """Copy the state back to its device; does nothing if it is there."""
         for key, whole in self._device.items():
             whole.untyped_storage().resize_(whole.nbytes)
             whole.copy_(self._host[key], non_blocking=True)
@@ -151,7 +151,7 @@ def _tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _storage_id(tensor: Tensor) -> int:
-    """Also of an empty one, which has no address."""
+    """Identity of a tensor's storage; works for an empty one too, which has no address."""
     return storage_id(tensor.untyped_storage())
 
 

@@ -95,9 +95,9 @@ def load_state(
     """Take the optimizer's part of a loaded checkpoint; hyperparameters stay the config's.
 
     Args:
-        optimizer: as built.
+        optimizer: the optimizer as built.
         state: what its `sharded_state_dict` asked for, and what the writer kept for its parts.
-        config: of the run.
+        config: the optimizer's settings.
     """
     megatron_optimizer.load_state(optimizer, state)
     _set_hyperparameters(optimizer, config)
@@ -110,14 +110,14 @@ def _set_hyperparameters(optimizer: MegatronOptimizer, config: OptimizerConfig) 
 
 
 def learning_rate(config: OptimizerConfig, num_updates: int) -> float:
-    """Of update number `num_updates` (from 0): constant after a linear warm-up."""
+    """Learning rate of update `num_updates` (from 0): linear warm-up, then constant."""
     if num_updates < config.warmup_steps:
         return config.learning_rate * (num_updates + 1) / config.warmup_steps
     return config.learning_rate
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, value: float) -> None:
-    """Of the next step, for every parameter."""
+    """Set the learning rate of every parameter group for the next step."""
     for group in optimizer.param_groups:
         group["lr"] = value
 

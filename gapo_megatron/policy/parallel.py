@@ -50,17 +50,17 @@ class ParallelGroups:
 
     @property
     def is_first_stage(self) -> bool:
-        """This rank embeds tokens: in its first virtual stage."""
+        """Whether this rank embeds tokens, in its first virtual stage."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """This rank's last virtual stage holds the head: log-probs and losses exist here only."""
+        """Whether this rank has the head, in its last virtual stage: log-probs exist there only."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def is_first_copy(self) -> bool:
-        """Of the ranks that hold the same losses (tensor and context parallel), the first one."""
+        """Whether tp and cp rank are 0; all ranks of these groups hold the same losses."""
         return self.tp_rank == 0 and self.cp_rank == 0
 
 
@@ -117,7 +117,7 @@ def initialize(config: ParallelConfig) -> ParallelGroups:
 
 
 def schedule_groups() -> ProcessGroupCollection:
-    """What Megatron-core's schedules look up for themselves where they get no communicator."""
+    """Groups that Megatron-core's schedules look up themselves when they get no communicator."""
     return ProcessGroupCollection.use_mpu_process_groups(
         ["tp", "cp", "embd", "pos_embd", "pp", "dp", "dp_cp", "tp_dp_cp"]
     )

@@ -1,4 +1,4 @@
-"""What pipeline stages send each other, when both sides know its shape.
+"""Communication between pipeline stages when both sides know the shapes.
 
 Micro-batches differ in length. Megatron-core therefore sends the shape of every tensor ahead of it,
 and each stage waits for its device to read it. Here every stage has packed the same micro-batches:
@@ -39,7 +39,7 @@ class PlannedCommunicator(ShapedCommunicator):
 
         Args:
             pp_group: the pipeline.
-            config: of the model.
+            config: the model's Megatron-core config.
             shapes: hidden states of each micro-batch, as one rank of a stage holds them.
             forward_only: no gradients travel.
         """
@@ -90,7 +90,7 @@ def travelling(
         num_microbatches: a multiple of `pp_size` with virtual stages.
         num_chunks: virtual stages of every rank.
         pp_rank: the stage.
-        pp_size: of the pipeline.
+        pp_size: pipeline parallel size.
     """
     # Virtual stages take turns after groups of `pp_size` micro-batches.
     table = schedule_order(num_microbatches, num_chunks, pp_size)

@@ -44,11 +44,11 @@ from gapo_megatron.types import Microbatch, Sequences
 
 
 class _Home(NamedTuple):
-    """Where one of the architecture's parameters is."""
+    """Location of one of the architecture's parameters on this rank."""
 
     stage: PolicyModel
     name: str
-    """There."""
+    """Name of the parameter in that stage."""
     parameter: Tensor
 
 
@@ -56,7 +56,7 @@ class Policy:
     """One rank's part of the policy.
 
     Attributes:
-        config: of the run.
+        config: the run's settings.
         hf_config: the model's Hugging Face config.
         groups: this rank's place.
         device: where parameters live.
@@ -111,10 +111,10 @@ class Policy:
         """Allocate model, gradients and optimizer of this rank. Weights are undefined until loaded.
 
         Args:
-            config: of the run.
+            config: the run's settings.
             groups: this rank's place.
             device: where parameters live.
-            adapter: what of the model is trained.
+            adapter: decides which of the model's weights are trained.
 
         Collectives: those of `choose_head`.
 
@@ -317,7 +317,7 @@ class Policy:
                 wrapped.offload_grad_buffers()  # and gives what is free back to the device
 
     def make_room_of_weights(self) -> None:
-        """With `optimizer.offload = "all"`, give back the weights' memory until the next pass."""
+        """Free the weights' memory until the next pass; only with `optimizer.offload = "all"`."""
         if self.config.optimizer.offload == "all":
             self._weight_offload.to_host()
 

@@ -28,7 +28,7 @@ class OverlappingModel(ListeningModel):
     reduction: GradientReduction | None = None
 
     def gradient_came(self, parameter: Parameter) -> None:
-        """Called by autograd."""
+        """Tell `reduction` that autograd has added a parameter's gradient to its buffer."""
         if self.reduction is not None:
             self.reduction.gradient_came(parameter)
 
@@ -71,7 +71,7 @@ class GradientReduction:
         return len(self._buckets)
 
     def reset(self) -> None:
-        """Before the first micro-batch: no gradient has come."""
+        """Forget all gradients seen; call before the first micro-batch."""
         self.num_begun = 0
         self._missing = [set(bucket.params) for bucket in self._buckets]
         self._is_last = False
@@ -110,7 +110,7 @@ class GradientReduction:
             self._begin(until=lambda place: bool(self._missing[place]))
 
     def begin_rest(self) -> None:
-        """After the last micro-batch: begin what gradients have not begun. Collective."""
+        """Begin the remaining reductions, after the last micro-batch. Collective."""
         self._begin(until=lambda _: False)
 
     def _begin(self, *, until: Callable[[int], bool]) -> None:

@@ -1,4 +1,4 @@
-"""What generates: the few methods that rollouts, evaluation and weight sync ask of an engine.
+"""Interface of an engine: the few methods that rollouts, evaluation and weight sync call.
 
 `rollout/vllm` is the first implementation; tests/scripted_engine.py and
 tests/transformers_engine.py are two more. Which responses are wanted, in which order, with which
@@ -40,10 +40,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What a request brought: the tokens that were sampled, without those that were given."""
+    """Result of a request: the tokens that were sampled, without those that were given."""
 
     name: str
-    """That of the request."""
+    """Name of the request."""
     token_ids: np.ndarray
     """[n] int32, the EOS token included when the model sampled it."""
     log_probs: np.ndarray
@@ -64,7 +64,7 @@ class Engine(Protocol):
     """
 
     replicas: Replicas
-    """Which ranks form one engine, and how all of them talk."""
+    """Replicas: which ranks form one engine, and how all ranks communicate."""
     policy_version: int
     """Version of the weights it generates with; -1 from the beginning of an `update_weights` to its
     end, and before the first."""

@@ -1,4 +1,4 @@
-"""What a response meets: the prompt's tokens, an answer at each of its ends, and a verifier."""
+"""Environments: they give the prompt's tokens, answer each EOS, and choose the verifier's input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gapo_megatron.types import Episode, Prompt
 
 
 class Environment(Protocol):
-    """What the model acts in. `rollout.environments.one_turn` is the plain one.
+    """An environment that the model acts in. `rollout.environments.one_turn` is the plain one.
 
     The model begins with `begin`'s tokens. Whenever it samples EOS, `respond` either ends the
     episode or appends tokens, after which the model goes on. `judge` says what the verifier reads.
@@ -46,7 +46,7 @@ class Environment(Protocol):
         """
 
     def judge(self, episode: Episode) -> tuple[str, str]:
-        """What is sent to the verifier in its own process: (response, answer).
+        """The pair (response, answer) that is sent to the verifier in its own process.
 
         Called for every finished episode, also for a truncated one, as soon as it has ended; again
         for the same episode while its group is still open (dynamic sampling, partial rollouts). It

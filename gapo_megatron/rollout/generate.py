@@ -33,7 +33,7 @@ class Watch:
     first rank of each replica decides for it. Asked, to no effect, also while other replicas still
     generate."""
     occupancy: Occupancy | None = None
-    """Told how full the replicas were; needs `should_abandon`."""
+    """Receives how full the replicas were; needs `should_abandon`."""
     shows_progress: bool = False
     """A bar with tokens/s, on rank 0."""
 

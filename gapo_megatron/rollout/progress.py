@@ -1,4 +1,4 @@
-"""What is watched while responses are generated: a bar, and how full the engines are."""
+"""Progress of generation: a bar, and how full the engines are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 _REFRESH_S = 0.2
 _BEAT_EVERY_S = 1.0
-"""Of a rank that still generates: they set the pace, the others wait for them."""
+"""Seconds between beats of a rank that still generates; ranks that have ended wait for them."""
 _LOOK_EVERY_S = 0.02
 
 
@@ -88,14 +88,14 @@ class Occupancy:
     """
 
     num_places: int = 0
-    """Of this rank's engine, as far as known."""
+    """Most requests seen running at a time in this rank's engine."""
     taken_s: float = 0.0
     """Sum over ranks and decoding steps of the share of places that were taken x seconds."""
     capacity_s: float = 0.0
     """Number of ranks x seconds until the slowest engine ended."""
 
     def share_taken(self, num_running: int, num_waiting: int) -> float:
-        """Of the places of this rank's engine, in one decoding step."""
+        """Share of this engine's places in use during one decoding step."""
         self.num_places = max(self.num_places, num_running)
         return 1.0 if num_waiting else num_running / max(self.num_places, 1)
 
@@ -112,7 +112,7 @@ class End:
     broken_off: bool
     """Whether it was asked to stop before it had what was wanted."""
     taken_s: float
-    """As in `Occupancy`, of this call alone."""
+    """Seconds of taken places, as in `Occupancy`, but of this call alone."""
     seconds: float
 
 

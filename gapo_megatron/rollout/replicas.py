@@ -1,4 +1,4 @@
-"""Which ranks form one engine, what each of them has to do, and how they talk."""
+"""Replicas: which ranks form one engine, how prompts are shared out, how ranks communicate."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ class Replicas:
         return self._rank == 0
 
     def share(self, prompts: Sequence[T]) -> list[T]:
-        """This replica's contiguous slice; those of all replicas make up `prompts` in order."""
+        """This replica's contiguous slice of `prompts`; all replicas' slices cover it in order."""
         return _slice(prompts, self._rank // self._size, self.count)
 
     def part(self, groups: Sequence[T]) -> list[T]:
-        """This rank's contiguous slice of its replica's; those of its ranks make up `groups`."""
+        """This rank's contiguous slice of its replica's `groups`; its ranks' slices cover them."""
         return _slice(groups, self._rank % self._size, self._size)
 
     def gather(self, groups: Sequence[T]) -> list[T]:
-        """What every rank made of its part, in prompt order, on every rank.
+        """Gather the groups of every rank's part, in prompt order, on every rank.
 
         Args:
             groups: this rank's. Anything that pickles.
@@ -100,7 +100,7 @@ class Replicas:
         return answers[0]
 
     def heartbeat(self) -> Heartbeat:
-        """Of one generation, over all ranks. No collective yet."""
+        """A new `Heartbeat` over all ranks, for one generation. No collective yet."""
         return Heartbeat(self.gloo_group)
 
 

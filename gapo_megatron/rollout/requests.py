@@ -32,9 +32,9 @@ class SamplingSettings:
     max_response_tokens: int
     """A response that reaches it without an end is `truncated`. The environment's tokens count."""
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     step: int
-    """Of the run; another step draws other samples."""
+    """Step of the run; another step draws other samples."""
     temperature: float = 1.0
     """> 0. Log-probs are those at this temperature."""
     top_p: float = 1.0
@@ -63,7 +63,7 @@ class Responses:
     """The k responses to each of some prompts, as far as they have come.
 
     Attributes:
-        rollouts: of each prompt, in order.
+        rollouts: rollouts of each prompt, in order.
     """
 
     def __init__(

@@ -27,10 +27,10 @@ from gapo_megatron.types import Group, OpenGroup, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step learns from; the same on every rank."""
+    """Rollouts that a step learns from; the same on every rank."""
 
     groups: list[Group]
-    """`batch.rollout_prompts` of them."""
+    """Judged groups, `batch.rollout_prompts` of them."""
     metrics: dict[str, float]
     """Over all groups, those that dynamic sampling replaced included."""
 
@@ -81,10 +81,10 @@ class Rollouter:
     and takes so many problems less from the source.
 
     Attributes:
-        open_groups: those that the next `collect` goes on with, the same on every rank. A step that
+        open_groups: groups that the next `collect` resumes, the same on every rank. A step that
             has collected leaves those there that it has broken off; before the weights move,
             `learn.carry` must make their new tokens `carried`, and set the attribute.
-        environment: what the episodes meet.
+        environment: the episodes' environment.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class Rollouter:
         *,
         environment: Environment | None = None,
     ) -> None:
-        """Nothing is drawn yet.
+        """Set up sampling; nothing is drawn yet.
 
         Args:
             engine: generates; awake, at the weights of the step, whenever `collect` is called.
-            source: drawn from.
+            source: source that prompts are drawn from.
             pool: workers with the verifier.
-            tokenizer: of the policy, for the default environment.
+            tokenizer: the policy's tokenizer, for the default environment.
             config: sections batch, rollout, run.
-            environment: by default one turn (`OneTurn`).
+            environment: the episodes' environment; default: one turn (`OneTurn`).
         """
         self.open_groups: list[OpenGroup] = []
         self.environment: Environment = environment or OneTurn(tokenizer)
@@ -257,7 +257,7 @@ class Rollouter:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What the rounds of one step share."""
+    """Values shared by the rounds of one step."""
 
     step: int
     attempt: Patient
@@ -267,7 +267,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """What one round brings; the same on every rank once gathered."""
+    """Result of one round; the same on every rank once gathered."""
 
     groups: list[Group]
     open_groups: list[OpenGroup]
@@ -281,7 +281,7 @@ def is_whole(group: OpenGroup) -> bool:
 
 
 def _num_tokens(groups: Sequence[Group | OpenGroup]) -> int:
-    """Those that the model sampled."""
+    """Number of tokens that the model sampled."""
     return sum(num_sampled(rollout) for group in groups for rollout in group.rollouts)
 
 

@@ -1,4 +1,4 @@
-"""After an update: the policy's weights into the rollout engine, checked on a few sequences."""
+"""Weight sync after an update: give the engine the policy's weights, and check a few log-probs."""
 
 from __future__ import annotations
 

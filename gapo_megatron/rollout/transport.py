@@ -1,4 +1,4 @@
-"""How the policy's weights get to the engine."""
+"""Transports: ways for the policy's weights to get to the engine."""
 
 from __future__ import annotations
 

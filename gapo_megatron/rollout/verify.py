@@ -15,12 +15,12 @@ from gapo_megatron.types import Sequences
 
 @dataclass(frozen=True, slots=True)
 class WeightCheck:
-    """How far the engine's log-probs are from the trainer's, over every rank."""
+    """Largest differences between the engine's and the trainer's log-probs, over all ranks."""
 
     mean_abs_diff: float
-    """Per token, of the sequence where it is largest."""
+    """Mean difference per token in the sequence where it is largest."""
     max_abs_diff: float
-    """Of the worst token."""
+    """Difference at the worst token."""
 
 
 def verify_weights(

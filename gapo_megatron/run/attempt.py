@@ -126,7 +126,7 @@ class Attempt:
         return values[0]
 
     def enter(self, stage: str) -> None:
-        """As `alive`; rank 0 also leaves the stage's name in the attempt's folder."""
+        """Begin a stage: say `alive`; rank 0 also writes its name into the attempt's folder."""
         self.alive()
         if self.folder is not None and dist.get_rank() == 0:
             with naming(self.folder / "stage"):
@@ -152,7 +152,7 @@ class Attempt:
         is left: the cheaper one, but going on must fit into the margin.
 
         Args:
-            expected: of the whole work; 0 if it never ran.
+            expected: expectation for the whole work; 0 if it never ran.
         """
 
         def should_abandon(elapsed_s: float) -> bool:
@@ -170,7 +170,7 @@ class Attempt:
         needed at the longest, plus the margin. The first call lets a part begin that may just fit.
 
         Args:
-            needed: until the next call and for the save after it; rank 0's counts.
+            needed: time until the next call and for the save after it; rank 0's counts.
 
         Collectives: a broadcast over all ranks.
 
@@ -195,7 +195,7 @@ class Attempt:
             write_atomically(self.run_dir / STAGE_SECONDS_NAME, json.dumps(recent))
 
     def stage_seconds(self) -> dict[str, list[float]]:
-        """What `keep_stage_seconds` kept last; empty in a new run.
+        """Stage times that `keep_stage_seconds` kept last; empty in a new run.
 
         They are advice: damaged, they are measured anew.
         """
@@ -276,7 +276,7 @@ class Attempt:
 
 
 def _are_stage_seconds(value: Any) -> bool:
-    """Whether it is what `keep_stage_seconds` writes."""
+    """Whether `value` has the form that `keep_stage_seconds` writes."""
     return isinstance(value, dict) and all(
         isinstance(seconds, list)
         and seconds

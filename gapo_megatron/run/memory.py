@@ -31,7 +31,7 @@ MOMENTS = ("after_sleep", "update_peak", "after_wake")
 WINDOW = 20
 """Steps that a growth is looked for in."""
 _END = 5
-"""Of them, the first and the last that a growth is measured between, by their medians."""
+"""Steps at either end of a window; a growth is measured between the medians of both ends."""
 _LEAST_TAU = 0.8
 _FEW, _MUCH_GIB = 5, 0.75
 """Steps, and GiB that each takes more than the one before: that does not wait for a window."""
@@ -49,11 +49,11 @@ class DeviceMemory(NamedTuple):
 
 
 Read = Callable[[bool], DeviceMemory | None]
-"""Told whether the peak since the last reading is meant, not now. None: there is no device."""
+"""Reads memory: the peak since the last reading if True, else the present. None: no device."""
 
 
 def device_reader(device: torch.device) -> Read:
-    """What reads a GPU's memory, and begins a new peak with every reading."""
+    """A function that reads a GPU's memory; every reading begins a new peak."""
 
     def read(peak: bool) -> DeviceMemory | None:
         if device.type != "cuda":
@@ -116,11 +116,11 @@ class Growth:
 
 
 class StepMemory:
-    """Where the memory of a step is recorded.
+    """Recorder of a step's memory.
 
     Args:
-        device: of this rank.
-        read: for tests.
+        device: this rank's device.
+        read: replaces the device's reading, for tests.
     """
 
     def __init__(self, device: torch.device, *, read: Read | None = None) -> None:

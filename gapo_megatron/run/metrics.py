@@ -1,4 +1,4 @@
-"""What a run reports: files to compute with, a line per step to watch, curves when asked for.
+"""Reports of a run: files to compute with, a line per step to watch, curves when asked for.
 
 - metrics.jsonl: a line per step, only values that a repeated or resumed run gives again.
 - timings.jsonl: a line per step: time/<stage>_s, perf/*, and the clock.

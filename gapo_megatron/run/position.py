@@ -1,4 +1,4 @@
-"""Where a run is: with weights, optimizer and open groups all that it goes on from."""
+"""Position of a run: together with weights, optimizer and open groups, all that it resumes from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Position:
     step: int = 0
     """Steps finished: the index of the one under way, or of the next."""
     open_step: OpenStep | None = None
-    """What the step under way has made so far; None between steps and while it samples."""
+    """Results so far of the step under way; None between steps and while it samples."""
     evaluated: dict[str, float] = field(default_factory=dict)
     """Metrics of the evaluation before the step under way; empty without one."""
     source_state: Mapping[str, Any] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Position:
     first_sampled: int = 0
     """The first step that this process samples for."""
     window: CorrelationWindow = field(default_factory=CorrelationWindow)
-    """What metrics look back on."""
+    """Steps that windowed metrics look back on."""
 
     @property
     def num_open_updates(self) -> int | None:

@@ -28,7 +28,7 @@ _GRACE_S = 10.0
 """How much longer than its own limit a wait of torch's may take: some are tried twice, and a port
 that accepts but never answers has none."""
 _MOST_DIFFERENCES = 5
-"""In a message."""
+"""Differences that a message names at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def start(timeout_s: float, *, alike: Mapping[str, Any] | None = None) -> World:
 
     Args:
         timeout_s: a collective that waits longer ends the process; so does the wait for the peers.
-        alike: what the ranks of one run have in common, by name: two runs with one port must not
-            become one. Compared as text.
+        alike: values that the ranks of one run have in common, by name: two runs with one port
+            must not become one. Compared as text.
 
     Collectives: creation of the default process group, by all ranks.
 
@@ -139,8 +139,8 @@ def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: 
     Before there is a group: a stranger joins none, and the run that it met goes on.
 
     Args:
-        store: of the ranks, which hold all to be one run's.
-        rank: of this process.
+        store: the store that all these ranks use, in the belief that they are one run's.
+        rank: this process's rank.
         alike: see `start`.
         where: the store is, for errors.
 

@@ -1,4 +1,4 @@
-"""What the environment says about this process, and what libraries are told through it.
+"""Environment variables: those that place this process, and those that libraries read.
 
 Who started it (torchrun, Slurm, or a user by hand), its rank, the launcher's folder and the end of
 the job. Nothing else in `run/` or below reads or sets environment variables of a launcher. The
@@ -35,7 +35,7 @@ _MEGATRON_WARNINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What the environment says about this process; no master when it is alone."""
+    """Place of this process, as the environment states it; no master when it is alone."""
 
     rank: int = 0
     world_size: int = 1
@@ -46,7 +46,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """What slurm/launch.sh tells every process of one start of a run; docs/slurm.md lists it."""
+    """Variables that slurm/launch.sh sets in all processes of a start; listed in docs/slurm.md."""
 
     attempt: str = ""
     """Name of this start, `<job id>.<restart>` under Slurm; empty without a launcher."""
@@ -64,10 +64,10 @@ def process_age_s() -> float:
 
 
 def placement() -> Placement:
-    """This process's; see `read_placement`.
+    """This process's placement; see `read_placement`.
 
     Raises:
-        ConfigError: as `read_placement`.
+        ConfigError: see `read_placement`.
     """
     return read_placement(os.environ)
 
@@ -76,7 +76,7 @@ def world_size() -> int:
     """Processes this launch would have, without starting anything: what a dry run reckons with.
 
     Raises:
-        ConfigError: as `read_placement`.
+        ConfigError: see `read_placement`.
     """
     return placement().world_size
 
@@ -87,7 +87,7 @@ def is_first() -> bool:
     Files of a shared disk may look different to the others.
 
     Raises:
-        ConfigError: as `read_placement`.
+        ConfigError: see `read_placement`.
     """
     return placement().rank == 0
 
@@ -98,7 +98,7 @@ def stated_rank() -> str:
 
 
 def launcher() -> Launcher:
-    """What the launcher of this process says; nothing where there is none."""
+    """Variables that this process's launcher has set; the defaults without a launcher."""
     end = os.environ.get("GAPO_JOB_END")
     return Launcher(
         attempt=os.environ.get("GAPO_ATTEMPT", ""),
@@ -108,7 +108,7 @@ def launcher() -> Launcher:
 
 
 def attempt_folder() -> Path | None:
-    """Where launcher and ranks leave files for each other; None without a launcher."""
+    """Folder in which launcher and ranks leave files for each other; None without a launcher."""
     folder = os.environ.get("GAPO_ATTEMPT_DIR")
     return Path(folder) if folder else None
 
@@ -144,7 +144,7 @@ def choose_cuda_queues(*, ranks_per_layer: int) -> None:
     their way, messages of the pipeline, copies. What the user has set stays.
 
     Args:
-        ranks_per_layer: by tensor and context parallelism.
+        ranks_per_layer: ranks that share a layer by tensor and context parallelism.
     """
     if ranks_per_layer > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -154,8 +154,8 @@ def tell_vllm(placement: Placement, *, master_port: int) -> None:
     """Set what vLLM's external launcher reads when its engine is built in this process.
 
     Args:
-        placement: of this process.
-        master_port: that of `placement`, or a free one where it names none.
+        placement: placement of this process.
+        master_port: the port of `placement`, or a free one where it names none.
     """
     os.environ.update(
         {
@@ -199,7 +199,7 @@ def read_placement(env: Mapping[str, str]) -> Placement:
 
 
 def launch_name(env: Mapping[str, str]) -> str:
-    """What all ranks of one launch, and no other, are told by who started them; may be empty."""
+    """Name that a launcher gives to all ranks of one launch, and to no other; may be empty."""
     if attempt := env.get("GAPO_ATTEMPT"):
         return attempt
     if run_id := env.get("TORCHELASTIC_RUN_ID"):  # each node's torchrun may be a step of its own

@@ -53,7 +53,7 @@ def check_not_lost(config: Config) -> None:
 
 
 def _signs(config: Config, run_dir: Path, folder: Path) -> Iterator[str]:
-    """What is in the run folder that a run writes after its first checkpoint alone."""
+    """Signs in the run folder that there was a checkpoint: files and steps that follow one."""
     if has_finished(run_dir):
         yield "finished.json"
     for name in ("hf", AFTER_A_SAVE):

@@ -72,7 +72,7 @@ class Run:
         """Check, join the other ranks, build the model, go on from a checkpoint, start the engine.
 
         Args:
-            config: of the run; `train.check_before_imports` has passed it.
+            config: the run's settings; `train.check_before_imports` has passed them.
             keep_weights: False: it is run for its timings, and writes no checkpoint and no model.
 
         Returns:
@@ -211,7 +211,7 @@ class Run:
         """Give every sequence its group's c and k and its advantage. From here on a step is open.
 
         Args:
-            step: of the run.
+            step: index of the step.
             rollouts: from `collect`; None where the step has its batch already.
 
         Returns:

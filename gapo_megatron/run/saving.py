@@ -29,7 +29,7 @@ class Checkpoints:
     config: Config
     policy: Policy
     rollouter: Rollouter
-    """Its open groups are saved."""
+    """Rollouter whose open groups are saved."""
     attempt: Attempt
     """Saves only while it owns the run."""
     stopwatch: Stopwatch

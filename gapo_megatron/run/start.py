@@ -44,7 +44,7 @@ from gapo_megatron.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a run reads at its start; the same on every rank."""
+    """Inputs that a run reads at its start; the same on every rank."""
 
     hf_config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
@@ -161,7 +161,7 @@ def resume(
     The config is written only now: that of a run that is finished, or refused, must stay.
 
     Args:
-        config: of the run.
+        config: the run's settings.
         policy: receives weights and optimizer.
         source: receives its place in the data.
         attempt: hears that this rank is alive while files are read.

@@ -32,7 +32,7 @@ def _origins() -> dict[str, str]:
 
 
 def shipped_fields(name: str) -> dict[str, Any]:
-    """What config.json says of a model whose shapes are here."""
+    """Fields of config.json of a model whose shapes are in this folder."""
     return read_object(_HERE / f"{name}.json")
 
 

@@ -10,6 +10,6 @@ from gapo_megatron.objective.families.cispo import CISPO
 from gapo_megatron.objective.families.clipped import CLIPPED
 
 FAMILIES: dict[str, Family] = {"clipped": CLIPPED, "cispo": CISPO}
-"""By `Method.family`."""
+"""Loss families by `Method.family`."""
 
 __all__ = ["FAMILIES", "Family", "MicrobatchTokens", "Terms"]

@@ -1,4 +1,4 @@
-"""What a loss family is given, and what it returns."""
+"""Inputs and results of a loss family."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ class Family:
     terms: Callable[[MicrobatchTokens], Terms]
     """Local to the micro-batch: no collective, and nothing waits for the device."""
     clip_stops_gradient: bool
-    """Whether what is clipped has a gradient of exactly 0: its backward pass can then be left out.
-    False where it only becomes small."""
+    """Whether a clipped ratio has a gradient of exactly 0: its backward pass can then be left out.
+    False where the gradient only becomes small."""

@@ -1,1 +1,1 @@
-"""What the two conversion tools do: convert, check what was written, report."""
+"""Work of the two conversion tools: convert, check what was written, report."""

@@ -46,15 +46,15 @@ from gapo_megatron.ops.convert.verify import (
 )
 
 OVERWRITE = "; --overwrite replaces the result of a conversion"
-"""What the two tools offer where an output exists."""
+"""Hint of the two tools where an output exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What both directions can be told."""
+    """Options of both directions."""
 
     mode: Mode = "sample"
-    """What of the output is read back and compared."""
+    """Part of the output that is read back and compared."""
     dtype: torch.dtype | None = None
     """Cast to it; None keeps every tensor's own."""
     replace: bool = False
@@ -145,7 +145,7 @@ def megatron_to_hf(
         options: see `Options`.
         hf_config_dir: folder with config.json, tokenizer and what else is not weights; None takes
             the one the Megatron folder brings.
-        max_shard_bytes: of a safetensors file.
+        max_shard_bytes: largest size of a safetensors file.
 
     Raises:
         ConfigError, ConversionError: see `hf_to_megatron`; also a Megatron folder that states
@@ -310,7 +310,7 @@ def _check_apart(output: Path, *sources: Path) -> None:
 def _new_dtype(
     hf_config: PretrainedConfig, dtypes: Mapping[str, torch.dtype]
 ) -> torch.dtype | None:
-    """What config.json has to say of the weights' dtype, unless it does."""
+    """Dtype that config.json must newly state for the weights; None: it does, or they differ."""
     stored = set(dtypes.values())
     return stored.pop() if len(stored) == 1 and stored != {hf_config.dtype} else None
 

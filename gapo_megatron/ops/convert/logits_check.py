@@ -1,4 +1,4 @@
-"""The same logits from both sides of a conversion: Megatron-core's model and transformers'.
+"""Check that both sides of a conversion, Megatron-core's model and transformers', agree in logits.
 
 Each side reads its folder with its own library's loader and computes in float32, so that a wrong
 table, layout or config shows in what the model says, not in our bookkeeping.
@@ -56,10 +56,10 @@ _RANDOM_LENGTHS = (5, 17, 24, 33)
 
 @dataclass(frozen=True, slots=True)
 class LogitsReport:
-    """How far the two sides are apart. Differences are absolute, over all positions."""
+    """Distance between the two sides. Differences are absolute, over all positions."""
 
     max_difference: float
-    """In the median sequence where the model has experts, in the worst one otherwise: which
+    """Largest difference: in the median sequence if the model has experts, else in the worst: which
     expert is chosen may turn on a rounding error, in one sequence or the other, but not in most."""
     scale: float
     """The largest logit, as an absolute value."""
@@ -179,7 +179,7 @@ def _megatron_logits(
     sequences: list[Tensor],
     dtype: torch.dtype | None,
 ) -> list[Tensor]:
-    """As `_transformers_logits`, of all sequences packed into one row."""
+    """Logits of Megatron-core's model, computed with all sequences packed into one row."""
     microbatch = pack(_to_pack(sequences), range(len(sequences)), device=_device())
     with _process_group():
         groups = initialize(ParallelConfig())

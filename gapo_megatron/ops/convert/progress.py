@@ -1,4 +1,4 @@
-"""How far a pass over the weights is, and how fast."""
+"""Progress of a pass over the weights, and its speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a conversion did and what was checked: on the screen, and beside the weights."""
+"""Reports of conversions and their checks: on the screen, and beside the weights."""
 
 from __future__ import annotations
 

@@ -57,14 +57,14 @@ class Part:
 
     name: str
     num_parameters: int
-    """As a model holds them; a Megatron folder stacks those of all layers under one key."""
+    """Parameters as a model holds them; a Megatron folder stacks all layers' under one key."""
     hf: Tensors
     megatron: Tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the gate found; that there is one means that nothing was wrong."""
+    """Findings of the gate; that there is a report means that nothing was wrong."""
 
     parts: list[Part]
     num_parameters: int
@@ -169,9 +169,9 @@ def verify(
     Args:
         hf: one side.
         megatron: the other side.
-        rules: of the model.
+        rules: the model's name rules.
         written: the side that was made of the other.
-        dtype: that it was cast to; None if it was not.
+        dtype: dtype that it was cast to; None if it was not.
         mode: "full" reads everything back, "none" nothing. A "sample" has every rule in the first,
             the middle and the last layer (of their experts the first and the last), and a tensor
             of every file of either side.
@@ -203,7 +203,7 @@ def verify(
 def account(
     hf_entries: Mapping[str, Entry], megatron_entries: Mapping[str, Entry], rules: Sequence[Rule]
 ) -> list[Part]:
-    """What both sides hold of every part of the model.
+    """Contents of every part of the model on both sides.
 
     Raises:
         ConversionError: a part has not the same number of elements on both sides (vocabulary

@@ -18,7 +18,7 @@ from gapo_megatron.errors import ConfigError, DataError, shown
 from gapo_megatron.io.documents import read_json
 
 ROOMS = ("gapo_megatron", "slurm", "tools", "configs")
-"""What a job reads of a checkout."""
+"""Folders of a checkout that a job reads."""
 
 
 def repository() -> Path:
@@ -61,10 +61,10 @@ def freeze(repository: Path, folder: Path, *, config: str) -> None:
 
 
 def frozen_code(folder: Path) -> str:
-    """What tells frozen code apart: its commit, and what that does not say.
+    """Identifier of frozen code: its commit, and a digest where the commit does not tell all.
 
     Args:
-        folder: as `freeze` left it.
+        folder: the folder as `freeze` left it.
 
     Returns:
         `1a2b3c4d5e6f`; where files differ from the commit, or it is not known, with a digest of the

@@ -38,7 +38,7 @@ def run_locally(
     Args:
         submissions: some; their nodes and chains are not looked at.
         console: for the table.
-        title: of the table.
+        title: title of the table.
         parallel: runs at a time.
 
     Returns:
@@ -130,7 +130,7 @@ class _LocalRuns:
                 os.kill(int(job.job_id), signal.SIGTERM)  # submitit's controller passes it on
 
     def statuses(self) -> list[Status]:
-        """Of every run, as its folder tells; but one under way has not failed yet."""
+        """Status of every run by its folder, except that a run under way has not failed yet."""
         states = dict.fromkeys(self._waiting, "queued")
         states |= dict.fromkeys(self.under_way(), "running")
         found = [(code, read_status(code.parents[1])) for code in self._of]
@@ -184,7 +184,7 @@ def _requests() -> Iterator[Sequence[int]]:
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """What is started here ignores Ctrl-C and the terminal's end, which are for this process."""
+    """Have processes started here ignore Ctrl-C and the terminal's end: they are for this one."""
     before = {
         number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)
     }

@@ -45,7 +45,7 @@ PACKAGES = (
     "transformers",
     "vllm",
 )
-"""What training imports."""
+"""Packages that training imports."""
 
 _COMMAND_TIMEOUT_S = 30.0
 _GPU_FIELDS = (
@@ -70,7 +70,7 @@ class Check:
     name: str
     ok: bool
     detail: str
-    """What was seen, in a few words; when not ok, also what was expected."""
+    """Finding in a few words; when not ok, also what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ def parse_links(matrix: str) -> list[str]:
 
 
 def visible_gpus(gpus: list[GpuState], env: Mapping[str, str]) -> list[GpuState]:
-    """Those that CUDA_VISIBLE_DEVICES leaves; all when it is not set or names parts of GPUs (MIG).
+    """GPUs that CUDA_VISIBLE_DEVICES leaves; all if it is not set or names parts of GPUs (MIG).
 
     Where Slurm confines devices, nvidia-smi shows the job's own, numbered from 0 as the variable
     has them; where it does not, both count all of the node.

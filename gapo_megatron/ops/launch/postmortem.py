@@ -43,7 +43,7 @@ _FAILURE |= dict.fromkeys(("host", "error", "message", "traceback"), str)
 _MAX_BYTES = 2**24
 _TAIL_BYTES = 2**18
 _ABORT_BYTES = 2**14
-"""Of a log's end, in which an abort is explained."""
+"""Bytes at a log's end in which an abort is explained."""
 _MAX_PLACES = 8
 _WIDTH = 240
 _ENDED = re.compile(
@@ -74,11 +74,11 @@ _ABOVE_PACKAGES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What the attempt died of.
+    """Cause of an attempt's death.
 
     Attributes:
         lines: for people.
-        exit_code: of what failed first; None where that was not an exit.
+        exit_code: exit code of what failed first; None where that was not an exit.
     """
 
     lines: list[str]
@@ -96,17 +96,17 @@ class End:
     rank: int
     host: str = ""
     signal: str = ""
-    """As strsignal names it, or Slurm's `Out Of Memory`."""
+    """Signal as strsignal names it, or Slurm's `Out Of Memory`."""
     exit_code: int | None = None
     line: float = math.inf
-    """Of launch.log; ranks of one line ended together, for all that Slurm knows."""
+    """Line of launch.log; ranks of one line ended together, for all that Slurm knows."""
     after: str = ""
-    """What srun was doing by then: `ending` the step for another rank, `stopped` from outside."""
+    """State of srun by then: `ending` the step for another rank, or `stopped` from outside."""
 
 
 @dataclass(slots=True)
 class LaunchLog:
-    """What srun said."""
+    """Messages of srun."""
 
     ends: list[End] = field(default_factory=list)
     lost_nodes: list[str] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Log:
 
     @cached_property
     def text(self) -> str:
-        """Its last 256 KiB; empty where there is no log."""
+        """The log's last 256 KiB; empty where there is no log."""
         return _read(self.path, last_bytes=_TAIL_BYTES)
 
     @cached_property
@@ -153,7 +153,7 @@ class Log:
         return frames
 
     def last_lines(self, count: int) -> list[str]:
-        """Its last lines that are not empty, ready to be printed."""
+        """The log's last lines that are not empty, ready to be printed."""
         lines = [line for line in self.text.splitlines() if line.strip()]
         return [f"  | {line}" for line in lines[-count:]]
 
@@ -171,7 +171,7 @@ class Evidence:
         self.logs = {rank: Log(folder / f"rank_{rank}.log") for rank in sorted(ranks)}
 
     def diagnose(self) -> Diagnosis:
-        """What failed first: a rank with a cause of its own, else what befell them all."""
+        """Find what failed first: a rank with a cause of its own, else what befell them all."""
         ends = self._ends_in_order()
         if own := [end for end in ends if self._is_own(end)]:
             return self._describe(own[0])
@@ -259,7 +259,7 @@ class Evidence:
         return place_of(list(frames)[::-1])
 
     def _hints(self, end: End) -> list[str]:
-        """What slurmstepd said of memory, in the log of any rank of the node."""
+        """Messages of slurmstepd about memory, in any rank's log."""
         if end.signal not in ("Killed", "Out Of Memory"):
             return []
         found = (_OUT_OF_MEMORY.search(log.text) for log in self.logs.values())
@@ -267,7 +267,7 @@ class Evidence:
         return told or ["  often by the kernel, for want of host memory: see dmesg on that node"]
 
     def _places(self) -> list[str]:
-        """Where every rank was; those at the same place on one line, the fewest first."""
+        """Place of every rank; ranks at the same place on one line, the fewest first."""
         signals = {end.rank: end.signal for end in self.launch.ends}
         ranks_at: dict[str, list[int]] = {}
         for rank, log in self.logs.items():

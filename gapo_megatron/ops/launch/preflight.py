@@ -48,9 +48,9 @@ Outcome = Literal["ok", "broken", "apart", "unfit"]
 
 _LOOK_EVERY_S = 0.25
 _GRACE_S = 2.0
-"""How much later than here another node may find that its time is over."""
+"""Seconds by which another node may find later than this one that its time is over."""
 _NUM_ELEMENTS = 2**20
-"""Of the float32 tensor that is summed: 4 MiB, enough to use the links."""
+"""Elements of the float32 tensor that is summed: 4 MiB, enough to use the links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Preflight:
     Attributes:
         node: its name, as Slurm has it; other nodes reach it by that name.
         folder: where the nodes leave their files, on the shared disk; exists.
-        num_nodes: that are being checked.
+        num_nodes: nodes that are being checked.
         third_s: time for each of: the verdicts, the all_reduce, its repetition.
     """
 
@@ -124,7 +124,7 @@ class Preflight:
         return members
 
     def _all_reduce(self, round_: int, members: list[str], end: float) -> tuple[Outcome, str]:
-        """In a process of its own, which may crash or hang; `end` is on the monotonic clock."""
+        """Run it in its own process, which may crash or hang; `end` is on the monotonic clock."""
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
         port_path = self.folder / f".port_{round_}"
@@ -270,7 +270,7 @@ def _listing(folder: Path, pattern: str) -> list[Path]:
 
 
 def _is_good(verdict: Path) -> bool:
-    """A node whose verdict is damaged is not: its disk may be full."""
+    """A node with a damaged verdict does not pass: its disk may be full."""
     with contextlib.suppress(MachineError):
         found = read_json(verdict, error=MachineError)
         return isinstance(found, dict) and found.get("ok") is True

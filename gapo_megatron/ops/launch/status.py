@@ -1,4 +1,4 @@
-"""How runs stand: read from their folders and, where there is a Slurm, from it.
+"""Status of runs: read from their folders and, where there is a Slurm, from it.
 
 Light on purpose: the standard library, and rich for the table.
 """
@@ -26,7 +26,7 @@ from gapo_megatron.io.run_folder import is_finished
 from gapo_megatron.ops.launch.postmortem import Evidence
 
 JOBS_NAME = "jobs"
-"""In a run folder: ids of the Slurm jobs it was submitted as, one a line, oldest first."""
+"""File in a run folder: ids of the Slurm jobs it was submitted as, one a line, oldest first."""
 _BEYOND_METRICS = 1e10
 _ACTIVE = (
     *("pending", "configuring", "running", "signaling", "suspended", "completing", "stage_out"),
@@ -49,24 +49,24 @@ class Status:
     """Starts, the first included."""
     steps: int
     num_steps: int
-    """Of the newest submission, else of the newest start; 0 where there was none."""
+    """Steps of the newest submission, else of the newest start; 0 where there was none."""
     reward: float | None
     """Newest reward/mean."""
     pass_at_1: float | None
     """Newest eval/pass@1."""
     elapsed_s: float
-    """Of all starts and steps together; a step that a restart repeats counts once."""
+    """Seconds of all starts and steps together; a step that a restart repeats counts once."""
     why: str = ""
-    """What failed first in the newest attempt, by its postmortem; empty unless it failed."""
+    """First failure of the newest attempt, by its postmortem; empty unless it failed."""
 
     @property
     def is_active(self) -> bool:
-        """Whether it will change without anybody's doing."""
+        """Whether the state will change without anybody's doing."""
         return self.state in _ACTIVE
 
 
 def read_status(run_dir: Path) -> Status:
-    """What the folder alone tells, and why a run failed.
+    """Status of a run by its folder alone, and why it failed.
 
     A state that only Slurm knows is `failed` or `queued` here.
 
@@ -117,7 +117,7 @@ def _read_folder(run_dir: Path) -> Status:
 
 
 def read_statuses(run_dirs: Sequence[Path]) -> list[Status]:
-    """As `read_status`, corrected by what Slurm says of the runs' jobs."""
+    """Statuses of runs like `read_status`, corrected by what Slurm says of their jobs."""
     found = [_read_folder(run_dir) for run_dir in run_dirs]
     jobs = [_jobs(run_dir / JOBS_NAME) for run_dir in run_dirs]
     for ids, status in zip(jobs, found, strict=True):
@@ -267,7 +267,7 @@ def _values(line: bytes) -> dict[str, float]:
 
 
 def _seconds(timings: dict[str, float]) -> float:
-    """Of one line: of a step, or of the parts of a start."""
+    """Seconds of one line of the timings: of a step, or of the parts of a start."""
     parts = (value for key, value in timings.items() if key.startswith("startup/"))
     return timings.get("time/step_s", 0.0) + sum(parts)
 
@@ -277,7 +277,7 @@ def _text(path: Path) -> str:
 
 
 def _content(path: Path) -> bytes:
-    """Of a file; empty where there is none.
+    """Content of a file; empty where there is none.
 
     Raises:
         ConfigError: it cannot be read; names it.

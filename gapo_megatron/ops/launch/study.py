@@ -36,16 +36,16 @@ from gapo_megatron.run.processes import quiet_libraries
 
 _RESOURCES = "resources."
 _NAMING_RESOURCES = ("resources.nodes", "resources.tasks_per_node", "resources.partition")
-"""Those that make another run of the same settings; the others may change while it lasts, and name
-a run only where one before it has its name."""
+"""Resources that make another run of the same settings; the others may change while it lasts, and
+name a run only where one before it has its name."""
 _NEVER_NAMING = ("resources.time", "resources.account")
 _NO_NAMES = ("", ".", "..", "submitit")
-"""Of a run: they are other folders than one of its own."""
+"""Names that no run may have: they are other folders than one of its own."""
 _MOST_RUNS = 10_000
 
 _TIME = r"^[0-9]{1,7}(-[0-9]{1,7}(:[0-9]{1,7}){0,2}|(:[0-9]{1,7}){0,2})$"
 _Slots = Annotated[int, Field(gt=0, lt=2**16)]
-"""As Slurm counts tasks and CPUs of a node: in 16 bits."""
+"""Number of tasks or CPUs of a node, which Slurm counts in 16 bits."""
 _Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_@%+=:,./-]{1,200}$")]
 """One that needs no quotes in a batch script; Slurm's own names have no other characters."""
 
@@ -57,16 +57,16 @@ class _Table(BaseModel):
 
 
 class Resources(_Table):
-    """What one run asks Slurm for. What is not said here is left to SBATCH_* or the site."""
+    """Resources that one run asks Slurm for; unset fields are left to SBATCH_* or the site."""
 
     nodes: _Slots = 1
     tasks_per_node: _Slots = 8
     """Ranks; one per GPU."""
     gpus_per_node: Annotated[int, Field(ge=0, lt=2**16)] | None = None
-    """As many as tasks when it is not said; 0 trains on CPUs."""
+    """GPUs per node; by default as many as tasks. 0 trains on CPUs."""
     cpus_per_task: _Slots = 12
     time: Annotated[str, Field(pattern=_TIME)] = "1-00:00:00"
-    """As sbatch reads it: minutes, hh:mm:ss or days-hh:mm:ss. A run that needs longer requeues."""
+    """Time limit as sbatch reads it: minutes, hh:mm:ss or days-hh:mm:ss. A longer run requeues."""
     exclusive: bool = True
     """Whole nodes, with all their memory."""
     partition: _Word | None = None
@@ -77,10 +77,10 @@ class Resources(_Table):
         return self.tasks_per_node if self.gpus_per_node is None else self.gpus_per_node
 
     def replaced(self, given: dict[str, Any], *, table: str = "") -> Resources:
-        """With the fields of `given` in place of these.
+        """Copy with the fields of `given` in place of these.
 
         Args:
-            given: by field.
+            given: values by field.
             table: what errors name before the field: `resources.`, of a file.
 
         Raises:
@@ -116,18 +116,18 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What is submitted together."""
+    """Runs that are submitted together."""
 
     name: str
     folder: Path
-    """Holds the folders of the runs, or is that of the only run. Absolute."""
+    """Folder that holds the runs' folders, or the folder of the only run. Absolute."""
     runs: list[Run]
 
     def asking(self, given: dict[str, Any], *, default: dict[str, Any]) -> Study:
-        """With other resources.
+        """Copy of the study with other resources.
 
         Args:
-            given: by field, for every run.
+            given: values by field, for every run.
             default: where neither `given` nor the study says.
 
         Raises:
@@ -202,7 +202,7 @@ def unfinished(study: Study) -> list[Run]:
 
 
 def _changes(run: Run) -> Changes:
-    """What a run that has begun computes, where the study now says otherwise."""
+    """Settings of a run that has begun, where they decide its work and the study now differs."""
     before = load_config(run.run_dir / CONFIG_NAME)
     changed = changed_work(before.model_dump(mode="json"), run.config)
     began, given = before.checkpoint.branch_from, run.config.checkpoint.branch_from

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gapo_megatron.ops.launch.study import Resources
 
 STOP_BEFORE_END_S = 300
-"""How long before its time limit, or its preemption, a job is asked to stop."""
+"""Seconds before its time limit, or its preemption, at which a job is asked to stop."""
 _PR_SET_PDEATHSIG = 1
 # sbatch lets the environment outrank the script; what was asked for here outranks both.
 _OUTRANKED = {
@@ -46,7 +46,7 @@ _OUTRANKED = {
 
 @dataclass(frozen=True)
 class Launch:
-    """What a submitted job does: run slurm/launch.sh of its frozen code to its end.
+    """Work of a submitted job: run slurm/launch.sh of its frozen code to its end.
 
     It has no `checkpoint` of submitit's: that would requeue the job a second time, or give up after
     some time limits. Every signal goes to launch.sh, which asks the ranks to save and requeues.
@@ -160,7 +160,7 @@ class Submission:
         return links
 
     def _parameters(self, before: str | None) -> dict[str, Any]:
-        """Of submitit's executor. `before`: the job that this one waits for."""
+        """Parameters of submitit's executor. `before`: the job that this one waits for."""
         asked = self.resources
         # As sbatch's own options: submitit's `nodes` and `tasks_per_node` count processes that each
         # return a result, but here one process starts all the others.
@@ -256,7 +256,7 @@ def _python() -> str:
 
 
 def _end_with_parent() -> None:
-    """In the child: SIGTERM when the parent dies, so that no rank outlives the job."""
+    """Have this child get SIGTERM when its parent dies, so that no rank outlives the job."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

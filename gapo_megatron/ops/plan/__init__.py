@@ -1,1 +1,1 @@
-"""What a run needs before it runs: layouts, memory, time."""
+"""Plans of a run before it starts: layouts, memory, time."""

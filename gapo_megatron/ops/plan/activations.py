@@ -30,18 +30,18 @@ _INDEX = 8  # int64
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """What one layer keeps of one token, by the module that keeps it."""
+    """Bytes that one layer keeps for one token, by the module that keeps them."""
 
     hidden: int
-    """One hidden state: the layer's input, of which full recomputation keeps nothing else."""
+    """One hidden state: the layer's input; full recomputation keeps nothing else."""
     norms: int
     attention: int
     """All that the core attention keeps, its inputs and output included."""
     mlp: int
     selective: int
-    """Of all when some modules are recomputed: `policy.model` says which."""
+    """Bytes kept in all if some modules are recomputed: `policy.model` says which."""
     selective_again: int
-    """Of these modules, during one layer's backward pass; of the core attention it is left out."""
+    """Bytes of the recomputed modules during one layer's backward pass; core attention left out."""
 
     @property
     def all(self) -> int:
@@ -57,7 +57,7 @@ class LayerBytes:
 
     @classmethod
     def of(cls, hf_config: Any, config: Config, layout: Layout, *, fused: bool) -> Self:
-        """Of a model's layer on one rank of a layout."""
+        """Bytes of a model's layer on one rank of a layout."""
         g, tp = geometry_of(hf_config), layout.tp_size
         sp = tp if layout.sequence_parallel else 1
         e = element_bytes(config)
@@ -96,14 +96,14 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True)
 class KeptActivations:
-    """What autograd keeps on one rank at the worst moment of a step, bytes."""
+    """Bytes that autograd keeps on one rank at the worst moment of a step."""
 
     layers: int
-    """Of the micro-batches in flight: see `num_in_flight`."""
+    """Layers' activations of the micro-batches in flight: see `num_in_flight`."""
     recomputed: int
-    """Under recomputation, of one layer, during its backward pass."""
+    """Activations of one layer during its backward pass, under recomputation."""
     head: int
-    """Of the final norm and the log-probs: gone when the layers have theirs."""
+    """Activations of the final norm and the log-probs: freed before the layers' backward passes."""
 
     @property
     def most(self) -> int:
@@ -122,11 +122,11 @@ def kept_activations(
     """Predict what is kept of micro-batches of `batch.max_tokens_per_microbatch` tokens.
 
     Args:
-        hf_config: of the model.
-        config: of the run.
+        hf_config: the model's config.
+        config: the run's settings.
         layout: how it is cut.
         stage: pipeline rank.
-        num_microbatches: of an update.
+        num_microbatches: micro-batches of an update.
         fused: Transformer Engine's layers.
     """
     layer = LayerBytes.of(hf_config, config, layout, fused=fused)
@@ -213,7 +213,7 @@ def working_bytes(hf_config: Any, config: Config, layout: Layout, *, fused: bool
 
 
 def tokens_per_rank(config: Config, layout: Layout) -> int:
-    """Of a full micro-batch, on one of the ranks that share its sequences."""
+    """Tokens of a full micro-batch on one of the ranks that share its sequences."""
     return config.batch.max_tokens_per_microbatch // layout.cp_size
 
 

@@ -32,19 +32,19 @@ from gapo_megatron.ops.plan.workload import DEFAULT_SPREAD, Workload, refuse_ove
 STAGES = ("generation", "reward", "old_log_probs", "update", "sync")
 _TIMING_OF = {stage: f"time/{stage}_s" for stage in STAGES} | {"generation": "time/rollout_s"}
 _TIMED = ("time/rollout_s", "time/step_s", "perf/tokens_per_s")
-"""What every timed step has."""
+"""Metrics that every timed step has."""
 _WORLD_SIZE = "perf/world_size"
 _NOT_A_STEP = ("evaluate", "checkpoint", "noise_floor")
 _WARM_UP_STEPS = 2
 """Left out where a run has more: compilation, first allocations."""
 _PRIOR_WEIGHT = 0.02
-"""Of one factor e between a parameter and its default, against one factor e between a stage's
-prediction and its measurement."""
+"""Weight of one factor e between a parameter and its default, against one factor e between a
+stage's prediction and its measurement."""
 _LEAST_S = 1e-9
 _MOVED = 0.01
 _REPLACED = "rollout/replaced_group_share"
 _MOST = 1e30
-"""Of a metric or a time; more is damage, and infinity in what is made of it."""
+"""Largest value of a metric or a time; more is damage, and would lead to infinities."""
 _Row = Mapping[str, float]
 
 
@@ -59,16 +59,16 @@ class Observation:
     workload: Workload
     measured: StepTime
     step_s: float
-    """Of whole steps, less evaluation, checkpoints and the noise floor; a median."""
+    """Seconds of whole steps, less evaluation, checkpoints and the noise floor; a median."""
     other_s: float
-    """Of these, what is in none of the stages: vLLM's going to sleep, the batching plan, and what
+    """Seconds of `step_s` in none of the stages: vLLM's going to sleep, the batching plan, and what
     nothing counts. A median, so that it is not exactly the difference of the others'."""
     num_prompts: float
-    """Generated in a step, those that dynamic sampling replaced included; a mean."""
+    """Prompts generated for in a step, including those that dynamic sampling replaced; a mean."""
     num_tokens: float
     """Response tokens of a step, as `perf/tokens_per_s` counts them; a mean."""
     tokens_per_s: float
-    """Of these, in the seconds of the same step; a median."""
+    """Response tokens per second of the same step; a median."""
 
     def seconds(self, stage: str) -> float:
         """Measured, of one of `STAGES`, or `total`: of the whole step."""
@@ -80,7 +80,7 @@ class Observation:
         return self.config.batch.oversampling == 1
 
     def predict(self, gpu: Gpu, efficiency: Efficiency) -> StepTime:
-        """The same steps by the model.
+        """Predict the times of the observed steps.
 
         Raises:
             ConfigError: see `refuse_oversampling`; names the run.
@@ -94,15 +94,15 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was fitted, on what device, and how well it fits."""
+    """Fitted efficiencies, their device, and how well they fit."""
 
     gpu: Gpu
     efficiency: Efficiency
     worst: dict[str, float]
-    """By stage: largest |predicted / measured - 1| among the observations of the fit."""
+    """Largest |predicted / measured - 1| by stage, among the observations of the fit."""
     spread: float = DEFAULT_SPREAD
     clipped_share: float = 0.0
-    """Of the observations' workloads, means: what else a plan could only assume."""
+    """Mean over the observations' workloads, which a plan would otherwise have to assume."""
 
     @property
     def measured(self) -> list[str]:
@@ -117,7 +117,7 @@ class Calibration:
 
 
 def seconds(times: StepTime, stage: str) -> float:
-    """Of one of `STAGES`, or `total`."""
+    """Seconds of one of `STAGES`, or `total`."""
     return float(getattr(times, f"{stage}_s"))
 
 
@@ -181,7 +181,7 @@ def fit(observations: Sequence[Observation], gpu: Gpu) -> Calibration:
 def worst_misses(
     observations: Sequence[Observation], gpu: Gpu, efficiency: Efficiency
 ) -> dict[str, float]:
-    """By stage, and `total`: the largest |predicted / measured - 1|."""
+    """Largest |predicted / measured - 1| by stage, and for `total`."""
     worst: dict[str, float] = {}
     for one in observations:
         predicted = one.predict(gpu, efficiency)
@@ -205,7 +205,7 @@ def read_observation(
     one of as many ranks that has.
 
     Args:
-        run_dir: with config.toml, metrics.jsonl and timings.jsonl.
+        run_dir: folder with config.toml, metrics.jsonl and timings.jsonl.
         mean_prompt_tokens: no metric has it; or what counts it in the run's data.
         world_size: ranks; None: as many as that start had.
         name: in tables; empty: the folder's.
@@ -292,7 +292,7 @@ def _newest_start(rows: Sequence[_Row], trained: Container[int]) -> tuple[_Row, 
 
 
 def _ranks_by_logs(folder: Path) -> int:
-    """Of a run whose timings do not tell. An attempt begins with one log, which is empty."""
+    """Ranks of a run without usable timings; the first log of an attempt is empty."""
     logs = [sorted(attempt.glob("rank_*.log")) for attempt in folder.glob("attempts/*/")]
     written = [one for one in logs if any(log.stat().st_size for log in one)]
     if not written:
@@ -347,7 +347,7 @@ def _workload(config: Config, rows: Sequence[_Row], mean_prompt_tokens: float) -
 
 
 def _model_of(folder: Path, config: Config) -> Any:
-    """Of `model.hf_dir`, or of what the run has exported: both are the same model."""
+    """Facts of the model in `model.hf_dir`, or in the run's export: both are the same model."""
     for candidate in (Path(config.model.hf_dir), folder / "hf"):
         if (candidate / "config.json").is_file():
             return read_facts(candidate)

@@ -17,7 +17,7 @@ from gapo_megatron.ops.plan.hardware import Gpu
 
 _HEAD = "# Written by tools/plan.py."
 _MOST = 1e30
-"""Of a rate or a time; more is damage, and infinity in what is made of it."""
+"""Largest value of a rate or a time; more is damage, and would lead to infinities."""
 _MAY_BE_0 = ("worst", "workload", "gpu.compute_capability")
 
 

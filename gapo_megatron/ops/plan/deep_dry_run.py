@@ -48,7 +48,7 @@ LEFT_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one rank allocated and sent, bytes."""
+    """Bytes that one rank allocated and sent."""
 
     shapes: dict[str, tuple[int, ...]]
     """Parameters of this rank, by name."""
@@ -62,9 +62,9 @@ class Found:
     layers and head work with, and what the schedule holds for the neighbours."""
     num_microbatches: int
     num_tokens: int
-    """Of one micro-batch, which context parallel ranks share."""
+    """Tokens of one micro-batch, which context parallel ranks share."""
     traffic: dict[tuple[str, str], Traffic]
-    """By (collective, process group); see `no_data.Traffic`."""
+    """Traffic by (collective, process group); see `no_data.Traffic`."""
 
 
 def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
@@ -76,7 +76,7 @@ def step_one_rank(config: Config, *, rank: int, world_size: int) -> Found:
     What a CPU does not have is replaced: see `runs_here`.
 
     Args:
-        config: of the run; `model.hf_dir` needs no weights.
+        config: the run's settings; `model.hf_dir` needs no weights.
         rank: which, of `world_size`.
         world_size: ranks of the run.
 
@@ -130,7 +130,7 @@ def _loss(scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _full_microbatch(config: Config, policy: Policy) -> Microbatch:
-    """As many tokens as a micro-batch may have: the longest sequences, and one that is left."""
+    """The largest micro-batch: sequences of the greatest length, and one of the rest."""
     longest = config.max_sequence_tokens - 1  # the last token is not fed
     budget = config.batch.max_tokens_per_microbatch
     budget -= budget % policy.sequence_multiple
@@ -169,7 +169,7 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
 
 @contextlib.contextmanager
 def _without_moving() -> Iterator[None]:
-    """What a tensor without data does not let be done, and what takes long without need."""
+    """Replace calls that fail on tensors without data, or take long without need."""
     with (
         # Moving a module swaps its parameters; all are where they should be.
         mock.patch.object(PolicyModel, "to", lambda module, *_: module),

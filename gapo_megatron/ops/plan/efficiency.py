@@ -1,4 +1,4 @@
-"""What share of a device's peaks is reached, and what calls cost: the model's only free numbers.
+"""Shares of a device's peaks that are reached, and costs of calls: the only free numbers.
 
 The defaults are assumptions for GPUs of the Hopper generation, each with what it rests on. None has
 been measured with this package on a GPU. `tools/plan.py calibrate` replaces them by measured ones.
@@ -17,13 +17,13 @@ class Efficiency:
     """Shares are of a data-sheet peak, in (0, 1]; seconds are for one of what the name says."""
 
     matmul: float = 0.45
-    """Of the peak operations, over a whole layer or head with its norms and copies. Megatron-LM's
+    """Share of the peak operations, over a whole layer or head with norms and copies. Megatron-LM's
     README reports 41 to 48 % of the peak for dense models on H100, communication included."""
     bandwidth: float = 0.7
-    """Of the memory bandwidth, in decoding and in the optimizer. Assumed: kernels that only stream
+    """Share of the memory bandwidth, in decoding and optimizer. Assumed: kernels that only stream
     reach 0.8 to 0.9, small ones less."""
     communication: float = 0.75
-    """Of a link's or network's bandwidth. NCCL's tests reach about 0.8 on NVLink with large
+    """Share of a link's or network's bandwidth. NCCL's tests reach about 0.8 on NVLink with large
     messages; layers send smaller ones."""
     layer_s: float = 1e-4
     """A layer's forward pass of one micro-batch beyond its products: kernel launches. Assumed."""

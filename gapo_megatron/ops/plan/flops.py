@@ -19,7 +19,7 @@ from gapo_megatron.ops.plan.workload import Workload
 
 
 def element_bytes(config: Config) -> int:
-    """Of a weight, of an activation: fp8 is made of bfloat16 for each product."""
+    """Bytes of a weight or an activation: fp8 is made of bfloat16 for each product."""
     return 4 if config.model.precision == "fp32" else 2
 
 
@@ -43,7 +43,7 @@ def engine_bytes(shape: Shape, config: Config, *, rollout_tp_size: int) -> float
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What decides the work of a token. Weights are counted in elements, biases and norms not."""
+    """Sizes that decide the work of a token. Weights are in elements, without biases and norms."""
 
     num_layers: int
     hidden: int
@@ -55,9 +55,9 @@ class Shape:
     tied: bool
     """The output layer is the embedding."""
     layer_weights: int
-    """Of one layer, met by every token: attention, and the MLP or the router."""
+    """Weights of one layer that every token meets: attention, and the MLP or the router."""
     expert_weights: int
-    """Of one expert of one layer; 0: a dense model."""
+    """Weights of one expert of one layer; 0: a dense model."""
     num_experts: int
     experts_per_token: int
     num_tensors: int
@@ -65,7 +65,7 @@ class Shape:
     num_parameters: int
     """All, a tied output layer once."""
     rules: tuple[Rule, ...] = field(compare=False, repr=False)
-    """Its parameters: the sizes above tell models apart."""
+    """Rules of the model's parameters; not compared, since the sizes above tell models apart."""
 
     @classmethod
     def of(cls, hf_config: Any) -> Shape:
@@ -146,8 +146,8 @@ def forward_flops(
     Args:
         hf_config: the model's, or its `Shape`.
         num_tokens: fed to the model.
-        mean_squared_length: of the sequences, in tokens squared.
-        num_sequences: that the tokens make up.
+        mean_squared_length: mean squared length of the sequences, in tokens squared.
+        num_sequences: sequences that the tokens make up.
         num_scored: positions whose log-prob is wanted; None for all.
     """
     shape = hf_config if isinstance(hf_config, Shape) else Shape.of(hf_config)
@@ -185,10 +185,10 @@ def step_flops(
     scores, the head's logits), nor what is left out (A = 0, clipped).
 
     Args:
-        shape: of the model.
-        config: of the run.
+        shape: the model's shape.
+        config: the run's settings.
         workload: lengths of the step.
-        num_prompts: that responses were generated for; None: as many as the rounds of dynamic
+        num_prompts: prompts generated for; None: as many as the rounds of dynamic
             sampling have on average.
     """
     batch, prompt = config.batch, workload.mean_prompt_tokens

@@ -80,7 +80,7 @@ class Decoding:
 
 
 def kv_cache_bytes(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: int) -> float:
-    """What vLLM has on one rank for keys and values, its own work space included.
+    """Bytes that vLLM has on one rank for keys and values, its own work space included.
 
     Its share of the memory less the weights; on a CPU `rollout.cpu_kv_cache_gib`.
     """
@@ -120,8 +120,8 @@ def generation_s(
     Prompts are computed once for their k responses (vLLM's prefix cache).
 
     Args:
-        shape: of the model.
-        config: of the run.
+        shape: the model's shape.
+        config: the run's settings.
         rollout_tp_size: ranks of a replica.
         world_size: ranks of the run.
         workload: lengths.

@@ -24,25 +24,25 @@ class Gpu:
 
     name: str
     memory_bytes: int
-    """What torch reports as the device's memory, a little less than the data sheet's figure."""
+    """Device memory as torch reports it, a little less than the data sheet's figure."""
     bf16_flops: float
     """Dense bfloat16 operations per second."""
     fp8_flops: float
     fp32_flops: float
-    """Of float32 outside the tensor cores: float32 runs of this package do not use TF32."""
+    """Peak of float32 outside the tensor cores: float32 runs of this package do not use TF32."""
     bandwidth: float
     """Memory, bytes per second."""
     link_bandwidth: float
-    """To the other devices of a node, bytes per second in one direction."""
+    """Bandwidth to the other devices of a node, bytes per second in one direction."""
     network_bandwidth: float
-    """To other nodes, bytes per second in one direction, for each device."""
+    """Bandwidth to other nodes, bytes per second in one direction, for each device."""
     host_bandwidth: float
-    """To the node's memory, bytes per second in one direction, all devices at once."""
+    """Bandwidth to the node's memory, bytes per second in one direction, all devices at once."""
     compute_capability: float
-    """As NVIDIA writes it; 0: it is no GPU."""
+    """Compute capability as NVIDIA writes it; 0: it is no GPU."""
     gpus_per_node: int = 8
     host_memory_bytes: int = 2 * 10**12
-    """Of a node: NVIDIA's DGX H100 and H200 have 2 TB."""
+    """Memory of a node: NVIDIA's DGX H100 and H200 have 2 TB."""
 
     def flops(self, precision: str) -> float:
         """Peak of the layers' matrix products at `model.precision`, operations per second."""
@@ -138,7 +138,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def measure_cpu() -> Gpu:
-    """This machine as one device: best of a few matrix products and copies.
+    """Measure this machine as one device: best of a few matrix products and copies.
 
     One process is one device, as on a GPU node; several processes share what is measured here. A
     process has OMP_NUM_THREADS threads, one if that is not set: so slurm/launch.sh starts it.

@@ -1,4 +1,4 @@
-"""How a run is cut over GPUs."""
+"""Layouts: how a run is cut over GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gapo_megatron.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a run is cut over GPUs."""
+    """Layouts: how a run is cut over GPUs."""
 
     tp_size: int
     pp_size: int
@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """Its settings; the others have their defaults."""
+        """The layout's settings; the others have their defaults."""
         return _parallel(self)
 
     @property
@@ -81,7 +81,7 @@ class Layout:
         }
 
     def layers_of_ranks(self, num_layers: int) -> tuple[int, ...]:
-        """How many of the model's layers each pipeline rank has, in equal virtual stages.
+        """Number of layers of each pipeline rank, in equal virtual stages.
 
         Raises:
             ConfigError: see `config.counts.layers_of_stages`.
@@ -131,7 +131,7 @@ class Layout:
 
 
 def most_microbatches(config: Config, layout: Layout) -> int:
-    """Of an update on a rank, where every sequence has the greatest length."""
+    """Micro-batches of an update on a rank if every sequence has the greatest length."""
     batch = config.batch
     per_microbatch = batch.max_tokens_per_microbatch // config.max_sequence_tokens
     num_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt

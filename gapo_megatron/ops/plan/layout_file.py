@@ -17,7 +17,7 @@ from gapo_megatron.ops.plan.planner import Candidate, Plan, leave_out, overrides
 
 _MARK = "Written by tools/plan.py --write; NOT YET RUN."
 _LARGEST_SHARE = 0.95
-"""Of a GPU's memory, predicted, that a layout may take: lengths grow during training."""
+"""Largest predicted share of a GPU's memory that a layout may take: lengths grow in training."""
 
 
 def quickest_with_room(plan: Plan) -> Candidate:
@@ -50,7 +50,7 @@ def write_layout(
 
     Args:
         candidate: from the plan of `base` with `settings`.
-        path: of the file, in a folder that exists.
+        path: path of the file, in a folder that exists.
         gpu: what it was planned for.
         base: the config that was planned.
         settings: `section.key=value` that replaced some of it.
@@ -71,7 +71,7 @@ def write_layout(
 
 
 def _text(config: Config, found: Config, *, base: str, gpu: Gpu, num_nodes: int) -> str:
-    """What `config` changes of `found`."""
+    """TOML text with the settings in which `config` differs from `found`."""
     before = flat(found)
     sections: dict[str, dict[str, object]] = {}
     for name, value in flat(config).items():

@@ -29,17 +29,18 @@ if TYPE_CHECKING:
 MIB = 2**20
 _TILE_COLUMNS, _TILE_LOGITS = 8192, 2**24
 _TILES_PER_BLOCK, _BLOCK_ROWS = 8, 4096
-"""Of the head on an accelerator: `logprob.tiles.block_shape`, which needs torch."""
+"""Tile and block sizes of the head on an accelerator: those of `logprob.tiles.block_shape`, which
+needs torch."""
 CONTEXT_BYTES = 1024 * MIB
 """CUDA context and the kernels of the libraries: assumed."""
 COMMUNICATOR_BYTES = 256 * MIB
 """NCCL's buffers of one process group of more than one rank: assumed."""
 ENGINE_ASLEEP_BYTES = 3072 * MIB
-"""What a sleeping vLLM keeps on a device outside the pools that it gives back: what is left of its
+"""Bytes that a sleeping vLLM keeps on a device outside the pools that it gives back: rests of its
 CUDA graphs, buffers of its all-reduce, its inputs and workspaces, compiled kernels. Assumed; its
 NCCL communicator counts with the others. 0 on a CPU."""
 FRAGMENTATION = 0.1
-"""Of activations and head, which the allocator gets in pieces of changing size: assumed."""
+"""Share lost of activations and head, whose pieces change in size: assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,66 +52,66 @@ class StageMemory:
     gradients: int
     optimizer: int
     offloaded: int
-    """Of weights and optimizer: in host memory while vLLM is awake."""
+    """Bytes of weights and optimizer that are in host memory while vLLM is awake."""
     activations: int
     """Kept between forward and backward pass, and what the schedule holds for neighbours."""
     layer: int
-    """What the backward pass of one layer works with, its recomputed activations included."""
+    """Working memory of one layer's backward pass, its recomputed activations included."""
     fp8_copies: int
     """Weights as Transformer Engine multiplies by them; given up with the gradients."""
     head: int
-    """What the log-probs keep and work with. Never at the same time as `layer`."""
+    """Memory that the log-probs keep and work with. Never at the same time as `layer`."""
     rollout_weights: int
     kv_cache: int
-    """What is left to vLLM of `rollout.memory_fraction` after its weights; its own workspace and
-    graphs come out of it."""
+    """Rest of `rollout.memory_fraction` after vLLM's weights; its own workspace and graphs come out
+    of it."""
     engine_asleep: int
-    """Of vLLM while it sleeps; awake, its share of the memory has it."""
+    """Memory of a sleeping vLLM; awake, its share of the memory includes it."""
     communication: int
     """NCCL's buffers, and the CUDA context."""
     fragmentation: int
 
     @property
     def state(self) -> int:
-        """There as long as the trainer works."""
+        """Bytes that are there as long as the trainer works."""
         return self.weights + self.gradients + self.optimizer + self.communication
 
     @property
     def training(self) -> int:
-        """While the trainer works and vLLM sleeps: the worse of two phases."""
+        """Bytes while the trainer works and vLLM sleeps: the worse of two phases."""
         step = self.activations + max(self.layer, self.head) + self.fragmentation
         return self.state + self.fp8_copies + self.engine_asleep + step
 
     @property
     def receiving(self) -> int:
-        """While vLLM receives weights: the trainer has its own, and has given up gradients."""
+        """Bytes while vLLM receives weights: the trainer has its own, but no gradients."""
         kept = self.state - self.gradients - min(self.offloaded, self.optimizer)
         return kept + self.rollout_weights + self.engine_asleep
 
     @property
     def awake(self) -> int:
-        """While vLLM generates: the trainer's weights have left, if they do."""
+        """Bytes while vLLM generates: the trainer's weights have left, if they do."""
         kept = self.state - self.gradients - self.offloaded
         return kept + self.rollout_weights + self.kv_cache
 
     @property
     def generating(self) -> int:
-        """From the sync to the end of generation: the worse of the two."""
+        """Bytes from the sync to the end of generation: the worse of the two phases."""
         return max(self.receiving, self.awake)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of a layout, the stages that need most: of an untied model often not the same one."""
+    """The stages of a layout that need most; in an untied model often not the same one."""
 
     trainer: StageMemory
     """The stage that needs most while training."""
     engine: StageMemory
     """The stage that needs most while generating."""
     checkpoint: int
-    """Of host memory, on one rank of the stage that needs most, while it saves."""
+    """Host memory on one rank of the stage that needs most, while it saves."""
     offloaded: int
-    """Of host memory, on such a rank, from the first sync to the end."""
+    """Host memory on such a rank, from the first sync to the end."""
 
     @property
     def training(self) -> int:
@@ -127,8 +128,8 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     (Those of fp32 runs are our own: no Transformer Engine there.)
 
     Args:
-        hf_config: of the model.
-        config: of the run: precision, micro-batches, head, `rollout.memory_fraction`.
+        hf_config: the model's config.
+        config: the run's settings: precision, micro-batches, head, `rollout.memory_fraction`.
         layout: how it is cut; replaces what `config` says about it.
         gpu: for its memory.
 
@@ -173,7 +174,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """What a step needs on one rank beside its state; see `StageMemory`."""
+    """Bytes that a step needs on one rank beside its state; see `StageMemory`."""
 
     activations: int
     layer: int
@@ -194,14 +195,14 @@ def step_bytes(
     num_microbatches: int,
     fused: bool,
 ) -> StepBytes:
-    """What a step needs on one rank beside its state.
+    """Bytes that a step needs on one rank beside its state.
 
     Args:
-        hf_config: of the model.
-        config: of the run.
+        hf_config: the model's config.
+        config: the run's settings.
         layout: how it is cut.
         stage: pipeline rank.
-        num_microbatches: of an update.
+        num_microbatches: micro-batches of an update.
         fused: Transformer Engine's layers.
     """
     kept = kept_activations(

@@ -46,7 +46,7 @@ _BUFFER_ARGUMENT = {
     "alltoall_": 1,
     "alltoall_base_": 1,
 }
-"""Of a collective: which argument is the whole, not the part of one rank (0 where both are)."""
+"""Argument of a collective that is the whole, not one rank's part (0 where both are)."""
 _NAMES = {
     "allreduce_": "all-reduce",
     "allreduce_coalesced_": "all-reduce",
@@ -72,16 +72,16 @@ class Traffic:
 
     num_calls: int = 0
     num_bytes: int = 0
-    """Of the whole tensor: what an all-gather brings together, what a reduce-scatter starts from;
-    an all-to-all's input on this rank."""
+    """Bytes of the whole tensor: an all-gather's output, a reduce-scatter's input, an all-to-all's
+    input on this rank."""
 
 
 class NoData(TorchDispatchMode):
     """Computes with tensors that have no data; counts bytes and collectives on the way.
 
     Attributes:
-        traffic: by (collective, description of the process group).
-        live_bytes: of all tensors without data that exist now.
+        traffic: traffic by (collective, description of the process group).
+        live_bytes: bytes of all tensors without data that exist now.
         peak_bytes: the most that existed at once since `reset_peak`.
     """
 

@@ -1,4 +1,4 @@
-"""Which layouts of a model fit on so many GPUs, and which of them is the quickest."""
+"""Planner: the layouts of a model that fit on so many GPUs, the quickest first."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ PARTS = (
     *("engine_asleep", "communication", "fragmentation"),
 )
 _BUDGET_FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)
-"""Of `batch.max_tokens_per_microbatch` that are tried."""
+"""Multiples of `batch.max_tokens_per_microbatch` that are tried."""
 _GENERATING = "out of memory while generating"
 SMALLER_FRACTION = f"{_GENERATING}: a smaller rollout.memory_fraction would fit"
 _HOST_SHARE = 0.9
-"""Of a node's own memory; the rest is for its system, the verifiers and the page cache: assumed."""
+"""Usable share of a node's own memory; system, verifiers and page cache need the rest: assumed."""
 OUT_OF_HOST = "out of a node's own memory: what is offloaded, and a checkpoint being saved"
 LARGER_FRACTION = f"{_GENERATING}: no room for the KV cache of one sequence"
 
@@ -95,7 +95,7 @@ class Refusals:
     example: Candidate | None = None
     """The one that needs the least memory; None: sizes do not divide."""
     num_bytes: int = 0
-    """What it needs in the phase that is refused."""
+    """Memory that the example needs in the phase that is refused."""
 
     def add(self, candidate: Candidate, refusal: Refusal) -> None:
         """Count one more."""
@@ -106,12 +106,12 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `plan` found."""
+    """Result of `plan`."""
 
     gpu: Gpu
     num_gpus: int
     ranked: list[Candidate]
-    """Those that fit, quickest first; of a trainer's layout only the best settings."""
+    """Candidates that fit, quickest first; only the best settings of each trainer's layout."""
     current: Candidate | None
     """The config's own layout, whether or not it fits; None: see `current_refusal`."""
     current_refusal: str
@@ -119,7 +119,7 @@ class Plan:
     refusals: dict[str, Refusals] = field(default_factory=dict)
 
     def gpu_hours(self, candidate: Candidate, num_steps: int) -> float:
-        """Of so many steps."""
+        """GPU hours of so many steps."""
         return candidate.times.total_s * num_steps * self.num_gpus / 3600
 
 
@@ -185,7 +185,7 @@ def plan(
 
 
 def _is_too_long(candidates: Sequence[Candidate], gpu: Gpu) -> bool:
-    """None fits, and one fails by what it keeps of a micro-batch, not by its state."""
+    """Whether none fits, and one fails by what it keeps of a micro-batch, not by its state."""
     return all(one.refusal(gpu) for one in candidates) and any(
         one.memory.trainer.state < gpu.memory_bytes < one.memory.training for one in candidates
     )
@@ -231,7 +231,7 @@ class _Search:
     workload: Workload
     efficiency: Efficiency
     _generation_s: dict[int, float] = field(default_factory=dict)
-    """By the engine's size: the number of GPUs is always the same."""
+    """Seconds of generation by the engine's size: the number of GPUs is always the same."""
 
     def rollout_sizes(self, num_gpus: int) -> list[int]:
         """Tensor parallel sizes of the engine: within a node, dividing heads and GPUs."""
@@ -331,9 +331,9 @@ class _Search:
 
 
 def overrides(candidate: Candidate) -> list[str]:
-    """What to add to the command line of a run for a candidate's settings.
+    """Command-line overrides that give a run a candidate's settings.
 
-    To a config without those that have to go: see `leave_out`.
+    The config must not have the settings of `leave_out`.
     """
     layout = candidate.layout
     ends = {"first": layout.first_layers, "last": layout.last_layers}
@@ -356,7 +356,7 @@ def overrides(candidate: Candidate) -> list[str]:
 
 
 def leave_out(config: Config) -> list[str]:
-    """What has to go from a config before overrides: they cannot take a number of layers back."""
+    """Settings to remove from a config first: overrides cannot unset a number of layers."""
     names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
     return [f"parallel.{name}" for name in names if getattr(config.parallel, name) is not None]
 

@@ -16,12 +16,12 @@ from gapo_megatron.models.rules import Rule, shard_size
 from gapo_megatron.ops.plan.layout import Layout
 
 BYTES_PER_PARAMETER = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp8": (2, 4, 12)}
-"""By precision: weight, gradient (both on every rank), optimizer state (cut by data parallel)."""
+"""Bytes by precision: weight, gradient (on every rank), optimizer state (cut by data parallel)."""
 FP8_COPY_BYTES = 2
-"""Of a weight that Transformer Engine multiplies by in fp8: a copy for the forward pass and one for
-the backward pass. (On Blackwell `tensorwise` and `delayed` have one for both.)"""
+"""Bytes of a weight's copies where Transformer Engine multiplies in fp8: one copy for the forward
+pass, one for the backward pass. (On Blackwell `tensorwise` and `delayed` have one for both.)"""
 _CHECKPOINT_BYTES = 12
-"""Of a parameter, in every precision: master weight and two moments."""
+"""Bytes of a parameter, in every precision: master weight and two moments."""
 
 
 def per_rank_parameters(rules: Sequence[Rule], parallel: ParallelConfig) -> list[int]:
@@ -66,7 +66,7 @@ def state_bytes(
     Step counters, 4 bytes of host memory a parameter, are not counted.
 
     Args:
-        rules: of the model.
+        rules: the model's name rules.
         config: for its precision.
         layout: how the run is cut.
 
@@ -103,6 +103,6 @@ def checkpoint_bytes(weights: int, precision: str) -> int:
 
     Args:
         weights: bytes of its weights.
-        precision: of the model.
+        precision: `model.precision`.
     """
     return weights // BYTES_PER_PARAMETER[precision][0] * _CHECKPOINT_BYTES

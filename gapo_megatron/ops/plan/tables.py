@@ -1,4 +1,4 @@
-"""What the planner found, as tables for people and as plain values for programs."""
+"""Results of the planner, as tables for people and as plain values for programs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def layouts_table(plan: Plan, config: Config, *, top: int) -> Table:
 
 
 def memory_table(plan: Plan, *, top: int) -> Table:
-    """The same rows by part of the memory, of the stage that needs most while training.
+    """Rows of memory by part, for the stage that needs most while training.
 
     `generating` is of the stage that needs most then, `checkpoint_host` and `offload_host` are of a
     node's own memory.
@@ -146,7 +146,7 @@ def comparison_table(
 
 
 def times_rest_on(calibration: Calibration) -> str:
-    """What times rest on, as a sentence or two."""
+    """Basis of the predicted times, in a sentence or two."""
     if not calibration.worst:
         return "Efficiencies are assumed, not measured: see tools/plan.py calibrate."
     worst = ", ".join(f"{stage} {miss:.0%}" for stage, miss in calibration.worst.items())
@@ -160,7 +160,7 @@ def times_rest_on(calibration: Calibration) -> str:
 
 
 def fp8_caveat(config: Config) -> str:
-    """What times in fp8 rest on besides; empty where nothing is in fp8."""
+    """Caveat of predicted times in fp8; empty where nothing is in fp8."""
     if config.model.precision != "fp8" and not config.rollout.quantization:
         return ""
     return (
@@ -245,7 +245,7 @@ def _finite(value: float) -> float | None:
 
 
 def pipeline_ranks(layout: Layout) -> str:
-    """And what stages they have: `4`, `4 x 2` of two virtual ones each, `4, unequal`."""
+    """Pipeline ranks and their stages: `4`, `4 x 2` for two virtual ones each, `4, unequal`."""
     ranks = str(layout.pp_size) + (f" x {layout.vpp_size}" if layout.vpp_size > 1 else "")
     return ranks + (", unequal" if layout.first_layers or layout.last_layers else "")
 

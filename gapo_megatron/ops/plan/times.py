@@ -17,7 +17,7 @@ from gapo_megatron.ops.plan.training import Training
 from gapo_megatron.ops.plan.workload import Workload
 
 _MOST_WORKERS = 8
-"""Of a rank, where `reward.num_workers` is 0."""
+"""Verifier workers of a rank at most, where `reward.num_workers` is 0."""
 _PROBE_STEPS = 2
 """Engine steps that score the sequences which verify a sync."""
 
@@ -63,7 +63,7 @@ def step_time(
 
     Args:
         hf_config: the model's, or its `Shape`.
-        config: of the run; its parallel sizes are not read, `layout` has them.
+        config: the run's settings; its parallel sizes are not read, `layout` has them.
         layout: how it is cut.
         workload: lengths of a step.
         gpu: device.

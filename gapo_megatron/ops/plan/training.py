@@ -23,16 +23,16 @@ from gapo_megatron.ops.plan.state import others_and_experts
 from gapo_megatron.ops.plan.workload import Workload
 
 _ACCUMULATE_BYTES = 10
-"""Of one weight and micro-batch: its gradient (2) is added to a float32 buffer (4 + 4)."""
+"""Bytes per weight and micro-batch: its gradient (2) is added to a float32 buffer (4 + 4)."""
 _CLEAR_BYTES = 8
-"""Of one weight: the float32 buffer is cleared and read for the norm."""
+"""Bytes per weight: the float32 buffer is cleared and read for the norm."""
 _OPTIMIZER_BYTES = 28
-"""Of one weight of the optimizer's share: gradient, master and two moments are read (16), master
+"""Bytes per weight of the optimizer's share: gradient, master and two moments are read (16), master
 and moments written (12)."""
 
 
 class Content(NamedTuple):
-    """What a rank of one pipeline stage has."""
+    """Parameters of a rank of one pipeline stage."""
 
     num_layers: int
     others: int
@@ -42,25 +42,25 @@ class Content(NamedTuple):
 
 
 class _Recomputed(NamedTuple):
-    """What the backward pass of a layer computes again."""
+    """Parts of a layer's forward pass that its backward pass computes again."""
 
     layers: float
     """Share of the products with its weights."""
     attention: float
-    """Of the core attention."""
+    """Share of the core attention."""
     collectives: int
     """Tensor parallel ones; see `Training._tensor_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a mini-batch gives one data parallel rank to do."""
+    """Work of one data parallel rank in a mini-batch."""
 
     tokens: float
     squared_tokens: float
     """Sum of the sequences' squared lengths."""
     scored_tokens: float
-    """Of responses."""
+    """Tokens of responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Training:
 
     @property
     def num_sequences(self) -> float:
-        """Of a mini-batch that are computed, on one data parallel rank."""
+        """Sequences of a mini-batch that are computed, on one data parallel rank."""
         batch = self.config.batch
         share = self.workload.trained_share(batch)
         if self.config.objective.needs_every_sequence:
@@ -96,7 +96,7 @@ class Training:
 
     @property
     def load(self) -> Load:
-        """Of the busiest data parallel rank: an even share, but at least the longest sequence."""
+        """Load of the busiest data parallel rank: an even share, at least the longest sequence."""
         n, workload, prompt = self.num_sequences, self.workload, self.workload.mean_prompt_tokens
         longest, squared = workload.longest_of(max(1.0, n * self.layout.dp_size))
         return Load(
@@ -141,7 +141,7 @@ class Training:
 
     @property
     def contents(self) -> list[Content]:
-        """Of every pipeline rank."""
+        """Content of every pipeline rank."""
         return _contents(self.shape, self.layout)
 
     @property
@@ -222,7 +222,7 @@ class Training:
         return share * sent / rate + (4 if backward else 2) * self.efficiency.collective_s
 
     def optimizer_s(self) -> float:
-        """After the last micro-batch.
+        """Seconds after the last micro-batch.
 
         reduce   = 4 bytes of every weight x (d - 1) / d / network, d the ranks that share it
         gather   = the weights' bytes likewise
@@ -249,7 +249,7 @@ class Training:
         return seconds + reduce_s
 
     def _exposed_s(self, reduce_s: float, content: Content) -> float:
-        """What the last micro-batch's backward pass does not hide of the gradients' reduction.
+        """Seconds of the gradients' reduction that the last backward pass does not hide.
 
             exposed = max(reduce - backward, reduce of the embedding)
 
@@ -281,12 +281,12 @@ class Training:
 
     @property
     def _without_fp8(self) -> str:
-        """Of attention and head: fp8 is for the products with the layers' weights alone."""
+        """Precision of attention and head: fp8 is only for products with the layers' weights."""
         precision = self.config.model.precision
         return "bf16" if precision == "fp8" else precision
 
     def _flops(self) -> ForwardFlops:
-        """Of one micro-batch, on one of the ranks that share its sequences."""
+        """FLOPs of one micro-batch, on one of the ranks that share its sequences."""
         share = 1 / (self.num_microbatches * self.layout.cp_size)
         load = self.load
         return forward_flops(

@@ -75,11 +75,11 @@ def run_trials(
     """Train a few steps at every size, one after another, and read what they took.
 
     Args:
-        config_path: of the run.
+        config_path: the run's config file.
         overrides: for every size.
         sizes: further overrides, of one size each.
         scratch: empty folder for the runs: logs and metrics, a few megabytes.
-        num_steps: of each run; the first two are not counted.
+        num_steps: steps of each run; the first two are not counted.
         world_size: processes, on this node.
         prompt_tokens: mean length of a prompt; None: read from the data.
 
@@ -125,7 +125,7 @@ def run_trials(
 
 
 def mean_prompt_tokens(config: Config) -> float:
-    """Of the training problems, as the run itself reads them.
+    """Mean prompt length of the training problems, in tokens, as the run itself reads them.
 
     Raises:
         ConfigError: the data or the tokenizer is not here.

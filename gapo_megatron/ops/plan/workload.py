@@ -19,12 +19,12 @@ DEFAULT_ACTIVE_SHARE = 0.67
 """Assumed: pass rates ~ Beta(0.6, 1.4) leave a third of the groups of 8 all right or all wrong."""
 _SPREADS = (0.05, 3.0)
 _NUM_POINTS = 256
-"""Of the length distribution: enough for the integrals below to three digits."""
+"""Points of the length distribution: enough for the integrals below to three digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a step has to do, on average. Lengths are in tokens.
+    """Average work of a step. Lengths are in tokens.
 
     Response lengths are taken as min(X, longest), X lognormal: a body, a tail, and those that the
     limit cuts. The mean of what comes out is `mean_response_tokens`.
@@ -58,7 +58,7 @@ class Workload:
 
     @property
     def mean_tokens(self) -> float:
-        """Of prompt and response."""
+        """Mean tokens of prompt and response together."""
         return self.mean_prompt_tokens + self.mean_response_tokens
 
     @property
@@ -93,7 +93,7 @@ class Workload:
         ]
 
     def trained_share(self, batch: BatchConfig) -> float:
-        """Of the sequences that are trained on, those with A != 0: 1 - (1 - a)^(rounds + 1)."""
+        """Share of trained sequences with A != 0: 1 - (1 - a)^(rounds + 1)."""
         return 1 - (1 - self.active_share) ** (batch.dynamic_sampling_rounds + 1)
 
     def survival(self) -> tuple[np.ndarray, np.ndarray]:
@@ -110,7 +110,7 @@ def default_workload(
     clipped_share: float = 0.0,
     spread: float = DEFAULT_SPREAD,
 ) -> Workload:
-    """What is not given (None) is assumed.
+    """Workload of a config; arguments that are not given (None) are assumed.
 
     Prompts of a tenth of `data.max_prompt_tokens`, responses of a third of
     `rollout.max_response_tokens`; a run's own metrics are better (`read_observation`).
@@ -135,7 +135,7 @@ def default_workload(
 
 
 def refuse_oversampling(config: Config) -> None:
-    """For whoever predicts or fits a step.
+    """Refuse a run whose steps cannot be predicted or fitted.
 
     Raises:
         ConfigError: the run over-samples: its shorter tail is in no equation.
@@ -151,9 +151,9 @@ def spread_of(*, mean: float, longest: int, truncated_share: float) -> float:
     """Standard deviation of log X for which a share of responses reaches the limit.
 
     Args:
-        mean: of the response lengths, in tokens.
+        mean: mean of the response lengths, in tokens.
         longest: the limit, in tokens.
-        truncated_share: of the responses; 0 says nothing, and the default comes back.
+        truncated_share: truncated share of the responses; 0 says nothing, and gives the default.
     """
     if not 0 < truncated_share < 1 or not 0 < mean < longest:
         return DEFAULT_SPREAD

@@ -131,7 +131,7 @@ def _cell(arm: Arm | None, key: str) -> str:
 
 
 def _name(family: Sequence[Arm]) -> str:
-    """Of its methods the usual arms: gspo, gspo_asym."""
+    """Name of a family: the usual arms of its methods, as in "gspo, gspo_asym"."""
     usual = {arm.method.name: arm.label for arm in reversed(family)}
     return ", ".join(dict.fromkeys(usual[arm.method.name] for arm in family))
 

@@ -73,7 +73,7 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
     the mean per sequence of what is per c, else the mean over steps.
 
     Args:
-        runs: with different folder names.
+        runs: runs with different folder names.
         folder: made when missing.
 
     Returns:
@@ -130,7 +130,7 @@ def read_archive(folder: Path) -> list[Run]:
 
 
 def _settings(run: Run) -> Row:
-    """With all that defaults and the method's preset are today: later they may be others."""
+    """Settings of a run with today's defaults and preset written out: later they may change."""
     objective, method = run.config.objective, asdict(run.method)
     own = {key: method[key] for key in type(objective).model_fields if key in method}
     whole = run.config.model_copy(update={"objective": objective.model_copy(update=own)})
@@ -188,7 +188,7 @@ def _timings(run: Run) -> Iterator[Row]:
 
 
 def _solve_rates(run: Run) -> Iterator[Row]:
-    """As numbers of right samples, which take fewer letters; where verdicts lack, not whole."""
+    """Solve rates as numbers of right samples, which are shorter; not whole where verdicts lack."""
     per = run.config.evaluation.samples_per_prompt
     for step, rates in run.solve_rates.items():
         counts = {problem: per * rate for problem, rate in rates.items()}

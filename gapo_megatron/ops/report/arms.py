@@ -19,7 +19,7 @@ K = "batch.rollouts_per_prompt"
 CLIP = "objective.eps_high_max"
 SIZES = ("batch.rollout_prompts", "batch.minibatch_prompts")
 _ABLATED = (K, CLIP, *SIZES)
-"""What the ablations are over; prompts go with k where a study keeps the number of rollouts."""
+"""Settings that ablations vary; prompts go with k where a study keeps the number of rollouts."""
 _SHORT = {K: "k"}
 
 
@@ -47,7 +47,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a report compares."""
+    """Arms that a report compares."""
 
     arms: list[Arm]
     """In the order in which their runs were named; a method's usual arm before its others."""
@@ -87,7 +87,7 @@ class Comparison:
 
     @property
     def curves(self) -> list[Arm]:
-        """What figures over training show: of arms that differ in k or clip alone the usual one.
+        """Arms in figures over training: of those that differ in k or clip alone, the usual one.
 
         All of them where there would be one curve; never a branch beside the arm that it left.
         """
@@ -126,7 +126,7 @@ class Comparison:
 
 
 def learned_settings(config: Config) -> dict[str, Hashable]:
-    """What decides what a run learns, but for its seed: `section.key` -> value.
+    """Settings that decide what a run learns, except its seed: `section.key` -> value.
 
     The objective stands resolved; paths inside the run's folder count relative to it.
     """

@@ -184,7 +184,7 @@ def correlation(comparison: Comparison) -> Exhibit:
 
 
 def correlation_rows(arms: Sequence[Arm]) -> list[Row]:
-    """As the runs recorded it."""
+    """Rows of the correlation as the runs recorded it."""
     return curves(arms, lambda run: run.series(CORRELATION), what=CORRELATION)
 
 

@@ -39,7 +39,7 @@ MEMORY = {
     "memory/after_wake/free_gib": "free, vLLM awake",
     "memory/host_rss_gib": "a process, in host memory",
 }
-"""Key -> what it is of; of those that are free the least counts, of the others the most."""
+"""Metric -> what it measures; free memory takes the minimum, used memory the maximum."""
 
 
 def step_time(comparison: Comparison) -> Exhibit:
@@ -189,7 +189,7 @@ def skipped_work(comparison: Comparison) -> Exhibit:
 
 
 def noise_floor(comparison: Comparison) -> Exhibit:
-    """What rounding alone does to a ratio, beside the clips."""
+    """Noise floor: what rounding alone does to a ratio, beside the clips."""
     rows = [row for arm in comparison.curves if (row := _floor_row(arm))]
     if not rows:
         raise NoData("no run has measured it (metrics.noise_floor_every_steps)")
@@ -224,7 +224,7 @@ def noise_floor(comparison: Comparison) -> Exhibit:
 
 
 def _floor_row(arm: Arm) -> Row | None:
-    """Of all seeds and all steps that measured it."""
+    """Noise floor of an arm, over all seeds and all steps that measured it."""
     mean, largest = (
         [value for run in arm.runs for value in run.series(FLOOR + name).values()]
         for name in ("mean", "max")

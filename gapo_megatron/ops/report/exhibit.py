@@ -1,4 +1,4 @@
-"""What a report shows: a figure or a table, its data, and how to read it."""
+"""Exhibits of a report: a figure or a table, its data, and how to read it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gapo_megatron.ops.report.series import Row
 
 DPI = 300
 _METADATA = {"png": {}, "pdf": {"CreationDate": None}}
-"""By kind of file: no dates, so that the same figure is the same file."""
+"""Metadata by kind of file: no dates, so that the same figure is the same file."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Exhibit:
     """One figure or table."""
 
     aid: str
-    """How to read it: one sentence."""
+    """Reading aid: one sentence."""
     rows: list[Row]
     """All that is drawn; every row has the same keys."""
     figure: Figure | None = None

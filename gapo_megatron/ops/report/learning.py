@@ -24,7 +24,7 @@ from gapo_megatron.ops.report.style import (
 )
 
 MOST_ARMS = 3
-"""In one panel: of more, bands are a slab, and colours too many to tell apart."""
+"""Arms in one panel at most: with more, bands are a slab, and colours too many to tell apart."""
 OTHER = "the method above the panel"
 SHARE_LIMITS = (0.0, 1.0)
 
@@ -91,7 +91,7 @@ def pass_at_k(comparison: Comparison) -> Exhibit:
 
 
 def pass_rows(arms: Sequence[Arm]) -> list[Row]:
-    """Of pass@1 and of the largest k that all have; each seed's values in columns of their own."""
+    """Rows of pass@1 and pass@k for the largest k that all have; each seed has its own columns."""
     seeds = sorted({seed for arm in arms for seed in arm.seeds})
     rows: list[Row] = []
     for key in pass_keys(arms):
@@ -153,7 +153,7 @@ def compare(
     Args:
         contents: quantity and arms of each; panels of one quantity have one range of y.
         draw: draws a panel, its names included.
-        num_columns: of panels.
+        num_columns: columns of panels.
     """
     one_quantity = len({quantity for quantity, _ in contents}) == 1
     is_single = OTHER not in contents[0][1]
@@ -179,7 +179,7 @@ def compare(
 
 
 def seeds_note(arms: Sequence[Arm]) -> str:
-    """How many there are, and what the bands are."""
+    """Note on the number of seeds and the meaning of the bands."""
     numbers = sorted({len(arm.runs) for arm in arms})
     if numbers == [1]:
         return "One seed each: no bands."

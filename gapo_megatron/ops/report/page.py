@@ -61,12 +61,12 @@ def render(
     """The page.
 
     Args:
-        title: of the page.
+        title: title of the page.
         lead: paragraphs below it.
         written: in order; tables stand across the page, figures side by side.
         left_out: title -> reason.
         runs: method -> folders.
-        folder: of the page; figures are read from there, and become part of it.
+        folder: folder of the page; figures are read from there, and become part of it.
     """
     tables = [one for one in written if one.exhibit.table is not None]
     figures = [one for one in written if one.exhibit.figure is not None]

@@ -33,7 +33,7 @@ def write_picture(folders: Sequence[Path], output: Path) -> Path:
     Reward, held-out accuracy, time; per c, of the first method, clips and deviation; correlation.
 
     Args:
-        folders: as of `write_report`.
+        folders: see `write_report`.
         output: PNG file to write; its folder is made when missing.
 
     Returns:

@@ -129,7 +129,7 @@ def _of_shared_seeds(first: Arm, other: Arm) -> tuple[Arm, Arm]:
 
 
 def _sampling_note(pairs: Sequence[tuple[Arm, Arm]]) -> str:
-    """What chance alone does to a cell: the standard deviation at a solve rate of one half."""
+    """Note on the effect of chance: a cell's standard deviation at a solve rate of one half."""
 
     def variance(arm: Arm) -> float:
         samples = [run.config.evaluation.samples_per_prompt for run in arm.runs]

@@ -37,7 +37,7 @@ FIGURES_NAME = "figures"
 _TITLE = "Training report: "
 _HEAD_BYTES = 2**12
 MOST_NAMES = 5
-"""Of runs, in a sentence."""
+"""Names of runs in a sentence at most."""
 
 MAKERS: dict[str, Maker] = {
     "Summary": summary,
@@ -63,7 +63,7 @@ MAKERS: dict[str, Maker] = {
 
 @dataclass(frozen=True)
 class Report:
-    """What was written."""
+    """Result of writing a report."""
 
     page: Path
     summary: Table
@@ -84,7 +84,7 @@ def write_report(
     """Write `report.html` and `figures/` (PNG, PDF, LaTeX, CSV) into `output_dir`.
 
     Args:
-        folders: of runs, of folders of runs, or archives (read first).
+        folders: run folders, folders of run folders, or archives (read first).
         output_dir: made when missing; files of an earlier report are replaced.
         first: the method that is compared with all others; None: the first run's.
         archive_dir: where to write the runs as an archive, too.
@@ -192,7 +192,7 @@ def _codes(arm: Arm) -> str:
 
 
 def _lead(comparison: Comparison, waiting: Sequence[Path]) -> list[str]:
-    """What the page is of."""
+    """Lead of the page: which runs it shows."""
     runs = [run for arm in comparison.arms for run in arm.runs]
     going = [run for run in runs if run.num_steps < run.config.run.num_steps]
     first = comparison.first

@@ -1,4 +1,4 @@
-"""What a run left in its folder: config, metrics, timings, evaluations. Also of a run under way."""
+"""Content of run folders: config, metrics, timings, evaluations. Reads runs under way too."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Run:
     folder: Path
     config: Config
     branch: dict[str, Any] | None
-    """Where it left another one: `run` (folder), `step` and `changes`, key -> (there, here); None:
-    it began with a model."""
+    """Branch point: `run` (folder), `step` and `changes`, key -> (there, here); None: it began with
+    a model."""
     metrics: dict[str, Values]
     """Name -> finite values, in step order, which is that of the file; `memory/*` too."""
     timings: list[dict[str, float]]
     """A row per step, and one per start (`startup/<part>_s`); without `memory/*`."""
     solve_rates: dict[int, Rates]
-    """By step of an evaluation, in step order."""
+    """Solve rates by step of an evaluation, in step order."""
     code: tuple[str, ...] = ()
-    """What was frozen for it (`frozen_code`), each once; empty where nothing was."""
+    """Frozen code of its starts (`frozen_code`), each once; empty where none was frozen."""
     bin_steps: int = 1
     """Steps that a value of a step stands for: it and those before. An archive has bins."""
 
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def hours(self) -> float:
-        """Of all its starts and steps; those before a branch are another run's."""
+        """Hours of all its starts and steps; those before a branch are another run's."""
         seconds = (
             value
             for row in self.timings
@@ -139,7 +139,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _is_memory(key: str) -> bool:
-    """Of the timings what is a figure of single steps, not a mean over them."""
+    """Whether a key of the timings is a figure of single steps, not a mean over them."""
     return key.startswith("memory/")
 
 
@@ -173,7 +173,7 @@ def parse_branch(text: str, *, where: str) -> dict[str, Any]:
 
 
 def _has_trained(path: Path) -> bool:
-    """Whether a whole line is a step's; that of step 0's evaluation is none."""
+    """Whether a complete line is a training step's; the evaluation at step 0 is none."""
     if not path.exists():
         return False
     with naming(path), open_file(path) as file:
@@ -214,7 +214,7 @@ def _code(folder: Path) -> tuple[str, ...]:
 
 
 def _check_k(run: Run) -> None:
-    """A run restarted with another k would mix two meanings of c."""
+    """Refuse a run restarted with another k, which would mix two meanings of c."""
     numbers = [int(key.rpartition("c")[2]) for key in run.keys(r"per_c/groups/c\d+")]
     if numbers and max(numbers) != run.k:
         raise DataError(

@@ -24,7 +24,7 @@ from gapo_megatron.ops.report.runs import find_trained
 from gapo_megatron.ops.report.series import Row
 
 _NAME_LETTERS = 20
-"""Of a run, at least, in a line of a table."""
+"""Letters of a run's name in a line of a table, at least."""
 
 
 def observe(
@@ -88,7 +88,7 @@ def scaling_rows(
     efficiency. A CPU's peak is measured, and no data sheet's: there is no MFU.
 
     Args:
-        observations: of the runs.
+        observations: observations of the runs.
         gpu: the device that they ran on.
         efficiency: what the prediction takes to be reached of it.
     """
@@ -209,12 +209,12 @@ def num_gpus(one: Observation) -> int:
 
 
 def model_name(one: Observation) -> str:
-    """As its folder is called."""
+    """Name of the model's folder."""
     return Path(one.config.model.hf_dir).name
 
 
 def unit_names(gpu: Gpu) -> tuple[str, str]:
-    """What a rank has, one and many."""
+    """Name of a rank's device, singular and plural."""
     return ("process", "processes") if gpu.name == CPU_NAME else ("GPU", "GPUs")
 
 
@@ -224,7 +224,7 @@ def same_batch(one: Observation) -> Hashable:
 
 
 def same_share(one: Observation) -> Hashable:
-    """As `same_batch`, but for a batch that grows with the GPUs."""
+    """Key of runs to compare, like `same_batch`, but for a batch that grows with the GPUs."""
     settings = [pair for pair in learned_settings(one.config).items() if pair[0] not in SIZES]
     batch = one.config.batch
     return (*sorted(settings), batch.rollout_prompts / num_gpus(one), batch.num_minibatches)

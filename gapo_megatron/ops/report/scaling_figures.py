@@ -38,9 +38,9 @@ from gapo_megatron.ops.report.style import (
 )
 
 _LABEL_LETTERS = 28
-"""Of a bar's name, a line."""
+"""Letters in a line of a bar's name."""
 _LEGEND_LETTERS = 50
-"""Of a line's name, a line."""
+"""Letters in a line of a curve's name in the legend."""
 _LETTERS_INCHES, _GAP_INCHES = 0.115, 0.06
 """Height of a line of a bar's name, and between two names."""
 NAMES = ("throughput", "step_split")
@@ -53,7 +53,7 @@ def write_scaling(
     """Write `throughput` (its data: all of `rows`) and `step_split` as PNG, PDF and CSV.
 
     Args:
-        observations: as of `scaling_rows`.
+        observations: see `scaling_rows`.
         rows: what that made of them.
         gpu: the device.
         folder: for the files; made when missing.
@@ -90,9 +90,9 @@ class Line:
 
     label: str
     rows: list[Row]
-    """By GPUs."""
+    """Rows of the runs, in order of GPUs."""
     efficiency: str
-    """Which of the rows' efficiencies it shows."""
+    """Name of the rows' efficiency that it shows."""
 
 
 def throughput(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> Exhibit:
@@ -135,7 +135,7 @@ def _title(row: Row) -> str:
 
 
 def lines(observations: Sequence[Observation], rows: Sequence[Row], *, unit: str) -> list[Line]:
-    """Of one batch and layout, and of one share of a GPU and layout.
+    """Lines of one batch and layout, and of one share of a GPU and layout.
 
     What computes in another way (micro-batches, vLLM's memory, ...) is another line. A run may be
     on both, and is alone where it is on neither.
@@ -241,7 +241,7 @@ def step_split(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gp
 
 
 def _short_names(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> list[str]:
-    """What tells the runs apart, in lines; their own names where that does not."""
+    """Differences that tell the runs apart, in lines; their own names where these do not."""
     unit, units = unit_names(gpu)
     parts = [
         (
@@ -261,5 +261,5 @@ def _short_names(observations: Sequence[Observation], rows: Sequence[Row], gpu: 
 
 
 def _whole(item: str) -> str:
-    """For a line of its own, where there is no room beside the one before."""
+    """Keep an item on one line: it moves to the next where there is no room."""
     return item.replace(" ", _NO_BREAK)

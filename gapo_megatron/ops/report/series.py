@@ -18,7 +18,7 @@ MAX_WINDOW = 200
 Row = dict[str, str | int | float | None]
 """One point of a figure, as its CSV has it; None: there is none."""
 SEED = "seed "
-"""How the columns with one seed's values begin."""
+"""Prefix of the columns with one seed's values."""
 
 
 class NoData(Exception):
@@ -49,8 +49,8 @@ def windowed(
         values: steps without one count for nothing.
         steps: ascending; the first is the run's. Means of fewer would spread far at the beginning.
         window: steps, not values.
-        weights: of the values; equal without. A window of no weight has no mean.
-        bin_steps: that a value stands for (`Run.bin_steps`). A last bin that is not full, of a run
+        weights: weights of the values; equal without. A window of no weight has no mean.
+        bin_steps: steps per value (`Run.bin_steps`). A last bin that is not full, of a run
             that was cut off, gets no point: windows end where bins do.
     """
     begin = steps[0] - bin_steps + 1 if steps else 0
@@ -109,8 +109,8 @@ def curve_rows(
     """`over_seeds` of every arm whose runs all have values.
 
     Args:
-        arms: of the figure.
-        values: of one run.
+        arms: arms of the figure.
+        values: gives the values of one run.
         more: further columns of every row.
     """
     rows: list[Row] = []
@@ -121,7 +121,7 @@ def curve_rows(
 
 
 def per_c(run: Run, name: str, *, side: str = "correct") -> dict[int, tuple[Values, Values]]:
-    """By c, values and weights of `per_c/{side}/{name}`; a weight is a number of rollouts."""
+    """Values and weights of `per_c/{side}/{name}` by c; a weight is a number of rollouts."""
     prefix = f"per_c/{side}/{name}/c"
     found = {}
     for key in run.keys(prefix + r"\d+"):
@@ -134,12 +134,12 @@ def per_c(run: Run, name: str, *, side: str = "correct") -> dict[int, tuple[Valu
 
 
 def last_half(run: Run, name: str, *, num_steps: int) -> dict[int, float]:
-    """By c, mean over the last half of `num_steps` steps, every correct rollout counting the same.
+    """Mean by c over the last half of `num_steps` steps; every correct rollout counts the same.
 
     Args:
         run: has trained so many steps or more.
-        name: of the metric per c.
-        num_steps: that all runs to be compared have.
+        name: name of the metric per c.
+        num_steps: steps that all runs to be compared have.
     """
     found = {}
     for c, (values, weights) in per_c(run, name).items():

@@ -1,4 +1,4 @@
-"""How figures look: as wide as a paper's column, told apart without colours too."""
+"""Style of figures: as wide as a paper's column, told apart without colours too."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gapo_megatron.ops.report.series import SEED, Row
 
 COLUMN_INCHES = 3.3
 NUM_COLUMNS = 2
-"""Of panels, where there are many."""
+"""Columns of panels, where there are many."""
 MOST_POINTS = 300
-"""Of a line."""
+"""Points of a line at most."""
 MIN_POINTS = 7.0
 """Smallest letters, in points at the printed size."""
 
@@ -123,7 +123,7 @@ def c_style(c: int, k: int) -> dict[str, Any]:
 
 
 def c_colour(c: int, lowest: int, highest: int) -> Any:
-    """Of the scale from dark to light, which also differs without colour."""
+    """Colour of c on a scale from dark to light, which also differs without colour."""
     return colormaps["viridis"](0.9 * (c - lowest) / max(highest - lowest, 1))
 
 
@@ -152,12 +152,12 @@ def draw_band(
 
     Args:
         axis: where to.
-        rows: with step, mean, low, high; in columns `SEED*`, where there are any, a seed's values.
-        label: of the legend.
-        limits: that no value can lie beyond; intervals end there.
+        rows: rows with step, mean, low, high; columns `SEED*`, if any, have a seed's values.
+        label: label in the legend.
+        limits: limits that no value can lie beyond; intervals end there.
         scale: what values are multiplied with.
         points: draw markers, and the seeds as thin lines.
-        look: as of `arm_style`.
+        look: see `arm_style`.
     """
     rows = thinned(rows)
     steps = column(rows, "step")
@@ -181,8 +181,8 @@ def legend_below(figure: Figure, *axes: Axes, title: str = "", handle_length: fl
     Args:
         figure: holds `axes`.
         axes: have the entries, of one line or several; of those called alike the first is shown.
-        title: of the legend.
-        handle_length: of lines and patches, in letters.
+        title: title of the legend.
+        handle_length: length of lines and patches, in letters.
     """
     entries: dict[str, Any] = {}
     for axis in axes:

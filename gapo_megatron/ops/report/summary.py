@@ -43,7 +43,7 @@ def summary(comparison: Comparison) -> Exhibit:
 
 
 def others(comparison: Comparison) -> Exhibit:
-    """The same of all other arms: ablations and branches, which nothing is tested against."""
+    """Final accuracy of all other arms: ablations and branches, without significance tests."""
     arms = [arm for arm in comparison.arms if arm not in comparison.curves]
     if not arms:
         raise NoData("every method was run with one setting, and none branched")
@@ -56,7 +56,7 @@ def others(comparison: Comparison) -> Exhibit:
 
 
 def gain(first: Arm, other: Arm, key: str) -> Interval | None:
-    """By how much `first` ended above `other`: the mean difference over the seeds they share.
+    """Gain of `first` over `other` at the end: the mean difference over the seeds they share.
 
     Returns:
         None without evaluations at one step. Where they share fewer than two seeds, the difference
@@ -77,7 +77,7 @@ def gain(first: Arm, other: Arm, key: str) -> Interval | None:
 
 
 def gain_text(found: Interval | None, *, p_value: float = math.nan) -> str:
-    """In percentage points, with half the width of its interval and stars, where there are any."""
+    """Gain in percentage points, with half its interval's width and stars, where there are any."""
     if found is None:
         return NONE
     half = 50 * (found.high - found.low)

@@ -1,4 +1,4 @@
-"""What vLLM is started with, and what is checked before it is."""
+"""Arguments that vLLM is started with, and the checks before its start."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def eos_token_ids(hf_dir: str | Path, vocab_size: int) -> tuple[int, ...]:
 def engine_args(
     config: Config, hf_config: PretrainedConfig, device: torch.device, *, load_weights: bool = False
 ) -> EngineArgs:
-    """What vLLM is started with; the same on every rank. For `load_weights` see `RolloutEngine`."""
+    """Arguments of vLLM, the same on every rank. For `load_weights` see `RolloutEngine`."""
     rollout = config.rollout
     # One more than the longest sequence: scoring a whole sequence also samples a token after it.
     max_model_len = config.max_sequence_tokens + 1

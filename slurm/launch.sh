@@ -20,7 +20,7 @@
 # again; 90 too few healthy nodes; 143 cancelled; else that of the rank that failed first (1 if it has none).
 
 main() {
-  [ $# -ge 1 ] || die 2 "usage: slurm/launch.sh CONFIG.toml [section.key=value ...]"
+  [ $# -ge 1 ] || die 2 "usage: ${BATCH_FILE:-slurm/launch.sh} CONFIG.toml [section.key=value ...]"
   [ "${DRY_RUN:-0}" != 1 ] || dry_run "$@"
   trap on_stop USR1 USR2
   trap on_interrupt INT

@@ -20,7 +20,10 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 if TYPE_CHECKING:
+    from gapo_megatron.config import Config
     from gapo_megatron.ops.plan.calibration import Calibration, Observation
+    from gapo_megatron.ops.plan.planner import Plan
+    from gapo_megatron.ops.plan.workload import Workload
 
 _PLAN = """\
 layouts, memory and time of a config, here on one node of H200:
@@ -90,7 +93,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         quickest_with_room,
         write_layout,
     )
-    from gapo_megatron.ops.plan.planner import leave_out, overrides, plan, read_model
+    from gapo_megatron.ops.plan.planner import plan, read_model
     from gapo_megatron.ops.plan.workload import default_workload
 
     config = load_config(arguments.config, arguments.overrides)
@@ -127,7 +130,25 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
             result, config, workload, found.efficiency, top=arguments.top, note=note
         )
         print(json.dumps(values, indent=2, allow_nan=False))
-        return 0 if result.ranked else 1
+    else:
+        _print_plan(console, result, config, workload, found, note=note, top=arguments.top)
+    return 0 if result.ranked else 1
+
+
+def _print_plan(
+    console: Console,
+    result: Plan,
+    config: Config,
+    workload: Workload,
+    found: Calibration,
+    *,
+    note: str,
+    top: int,
+) -> None:
+    """Print what the plan rests on, the layouts in order, and why others do not run."""
+    from gapo_megatron.ops.plan import tables
+    from gapo_megatron.ops.plan.planner import leave_out, overrides
+
     if note:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     console.print(
@@ -140,21 +161,20 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     )
     if caveat := tables.fp8_caveat(config):
         console.print(caveat, markup=False, highlight=False)
-    console.print(tables.layouts_table(result, config, top=arguments.top))
-    console.print(tables.memory_table(result, top=arguments.top))
+    console.print(tables.layouts_table(result, config, top=top))
+    console.print(tables.memory_table(result, top=top))
     if result.current_refusal:
         console.print(f"* The config's own does not run: {result.current_refusal}", markup=False)
     if result.refusals:
         console.print(tables.refusals_table(result))
     if not result.ranked:
         console.print(tables.nothing_fits(result, config))
-        return 1
+        return
     best = " ".join(overrides(result.ranked[0]))
     console.print(f"The quickest, as overrides: {best}", markup=False, soft_wrap=True)
     if names := leave_out(config):
         listed = " and ".join(names)
         console.print(f"Its stages are equal: leave {listed} out of the config.", soft_wrap=True)
-    return 0
 
 
 def _calibration(arguments: argparse.Namespace) -> Calibration:

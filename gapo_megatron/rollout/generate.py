@@ -25,17 +25,17 @@ class Watch:
     """Who follows a generation while it runs."""
 
     on_ended: Callable[[Sequence[Episode]], object] = lambda episodes: None
-    """Called with the episodes that have ended since its last call, often none, each once: first
-    with those that were finished before, then after every decoding step and, with `should_abandon`,
-    now and then while other replicas still generate. What it raises breaks off."""
+    """Receives the episodes that have ended since its last call, often none, each once: first those
+    that were finished before, then after every decoding step and, with `should_abandon`, now and
+    then while other replicas still generate. An exception in it ends the generation."""
     should_abandon: Callable[[float], bool] | None = None
-    """Asked now and then on every rank, with the seconds since the start: whether to break off. The
-    first rank of each replica decides for it. Asked, to no effect, also while other replicas still
-    generate."""
+    """Whether to abort the generation, given the seconds since its start. Every rank calls it now
+    and then; the first rank of each replica decides for the replica. It is also called while only
+    other replicas generate; its answer then has no effect."""
     occupancy: Occupancy | None = None
-    """Receives how full the replicas were; needs `should_abandon`."""
+    """Occupancy to add to: how full the replicas were; needs `should_abandon`."""
     shows_progress: bool = False
-    """A bar with tokens/s, on rank 0."""
+    """Whether rank 0 shows a progress bar with tokens/s."""
 
 
 def begin(environment: Environment, prompt: Prompt) -> Prompt:

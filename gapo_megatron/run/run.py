@@ -111,7 +111,7 @@ class Run:
         checkpoints = Checkpoints(config, policy, rollouter, attempt, stopwatch, keep_weights)
         if resumed is not None:
             rollouter.open_groups = list(resumed.open_groups)
-            checkpoints.goes_on_from(resumed)
+            checkpoints.note_resumed(resumed)
         return cls(
             config=config,
             attempt=attempt,

@@ -39,7 +39,7 @@ class Checkpoints:
     _saved: tuple[int, int | None] | None = None
     """Step and updates of the open step where the run was saved or loaded last."""
 
-    def goes_on_from(self, resumed: LoadedState) -> None:
+    def note_resumed(self, resumed: LoadedState) -> None:
         """Take note of the checkpoint that the run was resumed from."""
         self._branch = resumed.branch
         self._saved = (resumed.step, resumed.num_open_updates)

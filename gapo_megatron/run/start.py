@@ -168,13 +168,13 @@ def resume(
         startup: counts the part `checkpoint`.
 
     Returns:
-        Where the run is, and the checkpoint; None of the latter for a run that begins.
+        The run's position, and the checkpoint that it resumes from (None for a new run).
 
     Collectives: those of `checkpoint.load_latest`.
 
     Raises:
         CheckpointError, ConfigError: as of `checkpoint.load_latest`.
-        DataError: metrics of a step that does not come again are damaged.
+        DataError: metrics of a step that will not be repeated are damaged.
     """
     run_dir, position = Path(config.run.output_dir), Position()
     with startup("checkpoint"):

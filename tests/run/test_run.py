@@ -173,7 +173,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
         stopwatch = Stopwatch()
         checkpoints = Checkpoints(config, policy, rollouter, attempt, stopwatch, keep_weights)
         if resumed:
-            checkpoints.goes_on_from(resumed)
+            checkpoints.note_resumed(resumed)
 
         def evaluate(*_: object, output: Path, should_abandon: Any, **__: object) -> Any:
             script.did(f"evaluate {output.stem.removeprefix('step_')}")

@@ -646,6 +646,8 @@ def test_signals_before_the_ranks_are_heard(start: Start, run_dir: Path, program
 def test_usage() -> None:
     done = subprocess.run(["bash", str(LAUNCH)], capture_output=True, text=True)
     assert done.returncode == 2
+    batch = subprocess.run(["bash", "slurm/gapo.sbatch"], cwd=ROOT, capture_output=True, text=True)
+    assert batch.returncode == 2 and "slurm/gapo.sbatch CONFIG" in batch.stderr
     missing = subprocess.run(
         ["bash", str(LAUNCH), "config.toml"],
         env=without_launcher_variables(PYTHON="/nowhere/python"),

@@ -11,6 +11,7 @@ from gapo_megatron.config.schema import (
     ObjectiveConfig,
     OptimizerConfig,
     RewardConfig,
+    RolloutConfig,
     SupervisedConfig,
 )
 
@@ -26,6 +27,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "RewardConfig",
+    "RolloutConfig",
     "SupervisedConfig",
     "load_config",
     "parse_config",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gapo_megatron.config import BatchConfig, ParallelConfig
+from gapo_megatron.config import BatchConfig, ParallelConfig, RolloutConfig
 from gapo_megatron.errors import ConfigError
 
 
@@ -12,6 +12,32 @@ def num_begun(batch: BatchConfig, wanted: int) -> int:
     """Prompts to begin for `wanted` groups."""
     # 50 x 1.1 is 55.00000000000001 in binary.
     return math.ceil(round(wanted * batch.oversampling, 6))
+
+
+def num_generation_ranks(rollout: RolloutConfig, *, world_size: int, ranks_per_node: int) -> int:
+    """Ranks at the end of the job that only generate; 0: every rank trains and generates.
+
+    Raises:
+        ConfigError: no rank would be left to train, or the nodes do not have equally many ranks.
+    """
+    if nodes := rollout.generation_nodes:
+        if world_size % ranks_per_node:
+            raise ConfigError(
+                f"rollout.generation_nodes ({nodes}) needs equally many ranks on every node: the "
+                f"world size ({world_size}) is no multiple of {ranks_per_node}"
+            )
+        if nodes * ranks_per_node >= world_size:
+            raise ConfigError(
+                f"rollout.generation_nodes ({nodes}) must be below the job's "
+                f"{world_size // ranks_per_node} node(s): the others train"
+            )
+        return nodes * ranks_per_node
+    if rollout.generation_ranks >= world_size:
+        raise ConfigError(
+            f"rollout.generation_ranks ({rollout.generation_ranks}) must be below the world size "
+            f"({world_size}): the other ranks train"
+        )
+    return rollout.generation_ranks
 
 
 def layers_of_stages(config: ParallelConfig, num_layers: int) -> list[list[range]]:

@@ -41,6 +41,7 @@ def check_together(config: Config) -> None:
             "objective.importance_weight_max: the log-probs of a cut-off distribution are no "
             "measure of the engine's error"
         )
+    _check_sides(config)
     if config.rollout.quantization and config.model.precision == "fp32":
         raise ValueError(
             f"rollout.quantization ({config.rollout.quantization!r}) needs model.precision "
@@ -50,6 +51,56 @@ def check_together(config: Config) -> None:
         raise ValueError(
             f"evaluation.every_steps ({config.evaluation.every_steps}) needs data.eval_path"
         )
+
+
+def _check_sides(config: Config) -> None:
+    """Rules of runs in which some ranks only generate, and of batches sampled ahead."""
+    rollout, objective = config.rollout, config.objective
+    if rollout.generation_nodes and rollout.generation_ranks:
+        raise ValueError(
+            f"rollout.generation_ranks ({rollout.generation_ranks}) must be 0 with "
+            f"rollout.generation_nodes ({rollout.generation_nodes}): they say the same"
+        )
+    if rollout.has_generation_side:
+        if config.batch.partial_rollouts:
+            raise ValueError(
+                "batch.partial_rollouts (true) must be false with rollout.generation_nodes: the "
+                "log-probs of unfinished responses are the trainer's to compute"
+            )
+        if config.optimizer.offload != "none":
+            raise ValueError(
+                f"optimizer.offload ({config.optimizer.offload!r}) must be 'none' with "
+                "rollout.generation_nodes: no engine wants the memory"
+            )
+    if objective.old_log_probs == "rollout" and rollout.top_p < 1:
+        raise ValueError(
+            f"rollout.top_p ({rollout.top_p}) must be 1 with objective.old_log_probs 'rollout': "
+            "the log-probs of a cut-off distribution are not the policy's"
+        )
+    if (most := rollout.max_staleness) == 0:
+        return
+    if not rollout.has_generation_side:
+        raise ValueError(
+            f"rollout.max_staleness ({most}) needs rollout.generation_nodes: only ranks that do "
+            "not train can generate meanwhile"
+        )
+    if objective.old_log_probs == "trainer" and objective.importance_weight_max is None:
+        raise ValueError(
+            f"rollout.max_staleness ({most}) needs objective.importance_weight_max, such as 2: it "
+            "corrects for older weights having sampled (docs/objective.md)"
+        )
+    periods = {
+        "evaluation.every_steps": [config.evaluation.every_steps],
+        "checkpoint.every_steps": [config.checkpoint.every_steps],
+        "checkpoint.keep_steps": config.checkpoint.keep_steps,
+    }
+    for name, steps in periods.items():
+        for step in steps:
+            if step % most:
+                raise ValueError(
+                    f"{name} ({step}) must be a multiple of rollout.max_staleness ({most}): "
+                    "weights are sent after so many steps"
+                )
 
 
 def input_paths(config: Config) -> dict[str, str]:

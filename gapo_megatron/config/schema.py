@@ -22,6 +22,7 @@ from gapo_megatron.config.metadata import (
     MEASURED,
     OBJECTIVE,
     SAMPLED,
+    SIDES,
 )
 from gapo_megatron.config.methods import METHODS, Method
 from gapo_megatron.config.removed import drop_removed
@@ -185,6 +186,20 @@ class RolloutConfig(Section):
     """Largest mean difference per token between vLLM's and the trainer's log-probs after a weight
     sync. Default: 1e-3 in fp32, 0.1 in bf16, 0.3 with experts or fp8 on either side
     (docs/numerics.md)."""
+    generation_nodes: Annotated[CountOrZero, SIDES] = 0
+    """The last so many nodes of the job generate and do not train; the others train and do not
+    generate (docs/scaling.md). 0: every rank does both in turns."""
+    generation_ranks: Annotated[CountOrZero, SIDES] = 0
+    """The same in ranks, for a job of one node."""
+    max_staleness: CountOrZero = 0
+    """Steps by which the weights that sampled a batch may be older than those that learn from it.
+    0: generation and training alternate. 1 and more: generation runs ahead, on generation nodes;
+    weights are sent after every so many steps (docs/objective.md)."""
+
+    @property
+    def has_generation_side(self) -> bool:
+        """Whether some ranks only generate."""
+        return self.generation_nodes > 0 or self.generation_ranks > 0
 
 
 class RewardConfig(Section):
@@ -239,9 +254,12 @@ class ObjectiveConfig(Section):
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus. Above 0, sequences with A = 0 are computed too."""
     importance_weight_max: Annotated[Positive, Field(ge=1)] | None = None
-    """Corrects for the engine's log-probs differing from the trainer's (kernels, precision): each
-    response is weighted by its importance weight, truncated at this value (docs/objective.md).
-    Not given: no correction."""
+    """Corrects for the engine's log-probs differing from the trainer's (kernels, precision, older
+    weights): each response is weighted by its importance weight, truncated at this value
+    (docs/objective.md). Not given: no correction."""
+    old_log_probs: Literal["trainer", "rollout"] = "trainer"
+    """Log-probs that a ratio compares with. `trainer`: its own, at the weights that the step begins
+    with. `rollout`: the engine's, from when it sampled (docs/objective.md)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

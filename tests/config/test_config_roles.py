@@ -26,11 +26,11 @@ SETTINGS = [
 RESUME = (
     *("run.output_dir", "run.num_steps", "run.hang_timeout_s", "run.stop_margin_s", "parallel."),
     *("optimizer.offload", "rollout.verify_", "checkpoint.", "evaluation.", "metrics."),
-    "supervised",
+    *("supervised", "rollout.generation_"),
 )
 PICKS_GROUPS = (
     *("rollout.tensor_parallel_size", "rollout.memory_fraction", "rollout.cpu_kv_cache_gib"),
-    "rollout.enforce_eager",
+    *("rollout.enforce_eager", "rollout.generation_nodes", "rollout.generation_ranks"),
 )
 BRANCH = (
     *RESUME,

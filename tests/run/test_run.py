@@ -17,7 +17,6 @@ from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.learn.step import Progress
-from gapo_megatron.objective import make_batch
 from gapo_megatron.rollout.rollouter import Sampled
 from gapo_megatron.run import run as module
 from gapo_megatron.run import saving, start
@@ -25,6 +24,7 @@ from gapo_megatron.run.position import Position
 from gapo_megatron.run.run import FinishedRun, Run
 from gapo_megatron.run.saving import Checkpoints
 from gapo_megatron.types import Group, OpenGroup, Outcome, Prompt, Rollout, Verdict
+from tests.batches import make_batch
 
 NUM_STEPS, NUM_PROBLEMS = 4, 6
 PROBLEMS = [Prompt(f"p{i}", (1, 2), "3") for i in range(NUM_PROBLEMS)]

@@ -201,12 +201,13 @@ class Batch(Sequences):
         import numpy as np
 
         carried = self.carried_log_probs
+        mask = self.response_masks[i] if self.response_masks else None
         return Tokens(
             self.prompt_ids[i],
             self.response_ids[i],
             self.rollout_log_probs[i],
             carried[i] if carried else np.empty(0, dtype=np.float32),
-            self.response_masks[i] if self.response_masks else None,
+            None if mask is None or mask.all() else mask,
         )
 
     def with_tokens(self, tokens: Mapping[int, Tokens]) -> Batch:

@@ -106,6 +106,34 @@ def test_each_run_is_checked_against_its_own_ranks(
     assert re.search(mentions("pipeline_model_parallel_size_4-nodes_3", *settings), done.stderr)
 
 
+def test_nodes_that_generate_are_those_of_the_environment_too(tmp_path: Path) -> None:
+    """As with sbatch; and each run must have nodes that are left to train."""
+    more = "[[runs]]\nrun.seed = 7\nresources.nodes = {}\n"
+    (tmp_path / "one").mkdir()
+    one_node = write_study(tmp_path / "one", num_runs=1, num_steps=5)
+    done = submit(tmp_path, str(one_node), "--dry-run", GENERATION_NODES="1")
+    assert done.returncode == 2
+    assert re.search(mentions("seed_0", "rollout.generation_nodes", 1), done.stderr)
+    done = submit(tmp_path, str(one_node), "--dry-run", "--nodes=2", GENERATION_NODES="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    # Of two nodes of two ranks one trains: on both of its ranks.
+    wide = ("parallel.tensor_model_parallel_size=4", "rollout.generation_nodes=1")
+    done = submit(tmp_path, str(one_node), "--dry-run", "--nodes=2", *wide)
+    assert done.returncode == 2
+    size = "parallel.tensor_model_parallel_size"
+    assert re.search(mentions("seed_0", size, 4, "world size", 2), done.stderr)
+    study = write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(2))
+    done = submit(tmp_path, str(study), "--dry-run", GENERATION_NODES="1")
+    assert re.search(mentions("seed_0", "rollout.generation_nodes"), done.stderr)
+    # What a study varies is not one number.
+    varied = write_study(
+        tmp_path, num_runs=1, num_steps=5, more="[[runs]]\nrollout.generation_nodes = 1\n"
+    )
+    done = submit(tmp_path, str(varied), "--dry-run", GENERATION_NODES="1")
+    assert done.returncode == 2
+    assert re.search(mentions("rollout.generation_nodes=1", "varies"), done.stderr)
+
+
 def test_runs_have_ranks_and_gpus_of_their_own_here_too(tmp_path: Path) -> None:
     more = (
         "[[runs]]\nrun.seed = 7\nresources.tasks_per_node = 3\nresources.gpus_per_node = 3\n"

@@ -330,17 +330,17 @@ def _positions_note(config: Config, hf_config: ModelFacts) -> str:
 
 
 def _stated_ranks_per_node() -> int | None:
-    """Ranks of a node, where the launcher says it.
+    """Ranks of a node, where a launcher or Slurm says it.
 
     Raises:
         ConfigError: it is no number of ranks.
     """
-    stated = os.environ.get("LOCAL_WORLD_SIZE")
-    if not stated:
-        return None
-    if not re.fullmatch("[1-9][0-9]{0,4}", stated):
-        raise ConfigError(f"LOCAL_WORLD_SIZE ({shown(stated)}) must be a whole number from 1")
-    return int(stated)
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        if stated := os.environ.get(name):
+            if not re.fullmatch("[1-9][0-9]{0,4}", stated):
+                raise ConfigError(f"{name} ({shown(stated)}) must be a whole number from 1")
+            return int(stated)
+    return None
 
 
 def main() -> None:

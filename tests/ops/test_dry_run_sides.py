@@ -2,6 +2,7 @@
 
 import io
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from rich.console import Console
 
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.io.toml_tree import to_toml
+from gapo_megatron.ops import dry_run
 from gapo_megatron.ops.plan.deep_dry_run import print_deep_dry_run
 from tests import scaling_setup
 from tests.messages import mentions
@@ -57,6 +60,25 @@ def test_the_nodes_that_are_assumed_are_said() -> None:
     assert processes.startswith("32 (8 on a node, as assumed: ")
     assert processes.endswith("24 train, 8 generate")
     assert "assumed" not in text_of(config, world_size=32, ranks_per_node=4)
+
+
+def test_ranks_of_a_node_are_the_launchers_else_slurms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> str:
+        dry_run.main()
+        return rows_of(capsys.readouterr().out)["processes"]
+
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(make_config(rollout={"generation_nodes": 1})))
+    monkeypatch.setattr(sys, "argv", ["train", str(path), "--dry-run=plain", "--rank=0/32"])
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    assert "24 train" in said()
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
+    assert "28 train" in said()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert said() == "32 (2 on a node): 30 train, 2 generate"
 
 
 @pytest.mark.parametrize(("most", "parts"), [(1, (1, "every step")), (3, (3, "every 3 steps"))])

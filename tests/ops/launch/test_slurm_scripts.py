@@ -38,7 +38,8 @@ def directives_of(path: Path) -> dict[str, str]:
 
 def without_launcher_variables(**extra: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_", "GAPO_"))}
-    return {k: v for k, v in kept.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | extra
+    foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GENERATION_NODES")
+    return {k: v for k, v in kept.items() if k not in foreign} | extra
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from gapo_megatron import exchange
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.facts import Facts, Tokens
 from gapo_megatron.learn.plan import wanted_sequences
 from gapo_megatron.objective import make_batch
-from gapo_megatron.rollout import exchange
 from gapo_megatron.types import Batch
 
 GROUP_SIZE = 8

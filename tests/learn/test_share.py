@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.config import VERIFIED_SEQUENCES, Config
+from gapo_megatron.exchange import GroupChannel
 from gapo_megatron.facts import Spread
 from gapo_megatron.learn.plan import (
     choose_for_noise_floor,
@@ -22,7 +23,6 @@ from gapo_megatron.learn.plan import (
 from gapo_megatron.learn.share import Places, bring_tokens
 from gapo_megatron.objective import make_batch
 from gapo_megatron.rollout.describe import describe
-from gapo_megatron.rollout.exchange import GroupChannel
 from gapo_megatron.rollout.sync import first_sequences
 from gapo_megatron.types import Batch
 from tests.dist import run_distributed

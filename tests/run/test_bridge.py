@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.rollout.vllm.guards import launched_as_this_world
+from gapo_megatron.compat.vllm import launched_as_this_world
 from gapo_megatron.run import process_group, processes
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.process_group import World

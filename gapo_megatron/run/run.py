@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import VERIFIED_SEQUENCES, Config
 from gapo_megatron.learn.noise_floor import watch_noise_floor
@@ -230,7 +229,7 @@ class Run:
                 step=step,
                 first_sampled=position.first_sampled,
             )
-            position.open_step = OpenStep(batch, metrics, position.evaluated)
+            position.open(batch, metrics)
         assert position.open_step is not None, "a step without rollouts has its batch"
         return position.open_step.batch
 
@@ -318,11 +317,9 @@ class Run:
         may_open = position.open_step is None and not self._evaluation_is_due(step)
         if may_open and self.generation.has_batch(step):
             self.make_batch(step, self.collect(step))
-        given_back = self.generation.give_up()
-        if given_back and position.open_step is not None:
-            metrics = position.open_step.metrics
-            before = metrics.get("rollout/given_back_tokens", 0.0)
-            metrics["rollout/given_back_tokens"] = before + given_back
+        num_tokens = self.generation.give_up()
+        if self.generation.samples_ahead:  # else the same samples come again
+            position.give_back(num_tokens)
         self.writer.close()
         self.checkpoints.save_if_moved(position)
         self.generation.close()

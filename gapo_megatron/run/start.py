@@ -138,6 +138,8 @@ def join(config: Config, inputs: Inputs, startup: Stopwatch) -> tuple[World, Att
             stop_margin_s=config.run.stop_margin_s,
             may_lead=world.bridge is None or not world.bridge.is_generation,
         )
+        if world.bridge is not None:
+            attempt.on_alive = world.bridge.beat
     startup.on_enter = lambda part: attempt.enter(f"startup: {part}")
     num_engine_ranks = world.bridge.num_generation if world.bridge else world.world_size
     check_engine(config, inputs.hf_config, world.device, world_size=num_engine_ranks)
@@ -203,10 +205,11 @@ def resume(
             position.window.load_state_dict(resumed.trainer_state["window"])
         position.step, position.open_step = resumed.step, resumed.open_step
         position.source_before = resumed.trainer_state["source"]
+        position.num_given_back = resumed.trainer_state.get("given_back", 0)
         if resumed.ahead is not None:
             position.open_step = resumed.ahead.open_step
             source.load_state_dict(dict(resumed.ahead.source_state))
-        position.first_sampled = resumed.step + (resumed.open_step is not None)
+        position.first_sampled = resumed.step + (position.open_step is not None)
     return position, resumed
 
 

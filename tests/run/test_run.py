@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gapo_megatron import train as program
-from gapo_megatron.checkpoint import LoadedState, OpenStep, State
+from gapo_megatron.checkpoint import Ahead, LoadedState, OpenStep, State
 from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.data.source import PromptSource
@@ -335,6 +335,36 @@ def test_a_stop_within_a_step_keeps_its_rollouts_and_updates(make_run: Any, trai
     assert state.open_groups[0] == "carried"
 
 
+@pytest.mark.parametrize("stop", ["update 0", "evaluate 3"])
+def test_what_is_given_back_counts_in_its_step_or_the_next(
+    make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch, stop: str
+) -> None:
+    """What was sampled ahead: with the step that a stop has cut in two, or saved for the next."""
+    script = Script(stop=stop)
+    run = make_run(script)
+    monkeypatch.setattr(run.generation, "give_up", lambda: 7)
+    train(run)
+    (*_, state) = script.saved
+    assert "given_back" not in state.trainer_state, "on-policy the same samples come again"
+
+    script = Script(stop=stop)
+    run = make_run(script)
+    monkeypatch.setattr(run.generation, "give_up", lambda: 7)
+    monkeypatch.setattr(run.generation, "samples_ahead", True)
+    monkeypatch.setattr(run, "_open_step_ahead", lambda: None)
+    train(run)
+    (*_, state) = script.saved
+    name = "rollout/given_back_tokens"
+    if state.open_step is not None:
+        assert state.open_step.metrics[name] == 7 and "given_back" not in state.trainer_state
+        return
+    assert state.trainer_state["given_back"] == 7
+    script = Script()
+    train(make_run(script, position=Position(step=state.step, num_given_back=7)))
+    counted = [(step, metrics[name]) for step, metrics in script.logged if name in metrics]
+    assert counted == [(state.step, 7)]
+
+
 def test_an_open_step_comes_first_and_is_not_sampled_again(make_run: Any, train: Any) -> None:
     script = Script()
     opened = open_step(1, evaluated={"eval/pass@1": 0.75})
@@ -453,6 +483,17 @@ def test_a_resumed_run_goes_on_where_it_was(
     opened = open_step(1)
     position, _ = resume(config, monkeypatch, checkpointed(open_step=opened))
     assert (position.step, position.first_sampled, position.open_step) == (3, 4, opened)
+    # What was sampled ahead was so by other weights; where it is drawn on from is after it.
+    after = PromptSource(PROBLEMS, seed=0)
+    after.next_batch(6)
+    kept = Ahead(open_step(0), after.state_dict())
+    given_back = checkpointed(ahead=kept)
+    cast(Any, given_back.trainer_state)["given_back"] = 7
+    position, source = resume(config, monkeypatch, given_back)
+    assert (position.step, position.first_sampled) == (3, 4)
+    assert position.open_step is kept.open_step and position.num_given_back == 7
+    assert remaining(source.state_dict()) == NUM_PROBLEMS - 6
+    assert remaining(position.source_before) == NUM_PROBLEMS - 4
     # The window looks back on steps under one objective.
     position, _ = resume(config, monkeypatch, checkpointed(changes_objective=True))
     assert position.window.state_dict() == []

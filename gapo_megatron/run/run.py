@@ -100,9 +100,7 @@ class Run:
             generation = start.order_generation(trainer, startup)
         else:
             generation = start.start_colocated(trainer, pool, startup)
-
         stopwatch.lap(num_tokens=0)  # the steps begin here
-
         writer = MetricsWriter(
             config.run.output_dir,
             config=config,
@@ -311,8 +309,7 @@ class Run:
 
     def _stop(self) -> None:
         """Save where the run is, with its open step if there is one. Collective."""
-        position = self.position
-        step = position.step
+        position, step = self.position, self.position.step
         # An evaluation that is due comes before a step opens.
         may_open = position.open_step is None and not self._evaluation_is_due(step)
         if may_open and self.generation.has_batch(step):
@@ -328,10 +325,11 @@ class Run:
     def _open_step_ahead(self) -> None:
         """Open the next step where its batch was sampled ahead: a checkpoint has to hold it.
 
-        Collectives: those of `evaluate`, `collect` and `make_batch`.
+        Collectives: a broadcast; those of `evaluate`, `collect` and `make_batch`.
         """
         position = self.position
         if self.generation.samples_ahead and position.step < self.config.run.num_steps:
+            self._stop_if_asked_before(position.step)
             position.evaluated = self._evaluate_if_due(position.step)
             self.make_batch(position.step, self.collect(position.step))
 

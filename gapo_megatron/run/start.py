@@ -324,15 +324,24 @@ def build_engine(config: Config, inputs: Inputs, world: World) -> Engine:
 
 
 def is_finished_everywhere(config: Config, world: World, attempt: Attempt) -> bool:
-    """Whether rank 0 of the job finds the run finished; the same on every rank. Collective."""
+    """Whether rank 0 of the job finds the run finished; then the two sides part.
+
+    Returns:
+        The same on every rank.
+
+    Collectives: a broadcast over the trainers; where it is finished that of `Bridge.close`.
+    """
     bridge, run = world.bridge, config.run
     if bridge is not None and bridge.is_generation:
-        is_finished_there = bridge.wait(lambda: bridge.look("run"), alive=attempt.restart_watch)
-        return is_finished_there == b"finished"
-    answer = attempt.leads and is_finished(Path(run.output_dir), num_steps=run.num_steps)
-    if bridge is not None and attempt.leads:
-        bridge.post("run", b"finished" if answer else b"begins")
-    return attempt.agree(answer)
+        answer = bridge.wait(lambda: bridge.look("run"), alive=attempt.restart_watch) == b"finished"
+    else:
+        answer = attempt.leads and is_finished(Path(run.output_dir), num_steps=run.num_steps)
+        if bridge is not None and attempt.leads:
+            bridge.post("run", b"finished" if answer else b"begins")
+        answer = attempt.agree(answer)
+    if bridge is not None and answer:
+        bridge.close()  # rank 0 keeps the mailbox: the others have read by now
+    return answer
 
 
 def sizes(world: World) -> dict[str, int]:

@@ -424,6 +424,40 @@ def test_a_finished_run_says_so_and_has_no_steps(
     assert f"all {NUM_STEPS} steps are done" in caplog.text
 
 
+@pytest.mark.parametrize("is_generation", [False, True])
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_both_sides_of_a_finished_run_part_together(
+    tmp_path: Path, is_generation: bool, is_finished: bool
+) -> None:
+    """The mailbox ends with trainer 0: the others may not have read yet that there is nothing."""
+    mark_finished(tmp_path, num_steps=NUM_STEPS if is_finished else NUM_STEPS - 1)
+    said = b"finished" if is_finished else b"begins"
+    done: list[object] = []
+    bridge = SimpleNamespace(
+        is_generation=is_generation,
+        wait=lambda find, alive: find(),
+        look=lambda name: said,
+        post=lambda name, value: done.append(value),
+        close=lambda: done.append("parted"),
+    )
+    attempt = SimpleNamespace(leads=True, agree=lambda value: value, restart_watch=None)
+    world = cast(Any, SimpleNamespace(bridge=bridge))
+    found = start.is_finished_everywhere(make_config(tmp_path), world, cast(Any, attempt))
+    assert found == is_finished
+    assert done == [said][is_generation:] + ["parted"] * is_finished
+
+
+def test_a_batch_is_not_waited_for_where_the_time_is_up(
+    make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a checkpoint, sampled ahead: the job would end meanwhile."""
+    script = Script(stop="log 1")
+    run = make_run(script)
+    monkeypatch.setattr(run.generation, "samples_ahead", True)
+    train(run)
+    assert script.events[-3:] == ["log 1", "save 2", "stopped"]
+
+
 def test_what_is_finished_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rank 0 looks, for all: peers may see an older state of the disk."""
     mark_finished(tmp_path, num_steps=NUM_STEPS)
@@ -437,6 +471,21 @@ def test_what_is_finished_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path
         monkeypatch.setattr(start, "join", lambda *_, world=world: (world, attempt))
         assert isinstance(Run.start(make_config(tmp_path)), FinishedRun)
         assert agreed == [answer]
+
+
+def test_two_sides_hear_of_each_other_from_their_meeting_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model loads for long: who waits for it meanwhile would be ended by its own watch."""
+    attempt = SimpleNamespace(on_alive=None, enter=lambda stage: None)
+    bridge = SimpleNamespace(is_generation=False, num_generation=1, beat=lambda: None)
+    world = SimpleNamespace(bridge=bridge, device=None, world_size=1)
+    monkeypatch.setattr(start.process_group, "start", lambda *_, **__: world)
+    monkeypatch.setattr(start.process_group, "seed_everything", lambda _: None)
+    monkeypatch.setattr(start.Attempt, "begin", lambda *_, **__: attempt)
+    monkeypatch.setattr(start, "check_engine", lambda *_, **__: None)
+    start.join(make_config(tmp_path), cast(Any, SimpleNamespace(hf_config=None)), Stopwatch())
+    assert attempt.on_alive is bridge.beat
 
 
 def resume(

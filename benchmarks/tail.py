@@ -1,0 +1,435 @@
+"""What waiting for the longest responses costs, and what each schedule gains: ranks that take time.
+
+    python benchmarks/tail.py --output tail.json               every schedule
+    python benchmarks/tail.py --only plain partial_2 --steps 12
+
+Eight ranks on this machine run the package's own rollouts (`Rollouter`, `generate`, verdicts, the
+heartbeat) on engines that compute nothing and sleep as long as the planner says that decoding takes
+(`tests/timed_engine.py`); training sleeps too. Ranks that sleep do not share cores, so this says
+what a schedule waits for, not what two cores can do. `benchmarks/tail_report.py` draws it.
+
+The setting is the one in which verl publishes its schedules (docs/advance/v1_async_trainer.md):
+64 prompts x 8 responses, up to 32,768 tokens, 12,720 on average, 35 billion parameters of which 3
+are active, on 32 GPUs with engines of 4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))  # from a checkout, installed or not
+
+import numpy as np
+import torch.distributed as dist
+
+from gapo_megatron import rewards
+from gapo_megatron.clock import Expectation, Stopwatch
+from gapo_megatron.config import Config, load_config, parse_config
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import Shape, element_bytes
+from gapo_megatron.ops.plan.generation import Decoding
+from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.planner import read_model
+from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.rollouter import Rollouter, Sampled
+from gapo_megatron.types import Carried, Episode, OpenGroup, Prompt, Rollout
+from tests.timed_engine import Costs, Lengths, Pace, TimedEngine
+
+NUM_RANKS, NUM_PROMPTS, GROUP_SIZE = 8, 64, 8
+LIMIT, PROMPT_TOKENS = 32_768, 200
+UNIT = 64
+"""Tokens that one token of these engines stands for: 512 decoding steps, not 32,768."""
+LENGTHS = Lengths(median=10_480 / UNIT, spread=0.7)
+"""The planner's default spread; 12,720 on average, 5 % of the responses at the limit."""
+SYNC_S = 9.9
+"""The planner's, for this model and these GPUs."""
+TRAINING_S = {"light": 26.0, "heavy": 207.0}
+"""Training on a batch of mean length on all ranks. Light: the planner's, for this model and these
+GPUs; generation is 95 % of a plain step. Heavy: generation is 70 %, as verl has it for a dense
+model on 128 H20 (348 of 498 s)."""
+MEAN_STEP_TOKENS = NUM_PROMPTS * GROUP_SIZE * 12_720
+FORWARD_SHARE = 2 / 7.5
+"""Of a token's training a forward pass: 6 parts update, 2 old log-probs of three mini-batches in
+four."""
+_LOOK_EVERY_S = 0.005
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How generation and training share the ranks."""
+
+    oversampling: float = 1.0
+    partial_rollouts: bool = False
+    generation_ranks: int = 0
+    max_staleness: int = 0
+
+
+SCHEDULES = {
+    "plain": Schedule(),
+    "over_1.25": Schedule(1.25),
+    "over_1.5": Schedule(1.5),
+    "partial_1.5": Schedule(1.5, partial_rollouts=True),
+    "partial_2": Schedule(2.0, partial_rollouts=True),
+    "partial_3": Schedule(3.0, partial_rollouts=True),
+    "partial_4": Schedule(4.0, partial_rollouts=True),
+    "nodes_4_stale_0": Schedule(generation_ranks=4),
+    "nodes_4_stale_1": Schedule(generation_ranks=4, max_staleness=1),
+    "nodes_5_stale_1": Schedule(generation_ranks=5, max_staleness=1),
+    "nodes_6_stale_1": Schedule(generation_ranks=6, max_staleness=1),
+    "nodes_7_stale_1": Schedule(generation_ranks=7, max_staleness=1),
+    "nodes_5_stale_2": Schedule(generation_ranks=5, max_staleness=2),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all schedules share."""
+
+    speed: float
+    """Modelled seconds in a second."""
+    training_s: float
+    """Modelled seconds of training on a batch of mean length, all ranks training."""
+    num_steps: int
+    first_step: int
+    """First step that counts: partial rollouts and stale batches take some to fill up."""
+
+
+@dataclass
+class Lane:
+    """What one rank did, in modelled seconds since the start."""
+
+    start_s: float
+    speed: float
+    training: list[tuple[float, float]] = field(default_factory=list)
+    sync: list[tuple[float, float]] = field(default_factory=list)
+    running: list[tuple[float, int]] = field(default_factory=list)
+    """Requests that run in this rank's engine from then on."""
+    steps: list[dict[str, float]] = field(default_factory=list)
+    """Of a trainer: the end of each step, tokens that it learned from, metrics."""
+    generations: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of each batch's sampling."""
+
+    def now(self) -> float:
+        """Modelled seconds since the start."""
+        return self.modelled(time.monotonic())
+
+    def modelled(self, clock_s: float) -> float:
+        """Of a time of the clock."""
+        return (clock_s - self.start_s) * self.speed
+
+
+class Guess:
+    """An environment of one turn whose verdict is the number of the response: half are right."""
+
+    def begin(self, prompt: Prompt) -> Sequence[int]:
+        """The prompt's own tokens."""
+        return prompt.token_ids
+
+    def respond(self, episode: Episode) -> None:
+        """The end."""
+
+    def judge(self, episode: Episode) -> tuple[str, str]:
+        """Right for every other response."""
+        return str(episode.sample % 2), "1"
+
+
+class NeverStopped:
+    """A `Patient`: nobody asks for a stop."""
+
+    def patience(self, expected: Expectation) -> Any:
+        """Never."""
+        return lambda _: False
+
+
+def engine_costs() -> Costs:
+    """The planner's decoding steps: Qwen3-30B-A3B on 4 H100, UNIT of them a step of ours."""
+    config = load_config(REPOSITORY / "configs/qwen3_30b_a3b/h100_24k.toml")
+    hf_config, _ = read_model(config)
+    shape, gpu, efficiency = Shape.of(hf_config), GPUS["h100"], Efficiency()
+    decoding = Decoding(
+        shape=shape,
+        tp_size=config.rollout.tensor_parallel_size,
+        element_bytes=element_bytes(config),
+        flops=gpu.flops("bf16"),
+        gpu=gpu,
+        efficiency=efficiency,
+    )
+
+    def step_s(count: int, mean_tokens: float) -> float:
+        return UNIT * float(decoding.step_s(np.array([count]), np.array([UNIT * mean_tokens]))[0])
+
+    flops = 2 * (shape.num_layers * shape.active_layer_weights + shape.head_weights)
+    speed = decoding.tp_size * gpu.flops("bf16") * efficiency.matmul
+    return Costs(step_s, prefill_token_s=UNIT * flops / speed, weights_s=SYNC_S)
+
+
+def make_config(schedule: Schedule) -> Config:
+    """The settings that `Rollouter` reads."""
+    return parse_config(
+        {
+            "run": {"output_dir": "unused", "num_steps": 1},
+            "model": {"hf_dir": "unused"},
+            "data": {"train_path": "unused", "max_prompt_tokens": 16},
+            "batch": {
+                "rollout_prompts": NUM_PROMPTS,
+                "minibatch_prompts": NUM_PROMPTS // 4,
+                "rollouts_per_prompt": GROUP_SIZE,
+                "oversampling": schedule.oversampling,
+                "partial_rollouts": schedule.partial_rollouts,
+            },
+            "rollout": {"max_response_tokens": LIMIT // UNIT},
+            "reward": {"kind": "exact"},
+        },
+        source="benchmark",
+    )
+
+
+def run_rank(setting: Setting, schedule: Schedule) -> Lane:
+    """One rank of a run, the training ones first; called on all of them."""
+    common: list[Any] = [time.monotonic(), tempfile.mkdtemp()]
+    dist.broadcast_object_list(common, src=0)
+    lane = Lane(common[0], setting.speed)
+    mail = Mail(f"{common[1]}/store")
+    num_training = NUM_RANKS - schedule.generation_ranks
+    is_trainer = dist.get_rank() < num_training
+    sides = [dist.new_group(ranks) for ranks in _sides(num_training)]
+    group = sides[0] if is_trainer or len(sides) == 1 else sides[1]
+    trainer = Trainer(setting, num_training, group, lane)
+    if not schedule.generation_ranks:
+        with Sampler(setting, schedule, group, lane) as sampler:
+            colocated(trainer, sampler)
+    elif is_trainer:
+        training_side(trainer, schedule, mail)
+    else:
+        with Sampler(setting, schedule, group, lane) as sampler:
+            generation_side(sampler, setting, schedule, mail)
+    return lane
+
+
+def _sides(num_training: int) -> list[range]:
+    sides = [range(num_training), range(num_training, NUM_RANKS)]
+    return [side for side in sides if side]
+
+
+class Sampler:
+    """One rank's engine and rollouts."""
+
+    def __init__(
+        self, setting: Setting, schedule: Schedule, group: dist.ProcessGroup | None, lane: Lane
+    ) -> None:
+        """Collective over `group`: all ranks with an engine."""
+        config = make_config(schedule)
+        self.lane = lane
+        self.stopwatch = Stopwatch()
+        self.engine = TimedEngine(
+            LENGTHS,
+            engine_costs(),
+            Pace(setting.speed),
+            replicas=Replicas(
+                rank=dist.get_rank(group),
+                world_size=dist.get_world_size(group),
+                size=1,
+                gloo_group=group,
+            ),
+            max_sequence_tokens=2 * LIMIT,
+        )
+        tokens = (1,) * (PROMPT_TOKENS // UNIT)
+        prompts = [Prompt(str(i), tokens, "") for i in range(2000)]
+        self.pool = rewards.start_pool(config.reward, num_workers=1)
+        self.pool.wait_until_ready()
+        self.rollouter = Rollouter(
+            self.engine,
+            PromptSource(prompts, seed=0),
+            self.pool,
+            None,  # for the default environment alone
+            config,
+            environment=Guess(),
+        )
+        dist.barrier(group)
+
+    def collect(self, step: int) -> Sampled:
+        """A step's rollouts."""
+        begin = self.lane.now()
+        sampled = self.rollouter.collect(step, attempt=NeverStopped(), stopwatch=self.stopwatch)
+        assert sampled is not None
+        self.lane.generations.append((begin, self.lane.now()))
+        return sampled
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.close()
+        self.lane.running = [(self.lane.modelled(at), count) for at, count in self.engine.running]
+
+
+@dataclass
+class Trainer:
+    """One training rank."""
+
+    setting: Setting
+    num_ranks: int
+    group: dist.ProcessGroup | None
+    lane: Lane
+
+    def learn(self, num_tokens: float) -> None:
+        """Train on so many tokens, over all training ranks."""
+        share = num_tokens / MEAN_STEP_TOKENS * NUM_RANKS / self.num_ranks
+        self._take(share * self.setting.training_s, self.lane.training)
+
+    def sync(self) -> None:
+        """Send the weights."""
+        self._take(SYNC_S, self.lane.sync)
+
+    def _take(self, seconds: float, part: list[tuple[float, float]]) -> None:
+        dist.barrier(self.group)
+        begin, pace = self.lane.now(), Pace(self.setting.speed)
+        pace.begin()
+        pace.take(seconds)
+        part.append((begin, self.lane.now()))
+
+    def log(self, metrics: dict[str, float], num_tokens: int) -> None:
+        """End a step."""
+        self.lane.steps.append({"end_s": self.lane.now(), "num_tokens": num_tokens} | metrics)
+
+
+def num_learned(sampled: Sampled) -> int:
+    """Tokens of a batch."""
+    return UNIT * sum(len(one.token_ids) for group in sampled.groups for one in group.rollouts)
+
+
+def colocated(trainer: Trainer, sampler: Sampler) -> None:
+    """Generation and training in turns on every rank."""
+    rollouter, engine = sampler.rollouter, sampler.engine
+    for step in range(trainer.setting.num_steps):
+        sampled = sampler.collect(step)
+        rollouter.open_groups, num_scored = carry(rollouter.open_groups, step)
+        num_tokens = num_learned(sampled)
+        trainer.learn(num_tokens + FORWARD_SHARE * UNIT * num_scored)
+        trainer.sync()
+        engine.policy_version = step + 1
+        idle = sampler.stopwatch.notes["perf/rollout_idle_share"]
+        trainer.log(sampled.metrics | {"perf/rollout_idle_share": idle}, num_tokens)
+
+
+def carry(groups: Sequence[OpenGroup], step: int) -> tuple[list[OpenGroup], int]:
+    """As `learn.carry.carry` without a policy; and the tokens that it would score."""
+    num_scored = 0
+    carried = []
+    for group in groups:
+        rollouts: list[Rollout] = []
+        for one in group.rollouts:
+            known = len(one.carried.old_log_probs) if one.carried else 0
+            if len(one.token_ids) > known:
+                num_scored += len(one.token_ids)
+                oldest = one.carried.oldest_version if one.carried else step
+                one = replace(one, carried=Carried(oldest, one.log_probs))
+            rollouts.append(one)
+        carried.append(replace(group, rollouts=tuple(rollouts)))
+    return carried, num_scored
+
+
+def orders(num_steps: int, max_staleness: int) -> list[tuple[str, int]]:
+    """What the generation side does, one after the other: weights of a version, samples of a step.
+
+    Weights go after every `max_staleness`-th step, and then every batch up to so many steps ahead.
+    """
+    given: list[tuple[str, int]] = []
+    next_step = 0
+    for version in range(0, num_steps, max(max_staleness, 1)):
+        given.append(("weights", version))
+        last = min(version + max_staleness, num_steps - 1)
+        given += [("sample", step) for step in range(next_step, last + 1)]
+        next_step = last + 1
+    return given
+
+
+def training_side(trainer: Trainer, schedule: Schedule, mail: Mail) -> None:
+    """Train on what the other side samples."""
+    num_steps = trainer.setting.num_steps
+    sent = {
+        version for task, version in orders(num_steps, schedule.max_staleness) if task == "weights"
+    }
+    for step in range(num_steps):
+        if step in sent:
+            mail.wait(f"ready/{step}")
+            mail.post(f"sent/{step}", {})
+            trainer.sync()
+        metrics = mail.wait(f"batch/{step}")
+        trainer.learn(metrics["num_tokens"])
+        trainer.log(metrics, metrics["num_tokens"])
+
+
+def generation_side(sampler: Sampler, setting: Setting, schedule: Schedule, mail: Mail) -> None:
+    """Sample what is ordered."""
+    for task, step in orders(setting.num_steps, schedule.max_staleness):
+        if task == "weights":
+            mail.post(f"ready/{step}", {})
+            mail.wait(f"sent/{step}")
+            begin = sampler.lane.now()
+            sampler.engine.update_weights((), policy_version=step)
+            sampler.lane.sync.append((begin, sampler.lane.now()))
+            continue
+        sampled = sampler.collect(step)
+        idle = sampler.stopwatch.notes["perf/rollout_idle_share"]
+        metrics = {"perf/rollout_idle_share": idle, "num_tokens": num_learned(sampled)}
+        mail.post(f"batch/{step}", sampled.metrics | metrics)
+
+
+class Mail:
+    """Small messages between the two sides."""
+
+    def __init__(self, path: str) -> None:
+        self._store = dist.FileStore(path)
+
+    def post(self, name: str, value: Any) -> None:
+        """Make `value` visible to all ranks."""
+        self._store.set(name, json.dumps(value))
+
+    def wait(self, name: str) -> Any:
+        """What was posted, once it is."""
+        while not self._store.check([name]):
+            time.sleep(_LOOK_EVERY_S)
+        return json.loads(self._store.get(name))
+
+
+def main() -> None:
+    """Run the schedules one after the other, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", nargs="*", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--speed", type=float, default=80, help="modelled seconds in a second")
+    parser.add_argument("--training", choices=TRAINING_S, default="light")
+    parser.add_argument("--output", type=Path, help="JSON for tail_report.py")
+    arguments = parser.parse_args()
+    os.environ["PYTEST_TIMEOUT"] = "3600"  # of one schedule; read with the next import
+    from tests.dist import run_distributed
+
+    setting = Setting(
+        arguments.speed, TRAINING_S[arguments.training], arguments.steps, first_step=4
+    )
+    found: dict[str, Any] = {"setting": asdict(setting), "schedules": {}}
+    for name in arguments.only:
+        lanes = run_distributed(run_rank, NUM_RANKS, setting, SCHEDULES[name])
+        found["schedules"][name] = {
+            "schedule": asdict(SCHEDULES[name]),
+            "lanes": [asdict(lane) for lane in lanes],
+        }
+        print(name, flush=True)
+        if arguments.output:
+            arguments.output.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -26,8 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))  # from a checkout, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 import numpy as np
 import torch.distributed as dist
@@ -46,6 +45,7 @@ from gapo_megatron.rollout.rollouter import Rollouter, Sampled
 from gapo_megatron.types import Carried, Episode, OpenGroup, Prompt, Rollout
 from tests.timed_engine import Costs, Lengths, Pace, TimedEngine
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_RANKS, NUM_PROMPTS, GROUP_SIZE = 8, 64, 8
 LIMIT, PROMPT_TOKENS = 32_768, 200
 UNIT = 64

@@ -144,6 +144,7 @@ def run_ours(setting: Setting, folder: Path) -> list[float]:
     from gapo_megatron.learn.step import learn
     from gapo_megatron.objective import make_batch
     from gapo_megatron.policy import Policy, initialize
+    from gapo_megatron.rollout.describe import describe
     from gapo_megatron.rollout.generate import generate
     from gapo_megatron.rollout.requests import SamplingSettings
     from gapo_megatron.rollout.sync import first_sequences, prompts_as_sequences, sync
@@ -198,7 +199,8 @@ def run_ours(setting: Setting, folder: Path) -> list[float]:
             )
             for prompt, group in zip(prompts, rollouts, strict=True)
         ]
-        batch = make_batch(judged, config.objective.resolve())
+        facts, tokens = describe(judged)
+        batch = make_batch(facts, config.objective.resolve()).with_tokens(dict(enumerate(tokens)))
         packing = plan(
             sequence_lengths(batch),
             batch.advantages,

@@ -42,6 +42,7 @@ from gapo_megatron.objective import make_batch
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.policy.parallel import ParallelGroups
+from gapo_megatron.rollout.describe import describe
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.generate import Watch, generate
 from gapo_megatron.rollout.requests import SamplingSettings
@@ -172,7 +173,8 @@ def run(
     """Seconds and metrics of one step from the warm start, and the weights after it."""
     policy = Policy.build(config, groups, device)
     policy.load_hf_weights(read_hf(config.model.hf_dir))
-    batch = make_batch(judged, config.objective.resolve())
+    facts, tokens = describe(judged)
+    batch = make_batch(facts, config.objective.resolve()).with_tokens(dict(enumerate(tokens)))
     packing = plan(
         sequence_lengths(batch),
         batch.advantages,

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from gapo_megatron.facts import Facts as Facts
+from gapo_megatron.facts import Held as Held
+from gapo_megatron.facts import Tokens as Tokens
 
 if TYPE_CHECKING:  # the workers that judge responses need `Verdict`, and start without torch
     import numpy as np
@@ -123,11 +128,11 @@ class Group:
 class Sequences:
     """B sequences of tokens to be scored: what packing and the forward pass need to know."""
 
-    prompt_ids: list[np.ndarray]
+    prompt_ids: Sequence[np.ndarray]
     """B arrays of int32 prompt tokens."""
-    response_ids: list[np.ndarray]
+    response_ids: Sequence[np.ndarray]
     """B arrays of int32 response tokens."""
-    response_masks: list[np.ndarray] = field(default_factory=list, kw_only=True)
+    response_masks: Sequence[np.ndarray] = field(default_factory=list, kw_only=True)
     """B arrays of bool, `Rollout.response_mask`: a token that the model did not sample is read, and
     has no row, no log-prob and no part in any denominator. No array at all: all were sampled."""
 
@@ -151,15 +156,25 @@ class Sequences:
         count = (lambda mask: int(mask.sum())) if self.response_masks else len
         return torch.tensor([count(one) for one in counted], dtype=torch.int64)
 
+    @property
+    def num_fed_tokens(self) -> torch.Tensor:
+        """[B] int64: prompt + response - 1; the last response token is predicted, never read."""
+        import torch
+
+        pairs = zip(self.prompt_ids, self.response_ids, strict=True)
+        lengths = [len(prompt) + len(response) - 1 for prompt, response in pairs]
+        return torch.tensor(lengths, dtype=torch.int64)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch(Sequences):
-    """Every sequence of one rollout batch, flat, group after group; the same on every rank.
+    """Every sequence of one rollout batch, flat, group after group: facts, c, k, A on every rank.
 
+    Of the tokens and log-probs a rank has those of its share; asking for others is a KeyError.
     B = sequences = prompts x rollouts per prompt. Tensors live on the CPU.
     """
 
-    rollout_log_probs: list[np.ndarray]
+    rollout_log_probs: Sequence[np.ndarray]
     """B arrays of float32, aligned with `response_ids`."""
     advantages: torch.Tensor
     """[B] float64. Zero for unknown verdicts and for groups with c = 0 or c = k."""
@@ -169,9 +184,73 @@ class Batch(Sequences):
     """[B] int64: k of the sequence's group, counted over valid rollouts (0 if none is valid)."""
     valid: torch.Tensor
     """[B] bool: False for unknown verdicts; those leave loss, denominators and metrics."""
-    carried_log_probs: list[np.ndarray] = field(default_factory=list)
+    carried_log_probs: Sequence[np.ndarray] = field(default_factory=list)
     """B arrays of float32, `Carried.old_log_probs` of each response's first tokens; no array at
     all where this step sampled every token."""
+    facts: Facts = None  # type: ignore[assignment]
+    """Facts of the B sequences; by default those that the tokens say themselves, all of them here
+    (`Facts.of`)."""
+
+    def __post_init__(self) -> None:
+        if self.facts is None:
+            tokens = [self.tokens(i) for i in range(len(self.response_ids))]
+            object.__setattr__(self, "facts", Facts.of(tokens))
+
+    def tokens(self, i: int) -> Tokens:
+        """Sequence i, which must be of this rank's share."""
+        import numpy as np
+
+        carried = self.carried_log_probs
+        mask = self.response_masks[i] if self.response_masks else None
+        return Tokens(
+            self.prompt_ids[i],
+            self.response_ids[i],
+            self.rollout_log_probs[i],
+            carried[i] if carried else np.empty(0, dtype=np.float32),
+            None if mask is None or mask.all() else mask,
+        )
+
+    def with_tokens(self, tokens: Mapping[int, Tokens]) -> Batch:
+        """The same batch with the tokens of these sequences, by number, and of no others."""
+        size, facts = len(self.facts), self.facts
+        masks: Sequence[np.ndarray] = []
+        carried: Sequence[np.ndarray] = []
+        if (facts.num_sampled_tokens < facts.num_response_tokens).any():
+            masks = Held(size, {i: _mask(one) for i, one in tokens.items()})
+        if facts.num_carried_tokens.any():
+            carried = Held(size, {i: one.carried_log_probs for i, one in tokens.items()})
+        return replace(
+            self,
+            prompt_ids=Held(size, {i: one.prompt_ids for i, one in tokens.items()}),
+            response_ids=Held(size, {i: one.response_ids for i, one in tokens.items()}),
+            rollout_log_probs=Held(size, {i: one.rollout_log_probs for i, one in tokens.items()}),
+            carried_log_probs=carried,
+            response_masks=masks,
+        )
+
+    @property
+    def num_response_tokens(self) -> torch.Tensor:
+        """[B] int64: sampled ones, of every sequence, wherever its tokens are."""
+        import torch
+
+        return torch.from_numpy(self.facts.num_sampled_tokens).long()
+
+    @property
+    def num_fed_tokens(self) -> torch.Tensor:
+        """[B] int64: as of `Sequences`, of every sequence."""
+        import torch
+
+        facts = self.facts
+        fed = facts.num_prompt_tokens + facts.num_response_tokens - 1
+        return torch.from_numpy(fed).long()
+
+
+def _mask(tokens: Tokens) -> np.ndarray:
+    import numpy as np
+
+    if tokens.response_mask is None:
+        return np.ones(len(tokens.response_ids), dtype=bool)
+    return tokens.response_mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing as mp
 import multiprocessing.context
+import os
 import pickle
+import socket
 import tempfile
 import time
 import traceback
@@ -15,11 +17,13 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 
+from gapo_megatron.config import RolloutConfig
+from gapo_megatron.run import process_group
 from tests.waiting import HANG_S
 
 _STACKS_S = 5
@@ -48,11 +52,36 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
         AssertionError: carries the traceback of the rank that failed first, or where every rank
             was when the time was up.
     """
+    return _run(_call_in_group, world_size, fn, world_size, args)
+
+
+def run_sides(
+    fn: Callable[..., Any], num_training: int, num_generation: int, *args: Any
+) -> list[Any]:
+    """Call `fn(world, *args)` on ranks that `process_group.start` has brought up, by job rank.
+
+    Args:
+        fn: a module-level function.
+        num_training: ranks of the training side.
+        num_generation: ranks that only generate; 0: there is one side.
+        args: picklable.
+
+    Returns, raises: as `run_distributed`.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    return _run(
+        _call_on_side, num_training + num_generation, fn, num_training, num_generation, port, args
+    )
+
+
+def _run(target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Call `target(rank, folder, *args)` in `world_size` processes; what each has returned."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         context = rank_context()
         processes: list[BaseProcess] = [
-            context.Process(target=_rank_main, args=(fn, rank, world_size, name, args))
+            context.Process(target=_rank_main, args=(target, rank, name, args))
             for rank in range(world_size)
         ]
         try:
@@ -110,18 +139,56 @@ def _join_group(rank: int, world_size: int, folder: str) -> None:
     )
 
 
-def _rank_main(
-    fn: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]
-) -> None:
+def _call_in_group(
+    rank: int, folder: str, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]
+) -> Any:
+    _join_group(rank, world_size, folder)
+    result = fn(*args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _call_on_side(
+    rank: int,
+    folder: str,
+    fn: Callable[..., Any],
+    num_training: int,
+    num_generation: int,
+    port: int,
+    args: tuple[Any, ...],
+) -> Any:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_training + num_generation),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    rollout = RolloutConfig(max_response_tokens=1, generation_ranks=num_generation)
+    world = process_group.start(HANG_S, rollout=rollout)
+    with open(Path(folder) / f"stacks{rank}", "a") as stacks:  # `start` has a watch of its own
+        _show_stacks_later(stacks)
+        result = fn(world, *args)
+        if world.bridge is not None:
+            world.bridge.close()
+        else:
+            dist.barrier()
+        dist.destroy_process_group()
+    return result
+
+
+def _show_stacks_later(file: IO[str]) -> None:
+    faulthandler.dump_traceback_later(max(1, HANG_S - _STACKS_S), file=file)
+
+
+def _rank_main(target: Callable[..., Any], rank: int, folder: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     with open(Path(folder) / f"stacks{rank}", "w") as stacks:
-        faulthandler.dump_traceback_later(max(1, HANG_S - _STACKS_S), file=stacks)
+        _show_stacks_later(stacks)
         try:
-            _join_group(rank, world_size, folder)
-            result = fn(*args)
+            result = target(rank, folder, *args)
             (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(result))
-            dist.barrier()
-            dist.destroy_process_group()
         except BaseException:
             # Complete before it has the name the parent looks for.
             draft = Path(folder) / f"draft{rank}"

@@ -26,9 +26,10 @@ from gapo_megatron.learn import loss as loss_module
 from gapo_megatron.learn import step as learn_module
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import UpdateResult
-from gapo_megatron.objective import PolicyLoss, make_batch
+from gapo_megatron.objective import PolicyLoss
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.types import Carried, Group, Outcome, Plan, Prompt, Rollout, Verdict
+from tests.batches import make_batch
 from tests.distributed import policy_setup
 from tests.peers.reference import gapo_update, in_float64, response_log_probs
 

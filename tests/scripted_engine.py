@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gapo_megatron.errors import RolloutError
@@ -37,6 +40,31 @@ class LoneHeartbeat(Heartbeat):
         meanwhile()
 
 
+class QueueChannel:
+    """A `rollout.exchange.Channel` of threads; alone it has nobody to send to."""
+
+    def __init__(self, rank: int, queues: dict[Any, queue.Queue[bytes]], *, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._queues = queues
+
+    def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Any:
+        self._queue(self.rank, to, tag).put(buffer.numpy().tobytes())
+        return SimpleNamespace(wait=lambda: None)
+
+    def receive(self, buffer: torch.Tensor, *, source: int, tag: int) -> Any:
+        found = self._queue(source, self.rank, tag)
+
+        def wait() -> None:
+            content = np.frombuffer(found.get(timeout=HANG_S), dtype=np.uint8)
+            assert len(content) == len(buffer)
+            buffer.numpy()[:] = content
+
+        return SimpleNamespace(wait=wait)
+
+    def _queue(self, *key: int) -> queue.Queue[bytes]:
+        return self._queues.setdefault(key, queue.Queue())
+
+
 class LoneReplicas(Replicas):
     """A rank without a process group; of several it is the one that is there."""
 
@@ -45,6 +73,13 @@ class LoneReplicas(Replicas):
 
     def gather(self, groups: Sequence[Any]) -> list[Any]:
         return list(groups)
+
+    def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
+        return self.gather([rows])
+
+    @property
+    def channel(self) -> Any:
+        return QueueChannel(self.rank, {}, size=self.world_size)
 
     def heartbeat(self) -> Heartbeat:
         return LoneHeartbeat()
@@ -55,6 +90,7 @@ class ThreadReplicas(LoneReplicas):
 
     def __init__(self, rank: int, *, size: int, barrier: threading.Barrier, sent: list[Any]):
         super().__init__(rank=rank, world_size=barrier.parties, size=size)
+        self.queues: dict[Any, queue.Queue[bytes]] = {}
         self._barrier = barrier
         self._sent = sent
 
@@ -62,10 +98,17 @@ class ThreadReplicas(LoneReplicas):
     def of(cls, world_size: int, *, size: int) -> list[ThreadReplicas]:
         """One for each rank."""
         barrier, sent = threading.Barrier(world_size), [None] * world_size
-        return [cls(rank, size=size, barrier=barrier, sent=sent) for rank in range(world_size)]
+        ranks = [cls(rank, size=size, barrier=barrier, sent=sent) for rank in range(world_size)]
+        for one in ranks:
+            one.queues = ranks[0].queues
+        return ranks
+
+    @property
+    def channel(self) -> Any:
+        return QueueChannel(self.rank, self.queues, size=self.world_size)
 
     def gather(self, groups: Sequence[Any]) -> list[Any]:
-        self._sent[self._rank] = list(groups)
+        self._sent[self.rank] = list(groups)
         self._barrier.wait(HANG_S)
         received = [one for part in self._sent for one in part]
         self._barrier.wait(HANG_S)

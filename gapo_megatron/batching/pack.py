@@ -20,11 +20,7 @@ def sequence_lengths(batch: Sequences) -> torch.Tensor:
 
     The last response token is predicted, never read: it needs no forward pass.
     """
-    lengths = [
-        len(prompt) + len(response) - 1
-        for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True)
-    ]
-    return torch.tensor(lengths, dtype=torch.int64)
+    return batch.num_fed_tokens
 
 
 def unpack(

@@ -20,7 +20,7 @@ OPEN_GROUPS_NAME = "open_groups.pt"
 
 
 def save_open_groups(folder: Path, groups: Sequence[OpenGroup]) -> None:
-    """Write them, the same on every rank; no file where there are none. For rank 0 alone."""
+    """Write them, all their tokens here; no file where there are none. For rank 0 alone."""
     if groups:
         content = [
             {"prompt": asdict(group.prompt), "rollouts": list(map(_to_fields, group.rollouts))}

@@ -8,17 +8,21 @@ given.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from gapo_megatron.checkpoint import files
+from gapo_megatron.facts import Facts
 from gapo_megatron.learn.step import Progress
+from gapo_megatron.rollout.exchange import Channel, gather
 from gapo_megatron.types import Batch
 
+_TAG = 5
 BATCH_NAME = "batch.pt"
 _ARRAYS = {
     "prompt_ids": torch.int32,
@@ -40,13 +44,24 @@ class OpenStep:
     """State of a step that is not finished: its batch, and the progress of its updates."""
 
     batch: Batch
-    """The step's batch; the same on every rank."""
+    """The step's batch; for a save rank 0 has all tokens (`gathered`), after a load every rank."""
     metrics: dict[str, float]
     """Metrics of rollouts and groups; the same on every rank."""
     evaluated: dict[str, float]
     """Metrics of the evaluation before the step; empty without one."""
     progress: Progress = field(default_factory=Progress)
     """This rank's progress with the updates."""
+
+    def gathered(self, channel: Channel) -> Self:
+        """The same with all tokens of the batch on rank 0 of the channel, which saves them.
+
+        Collectives: messages from all ranks to rank 0.
+        """
+        batch, facts = self.batch, self.batch.facts
+        mine = np.flatnonzero(facts.holder == channel.rank).tolist()
+        held = {i: batch.tokens(i) for i in mine}
+        tokens = gather(held, facts, channel=channel, tag=_TAG)
+        return replace(self, batch=batch.with_tokens(tokens)) if tokens else self
 
     def save(self, folder: Path) -> None:
         """Write this rank's progress; rank 0 the rest. No collective."""
@@ -57,12 +72,19 @@ class OpenStep:
                 fields[name] = [torch.from_numpy(array) for array in fields[name]]
             files.write(
                 folder / BATCH_NAME,
-                {"batch": fields, "metrics": self.metrics, "evaluated": self.evaluated},
+                {
+                    "batch": fields,
+                    "facts": torch.from_numpy(self.batch.facts.table),
+                    "metrics": self.metrics,
+                    "evaluated": self.evaluated,
+                },
             )
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, *, num_updates: int) -> Self:
         """Read what `save` wrote on this rank of the same parallel layout. No collective.
+
+        A step without an update is read on any rank of any layout.
 
         Args:
             folder: the checkpoint's folder.
@@ -73,9 +95,11 @@ class OpenStep:
             CheckpointError: a file is missing, damaged or misshapen; names it.
         """
         with files.reading(folder / BATCH_NAME) as shared:
-            batch = _to_batch(shared["batch"])
+            batch = _to_batch(shared["batch"], shared.get("facts"))
             metrics = files.numbers(shared["metrics"])
             evaluated = files.numbers(shared["evaluated"])
+        if num_updates == 0:
+            return cls(batch, metrics, evaluated)
         with files.reading(folder / progress_name(dist.get_rank())) as fields:
             progress = _to_progress(fields, device)
             if progress.num_updates != num_updates:
@@ -88,7 +112,8 @@ def progress_name(rank: int) -> str:
     return f"progress_{rank:05d}.pt"
 
 
-def _to_batch(fields: dict[str, Any]) -> Batch:
+def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
+    """The batch with all its tokens; `table` is None in a file of before there were facts."""
     # One written before there were carried tokens, or masks, has none.
     fields = {"carried_log_probs": [], "response_masks": [], **fields}
     tokens, responses, log_probs, carried, masks = (
@@ -111,7 +136,31 @@ def _to_batch(fields: dict[str, Any]) -> Batch:
         len(one) <= length for one, length in zip(carried, lengths, strict=True)
     ):
         raise ValueError("more carried tokens than a response has")
-    return batch
+    if table is not None:
+        batch = replace(batch, facts=_to_facts(table, batch.facts))
+    return _kept_by_turns(batch)
+
+
+def _to_facts(table: Any, found: Facts) -> Facts:
+    """The facts of `table`, provided that they are of the tokens that have the facts `found`."""
+    if not isinstance(table, torch.Tensor) or (table.dtype, table.shape) != (
+        torch.int32,
+        found.table.shape,
+    ):
+        raise ValueError(f"{table!r:.40} in place of the facts of {len(found)} sequences")
+    facts = Facts(table.numpy())
+    for name in ("num_prompt_tokens", "num_response_tokens", "num_sampled_tokens"):
+        if (getattr(facts, name) != getattr(found, name)).any():
+            raise ValueError(f"facts whose {name} are not those of the tokens")
+    if (facts.num_carried_tokens != found.num_carried_tokens).any():
+        raise ValueError("facts whose num_carried_tokens are not those of the tokens")
+    return facts
+
+
+def _kept_by_turns(batch: Batch) -> Batch:
+    """Whoever has sampled them, every rank has all tokens now: each keeps its part of them."""
+    holders = np.arange(len(batch.facts)) % dist.get_world_size()
+    return replace(batch, facts=batch.facts.changed(holder=holders))
 
 
 def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:

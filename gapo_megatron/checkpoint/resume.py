@@ -64,8 +64,8 @@ def load_latest(
     A damaged checkpoint, or one that cannot be read, is skipped with a warning that names the file,
     and set aside once an older whole one is loaded, so that a later resume cannot jump ahead to it.
     A half-written one has no final name and is never considered. Random state is restored when the
-    layout is the same. A checkpoint within a step needs the layout and the settings it was written
-    with: with others it counts as damaged.
+    layout is the same. A checkpoint within a step needs the settings it was written with and, if
+    the step has done an update, the layout: with others it counts as damaged.
 
     Args:
         run_dir: the run's output folder, on a file system all ranks share.
@@ -143,7 +143,7 @@ def _why_not_go_on_within(found: Manifest, sizes: Mapping[str, int], config: Con
     """
     if found.open_updates is None:
         return None
-    if found.layout != sizes:
+    if found.open_updates and found.layout != sizes:
         return f"it lies within a step of another parallel layout ({_shown(found.layout)})"
     if changed := changes(found.config, config):
         return f"it lies within a step of other settings ({', '.join(changed)})"
@@ -222,7 +222,7 @@ def _check_contents(path: Path, found: Manifest, *, is_same_layout: bool) -> Non
     if is_same_layout:
         needed.add(rng.file_name(rank))
     if found.open_updates is not None:
-        needed |= {BATCH_NAME, progress_name(rank)}
+        needed |= {BATCH_NAME, *([progress_name(rank)] if found.open_updates else [])}
     if unlisted := sorted(needed - found.files.keys()):
         raise CheckpointError(f"{path / manifest.MANIFEST_NAME} does not list {unlisted[0]}")
     num_updates = read_common(path, metadata).get("num_updates")

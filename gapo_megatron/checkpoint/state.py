@@ -26,7 +26,8 @@ class State:
     open_step: OpenStep | None = None
     """The step under way when a stop came; None between steps."""
     open_groups: Sequence[OpenGroup] = ()
-    """Groups with unfinished responses, resumed by the next step; the same on every rank."""
+    """Groups with unfinished responses, resumed by the next step; rank 0 alone saves them, and
+    every rank loads them all."""
 
     @property
     def num_open_updates(self) -> int | None:

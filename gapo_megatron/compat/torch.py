@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "OutsideGroup",
     "TorchDispatchMode",
     "allocator_settings",
     "deterministic_algorithms",
@@ -210,6 +212,66 @@ def reads_metadata_by(read: Callable[[Path], Any]) -> Iterator[None]:
         yield
     finally:
         reader.read_metadata = replaced
+
+
+# --- process groups ------------------------------------------------------------------------------
+
+
+class OutsideGroup:
+    """A process group outside the default world, whose ranks may be of several such worlds.
+
+    No function of `torch.distributed` knows it, so that its ranks need have nothing else in common.
+    """
+
+    # Uses: ProcessGroupGloo, ProcessGroupNCCL and its Options, built directly; their broadcast,
+    #     send, recv, barrier, shutdown
+    # Versions: torch 2.13.0
+    # Upstream: pytorch/pytorch#33434 (closed: groups of ranks outside a world), none found that is
+    #     public
+    def __init__(
+        self, store: dist.Store, *, rank: int, size: int, device: torch.device, timeout_s: float
+    ) -> None:
+        """Meet the other ranks, of gloo at once, of NCCL at the first operation.
+
+        Args:
+            store: of this group alone (a `PrefixStore`).
+            rank: of this process in the group.
+            size: ranks of the group.
+            device: tensors are on it; NCCL on a GPU, else gloo.
+            timeout_s: longest that an operation waits.
+        """
+        self.rank, self.size, self.device = rank, size, device
+        timeout = timedelta(seconds=timeout_s)
+        self._group: Any
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> dist.Work:
+        """Send `tensor` from rank `source` to all others; begins here, ends with `Work.wait`."""
+        work: dist.Work = self._group.broadcast(tensor, source)
+        return work
+
+    def send(self, tensor: Tensor, *, to: int, tag: int) -> dist.Work:
+        """Begin to send to rank `to`; `tensor` must stay as it is until `Work.wait`."""
+        work: dist.Work = self._group.send([tensor], to, tag)
+        return work
+
+    def receive(self, tensor: Tensor, *, source: int, tag: int) -> dist.Work:
+        """Begin to receive from rank `source`; `tensor` has it after `Work.wait`."""
+        work: dist.Work = self._group.recv([tensor], source, tag)
+        return work
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the group."""
+        self._group.barrier().wait()
+
+    def close(self) -> None:
+        """Give up threads and connections."""
+        self._group.shutdown()
 
 
 # --- a world of one process, and tensors without data --------------------------------------------

@@ -27,9 +27,19 @@ class PromptSource:
             seed: seed of the orders; epoch e depends on (seed, e) alone.
         """
         self._prompts = list(prompts)
+        self._numbers = {prompt.id: i for i, prompt in enumerate(self._prompts)}
         self._seed = seed
         self._epoch = 0
         self._remaining = self._order(0)
+
+    @property
+    def problems(self) -> Sequence[Prompt]:
+        """The dataset."""
+        return self._prompts
+
+    def number_of(self, prompt_id: str) -> int:
+        """Place of a problem in `problems`."""
+        return self._numbers[prompt_id]
 
     def next_batch(self, num_prompts: int, *, drawn: Sequence[Prompt] = ()) -> list[Prompt]:
         """Draw the next `num_prompts` different problems.
@@ -63,8 +73,7 @@ class PromptSource:
 
         A prompt given back after the next epoch has started may be drawn twice in that epoch.
         """
-        positions = {prompt.id: i for i, prompt in enumerate(self._prompts)}
-        self._remaining += [positions[prompt.id] for prompt in prompts]
+        self._remaining += [self.number_of(prompt.id) for prompt in prompts]
 
     def _take(self, count: int, avoided: set[int]) -> list[int]:
         """Remove the first `count` different ones of what remains, but for `avoided`, which stay.

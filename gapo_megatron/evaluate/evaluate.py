@@ -72,11 +72,12 @@ def evaluate(
     )
     if verdicts is None:
         return None
-    groups = replicas.gather([Group(*one) for one in zip(mine, rollouts, verdicts, strict=True)])
-    counts = [_count(group) for group in groups]
+    groups = [Group(*one) for one in zip(mine, rollouts, verdicts, strict=True)]
+    problems = replicas.gather([(_count(group), _lengths(group)) for group in groups])
+    counts = [count for count, _ in problems]
     if output is not None:
         write_counts(counts, output)
-    return _metrics(counts, num_samples) | _response_metrics(groups)
+    return _metrics(counts, num_samples) | _response_metrics([one for _, one in problems])
 
 
 def evaluation_seed(run_seed: int) -> int:
@@ -111,10 +112,18 @@ def _metrics(counts: Counts, num_samples: int) -> dict[str, float]:
     return metrics
 
 
-def _response_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    count = max(len(rollouts), 1)
+def _lengths(group: Group) -> tuple[int, int, int]:
+    """Responses, tokens of theirs that the model sampled, truncated responses."""
+    rollouts = group.rollouts
+    num_truncated = sum(rollout.truncated for rollout in rollouts)
+    return len(rollouts), sum(map(num_sampled, rollouts)), num_truncated
+
+
+def _response_metrics(lengths: Sequence[tuple[int, int, int]]) -> dict[str, float]:
+    count, num_tokens, num_truncated = (
+        sum(column) for column in zip((0, 0, 0), *lengths, strict=True)
+    )
     return {
-        "eval/response_tokens": sum(map(num_sampled, rollouts)) / count,
-        "eval/truncated": sum(rollout.truncated for rollout in rollouts) / count,
+        "eval/response_tokens": num_tokens / max(count, 1),
+        "eval/truncated": num_truncated / max(count, 1),
     }

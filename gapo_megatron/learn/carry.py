@@ -7,93 +7,151 @@ in the step that samples them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch.distributed as dist
+import torch
 
 from gapo_megatron.config import Config
-from gapo_megatron.learn.score import score_on_every_rank
+from gapo_megatron.facts import Facts, Spread, Tokens
+from gapo_megatron.learn.plan import deal_lengths
+from gapo_megatron.learn.score import score
+from gapo_megatron.learn.share import Places
 from gapo_megatron.policy import Policy
-from gapo_megatron.types import Carried, OpenGroup, Rollout, Sequences
+from gapo_megatron.rollout.exchange import Channel, deal
+from gapo_megatron.types import Sequences
+
+_TOKENS, _LOG_PROBS = 3, 4
+"""Tags of messages: to those that score, and back."""
 
 
 def carry(
     policy: Policy,
-    groups: Sequence[OpenGroup],
+    groups: Spread,
     config: Config,
     *,
     policy_version: int,
-    gloo_group: dist.ProcessGroup | None,
-) -> list[OpenGroup]:
-    """Make every token of `groups` `carried`: those that are not have been sampled just now.
+    places: Places,
+    channel: Channel,
+) -> Spread:
+    """Make every token of `groups` carried: those that are not have been sampled just now.
 
     Args:
         policy: at the weights that sampled those tokens; unchanged.
-        groups: the same on every rank.
+        groups: open groups.
         config: the run's settings: token budget of a micro-batch.
         policy_version: version of these weights.
-        gloo_group: all ranks, for Python objects.
+        places: which rank computes what.
+        channel: joins all ranks.
 
     Returns:
-        The groups with the same bits on every rank. Responses without a new token are as they were.
+        The groups, their tokens where they were. Responses without a new token are as they were.
 
-    Collectives: those of `learn.score.score_on_every_rank`, where a token is new.
+    Collectives: those of `learn.score.score`, where a token is new, and before and after it one
+    message at most between any two ranks.
 
     Raises:
         DivergenceError: a log-prob is not finite.
     """
-    new = [
-        (group, rollout)
-        for group in groups
-        for rollout in group.rollouts
-        if len(rollout.token_ids) > _num_carried(rollout)
-    ]
-    if not new:
-        return list(groups)
-    has_mask = any(rollout.response_mask is not None for _, rollout in new)
+    facts = groups.facts
+    new = np.flatnonzero(facts.num_response_tokens > facts.num_carried_tokens)
+    if not len(new):
+        return groups
+    fed = (facts.num_prompt_tokens + facts.num_response_tokens - 1)[new]
+    packing = deal_lengths(
+        torch.from_numpy(fed).long(),
+        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+        data_parallel_size=len(places.scorers),
+    )
+    shares = [sorted(new[[i for one in dealt for i in one]].tolist()) for dealt in packing]
+    wanted = places.by_rank(shares)
+    tokens = deal(groups.held, facts, wanted, channel=channel, tag=_TOKENS)
+    scored = _score(policy, tokens, new, packing[policy.groups.dp_rank])
+    log_probs = _send_back(scored, facts, shares, places=places, channel=channel)
+    carried = {
+        i: _extend(one, log_probs[i]) if i in log_probs else one for i, one in groups.held.items()
+    }
+    begun = (facts.num_carried_tokens == 0) & (facts.num_response_tokens > 0)
+    changed = facts.changed(
+        num_carried_tokens=facts.num_response_tokens,
+        num_carried_sampled=facts.num_sampled_tokens,
+        oldest_version=np.where(begun, policy_version, facts.oldest_version),
+    )
+    return Spread(changed, carried)
+
+
+def _score(
+    policy: Policy,
+    tokens: Mapping[int, Tokens],
+    new: np.ndarray,
+    microbatches: Sequence[Sequence[int]],
+) -> dict[int, np.ndarray]:
+    """Log-probs of this rank's share, by number, on the rank that reports them. Collective.
+
+    `microbatches` are positions in `new`.
+    """
+    place_of = {number: place for place, number in enumerate(tokens)}
+    ours = [tuple(place_of[int(new[i])] for i in indices) for indices in microbatches]
     sequences = Sequences(
-        prompt_ids=[np.array(group.prompt.token_ids, dtype=np.int32) for group, _ in new],
-        response_ids=[rollout.token_ids for _, rollout in new],
-        response_masks=[rollout.is_sampled for _, rollout in new] if has_mask else [],
+        prompt_ids=[one.prompt_ids for one in tokens.values()],
+        response_ids=[one.response_ids for one in tokens.values()],
+        response_masks=[_is_sampled(one) for one in tokens.values()],
     )
-    scored = iter(
-        score_on_every_rank(
-            policy,
-            sequences,
-            max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
-            gloo_group=gloo_group,
-        )
+    scored = score(policy, sequences, ours)
+    if not policy.groups.is_first_copy:
+        return {}
+    numbers = [*tokens]
+    return {numbers[place]: values.numpy() for place, values in scored.items()}
+
+
+def _send_back(
+    scored: Mapping[int, np.ndarray],
+    facts: Facts,
+    shares: Sequence[Sequence[int]],
+    *,
+    places: Places,
+    channel: Channel,
+) -> dict[int, np.ndarray]:
+    """Log-probs by number of the sequences that this rank holds, from those that scored them."""
+    scorer = np.full(len(facts), -1, dtype=np.int32)
+    for rank, share in zip(places.scorers, shares, strict=True):
+        scorer[list(share)] = rank
+    # As a sequence without anything but log-probs.
+    zeros = np.zeros(len(facts), dtype=np.int32)
+    nothing = np.empty(0, dtype=np.int32)
+    described = facts.changed(
+        holder=scorer,
+        num_prompt_tokens=zeros,
+        num_response_tokens=zeros,
+        num_sampled_tokens=zeros,
+        num_carried_tokens=facts.num_sampled_tokens,
     )
-    return [
-        replace(
-            group,
-            rollouts=tuple(
-                _extend(rollout, next(scored), policy_version)
-                if len(rollout.token_ids) > _num_carried(rollout)
-                else rollout
-                for rollout in group.rollouts
-            ),
-        )
-        for group in groups
+    answers = {
+        i: Tokens(nothing, nothing, np.empty(0, dtype=np.float32), values)
+        for i, values in scored.items()
+    }
+    wanted = [
+        np.flatnonzero((scorer >= 0) & (facts.holder == rank)).tolist()
+        for rank in range(channel.size)
     ]
+    received = deal(answers, described, wanted, channel=channel, tag=_LOG_PROBS)
+    return {i: one.carried_log_probs for i, one in received.items()}
 
 
-def _num_carried(rollout: Rollout) -> int:
-    return len(rollout.carried.old_log_probs) if rollout.carried else 0
+def _is_sampled(tokens: Tokens) -> np.ndarray:
+    if tokens.response_mask is None:
+        return np.ones(len(tokens.response_ids), dtype=bool)
+    return tokens.response_mask
 
 
-def _extend(rollout: Rollout, log_probs: np.ndarray, policy_version: int) -> Rollout:
-    """`log_probs` are those of the sampled tokens at `policy_version`; carried ones keep their own.
+def _extend(tokens: Tokens, log_probs: np.ndarray) -> Tokens:
+    """`log_probs` are those of the sampled tokens now; carried ones keep their own.
 
     A token that the environment gave has 0.
     """
-    if rollout.response_mask is not None:
-        sampled, log_probs = log_probs, np.zeros(len(rollout.token_ids), dtype=np.float32)
-        log_probs[rollout.response_mask] = sampled
-    if (before := rollout.carried) is None:
-        return replace(rollout, carried=Carried(policy_version, log_probs))
-    new = log_probs[len(before.old_log_probs) :]
-    extended = np.concatenate([before.old_log_probs, new])
-    return replace(rollout, carried=replace(before, old_log_probs=extended))
+    if tokens.response_mask is not None:
+        sampled, log_probs = log_probs, np.zeros(len(tokens.response_ids), dtype=np.float32)
+        log_probs[tokens.response_mask] = sampled
+    before = tokens.carried_log_probs
+    return replace(tokens, carried_log_probs=np.concatenate([before, log_probs[len(before) :]]))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.learn.plan import plan_scoring
+from gapo_megatron.learn.plan import choose_for_noise_floor, plan_scoring
 from gapo_megatron.learn.score import score
 from gapo_megatron.objective import policy_loss
 from gapo_megatron.policy import Policy
@@ -25,8 +25,6 @@ from gapo_megatron.types import Batch
 
 logger = logging.getLogger(__name__)
 
-SEQUENCES_PER_RANK = 8
-"""Scored on each data-parallel rank: enough for a mean, few beside the hundreds of a step."""
 LARGEST_SHARE = 0.1
 """Share of eps_low that the mean may reach without a warning."""
 
@@ -114,8 +112,8 @@ def measure_noise_floor(policy: Policy, batch: Batch, config: Config) -> NoiseFl
 
     Args:
         policy: at any weights; unchanged.
-        batch: the same on every rank. `SEQUENCES_PER_RANK` of its valid sequences per data-parallel
-            rank are scored, evenly spaced, so that they come from different prompts.
+        batch: `plan.NOISE_FLOOR_SEQUENCES` of its valid sequences per data-parallel rank are
+            scored; each rank has the tokens of its own (`plan.wanted_sequences`).
         config: the run's settings: token budget of a micro-batch, method.
 
     Returns:
@@ -128,7 +126,7 @@ def measure_noise_floor(policy: Policy, batch: Batch, config: Config) -> NoiseFl
         DivergenceError: a log-prob is not finite.
     """
     groups = policy.groups
-    chosen = _choose(batch, SEQUENCES_PER_RANK * groups.dp_size)
+    chosen = choose_for_noise_floor(batch, data_parallel_size=groups.dp_size)
     packing = plan_scoring(
         batch,
         max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
@@ -152,15 +150,6 @@ def measure_noise_floor(policy: Policy, batch: Batch, config: Config) -> NoiseFl
     if mine and groups.is_last_stage and groups.is_first_copy:
         deviation = _deviation(batch, mine, together_scores, alone_scores, config)
     return _over_ranks(deviation, policy.device)
-
-
-def _choose(batch: Batch, count: int) -> torch.Tensor:
-    """[B] bool: `count` valid sequences (all, if fewer), evenly spaced."""
-    valid = batch.valid.nonzero().flatten()
-    count = min(count, len(valid))
-    chosen = torch.zeros_like(batch.valid)
-    chosen[valid[torch.arange(count) * len(valid) // max(count, 1)]] = True
-    return chosen
 
 
 def _deviation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gapo_megatron.batching import plan, sequence_lengths
-from gapo_megatron.config import Config
+from gapo_megatron.config import VERIFIED_SEQUENCES, Config
 from gapo_megatron.types import Batch, Plan, Sequences
 
 
@@ -29,6 +29,60 @@ def plan_updates(batch: Batch, config: Config, *, data_parallel_size: int) -> Pl
     )
 
 
+NOISE_FLOOR_SEQUENCES = 8
+"""The noise floor scores so many on each data-parallel rank: enough for a mean, few beside the
+hundreds of a step."""
+
+
+def choose_for_noise_floor(batch: Batch, *, data_parallel_size: int) -> torch.Tensor:
+    """[B] bool: valid sequences (all, if fewer), evenly spaced, so of different prompts."""
+    valid = batch.valid.nonzero().flatten()
+    count = min(NOISE_FLOOR_SEQUENCES * data_parallel_size, len(valid))
+    chosen = torch.zeros_like(batch.valid)
+    chosen[valid[torch.arange(count) * len(valid) // max(count, 1)]] = True
+    return chosen
+
+
+def wanted_sequences(
+    batch: Batch, config: Config, *, data_parallel_size: int, every: bool = False
+) -> list[list[int]]:
+    """Sequences whose tokens each data-parallel rank must have: a pure function of the facts.
+
+    They are those that its updates compute, those of the noise floor, and the first ones, which
+    every rank checks its engine's weights with.
+
+    Args:
+        batch: facts, c, k and A; no tokens are looked at.
+        config: the run's settings.
+        data_parallel_size: number of ranks to deal to.
+        every: deal those out as well that no rank needs (A = 0): where the ranks that have sampled
+            them do not keep them for a checkpoint.
+
+    Returns:
+        [data_parallel_size] lists of positions, ascending.
+
+    Raises:
+        ConfigError: as `batching.plan`.
+    """
+    settings = {"data_parallel_size": data_parallel_size}
+    updates = plan_updates(batch, config, **settings)
+    noise_floor = plan_scoring(
+        batch,
+        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+        chosen=choose_for_noise_floor(batch, **settings),
+        **settings,
+    )
+    wanted = []
+    for rank in range(data_parallel_size):
+        shares = [one.microbatches[rank] for one in updates.minibatches] + [noise_floor[rank]]
+        found = {i for microbatches in shares for indices in microbatches for i in indices}
+        wanted.append(found | {*range(min(VERIFIED_SEQUENCES, len(batch.facts)))})
+    if every:
+        for i in {*range(len(batch.facts))} - set().union(*wanted):
+            wanted[i % data_parallel_size].add(i)
+    return [sorted(one) for one in wanted]
+
+
 def plan_scoring(
     sequences: Sequences,
     *,
@@ -50,7 +104,22 @@ def plan_scoring(
     Raises:
         ConfigError: a sequence exceeds the budget (named).
     """
-    lengths = sequence_lengths(sequences)
+    return deal_lengths(
+        sequence_lengths(sequences),
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+        data_parallel_size=data_parallel_size,
+        chosen=chosen,
+    )
+
+
+def deal_lengths(
+    lengths: torch.Tensor,
+    *,
+    max_tokens_per_microbatch: int,
+    data_parallel_size: int,
+    chosen: torch.Tensor | None = None,
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """`plan_scoring` of sequences whose tokens are elsewhere, from their lengths [B] int64."""
     (packing,) = plan(
         lengths,
         torch.zeros(len(lengths), dtype=torch.float64),

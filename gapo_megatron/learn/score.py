@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gapo_megatron.batching import unpack
 from gapo_megatron.device.flags import Flags
 from gapo_megatron.learn.forward import Scored, run_pass
-from gapo_megatron.learn.plan import plan_scoring
 from gapo_megatron.policy.policy import Policy
 from gapo_megatron.types import Microbatch, Sequences
 
@@ -53,40 +50,6 @@ def score(
     packed = [policy.pack(sequences, indices) for indices in microbatches]
     values = log_probs(policy, packed, temperature=temperature)
     return unpack(sequences, microbatches, values)
-
-
-def score_on_every_rank(
-    policy: Policy,
-    sequences: Sequences,
-    *,
-    max_tokens_per_microbatch: int,
-    gloo_group: dist.ProcessGroup | None,
-) -> list[np.ndarray]:
-    """Score all sequences: dealt to the data-parallel ranks, then gathered on every rank.
-
-    Args:
-        policy: unchanged.
-        sequences: the same on every rank.
-        max_tokens_per_microbatch: token budget of one micro-batch.
-        gloo_group: all ranks, for Python objects.
-
-    Returns:
-        One float32 array for each sequence, in order, with the same bits on every rank.
-
-    Collectives: those of `score`, then a gather of objects over all ranks.
-    """
-    groups = policy.groups
-    packing = plan_scoring(
-        sequences,
-        max_tokens_per_microbatch=max_tokens_per_microbatch,
-        data_parallel_size=groups.dp_size,
-    )
-    scored = score(policy, sequences, packing[groups.dp_rank])
-    own = {i: values.numpy() for i, values in scored.items()} if groups.is_first_copy else {}
-    parts: list[dict[int, np.ndarray]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(parts, own, group=gloo_group)
-    merged = {i: values for part in parts for i, values in part.items()}
-    return [merged[i] for i in range(len(sequences))]
 
 
 def log_probs(

@@ -228,11 +228,8 @@ def count_by_correct(batch: Batch, *, group_size: int) -> dict[str, float]:
         values.numpy() for values in (batch.valid, batch.num_correct, batch.group_size)
     )
     has_advantage, is_positive = (batch.advantages != 0).numpy(), (batch.advantages > 0).numpy()
-    log_probs = batch.rollout_log_probs
-    if batch.response_masks:  # what the environment gave has no log-prob
-        log_probs = [one[mask] for one, mask in zip(log_probs, batch.response_masks, strict=True)]
     all_tokens = batch.num_response_tokens.numpy().astype(np.float64)
-    surprisal = np.array([-np.sum(one, dtype=np.float64) for one in log_probs])
+    surprisal = -batch.facts.log_prob_sum
     # A tells right from wrong except where a group's verdicts are all alike.
     correct = is_positive | (num_correct == size)
     # Every valid rollout of a group adds 1/k of the group: the sums need no list of groups.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 
 from gapo_megatron.config.methods import Method
-from gapo_megatron.errors import ConfigError, RolloutError
-from gapo_megatron.types import Batch, Group
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.types import Batch, Facts, Held
 
 
 def group_counts(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,49 +70,37 @@ def group_advantages(
     return torch.where(informative, deviation * scale, 0)
 
 
-def make_batch(groups: Sequence[Group], method: Method) -> Batch:
-    """Lay all sequences of a rollout batch out flat, group after group, with their advantages.
+def make_batch(facts: Facts, method: Method) -> Batch:
+    """Give every sequence of a rollout batch its group's c and k and its advantage.
 
     Args:
-        groups: G groups with the same number of rollouts k, the same on every rank.
+        facts: G groups with the same number of rollouts k, all finished; the same on every rank.
         method: decides how rewards become advantages.
 
     Returns:
-        B = G x k sequences.
+        B = G x k sequences, without tokens (`Batch.with_tokens`).
 
     Raises:
-        RolloutError: a response is empty, its log-probs or its mask do not match it, or the model
-            sampled none of its tokens; names prompt and rollout. ConfigError: k < 2.
+        ConfigError: k < 2.
     """
-    assert groups, "a batch needs at least one group"
-    sizes = {len(group.rollouts) for group in groups}
-    assert len(sizes) == 1, f"groups must have the same number of rollouts, not {sorted(sizes)}"
-    for group in groups:
-        _check_rollouts(group)
-    rewards = torch.tensor([group.rewards for group in groups], dtype=torch.float64)
+    assert len(facts), "a batch needs at least one group"
+    assert facts.is_finished.all(), "a batch is of finished rollouts"
+    group_length = facts.group_size
+    rewards = torch.from_numpy(facts.rewards).view(-1, group_length)
     advantages = group_advantages(
         rewards, normalize_std=method.normalize_std, focal_gamma=method.focal_gamma
     )
     num_correct, group_size = group_counts(rewards)
-    group_length = rewards.shape[1]
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    prompts = [np.asarray(group.prompt.token_ids, dtype=np.int32) for group in groups]
-    carried: list[np.ndarray] = []
-    if any(rollout.carried for rollout in rollouts):
-        none = np.empty(0, dtype=np.float32)
-        carried = [one.carried.old_log_probs if one.carried else none for one in rollouts]
-    has_mask = any(rollout.response_mask is not None for rollout in rollouts)
-    masks = [rollout.is_sampled for rollout in rollouts] if has_mask else []
+    nothing = Held(len(facts), {})
     return Batch(
-        prompt_ids=[ids for ids in prompts for _ in range(group_length)],
-        response_ids=[np.asarray(rollout.token_ids, dtype=np.int32) for rollout in rollouts],
-        rollout_log_probs=[np.asarray(rollout.log_probs, dtype=np.float32) for rollout in rollouts],
+        prompt_ids=nothing,
+        response_ids=nothing,
+        rollout_log_probs=nothing,
         advantages=advantages.flatten(),
         num_correct=num_correct.repeat_interleave(group_length),
         group_size=group_size.repeat_interleave(group_length),
         valid=~rewards.isnan().flatten(),
-        carried_log_probs=carried,
-        response_masks=masks,
+        facts=facts,
     )
 
 
@@ -129,23 +114,3 @@ def _check_rewards(rewards: torch.Tensor) -> None:
             "one rollout has no group to compare with"
         )
     assert not bool(rewards.isinf().any()), "rewards must be finite, or NaN for an unknown verdict"
-
-
-def _check_rollouts(group: Group) -> None:
-    assert len(group.verdicts) == len(group.rollouts), f"prompt {group.prompt.id!r}: verdicts"
-    for number, rollout in enumerate(group.rollouts):
-        assert rollout.finished, f"prompt {group.prompt.id!r}, rollout {number} is not finished"
-        num_tokens, num_log_probs = len(rollout.token_ids), len(rollout.log_probs)
-        if num_tokens == 0 or num_tokens != num_log_probs:
-            raise RolloutError(
-                f"prompt {group.prompt.id!r}, rollout {number}: {num_tokens} response tokens with "
-                f"{num_log_probs} log-probs; a response has at least one token (EOS), and each "
-                "token its log-prob"
-            )
-        mask = rollout.response_mask
-        if mask is not None and (len(mask) != num_tokens or not mask.any()):
-            raise RolloutError(
-                f"prompt {group.prompt.id!r}, rollout {number}: {num_tokens} response tokens with "
-                f"a response_mask of {len(mask)}, {int(mask.sum())} of them sampled; each token "
-                "has its place in the mask, and the model sampled at least one"
-            )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Self, TypeVar
 
+import numpy as np
 import torch.distributed as dist
 
+from gapo_megatron.rollout.exchange import Channel, GroupChannel, gather_rows
 from gapo_megatron.rollout.progress import Heartbeat
 
 T = TypeVar("T")
@@ -16,10 +19,13 @@ class Replicas:
     """Every `size` neighbouring ranks form a replica: one engine, whose ranks run in lockstep.
 
     Each replica generates for its slice of the prompts (`share`). What follows, every rank does
-    for its own part of them (`part`), and `gather` brings the results together.
+    for its own part of them (`part`). Of the results `gather_rows` gives every rank the facts;
+    tokens stay, and travel over `channel` to those that compute them.
 
     Attributes:
         gloo_group: all ranks, for Python objects.
+        rank: this rank.
+        world_size: number of ranks.
     """
 
     def __init__(
@@ -33,8 +39,8 @@ class Replicas:
     ) -> None:
         """No collective. `create` makes the groups as well."""
         self.gloo_group = gloo_group
-        self._rank = rank
-        self._world_size = world_size
+        self.rank = rank
+        self.world_size = world_size
         self._size = size
         self._replica_group = replica_group
 
@@ -60,32 +66,48 @@ class Replicas:
     @property
     def count(self) -> int:
         """Replicas of the run."""
-        return self._world_size // self._size
+        return self.world_size // self._size
 
     @property
     def is_first_rank(self) -> bool:
         """Whether this is the first rank of all: the one that shows progress."""
-        return self._rank == 0
+        return self.rank == 0
 
-    def share(self, prompts: Sequence[T]) -> list[T]:
-        """This replica's contiguous slice of `prompts`; all replicas' slices cover it in order."""
-        return _slice(prompts, self._rank // self._size, self.count)
+    @cached_property
+    def channel(self) -> Channel:
+        """Channel of all ranks, for tokens."""
+        return GroupChannel(self.gloo_group or dist.group.WORLD)
+
+    def share(self, prompts: Sequence[T], *, rank: int | None = None) -> list[T]:
+        """This replica's contiguous slice of `prompts`; all replicas' slices cover it in order.
+
+        With `rank` that of the replica of another rank.
+        """
+        rank = self.rank if rank is None else rank
+        return _slice(prompts, rank // self._size, self.count)
 
     def part(self, groups: Sequence[T]) -> list[T]:
         """This rank's contiguous slice of its replica's `groups`; its ranks' slices cover them."""
-        return _slice(groups, self._rank % self._size, self._size)
+        return _slice(groups, self.rank % self._size, self._size)
 
     def gather(self, groups: Sequence[T]) -> list[T]:
-        """Gather the groups of every rank's part, in prompt order, on every rank.
+        """Gather a few small objects of every rank, in the order of ranks, on every rank.
 
         Args:
-            groups: this rank's. Anything that pickles.
+            groups: this rank's. Anything that pickles; no tokens.
 
         Collectives: one gather of objects over all ranks (gloo).
         """
-        received: list[list[T]] = [[]] * self._world_size
+        received: list[list[T]] = [[]] * self.world_size
         dist.all_gather_object(received, list(groups), group=self.gloo_group)
         return [group for part in received for group in part]
+
+    def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Gather tables [n, C] int32 of all ranks, by rank, on every rank.
+
+        Collectives: two, whatever n is (`exchange.gather_rows`).
+        """
+        return gather_rows(rows, self.gloo_group)
 
     def agree(self, answer: bool) -> bool:
         """The answer of the replica's first rank: its ranks must take every step together.
@@ -95,7 +117,7 @@ class Replicas:
         if self._replica_group is None:
             return answer
         answers = [answer]
-        first = self._rank // self._size * self._size
+        first = self.rank // self._size * self._size
         dist.broadcast_object_list(answers, src=first, group=self._replica_group)
         return answers[0]
 

@@ -5,9 +5,11 @@ On top: dynamic sampling, and against the long tail of responses over-sampling a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from gapo_megatron import rewards
@@ -16,23 +18,40 @@ from gapo_megatron.config import Config
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import DataError
+from gapo_megatron.facts import Facts, Spread, Tokens
+from gapo_megatron.rollout.describe import describe, to_open_group
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.environments.one_turn import OneTurn
+from gapo_megatron.rollout.exchange import Channel, deal, gather
 from gapo_megatron.rollout.generate import Watch, begin, generate
 from gapo_megatron.rollout.progress import Occupancy
-from gapo_megatron.rollout.requests import SamplingSettings, num_sampled, request_seed
+from gapo_megatron.rollout.requests import SamplingSettings, request_seed
+from gapo_megatron.rollout.selection import (
+    carried_metrics,
+    choose,
+    informative,
+    num_tokens,
+    rollout_metrics,
+)
 from gapo_megatron.types import Group, OpenGroup, Prompt
+
+_TAG = 1
+"""Of messages with the tokens of open groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Rollouts that a step learns from; the same on every rank."""
+    """Rollouts that a step learns from; the same on every rank but for `held`."""
 
-    groups: list[Group]
+    facts: Facts
     """Judged groups, `batch.rollout_prompts` of them."""
+    held: Mapping[int, Tokens]
+    """By number the sequences whose tokens are here: those that this rank has had judged."""
     metrics: dict[str, float]
     """Over all groups, those that dynamic sampling replaced included."""
+    source_state: Mapping[str, Any]
+    """Place in the data after these groups (`PromptSource.state_dict`)."""
 
 
 def check_problems(problems: Sequence[Prompt], config: Config) -> None:
@@ -56,17 +75,6 @@ def check_problems(problems: Sequence[Prompt], config: Config) -> None:
         )
 
 
-def is_informative(group: Group) -> bool:
-    """Whether valid rollouts differ in their reward: otherwise A = 0 for all of them."""
-    return len({reward for reward in group.rewards if reward == reward}) > 1
-
-
-def choose(groups: Sequence[Group], wanted: int) -> list[Group]:
-    """`wanted` groups in their order: the first informative ones, then the first others."""
-    by_worth = sorted(range(len(groups)), key=lambda i: not is_informative(groups[i]))
-    return [groups[i] for i in sorted(by_worth[:wanted])]
-
-
 class Rollouter:
     """Draws prompts, drives their episodes, and has each judged as soon as it has ended.
 
@@ -81,9 +89,9 @@ class Rollouter:
     and takes so many problems less from the source.
 
     Attributes:
-        open_groups: groups that the next `collect` resumes, the same on every rank. A step that
-            has collected leaves those there that it has broken off; before the weights move,
-            `learn.carry` must make their new tokens `carried`, and set the attribute.
+        open_groups: groups that the next `collect` resumes, each rank with some of the tokens. A
+            step that has collected leaves those there that it has broken off; before the weights
+            move, `learn.carry` must make their new tokens `carried`, and set the attribute.
         environment: the episodes' environment.
     """
 
@@ -107,12 +115,13 @@ class Rollouter:
             config: sections batch, rollout, run.
             environment: the episodes' environment; default: one turn (`OneTurn`).
         """
-        self.open_groups: list[OpenGroup] = []
+        self.open_groups = Spread.join([])
         self.environment: Environment = environment or OneTurn(tokenizer)
         self._engine = engine
         self._source = source
         self._pool = pool
         self._config = config
+        self._group_size = config.batch.rollouts_per_prompt
 
     def collect(self, step: int, *, attempt: Patient, stopwatch: Stopwatch) -> Sampled | None:
         """Sample and judge `batch.rollout_prompts` groups.
@@ -127,63 +136,99 @@ class Rollouter:
             The batch; None, on every rank, if generation or judging was broken off: then
             `open_groups` are as before, but where the source stands no longer belongs to the step.
 
-        Collectives: per round those of `rollout.generate`, of `rewards.score`, and a gather of the
-        groups.
+        Collectives: per round those of `rollout.generate`, of `rewards.score`, and of
+        `Replicas.gather_rows`; messages with the tokens of open groups between ranks.
         """
         batch = self._config.batch
         wanted, most_rounds = batch.rollout_prompts, batch.dynamic_sampling_rounds
-        groups: list[Group] = []
-        opened = self.open_groups
-        drawn = [group.prompt for group in opened]
+        groups, opened = Spread.join([]), self.open_groups
+        problems = self._source.problems
+        drawn = [problems[i] for i in self._problems(opened)]
         num_rounds = num_lost_tokens = 0
         now = _Step(step, attempt, stopwatch, Occupancy())
         while num_rounds <= most_rounds:
-            missing = wanted - sum(map(is_informative, groups))
+            missing = wanted - int(informative(groups.facts, self._group_size).sum())
             if missing <= 0:
                 break
-            num_new = max(num_begun(batch, missing) - len(opened), 0)
+            num_new = max(num_begun(batch, missing) - len(self._problems(opened)), 0)
             prompts = self._source.next_batch(num_new, drawn=drawn)
             drawn += prompts
             judged = self._draw(prompts, opened, missing, now)
             if judged is None:
                 return None
-            groups += judged.groups
+            groups = Spread.join([groups, judged.groups])
             opened = judged.open_groups
             num_lost_tokens += judged.num_lost_tokens
             num_rounds += 1
         if batch.oversampling > 1:
             # They come engine by engine, those that were open first: mini-batches in that order
             # would be of old groups alone or of new ones alone, as the layout has it.
-            seed = self._config.run.seed
-            groups.sort(key=lambda group: request_seed(seed, step, group.prompt.id, 0))
-        kept = {group.prompt.id for group in groups} | {group.prompt.id for group in opened}
-        self._source.give_back([prompt for prompt in drawn if prompt.id not in kept])
+            seed, ids = self._config.run.seed, [problems[i].id for i in self._problems(groups)]
+            order = sorted(range(len(ids)), key=lambda i: request_seed(seed, step, ids[i], 0))
+            groups = groups.take(self._rows(order))
+        kept = {*self._problems(groups), *self._problems(opened)}
+        self._source.give_back(
+            [prompt for prompt in drawn if self._source.number_of(prompt.id) not in kept]
+        )
         self.open_groups = opened
         stopwatch.notes["perf/rollout_idle_share"] = now.occupancy.idle_share
-        metrics = _metrics(groups)
+        facts = groups.facts
+        metrics = rollout_metrics(facts)
         if most_rounds:
             metrics["rollout/sampling_rounds"] = float(num_rounds)
-            metrics["rollout/replaced_group_share"] = 1 - wanted / len(groups)
+            num_groups = len(facts) // self._group_size
+            metrics["rollout/replaced_group_share"] = 1 - wanted / num_groups
         if batch.partial_rollouts:
-            metrics |= _carried_metrics(groups, step)
+            metrics |= carried_metrics(facts, step)
         elif batch.oversampling > 1:
-            kept_tokens = _num_tokens(groups)
+            kept_tokens = num_tokens(facts)
             metrics["rollout/lost_token_share"] = num_lost_tokens / (num_lost_tokens + kept_tokens)
-        return Sampled(choose(groups, wanted), metrics)
+        chosen = groups.take(self._rows(choose(facts, self._group_size, wanted)))
+        return Sampled(chosen.facts, chosen.held, metrics, self._source.state_dict())
+
+    @property
+    def channel(self) -> Channel:
+        """Channel of the ranks that sample, over which tokens go where they are computed."""
+        return self._engine.replicas.channel
+
+    def resume(self, groups: Sequence[OpenGroup]) -> None:
+        """Go on with the open groups of a checkpoint; all of them are here, on every rank."""
+        replicas = self._engine.replicas
+        problems = [self._source.number_of(group.prompt.id) for group in groups]
+        facts, tokens = describe(groups, problems=problems)
+        # Any rank could have any: each has its part.
+        facts.holder[:] = np.arange(len(facts)) % replicas.world_size
+        mine = np.flatnonzero(facts.holder == replicas.rank).tolist()
+        self.open_groups = Spread(facts, {i: tokens[i] for i in mine})
+
+    def gather_open_groups(self) -> list[OpenGroup]:
+        """The open groups with their tokens, on rank 0; none elsewhere.
+
+        Collectives: messages from all ranks to rank 0.
+        """
+        opened = self.open_groups
+        if not len(opened):
+            return []
+        tokens = gather(opened.held, opened.facts, channel=self.channel, tag=_TAG)
+        return self._to_groups(
+            opened.facts, tokens, range(len(self._problems(opened)) if tokens else 0)
+        )
 
     def _draw(
-        self, prompts: list[Prompt], open_groups: Sequence[OpenGroup], wanted: int, now: _Step
+        self, prompts: list[Prompt], opened: Spread, wanted: int, now: _Step
     ) -> _Judged | None:
         """One round: rollouts of `wanted` of prompts and open groups, and their verdicts."""
         engine, stopwatch = self._engine, now.stopwatch
         with stopwatch("rollout"):
             # Those that are open come last, so every engine has some; there they go first.
-            everything = [*prompts, *(group.prompt for group in open_groups)]
+            everything = range(len(prompts) + len(self._problems(opened)))
             wanted_here = engine.replicas.share(everything[:wanted])
             spare = engine.replicas.share(everything[wanted:])
-            begun = {group.prompt.id: group.rollouts for group in open_groups}
-            mine = sorted(wanted_here + spare, key=lambda prompt: prompt.id not in begun)
-            mine = [one if one.id in begun else begin(self.environment, one) for one in mine]
+            resumed = self._resume(opened, everything, wanted)
+            begun = {group.prompt.id: group.rollouts for group in resumed}
+            fresh = [prompts[i] for i in wanted_here + spare if i < len(prompts)]
+            mine = [group.prompt for group in resumed]
+            mine += [begin(self.environment, one) for one in fresh]
             # Settled before any response ends, by problem: the slices still make up all in order.
             judged_here = engine.replicas.part(range(len(mine)))
             judging = rewards.Judging(
@@ -217,10 +262,32 @@ class Rollouter:
                 now,
             )
 
+    def _resume(self, opened: Spread, everything: Sequence[int], wanted: int) -> list[OpenGroup]:
+        """Open groups that this replica goes on with, their tokens brought here."""
+        replicas, num_open = self._engine.replicas, len(self._problems(opened))
+        first = len(everything) - num_open
+        if not num_open:
+            return []
+
+        def groups_of(rank: int) -> list[int]:
+            """Numbers of the open groups that the replica of a rank goes on with, in its order."""
+            theirs = replicas.share(everything[:wanted], rank=rank)
+            theirs += replicas.share(everything[wanted:], rank=rank)
+            return [i - first for i in theirs if i >= first]
+
+        tokens = deal(
+            opened.held,
+            opened.facts,
+            [self._rows(sorted(groups_of(rank))) for rank in range(replicas.world_size)],
+            channel=replicas.channel,
+            tag=_TAG,
+        )
+        return self._to_groups(opened.facts, tokens, groups_of(replicas.rank))
+
     def _judge(
         self, judging: rewards.Judging, kept: list[OpenGroup], left: list[OpenGroup], now: _Step
     ) -> _Judged | None:
-        """Wait for this rank's verdicts, and bring the groups of all ranks together."""
+        """Wait for this rank's verdicts, and bring the facts of all ranks together."""
         prompts, rollouts = [one.prompt for one in kept], [one.rollouts for one in kept]
         verdicts = rewards.score(
             judging,
@@ -232,16 +299,63 @@ class Rollouter:
         if verdicts is None:
             return None
         groups = [Group(*one) for one in zip(prompts, rollouts, verdicts, strict=True)]
-        stay_open = self._config.batch.partial_rollouts
-        num_lost_tokens = 0 if stay_open else _num_tokens(left)
-        parts = self._engine.replicas.gather(
-            [_Judged(groups, left if stay_open else [], num_lost_tokens)]
+        kept_facts, kept_tokens = self._describe(groups)
+        left_facts, left_tokens = self._describe(left)
+        num_lost_tokens = 0
+        if not self._config.batch.partial_rollouts:
+            num_lost_tokens = num_tokens(left_facts)
+            left_facts, left_tokens = self._describe([])
+        # One table travels, with a row in front that says what is in it.
+        head = np.zeros((1, Facts.NUM_COLUMNS), dtype=np.int32)
+        head[0, 0] = len(kept_facts)
+        head[0, -2:] = np.array([num_lost_tokens]).view(np.int32)
+        tables = self._engine.replicas.gather_rows(
+            np.concatenate([head, kept_facts.table, left_facts.table])
         )
+        rank = self._engine.replicas.rank
+        kept_parts: list[Spread] = []
+        left_parts: list[Spread] = []
+        for source, table in enumerate(tables):
+            num_kept = 1 + int(table[0, 0])
+            for found, rows, tokens in (
+                (kept_parts, table[1:num_kept], kept_tokens),
+                (left_parts, table[num_kept:], left_tokens),
+            ):
+                found.append(Spread(Facts(rows), dict(enumerate(tokens if source == rank else []))))
         return _Judged(
-            [group for part in parts for group in part.groups],
-            [group for part in parts for group in part.open_groups],
-            sum(part.num_lost_tokens for part in parts),
+            Spread.join(kept_parts),
+            Spread.join(left_parts),
+            sum(int(table[0, -2:].copy().view(np.int64)[0]) for table in tables),
         )
+
+    def _describe(self, groups: Sequence[Group | OpenGroup]) -> tuple[Facts, list[Tokens]]:
+        return describe(
+            groups,
+            problems=[self._source.number_of(group.prompt.id) for group in groups],
+            policy_version=self._engine.policy_version,
+            holder=self._engine.replicas.rank,
+        )
+
+    def _to_groups(
+        self, facts: Facts, tokens: Mapping[int, Tokens], numbers: Sequence[int]
+    ) -> list[OpenGroup]:
+        """Open groups number `numbers` of `facts`, all of whose tokens are here."""
+        groups = []
+        for number in numbers:
+            rows = self._rows([number])
+            problem = self._source.problems[facts.problem[rows[0]]]
+            groups.append(to_open_group(problem, facts.take(rows), [tokens[i] for i in rows]))
+        return groups
+
+    def _rows(self, groups: Sequence[int]) -> list[int]:
+        """Numbers of the sequences of groups."""
+        size = self._group_size
+        return [group * size + sample for group in groups for sample in range(size)]
+
+    def _problems(self, groups: Spread) -> list[int]:
+        """Number of each group's problem in the data."""
+        problems: list[int] = groups.facts.problem[:: self._group_size].tolist()
+        return problems
 
     def _settings(self, step: int) -> SamplingSettings:
         rollout = self._config.rollout
@@ -267,10 +381,10 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """Result of one round; the same on every rank once gathered."""
+    """Result of one round; the same on every rank but for the tokens."""
 
-    groups: list[Group]
-    open_groups: list[OpenGroup]
+    groups: Spread
+    open_groups: Spread
     num_lost_tokens: int
     """Sampled for groups that are broken off and do not stay open."""
 
@@ -278,30 +392,3 @@ class _Judged:
 def is_whole(group: OpenGroup) -> bool:
     """Whether all responses are finished."""
     return all(rollout.finished for rollout in group.rollouts)
-
-
-def _num_tokens(groups: Sequence[Group | OpenGroup]) -> int:
-    """Number of tokens that the model sampled."""
-    return sum(num_sampled(rollout) for group in groups for rollout in group.rollouts)
-
-
-def _carried_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    num_carried = sum(
-        num_sampled(one, len(one.carried.old_log_probs)) for one in rollouts if one.carried
-    )
-    oldest = min((one.carried.oldest_version for one in rollouts if one.carried), default=step)
-    return {
-        "rollout/carried_token_share": num_carried / _num_tokens(groups),
-        "rollout/oldest_version_gap": float(step - oldest),
-    }
-
-
-def _metrics(groups: Sequence[Group]) -> dict[str, float]:
-    rewards_known = [r for group in groups for r in group.rewards if r == r]
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return {
-        "reward/mean": sum(rewards_known) / max(len(rewards_known), 1),
-        "rollout/response_length/mean": _num_tokens(groups) / len(rollouts),
-        "rollout/truncated": sum(r.truncated for r in rollouts) / len(rollouts),
-    }

@@ -63,7 +63,7 @@ def sync(
 
 
 def first_sequences(batch: Batch, count: int) -> Sequences:
-    """A probe: the first `count` sequences of a batch."""
+    """A probe: the first `count` sequences of a batch, which every rank has the tokens of."""
     return _probe(batch.prompt_ids[:count], batch.response_ids[:count])
 
 
@@ -77,6 +77,6 @@ def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Sequences:
     return _probe([ids[:1] for ids in tokens], [ids[1:] for ids in tokens])
 
 
-def _probe(prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> Sequences:
+def _probe(prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray]) -> Sequences:
     # Without masks: the engine scores every token of a response, whoever it is from.
     return Sequences(prompt_ids, [ids[:_PROBE_TOKENS] for ids in response_ids])

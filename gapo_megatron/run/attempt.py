@@ -45,6 +45,7 @@ class Attempt:
         name: unique among the starts of a run: `<job id>.<restart>` under Slurm.
         run_dir: the run's output folder.
         folder: where launcher and ranks talk; None without a launcher.
+        leads: whether this rank writes for all: it owns the run folder, and decides when to stop.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Attempt:
         job_end_unix_s: float | None,
         hang_timeout_s: float,
         stop_margin_s: float,
+        may_lead: bool = True,
     ) -> None:
         """Use `begin`. `job_end_unix_s` is the job's time limit, None without one."""
+        self.leads = may_lead and dist.get_rank() == 0
         self.run_dir = run_dir
         self.name = name
         self.folder = folder
@@ -73,7 +76,14 @@ class Attempt:
         )
 
     @classmethod
-    def begin(cls, run_dir: str | Path, *, hang_timeout_s: float, stop_margin_s: float) -> Self:
+    def begin(
+        cls,
+        run_dir: str | Path,
+        *,
+        hang_timeout_s: float,
+        stop_margin_s: float,
+        may_lead: bool = True,
+    ) -> Self:
         """Read the launcher's environment, take or check ownership, watch for signals and hangs.
 
         Args:
@@ -82,6 +92,8 @@ class Attempt:
                 the stacks of its threads and ends with exit code 1.
             stop_margin_s: time kept free before the end of the job, and the longest that work under
                 way may go on after a request to stop.
+            may_lead: whether rank 0 leads. False on ranks that only generate: the training side
+                owns the run folder.
 
         Collectives: a broadcast over all ranks; creation of a gloo group.
 
@@ -91,7 +103,7 @@ class Attempt:
         end_after(hang_timeout_s)
         launcher, run_dir = processes.launcher(), Path(run_dir)
         names = [launcher.attempt]
-        if not names[0] and dist.get_rank() == 0:
+        if not names[0] and may_lead and dist.get_rank() == 0:
             names = [f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"]
             write_atomically(run_dir / OWNER_NAME, names[0])
         dist.broadcast_object_list(names, src=0)
@@ -102,13 +114,14 @@ class Attempt:
             job_end_unix_s=launcher.job_end_unix_s,
             hang_timeout_s=hang_timeout_s,
             stop_margin_s=stop_margin_s,
+            may_lead=may_lead,
         )
         for number in STOP_SIGNALS:
             signal.signal(number, attempt._on_signal)
         # A rank that is ended by its launcher, because another one failed, shows where it was.
         faulthandler.register(signal.SIGTERM, file=stderr(), all_threads=True, chain=True)
         attempt.alive()
-        if dist.get_rank() == 0:
+        if attempt.leads:
             attempt.require_ownership()
         return attempt
 
@@ -128,7 +141,7 @@ class Attempt:
     def enter(self, stage: str) -> None:
         """Begin a stage: say `alive`; rank 0 also writes its name into the attempt's folder."""
         self.alive()
-        if self.folder is not None and dist.get_rank() == 0:
+        if self.folder is not None and self.leads:
             with naming(self.folder / "stage"):
                 (self.folder / "stage").write_text(f"{stage}\n", encoding="utf-8")
 
@@ -181,7 +194,7 @@ class Attempt:
         """
         self.alive()
         reasons = [""]
-        if dist.get_rank() == 0:
+        if self.leads:
             self.require_ownership()
             reasons = [self._reason(needed)]
         dist.broadcast_object_list(reasons, src=0, group=self._group)
@@ -191,7 +204,7 @@ class Attempt:
 
     def keep_stage_seconds(self, recent: Mapping[str, list[float]]) -> None:
         """Keep what stages take for the next attempt, whose first ones are not measured yet."""
-        if dist.get_rank() == 0:
+        if self.leads:
             write_atomically(self.run_dir / STAGE_SECONDS_NAME, json.dumps(recent))
 
     def stage_seconds(self) -> dict[str, list[float]]:
@@ -246,7 +259,7 @@ class Attempt:
         self.alive()  # rank 0 may still be writing what the others need not wait for
         dist.barrier(group=self._group)
         end_after(_GRACE_S)
-        if dist.get_rank() != 0:
+        if not self.leads:
             return
         if outcome == "stopped":
             reason = self._asked or "another rank was asked to"

@@ -17,8 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gapo_megatron.config import RolloutConfig
+from gapo_megatron.config.counts import num_generation_ranks
 from gapo_megatron.errors import ConfigError, MachineError
 from gapo_megatron.run import processes
+from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.fail_fast import end_after
 from gapo_megatron.run.processes import Placement
 
@@ -33,26 +36,43 @@ _MOST_DIFFERENCES = 5
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among its peers; the process group is up."""
+    """This process among its peers; the process group is up.
+
+    Peers are the ranks that train and generate in turns; or, where some only generate, those of
+    this process's side: training or generation, each with a default process group of its own.
+    """
 
     rank: int
+    """Rank on this side."""
     world_size: int
+    """Ranks of this side."""
     local_rank: int
     """Index among the processes of this node."""
     device: torch.device
     backend: str
     """`nccl` on GPUs, `gloo` on CPUs."""
+    gloo_group: dist.ProcessGroup
+    """All ranks of this side, for Python objects."""
+    bridge: Bridge | None
+    """The way to the other side; None: every rank trains and generates."""
 
 
-def start(timeout_s: float, *, alike: Mapping[str, Any] | None = None) -> World:
+def start(
+    timeout_s: float,
+    *,
+    alike: Mapping[str, Any] | None = None,
+    rollout: RolloutConfig | None = None,
+) -> World:
     """Bring up logging, the process group and the variables vLLM reads. Call it once, first.
 
     Args:
         timeout_s: a collective that waits longer ends the process; so does the wait for the peers.
         alike: values that the ranks of one run have in common, by name: two runs with one port
             must not become one. Compared as text.
+        rollout: says how many ranks only generate; None: no rank does.
 
-    Collectives: creation of the default process group, by all ranks.
+    Collectives: creation of the default process group and of a gloo group, by all ranks of a side;
+    those of `Bridge` by the ranks of both.
 
     Raises:
         ConfigError: the environment contradicts itself (names the variables), or ranks differ in
@@ -61,41 +81,90 @@ def start(timeout_s: float, *, alike: Mapping[str, Any] | None = None) -> World:
     """
     placement = processes.placement()
     processes.quiet_libraries()
-    configure_logging(placement.rank, placement.world_size)
+    side = _choose_side(placement, rollout)
+    configure_logging(side.rank, side.world_size, is_generation=side.name == "generation")
     device = _choose_device(placement)
     backend = "nccl" if device.type == "cuda" else "gloo"
     processes.tell_vllm(
         placement,
         master_port=placement.master_port or _free_port(),
     )
+    timeout = timedelta(seconds=timeout_s)
     if placement.master_addr:
-        store: dist.Store = _meet(placement, timeout_s, alike or {})
+        split = {"ranks that only generate": side.num_generation} if side.num_generation else {}
+        store = _meet(placement, timeout_s, {**(alike or {}), **split})
     else:
         # In memory: a lone process opens no port and leaves no file.
         store = dist.HashStore()
     end_after(timeout_s + _GRACE_S)
     dist.init_process_group(
         backend,
-        rank=placement.rank,
-        world_size=placement.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        store=store,
+        rank=side.rank,
+        world_size=side.world_size,
+        timeout=timeout,
+        # As torch itself does: its keys and ours do not meet.
+        store=dist.PrefixStore(f"default_pg{side.name and '_'}{side.name}", store),
     )
     if device.type == "cuda":
         # Not by `device_id` above: then every group made later, of gloo too, splits the world's
         # communicator at once, which all ranks must call in one order, whichever they belong to.
         # From the first collective on, this group's barriers are on this device.
         dist.barrier(device_ids=[device.index])
+    gloo_group = dist.new_group(backend="gloo", timeout=timeout)
+    bridge = None
+    if side.num_generation:
+        bridge = Bridge(
+            store,
+            rank=placement.rank,
+            num_training=placement.world_size - side.num_generation,
+            num_generation=side.num_generation,
+            device=device,
+            timeout_s=timeout_s,
+        )
     faulthandler.cancel_dump_traceback_later()
-    if placement.rank == 0:
-        logger.info("%d rank(s), %s, %s", placement.world_size, backend, device.type)
+    if side.rank == 0:
+        name = side.name and f" of {side.name}"
+        logger.info("%d rank(s)%s, %s, %s", side.world_size, name, backend, device.type)
     return World(
-        rank=placement.rank,
-        world_size=placement.world_size,
+        rank=side.rank,
+        world_size=side.world_size,
         local_rank=placement.local_rank,
         device=device,
         backend=backend,
+        gloo_group=gloo_group,
+        bridge=bridge,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Ranks that share a default process group, and this process among them."""
+
+    name: str
+    """`training` or `generation`; empty where all ranks do both."""
+    rank: int
+    world_size: int
+    num_generation: int
+    """Ranks of the generation side, on either side."""
+
+
+def _choose_side(placement: Placement, rollout: RolloutConfig | None) -> _Side:
+    """This process's side: the last ranks of the job generate, if any only do that."""
+    rank, world_size = placement.rank, placement.world_size
+    num_generation = 0
+    if rollout is not None and (rollout.generation_nodes or rollout.generation_ranks):
+        num_generation = num_generation_ranks(
+            rollout,
+            world_size=world_size,
+            # Needed for whole nodes alone; elsewhere they may have unequally many ranks.
+            ranks_per_node=processes.ranks_per_node() if rollout.generation_nodes else world_size,
+        )
+    num_training = world_size - num_generation
+    if not num_generation:
+        return _Side("", rank, world_size, 0)
+    if rank < num_training:
+        return _Side("training", rank, num_training, num_generation)
+    return _Side("generation", rank - num_training, num_generation, num_generation)
 
 
 def share_of_cores() -> int:
@@ -129,8 +198,7 @@ def _meet(placement: Placement, timeout_s: float, alike: Mapping[str, Any]) -> d
             f"rank {rank} has not met the others at {where}; they may have up to "
             f"parallel.timeout_s ({timeout_s:g} s): {type(error).__name__}: {reason}"
         ) from None
-    # As torch itself does: its keys and ours do not meet.
-    return dist.PrefixStore("default_pg", store)
+    return store
 
 
 def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: str) -> None:
@@ -207,9 +275,17 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def configure_logging(rank: int, num_ranks: int) -> None:
-    """Send log lines to stderr: rank 0 from INFO, the others from WARNING; ranks in front."""
+def configure_logging(rank: int, num_ranks: int, *, is_generation: bool = False) -> None:
+    """Send log lines to stderr: rank 0 from INFO, the others from WARNING; ranks in front.
+
+    Args:
+        rank: rank on this side.
+        num_ranks: ranks of this side.
+        is_generation: whether this side only generates; its ranks are told apart.
+    """
     prefix = f"[rank {rank}] " if num_ranks > 1 else ""
+    if is_generation:
+        prefix = f"[generation {rank}] "
     logging.basicConfig(
         level=logging.WARNING,
         format=f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s",

@@ -81,6 +81,15 @@ def world_size() -> int:
     return placement().world_size
 
 
+def ranks_per_node() -> int:
+    """Ranks on every node of this launch; see `read_ranks_per_node`.
+
+    Raises:
+        ConfigError: see `read_ranks_per_node`.
+    """
+    return read_ranks_per_node(os.environ)
+
+
 def is_first() -> bool:
     """Whether this is rank 0, which alone judges what is in a shared folder.
 
@@ -196,6 +205,48 @@ def read_placement(env: Mapping[str, str]) -> Placement:
         placement = Placement()
     _require_range(placement)
     return placement
+
+
+def read_ranks_per_node(env: Mapping[str, str]) -> int:
+    """Ranks on each node, from torchrun's variables, else those of Slurm's step, else all of them.
+
+    Needed where whole nodes have a task of their own, which are the last of the ranks then.
+
+    Raises:
+        ConfigError: nodes have unequally many ranks, or those of a node are not neighbours; names
+            variable, value and rule.
+    """
+    placement = read_placement(env)
+    counts = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    found = [name for name in counts if env.get(name)]
+    if env.get("RANK") and env.get("LOCAL_WORLD_SIZE"):
+        size = _integer(env, "LOCAL_WORLD_SIZE")
+    elif env.get("SLURM_STEP_ID") and found:
+        size = _tasks_per_node(found[0], env[found[0]])
+    else:
+        size = placement.world_size
+    if size < 1 or placement.local_rank != placement.rank % size:
+        raise ConfigError(
+            f"rank {placement.rank} is number {placement.local_rank} of the {size} on its node: "
+            "generation nodes need the ranks of a node next to each other (Slurm: "
+            "--distribution=block)"
+        )
+    return size
+
+
+def _tasks_per_node(name: str, value: str) -> int:
+    """Tasks on every node, from Slurm's list of them: `8(x4)` -> 8."""
+    parts = value.split(",")
+    matches = [re.fullmatch(r"(\d+)(?:\(x\d+\))?", part) for part in parts]
+    sizes = {int(match[1]) for match in matches if match}
+    if not all(matches):
+        raise ConfigError(f"{name} ({value!r}) is not a Slurm list of tasks per node")
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"{name} ({value}) must be one number for all nodes: generation nodes need equally "
+            "many ranks on each"
+        )
+    return sizes.pop()
 
 
 def launch_name(env: Mapping[str, str]) -> str:

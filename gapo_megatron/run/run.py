@@ -21,6 +21,7 @@ from gapo_megatron.io.run_folder import is_finished
 from gapo_megatron.learn.carry import carry
 from gapo_megatron.learn.noise_floor import watch_noise_floor
 from gapo_megatron.learn.plan import plan_updates
+from gapo_megatron.learn.share import Places, bring_tokens
 from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import make_batch
 from gapo_megatron.objective.diagnostics import count_by_correct
@@ -57,6 +58,7 @@ class Run:
     config: Config
     attempt: Attempt
     policy: Policy
+    places: Places
     engine: Engine
     rollouter: Rollouter
     inputs: Inputs
@@ -110,12 +112,13 @@ class Run:
         rollouter = Rollouter(engine, inputs.source, pool, inputs.tokenizer, config)
         checkpoints = Checkpoints(config, policy, rollouter, attempt, stopwatch, keep_weights)
         if resumed is not None:
-            rollouter.open_groups = list(resumed.open_groups)
+            rollouter.resume(resumed.open_groups)
             checkpoints.note_resumed(resumed)
         return cls(
             config=config,
             attempt=attempt,
             policy=policy,
+            places=Places.gather(policy.groups, engine.replicas.gloo_group),
             engine=engine,
             rollouter=rollouter,
             inputs=inputs,
@@ -180,7 +183,8 @@ class Run:
         Groups that stay open for the next step get the log-probs of this step's weights.
 
         Returns:
-            The same on every rank; None where the step has its batch already.
+            Facts the same on every rank, tokens where they were judged; None where the step has
+            its batch already.
 
         Collectives: those of `Rollouter.collect`, then of `learn.carry.carry`.
 
@@ -192,18 +196,19 @@ class Run:
         sampled = self.rollouter.collect(step, attempt=self.attempt, stopwatch=self.stopwatch)
         if sampled is None:
             raise Stopped
-        self.position.source_state = self.inputs.source.state_dict()
+        self.position.source_state = sampled.source_state
         with self.stopwatch("sleep"):
             self.engine.sleep()
         self.memory.note("after_sleep")
-        if self.rollouter.open_groups:
+        if len(self.rollouter.open_groups):
             with self.stopwatch("carry"):
                 self.rollouter.open_groups = carry(
                     self.policy,
                     self.rollouter.open_groups,
                     self.config,
                     policy_version=step,
-                    gloo_group=self.engine.replicas.gloo_group,
+                    places=self.places,
+                    channel=self.rollouter.channel,
                 )
         return sampled
 
@@ -215,16 +220,22 @@ class Run:
             rollouts: from `collect`; None where the step has its batch already.
 
         Returns:
-            The step's batch, the same on every rank.
+            The step's batch: facts of all sequences, tokens of this rank's share.
 
-        Collectives: those of `watch_noise_floor`.
+        Collectives: those of `bring_tokens` and `watch_noise_floor`.
 
         Raises:
             ConfigError: the noise floor is too high for the clip, see `watch_noise_floor`.
         """
         position, config = self.position, self.config
         if rollouts is not None:
-            batch = make_batch(rollouts.groups, config.objective.resolve())
+            batch = bring_tokens(
+                make_batch(rollouts.facts, config.objective.resolve()),
+                rollouts.held,
+                config,
+                places=self.places,
+                channel=self.rollouter.channel,
+            )
             metrics = rollouts.metrics
             metrics |= count_by_correct(batch, group_size=config.batch.rollouts_per_prompt)
             metrics |= watch_noise_floor(

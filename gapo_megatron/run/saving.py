@@ -66,6 +66,7 @@ class Checkpoints:
         if not self.keep_weights:
             return
         with self.stopwatch("checkpoint"):
+            opened = position.open_step
             state = checkpoint.State(
                 step=position.step,
                 trainer_state={
@@ -73,8 +74,8 @@ class Checkpoints:
                     "window": position.window.state_dict(),
                 },
                 branch=self._branch,
-                open_step=position.open_step,
-                open_groups=self.rollouter.open_groups,
+                open_step=opened and opened.gathered(self.rollouter.channel),
+                open_groups=self.rollouter.gather_open_groups(),
             )
             checkpoint.save(
                 self.config.run.output_dir,

@@ -17,9 +17,9 @@ from gapo_megatron.learn.forward import Scored
 from gapo_megatron.models.published import shipped_fields
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.objective import make_batch
 from gapo_megatron.policy import ParallelGroups, Policy, initialize
 from gapo_megatron.types import Batch, Group, Microbatch, Outcome, Prompt, Rollout, Verdict
+from tests.batches import make_batch
 
 _TINY = {
     "hidden_size": 128,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from gapo_megatron import checkpoint
 from gapo_megatron.checkpoint.open_groups import (
@@ -19,10 +20,13 @@ from gapo_megatron.checkpoint.open_groups import (
 )
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.facts import Spread
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.learn import carry as carry_module
-from gapo_megatron.learn.carry import carry
+from gapo_megatron.learn.share import Places
 from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.rollout.describe import describe, to_open_group
+from gapo_megatron.rollout.exchange import GroupChannel, deal
 from gapo_megatron.types import Batch, Carried, OpenGroup, Prompt, Rollout
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed, single_rank
@@ -127,6 +131,34 @@ def policy(folder: Path) -> Iterator[Policy]:
         destroy()
 
 
+def carry(
+    policy: Policy, groups: list[OpenGroup], config: Config, *, policy_version: int
+) -> list[OpenGroup]:
+    """`learn.carry` of groups whose tokens are spread over all ranks; put together on each."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    facts, tokens = describe(groups)
+    facts.holder[:] = np.arange(len(facts)) % world_size
+    held = {i: tokens[i] for i in range(rank, len(facts), world_size)}
+    channel = GroupChannel(dist.group.WORLD)
+    carried = carry_module.carry(
+        policy,
+        Spread(facts, held),
+        config,
+        policy_version=policy_version,
+        places=Places.gather(policy.groups, None),
+        channel=channel,
+    )
+    assert carried.held.keys() == held.keys()
+    wanted = [range(len(facts))] * world_size
+    everything = deal(carried.held, carried.facts, wanted, channel=channel, tag=9)
+    size = len(facts) // len(groups)
+    rows = [range(first, first + size) for first in range(0, len(facts), size)]
+    return [
+        to_open_group(group.prompt, carried.facts.take(here), [everything[i] for i in here])
+        for group, here in zip(groups, rows, strict=True)
+    ]
+
+
 def carried_of(groups: list[OpenGroup]) -> list[list[tuple[int, list[float]] | None]]:
     return [
         [
@@ -162,7 +194,7 @@ def assert_scored(groups: list[OpenGroup], model: Any) -> None:
                     Batch(
                         prompt_ids=[np.array(group.prompt.token_ids, np.int32)],
                         response_ids=[old.token_ids],
-                        rollout_log_probs=[],
+                        rollout_log_probs=[old.log_probs],
                         advantages=torch.zeros(1),
                         num_correct=torch.zeros(1),
                         group_size=torch.zeros(1),
@@ -178,17 +210,11 @@ def test_new_tokens_alone_are_scored_at_the_weights_that_sampled_them(
     policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(folder)
-    groups = carry(policy, GROUPS, config, policy_version=5, gloo_group=None)
+    groups = carry(policy, GROUPS, config, policy_version=5)
     assert_scored(groups, save_model(folder, "qwen2_tied"))
-    assert all(
-        group.rollouts[4] is before.rollouts[4]
-        for group, before in zip(groups, GROUPS, strict=True)
-    )
     # Now all are carried, and nothing is left to do.
-    monkeypatch.setattr(
-        carry_module, "score_on_every_rank", lambda *_, **__: pytest.fail("scored again")
-    )
-    again = carry(policy, groups, config, policy_version=6, gloo_group=None)
+    monkeypatch.setattr(carry_module, "score", lambda *_, **__: pytest.fail("scored again"))
+    again = carry(policy, groups, config, policy_version=6)
     assert carried_of(again) == carried_of(groups)
 
 
@@ -197,14 +223,14 @@ def over_layouts(folder: Path) -> dict[str, Any]:
     for name, parallel in LAYOUTS.items():
         config = config_of(folder, parallel=parallel)
         policy = build(config)
-        groups = carry(policy, GROUPS, config, policy_version=5, gloo_group=None)
+        groups = carry(policy, GROUPS, config, policy_version=5)
         # One response: a data parallel rank without any.
         (one,) = GROUPS[:1]
         alone = replace(one, rollouts=one.rollouts[:2])
         result[name] = (
             groups,
             carried_of(groups),
-            carried_of(carry(policy, [alone], config, policy_version=5, gloo_group=None)),
+            carried_of(carry(policy, [alone], config, policy_version=5)),
         )
         destroy()
     return result
@@ -224,7 +250,7 @@ def test_every_rank_holds_the_same_bits_in_every_layout(folder: Path) -> None:
 
 def test_a_checkpoint_keeps_every_bit(policy: Policy, folder: Path, tmp_path: Path) -> None:
     config = config_of(folder)
-    groups = carry(policy, GROUPS, config, policy_version=5, gloo_group=None)
+    groups = carry(policy, GROUPS, config, policy_version=5)
     save_open_groups(tmp_path, groups)
     read = load_open_groups(tmp_path)
     assert [group.prompt for group in read] == [group.prompt for group in groups]
@@ -248,8 +274,8 @@ def test_what_the_environment_gave_is_carried_as_zero(
     policy: Policy, folder: Path, tmp_path: Path
 ) -> None:
     config, masked = config_of(folder), with_masks(GROUPS)
-    plain = carry(policy, GROUPS, config, policy_version=5, gloo_group=None)
-    groups = carry(policy, masked, config, policy_version=5, gloo_group=None)
+    plain = carry(policy, GROUPS, config, policy_version=5)
+    groups = carry(policy, masked, config, policy_version=5)
     for group, before, without in zip(groups, masked, plain, strict=True):
         for one, old, other in zip(group.rollouts, before.rollouts, without.rollouts, strict=True):
             if one.carried is None:
@@ -277,7 +303,7 @@ def test_what_the_environment_gave_is_carried_as_zero(
 def test_groups_written_before_there_were_masks_are_read(
     policy: Policy, folder: Path, tmp_path: Path
 ) -> None:
-    groups = carry(policy, GROUPS, config_of(folder), policy_version=5, gloo_group=None)
+    groups = carry(policy, GROUPS, config_of(folder), policy_version=5)
     save_open_groups(tmp_path, groups)
     path = tmp_path / OPEN_GROUPS_NAME
     content = torch.load(path)
@@ -311,7 +337,7 @@ def test_open_groups_go_on_as_they_have_begun(
     other = config.model_copy(
         update={section: getattr(config, section).model_copy(update={key: now})}
     )
-    groups = carry(policy, GROUPS, config, policy_version=5, gloo_group=None)
+    groups = carry(policy, GROUPS, config, policy_version=5)
 
     def save(step: int, config: Config, groups: list[OpenGroup]) -> Path:
         return checkpoint.save(

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.learn.metrics import add_over_ranks
-from gapo_megatron.objective import make_batch
 from gapo_megatron.types import Group, Outcome, Verdict
+from tests.batches import make_batch
 from tests.dist import single_rank
 from tests.distributed.policy_setup import save_model
 from tests.learn_setup import (

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gapo_megatron.objective import make_batch
 from gapo_megatron.types import Group
+from tests.batches import make_batch
 from tests.dist import single_rank
 from tests.distributed.policy_setup import save_model
 from tests.learn_setup import (

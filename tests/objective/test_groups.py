@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gapo_megatron.errors import ConfigError, RolloutError
-from gapo_megatron.objective import METHODS, group_advantages, group_counts, make_batch
+from gapo_megatron.objective import METHODS, group_advantages, group_counts
 from gapo_megatron.objective.diagnostics import count_by_correct
 from gapo_megatron.types import Group, Outcome, Prompt, Rollout, Verdict
+from tests.batches import make_batch
 
 NAN = float("nan")
 verdict_rows = st.integers(2, 16).flatmap(

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gapo_megatron.objective import make_batch, upper_clip
+from gapo_megatron.objective import upper_clip
+from tests.batches import make_batch
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import MODELS, save_model
 from tests.learn_setup import (

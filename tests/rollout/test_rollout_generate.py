@@ -369,14 +369,16 @@ def test_a_batch_of_two_turns_counts_what_the_model_sampled() -> None:
         )
         sampled = rollouter.collect(0, attempt=ATTEMPT, stopwatch=Stopwatch())
     assert sampled is not None
-    for group in sampled.groups:
-        assert group.rewards == [1.0, 0.0, 0.0, 0.0]
+    assert sampled.facts.rewards.reshape(-1, 4).tolist() == [[1.0, 0.0, 0.0, 0.0]] * 2
     # 3 + 2 to 3 + 5 tokens.
     assert sampled.metrics["rollout/response_length/mean"] == 6.5
     assert sampled.metrics["reward/mean"] == 0.25
-    assert len(rollouter.open_groups) == 2
+    opened = rollouter.gather_open_groups()
+    assert len(opened) == 2
     # What the model has read first is the prompt from here on, also where it is still open.
-    for group in (*sampled.groups, *rollouter.open_groups):
+    for i, tokens in sampled.held.items():
+        assert tokens.prompt_ids.tolist() == [8, 10 + sampled.facts.problem[i]]
+    for group in opened:
         assert group.prompt.token_ids == (8, 10 + int(group.prompt.id))
-    for one in (r for group in rollouter.open_groups for r in group.rollouts):
+    for one in (r for group in opened for r in group.rollouts):
         assert one.response_mask is not None and (~one.response_mask).sum() == 3

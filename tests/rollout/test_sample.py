@@ -19,8 +19,10 @@ from gapo_megatron.config import Config
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.facts import Spread
 from gapo_megatron.rollout import generate as generate_module
 from gapo_megatron.rollout import rollouter as rollouter_module
+from gapo_megatron.rollout.describe import describe, to_open_group
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.progress import Occupancy
@@ -30,10 +32,18 @@ from gapo_megatron.rollout.rollouter import (
     Rollouter,
     Sampled,
     check_problems,
-    choose,
-    is_informative,
 )
-from gapo_megatron.types import Carried, Episode, OpenGroup, Outcome, Prompt, Rollout, Verdict
+from gapo_megatron.rollout.selection import choose, informative
+from gapo_megatron.types import (
+    Carried,
+    Episode,
+    Group,
+    OpenGroup,
+    Outcome,
+    Prompt,
+    Rollout,
+    Verdict,
+)
 from tests.learn_setup import GROUP_SIZE, make_config, make_groups
 from tests.messages import mentions
 from tests.scripted_engine import ScriptedEngine, ThreadReplicas, place_of
@@ -44,8 +54,8 @@ from tests.scripted_engine import ScriptedEngine, ThreadReplicas, place_of
     [("cw", True), ("cc", False), ("ww", False), ("cwu", True), ("cu", False), ("uu", False)],
 )
 def test_a_group_teaches_where_valid_rewards_differ(verdicts: str, expected: bool) -> None:
-    (group,) = make_groups([verdicts])
-    assert is_informative(group) is expected
+    facts, _ = describe(make_groups([verdicts, "cw"[: len(verdicts)].ljust(len(verdicts), "u")]))
+    assert informative(facts, len(verdicts)).tolist() == [expected, True]
 
 
 @pytest.mark.parametrize(
@@ -61,8 +71,8 @@ def test_a_group_teaches_where_valid_rewards_differ(verdicts: str, expected: boo
 def test_the_batch_keeps_the_first_that_teach(
     verdicts: list[str], wanted: int, expected: list[int]
 ) -> None:
-    groups = make_groups(verdicts)
-    assert [groups.index(group) for group in choose(groups, wanted)] == expected
+    facts, _ = describe(make_groups(verdicts))
+    assert choose(facts, 2, wanted) == expected
 
 
 def test_no_problem_comes_twice_in_a_batch_of_several_draws() -> None:
@@ -216,7 +226,8 @@ class Setup:
         """One round of step 1."""
         now = rollouter_module._Step(1, ATTEMPT, Stopwatch(), Occupancy())
         self.step = 1
-        judged = self.rollouter._draw(list(prompts), opened, wanted, now)
+        self.rollouter.resume(opened)
+        judged = self.rollouter._draw(list(prompts), self.rollouter.open_groups, wanted, now)
         assert judged is not None
         return judged
 
@@ -226,6 +237,23 @@ class Setup:
     def _tick(self) -> None:
         self.now += 1
         self.running.append(sum(self.engine.num_requests()))
+
+
+def groups_of(
+    spread: Spread | Sampled, source: PromptSource, *others: Spread | Sampled
+) -> list[OpenGroup]:
+    """The groups, with the tokens that this rank has and those that `others` of it have."""
+    held = dict(spread.held)
+    for other in others:
+        assert other.facts.to_bytes() == spread.facts.to_bytes() and not held.keys() & other.held
+        held |= other.held
+    found = []
+    for first in range(0, len(spread.facts), GROUP_SIZE):
+        rows = range(first, first + GROUP_SIZE)
+        problem = source.problems[spread.facts.problem[first]]
+        tokens = [held[row] for row in rows]
+        found.append(to_open_group(problem, spread.facts.take(rows), tokens))
+    return found
 
 
 @pytest.fixture
@@ -309,7 +337,10 @@ def pools() -> Iterator[list[rewards.Pool]]:
 
 @pytest.mark.parametrize(("oversampling", "num_open"), [(1.0, 0), (1.5, 0), (1.5, 3)])
 def test_verdicts_belong_to_their_responses_whichever_rank_judges(
-    pools: list[rewards.Pool], oversampling: float, num_open: int
+    pools: list[rewards.Pool],
+    monkeypatch: pytest.MonkeyPatch,
+    oversampling: float,
+    num_open: int,
 ) -> None:
     """Two ranks in each of two engines; responses end in another order than they were begun."""
     partial = bool(num_open)
@@ -324,25 +355,36 @@ def test_verdicts_belong_to_their_responses_whichever_rank_judges(
         for prompt in prompts[len(prompts) - num_open :]
     ]
     replicas = ThreadReplicas.of(4, size=2)
-    nothing: Any = None
+    source = PromptSource(prompts, seed=0)
+    described: list[Group] = []
+    describe = rollouter_module.describe
+
+    def remember(groups: Sequence[Any], **settings: Any) -> Any:
+        described.extend(group for group in groups if isinstance(group, Group))
+        return describe(groups, **settings)
+
+    monkeypatch.setattr(rollouter_module, "describe", remember)
 
     def run(rank: int) -> Any:
         setup = Setup(config, replicas=replicas[rank], length=lambda *one: 1 + length_of(*one))
-        setup.rollouter = Rollouter(setup.engine, nothing, pools[rank], TOKENIZER, config)
+        setup.rollouter = Rollouter(setup.engine, source, pools[rank], TOKENIZER, config)
         return setup.draw(prompts[: len(prompts) - num_open], opened, 6)
 
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(run, range(4)))
-    for judged in found:
-        assert len(judged.groups) >= 6
-        for group in judged.groups:
-            expected = [
-                f"{len(r.token_ids)} tokens for {group.prompt.answer}" for r in group.rollouts
-            ]
-            assert [verdict.reason for verdict in group.verdicts] == expected
-        ids = [group.prompt.id for group in (*judged.groups, *judged.open_groups)]
-        assert len(set(ids)) == len(ids) == (len(prompts) if partial else 6)
-        assert ids == [group.prompt.id for group in (*found[0].groups, *found[0].open_groups)]
+    for group in described:
+        expected = [f"{len(r.token_ids)} tokens for {group.prompt.answer}" for r in group.rollouts]
+        assert [verdict.reason for verdict in group.verdicts] == expected
+    whole = groups_of(found[0].groups, source, *(judged.groups for judged in found[1:]))
+    still = groups_of(found[0].open_groups, source, *(judged.open_groups for judged in found[1:]))
+    assert len(whole) >= 6
+    ids = [group.prompt.id for group in (*whole, *still)]
+    assert len(set(ids)) == len(ids) == (len(prompts) if partial else 6)
+    # Every response has been described once, by the rank that has had it judged.
+    tokens = {group.prompt.id: [r.token_ids.tolist() for r in group.rollouts] for group in whole}
+    assert len(described) == len(whole)
+    for group in described:
+        assert [r.token_ids.tolist() for r in group.rollouts] == tokens[group.prompt.id]
 
 
 def test_verdicts_of_a_generation_that_is_broken_off_count_nowhere(
@@ -359,11 +401,12 @@ def test_verdicts_of_a_generation_that_is_broken_off_count_nowhere(
     engine = ScriptedEngine(lambda request: [5] * (3 if place_of(request)[1] == 0 else 30))
     rollouter = Rollouter(engine, source, pools[0], TOKENIZER, config_of(6))
     opened = [OpenGroup(Prompt("0", (0,), "old"), (NOT_BEGUN,) * GROUP_SIZE)]
-    rollouter.open_groups = opened
+    rollouter.resume(opened)
+    before = rollouter.open_groups
     attempt: Any = SimpleNamespace(patience=lambda _: should_abandon)
     assert rollouter.collect(0, attempt=attempt, stopwatch=Stopwatch()) is None
     assert engine.num_steps == 8 and engine.num_requests() == (0, 0)
-    assert rollouter.open_groups is opened
+    assert rollouter.open_groups is before
     assert pools[0].judge([("echo it", "new")])[0].reason == "it for new"
 
 
@@ -388,45 +431,47 @@ def test_ranks_agree_on_what_is_whole_and_what_is_left(
     tokens = np.zeros(4, np.int32)
     rollout = Rollout(tokens, np.zeros(4, np.float32), False, False, Carried(0, np.ones(4)))
     opened = [OpenGroup(Prompt(i, (1,), ""), (rollout,) * GROUP_SIZE) for i in "678"]
+    source = PromptSource([Prompt(str(i), (1,), "") for i in range(9)], seed=0)
     setups = [
-        Setup(config, replicas=replicas, length=lambda problem, _: LENGTHS[problem])
+        Setup(config, source, replicas=replicas, length=lambda problem, _: LENGTHS[problem])
         for replicas in ThreadReplicas.of(4, size=2)
     ]
     prompts = [Prompt(i, (1,), "") for i in new]
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda setup: setup.draw(prompts, opened, wanted), setups))
-    for judged in found:
-        assert "".join(group.prompt.id for group in judged.groups) == whole
-        for group in judged.groups:
-            lengths = [len(r.token_ids) for r in group.rollouts]
-            assert lengths == [LENGTHS[group.prompt.id]] * GROUP_SIZE
-            assert all(r.finished for r in group.rollouts)
-            assert len(group.verdicts) == GROUP_SIZE
-        ids = "".join(group.prompt.id for group in judged.open_groups)
-        assert ids == (left if partial else "")
     first = found[0]
+    judged = groups_of(first.groups, source, *(one.groups for one in found[1:]))
+    assert "".join(group.prompt.id for group in judged) == whole
+    for group in judged:
+        lengths = [len(r.token_ids) for r in group.rollouts]
+        assert lengths == [LENGTHS[group.prompt.id]] * GROUP_SIZE
+        assert all(r.finished for r in group.rollouts)
+    assert (first.groups.facts.outcome < 2).all()
+    still = groups_of(first.open_groups, source, *(one.open_groups for one in found[1:]))
+    assert "".join(group.prompt.id for group in still) == (left if partial else "")
     # Both ranks of an engine make the same; half of all is there.
     num_new = sum(setup.engine.num_tokens for setup in setups) // 2
     num_begun_before = 3 * GROUP_SIZE * 4
     num_whole = sum(GROUP_SIZE * LENGTHS[i] for i in whole)
     num_left = num_new + num_begun_before - num_whole
-    assert first.num_lost_tokens == (0 if partial else num_left)
+    assert {one.num_lost_tokens for one in found} == {0 if partial else num_left}
     if partial:
-        rollouts = [r for group in first.open_groups for r in group.rollouts]
+        rollouts = [r for group in still for r in group.rollouts]
         assert sum(len(r.token_ids) for r in rollouts) == num_left
-        finished = {g.prompt.id for g in first.open_groups if g.rollouts[0].finished}
+        finished = {g.prompt.id for g in still if g.rollouts[0].finished}
         assert finished == ({"5"} if wanted == 6 else set())
 
 
 def test_a_batch_mixes_old_groups_and_new_ones() -> None:
     """An update learns from consecutive groups: it must not see one kind alone."""
     config = config_of(16, oversampling=1.5, partial_rollouts=True)
-    setup = Setup(config, PromptSource([Prompt(str(i), (i,), "") for i in range(100)], seed=0))
+    source = PromptSource([Prompt(str(i), (i,), "") for i in range(100)], seed=0)
+    setup = Setup(config, source)
     num_old = np.zeros(16, int)
     for step in range(60):
-        were_open = {group.prompt.id for group in setup.rollouter.open_groups}
+        were_open = {*setup.rollouter.open_groups.facts.problem.tolist()}
         sampled = setup.collect(step)
-        num_old += [group.prompt.id in were_open for group in sampled.groups]
+        num_old += [problem in were_open for problem in sampled.facts.problem[::GROUP_SIZE]]
     shares = num_old.reshape(4, 4).sum(axis=1) / num_old.sum()
     assert all(0.2 < share < 0.3 for share in shares), shares
 
@@ -435,9 +480,10 @@ def test_what_has_been_open_longest_is_taken_first() -> None:
     """Of five that end together, in a later round that wants two and begins none."""
     config = config_of(6, oversampling=1.5, partial_rollouts=True)
     opened = [OpenGroup(Prompt(i, (1,), ""), (NOT_BEGUN,) * GROUP_SIZE) for i in "01234"]
-    judged = Setup(config, length=lambda *_: 5).draw([], opened, 2)
-    assert [group.prompt.id for group in judged.groups] == ["0", "1"]
-    assert [group.prompt.id for group in judged.open_groups] == ["2", "3", "4"]
+    source = PromptSource([group.prompt for group in opened], seed=0)
+    judged = Setup(config, source, length=lambda *_: 5).draw([], opened, 2)
+    assert judged.groups.facts.problem[::GROUP_SIZE].tolist() == [0, 1]
+    assert judged.open_groups.facts.problem[::GROUP_SIZE].tolist() == [2, 3, 4]
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
@@ -463,12 +509,13 @@ def test_open_groups_are_finished_and_nothing_that_was_sampled_is_lost(
         stopwatch = Stopwatch()
         setup.running.clear()
         sampled = setup.collect(step, stopwatch)
-        opened = setup.rollouter.open_groups
-        ids = [group.prompt.id for group in sampled.groups]
+        opened = groups_of(setup.rollouter.open_groups, source)
+        groups = groups_of(sampled, source)
+        ids = [group.prompt.id for group in groups]
         assert len(ids) == len(set(ids)) == 6
         still = {group.prompt.id for group in opened}
         assert len(still) == len(opened) and not still & set(ids)
-        rollouts = [r for group in sampled.groups for r in group.rollouts]
+        rollouts = [r for group in groups for r in group.rollouts]
         assert all(r.finished for r in rollouts)
         assert 1 <= sampled.metrics.get("rollout/sampling_rounds", 1) <= 1 + rounds
         noted = stopwatch.notes["perf/rollout_idle_share"]
@@ -488,31 +535,34 @@ def test_open_groups_are_finished_and_nothing_that_was_sampled_is_lost(
             assert sampled.metrics["rollout/oldest_version_gap"] == gap
             gaps.append(gap)
         # What `carry` does; a token's version is the token itself.
-        setup.rollouter.open_groups = [
-            replace(
-                group,
-                rollouts=tuple(
-                    replace(r, carried=Carried(int(r.token_ids[0]), r.log_probs))
-                    if len(r.token_ids)
-                    else r
-                    for r in group.rollouts
-                ),
-            )
-            for group in opened
-        ]
+        setup.rollouter.resume(
+            [
+                replace(
+                    group,
+                    rollouts=tuple(
+                        replace(r, carried=Carried(int(r.token_ids[0]), r.log_probs))
+                        if len(r.token_ids)
+                        else r
+                        for r in group.rollouts
+                    ),
+                )
+                for group in opened
+            ]
+        )
     if not rounds:
         counts = [finished.count(str(i)) for i in range(40)]
         assert sum(counts) == 360 and max(counts) - min(counts) <= 2
         assert max(gaps) >= 1
     # Every token that was sampled has been judged, once, or is open.
-    opened = setup.rollouter.open_groups
+    opened = setup.rollouter.gather_open_groups()
     everything = [*judged, *(r for group in opened for r in group.rollouts)]
     assert sum(len(r.token_ids) for r in everything) == setup.engine.num_tokens
     # Without the option, what is open goes on once more, and then the source has it back.
     alone = config.batch.model_copy(update={"partial_rollouts": False, "oversampling": 1.0})
     setup.rollouter = setup.begin(config.model_copy(update={"batch": alone}), source)
-    setup.rollouter.open_groups = opened
+    setup.rollouter.resume(opened)
     sampled = setup.collect(60)
-    assert setup.rollouter.open_groups == []
+    assert len(setup.rollouter.open_groups) == 0
     if not rounds:
-        assert {group.prompt.id for group in opened} < {g.prompt.id for g in sampled.groups}
+        chosen = {group.prompt.id for group in groups_of(sampled, source)}
+        assert {group.prompt.id for group in opened} < chosen

@@ -15,9 +15,11 @@ from gapo_megatron.checkpoint import LoadedState, OpenStep, State
 from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.data.source import PromptSource
+from gapo_megatron.facts import Spread
 from gapo_megatron.io.run_folder import mark_finished
+from gapo_megatron.learn.share import Places
 from gapo_megatron.learn.step import Progress
-from gapo_megatron.objective import make_batch
+from gapo_megatron.rollout.describe import describe
 from gapo_megatron.rollout.rollouter import Sampled
 from gapo_megatron.run import run as module
 from gapo_megatron.run import saving, start
@@ -25,6 +27,8 @@ from gapo_megatron.run.position import Position
 from gapo_megatron.run.run import FinishedRun, Run
 from gapo_megatron.run.saving import Checkpoints
 from gapo_megatron.types import Group, OpenGroup, Outcome, Prompt, Rollout, Verdict
+from tests.batches import make_batch
+from tests.scripted_engine import QueueChannel
 
 NUM_STEPS, NUM_PROBLEMS = 4, 6
 PROBLEMS = [Prompt(f"p{i}", (1, 2), "3") for i in range(NUM_PROBLEMS)]
@@ -120,16 +124,24 @@ class ScriptedRollouter:
         self.script = script
         self.source = source
         self.keeps_open = keeps_open
-        self.open_groups: list[OpenGroup] = []
+        self.open_groups = Spread.join([])
         self.environment = None
+        self.channel = QueueChannel(0, {}, size=1)
+
+    def gather_open_groups(self) -> list[OpenGroup]:
+        return cast(Any, self.open_groups)
 
     def collect(self, step: int, *, attempt: Any, stopwatch: Stopwatch) -> Sampled | None:
         prompts = self.source.next_batch(2)
         self.script.did(f"collect {step}")
         if attempt.patience(stopwatch.expect("rollout"))(0.0):
             return None
-        self.open_groups = [OpenGroup(PROBLEMS[0], (rollout(),))] if self.keeps_open else []
-        return Sampled([judged(prompt) for prompt in prompts], {"from": 1.0})
+        opened = [OpenGroup(PROBLEMS[0], (rollout(),))] if self.keeps_open else []
+        facts, tokens = describe(opened)
+        self.open_groups = Spread(facts, dict(enumerate(tokens)))
+        facts, tokens = describe([judged(prompt) for prompt in prompts])
+        held = dict(enumerate(tokens))
+        return Sampled(facts, held, {"from": 1.0}, self.source.state_dict())
 
 
 @pytest.fixture
@@ -196,13 +208,14 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
         monkeypatch.setattr(module, "evaluate", evaluate)
         monkeypatch.setattr(module, "learn", learn)
         monkeypatch.setattr(module, "sync", lambda *_, **__: SimpleNamespace(max_abs_diff=0.0))
-        monkeypatch.setattr(module, "carry", lambda _, groups, *__, **___: ["carried", *groups])
+        monkeypatch.setattr(module, "carry", lambda *_, **__: ["carried"])
         monkeypatch.setattr(module, "export", lambda *_: script.did("export"))
         monkeypatch.setattr(saving.checkpoint, "save", save)
         return Run(
             config=config,
             attempt=attempt,
             policy=policy,
+            places=Places((0,), (0,)),
             engine=engine,
             rollouter=rollouter,
             inputs=inputs,

@@ -24,6 +24,7 @@ from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args, eos_token_ids
 from gapo_megatron.rollout.vllm.guards import (
+    launched_as_this_world,
     own_shared_memory,
     trainer_num_threads,
     trainer_random_state,
@@ -58,6 +59,7 @@ class RolloutEngine:
         *,
         device: torch.device | str,
         load_weights: bool = False,
+        gloo_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Build the engine. The process group must be up.
 
@@ -68,8 +70,9 @@ class RolloutEngine:
             load_weights: read those of `model.hf_dir`, to generate with no trainer beside. Else it
                 starts asleep, without weights: the first sync brings them, from the ranks that have
                 read them, and finds the memory of weights and KV cache free.
+            gloo_group: all ranks, used by nothing else while the engine generates; None: a new one.
 
-        Collectives: vLLM's own at start-up; one new group over all ranks.
+        Collectives: vLLM's own at start-up; one new group over all ranks, unless it is given.
 
         Raises:
             ConfigError: see `check_engine`; raised before anything is built.
@@ -84,10 +87,15 @@ class RolloutEngine:
         self.vocab_size: int = hf_config.vocab_size
         self.verify_bound = verify_bound(config, hf_config, device)
         self.eos_token_ids = eos_token_ids(config.model.hf_dir, hf_config.vocab_size)
-        self.gloo_group = dist.new_group(
+        self.gloo_group = gloo_group or dist.new_group(
             backend="gloo", timeout=timedelta(seconds=config.parallel.timeout_s)
         )
-        with trainer_random_state(), trainer_num_threads(), own_shared_memory(self.gloo_group):
+        with (
+            launched_as_this_world(),
+            trainer_random_state(),
+            trainer_num_threads(),
+            own_shared_memory(self.gloo_group),
+        ):
             try:
                 self.llm = vllm.create(
                     engine_args(config, hf_config, device, load_weights=load_weights)

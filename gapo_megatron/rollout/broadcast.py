@@ -1,0 +1,299 @@
+"""Weights in buckets, from one rank to others: packed while the bucket before travels.
+
+A tensor that is no larger than a bucket travels in one, with others, and the receiver hands out
+views of it. A larger one travels by itself, from the sender's memory straight to the receiver's:
+the engine wants tensors whole, so no way of cutting it would need less. Memory beside the weights:
+
+- sender: two buckets;
+- receiver: two buckets, or the largest tensor where that is more (in the same memory, not beside).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gapo_megatron.compat.torch import OutsideGroup
+from gapo_megatron.errors import WeightSyncError
+
+BUCKET_BYTES = {"cuda": 2**28, "cpu": 2**25}
+"""Bytes of a bucket, by device type."""
+_ALIGNMENT = 256
+"""Bytes between which tensors of a bucket begin: more than any element, and a cache line."""
+_SOURCE = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Two groups of the same ranks, of which rank 0 sends: what travels beside the weights never waits behind them."""
+
+    headers: OutsideGroup
+    """Gloo: what a bucket holds, errors, and that all has arrived."""
+    payload: OutsideGroup
+    """Bytes of the weights; NCCL on GPUs."""
+
+
+@dataclass(slots=True)
+class _Header:
+    """What travels next."""
+
+    kind: Literal["bucket", "whole", "end", "error"]
+    number: int
+    """Headers before this one in the broadcast: both ends count."""
+    num_bytes: int = 0
+    """Bytes that travel, without padding behind the last tensor."""
+    reserve: int = 0
+    """Bytes of a bucket."""
+    tensors: list[tuple[str, str, list[int], int]] = field(default_factory=list)
+    """(name, dtype, shape, offset in bytes) of each tensor."""
+    error: str = ""
+    """Why the sender breaks off."""
+
+
+def send(
+    weights: Iterable[tuple[str, Tensor]], route: Route, *, bucket_bytes: int | None = None
+) -> int:
+    """Send tensors to the other ranks of a route. Call it on its rank 0.
+
+    Args:
+        weights: (name, tensor) of any dtypes, on the device of the payload; a tensor may be
+            overwritten once the next one is asked for.
+        route: the groups that they travel over.
+        bucket_bytes: bytes of a bucket; None: BUCKET_BYTES of the device.
+
+    Returns:
+        Bytes of all tensors. By then every receiver has all of them, and hands out the last ones.
+
+    Collectives: those of `weights`; per bucket two broadcasts in `headers` and one in `payload`;
+    at the end a barrier in `headers`.
+
+    Raises:
+        WeightSyncError: a receiver does not take part within the groups' time limit.
+        Exception: whatever `weights` raises; the receivers get its text as a WeightSyncError.
+    """
+    sender = _Sender(route, bucket_bytes or BUCKET_BYTES[route.payload.device.type])
+    try:
+        for name, tensor in weights:
+            sender.add(name, tensor.detach())
+        sender.finish()
+    except BaseException as error:
+        # Who is gone cannot be told; who is not raises it instead of waiting for what never comes.
+        with suppress(RuntimeError, WeightSyncError):
+            sender.announce("error", error=f"{type(error).__name__}: {error}")
+        raise
+    return sender.num_bytes
+
+
+def receive(route: Route) -> Iterator[tuple[str, Tensor]]:
+    """Yield the (name, tensor) that `send` is given, bit for bit and in its order.
+
+    Call it on every rank of a route but the first, and run it through to its end: the sender waits
+    for that. A tensor is overwritten once the next one is asked for.
+
+    Args:
+        route: the groups that they travel over.
+
+    Collectives: those of `send`.
+
+    Raises:
+        WeightSyncError: the sender broke off (names its error), does not take part within the
+            groups' time limit, or is at another place of another broadcast. The tensors so far are
+            no weights of any version.
+    """
+    receiver = _Receiver(route)
+    ready: list[tuple[str, Tensor]] = []
+    while True:
+        header = receiver.next_header()
+        if header.kind == "end":
+            receiver.confirm()
+            yield from ready
+            return
+        if header.kind == "whole" or receiver.must_grow(header):
+            # The memory that `ready` is in may be needed.
+            yield from ready
+            ready = []
+        memory = receiver.memory_for(header)
+        work = route.payload.broadcast(memory, source=_SOURCE)
+        yield from ready  # while the next ones travel
+        with _naming(f"bucket {header.number}"):
+            work.wait()
+        ready = _views(memory, header)
+        if header.kind == "whole":
+            yield from ready
+            ready = []
+
+
+class _Sender:
+    """Two buckets: one is filled while the other travels."""
+
+    def __init__(self, route: Route, bucket_bytes: int) -> None:
+        self.num_bytes = 0
+        self._route = route
+        self._capacity = -(-bucket_bytes // _ALIGNMENT) * _ALIGNMENT
+        device = route.payload.device
+        self._buckets = [
+            torch.empty(self._capacity, dtype=torch.uint8, device=device) for _ in range(2)
+        ]
+        self._works: list[dist.Work | None] = [None, None]
+        self._filling = 0
+        self._used = 0
+        self._tensors: list[tuple[str, str, list[int], int]] = []
+        self._num_headers = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Pack a tensor, or send it by itself if it is larger than a bucket."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        self.num_bytes += num_bytes
+        entry = (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        if num_bytes > self._capacity:
+            self._flush()
+            self.announce("whole", num_bytes=num_bytes, tensors=[(*entry, 0)])
+            work = self._route.payload.broadcast(_as_bytes(tensor.contiguous()), source=_SOURCE)
+            with _naming(name):
+                work.wait()
+            return
+        if self._used + num_bytes > self._capacity:
+            self._flush()
+        if not self._tensors:
+            self._wait(self._filling)
+        room = self._buckets[self._filling][self._used : self._used + num_bytes]
+        room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        self._tensors.append((*entry, self._used))
+        self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def finish(self) -> None:
+        """Send what is left, and wait until every receiver has all."""
+        self._flush()
+        self.announce("end")
+        for index in range(2):
+            self._wait(index)
+        _synchronize(self._route.payload.device)
+        with _naming("the end"):
+            self._route.headers.barrier()
+
+    def announce(self, kind: Literal["bucket", "whole", "end", "error"], **fields: Any) -> None:
+        """Tell all receivers what comes next."""
+        header = _Header(kind, self._num_headers, reserve=self._capacity, **fields)
+        self._num_headers += 1
+        content = json.dumps([getattr(header, name) for name in header.__slots__]).encode()
+        body = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        with _naming(f"header {header.number}"):
+            for tensor in (torch.tensor([len(content)]), body):
+                self._route.headers.broadcast(tensor, source=_SOURCE).wait()
+
+    def _flush(self) -> None:
+        """Begin to send the bucket that was being filled, if it has anything."""
+        if not self._tensors:
+            return
+        # Not both at once: receivers have memory for one that travels, and one that is handed out.
+        self._wait(1 - self._filling)
+        self.announce("bucket", num_bytes=self._used, tensors=self._tensors)
+        bucket = self._buckets[self._filling][: self._used]
+        self._works[self._filling] = self._route.payload.broadcast(bucket, source=_SOURCE)
+        self._filling = 1 - self._filling
+        self._used, self._tensors = 0, []
+
+    def _wait(self, index: int) -> None:
+        """Wait until a bucket has travelled."""
+        work, self._works[index] = self._works[index], None
+        if work is not None:
+            with _naming(f"a bucket before header {self._num_headers}"):
+                work.wait()
+
+
+class _Receiver:
+    """Memory of two buckets, used in turns; as a whole where a tensor is larger."""
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self._memory = torch.empty(0, dtype=torch.uint8, device=route.payload.device)
+        self._num_headers = 0
+        self._next_half = 0
+
+    def next_header(self) -> _Header:
+        """What comes next. Raises what the sender says went wrong."""
+        with _naming(f"header {self._num_headers}"):
+            length = torch.zeros(1, dtype=torch.int64)
+            self._route.headers.broadcast(length, source=_SOURCE).wait()
+            body = torch.empty(int(length), dtype=torch.uint8)
+            self._route.headers.broadcast(body, source=_SOURCE).wait()
+        header = _Header(*json.loads(body.numpy().tobytes()))
+        if header.kind == "error":
+            raise WeightSyncError(f"weights: the sender broke off: {header.error}")
+        if header.number != self._num_headers:
+            raise WeightSyncError(
+                f"weights: header {header.number} came where {self._num_headers} was due: sender "
+                "and receiver are not at the same broadcast"
+            )
+        self._num_headers += 1
+        return header
+
+    def must_grow(self, header: _Header) -> bool:
+        """Whether `memory_for` needs more memory than there is."""
+        return self._wanted(header) > len(self._memory)
+
+    def memory_for(self, header: _Header) -> Tensor:
+        """[num_bytes] uint8 to receive into; nothing of the last but one is used any more."""
+        if self.must_grow(header):
+            device = self._memory.device
+            del self._memory  # before there is more
+            self._memory = torch.empty(self._wanted(header), dtype=torch.uint8, device=device)
+        if header.kind == "whole":
+            return self._memory[: header.num_bytes]
+        start = self._next_half * header.reserve
+        self._next_half = 1 - self._next_half
+        return self._memory[start : start + header.num_bytes]
+
+    def confirm(self) -> None:
+        """Tell the sender that all has arrived."""
+        _synchronize(self._memory.device)
+        with _naming("the end"):
+            self._route.headers.barrier()
+
+    def _wanted(self, header: _Header) -> int:
+        return max(2 * header.reserve, header.num_bytes)
+
+
+def _views(memory: Tensor, header: _Header) -> list[tuple[str, Tensor]]:
+    views = []
+    for name, dtype_name, shape, offset in header.tensors:
+        dtype = getattr(torch, dtype_name)
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        views.append((name, memory[offset : offset + num_bytes].view(dtype).view(shape)))
+    return views
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _synchronize(device: torch.device) -> None:
+    """Until here, NCCL has only queued."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+class _naming:
+    """Errors of a collective become a WeightSyncError that says what was on its way."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: Any) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, WeightSyncError):
+            raise WeightSyncError(
+                f"weights, {self._what}: a rank of the other side is gone or does not answer: "
+                f"{str(error).partition(chr(10))[0]}"
+            ) from error

@@ -1,0 +1,205 @@
+"""The bridge between the ranks that train and the ranks that only generate.
+
+Each side has a default process group of its own, and knows nothing of the other's ranks but by what
+is here. Nothing here decides anything: who orders what is in the two sides' own files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gapo_megatron.compat.torch import OutsideGroup
+from gapo_megatron.rollout import broadcast
+from gapo_megatron.rollout.broadcast import Route
+
+T = TypeVar("T")
+
+_ABSENT = "\0absent"
+"""No value: what a name that has none answers."""
+_BEAT_EVERY_S = 0.1
+"""Beats in between are not posted."""
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.25
+"""Pauses of a wait: a twentieth of what it has taken, within these."""
+
+
+class Bridge:
+    """One rank's end of the bridge.
+
+    The job's ranks are numbered through: trainers 0 to T - 1, then the G that generate.
+
+    Three ways lead over it: a mailbox in the store through which all ranks met, for orders and
+    answers; `messages`, for tokens from rank to rank; and a route from trainer 0 to all ranks that
+    generate, for weights.
+
+    **Who is frozen is found out.** A rank's watch (`Attempt.alive`) ends it unless it is told in
+    time that the rank makes progress. A wait for the other side is no progress by itself, so:
+
+    - `wait` says `alive` only when the other side's first rank has beaten since; that rank beats
+      where it makes progress, and never while it waits: two sides that wait for each other are both
+      silent, and both watches end them.
+    - A side's ranks are seen through its first one: it takes part in their collectives, so if one
+      of them is frozen, the first comes to a stop, and so do the beats.
+    - The mailbox is in the memory of job rank 0 (or of torchrun). If that is frozen as a whole,
+      `post`, `look` and `beat` do not return; the watch is outside Python, and ends this process.
+    - The groups' operations end by themselves after `parallel.timeout_s`; the watch is shorter.
+
+    Attributes:
+        num_training: ranks that train, T.
+        num_generation: ranks that only generate, G.
+        is_generation: whether this rank is one of those.
+        messages: gloo group of all ranks of the job, for buffers in host memory.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        num_training: int,
+        num_generation: int,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """Join the two sides.
+
+        Args:
+            store: the store that all ranks of the job use.
+            rank: this process's rank in the job.
+            num_training: ranks that train.
+            num_generation: ranks that only generate.
+            device: weights are on it.
+            timeout_s: longest that an operation of the groups may wait.
+
+        Collectives: creation of three groups: all ranks of the job; twice trainer 0 and all ranks
+        that generate.
+        """
+        self.num_training, self.num_generation = num_training, num_generation
+        self.is_generation = rank >= num_training
+        self._mail = dist.PrefixStore("gapo_megatron_mail", store)
+        self._is_first = rank in (0, num_training)
+        self._next_beat_s = 0.0
+        host = torch.device("cpu")
+        self.messages = OutsideGroup(
+            dist.PrefixStore("gapo_megatron_messages", store),
+            rank=rank,
+            size=num_training + num_generation,
+            device=host,
+            timeout_s=timeout_s,
+        )
+        self._route: Route | None = None
+        if rank == 0 or self.is_generation:
+            headers, payload = (
+                OutsideGroup(
+                    dist.PrefixStore(f"gapo_megatron_{name}", store),
+                    rank=rank - num_training + 1 if self.is_generation else 0,
+                    size=num_generation + 1,
+                    device=where,
+                    timeout_s=timeout_s,
+                )
+                for name, where in (("headers", host), ("weights", device))
+            )
+            self._route = Route(headers, payload)
+
+    # --- mailbox ---------------------------------------------------------------------------------
+
+    def post(self, name: str, value: bytes) -> None:
+        """Leave a value, which all ranks of both sides see; replaces an earlier one."""
+        self._mail.set(name, value)  # type: ignore[arg-type]  # its stub knows text alone
+
+    def look(self, name: str) -> bytes | None:
+        """The value of a name; None: there is none now. Never waits for one."""
+        # One request, so that nobody can erase the value between two. It changes nothing: what it
+        # would put in place is what it compares with.
+        value: bytes = self._mail.compare_set(name, _ABSENT, _ABSENT)
+        return None if value == _ABSENT.encode() else value
+
+    def erase(self, name: str) -> None:
+        """Remove a value, if there is one: what all have read would stay to the end of the job."""
+        self._mail.delete_key(name)
+
+    def beat(self) -> None:
+        """Say to the other side that this one makes progress. Never waits; not while waiting.
+
+        The first rank of a side is heard, on the others it does nothing.
+        """
+        now = time.monotonic()
+        if self._is_first and now >= self._next_beat_s:
+            self._next_beat_s = now + _BEAT_EVERY_S
+            self._mail.add(f"beats_{self.is_generation}", 1)
+
+    def beats_seen(self) -> int:
+        """Beats of the other side's first rank since the start."""
+        return self._mail.add(f"beats_{not self.is_generation}", 0)
+
+    def wait(self, find: Callable[[], T | None], *, alive: Callable[[], object]) -> T:
+        """Look again and again until there is something, while the other side makes progress.
+
+        Args:
+            find: looks for it, by `look` for instance, and does not say that this rank is alive;
+                None: not yet.
+            alive: `Attempt.alive`, which must not `beat`; called at the beginning, and whenever the
+                other side has beaten. If it is silent, so is this rank, and its watch ends it.
+        """
+        alive()
+        start_s, beats = time.monotonic(), self.beats_seen()
+        while (found := find()) is None:
+            waited_s = time.monotonic() - start_s
+            time.sleep(min(max(waited_s / 20, _SHORTEST_LOOK_S), _LONGEST_LOOK_S))
+            if (seen := self.beats_seen()) != beats:
+                beats = seen
+                alive()
+        return found
+
+    # --- weights ---------------------------------------------------------------------------------
+
+    def send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Send weights to every rank that generates. On every trainer; rank 0 sends.
+
+        The receivers should be waiting for them: else this waits, at most `parallel.timeout_s`.
+
+        Args:
+            weights: `Policy.iterate_hf_weights`, consumed to its end on every trainer.
+
+        Collectives: those of `weights`, over the trainers; on rank 0 those of `broadcast.send`.
+
+        Raises:
+            WeightSyncError: see `broadcast.send`.
+        """
+        if self._route is None:
+            for _ in weights:
+                pass
+        else:
+            broadcast.send(weights, self._route)
+
+    def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that the trainers send. On every rank that generates.
+
+        To be run through to the end; a tensor is overwritten once the next one is asked for.
+
+        Collectives: those of `broadcast.receive`.
+
+        Raises:
+            WeightSyncError: see `broadcast.receive`.
+        """
+        assert self._route is not None, "a trainer receives no weights"
+        return broadcast.receive(self._route)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Part, when nothing is under way any more. Call it last, on every rank of both sides.
+
+        Job rank 0 keeps the store: no rank leaves before all are here.
+
+        Collectives: a barrier over all ranks of the job.
+        """
+        self.messages.barrier()
+        groups = [self._route.headers, self._route.payload] if self._route else []
+        for group in (self.messages, *groups):
+            group.close()

@@ -35,6 +35,7 @@ from gapo_megatron import rewards
 from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.data.source import PromptSource
+from gapo_megatron.facts import Spread
 from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import Shape, element_bytes
 from gapo_megatron.ops.plan.generation import Decoding
@@ -42,7 +43,7 @@ from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.planner import read_model
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.rollouter import Rollouter, Sampled
-from gapo_megatron.types import Carried, Episode, OpenGroup, Prompt, Rollout
+from gapo_megatron.types import Episode, Prompt
 from tests.timed_engine import Costs, Lengths, Pace, TimedEngine
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -306,7 +307,7 @@ class Trainer:
 
 def num_learned(sampled: Sampled) -> int:
     """Tokens of a batch."""
-    return UNIT * sum(len(one.token_ids) for group in sampled.groups for one in group.rollouts)
+    return UNIT * int(sampled.facts.num_sampled_tokens.sum())
 
 
 def colocated(trainer: Trainer, sampler: Sampler) -> None:
@@ -323,21 +324,20 @@ def colocated(trainer: Trainer, sampler: Sampler) -> None:
         trainer.log(sampled.metrics | {"perf/rollout_idle_share": idle}, num_tokens)
 
 
-def carry(groups: Sequence[OpenGroup], step: int) -> tuple[list[OpenGroup], int]:
+def carry(groups: Spread, step: int) -> tuple[Spread, int]:
     """As `learn.carry.carry` without a policy; and the tokens that it would score."""
-    num_scored = 0
-    carried = []
-    for group in groups:
-        rollouts: list[Rollout] = []
-        for one in group.rollouts:
-            known = len(one.carried.old_log_probs) if one.carried else 0
-            if len(one.token_ids) > known:
-                num_scored += len(one.token_ids)
-                oldest = one.carried.oldest_version if one.carried else step
-                one = replace(one, carried=Carried(oldest, one.log_probs))
-            rollouts.append(one)
-        carried.append(replace(group, rollouts=tuple(rollouts)))
-    return carried, num_scored
+    facts = groups.facts
+    has_new = facts.num_response_tokens > facts.num_carried_tokens
+    has_begun = (facts.num_carried_tokens == 0) & has_new
+    carried = facts.changed(
+        num_carried_tokens=facts.num_response_tokens,
+        num_carried_sampled=facts.num_sampled_tokens,
+        oldest_version=np.where(has_begun, step, facts.oldest_version),
+    )
+    held = {
+        i: replace(one, carried_log_probs=one.rollout_log_probs) for i, one in groups.held.items()
+    }
+    return Spread(carried, held), int(facts.num_response_tokens[has_new].sum())
 
 
 def orders(num_steps: int, max_staleness: int) -> list[tuple[str, int]]:

@@ -12,9 +12,10 @@ from gapo_megatron import rewards
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import parse_config
 from gapo_megatron.data.source import PromptSource
+from gapo_megatron.facts import Spread
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.rollouter import Rollouter
-from gapo_megatron.types import Carried, Prompt
+from gapo_megatron.types import Prompt
 from tests.scripted_engine import LoneReplicas, ThreadReplicas
 from tests.timed_engine import Costs, CountedPace, Lengths, TimedEngine
 
@@ -86,6 +87,22 @@ class Found:
     lengths: list[int]
 
 
+def carried(groups: Spread, step: int) -> Spread:
+    """As `learn.carry`, but the log-probs are the engine's."""
+    facts = groups.facts
+    held = {
+        i: replace(one, carried_log_probs=one.rollout_log_probs) for i, one in groups.held.items()
+    }
+    versions = np.where(facts.num_carried_tokens > 0, facts.oldest_version, step)
+    lengths = facts.num_response_tokens
+    return Spread(
+        facts.changed(
+            num_carried_tokens=lengths, num_carried_sampled=lengths, oldest_version=versions
+        ),
+        held,
+    )
+
+
 def sample(oversampling: float, *, partial: bool) -> list[Found]:
     """Some steps of several engines, without anything between them."""
     config = parse_config(
@@ -123,16 +140,8 @@ def sample(oversampling: float, *, partial: bool) -> list[Found]:
             begin = pace.seconds
             sampled = rollouter.collect(step, attempt=NeverStopped(), stopwatch=Stopwatch())
             found.seconds.append(pace.seconds - begin)
-            found.lengths += [len(r.token_ids) for one in sampled.groups for r in one.rollouts]
-            rollouter.open_groups = [
-                replace(
-                    group,
-                    rollouts=tuple(
-                        replace(one, carried=Carried(step, one.log_probs)) for one in group.rollouts
-                    ),
-                )
-                for group in rollouter.open_groups
-            ]
+            found.lengths += sampled.facts.num_sampled_tokens.tolist()
+            rollouter.open_groups = carried(rollouter.open_groups, step)
         return found
 
     all_replicas = ThreadReplicas.of(NUM_ENGINES, size=1)

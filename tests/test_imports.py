@@ -15,7 +15,8 @@ PURE = ["objective", "rewards", "batching", "evaluate", "logprob", "models", "hf
 # From the bottom to the top: each imports only what stands before it. Those of one line know
 # nothing of each other.
 LAYERS = [
-    ["errors", "types", "clock", "isolation"],
+    ["errors", "facts", "clock", "isolation"],
+    ["types"],
     ["io"],
     ["compat", "device"],
     ["config"],

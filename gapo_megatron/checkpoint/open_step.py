@@ -67,18 +67,32 @@ class OpenStep:
         """Write this rank's progress; rank 0 the rest. No collective."""
         files.write(folder / progress_name(dist.get_rank()), asdict(self.progress))
         if dist.get_rank() == 0:
-            fields = {name: getattr(self.batch, name) for name in _ARRAYS | _COLUMNS}
-            for name in _ARRAYS:
-                fields[name] = [torch.from_numpy(array) for array in fields[name]]
-            files.write(
-                folder / BATCH_NAME,
-                {
-                    "batch": fields,
-                    "facts": torch.from_numpy(self.batch.facts.table),
-                    "metrics": self.metrics,
-                    "evaluated": self.evaluated,
-                },
-            )
+            files.write(folder / BATCH_NAME, self.shared())
+
+    def shared(self) -> dict[str, Any]:
+        """All but the progress, with all tokens, as a file holds it; see `from_shared`."""
+        fields = {name: getattr(self.batch, name) for name in _ARRAYS | _COLUMNS}
+        for name in _ARRAYS:
+            fields[name] = [torch.from_numpy(array) for array in fields[name]]
+        return {
+            "batch": fields,
+            "facts": torch.from_numpy(self.batch.facts.table),
+            "metrics": self.metrics,
+            "evaluated": self.evaluated,
+        }
+
+    @classmethod
+    def from_shared(cls, shared: dict[str, Any]) -> Self:
+        """A step without an update, all its tokens here.
+
+        Raises:
+            LookupError, TypeError, ValueError: `shared` is not what `OpenStep.shared` made.
+        """
+        return cls(
+            _to_batch(shared["batch"], shared.get("facts")),
+            files.numbers(shared["metrics"]),
+            files.numbers(shared["evaluated"]),
+        )
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, *, num_updates: int) -> Self:
@@ -95,16 +109,14 @@ class OpenStep:
             CheckpointError: a file is missing, damaged or misshapen; names it.
         """
         with files.reading(folder / BATCH_NAME) as shared:
-            batch = _to_batch(shared["batch"], shared.get("facts"))
-            metrics = files.numbers(shared["metrics"])
-            evaluated = files.numbers(shared["evaluated"])
+            step = cls.from_shared(shared)
         if num_updates == 0:
-            return cls(batch, metrics, evaluated)
+            return step
         with files.reading(folder / progress_name(dist.get_rank())) as fields:
             progress = _to_progress(fields, device)
             if progress.num_updates != num_updates:
                 raise ValueError(f"{progress.num_updates} updates in place of {num_updates}")
-        return cls(batch, metrics, evaluated, progress)
+        return replace(step, progress=progress)
 
 
 def progress_name(rank: int) -> str:

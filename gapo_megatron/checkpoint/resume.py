@@ -13,6 +13,7 @@ from megatron.core import __version__ as megatron_version
 from transformers import PretrainedConfig
 
 from gapo_megatron.checkpoint import rng
+from gapo_megatron.checkpoint.ahead import AHEAD_NAME, Ahead
 from gapo_megatron.checkpoint.open_groups import (
     OPEN_GROUPS_NAME,
     load_open_groups,
@@ -110,6 +111,10 @@ def load_latest(
     dist.barrier()
     if dist.get_rank() == 0:
         logger.info("resumed from %s", path)
+        if AHEAD_NAME in found.files and state is not None and state.ahead is None:
+            logger.warning(
+                "the batch of step %d, sampled ahead with other settings, is given back", found.step
+            )
     return state
 
 
@@ -175,6 +180,7 @@ def _load(
             open_step=None
             if found.open_updates is None
             else OpenStep.load(path, policy.device, num_updates=found.open_updates),
+            ahead=None if AHEAD_NAME not in found.files or changed else Ahead.load(path),
             changes_objective=any(name.startswith("objective.") for name in changed),
             open_groups=load_open_groups(path) if OPEN_GROUPS_NAME in found.files else [],
         )

@@ -197,6 +197,8 @@ def _write(folder: Path, state: State, policy: Policy) -> None:
         state.open_step.save(folder)
     if dist.get_rank() == 0:
         save_open_groups(folder, state.open_groups)
+        if state.ahead is not None:
+            state.ahead.save(folder)
 
 
 def _describe_files(folder: Path) -> dict[str, manifest.FileEntry]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gapo_megatron.checkpoint.ahead import Ahead
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.hf.manifest import Branch
 from gapo_megatron.types import OpenGroup
@@ -25,6 +26,8 @@ class State:
     checkpoints of a branched run record it."""
     open_step: OpenStep | None = None
     """The step under way when a stop came; None between steps."""
+    ahead: Ahead | None = None
+    """The next step's batch, where it was sampled ahead; never beside an open step."""
     open_groups: Sequence[OpenGroup] = ()
     """Groups with unfinished responses, resumed by the next step; rank 0 alone saves them, and
     every rank loads them all."""

@@ -40,6 +40,21 @@ class _TrainerState:
 _SHAPE = TypeAdapter(_TrainerState)
 
 
+_SOURCE = TypeAdapter(_Source)
+
+
+def check_source(state: Mapping[str, Any]) -> None:
+    """Refuse what is no state of a `PromptSource`.
+
+    Raises:
+        ValueError: says what is amiss.
+    """
+    try:
+        _SOURCE.validate_json(json.dumps(state), strict=True)
+    except ValidationError as error:
+        raise ValueError(first_flaw(error)) from None
+
+
 def write_trainer_state(folder: Path, state: Mapping[str, Any], *, step: int) -> None:
     """Write what `read_trainer_state` reads; rank 0 alone."""
     text = json.dumps({**state, "step": step}, allow_nan=False)

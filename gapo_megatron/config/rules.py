@@ -72,11 +72,8 @@ def _check_sides(config: Config) -> None:
                 f"optimizer.offload ({config.optimizer.offload!r}) must be 'none' with "
                 "rollout.generation_nodes: no engine wants the memory"
             )
-    if objective.old_log_probs == "rollout" and rollout.top_p < 1:
-        raise ValueError(
-            f"rollout.top_p ({rollout.top_p}) must be 1 with objective.old_log_probs 'rollout': "
-            "the log-probs of a cut-off distribution are not the policy's"
-        )
+    if objective.old_log_probs == "rollout":
+        _check_around_engine(config)
     if (most := rollout.max_staleness) == 0:
         return
     if not rollout.has_generation_side:
@@ -101,6 +98,26 @@ def _check_sides(config: Config) -> None:
                     f"{name} ({step}) must be a multiple of rollout.max_staleness ({most}): "
                     "weights are sent after so many steps"
                 )
+
+
+def _check_around_engine(config: Config) -> None:
+    """Rules of a clip around the engine's log-probs."""
+    rollout, largest = config.rollout, config.objective.importance_weight_max
+    if rollout.top_p < 1:
+        raise ValueError(
+            f"rollout.top_p ({rollout.top_p}) must be 1 with objective.old_log_probs 'rollout': "
+            "the log-probs of a cut-off distribution are not the policy's"
+        )
+    if largest is not None:
+        raise ValueError(
+            f"objective.importance_weight_max ({largest}) needs objective.old_log_probs 'trainer': "
+            "with 'rollout' the clip is around the policy that sampled, and every weight is 1"
+        )
+    if config.batch.partial_rollouts:
+        raise ValueError(
+            "batch.partial_rollouts (true) needs objective.old_log_probs 'trainer', not 'rollout': "
+            "tokens of earlier steps keep the trainer's log-probs"
+        )
 
 
 def input_paths(config: Config) -> dict[str, str]:

@@ -19,6 +19,7 @@ from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.metrics import Sums
 from gapo_megatron.objective import (
     PolicyLoss,
+    clipped_share,
     diagnostics,
     importance_weights,
     kl_penalty,
@@ -99,8 +100,11 @@ class MinibatchLoss:
     minibatch: Minibatch
     microbatches: Sequence[LossInputs]
     """One for each micro-batch on the last pipeline stage, none elsewhere."""
+    is_first: bool
+    """Whether the weights are still those that the step began with."""
     old_log_probs: Sequence[torch.Tensor | None] | None
-    """Old log-probs per micro-batch, [R] float32; None as a whole: the current ones, detached."""
+    """The trainer's log-probs at those weights per micro-batch, [R] float32; None as a whole: not
+    computed; in the first mini-batch they are the current ones, detached."""
     ref_log_probs: Sequence[torch.Tensor | None] | None
     """Reference log-probs per micro-batch, [R] float32; None as a whole: no KL term."""
     config: Config
@@ -111,8 +115,10 @@ class MinibatchLoss:
         Nothing waits for the device.
         """
         given, log_probs = self.microbatches[scored.index], scored.log_probs
-        old = self._old_log_probs(scored)
-        sums = _mismatch(old, given.rollout_log_probs)
+        at_begin = self._log_probs_at_begin(scored)
+        sums = {} if at_begin is None else self._engine_sums(at_begin, given)
+        old = given.rollout_log_probs if self._is_around_engine else at_begin
+        assert old is not None  # computed unless the clip is around the engine's
         weighted = given.advantages
         if (largest := self.config.objective.importance_weight_max) is not None:
             weights = importance_weights(
@@ -138,9 +144,19 @@ class MinibatchLoss:
         sums["tokens"] = torch.full_like(sums["loss"], len(log_probs))
         return self._add_penalties(result.loss, scored, sums), sums
 
-    def _old_log_probs(self, scored: Scored) -> torch.Tensor:
-        """[R] float32: at the weights that sampled each token."""
+    @property
+    def _is_around_engine(self) -> bool:
+        """Whether ratios compare with what the engine said when it sampled."""
+        return self.config.objective.old_log_probs == "rollout"
+
+    def _log_probs_at_begin(self, scored: Scored) -> torch.Tensor | None:
+        """[R] float32: the trainer's, at the weights that the step began with; None: unknown.
+
+        Carried tokens have those of the weights that sampled them.
+        """
         if self.old_log_probs is None:
+            if not self.is_first:
+                return None
             old = scored.log_probs.detach()
         else:
             found = self.old_log_probs[scored.index]
@@ -150,6 +166,25 @@ class MinibatchLoss:
         if given.is_carried_row is not None and given.carried_log_probs is not None:
             old = torch.where(given.is_carried_row, given.carried_log_probs, old)
         return old
+
+    def _engine_sums(self, at_begin: torch.Tensor, given: LossInputs) -> Sums:
+        """What lies between the policy that sampled and the trainer's as the step began."""
+        sums = _mismatch(at_begin, given.rollout_log_probs)
+        if self._is_around_engine:
+            sums["mismatch_tokens"] = given.advantages.new_full((), len(at_begin))
+        if self.config.rollout.max_staleness:
+            shares = clipped_share(
+                at_begin,
+                given.rollout_log_probs,
+                sequence_ids=given.sequence_ids,
+                advantages=given.advantages,
+                num_correct=given.num_correct,
+                group_size=given.group_size,
+                method=self.config.objective.resolve(),
+            )
+            sums["outside_clip"] = shares.sum()
+            sums["outside_clip_sequences"] = (given.advantages != 0).sum().double()
+        return sums
 
     def _policy_loss(
         self, scored: Scored, old: torch.Tensor, advantages: torch.Tensor
@@ -189,27 +224,29 @@ class MinibatchLoss:
 def may_lose_gradients(config: Config, *, has_moved: bool) -> bool:
     """Whether some rows may have no gradient; the host knows without asking the device.
 
-    At the weights that sampled it no ratio is clipped; a weight alone that is bounded takes no
+    At the weights of its old log-probs no ratio is clipped; a weight alone that is bounded takes no
     gradient away, and an entropy term gives every row one. With a KL term sequences with A = 0 are
-    computed, which have none while the policy is its reference.
+    computed, which have none while the policy is its reference. The engine's log-probs are never
+    exactly the trainer's: with them as old ones any ratio may be clipped from the start.
 
     Args:
         config: the run's settings; reads `objective`.
-        has_moved: the weights are no longer those that sampled every token.
+        has_moved: the weights are no longer those of every old log-prob of the trainer.
     """
     objective = config.objective
     if objective.entropy_coef > 0:
         return False
     if objective.kl_coef > 0:
         return True
-    return has_moved and FAMILIES[objective.resolve().family].clip_stops_gradient
+    may_clip = has_moved or objective.old_log_probs == "rollout"
+    return may_clip and FAMILIES[objective.resolve().family].clip_stops_gradient
 
 
-def _mismatch(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> Sums:
-    """How far the rollout engine's log-probs are from the trainer's at the same weights."""
-    if not len(old_log_probs):
+def _mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> Sums:
+    """How far the rollout engine's log-probs are from the trainer's."""
+    if not len(log_probs):
         return {}
-    mismatch = (old_log_probs - rollout_log_probs).abs().double()
+    mismatch = (log_probs - rollout_log_probs).abs().double()
     return {"mismatch": mismatch.sum(), "mismatch_max": mismatch.max()}
 
 

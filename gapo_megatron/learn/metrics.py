@@ -18,7 +18,8 @@ Sums = dict[str, torch.Tensor]
 
 _SCALARS = (
     *("loss", "tokens", "active_rows", "tokens_backward", "kl", "entropy"),
-    *("mismatch", "mismatch_max"),
+    *("mismatch", "mismatch_max", "mismatch_tokens"),
+    *("outside_clip", "outside_clip_sequences"),
     *("importance_weights", "importance_weights_cut", "importance_weights_count"),
 )
 
@@ -75,9 +76,11 @@ def summarize(
     Returns:
         Means over mini-batches: `loss/policy`, the policy loss alone, and `optim/grad_norm`, of the
         whole loss, before clipping. Means over computed response tokens:
-        `mismatch/*_log_prob_diff` (trainer to rollout engine at equal weights), `loss/kl` and
-        `loss/entropy` (without their coefficients; where these are not 0). Means over computed
-        sequences: `mismatch/importance_weight*`, where there are such weights. `skip/*`: what was
+        `mismatch/*_log_prob_diff` (trainer, before any update, to rollout engine; of the first
+        mini-batch where no other is known), `loss/kl` and `loss/entropy` (without their
+        coefficients; where these are not 0). Means over computed
+        sequences: `mismatch/importance_weight*`, where there are such weights, and
+        `mismatch/outside_clip`, with `rollout.max_staleness`. `skip/*`: what was
         not computed because it could not change the weights, as shares of all prompt and response
         tokens (`forward`, `old_pass`, `backward`) or of the valid response tokens
         (`head_backward`), and as a number of optimizer steps (`updates`). The rest:
@@ -88,10 +91,9 @@ def summarize(
         "loss/policy": float(totals["loss"]) / num_updates,
         "optim/grad_norm": sum(grad_norms) / num_updates,
         "optim/learning_rate": learning_rate,
-        "mismatch/mean_abs_log_prob_diff": float(totals["mismatch"]) / num_tokens,
-        "mismatch/max_abs_log_prob_diff": float(totals["mismatch_max"]),
     }
-    metrics |= _skipped(totals, plan, lengths)
+    metrics |= _compared(totals, config)
+    metrics |= _skipped(totals, plan, config, lengths)
     metrics["skip/updates"] = float(list(grad_norms).count(0.0))
     if config.objective.kl_coef > 0:
         metrics["loss/kl"] = float(totals["kl"]) / num_tokens
@@ -104,11 +106,26 @@ def summarize(
     return metrics | diagnostics.summarize(totals)
 
 
-def _skipped(totals: Sums, plan: Plan, lengths: np.ndarray) -> dict[str, float]:
+def _compared(totals: Sums, config: Config) -> dict[str, float]:
+    """The engine's log-probs against the trainer's as the step began."""
+    metrics = {}
+    is_partial = config.objective.old_log_probs == "rollout"
+    num_tokens = float(totals["mismatch_tokens" if is_partial else "tokens"])
+    if num_tokens or not is_partial:
+        mean = float(totals["mismatch"]) / max(num_tokens, 1.0)
+        metrics["mismatch/mean_abs_log_prob_diff"] = mean
+        metrics["mismatch/max_abs_log_prob_diff"] = float(totals["mismatch_max"])
+    if num_sequences := float(totals["outside_clip_sequences"]):
+        metrics["mismatch/outside_clip"] = float(totals["outside_clip"]) / num_sequences
+    return metrics
+
+
+def _skipped(totals: Sums, plan: Plan, config: Config, lengths: np.ndarray) -> dict[str, float]:
     fed = max(plan.num_tokens_skipped + plan.num_tokens_computed, 1)
     num_old = sum(
         int(lengths[list(indices)].sum())
         for minibatch in plan.minibatches[1:]
+        if config.objective.old_log_probs == "trainer"
         for rank in minibatch.microbatches
         for indices in rank
     )

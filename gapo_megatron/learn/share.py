@@ -41,6 +41,16 @@ class Places:
             tuple(scorers[dp_rank] for dp_rank in range(groups.dp_size)),
         )
 
+    def wanted(self, batch: Batch, config: Config) -> list[Sequence[int]]:
+        """What every rank gets of a batch that other ranks have sampled: together all of it.
+
+        A pure function of the facts, by which sender and receiver know what is in a message.
+        """
+        by_dp_rank = wanted_sequences(
+            batch, config, data_parallel_size=len(self.scorers), every=True
+        )
+        return self.by_rank(by_dp_rank)
+
     def by_rank(self, by_dp_rank: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """What every rank wants, from what every data-parallel rank wants."""
         return [by_dp_rank[dp_rank] for dp_rank in self.dp_ranks]

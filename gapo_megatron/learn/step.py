@@ -32,7 +32,7 @@ class Progress:
     """How far this rank has come with a batch: what a stop must save beside weights and batch."""
 
     old_log_probs: list[LogProbs] = field(default_factory=list)
-    """Log-probs per mini-batch at the rollout weights; empty before the pass."""
+    """Log-probs per mini-batch at the weights that the step began with; empty before the pass."""
     sums: metrics.Sums = field(default_factory=dict)
     """Metrics of the updates done."""
     grad_norms: list[float] = field(default_factory=list)
@@ -67,8 +67,8 @@ def learn(
     """Take one optimizer step per mini-batch of `plan`.
 
     Args:
-        policy: at the weights that generated the last tokens of `batch`, moved by the updates of
-            `progress`; the others follow.
+        policy: at the weights that generated the last tokens of `batch` (newer ones with
+            `rollout.max_staleness`), moved by the updates of `progress`; the others follow.
         batch: the same on every rank.
         plan: the same on every rank; this rank computes its data-parallel share.
         config: the run's settings: method, coefficients, rollouts per prompt, response limit.
@@ -105,7 +105,7 @@ def learn(
             scored = packed[i] if policy.groups.is_last_stage else []
             inputs = [LossInputs.of(batch, one, policy.device) for one in scored]
             old = progress.old_log_probs[i]
-            loss = MinibatchLoss(plan.minibatches[i], inputs, old, reference[i], config)
+            loss = MinibatchLoss(plan.minibatches[i], inputs, i == 0, old, reference[i], config)
             has_moved = old is not None or bool(batch.carried_log_probs)
             skips = may_lose_gradients(config, has_moved=has_moved)
             progress.add(update(policy, packed[i], loss, skip_inactive=skips), scored, lengths)
@@ -121,12 +121,15 @@ def _score(
     """Old log-probs of the mini-batches, into `progress`; returns the reference's, for a KL term.
 
     The old log-probs of mini-batch 1 are its own forward pass, detached: no weight has moved yet.
-    The others come from one pass at the rollout weights, packed exactly as their update will be, so
+    The others come from one pass at the same weights, packed exactly as their update will be, so
     that a ratio differs from 1 only because weights do. Tokens that earlier steps sampled keep
-    those of the weights that sampled them (`Batch.carried_log_probs`), in every mini-batch.
+    those of the weights that sampled them (`Batch.carried_log_probs`), in every mini-batch. With
+    `objective.old_log_probs` = "rollout" there is no pass: the batch brings the engine's.
     """
     if not progress.old_log_probs:
-        progress.old_log_probs = [None, *(log_probs(policy, one) for one in packed[1:])]
+        needs_pass = config.objective.old_log_probs == "trainer"
+        others = [log_probs(policy, one) if needs_pass else None for one in packed[1:]]
+        progress.old_log_probs = [None, *others]
     if config.objective.kl_coef == 0:
         return [None] * len(packed)
     with policy.reference_weights():

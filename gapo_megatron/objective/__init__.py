@@ -6,12 +6,19 @@ The mathematics of docs/objective.md; imports neither megatron nor vllm.
 from gapo_megatron.config.methods import METHODS, Method
 from gapo_megatron.objective.clipping import upper_clip
 from gapo_megatron.objective.groups import group_advantages, group_counts, make_batch
-from gapo_megatron.objective.losses import PolicyLoss, importance_weights, kl_penalty, policy_loss
+from gapo_megatron.objective.losses import (
+    PolicyLoss,
+    clipped_share,
+    importance_weights,
+    kl_penalty,
+    policy_loss,
+)
 
 __all__ = [
     "METHODS",
     "Method",
     "PolicyLoss",
+    "clipped_share",
     "group_advantages",
     "group_counts",
     "importance_weights",

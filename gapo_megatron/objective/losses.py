@@ -71,7 +71,7 @@ def policy_loss(
 
     Args:
         log_probs: [T] current policy, with autograd; T = response tokens of B sequences.
-        old_log_probs: [T] policy that generated the batch; no gradient flows into it.
+        old_log_probs: [T] policy that the clip is around; no gradient flows into it.
         sequence_ids: [T] int64 in 0..B-1.
         advantages: [B].
         num_correct: [B] int64, c of each sequence's group.
@@ -95,8 +95,61 @@ def policy_loss(
     """
     _check_shapes(log_probs, old_log_probs, sequence_ids, advantages, num_correct)
     _flag_not_finite(flags, log_probs, old_log_probs, sequence_ids, advantages)
+    tokens = _tokens(
+        log_probs, old_log_probs, sequence_ids, advantages, num_correct, group_size, method
+    )
+    denominators = _denominators(
+        tokens.counts, num_tokens_global, num_sequences_global, max_response_tokens, method
+    )
+    return _divide(FAMILIES[method.family].terms(tokens), tokens, denominators)
+
+
+def clipped_share(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    *,
+    sequence_ids: torch.Tensor,
+    advantages: torch.Tensor,
+    num_correct: torch.Tensor,
+    group_size: int | torch.Tensor,
+    method: Method,
+) -> torch.Tensor:
+    """What the clip of `method` cuts between two policies, without a loss.
+
+    Args:
+        log_probs: [T] of the policy that learns; T = response tokens of B sequences.
+        old_log_probs: [T] of the policy that the clip is around.
+        sequence_ids: as in `policy_loss`, like all that follow.
+        advantages: [B].
+        num_correct: [B] int64.
+        group_size: k, an int or [B] int64.
+        method: ratio, clip widths.
+
+    Returns:
+        [B] float64, detached: the share of each sequence's ratios (one, or one for each token) that
+        are clipped; 0 where A = 0. No collectives, nothing waits for the device.
+    """
+    tokens = _tokens(
+        log_probs.detach(), old_log_probs, sequence_ids, advantages, num_correct, group_size, method
+    )
+    clipped = FAMILIES[method.family].terms(tokens).clipped.double()
+    if not tokens.per_token:
+        return clipped
+    return segment_mean(clipped, sequence_ids, len(advantages), tokens.counts)
+
+
+def _tokens(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    sequence_ids: torch.Tensor,
+    advantages: torch.Tensor,
+    num_correct: torch.Tensor,
+    group_size: int | torch.Tensor,
+    method: Method,
+) -> MicrobatchTokens:
+    """Log-ratios and clip widths, in float64: what a family starts from."""
     advantages = advantages.detach().double()
-    tokens = MicrobatchTokens(
+    return MicrobatchTokens(
         log_probs,
         log_ratio=log_probs.double() - old_log_probs.detach().double(),
         sequence_ids=sequence_ids,
@@ -105,10 +158,6 @@ def policy_loss(
         upper=_upper_width(advantages, num_correct, group_size, method),
         method=method,
     )
-    denominators = _denominators(
-        tokens.counts, num_tokens_global, num_sequences_global, max_response_tokens, method
-    )
-    return _divide(FAMILIES[method.family].terms(tokens), tokens, denominators)
 
 
 def _divide(terms: Terms, tokens: MicrobatchTokens, denominators: torch.Tensor) -> PolicyLoss:
@@ -157,19 +206,21 @@ def importance_weights(
 
         w_i = min(exp(mean_t(old_log_probs - rollout_log_probs)), largest)
 
-    Trainer and engine hold the same weights, and differ in kernels and precision. The mean over a
-    sequence's tokens, as in its ratio: their sum would make
-    a weight out of thousands of roundings.
+    They correct for what lies between the policy that sampled and the one that the clip is around:
+    the engine's kernels and precision, and, of a batch sampled ahead, the steps since. The mean
+    over a sequence's tokens, as in its ratio: their sum would make a weight out of thousands of
+    roundings.
 
     Args:
-        old_log_probs: [T] the trainer's, at the weights that sampled; T = response tokens.
+        old_log_probs: [T] the trainer's, at the weights that the step begins with; T = response
+            tokens.
         rollout_log_probs: [T] the engine's own while it sampled.
         sequence_ids: [T] int64 in 0..num_sequences-1.
         num_sequences: B.
         largest: upper bound of a weight, 1 or more.
 
     Returns:
-        [B] float64 in (0, largest], detached.
+        [B] float64 in (0, largest], detached. Exactly 1 where both are equal.
     """
     difference = old_log_probs.detach().double() - rollout_log_probs.double()
     counts = segment_counts(sequence_ids, num_sequences=num_sequences)

@@ -22,6 +22,9 @@ from gapo_megatron.facts import Facts, Tokens
 class Work(Protocol):
     """A transfer under way."""
 
+    def is_completed(self) -> bool:
+        """Whether it is done. Never waits."""
+
     def wait(self) -> Any:
         """Return when it is done."""
 
@@ -78,6 +81,10 @@ class Posted:
     def num_bytes(self) -> int:
         """Bytes of all messages."""
         return sum(len(buffer) for _, buffer in self.messages)
+
+    def is_done(self) -> bool:
+        """Whether all have been sent. Never waits."""
+        return all(work.is_completed() for work, _ in self.messages)
 
     def wait(self) -> None:
         """Return when all have been sent, and let go of the buffers."""

@@ -34,6 +34,8 @@ class Watch:
     other replicas generate; its answer then has no effect."""
     occupancy: Occupancy | None = None
     """Occupancy to add to: how full the replicas were; needs `should_abandon`."""
+    on_broken_off: Callable[[int], object] = lambda num_tokens: None
+    """Receives how many tokens this replica has sampled in a generation that was broken off."""
     shows_progress: bool = False
     """Whether rank 0 shows a progress bar with tokens/s."""
 
@@ -92,6 +94,7 @@ def generate(
     run = _Run(engine, responses, wanted, watch)
     run.decode()
     if watch.should_abandon is not None and run.others_broke_off():
+        watch.on_broken_off(run.num_tokens)
         return None
     return [tuple(group) for group in responses.rollouts]
 
@@ -113,11 +116,16 @@ def _check_prompts(engine: Engine, prompts: Sequence[Prompt], max_response_token
 
 
 class _Run:
-    """One generation: the requests of one replica until it has what is wanted."""
+    """One generation: the requests of one replica until it has what is wanted.
+
+    Attributes:
+        num_tokens: sampled so far.
+    """
 
     def __init__(self, engine: Engine, responses: Responses, wanted: int, watch: Watch) -> None:
         self._engine = engine
         self._responses = responses
+        self.num_tokens = 0
         self._wanted = wanted
         self._watch = watch
         self._occupancy = watch.occupancy or Occupancy()
@@ -140,6 +148,7 @@ class _Run:
                 self._end = self._take_steps(len(requests), bar)
         finally:
             left = self._engine.abort()
+        self.num_tokens += sum(len(one.token_ids) for one in left)
         if not self._end.broken_off:
             for completion in left:
                 self._responses.take(completion)
@@ -183,7 +192,9 @@ class _Run:
             now = time.monotonic()
             taken_s, last = taken_s + share * (now - last), now
             if completions:
-                bar.advance(len(ended), sum(len(one.token_ids) for one in completions))
+                num_tokens = sum(len(one.token_ids) for one in completions)
+                self.num_tokens += num_tokens
+                bar.advance(len(ended), num_tokens)
         return End(False, taken_s, last - self._start)
 
     def _must_break_off(self) -> bool:

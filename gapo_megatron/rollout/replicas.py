@@ -78,6 +78,11 @@ class Replicas:
         """Channel of all ranks, for tokens."""
         return GroupChannel(self.gloo_group or dist.group.WORLD)
 
+    @property
+    def is_first_of_replica(self) -> bool:
+        """Whether this is the first rank of its replica."""
+        return self.rank % self._size == 0
+
     def share(self, prompts: Sequence[T], *, rank: int | None = None) -> list[T]:
         """This replica's contiguous slice of `prompts`; all replicas' slices cover it in order.
 

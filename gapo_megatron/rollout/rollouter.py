@@ -26,7 +26,7 @@ from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.exchange import Channel, deal, gather
 from gapo_megatron.rollout.generate import Watch, begin, generate
 from gapo_megatron.rollout.progress import Occupancy
-from gapo_megatron.rollout.requests import SamplingSettings, request_seed
+from gapo_megatron.rollout.requests import SamplingSettings, num_sampled, request_seed
 from gapo_megatron.rollout.selection import (
     carried_metrics,
     choose,
@@ -93,6 +93,8 @@ class Rollouter:
             step that has collected leaves those there that it has broken off; before the weights
             move, `learn.carry` must make their new tokens `carried`, and set the attribute.
         environment: the episodes' environment.
+        num_tokens_in_vain: tokens that this rank has sampled in the last `collect`, if that was
+            broken off; of the ranks of a replica the first counts them.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Rollouter:
         """
         self.open_groups = Spread.join([])
         self.environment: Environment = environment or OneTurn(tokenizer)
+        self.num_tokens_in_vain = 0
         self._engine = engine
         self._source = source
         self._pool = pool
@@ -146,6 +149,7 @@ class Rollouter:
         drawn = [problems[i] for i in self._problems(opened)]
         num_rounds = num_lost_tokens = 0
         now = _Step(step, attempt, stopwatch, Occupancy())
+        self.num_tokens_in_vain = 0
         while num_rounds <= most_rounds:
             missing = wanted - int(informative(groups.facts, self._group_size).sum())
             if missing <= 0:
@@ -155,6 +159,7 @@ class Rollouter:
             drawn += prompts
             judged = self._draw(prompts, opened, missing, now)
             if judged is None:
+                self.num_tokens_in_vain += _num_held(groups)
                 return None
             groups = Spread.join([groups, judged.groups])
             opened = judged.open_groups
@@ -245,6 +250,7 @@ class Rollouter:
                     on_ended=judging.add,
                     should_abandon=now.attempt.patience(stopwatch.expect("rollout")),
                     occupancy=now.occupancy,
+                    on_broken_off=self._note_in_vain,
                     shows_progress=True,
                 ),
             )
@@ -297,6 +303,8 @@ class Rollouter:
             should_abandon=now.attempt.patience(now.stopwatch.expect("reward")),
         )
         if verdicts is None:
+            everything = [rollout for group in [*kept, *left] for rollout in group.rollouts]
+            self.num_tokens_in_vain += sum(map(num_sampled, everything))
             return None
         groups = [Group(*one) for one in zip(prompts, rollouts, verdicts, strict=True)]
         kept_facts, kept_tokens = self._describe(groups)
@@ -327,6 +335,10 @@ class Rollouter:
             Spread.join(left_parts),
             sum(int(table[0, -2:].copy().view(np.int64)[0]) for table in tables),
         )
+
+    def _note_in_vain(self, num_tokens: int) -> None:
+        if self._engine.replicas.is_first_of_replica:
+            self.num_tokens_in_vain += num_tokens
 
     def _describe(self, groups: Sequence[Group | OpenGroup]) -> tuple[Facts, list[Tokens]]:
         return describe(
@@ -387,6 +399,11 @@ class _Judged:
     open_groups: Spread
     num_lost_tokens: int
     """Sampled for groups that are broken off and do not stay open."""
+
+
+def _num_held(groups: Spread) -> int:
+    """Tokens that the model sampled, of the sequences that are here."""
+    return int(groups.facts.num_sampled_tokens[[*groups.held]].sum(dtype=np.int64))
 
 
 def is_whole(group: OpenGroup) -> bool:

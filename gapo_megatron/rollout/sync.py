@@ -42,14 +42,13 @@ def sync(
     Returns:
         The largest difference of log-probs at temperature 1, the same on every rank.
 
-    Collectives: those of the forward pass, then of `Policy.iterate_hf_weights`; a broadcast of the
-    trainer's log-probs from the last rank, which holds the head; a gather of the differences.
+    Collectives: those of `score_probe`, then of `Policy.iterate_hf_weights`; a gather of the
+    differences.
 
     Raises:
         WeightSyncError: tensors or log-probs do not agree; on every rank.
     """
-    scored = score(policy, probe, [(i,) for i in range(len(probe))], temperature=1.0)
-    holder = [[values.numpy() for values in scored.values()]]
+    log_probs = score_probe(policy, probe, engine.replicas.gloo_group)
     policy.make_room()
     transport(
         engine,
@@ -57,9 +56,29 @@ def sync(
         policy_version=policy_version,
         on_received=policy.make_room_of_weights,
     )
-    last = dist.get_world_size() - 1
-    dist.broadcast_object_list(holder, src=last, group=engine.replicas.gloo_group)
-    return verify_weights(engine, probe, holder[0])
+    return verify_weights(engine, probe, log_probs)
+
+
+def score_probe(
+    policy: Policy, probe: Sequences, gloo_group: dist.ProcessGroup | None
+) -> list[np.ndarray]:
+    """The trainer's log-probs of a few sequences, a sequence at a time, at temperature 1.
+
+    Args:
+        policy: unchanged.
+        probe: the same on every rank.
+        gloo_group: all ranks of the trainer.
+
+    Returns:
+        An array of float32 for each sequence, one value per sampled response token; the same on
+        every rank.
+
+    Collectives: those of the forward pass; a broadcast from the last rank, which holds the head.
+    """
+    scored = score(policy, probe, [(i,) for i in range(len(probe))], temperature=1.0)
+    holder = [[values.numpy() for values in scored.values()]]
+    dist.broadcast_object_list(holder, src=dist.get_world_size() - 1, group=gloo_group)
+    return holder[0]
 
 
 def first_sequences(batch: Batch, count: int) -> Sequences:

@@ -45,6 +45,7 @@ class Attempt:
         name: unique among the starts of a run: `<job id>.<restart>` under Slurm.
         run_dir: the run's output folder.
         folder: where launcher and ranks talk; None without a launcher.
+        on_alive: called whenever this rank says that it makes progress.
         leads: whether this rank writes for all: it owns the run folder, and decides when to stop.
     """
 
@@ -60,6 +61,7 @@ class Attempt:
         may_lead: bool = True,
     ) -> None:
         """Use `begin`. `job_end_unix_s` is the job's time limit, None without one."""
+        self.on_alive: Callable[[], object] = lambda: None
         self.leads = may_lead and dist.get_rank() == 0
         self.run_dir = run_dir
         self.name = name
@@ -127,6 +129,11 @@ class Attempt:
 
     def alive(self) -> None:
         """Say that this rank makes progress; the time to a hang counts from here."""
+        self.restart_watch()
+        self.on_alive()
+
+    def restart_watch(self) -> None:
+        """Let the time to a hang count from here: this rank waits, for ranks that make progress."""
         end_after(self._hang_timeout_s)
 
     def agree(self, value: bool) -> bool:

@@ -117,15 +117,18 @@ class MetricsWriter:
             with naming("standard output"):
                 self._console.show(step, present)
 
-    def log_startup(self, step: int, seconds: Mapping[str, Value], *, world_size: int) -> None:
+    def log_startup(
+        self, step: int, seconds: Mapping[str, Value], *, sizes: Mapping[str, int]
+    ) -> None:
         """One line of timings, `startup/<part>_s`, before the first step of this process.
 
-        With the ranks (`perf/world_size`) of the steps that follow: another start may have others.
+        With the numbers of ranks (`perf/...`) of the steps that follow: another start may have
+        others.
         """
         if not self._enabled:
             return
         record = {f"startup/{part}_s": value for part, value in seconds.items()}
-        record["perf/world_size"] = world_size
+        record |= sizes
         self._append(TIMINGS_NAME, {"step": step, "time/unix_s": time.time(), **record})
         parts = ", ".join(f"{part} {value:.1f}" for part, value in seconds.items())
         logger.info("ready after %.1f s: %s", sum(seconds.values()), parts)

@@ -26,6 +26,8 @@ class Position:
     """Metrics of the evaluation before the step under way; empty without one."""
     source_state: Mapping[str, Any] = field(default_factory=dict)
     """Place in the data to resume from: after the prompts of an open step, else before them."""
+    source_before: Mapping[str, Any] = field(default_factory=dict)
+    """Place in the data before the prompts of the open step, or of the last one that was open."""
     first_sampled: int = 0
     """The first step that this process samples for."""
     window: CorrelationWindow = field(default_factory=CorrelationWindow)
@@ -35,6 +37,10 @@ class Position:
     def num_open_updates(self) -> int | None:
         """Updates that the open step has done; None where none is open."""
         return None if self.open_step is None else self.open_step.progress.num_updates
+
+    def take_batch(self, source_state: Mapping[str, Any]) -> None:
+        """Take note of the place in the data after the batch of the step under way."""
+        self.source_before, self.source_state = self.source_state, source_state
 
     def finish_step(self) -> None:
         """Go on to the next step."""

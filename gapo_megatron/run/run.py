@@ -12,26 +12,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from gapo_megatron import rewards
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import VERIFIED_SEQUENCES, Config
-from gapo_megatron.evaluate.evaluate import evaluate
-from gapo_megatron.io.run_folder import is_finished
-from gapo_megatron.learn.carry import carry
 from gapo_megatron.learn.noise_floor import watch_noise_floor
 from gapo_megatron.learn.plan import plan_updates
-from gapo_megatron.learn.share import Places, bring_tokens
 from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import make_batch
 from gapo_megatron.objective.diagnostics import count_by_correct
 from gapo_megatron.policy import Policy
-from gapo_megatron.rollout.engine import Engine
-from gapo_megatron.rollout.rollouter import Rollouter, Sampled
-from gapo_megatron.rollout.sync import first_sequences, sync
+from gapo_megatron.rollout.sync import first_sequences
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.run import start
 from gapo_megatron.run.attempt import Attempt
+from gapo_megatron.run.generation import Collected, Generation
+from gapo_megatron.run.generation_side import GenerationSide
 from gapo_megatron.run.memory import StepMemory
 from gapo_megatron.run.metrics import MetricsWriter
 from gapo_megatron.run.position import Position
@@ -58,11 +53,8 @@ class Run:
     config: Config
     attempt: Attempt
     policy: Policy
-    places: Places
-    engine: Engine
-    rollouter: Rollouter
+    generation: Generation
     inputs: Inputs
-    pool: rewards.Pool
     position: Position
     checkpoints: Checkpoints
     writer: MetricsWriter
@@ -80,7 +72,7 @@ class Run:
         Returns:
             The run at the newest whole checkpoint of its folder, at the branch point, or at its
             beginning. One that is finished already has no steps, and builds neither model nor
-            engine.
+            engine. A rank that only generates has none either: it serves the others meanwhile.
 
         Collectives: those of the phases in `run.start`, in this order.
 
@@ -91,38 +83,42 @@ class Run:
         startup.seconds["imports"] = process_age_s()
         inputs = start.check_inputs(config)
         world, attempt = start.join(config, inputs, startup)
-        run_dir, is_first = config.run.output_dir, world.rank == 0
-        if attempt.agree(is_first and is_finished(run_dir, num_steps=config.run.num_steps)):
+        if start.is_finished_everywhere(config, world, attempt):
             return FinishedRun(config, attempt)
+        if world.bridge is not None and world.bridge.is_generation:
+            return ServingRun(start.start_side(config, inputs, world, attempt, startup))
         start.begin_branch(config, inputs, attempt, startup)
 
-        # The workers of the pool start while the model is built.
-        pool = start.start_pool(config)
+        # The workers that judge start while the model is built.
+        pool = None if world.bridge else start.start_pool(config)
         policy = start.build_policy(config, world, attempt, startup)
         position, resumed = start.resume(config, policy, inputs.source, attempt, startup)
-        engine = start.start_engine(
-            config, inputs, policy, policy_version=position.step, startup=startup
-        )
-        pool.wait_until_ready()
-
-        writer = MetricsWriter(run_dir, config=config, resume_step=position.step, enabled=is_first)
-        writer.log_startup(position.step, startup.seconds, world_size=world.world_size)
         stopwatch = Stopwatch()
         stopwatch.recent = attempt.stage_seconds()
-        rollouter = Rollouter(engine, inputs.source, pool, inputs.tokenizer, config)
-        checkpoints = Checkpoints(config, policy, rollouter, attempt, stopwatch, keep_weights)
+        trainer = start.Trainer(config, inputs, world, attempt, policy, position, stopwatch)
+        generation: Generation
+        if pool is None:
+            generation = start.order_generation(trainer, startup)
+        else:
+            generation = start.start_colocated(trainer, pool, startup)
+
+        writer = MetricsWriter(
+            config.run.output_dir,
+            config=config,
+            resume_step=position.step,
+            enabled=world.rank == 0,
+        )
+        writer.log_startup(position.step, startup.seconds, sizes=start.sizes(world))
+        checkpoints = Checkpoints(config, policy, generation, attempt, stopwatch, keep_weights)
         if resumed is not None:
-            rollouter.resume(resumed.open_groups)
+            generation.resume(resumed.open_groups)
             checkpoints.note_resumed(resumed)
         return cls(
             config=config,
             attempt=attempt,
             policy=policy,
-            places=Places.gather(policy.groups, engine.replicas.gloo_group),
-            engine=engine,
-            rollouter=rollouter,
+            generation=generation,
             inputs=inputs,
-            pool=pool,
             position=position,
             checkpoints=checkpoints,
             writer=writer,
@@ -163,10 +159,10 @@ class Run:
         if position.open_step is not None:
             if position.open_step.evaluated:
                 self.writer.log(position.step, position.open_step.evaluated)
-            self.engine.sleep()
+            self.generation.leave_memory()
         while (step := position.step) <= num_steps:
             self.stopwatch.on_enter = self._name_stages(step)
-            position.source_state = self.inputs.source.state_dict()
+            position.source_state = self.generation.source_state
             if position.open_step is None:
                 self._stop_if_asked_before(step)
                 position.evaluated = self._evaluate_if_due(step)
@@ -174,45 +170,35 @@ class Run:
                     return
             yield step
             position.finish_step()
+            if self.checkpoints.is_due(position.step):
+                self._open_step_ahead()
             self.checkpoints.save_if_due(position)
         raise Stopped  # resumed beyond its last step: `num_steps` was more when it was saved
 
-    def collect(self, step: int) -> Sampled | None:
-        """Sample and judge the rollouts of a step; then the engine leaves its memory to the policy.
+    def collect(self, step: int) -> Collected | None:
+        """Sample and judge the rollouts of a step; then the policy has its memory.
 
         Groups that stay open for the next step get the log-probs of this step's weights.
 
         Returns:
-            Facts the same on every rank, tokens where they were judged; None where the step has
-            its batch already.
+            The same on every rank; None where the step has its batch already.
 
-        Collectives: those of `Rollouter.collect`, then of `learn.carry.carry`.
+        Collectives: those of `Generation.collect`, then of `Generation.carry`.
 
         Raises:
             Stopped: a stop was asked for; the prompts are drawn again.
         """
         if self.position.open_step is not None:
             return None
-        sampled = self.rollouter.collect(step, attempt=self.attempt, stopwatch=self.stopwatch)
-        if sampled is None:
+        collected = self.generation.collect(step)
+        if collected is None:
             raise Stopped
-        self.position.source_state = sampled.source_state
-        with self.stopwatch("sleep"):
-            self.engine.sleep()
+        self.position.take_batch(self.generation.source_state)
         self.memory.note("after_sleep")
-        if len(self.rollouter.open_groups):
-            with self.stopwatch("carry"):
-                self.rollouter.open_groups = carry(
-                    self.policy,
-                    self.rollouter.open_groups,
-                    self.config,
-                    policy_version=step,
-                    places=self.places,
-                    channel=self.rollouter.channel,
-                )
-        return sampled
+        self.generation.carry(step)
+        return collected
 
-    def make_batch(self, step: int, rollouts: Sampled | None) -> Batch:
+    def make_batch(self, step: int, rollouts: Collected | None) -> Batch:
         """Give every sequence its group's c and k and its advantage. From here on a step is open.
 
         Args:
@@ -220,22 +206,18 @@ class Run:
             rollouts: from `collect`; None where the step has its batch already.
 
         Returns:
-            The step's batch: facts of all sequences, tokens of this rank's share.
+            The step's batch: the same on every rank, but for its tokens, which are this rank's
+            share.
 
-        Collectives: those of `bring_tokens` and `watch_noise_floor`.
+        Collectives: those of `Generation.bring_tokens`, then of `watch_noise_floor`.
 
         Raises:
             ConfigError: the noise floor is too high for the clip, see `watch_noise_floor`.
         """
         position, config = self.position, self.config
         if rollouts is not None:
-            batch = bring_tokens(
-                make_batch(rollouts.facts, config.objective.resolve()),
-                rollouts.held,
-                config,
-                places=self.places,
-                channel=self.rollouter.channel,
-            )
+            batch = make_batch(rollouts.facts, config.objective.resolve())
+            batch = self.generation.bring_tokens(batch)
             metrics = rollouts.metrics
             metrics |= count_by_correct(batch, group_size=config.batch.rollouts_per_prompt)
             metrics |= watch_noise_floor(
@@ -280,21 +262,27 @@ class Run:
         self.memory.note("update_peak")
         return learned
 
-    def sync(self, step: int, batch: Batch) -> WeightCheck:
-        """Give the engine the new weights, proved by the log-probs of the batch's first sequences.
+    def sync(self, step: int, batch: Batch) -> WeightCheck | None:
+        """Give the engines the new weights, proved by the log-probs of the batch's first sequences.
 
-        Collectives: those of `rollout.sync.sync`.
+        Returns:
+            The proof; None where weights are sent after every few steps, and not after this one.
+
+        Collectives: those of `Generation.sync`.
 
         Raises:
-            WeightSyncError: the engine does not compute what the policy computes.
+            WeightSyncError: an engine does not compute what the policy computes.
         """
-        with self.stopwatch("sync"):
-            probe = first_sequences(batch, VERIFIED_SEQUENCES)
-            check = sync(self.policy, self.engine, probe, policy_version=step + 1)
+        probe = first_sequences(batch, VERIFIED_SEQUENCES)
+        check = self.generation.sync(probe, policy_version=step + 1)
         self.memory.note("after_wake")
+        if not self._evaluation_is_due(step + 1):
+            self.generation.sample_ahead()
         return check
 
-    def log(self, step: int, batch: Batch, learned: dict[str, float], synced: WeightCheck) -> None:
+    def log(
+        self, step: int, batch: Batch, learned: dict[str, float], synced: WeightCheck | None
+    ) -> None:
         """Write the step's metrics and timings; the step is done.
 
         Its checkpoint follows: a kill between the two repeats the step, and its line is replaced.
@@ -303,30 +291,50 @@ class Run:
         """
         open_step = self.position.open_step
         assert open_step is not None
-        self.stopwatch.notes |= self.memory.lap(self.engine.replicas.gloo_group)
+        self.stopwatch.notes |= self.memory.lap(self.generation.gloo_group)
         metrics = open_step.metrics | learned | self.position.window.add(learned)
-        metrics["sync/max_abs_log_prob_diff"] = synced.max_abs_diff
+        if synced is not None:
+            metrics["sync/max_abs_log_prob_diff"] = synced.max_abs_diff
         num_tokens = int(batch.num_response_tokens.sum())
         self.writer.log(step, metrics, self.stopwatch.lap(num_tokens=num_tokens))
 
     def _finish(self) -> None:
         """Leave the model behind, and tell the launcher. Collective."""
-        self._close()
+        self.writer.close()
         if self.checkpoints.keep_weights:
             self.attempt.enter("export")
-            self.engine.sleep()  # weights that were offloaded need its memory
+            self.generation.leave_memory()  # weights that were offloaded need it
             export(self.config, self.policy, self.attempt)
+        self.generation.close()
         self.attempt.end("finished")
 
     def _stop(self) -> None:
         """Save where the run is, with its open step if there is one. Collective."""
-        self._close()
-        self.checkpoints.save_if_moved(self.position)
+        position = self.position
+        step = position.step
+        # An evaluation that is due comes before a step opens.
+        may_open = position.open_step is None and not self._evaluation_is_due(step)
+        if may_open and self.generation.has_batch(step):
+            self.make_batch(step, self.collect(step))
+        given_back = self.generation.give_up()
+        if given_back and position.open_step is not None:
+            metrics = position.open_step.metrics
+            before = metrics.get("rollout/given_back_tokens", 0.0)
+            metrics["rollout/given_back_tokens"] = before + given_back
+        self.writer.close()
+        self.checkpoints.save_if_moved(position)
+        self.generation.close()
         self.attempt.end("stopped")
 
-    def _close(self) -> None:
-        self.writer.close()
-        self.pool.close()
+    def _open_step_ahead(self) -> None:
+        """Open the next step where its batch was sampled ahead: a checkpoint has to hold it.
+
+        Collectives: those of `evaluate`, `collect` and `make_batch`.
+        """
+        position = self.position
+        if self.generation.samples_ahead and position.step < self.config.run.num_steps:
+            position.evaluated = self._evaluate_if_due(position.step)
+            self.make_batch(position.step, self.collect(position.step))
 
     def _evaluation_is_due(self, step: int) -> bool:
         every_steps = self.config.evaluation.every_steps
@@ -338,8 +346,7 @@ class Run:
         """Raise Stopped where what comes before the next question may not be begun. Collective."""
         stages = ["evaluate"] if self._evaluation_is_due(step) else []
         if step < self.config.run.num_steps:
-            num_rounds = 1 + self.config.batch.dynamic_sampling_rounds
-            stages += [*["rollout", "reward"] * num_rounds, "carry"]
+            stages += self.generation.stages
         if self._must_stop(*stages):
             raise Stopped
 
@@ -351,17 +358,7 @@ class Run:
         """Evaluate and log; the metrics, empty where no evaluation is due. Collective."""
         if not self._evaluation_is_due(step):
             return {}
-        output = Path(self.config.run.output_dir) / "evaluations" / f"step_{step}.json"
-        with self.stopwatch("evaluate"):
-            evaluated = evaluate(
-                self.engine,
-                self.inputs.held_out,
-                pool=self.pool,
-                environment=self.rollouter.environment,
-                config=self.config,
-                output=output if self.policy.groups.rank == 0 else None,
-                should_abandon=self.attempt.patience(self.stopwatch.expect("evaluate")),
-            )
+        evaluated = self.generation.evaluate(step)
         if evaluated is None:
             raise Stopped
         self.writer.log(step, evaluated)
@@ -386,3 +383,21 @@ class FinishedRun(Run):
 
     def _finish(self) -> None:
         self.attempt.end("finished")
+
+
+class ServingRun(Run):
+    """A run as a rank sees it that only generates: it has no steps of its own."""
+
+    def __init__(self, side: GenerationSide) -> None:
+        self._side = side
+
+    def steps(self) -> Iterator[int]:
+        """None; serves the trainer until it ends the run.
+
+        Collectives: those of `GenerationSide.serve`.
+        """
+        self._side.serve()
+        return iter(())
+
+    def _finish(self) -> None:
+        self._side.end()

@@ -13,8 +13,8 @@ from gapo_megatron.hf.manifest import Branch
 from gapo_megatron.hf.weights import write_hf
 from gapo_megatron.io.run_folder import has_finished, mark_finished
 from gapo_megatron.policy import Policy
-from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.run.attempt import Attempt
+from gapo_megatron.run.generation import Generation
 from gapo_megatron.run.position import Position
 
 
@@ -28,8 +28,8 @@ class Checkpoints:
 
     config: Config
     policy: Policy
-    rollouter: Rollouter
-    """Rollouter whose open groups are saved."""
+    generation: Generation
+    """Generation whose open groups are saved."""
     attempt: Attempt
     """Saves only while it owns the run."""
     stopwatch: Stopwatch
@@ -44,10 +44,13 @@ class Checkpoints:
         self._branch = resumed.branch
         self._saved = (resumed.step, resumed.num_open_updates)
 
+    def is_due(self, step: int) -> bool:
+        """Whether the config asks for a checkpoint after `step` steps."""
+        return step == self.config.run.num_steps or self.config.checkpoint.is_due(step)
+
     def save_if_due(self, position: Position) -> None:
-        """Save after a finished step, where the config asks for it. Collective."""
-        step, config = position.step, self.config
-        if step == config.run.num_steps or config.checkpoint.is_due(step):
+        """Save after a finished step, where that is due. Collective."""
+        if self.is_due(position.step):
             self.save(position)
 
     def save_if_moved(self, position: Position) -> None:
@@ -66,16 +69,20 @@ class Checkpoints:
         if not self.keep_weights:
             return
         with self.stopwatch("checkpoint"):
-            opened = position.open_step
+            open_step, source_state, ahead = position.open_step, position.source_state, None
+            if open_step is not None:
+                open_step = open_step.gathered(self.generation.channel)
+            if open_step and not open_step.progress.num_updates and self.generation.samples_ahead:
+                # Between two steps: the batch of the next one is there already.
+                ahead = checkpoint.Ahead(open_step, source_state)
+                open_step, source_state = None, position.source_before
             state = checkpoint.State(
                 step=position.step,
-                trainer_state={
-                    "source": position.source_state,
-                    "window": position.window.state_dict(),
-                },
+                trainer_state={"source": source_state, "window": position.window.state_dict()},
                 branch=self._branch,
-                open_step=opened and opened.gathered(self.rollouter.channel),
-                open_groups=self.rollouter.gather_open_groups(),
+                open_step=open_step,
+                ahead=ahead,
+                open_groups=self.generation.gather_open_groups(),
             )
             checkpoint.save(
                 self.config.run.output_dir,

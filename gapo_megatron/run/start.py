@@ -1,6 +1,11 @@
 """The phases of a start, in their order: a function each. `Run.start` calls them one by one.
 
-    check_inputs -> join -> begin_branch -> start_pool -> build_policy -> resume -> start_engine
+    check_inputs -> join -> begin_branch -> start_pool -> build_policy -> resume -> start_colocated
+
+and where some ranks only generate
+
+    check_inputs -> join -> begin_branch -> build_policy -> resume -> order_generation
+    check_inputs -> join -> start_side                                 on those ranks
 
 Whatever a user can get wrong is found in the first, before any process waits for another; what
 needs to know its peers in the second, before any model is built.
@@ -25,17 +30,21 @@ from gapo_megatron.data.tokenizer import load_tokenizer
 from gapo_megatron.hf.manifest import list_steps
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.metric_files import check_metrics
-from gapo_megatron.io.run_folder import checkpoints_dir
+from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
 from gapo_megatron.io.toml_tree import to_toml
+from gapo_megatron.learn.share import Places
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout.engine import Engine
-from gapo_megatron.rollout.rollouter import check_problems
+from gapo_megatron.rollout.rollouter import Rollouter, check_problems
 from gapo_megatron.rollout.sync import prompts_as_sequences, sync
 from gapo_megatron.rollout.vllm import RolloutEngine, check_engine
 from gapo_megatron.run import process_group
 from gapo_megatron.run.attempt import Attempt
+from gapo_megatron.run.colocated import Colocated
+from gapo_megatron.run.generation_ranks import GenerationRanks
+from gapo_megatron.run.generation_side import GenerationSide
 from gapo_megatron.run.position import Position
 from gapo_megatron.run.process_group import World
 from gapo_megatron.run.processes import is_first
@@ -121,14 +130,17 @@ def join(config: Config, inputs: Inputs, startup: Stopwatch) -> tuple[World, Att
         world = process_group.start(
             config.parallel.timeout_s,
             alike={"program": "train", "run": str(run_dir.absolute()), **flat(config)},
+            rollout=config.rollout,
         )
         attempt = Attempt.begin(
             run_dir,
             hang_timeout_s=config.run.hang_timeout_s,
             stop_margin_s=config.run.stop_margin_s,
+            may_lead=world.bridge is None or not world.bridge.is_generation,
         )
     startup.on_enter = lambda part: attempt.enter(f"startup: {part}")
-    check_engine(config, inputs.hf_config, world.device, world_size=world.world_size)
+    num_engine_ranks = world.bridge.num_generation if world.bridge else world.world_size
+    check_engine(config, inputs.hf_config, world.device, world_size=num_engine_ranks)
     return world, attempt
 
 
@@ -190,26 +202,140 @@ def resume(
         if not resumed.changes_objective:  # the window's steps are those of one objective
             position.window.load_state_dict(resumed.trainer_state["window"])
         position.step, position.open_step = resumed.step, resumed.open_step
+        position.source_before = resumed.trainer_state["source"]
+        if resumed.ahead is not None:
+            position.open_step = resumed.ahead.open_step
+            source.load_state_dict(dict(resumed.ahead.source_state))
         position.first_sampled = resumed.step + (resumed.open_step is not None)
     return position, resumed
 
 
-def start_engine(
-    config: Config, inputs: Inputs, policy: Policy, *, policy_version: int, startup: Stopwatch
-) -> Engine:
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """What stands of a run before its engines are started."""
+
+    config: Config
+    inputs: Inputs
+    world: World
+    attempt: Attempt
+    policy: Policy
+    position: Position
+    stopwatch: Stopwatch
+    """Counts the stages of the steps."""
+
+
+def start_colocated(trainer: Trainer, pool: rewards.Pool, startup: Stopwatch) -> Colocated:
     """Build the rollout engine beside the policy, and give it the policy's weights.
 
-    Collectives: those of `RolloutEngine` and of `sync`.
+    Collectives: those of `RolloutEngine`, of `Places.gather` and of `sync`.
 
     Raises:
         RolloutError: vLLM refuses, for want of memory for instance.
         WeightSyncError: the engine does not compute what the policy computes.
     """
+    config, inputs, policy = trainer.config, trainer.inputs, trainer.policy
     with startup("vllm"):
         policy.make_room()  # vLLM looks at its start whether the memory it may have is free
         policy.make_room_of_weights()
-        engine = RolloutEngine(config, inputs.hf_config, device=policy.device)
+        engine = build_engine(config, inputs, trainer.world)
     with startup("sync"):
         probe = prompts_as_sequences(inputs.problems, VERIFIED_SEQUENCES)
-        sync(policy, engine, probe, policy_version=policy_version)
-    return engine
+        sync(policy, engine, probe, policy_version=trainer.position.step)
+    pool.wait_until_ready()
+    return Colocated(
+        config=config,
+        engine=engine,
+        rollouter=Rollouter(engine, inputs.source, pool, inputs.tokenizer, config),
+        policy=policy,
+        pool=pool,
+        source=inputs.source,
+        held_out=inputs.held_out,
+        attempt=trainer.attempt,
+        stopwatch=trainer.stopwatch,
+        places=Places.gather(policy.groups, engine.replicas.gloo_group),
+    )
+
+
+def order_generation(trainer: Trainer, startup: Stopwatch) -> GenerationRanks:
+    """Tell the ranks that only generate where to begin, and send them the policy's weights.
+
+    In the midst of a step the weights are no version, and none are sent before its end.
+
+    Collectives: those of `Places.gather` and of `GenerationRanks.sync`.
+
+    Raises:
+        WeightSyncError: an engine does not compute what the policy computes; on its own ranks.
+    """
+    position, inputs, bridge = trainer.position, trainer.inputs, trainer.world.bridge
+    assert bridge is not None
+    generation = GenerationRanks(
+        config=trainer.config,
+        bridge=bridge,
+        policy=trainer.policy,
+        attempt=trainer.attempt,
+        stopwatch=startup,
+        gloo_group=trainer.world.gloo_group,
+        source_state=inputs.source.state_dict(),
+        next_step=position.step + (position.open_step is not None),
+    )
+    if not position.num_open_updates:
+        probe = prompts_as_sequences(inputs.problems, VERIFIED_SEQUENCES)
+        generation.sync(probe, policy_version=position.step)
+    generation.stopwatch = trainer.stopwatch
+    return generation
+
+
+def start_side(
+    config: Config, inputs: Inputs, world: World, attempt: Attempt, startup: Stopwatch
+) -> GenerationSide:
+    """Build engine and verifiers of a rank that only generates; orders bring the weights.
+
+    Collectives: those of `RolloutEngine`, over the ranks that only generate.
+
+    Raises:
+        RolloutError: vLLM refuses, for want of memory for instance.
+    """
+    assert world.bridge is not None
+    pool = start_pool(config)
+    with startup("vllm"):
+        engine = build_engine(config, inputs, world)
+    pool.wait_until_ready()
+    return GenerationSide(
+        config=config,
+        bridge=world.bridge,
+        source=inputs.source,
+        held_out=inputs.held_out,
+        attempt=attempt,
+        engine=engine,
+        rollouter=Rollouter(engine, inputs.source, pool, inputs.tokenizer, config),
+        pool=pool,
+        is_first=world.rank == 0,
+    )
+
+
+def build_engine(config: Config, inputs: Inputs, world: World) -> Engine:
+    """Build this rank's part of the rollout engine, asleep and without weights. Collective."""
+    return RolloutEngine(config, inputs.hf_config, device=world.device)
+
+
+def is_finished_everywhere(config: Config, world: World, attempt: Attempt) -> bool:
+    """Whether rank 0 of the job finds the run finished; the same on every rank. Collective."""
+    bridge, run = world.bridge, config.run
+    if bridge is not None and bridge.is_generation:
+        is_finished_there = bridge.wait(lambda: bridge.look("run"), alive=attempt.restart_watch)
+        return is_finished_there == b"finished"
+    answer = attempt.leads and is_finished(Path(run.output_dir), num_steps=run.num_steps)
+    if bridge is not None and attempt.leads:
+        bridge.post("run", b"finished" if answer else b"begins")
+    return attempt.agree(answer)
+
+
+def sizes(world: World) -> dict[str, int]:
+    """Numbers of ranks, for the run's timings."""
+    if world.bridge is None:
+        return {"perf/world_size": world.world_size}
+    num_generation = world.bridge.num_generation
+    return {
+        "perf/world_size": world.bridge.num_training + num_generation,
+        "perf/generation_ranks": num_generation,
+    }

@@ -255,6 +255,18 @@ def test_wrong_value_names_field_value_and_rule(
             ["rollout.top_p (0.9)", "objective.importance_weight_max"],
         ),
         (
+            ["objective.old_log_probs=rollout", "objective.importance_weight_max=2"],
+            ["objective.importance_weight_max (2.0)", "objective.old_log_probs", "'trainer'"],
+        ),
+        (
+            [
+                "objective.old_log_probs=rollout",
+                "batch.partial_rollouts=true",
+                "batch.oversampling=2",
+            ],
+            ["batch.partial_rollouts (true)", "objective.old_log_probs", "'trainer'"],
+        ),
+        (
             [
                 "model.megatron_dir=models/m",
                 "supervised.initial_hf_dir=models/i",

@@ -21,8 +21,9 @@ from gapo_megatron.learn.share import Places
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.rollout.describe import describe
 from gapo_megatron.rollout.rollouter import Sampled
+from gapo_megatron.run import colocated, saving, start
 from gapo_megatron.run import run as module
-from gapo_megatron.run import saving, start
+from gapo_megatron.run.colocated import Colocated
 from gapo_megatron.run.position import Position
 from gapo_megatron.run.run import FinishedRun, Run
 from gapo_megatron.run.saving import Checkpoints
@@ -88,7 +89,7 @@ class Script:
 
 
 class ScriptedAttempt:
-    name = "7.0"
+    name, leads = "7.0", True
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -167,6 +168,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
                 tokenizer=None,
             ),
         )
+        stopwatch = Stopwatch()
         rollouter = cast(Any, ScriptedRollouter(script, inputs.source, keeps_open=keeps_open))
         policy = cast(Any, SimpleNamespace(groups=SimpleNamespace(rank=0, dp_size=1)))
         engine = cast(
@@ -182,8 +184,19 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
             script.did(f"log {step}")
 
         writer = cast(Any, SimpleNamespace(log=log, close=lambda: None))
-        stopwatch = Stopwatch()
-        checkpoints = Checkpoints(config, policy, rollouter, attempt, stopwatch, keep_weights)
+        generation = Colocated(
+            config=config,
+            engine=engine,
+            rollouter=rollouter,
+            policy=policy,
+            pool=cast(Any, SimpleNamespace(close=lambda: None)),
+            source=inputs.source,
+            held_out=inputs.held_out,
+            attempt=attempt,
+            stopwatch=stopwatch,
+            places=Places((0,), (0,)),
+        )
+        checkpoints = Checkpoints(config, policy, generation, attempt, stopwatch, keep_weights)
         if resumed:
             checkpoints.note_resumed(resumed)
 
@@ -205,21 +218,18 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
             script.saved.append(state)
             script.did(f"save {state.step}" + (" open" if state.open_step else ""))
 
-        monkeypatch.setattr(module, "evaluate", evaluate)
+        monkeypatch.setattr(colocated, "evaluate", evaluate)
         monkeypatch.setattr(module, "learn", learn)
-        monkeypatch.setattr(module, "sync", lambda *_, **__: SimpleNamespace(max_abs_diff=0.0))
-        monkeypatch.setattr(module, "carry", lambda *_, **__: ["carried"])
+        monkeypatch.setattr(colocated, "sync", lambda *_, **__: SimpleNamespace(max_abs_diff=0.0))
+        monkeypatch.setattr(colocated, "carry", lambda *_, **__: ["carried"])
         monkeypatch.setattr(module, "export", lambda *_: script.did("export"))
         monkeypatch.setattr(saving.checkpoint, "save", save)
         return Run(
             config=config,
             attempt=attempt,
             policy=policy,
-            places=Places((0,), (0,)),
-            engine=engine,
-            rollouter=rollouter,
+            generation=generation,
             inputs=inputs,
-            pool=cast(Any, SimpleNamespace(close=lambda: None)),
             position=position or Position(),
             checkpoints=checkpoints,
             writer=writer,
@@ -392,7 +402,8 @@ def test_what_is_finished_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path
     for rank, answer in ((0, True), (1, False)):
         agreed: list[bool] = []
         attempt.agree = lambda value, agreed=agreed: agreed.append(value) or True
-        world = SimpleNamespace(rank=rank)
+        world = SimpleNamespace(rank=rank, bridge=None)
+        attempt.leads = rank == 0
         monkeypatch.setattr(start, "join", lambda *_, world=world: (world, attempt))
         assert isinstance(Run.start(make_config(tmp_path)), FinishedRun)
         assert agreed == [answer]

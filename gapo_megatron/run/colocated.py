@@ -1,0 +1,147 @@
+"""Generation on the trainer's own ranks: engine and policy take turns on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gapo_megatron import rewards
+from gapo_megatron.clock import Stopwatch
+from gapo_megatron.config import Config
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.evaluate.evaluate import evaluate
+from gapo_megatron.facts import Tokens
+from gapo_megatron.learn.carry import carry
+from gapo_megatron.learn.share import Places, bring_tokens
+from gapo_megatron.policy import Policy
+from gapo_megatron.rollout.engine import Engine
+from gapo_megatron.rollout.exchange import Channel
+from gapo_megatron.rollout.rollouter import Rollouter
+from gapo_megatron.rollout.sync import sync
+from gapo_megatron.rollout.verify import WeightCheck
+from gapo_megatron.run.attempt import Attempt
+from gapo_megatron.run.generation import Collected
+from gapo_megatron.types import Batch, OpenGroup, Prompt, Sequences
+
+
+@dataclass
+class Colocated:
+    """A `Generation` whose engine is in this process; the rollouter draws, samples and judges."""
+
+    config: Config
+    engine: Engine
+    rollouter: Rollouter
+    policy: Policy
+    pool: rewards.Pool
+    source: PromptSource
+    held_out: Sequence[Prompt]
+    attempt: Attempt
+    stopwatch: Stopwatch
+    places: Places
+    samples_ahead = False
+    _held: Mapping[int, Tokens] | None = None
+
+    @property
+    def gloo_group(self) -> dist.ProcessGroup | None:
+        """The engine's group of all ranks."""
+        return self.engine.replicas.gloo_group
+
+    @property
+    def channel(self) -> Channel:
+        """The rollouter's."""
+        return self.rollouter.channel
+
+    @property
+    def source_state(self) -> Mapping[str, Any]:
+        """Place in the data, also of a batch that was broken off."""
+        return self.source.state_dict()
+
+    @property
+    def stages(self) -> Sequence[str]:
+        """Rollouts and their judgement, as often as dynamic sampling may ask for them."""
+        num_rounds = 1 + self.config.batch.dynamic_sampling_rounds
+        return [*["rollout", "reward"] * num_rounds, "carry"]
+
+    def evaluate(self, step: int) -> dict[str, float] | None:
+        """Sample and judge the held-out problems: `Generation.evaluate`."""
+        with self.stopwatch("evaluate"):
+            return evaluate(
+                self.engine,
+                self.held_out,
+                pool=self.pool,
+                environment=self.rollouter.environment,
+                config=self.config,
+                output=evaluation_path(self.config, step) if self.attempt.leads else None,
+                should_abandon=self.attempt.patience(self.stopwatch.expect("evaluate")),
+            )
+
+    def collect(self, step: int) -> Collected | None:
+        """Sample and judge, then put the engine to sleep: `Generation.collect`."""
+        sampled = self.rollouter.collect(step, attempt=self.attempt, stopwatch=self.stopwatch)
+        if sampled is None:
+            return None
+        self._held = sampled.held
+        with self.stopwatch("sleep"):
+            self.engine.sleep()
+        return Collected(sampled.facts, sampled.metrics)
+
+    def carry(self, step: int) -> None:
+        """Score what is still open at the weights that sampled it: `Generation.carry`."""
+        if len(self.rollouter.open_groups):
+            with self.stopwatch("carry"):
+                self.rollouter.open_groups = carry(
+                    self.policy,
+                    self.rollouter.open_groups,
+                    self.config,
+                    policy_version=step,
+                    places=self.places,
+                    channel=self.channel,
+                )
+
+    def bring_tokens(self, batch: Batch) -> Batch:
+        """Send what this rank has sampled, receive its share: `Generation.bring_tokens`."""
+        assert self._held is not None, "the tokens are those of a batch that was collected"
+        held, self._held = self._held, None
+        with self.stopwatch("exchange"):
+            return bring_tokens(batch, held, self.config, places=self.places, channel=self.channel)
+
+    def sync(self, probe: Sequences, *, policy_version: int) -> WeightCheck:
+        """Wake the engine with the policy's weights: `Generation.sync`."""
+        with self.stopwatch("sync"):
+            return sync(self.policy, self.engine, probe, policy_version=policy_version)
+
+    def resume(self, open_groups: Sequence[OpenGroup]) -> None:
+        """Go on with groups of a checkpoint: `Generation.resume`."""
+        self.rollouter.resume(open_groups)
+
+    def gather_open_groups(self) -> Sequence[OpenGroup]:
+        """Groups with unfinished responses, on rank 0: `Generation.gather_open_groups`."""
+        return self.rollouter.gather_open_groups()
+
+    def sample_ahead(self) -> None:
+        """Nothing: the engine's memory is the policy's while it learns."""
+
+    def has_batch(self, step: int) -> bool:
+        """Nothing is sampled ahead."""
+        return False
+
+    def give_up(self) -> int:
+        """Nothing is sampled ahead."""
+        return 0
+
+    def leave_memory(self) -> None:
+        """Put the engine to sleep."""
+        self.engine.sleep()
+
+    def close(self) -> None:
+        """End the workers that judge."""
+        self.pool.close()
+
+
+def evaluation_path(config: Config, step: int) -> Path:
+    """File of an evaluation's counts by problem."""
+    return Path(config.run.output_dir) / "evaluations" / f"step_{step}.json"

@@ -1,0 +1,211 @@
+"""The trainer's end of a run whose last ranks only generate: it orders and receives.
+
+`run/generation_side.py` is the other end. With `rollout.max_staleness` k = 0 a batch is ordered
+once its weights have been sent: generation and training alternate. With k >= 1 weights are sent
+after every k-th step, and then every batch up to k steps ahead is ordered: it is sampled meanwhile.
+Which weights sample which batch depends on k alone, never on who is faster: a run repeats itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from gapo_megatron.clock import Stopwatch
+from gapo_megatron.config import Config
+from gapo_megatron.facts import Facts
+from gapo_megatron.learn.share import Places
+from gapo_megatron.policy import Policy
+from gapo_megatron.rollout import exchange
+from gapo_megatron.rollout.sync import score_probe
+from gapo_megatron.rollout.verify import WeightCheck
+from gapo_megatron.run.attempt import Attempt
+from gapo_megatron.run.bridge import Bridge
+from gapo_megatron.run.generation import Collected
+from gapo_megatron.run.orders import STOP, Order, pack_probe, unpack
+from gapo_megatron.types import Batch, OpenGroup, Sequences
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class GenerationRanks:
+    """A `Generation` on other ranks of the job.
+
+    Trainer 0 posts the orders; all trainers wait for the answers. Every batch carries the version
+    of the weights that sampled it.
+    """
+
+    config: Config
+    bridge: Bridge
+    policy: Policy
+    attempt: Attempt
+    stopwatch: Stopwatch
+    gloo_group: dist.ProcessGroup
+    """All ranks of the trainer."""
+    source_state: Mapping[str, Any]
+    """Place in the data of the next batch that was not collected yet; see `Generation`."""
+    next_step: int
+    """First step whose batch is not ordered yet, nor there already."""
+    stages: Sequence[str] = ("wait",)
+    version: int = -1
+    """Version of the weights that were sent last."""
+    _num_orders: int = 0
+    _samples: dict[int, int] = field(default_factory=dict)
+    """Number of the order of each batch that is not collected yet, by step."""
+    _num_synced: int = 0
+    """Orders up to the last one of weights: all of them have been executed."""
+    _num_given_back: int = 0
+    """Tokens of batches that were broken off."""
+    _collected: int = -1
+    """Number of the order of the batch that was collected last."""
+
+    def __post_init__(self) -> None:
+        """Tell the generation side where to begin. Collective."""
+        self.attempt.on_alive = self.bridge.beat
+        self._places = Places.gather(self.policy.groups, self.gloo_group)
+        dp_ranks, scorers = self._places.dp_ranks, self._places.scorers
+        begin = Order("begin", source_state=self.source_state, dp_ranks=dp_ranks, scorers=scorers)
+        self._order(begin)
+
+    @property
+    def channel(self) -> exchange.Channel:
+        """All ranks of the trainer."""
+        return exchange.GroupChannel(self.gloo_group)
+
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether a batch may be sampled by older weights."""
+        return self.config.rollout.max_staleness > 0
+
+    def evaluate(self, step: int) -> dict[str, float] | None:
+        """Have the held-out problems sampled and judged: `Generation.evaluate`."""
+        with self.stopwatch("evaluate"):
+            assert self.version == step, f"weights {self.version} for the evaluation of step {step}"
+            answer = self._wait(f"answer/{self._order(Order('evaluate', step))}")
+        metrics: dict[str, float] | None = unpack(answer)
+        return metrics
+
+    def collect(self, step: int) -> Collected | None:
+        """Wait for the batch of a step: `Generation.collect`."""
+        self.sample_ahead()
+        with self.stopwatch("wait"):
+            number = self._samples.pop(step)
+            answer = unpack(self._wait(f"answer/{number}"))
+            self.stopwatch.notes |= answer["clocks"]
+            if answer["is_broken_off"]:
+                self._num_given_back += answer["num_tokens"]
+                return None
+            content = self._from_first(f"facts/{number}")
+        self._collected = number
+        self.source_state = answer["source_state"]
+        metrics: dict[str, float] = answer["metrics"]
+        if self.samples_ahead:
+            metrics["rollout/version_gap"] = float(step - answer["policy_version"])
+        return Collected(Facts.from_bytes(content), metrics)
+
+    def carry(self, step: int) -> None:
+        """Nothing: no group stays open."""
+
+    def bring_tokens(self, batch: Batch) -> Batch:
+        """Receive this rank's share: `Generation.bring_tokens`."""
+        facts = batch.facts
+        with self.stopwatch("exchange"):
+            wanted = self._places.wanted(batch, self.config)
+            tokens = exchange.receive(
+                facts,
+                wanted[self.policy.groups.rank],
+                channel=self.bridge.messages,
+                tag=self._collected,
+            )
+        # From here on the trainers have them: a checkpoint asks the first that wanted it.
+        holder = facts.holder.copy()
+        for rank in reversed(range(len(wanted))):
+            holder[wanted[rank]] = rank
+        return replace(batch, facts=facts.changed(holder=holder)).with_tokens(tokens)
+
+    def sync(self, probe: Sequences, *, policy_version: int) -> WeightCheck | None:
+        """Send the weights once the generation side has come to them: `Generation.sync`."""
+        if not self._is_due(policy_version):
+            return None
+        with self.stopwatch("sync"):
+            number = self._order(Order("weights", policy_version))
+            log_probs = score_probe(self.policy, probe, self.gloo_group)
+            if self.attempt.leads:
+                self.bridge.post(f"probe/{number}", pack_probe(probe, log_probs))
+            self._wait(f"ready/{number}")
+            self.bridge.send_weights(self.policy.iterate_hf_weights())
+            check = WeightCheck(**unpack(self._wait(f"answer/{number}")))
+        self.version, self._num_synced = policy_version, number
+        return check
+
+    def resume(self, open_groups: Sequence[OpenGroup]) -> None:
+        """Nothing: no group stays open."""
+        assert not open_groups, "partial rollouts are refused with ranks that only generate"
+
+    def gather_open_groups(self) -> Sequence[OpenGroup]:
+        """None."""
+        return ()
+
+    def sample_ahead(self) -> None:
+        """Order every batch that the weights sent last may sample: `Generation.sample_ahead`."""
+        last = self.version + self.config.rollout.max_staleness
+        for step in range(self.next_step, min(last + 1, self.config.run.num_steps)):
+            self._samples[step] = self._order(Order("sample", step))
+            self.next_step = step + 1
+
+    def has_batch(self, step: int) -> bool:
+        """Whether it was ordered before the weights that were sent last: `Generation.has_batch`."""
+        number = self._samples.get(step, self._num_synced)
+        is_there = number < self._num_synced
+        return is_there and not unpack(self._wait(f"answer/{number}"))["is_broken_off"]
+
+    def give_up(self) -> int:
+        """Break off what is sampled ahead, and count it: `Generation.give_up`."""
+        if self._samples and self.attempt.leads:
+            self.bridge.post(STOP, b"")
+        for number in self._samples.values():
+            self._num_given_back += unpack(self._wait(f"answer/{number}"))["num_tokens"]
+        self._samples.clear()
+        num_tokens, self._num_given_back = self._num_given_back, 0
+        if num_tokens and self.attempt.leads:
+            logger.info("%d tokens were sampled in vain; their problems come again", num_tokens)
+        return num_tokens
+
+    def leave_memory(self) -> None:
+        """Nothing: the engines have devices of their own."""
+
+    def close(self) -> None:
+        """End the generation side. Collective over both sides."""
+        self._order(Order("end"))
+        self.bridge.close()
+
+    def _is_due(self, version: int) -> bool:
+        """Whether the weights of `version` are sent: see above; also where a stop gave some up."""
+        every, rest = self.config.rollout.max_staleness, self.config.run.num_steps
+        return version % max(every, 1) == 0 or version == rest or self.next_step <= version
+
+    def _order(self, order: Order) -> int:
+        """Post the next order; its number."""
+        number = self._num_orders
+        self._num_orders += 1
+        if self.attempt.leads:
+            self.bridge.post(f"order/{number}", order.to_bytes())
+        return number
+
+    def _wait(self, name: str) -> bytes:
+        """Wait for a message, for as long as the generation side makes progress."""
+        found = self.bridge.wait(lambda: self.bridge.look(name), alive=self.attempt.restart_watch)
+        self.attempt.alive()
+        return found
+
+    def _from_first(self, name: str) -> bytes:
+        """A large message, read once: trainer 0 hands it to the others. Collective."""
+        content = [self.bridge.look(name) if self.attempt.leads else None]
+        dist.broadcast_object_list(content, src=0, group=self.gloo_group)
+        assert content[0] is not None, f"{name} is posted before its answer"
+        return content[0]

@@ -1,0 +1,74 @@
+"""Messages between the two sides of a run: orders of the trainer, answers of the generation side.
+
+Orders are numbered, and executed one after the other. All texts are JSON.
+
+    order/N    by trainer 0       an `Order`
+    ready/N    by generation 0    it has come to this order of weights, which are sent then
+    probe/N    by trainer 0       sequences and the trainer's log-probs, to prove the weights by
+    answer/N   by generation 0    the order is executed; its result
+    facts/N    by generation 0    of a batch: `Facts.to_bytes`, before its answer
+    stop       by trainer 0       break off what is sampled ahead
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from gapo_megatron.types import Sequences
+
+STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the generation side is to do next."""
+
+    task: Literal["begin", "weights", "evaluate", "sample", "end"]
+    """`begin` comes first: the place in the data. `weights`: receive those of a version."""
+    step: int = 0
+    """Step to evaluate before, or to sample for; version of the weights."""
+    source_state: Mapping[str, Any] | None = None
+    """Of `begin`: where to draw problems from."""
+    dp_ranks: Sequence[int] = ()
+    """Of `begin`, with `scorers`: `learn.share.Places` of the trainers."""
+    scorers: Sequence[int] = ()
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        return pack(asdict(self))
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Order:
+        """What `to_bytes` wrote."""
+        return cls(**unpack(content))
+
+
+def pack(value: Any) -> bytes:
+    """`value` as JSON."""
+    return json.dumps(value).encode()
+
+
+def unpack(content: bytes) -> Any:
+    """What `pack` wrote."""
+    return json.loads(content)
+
+
+def pack_probe(probe: Sequences, log_probs: Sequence[np.ndarray]) -> bytes:
+    """Sequences without masks, and float32 log-probs of their response tokens, exactly."""
+    columns = (probe.prompt_ids, probe.response_ids, log_probs)
+    return pack([[one.tolist() for one in column] for column in columns])
+
+
+def unpack_probe(content: bytes) -> tuple[Sequences, list[np.ndarray]]:
+    """What `pack_probe` wrote."""
+    prompts, responses, log_probs = unpack(content)
+    probe = Sequences(
+        [np.array(ids, dtype=np.int32) for ids in prompts],
+        [np.array(ids, dtype=np.int32) for ids in responses],
+    )
+    return probe, [np.array(values, dtype=np.float32) for values in log_probs]

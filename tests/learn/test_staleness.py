@@ -1,0 +1,374 @@
+"""Batches that older weights sampled: the decoupled objective, and a clip around the engine's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gapo_megatron.config import Config
+from gapo_megatron.device.flags import Flags
+from gapo_megatron.learn import step as learn_module
+from gapo_megatron.learn.forward import Scored
+from gapo_megatron.learn.loss import LossInputs, MinibatchLoss, may_lose_gradients
+from gapo_megatron.logprob import RowPlan
+from gapo_megatron.objective import upper_clip
+from gapo_megatron.types import Carried, Group, Minibatch
+from tests.dist import single_rank
+from tests.distributed.policy_setup import save_model
+from tests.learn_setup import (
+    GROUP_SIZE,
+    VERDICTS,
+    Expected,
+    Report,
+    expected_update,
+    load_model,
+    make_config,
+    make_groups,
+    run_learn,
+)
+from tests.peers.reference import in_float64, response_log_probs
+
+STALE = {"rollout": {"max_staleness": 1, "generation_ranks": 1}}
+LARGEST = 1.05
+WIDTHS = {"eps_low": 0.02, "eps_high_max": 0.04}
+NUM_TOKENS = 100
+"""Of the mini-batch: more than those computed."""
+
+
+# --- one micro-batch against loops in float64 -----------------------------------------------------
+
+
+def make_inputs(*, noise: float = 0.05) -> tuple[LossInputs, Tensor, Tensor]:
+    """Nine sequences of 1 to 9 tokens; log-probs now and as the step began. One has A = 0."""
+    random = np.random.default_rng(3)
+    lengths = list(range(1, 10))
+    ids = np.repeat(np.arange(9), lengths)
+    shifts = np.array([0.1, -0.1, 0.02, -0.02, 0.0, 0.2, -0.2, 0.05, -0.05])[ids]
+
+    def around(values: np.ndarray) -> np.ndarray:
+        return (values + noise * random.normal(size=len(ids))).astype(np.float32)
+
+    rollout = -4 * random.random(len(ids)).astype(np.float32)
+    begin = around(rollout + shifts)
+    now = around(begin)
+    given = LossInputs(
+        sequence_ids=torch.from_numpy(ids),
+        advantages=torch.tensor([0.75, -0.25, 0.5, -0.5, 0.0, 0.25, -0.75, -0.5, 0.5]).double(),
+        num_correct=torch.tensor([1, 1, 2, 2, 4, 3, 3, 2, 2]),
+        group_size=torch.full((9,), GROUP_SIZE),
+        num_response_tokens=torch.tensor(lengths),
+        is_carried=torch.zeros(9, dtype=torch.bool),
+        rollout_log_probs=torch.from_numpy(rollout),
+    )
+    return given, torch.from_numpy(begin), torch.from_numpy(now).requires_grad_()
+
+
+def microbatch_loss(
+    given: LossInputs, begin: Tensor | None, now: Tensor, config: Config, *, is_first: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    minibatch = Minibatch(((tuple(range(9)),),), NUM_TOKENS, num_sequences_global=12)
+    old = None if begin is None else [begin]
+    loss = MinibatchLoss(minibatch, [given], is_first, old, None, config)
+    flags = Flags()
+    return loss(Scored(0, now, None, flags, None, RowPlan(flags, (0, len(now)))))
+
+
+def of_sequences(given: LossInputs, values: Tensor) -> list[list[float]]:
+    ids = given.sequence_ids.tolist()
+    rows = values.detach().double().tolist()
+    return [[v for v, i in zip(rows, ids, strict=True) if i == n] for n in range(9)]
+
+
+def band(given: LossInputs, i: int, config: Config) -> tuple[float, float]:
+    method = config.objective.resolve()
+    width = method.eps_high_max
+    if method.adaptive:
+        (width,) = upper_clip(
+            given.num_correct[i : i + 1],
+            group_size=GROUP_SIZE,
+            eps_low=method.eps_low,
+            eps_high_max=method.eps_high_max,
+        ).tolist()
+        width = width if given.advantages[i] > 0 else method.eps_low
+    return 1 - method.eps_low, 1 + width
+
+
+def is_cut(ratio: float, advantage: float, limits: tuple[float, float]) -> bool:
+    return ratio > limits[1] if advantage > 0 else advantage < 0 and ratio < limits[0]
+
+
+def expected_loss(
+    given: LossInputs, begin: Tensor, now: Tensor, config: Config
+) -> tuple[float, list[float], list[float]]:
+    """w_i max(-A s, -A clip(s)) summed over tokens: loss, its gradient, the weights."""
+    old, engine, new = (of_sequences(given, v) for v in (begin, given.rollout_log_probs, now))
+    total, gradient, weights = 0.0, [], []
+    for i, advantage in enumerate(given.advantages.tolist()):
+        length = len(new[i])
+        d = sum(a - b for a, b in zip(old[i], engine[i], strict=True)) / length
+        weights.append(min(math.exp(d), LARGEST))
+        differences = [a - b for a, b in zip(new[i], old[i], strict=True)]
+        is_sequence = config.objective.resolve().ratio == "sequence"
+        shared = sum(differences) / length
+        limits = band(given, i, config)
+        for difference in differences:
+            s = math.exp(shared if is_sequence else difference)
+            bounded = min(max(s, limits[0]), limits[1])
+            total += weights[i] * max(-advantage * s, -advantage * bounded) / NUM_TOKENS
+            # Through s alone: every token of a sequence moves its ratio by s / |y|, |y| times.
+            through = 0.0 if is_cut(s, advantage, limits) else -advantage * s
+            gradient.append(weights[i] * through / NUM_TOKENS)
+    return total, gradient, weights
+
+
+@pytest.mark.parametrize("method", ["gapo", "gspo", "gapo_token"])
+def test_the_decoupled_objective_is_that_of_loops_in_float64(method: str) -> None:
+    objective = {"method": method, "importance_weight_max": LARGEST} | WIDTHS
+    if method == "gspo":
+        objective["eps_high_max"] = WIDTHS["eps_low"]
+    config = make_config(Path("unused"), objective=objective, **STALE)
+    given, begin, now = make_inputs()
+    loss, sums = microbatch_loss(given, begin, now, config)
+    (gradient,) = torch.autograd.grad(loss, now)
+    total, expected, weights = expected_loss(given, begin, now, config)
+    assert float(loss) == pytest.approx(total, rel=1e-12)
+    assert gradient.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    # Truncated and not, on both sides of 1; clipped and not.
+    assert weights.count(LARGEST) == 3 and sum(weight < 0.95 for weight in weights) >= 2
+    assert {True, False} == {value == 0 for value in expected[1:]}
+    assert float(sums["importance_weights"]) == pytest.approx(sum(weights), rel=1e-12)
+    assert float(sums["importance_weights_cut"]) == 3
+    # In the first mini-batch the step's beginning is now: s = 1, and the weights alone are left.
+    loss, _ = microbatch_loss(given, None, now, config, is_first=True)
+    (gradient,) = torch.autograd.grad(loss, now)
+    total, expected, _ = expected_loss(given, now, now, config)
+    assert float(loss) == pytest.approx(total, rel=1e-12)
+    assert gradient.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_equal_log_probs_have_weights_of_one_and_the_same_bits(is_first: bool) -> None:
+    given, begin, now = make_inputs()
+    at_begin = now.detach() if is_first else begin
+    given = replace(given, rollout_log_probs=at_begin.clone())
+    results = []
+    for objective in (WIDTHS, WIDTHS | {"importance_weight_max": 1.0}):
+        config = make_config(Path("unused"), objective=objective)
+        found = microbatch_loss(given, None if is_first else begin, now, config, is_first=is_first)
+        results.append((*found, *torch.autograd.grad(found[0], now)))
+    (loss, _, gradient), (weighted_loss, sums, weighted_gradient) = results
+    assert torch.equal(loss, weighted_loss) and torch.equal(gradient, weighted_gradient)
+    assert float(sums["importance_weights"]) == len(given.advantages)
+
+
+@pytest.mark.parametrize("method", ["gapo", "gapo_token", "cispo"])
+def test_what_a_clip_around_the_engine_would_cut_is_counted_before_any_update(method: str) -> None:
+    objective = {"method": method, "importance_weight_max": LARGEST}
+    objective |= WIDTHS if method != "cispo" else {"eps_high_max": WIDTHS["eps_high_max"]}
+    config = make_config(Path("unused"), objective=objective, **STALE)
+    given, begin, now = make_inputs()
+    _, sums = microbatch_loss(given, begin, now, config)
+    old, engine = (of_sequences(given, v) for v in (begin, given.rollout_log_probs))
+    shares = []
+    for i, advantage in enumerate(given.advantages.tolist()):
+        if advantage == 0:
+            continue
+        ratios = [a - b for a, b in zip(old[i], engine[i], strict=True)]
+        if config.objective.resolve().ratio == "sequence":
+            ratios = [sum(ratios) / len(ratios)]
+        low, high = band(given, i, config)
+        cut = [
+            ratio > high if method == "cispo" else is_cut(ratio, advantage, (low, high))
+            for ratio in map(math.exp, ratios)
+        ]
+        shares.append(sum(cut) / len(cut))
+    assert float(sums["outside_clip"]) == pytest.approx(sum(shares), rel=1e-12)
+    assert float(sums["outside_clip_sequences"]) == len(shares) == 8
+    assert 0 < sum(shares) < 8
+    # On-policy nothing of this is computed.
+    _, sums = microbatch_loss(given, begin, now, make_config(Path("unused"), objective=objective))
+    assert not any(name.startswith("outside") for name in sums)
+
+
+def test_the_engines_ratios_may_be_clipped_from_the_start() -> None:
+    def answers(**objective: Any) -> list[bool]:
+        config = make_config(Path("unused"), objective=objective)
+        return [may_lose_gradients(config, has_moved=moved) for moved in (False, True)]
+
+    assert answers() == [False, True]
+    assert answers(old_log_probs="rollout") == [True, True]
+    assert answers(old_log_probs="rollout", method="cispo") == [False, False]
+    assert answers(old_log_probs="rollout", entropy_coef=0.1) == [False, False]
+
+
+# --- whole steps ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    save_model(path, "qwen2_tied")
+    return path
+
+
+@pytest.fixture(scope="module")
+def groups(folder: Path) -> list[Group]:
+    """Sampled by other weights than those in `folder`; the engine's log-probs are of these."""
+    model = load_model(folder)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 2e-3 * torch.randn(weight.shape, generator=generator)
+    temperature = make_config(folder).rollout.temperature
+    return [sampled_by(in_float64(model), group, temperature) for group in make_groups(VERDICTS)]
+
+
+@torch.no_grad()
+def sampled_by(model: torch.nn.Module, group: Group, temperature: float) -> Group:
+    responses = [rollout.token_ids.tolist() for rollout in group.rollouts]
+    prompts = [list(group.prompt.token_ids)] * len(responses)
+    found = response_log_probs(model, prompts, responses, temperature)
+    rollouts = [
+        replace(rollout, log_probs=values.numpy().astype(np.float32))
+        for rollout, values in zip(group.rollouts, found, strict=True)
+    ]
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def around_engine(groups: Sequence[Group]) -> list[Group]:
+    """For the reference: groups whose old log-probs are the engine's."""
+    return [
+        replace(
+            group,
+            rollouts=tuple(
+                replace(one, carried=Carried(0, one.log_probs)) for one in group.rollouts
+            ),
+        )
+        for group in groups
+    ]
+
+
+def check_update(found: Report, number: int, expected: Expected) -> None:
+    update, start = found.updates[number], number * 5 * GROUP_SIZE
+    assert update.loss == pytest.approx(expected.loss, abs=2e-7)
+    assert {i - start for i in update.ratios} == expected.ratios.keys()
+    for position, ratio in expected.ratios.items():
+        assert update.ratios[start + position] == pytest.approx(ratio, rel=1e-5)
+        assert update.clipped[start + position] == expected.clipped[position]
+    for name, whole in expected.gradients.items():
+        # As in test_policy_reference: float32, 2e-6 measured there.
+        error = (update.gradients[name].double() - whole).norm()
+        assert error <= 1e-5 * whole.norm(), (number, name)
+
+
+def engine_gap(groups: Sequence[Group], expected: Expected) -> Tensor:
+    """|trainer - engine| of every token computed; `expected` is at the step's weights."""
+    gaps = [
+        expected.log_probs[i]
+        - torch.from_numpy(groups[i // GROUP_SIZE].rollouts[i % GROUP_SIZE].log_probs)
+        for i in expected.ratios
+    ]
+    return torch.cat(gaps).abs()
+
+
+def test_a_stale_batch_is_clipped_around_the_step_and_weighted(
+    folder: Path, groups: list[Group]
+) -> None:
+    objective = {"importance_weight_max": 1.005}
+    config = make_config(folder, objective=objective, **STALE)
+    found = run_learn(config, groups, num_minibatches=2)
+    old, gaps = load_model(folder), []
+    weights: list[float] = []
+    outside: list[bool] = []
+    for number, part in enumerate((groups[:5], groups[5:])):
+        model = load_model(folder, found.updates[number].weights)
+        expected = expected_update(model, part, old=old, config=config)
+        check_update(found, number, expected)
+        weights += expected.importance_weights.values()
+        # The same rule, around the engine's log-probs, at the weights that the step began with.
+        unweighted = make_config(folder)
+        at_begin = expected_update(old, around_engine(part), old=old, config=unweighted)
+        outside += at_begin.clipped.values()
+        gaps.append(engine_gap(part, at_begin))
+    assert set(found.updates[0].ratios.values()) == {1.0}
+    assert max(weights) == 1.005 and min(weights) < 0.995
+    metrics = found.metrics
+    assert metrics["mismatch/importance_weight"] == pytest.approx(np.mean(weights), rel=1e-5)
+    assert metrics["mismatch/outside_clip"] == pytest.approx(np.mean(outside))
+    assert 0 < metrics["clip/fraction_sequences"] < metrics["mismatch/outside_clip"] < 1
+    gap = float(torch.cat(gaps).mean())
+    assert metrics["mismatch/mean_abs_log_prob_diff"] == pytest.approx(gap, abs=1e-6)
+    # On-policy the same step has the same bits, and no such metric.
+    plain = run_learn(make_config(folder, objective=objective), groups, num_minibatches=2)
+    assert plain.metrics.keys() == metrics.keys() - {"mismatch/outside_clip"}
+    assert all(metrics[key] == value for key, value in plain.metrics.items())
+
+
+def test_a_clip_around_the_engine_needs_no_old_pass(
+    folder: Path, groups: list[Group], tmp_path: Path
+) -> None:
+    config = make_config(folder, objective={"old_log_probs": "rollout"}, **STALE)
+    options = []
+    update = learn_module.update
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        options.append(kwargs)
+        return update(*args, **kwargs)
+
+    with (
+        patch.object(learn_module, "log_probs", side_effect=AssertionError("a pass")),
+        patch.object(learn_module, "update", watched),
+    ):
+        found = run_learn(config, groups, num_minibatches=2)
+    assert options == [{"skip_inactive": True}] * 2
+    plain = make_config(folder)
+    for number, part in enumerate((groups[:5], groups[5:])):
+        model = load_model(folder, found.updates[number].weights)
+        expected = expected_update(model, around_engine(part), old=model, config=plain)
+        check_update(found, number, expected)
+        assert 1.0 not in expected.ratios.values()
+        if number == 0:
+            flags, gap = list(expected.clipped.values()), engine_gap(part, expected)
+    metrics = found.metrics
+    assert metrics["skip/old_pass_token_share"] == 1.0
+    assert metrics["skip/backward_token_share"] > metrics["skip/forward_token_share"]
+    # Of the first mini-batch alone: nobody computes the others' log-probs before an update.
+    assert metrics["mismatch/outside_clip"] == pytest.approx(np.mean(flags))
+    assert 0 < np.mean(flags) < 1
+    mean, largest = (metrics[f"mismatch/{m}_abs_log_prob_diff"] for m in ("mean", "max"))
+    assert (mean, largest) == pytest.approx((float(gap.mean()), float(gap.max())), abs=5e-6)
+    # Stopped after its first update and resumed: the same bits.
+    resumed = run_learn(config, groups, num_minibatches=2, stop_in=tmp_path)
+    assert resumed.metrics == metrics
+    assert all(torch.equal(resumed.after[name], weight) for name, weight in found.after.items())
+
+
+def test_without_a_computed_sequence_there_is_nothing_to_compare(folder: Path) -> None:
+    """No group of the first mini-batch has an advantage: means over nothing have no key."""
+    groups = make_groups(("wwww", "cccc", "cwww", "ccww"))
+    config = make_config(folder, objective={"old_log_probs": "rollout"}, **STALE)
+    metrics = run_learn(config, groups, num_minibatches=2).metrics
+    assert "clip/fraction_sequences" in metrics
+    assert not [name for name in metrics if name.startswith("mismatch/")]
+
+
+def test_the_document_has_its_name() -> None:
+    """`tests/run/test_train.py` compares those of on-policy runs."""
+    text = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+    assert re.search(r"^\| `mismatch/outside_clip` \|", text, re.MULTILINE)

@@ -1,0 +1,272 @@
+"""What the trainer orders of the ranks that only generate, and when; without a process group."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from gapo_megatron.clock import Stopwatch
+from gapo_megatron.config import Config, parse_config
+from gapo_megatron.facts import Facts
+from gapo_megatron.learn.share import Places
+from gapo_megatron.rollout.verify import WeightCheck
+from gapo_megatron.run import generation_ranks as module
+from gapo_megatron.run.generation_ranks import GenerationRanks
+from gapo_megatron.run.orders import STOP, Order, pack, pack_probe, unpack_probe
+from gapo_megatron.types import Sequences
+
+T = TypeVar("T")
+
+
+def make_config(*, max_staleness: int, num_steps: int = 8, every: int = 0) -> Config:
+    tree = {
+        "run": {"output_dir": "/x", "num_steps": num_steps},
+        "model": {"hf_dir": "/x/model"},
+        "data": {"train_path": "unused"},
+        "rollout": {
+            "max_response_tokens": 8,
+            "generation_ranks": 1,
+            "max_staleness": max_staleness,
+        },
+        "reward": {"kind": "exact"},
+        "objective": {"importance_weight_max": 2.0},
+        "checkpoint": {"every_steps": every},
+    }
+    return parse_config(tree, source="test")
+
+
+class Side:
+    """A bridge, and behind it a side that executes every order when it is looked for its answer."""
+
+    def __init__(self) -> None:
+        self.mail: dict[str, bytes] = {}
+        self.done = 0
+        self.version = -1
+        self.sampled: dict[int, int] = {}
+        """Version of the weights that sampled each step's batch."""
+        self.log: list[str] = []
+        self.breaks_off: set[int] = set()
+        self.messages = object()
+
+    def post(self, name: str, value: bytes) -> None:
+        self.mail[name] = value
+
+    def look(self, name: str) -> bytes | None:
+        return self.mail.get(name)
+
+    def beat(self) -> None: ...
+
+    def wait(self, find: Callable[[], T | None], *, alive: Callable[[], object]) -> T:
+        while (found := find()) is None:
+            self.execute()
+        return found
+
+    def execute(self) -> None:
+        number, self.done = self.done, self.done + 1
+        order = Order.from_bytes(self.mail[f"order/{number}"])
+        self.log.append(f"{order.task} {order.step}")
+        answer: Any = {}
+        if order.task == "weights":
+            self.post(f"ready/{number}", b"")
+            self.version = order.step
+            answer = dataclasses.asdict(WeightCheck(0.0, 0.0))
+        elif order.task == "evaluate":
+            answer = {"eval/version": float(self.version)}
+        elif order.task == "sample":
+            assert order.step not in self.sampled, "a batch is sampled once"
+            self.sampled[order.step] = self.version
+            is_broken_off = order.step in self.breaks_off or STOP in self.mail
+            answer = {
+                "is_broken_off": is_broken_off,
+                "num_tokens": 10 + order.step,
+                "clocks": {"generation/rollout_s": 1.0},
+                "policy_version": self.version,
+                "metrics": {"from": float(order.step)},
+                "source_state": {"after": order.step},
+            }
+            self.post(f"facts/{number}", Facts.of([]).to_bytes())
+        self.post(f"answer/{number}", pack(answer))
+
+    def send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        assert list(weights) == []
+
+    def close(self) -> None:
+        while f"order/{self.done}" in self.mail:
+            self.execute()
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GenerationRanks]:
+    """Build the trainer's end, at a step of a run."""
+    monkeypatch.setattr(Places, "gather", lambda *_: Places((0,), (0,)))
+    monkeypatch.setattr(module, "score_probe", lambda *_: [])
+    monkeypatch.setattr(module.dist, "broadcast_object_list", lambda *_, **__: None)
+
+    def make(side: Side, config: Config, *, next_step: int = 0) -> GenerationRanks:
+        attempt = SimpleNamespace(leads=True, alive=lambda: None, restart_watch=lambda: None)
+        policy = SimpleNamespace(
+            groups=SimpleNamespace(rank=0), iterate_hf_weights=lambda: iter(())
+        )
+        return GenerationRanks(
+            config=config,
+            bridge=cast(Any, side),
+            policy=cast(Any, policy),
+            attempt=cast(Any, attempt),
+            stopwatch=Stopwatch(),
+            gloo_group=cast(Any, None),
+            source_state={"after": next_step - 1},
+            next_step=next_step,
+        )
+
+    return make
+
+
+def no_probe() -> Sequences:
+    return Sequences([], [])
+
+
+def train(generation: GenerationRanks, steps: Iterable[int], *, first: int | None = None) -> None:
+    """The loop, as far as generation sees it; `first`: the step whose batch is there already."""
+    for step in steps:
+        if step != first:
+            collected = generation.collect(step)
+            assert collected is not None and collected.metrics["from"] == step
+        generation.sync(no_probe(), policy_version=step + 1)
+        generation.sample_ahead()
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "versions"),
+    [
+        (0, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (1, [0, 0, 1, 2, 3, 4, 5, 6]),
+        (2, [0, 0, 0, 2, 2, 4, 4, 6]),
+        (3, [0, 0, 0, 0, 3, 3, 3, 6]),
+    ],
+)
+def test_which_weights_sample_which_batch(
+    begin: Any, max_staleness: int, versions: list[int]
+) -> None:
+    side = Side()
+    generation = begin(side, make_config(max_staleness=max_staleness))
+    generation.sync(no_probe(), policy_version=0)
+    train(generation, range(8))
+    generation.close()
+    assert [side.sampled[step] for step in range(8)] == versions
+    assert side.version == 8, "the last weights are sent, for an evaluation"
+    assert all(step - version <= max(max_staleness, 0) for step, version in side.sampled.items())
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_a_run_that_resumes_samples_every_batch_by_the_same_weights(
+    begin: Any, max_staleness: int
+) -> None:
+    """From a checkpoint, which has the batch of its step already."""
+    config = make_config(max_staleness=max_staleness)
+    whole, rest = Side(), Side()
+    generation = begin(whole, config)
+    generation.sync(no_probe(), policy_version=0)
+    train(generation, range(8))
+
+    resumed = begin(rest, config, next_step=5)
+    resumed.sync(no_probe(), policy_version=4)
+    resumed.sample_ahead()
+    train(resumed, range(4, 8), first=4)
+    assert rest.sampled == {step: whole.sampled[step] for step in range(5, 8)}
+
+
+def test_after_a_stop_in_the_midst_of_a_step_no_batch_is_missing(begin: Any) -> None:
+    """Weights in the midst of a step are no version; what was sampled ahead then comes again."""
+    for max_staleness in (1, 2, 3):
+        for stopped in range(1, 7):
+            side = Side()
+            generation = begin(
+                side, make_config(max_staleness=max_staleness), next_step=stopped + 1
+            )
+            train(generation, range(stopped, 8), first=stopped)
+            assert sorted(side.sampled) == [*range(stopped + 1, 8)]
+            gaps = [step - version for step, version in side.sampled.items()]
+            assert all(0 <= gap <= max_staleness for gap in gaps)
+
+
+def test_a_batch_says_how_old_the_weights_are_that_sampled_it(begin: Any) -> None:
+    side = Side()
+    generation = begin(side, make_config(max_staleness=1))
+    generation.sync(no_probe(), policy_version=0)
+    gaps = []
+    for step in range(3):
+        gaps.append(generation.collect(step).metrics["rollout/version_gap"])
+        generation.sync(no_probe(), policy_version=step + 1)
+    assert gaps == [0, 1, 1]
+    assert generation.source_state == {"after": 2}
+    assert generation.stopwatch.notes == {"generation/rollout_s": 1.0}
+
+
+def test_metrics_of_an_on_policy_run_say_nothing_of_versions(begin: Any) -> None:
+    generation = begin(Side(), make_config(max_staleness=0))
+    generation.sync(no_probe(), policy_version=0)
+    assert generation.collect(0).metrics == {"from": 0}
+
+
+def test_an_evaluation_is_of_the_weights_that_were_sent_last(begin: Any) -> None:
+    side = Side()
+    generation = begin(side, make_config(max_staleness=1))
+    generation.sync(no_probe(), policy_version=0)
+    assert generation.evaluate(0) == {"eval/version": 0}
+    with pytest.raises(AssertionError):
+        generation.evaluate(1)
+
+
+def test_what_is_sampled_ahead_is_given_up_and_counted(begin: Any) -> None:
+    side = Side()
+    generation = begin(side, make_config(max_staleness=2))
+    generation.sync(no_probe(), policy_version=0)
+    generation.collect(0)
+    assert generation.give_up() == 11 + 12
+    assert STOP in side.mail
+    assert generation.give_up() == 0
+    generation.close()
+    assert side.log[-1] == "end 0"
+
+
+def test_a_batch_that_was_broken_off_is_counted_as_well(begin: Any) -> None:
+    side = Side()
+    side.breaks_off = {0}
+    generation = begin(side, make_config(max_staleness=0))
+    generation.sync(no_probe(), policy_version=0)
+    assert generation.collect(0) is None
+    assert generation.give_up() == 10
+    assert generation.source_state == {"after": -1}
+
+
+def test_a_batch_is_there_once_the_weights_after_it_have_been_sent(begin: Any) -> None:
+    side = Side()
+    generation = begin(side, make_config(max_staleness=1))
+    generation.sync(no_probe(), policy_version=0)
+    generation.collect(0)
+    assert not generation.has_batch(1)
+    generation.sync(no_probe(), policy_version=1)
+    assert generation.has_batch(1) and not generation.has_batch(2)
+    side.breaks_off = {2}
+    generation.collect(1)
+    generation.sync(no_probe(), policy_version=2)
+    assert not generation.has_batch(2)
+
+
+def test_a_probe_travels_exactly() -> None:
+    values = np.array([-0.1, -1e-7, -17.3], dtype=np.float32)
+    probe = Sequences([np.array([1, 2], np.int32)], [np.array([3, 4, 5], np.int32)])
+    found, log_probs = unpack_probe(pack_probe(probe, [values]))
+    assert found.response_ids[0].tolist() == [3, 4, 5] and found.prompt_ids[0].tolist() == [1, 2]
+    assert log_probs[0].tobytes() == values.tobytes()
+
+
+def test_an_order_travels() -> None:
+    order = Order("begin", source_state={"epoch": 1}, dp_ranks=[0, 1], scorers=[0, 1])
+    assert Order.from_bytes(order.to_bytes()) == order

@@ -19,23 +19,25 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from gapo_megatron import rewards
 from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.data.source import PromptSource
-from gapo_megatron.facts import Spread
+from gapo_megatron.facts import Facts, Spread
+from gapo_megatron.objective import make_batch
 from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import Shape, element_bytes
 from gapo_megatron.ops.plan.generation import Decoding
@@ -43,7 +45,12 @@ from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.planner import read_model
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.rollouter import Rollouter, Sampled
-from gapo_megatron.types import Episode, Prompt
+from gapo_megatron.run import bridge as bridge_module
+from gapo_megatron.run import generation_ranks as generation_module
+from gapo_megatron.run.generation_ranks import GenerationRanks
+from gapo_megatron.run.generation_side import GenerationSide
+from gapo_megatron.run.process_group import World
+from gapo_megatron.types import Episode, Prompt, Sequences
 from tests.timed_engine import Costs, Lengths, Pace, TimedEngine
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -63,7 +70,6 @@ MEAN_STEP_TOKENS = NUM_PROMPTS * GROUP_SIZE * 12_720
 FORWARD_SHARE = 2 / 7.5
 """Of a token's training a forward pass: 6 parts update, 2 old log-probs of three mini-batches in
 four."""
-_LOOK_EVERY_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -145,12 +151,32 @@ class Guess:
         return str(episode.sample % 2), "1"
 
 
-class NeverStopped:
-    """A `Patient`: nobody asks for a stop."""
+class Unattended:
+    """What a run's `Attempt` is to generation: nobody asks for a stop, and nobody watches."""
 
-    def patience(self, expected: Expectation) -> Any:
-        """Never."""
-        return lambda _: False
+    def __init__(self, *, leads: bool) -> None:
+        """`leads`: whether this rank posts the orders."""
+        self.leads = leads
+        self.on_alive: Callable[[], object] = lambda: None
+
+    def alive(self) -> None:
+        """Beat for the other side."""
+        self.on_alive()
+
+    def restart_watch(self) -> None:
+        """No watch."""
+
+    def enter(self, stage: str) -> None:
+        """No watch."""
+
+    def patience(self, expected: Expectation) -> Callable[[float], bool]:
+        """Never breaks off."""
+
+        def answer(elapsed_s: float) -> bool:
+            self.alive()
+            return False
+
+        return answer
 
 
 def engine_costs() -> Costs:
@@ -175,11 +201,11 @@ def engine_costs() -> Costs:
     return Costs(step_s, prefill_token_s=UNIT * flops / speed, weights_s=SYNC_S)
 
 
-def make_config(schedule: Schedule) -> Config:
-    """The settings that `Rollouter` reads."""
+def make_config(schedule: Schedule, num_steps: int) -> Config:
+    """The settings that the two sides read."""
     return parse_config(
         {
-            "run": {"output_dir": "unused", "num_steps": 1},
+            "run": {"output_dir": "unused", "num_steps": num_steps},
             "model": {"hf_dir": "unused"},
             "data": {"train_path": "unused", "max_prompt_tokens": 16},
             "batch": {
@@ -189,83 +215,83 @@ def make_config(schedule: Schedule) -> Config:
                 "oversampling": schedule.oversampling,
                 "partial_rollouts": schedule.partial_rollouts,
             },
-            "rollout": {"max_response_tokens": LIMIT // UNIT},
+            "rollout": {
+                "max_response_tokens": LIMIT // UNIT,
+                "generation_ranks": schedule.generation_ranks,
+                "max_staleness": schedule.max_staleness,
+            },
+            "objective": {"importance_weight_max": 2.0},
             "reward": {"kind": "exact"},
         },
         source="benchmark",
     )
 
 
-def run_rank(setting: Setting, schedule: Schedule) -> Lane:
+def run_rank(world: World, setting: Setting, schedule: Schedule, start_s: float) -> Lane:
     """One rank of a run, the training ones first; called on all of them."""
-    common: list[Any] = [time.monotonic(), tempfile.mkdtemp()]
-    dist.broadcast_object_list(common, src=0)
-    lane = Lane(common[0], setting.speed)
-    mail = Mail(f"{common[1]}/store")
-    num_training = NUM_RANKS - schedule.generation_ranks
-    is_trainer = dist.get_rank() < num_training
-    sides = [dist.new_group(ranks) for ranks in _sides(num_training)]
-    group = sides[0] if is_trainer or len(sides) == 1 else sides[1]
-    trainer = Trainer(setting, num_training, group, lane)
-    if not schedule.generation_ranks:
-        with Sampler(setting, schedule, group, lane) as sampler:
-            colocated(trainer, sampler)
-    elif is_trainer:
-        training_side(trainer, schedule, mail)
+    lane = Lane(start_s, setting.speed)
+    config = make_config(schedule, setting.num_steps)
+    bridge = world.bridge
+    # Pauses of a wait are as short, beside the rest, as they are in a run.
+    bridge_module._LONGEST_LOOK_S /= setting.speed
+    if bridge is None:
+        with Sampler(setting, config, world, lane) as sampler:
+            colocated(Trainer(setting, world, lane), sampler)
+    elif bridge.is_generation:
+        with Sampler(setting, config, world, lane) as sampler:
+            side = GenerationSide(
+                config=config,
+                bridge=bridge,
+                source=sampler.source,
+                held_out=(),
+                attempt=cast(Any, Unattended(leads=False)),
+                engine=sampler.engine,
+                rollouter=sampler.rollouter,
+                pool=sampler.pool,
+                is_first=world.rank == 0,
+            )
+            side.serve()
+            bridge.close()
     else:
-        with Sampler(setting, schedule, group, lane) as sampler:
-            generation_side(sampler, setting, schedule, mail)
+        training_side(Trainer(setting, world, lane), config)
     return lane
 
 
-def _sides(num_training: int) -> list[range]:
-    sides = [range(num_training), range(num_training, NUM_RANKS)]
-    return [side for side in sides if side]
+class TimedRollouter(Rollouter):
+    """Notes when it sampled what."""
+
+    lane: Lane
+
+    def collect(self, step: int, **settings: Any) -> Sampled | None:
+        """As `Rollouter.collect`."""
+        begin = self.lane.now()
+        sampled = super().collect(step, **settings)
+        self.lane.generations.append((begin, self.lane.now()))
+        return sampled
 
 
 class Sampler:
     """One rank's engine and rollouts."""
 
-    def __init__(
-        self, setting: Setting, schedule: Schedule, group: dist.ProcessGroup | None, lane: Lane
-    ) -> None:
-        """Collective over `group`: all ranks with an engine."""
-        config = make_config(schedule)
+    def __init__(self, setting: Setting, config: Config, world: World, lane: Lane) -> None:
+        """Collective over all ranks with an engine."""
         self.lane = lane
-        self.stopwatch = Stopwatch()
         self.engine = TimedEngine(
             LENGTHS,
             engine_costs(),
             Pace(setting.speed),
-            replicas=Replicas(
-                rank=dist.get_rank(group),
-                world_size=dist.get_world_size(group),
-                size=1,
-                gloo_group=group,
-            ),
+            replicas=Replicas.create(1, gloo_group=world.gloo_group),
             max_sequence_tokens=2 * LIMIT,
         )
-        tokens = (1,) * (PROMPT_TOKENS // UNIT)
-        prompts = [Prompt(str(i), tokens, "") for i in range(2000)]
+        self.source = make_source()
         self.pool = rewards.start_pool(config.reward, num_workers=1)
         self.pool.wait_until_ready()
-        self.rollouter = Rollouter(
-            self.engine,
-            PromptSource(prompts, seed=0),
-            self.pool,
-            None,  # for the default environment alone
-            config,
-            environment=Guess(),
+        tokenizer = None  # for the default environment alone
+        self.rollouter = TimedRollouter(
+            self.engine, self.source, self.pool, tokenizer, config, environment=Guess()
         )
-        dist.barrier(group)
-
-    def collect(self, step: int) -> Sampled:
-        """A step's rollouts."""
-        begin = self.lane.now()
-        sampled = self.rollouter.collect(step, attempt=NeverStopped(), stopwatch=self.stopwatch)
-        assert sampled is not None
-        self.lane.generations.append((begin, self.lane.now()))
-        return sampled
+        self.rollouter.lane = lane
+        dist.barrier(world.gloo_group)
 
     def __enter__(self) -> Sampler:
         return self
@@ -275,18 +301,23 @@ class Sampler:
         self.lane.running = [(self.lane.modelled(at), count) for at, count in self.engine.running]
 
 
+def make_source() -> PromptSource:
+    """Problems enough for a run."""
+    tokens = (1,) * (PROMPT_TOKENS // UNIT)
+    return PromptSource([Prompt(str(i), tokens, "") for i in range(2000)], seed=0)
+
+
 @dataclass
 class Trainer:
     """One training rank."""
 
     setting: Setting
-    num_ranks: int
-    group: dist.ProcessGroup | None
+    world: World
     lane: Lane
 
     def learn(self, num_tokens: float) -> None:
         """Train on so many tokens, over all training ranks."""
-        share = num_tokens / MEAN_STEP_TOKENS * NUM_RANKS / self.num_ranks
+        share = num_tokens / MEAN_STEP_TOKENS * NUM_RANKS / self.world.world_size
         self._take(share * self.setting.training_s, self.lane.training)
 
     def sync(self) -> None:
@@ -294,7 +325,7 @@ class Trainer:
         self._take(SYNC_S, self.lane.sync)
 
     def _take(self, seconds: float, part: list[tuple[float, float]]) -> None:
-        dist.barrier(self.group)
+        dist.barrier(self.world.gloo_group)
         begin, pace = self.lane.now(), Pace(self.setting.speed)
         pace.begin()
         pace.take(seconds)
@@ -305,22 +336,24 @@ class Trainer:
         self.lane.steps.append({"end_s": self.lane.now(), "num_tokens": num_tokens} | metrics)
 
 
-def num_learned(sampled: Sampled) -> int:
+def num_learned(facts: Facts) -> int:
     """Tokens of a batch."""
-    return UNIT * int(sampled.facts.num_sampled_tokens.sum())
+    return UNIT * int(facts.num_sampled_tokens.sum())
 
 
 def colocated(trainer: Trainer, sampler: Sampler) -> None:
     """Generation and training in turns on every rank."""
     rollouter, engine = sampler.rollouter, sampler.engine
+    stopwatch, attempt = Stopwatch(), Unattended(leads=False)
     for step in range(trainer.setting.num_steps):
-        sampled = sampler.collect(step)
+        sampled = rollouter.collect(step, attempt=attempt, stopwatch=stopwatch)
+        assert sampled is not None
         rollouter.open_groups, num_scored = carry(rollouter.open_groups, step)
-        num_tokens = num_learned(sampled)
+        num_tokens = num_learned(sampled.facts)
         trainer.learn(num_tokens + FORWARD_SHARE * UNIT * num_scored)
         trainer.sync()
         engine.policy_version = step + 1
-        idle = sampler.stopwatch.notes["perf/rollout_idle_share"]
+        idle = stopwatch.notes["perf/rollout_idle_share"]
         trainer.log(sampled.metrics | {"perf/rollout_idle_share": idle}, num_tokens)
 
 
@@ -340,68 +373,50 @@ def carry(groups: Spread, step: int) -> tuple[Spread, int]:
     return Spread(carried, held), int(facts.num_response_tokens[has_new].sum())
 
 
-def orders(num_steps: int, max_staleness: int) -> list[tuple[str, int]]:
-    """What the generation side does, one after the other: weights of a version, samples of a step.
-
-    Weights go after every `max_staleness`-th step, and then every batch up to so many steps ahead.
-    """
-    given: list[tuple[str, int]] = []
-    next_step = 0
-    for version in range(0, num_steps, max(max_staleness, 1)):
-        given.append(("weights", version))
-        last = min(version + max_staleness, num_steps - 1)
-        given += [("sample", step) for step in range(next_step, last + 1)]
-        next_step = last + 1
-    return given
-
-
-def training_side(trainer: Trainer, schedule: Schedule, mail: Mail) -> None:
+def training_side(trainer: Trainer, config: Config) -> None:
     """Train on what the other side samples."""
-    num_steps = trainer.setting.num_steps
-    sent = {
-        version for task, version in orders(num_steps, schedule.max_staleness) if task == "weights"
-    }
-    for step in range(num_steps):
-        if step in sent:
-            mail.wait(f"ready/{step}")
-            mail.post(f"sent/{step}", {})
-            trainer.sync()
-        metrics = mail.wait(f"batch/{step}")
-        trainer.learn(metrics["num_tokens"])
-        trainer.log(metrics, metrics["num_tokens"])
+    world, lane = trainer.world, trainer.lane
+    assert world.bridge is not None
+    groups = SimpleNamespace(
+        rank=world.rank,
+        world_size=world.world_size,
+        dp_rank=world.rank,
+        dp_size=world.world_size,
+        is_last_stage=True,
+        is_first_copy=True,
+    )
+    weights = [("weight", torch.zeros(8))]
+    policy = SimpleNamespace(groups=groups, iterate_hf_weights=lambda: iter(weights))
+    probe = Sequences([np.ones(1, np.int32)], [np.ones(1, np.int32)])
+    # The engine's log-probs are 0 too.
+    generation_module.score_probe = lambda *_: [np.zeros(1, np.float32)]
+    generation = GenerationRanks(
+        config=config,
+        bridge=world.bridge,
+        policy=cast(Any, policy),
+        attempt=cast(Any, Unattended(leads=world.rank == 0)),
+        stopwatch=Stopwatch(),
+        gloo_group=world.gloo_group,
+        source_state=make_source().state_dict(),
+        next_step=0,
+    )
 
+    def sync(version: int) -> None:
+        if generation.sync(probe, policy_version=version) is not None:
+            lane.sync.append((lane.now() - SYNC_S, lane.now()))
+        generation.sample_ahead()
 
-def generation_side(sampler: Sampler, setting: Setting, schedule: Schedule, mail: Mail) -> None:
-    """Sample what is ordered."""
-    for task, step in orders(setting.num_steps, schedule.max_staleness):
-        if task == "weights":
-            mail.post(f"ready/{step}", {})
-            mail.wait(f"sent/{step}")
-            begin = sampler.lane.now()
-            sampler.engine.update_weights((), policy_version=step)
-            sampler.lane.sync.append((begin, sampler.lane.now()))
-            continue
-        sampled = sampler.collect(step)
-        idle = sampler.stopwatch.notes["perf/rollout_idle_share"]
-        metrics = {"perf/rollout_idle_share": idle, "num_tokens": num_learned(sampled)}
-        mail.post(f"batch/{step}", sampled.metrics | metrics)
-
-
-class Mail:
-    """Small messages between the two sides."""
-
-    def __init__(self, path: str) -> None:
-        self._store = dist.FileStore(path)
-
-    def post(self, name: str, value: Any) -> None:
-        """Make `value` visible to all ranks."""
-        self._store.set(name, json.dumps(value))
-
-    def wait(self, name: str) -> Any:
-        """What was posted, once it is."""
-        while not self._store.check([name]):
-            time.sleep(_LOOK_EVERY_S)
-        return json.loads(self._store.get(name))
+    sync(0)
+    for step in range(config.run.num_steps):
+        collected = generation.collect(step)
+        assert collected is not None
+        batch = generation.bring_tokens(make_batch(collected.facts, config.objective.resolve()))
+        num_tokens = num_learned(batch.facts)
+        trainer.learn(num_tokens)
+        sync(step + 1)
+        idle = generation.stopwatch.notes["perf/rollout_idle_share"]
+        trainer.log(collected.metrics | {"perf/rollout_idle_share": idle}, num_tokens)
+    generation.close()
 
 
 def main() -> None:
@@ -414,16 +429,20 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON for tail_report.py")
     arguments = parser.parse_args()
     os.environ["PYTEST_TIMEOUT"] = "3600"  # of one schedule; read with the next import
-    from tests.dist import run_distributed
+    from tests.dist import run_sides
 
     setting = Setting(
         arguments.speed, TRAINING_S[arguments.training], arguments.steps, first_step=4
     )
     found: dict[str, Any] = {"setting": asdict(setting), "schedules": {}}
     for name in arguments.only:
-        lanes = run_distributed(run_rank, NUM_RANKS, setting, SCHEDULES[name])
+        schedule = SCHEDULES[name]
+        num_generation = schedule.generation_ranks
+        num_training = NUM_RANKS - num_generation
+        start_s = time.monotonic()
+        lanes = run_sides(run_rank, num_training, num_generation, setting, schedule, start_s)
         found["schedules"][name] = {
-            "schedule": asdict(SCHEDULES[name]),
+            "schedule": asdict(schedule),
             "lanes": [asdict(lane) for lane in lanes],
         }
         print(name, flush=True)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
@@ -47,15 +48,25 @@ class Result:
     first_step: int
 
     @property
+    def staleness(self) -> int:
+        """Batches that are sampled ahead."""
+        return int(self.schedule["max_staleness"])
+
+    @property
+    def end(self) -> int:
+        """Steps up to here count: during the last ones nothing is left to sample."""
+        return len(self.lanes[0]["steps"]) - self.staleness
+
+    @property
     def steps(self) -> list[dict[str, float]]:
         """Of the first rank, which trains."""
-        return list(self.lanes[0]["steps"][self.first_step :])
+        return list(self.lanes[0]["steps"][self.first_step : self.end])
 
     @property
     def window(self) -> Span:
-        """Seconds from the end of the last step that does not count to the end of the run."""
+        """Seconds at the beginning and at the end of the steps that count."""
         ends = [step["end_s"] for step in self.lanes[0]["steps"]]
-        return ends[self.first_step - 1], ends[-1]
+        return ends[self.first_step - 1], ends[self.end - 1]
 
     @property
     def step_s(self) -> float:
@@ -66,24 +77,41 @@ class Result:
     @property
     def tokens_per_s(self) -> float:
         """Tokens that were learned from."""
-        return self.mean("num_tokens") / self.step_s
+        return self.metric("num_tokens") / self.step_s
 
-    def mean(self, name: str) -> float:
-        """Of a metric over the steps; 0 where there is none."""
-        return sum(step.get(name, 0.0) for step in self.steps) / len(self.steps)
+    def metric(self, name: str) -> float:
+        """Mean over the steps; 0 where there is none."""
+        return mean([step.get(name, 0.0) for step in self.steps])
 
-    def stage_s(self, name: str, lane: int) -> float:
-        """Mean seconds of a stage in a lane."""
-        spans = self.lanes[lane][name][self.first_step :]
-        return sum(end - begin for begin, end in spans) / len(spans)
+    @property
+    def generation_s(self) -> list[float]:
+        """Of the batches that are sampled in the steps that count, on the slowest engine."""
+        spans = self.lanes[-1]["generations"][self.first_step + self.staleness :]
+        return [end - begin for begin, end in spans]
+
+    @property
+    def training_s(self) -> list[float]:
+        """Of the steps that count."""
+        spans = self.lanes[0]["training"][self.first_step : self.end]
+        return [end - begin for begin, end in spans]
 
     @property
     def bound_s(self) -> float:
-        """What a step cannot undercut: both stages in turns, or the longer one and the sync."""
-        generation_s, training_s = self.stage_s("generations", -1), self.stage_s("training", 0)
-        if self.schedule["max_staleness"]:
-            return max(generation_s, training_s) + SYNC_S / self.schedule["max_staleness"]
-        return generation_s + training_s + SYNC_S
+        """What a step cannot undercut, on average.
+
+        In turns both stages and the sync; ahead by k, of every k steps the longer stage, and the
+        sync.
+        """
+        if not self.staleness:
+            return mean(self.generation_s) + mean(self.training_s) + SYNC_S
+        longer = [
+            max(
+                sum(self.generation_s[i : i + self.staleness]),
+                sum(self.training_s[i:][: self.staleness]),
+            )
+            for i in range(0, len(self.training_s), self.staleness)
+        ]
+        return (sum(longer) + SYNC_S * len(longer)) / len(self.training_s)
 
     @property
     def idle_share(self) -> float:
@@ -131,14 +159,14 @@ def rows(results: dict[str, Result]) -> Iterator[list[str]]:
         yield [
             f"`{name}`",
             f"{one.step_s:.0f}",
-            f"{one.stage_s('generations', -1):.0f}",
-            f"{one.stage_s('training', 0):.0f}",
+            f"{mean(one.generation_s):.0f}",
+            f"{mean(one.training_s):.0f}",
             f"{one.step_s / one.bound_s:.3f}",
             f"{512 / one.step_s:.2f}",
             f"{one.tokens_per_s:,.0f}",
             f"{one.tokens_per_s / plain.tokens_per_s:.2f}",
-            f"{one.mean('num_tokens') / 512:,.0f}",
-            f"{100 * one.mean('perf/rollout_idle_share'):.0f} %",
+            f"{one.metric('num_tokens') / 512:,.0f}",
+            f"{100 * one.metric('perf/rollout_idle_share'):.0f} %",
             f"{100 * one.idle_share:.0f} %",
             f"{_oldest(one)}",
         ]

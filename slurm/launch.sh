@@ -7,7 +7,8 @@
 # DRY_RUN=1         print the resolved config and its arithmetic, start nothing
 # WORLD_SIZE        without Slurm: ranks on this machine (default 1; of a dry run: what BATCH_FILE asks for)
 # PREPARE           python script and arguments to run once, before everything else
-# NUM_NODES         nodes to train on (default all); the others of the job are spare
+# NUM_NODES         nodes to run on (default all); the others of the job are spare
+# GENERATION_NODES  of those, how many at the end generate and do not train: rollout.generation_nodes
 # CHECK_NODES=0     skip the check of the nodes
 # MIN_FREE_GIB      free disk space that the check asks for (default 10)
 # ON_STOP           after a stop, under Slurm: requeue (default) or exit
@@ -21,6 +22,7 @@
 
 main() {
   [ $# -ge 1 ] || die 2 "usage: ${BATCH_FILE:-slurm/launch.sh} CONFIG.toml [section.key=value ...]"
+  [ -z "${GENERATION_NODES:-}" ] || set -- "$@" "rollout.generation_nodes=$GENERATION_NODES"
   [ "${DRY_RUN:-0}" != 1 ] || dry_run "$@"
   trap on_stop USR1 USR2
   trap on_interrupt INT
@@ -47,10 +49,11 @@ die() { # CODE MESSAGE
 
 dry_run() {
   # What a launcher would set, so that the arithmetic is that of the whole job.
-  # shellcheck disable=SC2016 # awk's, not bash's
-  local product='/^#SBATCH --(nodes|ntasks-per-node)=/ { n = (n ? n : 1) * $2 } END { print n }'
-  WORLD_SIZE=${SLURM_NTASKS:-${WORLD_SIZE:-$(awk -F= "$product" "${BATCH_FILE:-/dev/null}")}}
-  [ "$WORLD_SIZE" ] || die 2 "set WORLD_SIZE"
+  local world tasks asked="/^#SBATCH --nodes/ { n = \$2 } /^#SBATCH --ntasks-p/ { t = \$2 } END { print n * t, t }"
+  read -r world tasks < <(awk -F= "$asked" "${BATCH_FILE:-/dev/null}")
+  WORLD_SIZE=${SLURM_NTASKS:-${WORLD_SIZE:-$world}} tasks=${SLURM_NTASKS_PER_NODE:-$tasks}
+  [ "$WORLD_SIZE" != 0 ] || die 2 "set WORLD_SIZE"
+  [ -z "$tasks" ] || export LOCAL_WORLD_SIZE=$((WORLD_SIZE < tasks ? WORLD_SIZE : tasks)) # a node takes so many
   export RANK=0 LOCAL_RANK=0 WORLD_SIZE MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 PYTHONPATH=$tree$python_path
   exec "${python[@]}" -m gapo_megatron.train "$@" --dry-run
 }
@@ -69,12 +72,14 @@ describe_job() {
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   else
     job=local-$(date -u +%Y%m%dT%H%M%S)-$$
-    tasks_per_node=${WORLD_SIZE:-1}
-    nodes=(localhost)
+    tasks_per_node=${WORLD_SIZE:-1} nodes=(localhost)
+    export LOCAL_WORLD_SIZE=$tasks_per_node
   fi
   num_nodes=${NUM_NODES:-${#nodes[@]}}
   ((0 < num_nodes && num_nodes <= ${#nodes[@]})) ||
     die 2 "NUM_NODES ($num_nodes) must be at least 1 and at most the job's nodes (${#nodes[@]})"
+  [[ ${GENERATION_NODES:-0} =~ ^(0|[1-9][0-9]{0,4})$ && ${GENERATION_NODES:-0} -lt $num_nodes ]] ||
+    die 2 "GENERATION_NODES ($GENERATION_NODES) must be below the nodes to run on ($num_nodes): the others train"
   world_size=$((num_nodes * tasks_per_node))
 }
 
@@ -86,12 +91,9 @@ prepare() {
     await || exit
   fi
   answer=$(PYTHONPATH=$tree$python_path here -m gapo_megatron.ops.launch.prepare "$@" \
-    --world-size "$world_size" --job "$job") || exit
+    --world-size "$world_size" --ranks-per-node "$tasks_per_node" --job "$job") || exit
   { read -r run_dir && read -r code && read -r state; } <<<"$answer" || die 1 "prepare printed: $answer"
-  if [ "$state" = finished ]; then
-    say "$run_dir is finished"
-    exit 0
-  fi
+  [ "$state" != finished ] || { say "$run_dir is finished" && exit 0; }
   if [ "$mode" = slurm ] && ! [ "$tree" -ef "$code" ]; then
     mkdir -p "$tree/.jobs"
     ln -sfn "$code" "$tree/.jobs/$job" || say "a restart will depend on what this checkout is then"
@@ -198,10 +200,10 @@ await() { # its exit code; a trap interrupts `wait`
 
 slurm_ranks() {
   # Every task sees all GPUs of its node (peer-to-peer needs that). srun does not inherit --cpus-per-task.
-  # In a session of its own: a terminal's Ctrl-C is for this script.
+  # In blocks: the last ranks are on the last nodes. In a session of its own: a terminal's Ctrl-C is for this script.
   exec setsid "${srun[@]}" --nodes="$num_nodes" --nodelist="$(IFS=, && echo "${used[*]}")" --ntasks="$world_size" \
-    --ntasks-per-node="$tasks_per_node" ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
-    --kill-on-bad-exit=1 --wait=60 --output="$attempt_dir/rank_%t.log" \
+    --ntasks-per-node="$tasks_per_node" --distribution=block --kill-on-bad-exit=1 --wait=60 \
+    ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --output="$attempt_dir/rank_%t.log" \
     "${python[@]}" -m gapo_megatron.train "$code/config.toml" 2>"$attempt_dir/launch.log"
 }
 

@@ -69,7 +69,8 @@ def stand_in_python(folder: Path) -> Path:
 def environment(folder: Path, **changes: str) -> dict[str, str]:
     """Of a tools/submit.py whose jobs use the stand-in; no launcher's variables."""
     foreign = re.compile(
-        r"(SLURM|SBATCH|GAPO)_.*|(LOCAL_)?RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|EVENTS|HOLD"
+        r"(SLURM|SBATCH|GAPO)_.*|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|EVENTS|HOLD"
+        r"|GENERATION_NODES"
     )
     kept = {name: value for name, value in os.environ.items() if not foreign.fullmatch(name)}
     return kept | {"PYTHON": str(stand_in_python(folder)), "CHECK_NODES": "0"} | changes

@@ -36,7 +36,7 @@ from gapo_megatron.ops.launch.status import (
     read_statuses,
     status_table,
 )
-from gapo_megatron.ops.launch.submit import Submission, world_sizes
+from gapo_megatron.ops.launch.submit import Submission, generation_nodes, world_sizes
 
 if TYPE_CHECKING:
     from gapo_megatron.ops.launch.study import Run, Study
@@ -71,7 +71,8 @@ def _submit(arguments: argparse.Namespace) -> int:
     from gapo_megatron.ops.launch.study import Resources, read_study, unfinished  # and so pydantic
 
     given = {name: getattr(arguments, name) for name in Resources.model_fields}
-    study = read_study(arguments.config, arguments.overrides).asking(
+    overrides = [*arguments.overrides, *generation_nodes()]
+    study = read_study(arguments.config, overrides).asking(
         {name: value for name, value in given.items() if value is not None},
         default={"tasks_per_node": 1} if arguments.local else {},
     )
@@ -83,7 +84,11 @@ def _submit(arguments: argparse.Namespace) -> int:
     world_size = dict(zip([run.name for run in study.runs], ranks, strict=True))
     for run in runs:
         try:
-            check_before_nodes(run.config, world_size=world_size[run.name])
+            check_before_nodes(
+                run.config,
+                world_size=world_size[run.name],
+                ranks_per_node=run.resources.tasks_per_node,
+            )
         except (ConfigError, CheckpointError) as error:
             raise type(error)(f"run {run.name}: {error}") from None
     if not (arguments.local or arguments.dry_run):

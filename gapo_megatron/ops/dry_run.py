@@ -6,6 +6,9 @@ model, starts no process group, needs no GPU.
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -13,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gapo_megatron import rewards
-from gapo_megatron.config import Config, ParallelConfig, load_config
+from gapo_megatron.config import Config, ParallelConfig, RolloutConfig, load_config
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.config.rules import check_paths
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.hf.manifest import list_steps
 from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.io.run_folder import checkpoints_dir
@@ -33,6 +36,7 @@ from gapo_megatron.ops.plan.state import (
     placement,
     state_bytes,
 )
+from gapo_megatron.ops.sides import Sides, schedule
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.processes import quiet_libraries
 from gapo_megatron.run.restart import check_not_lost
@@ -41,11 +45,23 @@ from gapo_megatron.train import parse_arguments
 GIB = 2**30
 
 
-def print_dry_run(config: Config, *, world_size: int, console: Console | None = None) -> None:
+def print_dry_run(
+    config: Config,
+    *,
+    world_size: int,
+    ranks_per_node: int | None = None,
+    console: Console | None = None,
+) -> None:
     """Print the resolved config as TOML, then tables of what it means on `world_size` processes.
 
     What cannot be computed or checked (a folder or the dataset is not there) is said in its place;
     see `check_paths` for paths that are an error.
+
+    Args:
+        config: of the run.
+        world_size: processes of the job.
+        ranks_per_node: None: not known; says what it assumes where that counts.
+        console: where to print; None: stdout.
 
     Raises:
         ConfigError: world size, model and parallel sizes do not fit each other; what a branch may
@@ -57,11 +73,12 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
         console.width = 120
     check_paths(config)
     try:
-        layout = Layout.of(config, world_size=world_size)
+        sides = Sides.of(config, world_size=world_size, ranks_per_node=ranks_per_node)
     except ConfigError as error:
         if world_size > 1:
             raise
         raise ConfigError(f"{error}; --rank 0/N makes it a dry run of N processes") from None
+    layout = sides.layout
     hf_config, shipped = find_model(config.model.hf_dir)
     if hf_config is not None:
         check_shapes(hf_config, config.parallel, config.model)
@@ -72,7 +89,7 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
     _check_megatron_dir(config)
     branch = _branch_note(config)
     console.print(to_toml(config), markup=False, highlight=False, soft_wrap=True)
-    console.print(_counts_table(config, layout))
+    console.print(_counts_table(config, sides, is_assumed=ranks_per_node is None))
     console.print(_method_table(config))
     if hf_config is None:
         console.print(
@@ -96,16 +113,16 @@ def print_dry_run(config: Config, *, world_size: int, console: Console | None = 
         )
     if branch:
         console.print(branch, markup=False)
+    if note := _engine_memory_note(config, sides):
+        console.print(note, markup=False)
     try:
         rewards.check(config.reward)
     except ConfigError as error:  # the arithmetic is worth reading all the same
         console.print(f"The run itself would stop here: {error}", markup=False)
 
 
-def _counts_table(config: Config, layout: Layout) -> Table:
-    batch, reward = config.batch, config.reward
-    vpp = config.parallel.virtual_pipeline_model_parallel_size
-    prompts_per_replica = batch.rollout_prompts / layout.rollout_replicas
+def _counts_table(config: Config, sides: Sides, *, is_assumed: bool) -> Table:
+    batch, reward, layout = config.batch, config.reward, sides.layout
     minibatch_sequences = batch.minibatch_prompts * batch.rollouts_per_prompt
     num_prompts = num_begun(batch, batch.rollout_prompts)
     begun_as = "begun per step"
@@ -115,12 +132,7 @@ def _counts_table(config: Config, layout: Layout) -> Table:
         begun += f": after the first step {batch.rollout_prompts} new ones, {num_open} that go on"
     updates = batch.num_minibatches * config.run.num_steps
     rows = {
-        "processes": f"{layout.world_size} = {layout.cut}"
-        + (f"; {vpp} virtual stages each" if vpp > 1 else "")
-        + (f"; experts over {layout.ep_size}" if layout.ep_size > 1 else ""),
-        "vLLM replicas": f"{layout.rollout_replicas} of {config.rollout.tensor_parallel_size} "
-        f"process(es), {prompts_per_replica:g} prompts each"
-        + (f"; layers in {config.rollout.quantization}" if config.rollout.quantization else ""),
+        **_rows_of_processes(config, sides, is_assumed=is_assumed),
         "one step": f"{batch.rollout_prompts} prompts x {batch.rollouts_per_prompt} rollouts = "
         f"{batch.rollout_prompts * batch.rollouts_per_prompt:,} sequences",
         **({begun_as: begun} if batch.oversampling > 1 else {}),
@@ -144,6 +156,45 @@ def _counts_table(config: Config, layout: Layout) -> Table:
     for name, text in rows.items():
         table.add_row(name, Text(text))  # no markup: a path may have brackets
     return table
+
+
+def _rows_of_processes(config: Config, sides: Sides, *, is_assumed: bool) -> dict[str, str]:
+    """Which processes do what: of one kind where all do everything, else of two sides."""
+    batch, layout, engines = config.batch, sides.layout, sides.num_engines
+    vpp = config.parallel.virtual_pipeline_model_parallel_size
+    cut = (
+        f"{layout.world_size} = {layout.cut}"
+        + (f"; {vpp} virtual stages each" if vpp > 1 else "")
+        + (f"; experts over {layout.ep_size}" if layout.ep_size > 1 else "")
+    )
+    replicas = f"{engines} of {config.rollout.tensor_parallel_size} process(es)"
+    dtype = f"; layers in {config.rollout.quantization}" if config.rollout.quantization else ""
+    if not sides.num_generation:
+        each = f"{batch.rollout_prompts / engines:g} prompts each"
+        return {"processes": cut, "vLLM replicas": f"{replicas}, {each}{dtype}"}
+    prompts = math.ceil(num_begun(batch, batch.rollout_prompts) / engines)
+    per_node = f"{sides.ranks_per_node} on a node" + (
+        ", as assumed: LOCAL_WORLD_SIZE would say" if is_assumed else ""
+    )
+    return {
+        "processes": f"{sides.world_size} ({per_node}): {sides.num_training} train, "
+        f"{sides.num_generation} generate",
+        "training side": f"{sides.place(0, sides.num_training)}: {cut}",
+        "generation side": f"{sides.place(sides.num_training, sides.num_generation)}: vLLM "
+        f"replicas: {replicas}, at most {prompts} prompts = "
+        f"{prompts * batch.rollouts_per_prompt} sequences each{dtype}",
+        "schedule": schedule(config),
+    }
+
+
+def _engine_memory_note(config: Config, sides: Sides) -> str:
+    share = config.rollout.memory_fraction
+    if not sides.num_generation or share > RolloutConfig.model_fields["memory_fraction"].default:
+        return ""
+    return (
+        f"Hint: rollout.memory_fraction ({share:g}) can be more, such as 0.9: a GPU that generates "
+        "holds nothing but its engine."
+    )
 
 
 def _epochs(config: Config) -> str:
@@ -199,8 +250,9 @@ def _shapes_table(rules: list[Rule], parallel: ParallelConfig) -> Table:
 def _memory_table(rules: list[Rule], config: Config, layout: Layout) -> Table:
     precision = config.model.precision
     recipe = f" ({config.model.fp8_recipe})" if precision == "fp8" else ""
+    rank = "rank that trains" if config.rollout.has_generation_side else "rank"
     table = Table(
-        title=f"Memory of one rank, {precision}{recipe}, without activations (GiB)",
+        title=f"Memory of one {rank}, {precision}{recipe}, without activations (GiB)",
         title_justify="left",
     )
     copies = ["fp8 copies"] if precision == "fp8" else []
@@ -277,19 +329,36 @@ def _positions_note(config: Config, hf_config: ModelFacts) -> str:
     )
 
 
+def _stated_ranks_per_node() -> int | None:
+    """Ranks of a node, where a launcher or Slurm says it.
+
+    Raises:
+        ConfigError: it is no number of ranks.
+    """
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        if stated := os.environ.get(name):
+            if not re.fullmatch("[1-9][0-9]{0,4}", stated):
+                raise ConfigError(f"{name} ({shown(stated)}) must be a whole number from 1")
+            return int(stated)
+    return None
+
+
 def main() -> None:
     """Do a dry run by the command line of `train`."""
     arguments = parse_arguments()
     rank, num_ranks = arguments.rank
     with fail_fast():
         config = load_config(arguments.config, arguments.overrides)
-        print_dry_run(config, world_size=num_ranks)
+        ranks_per_node = _stated_ranks_per_node()
+        print_dry_run(config, world_size=num_ranks, ranks_per_node=ranks_per_node)
         if arguments.dry_run == "deep":
             quiet_libraries()
             # Nothing else needs tensors without data, which take seconds to import.
             from gapo_megatron.ops.plan.deep_dry_run import print_deep_dry_run
 
-            print_deep_dry_run(config, rank=rank, world_size=num_ranks)
+            print_deep_dry_run(
+                config, rank=rank, world_size=num_ranks, ranks_per_node=ranks_per_node
+            )
 
 
 if __name__ == "__main__":

@@ -281,6 +281,8 @@ def order_generation(trainer: Trainer, startup: Stopwatch) -> GenerationRanks:
     if not position.num_open_updates:
         probe = prompts_as_sequences(inputs.problems, VERIFIED_SEQUENCES)
         generation.sync(probe, policy_version=position.step)
+        if position.open_step is not None:  # its batch is there: the next ones are due
+            generation.sample_ahead()
     generation.stopwatch = trainer.stopwatch
     return generation
 

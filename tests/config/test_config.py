@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from gapo_megatron.config import load_config, parse_config
+from gapo_megatron.config.counts import num_generation_ranks
 from gapo_megatron.errors import ConfigError
 from tests.messages import mentions
 
@@ -24,6 +25,10 @@ max_response_tokens = 64
 [reward]
 kind = "exact"
 """
+
+
+GENERATION = ("rollout.generation_nodes=1",)
+AHEAD = (*GENERATION, "rollout.max_staleness=2", "objective.importance_weight_max=2")
 
 
 @pytest.fixture
@@ -267,6 +272,42 @@ def test_wrong_value_names_field_value_and_rule(
             ["batch.partial_rollouts (true)", "objective.old_log_probs", "'trainer'"],
         ),
         (
+            ["rollout.generation_nodes=2", "rollout.generation_ranks=16"],
+            ["rollout.generation_ranks (16)", "rollout.generation_nodes (2)", "must be 0"],
+        ),
+        (
+            [*GENERATION, "batch.partial_rollouts=true", "batch.oversampling=1.5"],
+            ["batch.partial_rollouts (true)", "false", "rollout.generation_nodes"],
+        ),
+        (
+            [*GENERATION, "optimizer.offload=all"],
+            ["optimizer.offload ('all')", "'none'", "rollout.generation_nodes"],
+        ),
+        (
+            ["objective.old_log_probs=rollout", "rollout.top_p=0.9"],
+            ["rollout.top_p (0.9)", "must be 1", "objective.old_log_probs 'rollout'"],
+        ),
+        (
+            ["rollout.max_staleness=1", "objective.importance_weight_max=2"],
+            ["rollout.max_staleness (1)", "needs rollout.generation_nodes"],
+        ),
+        (
+            [*GENERATION, "rollout.max_staleness=1"],
+            ["rollout.max_staleness (1)", "needs objective.importance_weight_max"],
+        ),
+        (
+            [*AHEAD, "data.eval_path=e.jsonl", "evaluation.every_steps=3"],
+            ["evaluation.every_steps (3)", "multiple", "rollout.max_staleness (2)"],
+        ),
+        (
+            [*AHEAD, "checkpoint.every_steps=5"],
+            ["checkpoint.every_steps (5)", "multiple", "rollout.max_staleness (2)"],
+        ),
+        (
+            [*AHEAD, "checkpoint.keep_steps=[4, 7]"],
+            ["checkpoint.keep_steps (7)", "multiple", "rollout.max_staleness (2)"],
+        ),
+        (
             [
                 "model.megatron_dir=models/m",
                 "supervised.initial_hf_dir=models/i",
@@ -282,6 +323,35 @@ def test_wrong_combination_names_both_sides(
 ) -> None:
     message = error_of(minimal, *overrides)
     assert all(name in message for name in names), message
+
+
+def test_generation_may_run_ahead_where_it_is_corrected_for(minimal: Path) -> None:
+    """By weights, or by ratios against the log-probs from when it sampled."""
+    ahead = load_config(minimal, [*AHEAD, "checkpoint.every_steps=4"])
+    assert ahead.rollout.has_generation_side and ahead.rollout.max_staleness == 2
+    kept = [*GENERATION, "rollout.max_staleness=1", "objective.old_log_probs=rollout"]
+    assert load_config(minimal, kept).objective.importance_weight_max is None
+    # One step ahead, weights are sent after every step: any period will do.
+    load_config(minimal, [*AHEAD, "rollout.max_staleness=1", "checkpoint.every_steps=5"])
+    assert not load_config(minimal).rollout.has_generation_side
+
+
+def test_ranks_that_generate_are_the_last_nodes_or_the_last_ranks(minimal: Path) -> None:
+    def num(override: str, **job: int) -> int:
+        return num_generation_ranks(load_config(minimal, [override]).rollout, **job)
+
+    six_nodes = {"world_size": 48, "ranks_per_node": 8}
+    assert num("rollout.generation_nodes=0", **six_nodes) == 0
+    assert num("rollout.generation_nodes=2", **six_nodes) == 16
+    assert num("rollout.generation_nodes=5", **six_nodes) == 40
+    assert num("rollout.generation_ranks=3", world_size=4, ranks_per_node=4) == 3
+    for override, job, parts in (
+        ("rollout.generation_nodes=6", six_nodes, (6, "must be below", "6 node(s)")),
+        ("rollout.generation_nodes=1", six_nodes | {"world_size": 44}, (1, 44, "multiple of 8")),
+        ("rollout.generation_ranks=48", six_nodes, (48, "must be below the world size")),
+    ):
+        with pytest.raises(ConfigError, match=mentions(override.partition("=")[0], *parts)):
+            num(override, **job)
 
 
 def test_every_problem_is_reported_at_once(minimal: Path) -> None:

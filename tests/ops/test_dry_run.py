@@ -52,9 +52,14 @@ def make_config(**sections: dict[str, Any]) -> Config:
     return parse_config(tree, source="test")
 
 
-def text_of(config: Config, *, world_size: int = 1) -> str:
+def text_of(config: Config, *, world_size: int = 1, ranks_per_node: int | None = None) -> str:
     output = io.StringIO()
-    print_dry_run(config, world_size=world_size, console=Console(file=output, width=120))
+    print_dry_run(
+        config,
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+        console=Console(file=output, width=120),
+    )
     return output.getvalue()
 
 

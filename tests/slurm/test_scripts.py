@@ -80,8 +80,12 @@ def test_slurm_accepts_the_script(path: Path, cluster: Cluster) -> None:
 
 
 def test_every_task_knows_its_place(launch: Launch) -> None:
-    """Also: one log per rank, the frozen code and no other."""
-    job = launch.submit("finish", "--ntasks-per-node=2", "--cpus-per-task=3")
+    """Also: one log per rank, the frozen code and no other.
+
+    Ranks are placed node by node, whatever a site's habit: the last nodes are those that generate.
+    """
+    env = {"SLURM_DISTRIBUTION": "cyclic", "GENERATION_NODES": "1"}
+    job = launch.submit("finish", "--ntasks-per-node=2", "--cpus-per-task=3", **env)
     launch.cluster.wait(job, "COMPLETED")
     ranks = launch.ranks(f"{job}.0")
     first, second = launch.cluster.nodes[:2]
@@ -101,6 +105,15 @@ def test_every_task_knows_its_place(launch: Launch) -> None:
         assert rank["file"] == str(launch.code / "gapo_megatron" / "train.py")
     assert (launch.run_dir / "attempts" / "latest").readlink() == Path(f"{job}.0")
     assert (launch.run_dir / "OWNER").read_text() == f"{job}.0\n"
+
+
+@pytest.mark.system
+def test_nodes_that_leave_none_to_train_start_nothing(launch: Launch) -> None:
+    """Of two nodes, one of them spare, one cannot generate."""
+    job = launch.submit("finish", GENERATION_NODES="1", NUM_NODES="1")
+    assert launch.cluster.wait(job, "FAILED")["ExitCode"] == "2:0"
+    assert "GENERATION_NODES (1)" in launch.log(job)
+    assert launch.attempts() == []
 
 
 @pytest.mark.system

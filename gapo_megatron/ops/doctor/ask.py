@@ -21,6 +21,7 @@ _OF_A_LAUNCHER = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
     "SLURM_",

@@ -22,8 +22,11 @@ def config_code(path: str, env: Mapping[str, str]) -> str:
     the run.
     """
     num_tasks = int(env.get("SLURM_NTASKS") or env.get("WORLD_SIZE") or 1)
-    world_size = num_tasks if num_tasks > 1 else num_gpus(env)
-    return probe_code(f"config({path!r}, {world_size})")
+    gpus = num_gpus(env)
+    world_size = num_tasks if num_tasks > 1 else gpus
+    stated = env.get("SLURM_NTASKS_PER_NODE") or env.get("LOCAL_WORLD_SIZE")
+    ranks_per_node = int(stated) if stated else gpus or None
+    return probe_code(f"config({path!r}, {world_size}, {ranks_per_node})")
 
 
 def judge_config(answer: Answer, path: str) -> tuple[Sections | None, list[Finding]]:
@@ -44,7 +47,8 @@ def judge_config(answer: Answer, path: str) -> tuple[Sections | None, list[Findi
         Finding("config", "config", "ok", f"{path} is valid"),
         _judge_model(answer["model"], config),
         *_look_at_data(config),
-        _judge_world_size(answer["world_size"]),
+        _judge_verifier(answer["verifier"], config),
+        *_judge_world_size(answer["world_size"]),
     ]
 
 
@@ -62,15 +66,33 @@ def _judge_model(answer: dict[str, Any], config: Sections) -> Finding:
     return Finding("config", "model", "fail", answer["error"], advice)
 
 
-def _judge_world_size(answer: dict[str, Any]) -> Finding:
+def _judge_verifier(answer: dict[str, Any], config: Sections) -> Finding:
+    """Whether responses can be judged here."""
+    if "error" in answer:
+        advice = "see docs/sandbox.md, or look on a node that generates"
+        return Finding("config", "verifier", "fail", answer["error"], advice)
+    return Finding("config", "verifier", "ok", f"reward.kind {config['reward']['kind']}")
+
+
+def _judge_world_size(answer: dict[str, Any]) -> Iterator[Finding]:
+    """What the ranks are for; of a run with two sides, a line for each, and what it needs."""
     if "error" in answer:
         advice = "ranks: one per GPU of the job"
-        return Finding("config", "world_size", "fail", answer["error"], advice)
-    detail = (
-        "{world_size} = {cut}; "
-        "{rollout_sequences:,} sequences a step; any multiple of {smallest} will do"
-    ).format_map(answer)
-    return Finding("config", "world_size", "ok", detail)
+        yield Finding("config", "world_size", "fail", answer["error"], advice)
+        return
+    sequences = "{rollout_sequences:,} sequences a step".format_map(answer)
+    if not answer["generation"]:
+        detail = "{world_size} = {cut}; {sequences}; any multiple of {smallest} will do"
+        detail = detail.format_map(answer | {"sequences": sequences})
+        yield Finding("config", "world_size", "ok", detail)
+        return
+    detail = "{world_size}, at least {smallest}; {schedule}".format_map(answer)
+    yield Finding("config", "world_size", "ok", detail)
+    detail = "{training} = {cut}; needs what `one update` above needs".format_map(answer)
+    yield Finding("config", "training side", "ok", detail)
+    detail = "{generation}: {engines}; {sequences}; needs `rollout` and `verifier` above"
+    detail = detail.format_map(answer | {"sequences": sequences})
+    yield Finding("config", "generation side", "ok", detail)
 
 
 def _look_at_data(config: Sections) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from gapo_megatron import rewards
 from gapo_megatron.compat.transformer_engine import DEBUG_ENVIRONMENT, attention_in_use
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.errors import ConfigError, GapoError
@@ -25,7 +26,7 @@ from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.logprob import choose_implementation
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.sides import Sides, schedule
 from gapo_megatron.run import process_group
 from gapo_megatron.types import Sequences
 
@@ -120,26 +121,30 @@ def rollout(precision: str) -> None:
     _print(**asdict(installation(dtype)))
 
 
-def config(path: str, world_size: int) -> None:
+def config(path: str, world_size: int, ranks_per_node: int | None) -> None:
     """Print a config, resolved, its model, and what it means on so many processes.
 
     Args:
         path: of the TOML file.
         world_size: 0: as few as it takes.
+        ranks_per_node: see `Sides.of`.
     """
     try:
         settings = load_config(path)
     except ConfigError as error:  # of many lines
         _print(error=str(error))
-    _print(**look_at_config(settings, world_size=world_size))
+    _print(**look_at_config(settings, world_size=world_size, ranks_per_node=ranks_per_node))
 
 
-def look_at_config(settings: Config, *, world_size: int) -> dict[str, Any]:
+def look_at_config(
+    settings: Config, *, world_size: int, ranks_per_node: int | None = None
+) -> dict[str, Any]:
     """What `config` prints of a valid one."""
     return {
         "config": settings.model_dump(mode="json"),
         "model": _or_error(lambda: _model(settings)),
-        "world_size": _or_error(lambda: _world_size(settings, world_size)),
+        "verifier": _or_error(lambda: _verifier(settings)),
+        "world_size": _or_error(lambda: _world_size(settings, world_size, ranks_per_node)),
     }
 
 
@@ -169,20 +174,30 @@ def _model(settings: Config) -> dict[str, Any]:
     return {"architecture": hf_config.architectures[0], "weights": megatron_dir or hf_dir}
 
 
-def _world_size(settings: Config, world_size: int) -> dict[str, Any]:
+def _verifier(settings: Config) -> dict[str, Any]:
+    rewards.check(settings.reward)
+    return {}
+
+
+def _world_size(settings: Config, world_size: int, ranks_per_node: int | None) -> dict[str, Any]:
     def fits(size: int) -> bool:
         try:
-            Layout.of(settings, world_size=size)
+            Sides.of(settings, world_size=size, ranks_per_node=ranks_per_node)
         except ConfigError:
             return False
         return True
 
     smallest = next(filter(fits, range(1, _MOST_PROCESSES)), 1)
-    layout, batch = Layout.of(settings, world_size=world_size or smallest), settings.batch
+    sides = Sides.of(settings, world_size=world_size or smallest, ranks_per_node=ranks_per_node)
+    trained, generated, batch = sides.num_training, sides.num_generation, settings.batch
     return {
         "smallest": smallest,
-        "world_size": layout.world_size,
-        "cut": layout.cut,
+        "world_size": sides.world_size,
+        "cut": sides.layout.cut,
+        "training": f"{trained}, {sides.place(0, trained)}",
+        "generation": f"{generated}, {sides.place(trained, generated)}" if generated else "",
+        "engines": f"{sides.num_engines} vLLM replicas of {settings.rollout.tensor_parallel_size}",
+        "schedule": schedule(settings),
         "rollout_sequences": batch.rollout_prompts * batch.rollouts_per_prompt,
     }
 

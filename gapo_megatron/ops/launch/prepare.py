@@ -17,14 +17,19 @@ from gapo_megatron.io.files import real
 from gapo_megatron.io.run_folder import check_ours, checkpoints_dir, is_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.launch.freeze import ROOMS, freeze, repository
-from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.sides import Sides
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.processes import quiet_libraries
 from gapo_megatron.run.restart import check_not_lost
 
 
 def prepare(
-    config_path: str, overrides: list[str], *, world_size: int, job: str
+    config_path: str,
+    overrides: list[str],
+    *,
+    world_size: int,
+    job: str,
+    ranks_per_node: int | None = None,
 ) -> tuple[Config, Path]:
     """The config that counts for a job, and its code, frozen when the job starts first.
 
@@ -36,6 +41,7 @@ def prepare(
         overrides: `section.key=value`.
         world_size: processes of the job.
         job: name of its folder below `run.output_dir`/code.
+        ranks_per_node: see `Sides.of`.
 
     Raises:
         ConfigError: the config, or its parallel sizes on `world_size` processes.
@@ -46,20 +52,27 @@ def prepare(
     code = Path(config.run.output_dir).absolute() / "code" / job
     if code.is_dir():
         return load_config(code / "config.toml"), code
-    check_before_nodes(config, world_size=world_size)
+    check_before_nodes(config, world_size=world_size, ranks_per_node=ranks_per_node)
     freeze(repository(), code, config=to_toml(config))
     return config, code
 
 
-def check_before_nodes(config: Config, *, world_size: int) -> None:
+def check_before_nodes(
+    config: Config, *, world_size: int, ranks_per_node: int | None = None
+) -> None:
     """Check what needs neither the model nor a device.
+
+    Args:
+        config: of the run.
+        world_size: processes of the job.
+        ranks_per_node: see `Sides.of`.
 
     Raises:
         ConfigError, CheckpointError: a path, or an output folder that is not a run's or has lost
-            its checkpoints, the parallel sizes on `world_size` processes, or where the run branches
-            from.
+            its checkpoints, the parallel sizes on `world_size` processes, no rank that is left to
+            train, or where the run branches from.
     """
-    Layout.of(config, world_size=world_size)
+    Sides.of(config, world_size=world_size, ranks_per_node=ranks_per_node)
     check_paths(config)
     _check_run_dir(Path(config.run.output_dir).absolute())
     check_ours(config.run.output_dir)
@@ -100,6 +113,9 @@ def main() -> None:
     parser.add_argument("config", help="TOML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--world-size", type=int, required=True, help="processes of the job")
+    parser.add_argument(
+        "--ranks-per-node", type=int, required=True, help="processes of each of its nodes"
+    )
     parser.add_argument("--job", required=True, help="name of the job's folder of frozen code")
     arguments = parser.parse_intermixed_args()
     with fail_fast():
@@ -108,6 +124,7 @@ def main() -> None:
             arguments.overrides,
             world_size=arguments.world_size,
             job=arguments.job,
+            ranks_per_node=arguments.ranks_per_node,
         )
         run_dir = Path(config.run.output_dir).absolute()
         finished = is_finished(run_dir, num_steps=config.run.num_steps)

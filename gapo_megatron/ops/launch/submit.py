@@ -241,6 +241,12 @@ def world_sizes(asked: Sequence[Resources]) -> list[int]:
     return [int(used or resources.nodes) * resources.tasks_per_node for resources in asked]
 
 
+def generation_nodes() -> list[str]:
+    """The setting that GENERATION_NODES of the environment is, as slurm/launch.sh takes it."""
+    given = os.environ.get("GENERATION_NODES")
+    return [f"rollout.generation_nodes={given}"] if given else []
+
+
 def _discard(codes: Sequence[Path]) -> None:
     """Remove what was frozen, and folders in which nothing else is."""
     for code in codes:

@@ -21,6 +21,7 @@ from torch import Tensor
 from gapo_megatron.compat.megatron import main_grad, spread_tokens_evenly
 from gapo_megatron.compat.torch import storage_id
 from gapo_megatron.config import Config, ModelConfig
+from gapo_megatron.errors import ConfigError
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.update import update
 from gapo_megatron.logprob import tiles
@@ -34,6 +35,7 @@ from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import step_bytes
 from gapo_megatron.ops.plan.no_data import NoData, Traffic
 from gapo_megatron.ops.plan.state import state_bytes
+from gapo_megatron.ops.sides import Sides
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import PolicyModel, read_hf_config
 from gapo_megatron.policy.optimizer import inner_optimizers
@@ -183,22 +185,41 @@ def _without_moving() -> Iterator[None]:
 
 
 def print_deep_dry_run(
-    config: Config, *, rank: int, world_size: int, console: Console | None = None
+    config: Config,
+    *,
+    rank: int,
+    world_size: int,
+    ranks_per_node: int | None = None,
+    console: Console | None = None,
 ) -> None:
     """Print shapes, collectives and memory of one rank that was built and has stepped.
 
+    Args:
+        config: the run's settings; `model.hf_dir` needs no weights.
+        rank: which, of those that train.
+        world_size: ranks of the job.
+        ranks_per_node: see `Sides.of`.
+        console: where to print; None: stdout.
+
     Raises:
-        ConfigError: see `step_one_rank`.
+        ConfigError: see `step_one_rank`; the rank only generates.
     """
     console = console or Console()
     if not console.is_terminal:
         console.width = 120
     hf_config = read_hf_config(config.model.hf_dir)
     check_shapes(hf_config, config.parallel, config.model)
-    layout = Layout.of(config, world_size=world_size)
-    found = step_one_rank(config, rank=rank, world_size=world_size)
+    sides = Sides.of(config, world_size=world_size, ranks_per_node=ranks_per_node)
+    layout, num_training = sides.layout, sides.num_training
+    if rank >= num_training:
+        raise ConfigError(
+            f"--rank {rank}/{world_size}: must be below {num_training}: only ranks that train can "
+            "be built without a GPU, and the others generate"
+        )
+    found = step_one_rank(config, rank=rank, world_size=num_training)
+    of_all = f" that train, of {world_size}" if sides.num_generation else ""
     console.print(
-        f"Rank {rank} of {world_size}: {layout.cut}, "
+        f"Rank {rank} of {num_training}{of_all}: {layout.cut}, "
         f"stage {rank // layout.ranks_per_stage}. "
         f"Built, and one step of {found.num_microbatches} micro-batch(es) of "
         f"{found.num_tokens:,} tokens taken, with the trainer's own code and "
@@ -213,7 +234,7 @@ def print_deep_dry_run(
         )
     console.print(_shapes_table(found))
     console.print(_traffic_table(found))
-    predicted = _predict(hf_config, config, rank, world_size, found.num_microbatches)
+    predicted = _predict(hf_config, config, rank, layout, found.num_microbatches)
     console.print(_memory_table(found, predicted))
     console.print(LEFT_OUT, markup=False)
 
@@ -241,10 +262,9 @@ def _traffic_table(found: Found) -> Table:
 
 
 def _predict(
-    hf_config: Any, config: Config, rank: int, world_size: int, num_microbatches: int
+    hf_config: Any, config: Config, rank: int, layout: Layout, num_microbatches: int
 ) -> tuple[int, int, int, int, int]:
     """Bytes of one rank in the order of the table."""
-    layout = Layout.of(config, world_size=world_size)
     of_rank: dict[str, Any] = {
         "stage": rank // layout.ranks_per_stage,
         "num_microbatches": num_microbatches,

@@ -132,9 +132,13 @@ def write_model(folder: Path) -> None:
     arithmetic.write_initial_model(tokenizer, folder, seed=0)
 
 
-def look_at_config(path: str, *, world_size: int = 1) -> dict[str, Finding]:
+def look_at_config(
+    path: str, *, world_size: int = 1, ranks_per_node: int | None = None
+) -> dict[str, Finding]:
     """What the doctor says of a valid config, asked in this process."""
-    answer = probe.look_at_config(load_config(path), world_size=world_size)
+    answer = probe.look_at_config(
+        load_config(path), world_size=world_size, ranks_per_node=ranks_per_node
+    )
     return {one.name: one for one in judge_config(answer, path)[1]}
 
 
@@ -247,13 +251,47 @@ def test_the_ranks_of_a_job_or_else_the_gpus_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_nvidia_smi(tmp_path, monkeypatch)
-    for env, world_size in (
-        ({"SLURM_NTASKS": "32"}, 32),
-        ({"WORLD_SIZE": "2"}, 2),
-        ({"SLURM_NTASKS": "1"}, 4),  # srun -n1: this look
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2),
+    for env, *ranks in (
+        ({"SLURM_NTASKS": "32", "SLURM_NTASKS_PER_NODE": "8"}, 32, 8),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, 2, 1),
+        ({"SLURM_NTASKS": "1"}, 4, 4),  # srun -n1: this look
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2, 2),
+        ({"WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}, 2, None),
     ):
-        assert f"config('a.toml', {world_size})" in config_code("a.toml", env)
+        shown = ", ".join(map(str, ranks))
+        assert f"config('a.toml', {shown})" in config_code("a.toml", env)
+
+
+def test_both_sides_and_what_they_need_are_said(tmp_path: Path) -> None:
+    def look(**rollout: int) -> dict[str, Finding]:
+        config = write_config(
+            tmp_path / "run.toml",
+            rollout={"generation_nodes": 2, **rollout},
+            parallel={"tensor_model_parallel_size": 2},
+        )
+        return look_at_config(config, world_size=48, ranks_per_node=8)
+
+    found = look(tensor_parallel_size=4)
+    for name, *parts in (
+        ("world_size", 48, "at least 24", "on-policy"),
+        ("training side", 32, "ranks 0-31 on nodes 0-3", "data 16", "`one update`"),
+        ("generation side", 16, "ranks 32-47 on nodes 4-5", "4 vLLM replicas of 4", "`rollout`"),
+    ):
+        assert found[name].status == "ok"
+        assert re.search(mentions(*parts), found[name].detail), found[name]
+    found = look(tensor_parallel_size=3)
+    assert found["world_size"].status == "fail" and "generation side" not in found
+    colocated = look_at_config(write_config(tmp_path / "run.toml"), world_size=8)
+    assert "training side" not in colocated and "generation side" not in colocated
+
+
+def test_a_verifier_that_cannot_run_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    good = look_at_config(write_config(path, reward={"kind": "math"}))["verifier"]
+    assert (good.status, good.detail) == ("ok", "reward.kind math")
+    reward = {"kind": "code", "python": "/no/python"}
+    bad = look_at_config(write_config(path, reward=reward))["verifier"]
+    assert bad.status == "fail" and "reward.python ('/no/python')" in bad.detail and bad.advice
 
 
 def test_a_config_that_is_wrong(tmp_path: Path) -> None:

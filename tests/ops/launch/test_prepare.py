@@ -21,7 +21,10 @@ DEMO = str(ROOT / "configs" / "demo.toml")
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "gapo_megatron.ops.launch.prepare", *arguments],
+        [
+            *(sys.executable, "-m", "gapo_megatron.ops.launch.prepare"),
+            *("--ranks-per-node=1", *arguments),
+        ],
         cwd=ROOT,
         env=os.environ | env,
         capture_output=True,
@@ -59,6 +62,7 @@ def test_command_line_prints_three_lines_and_freezes(tmp_path: Path) -> None:
             ("world size", 3, "parallel.tensor_model_parallel_size", 2),
         ),
         ("rollout.tensor_parallel_size=2", ("rollout.tensor_parallel_size", 2, "world size", 3)),
+        ("rollout.generation_nodes=3", ("rollout.generation_nodes", 3, "3 node(s)")),
     ],
 )
 def test_a_config_that_cannot_run_exits_2_and_leaves_nothing(

@@ -38,7 +38,8 @@ def directives_of(path: Path) -> dict[str, str]:
 
 def without_launcher_variables(**extra: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_", "GAPO_"))}
-    return {k: v for k, v in kept.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | extra
+    foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GENERATION_NODES")
+    return {k: v for k, v in kept.items() if k not in foreign} | extra
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
@@ -114,6 +115,28 @@ def test_asks_for_the_processes_its_config_needs(
     config = load_config(Path(folder) / found[2], found[3:-1])
     assert config.run.seed == 7
     Layout.of(config, world_size=tasks)  # refuses sizes that do not divide them
+
+
+def test_a_dry_run_knows_nodes_and_those_that_generate(tmp_path: Path) -> None:
+    """`GENERATION_NODES=2 sbatch --nodes=6`: in the job, where Slurm says what was asked for."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$WORLD_SIZE" "$LOCAL_WORLD_SIZE" "$@"\n')
+    python.chmod(0o755)
+    script = ROOT / "slurm" / "gapo_ds_r1.sbatch"
+
+    def found(**env: str) -> list[str]:
+        return dry_run(script, tmp_path, str(python), **env).splitlines()
+
+    six_nodes = {"SLURM_NTASKS": "48", "SLURM_NTASKS_PER_NODE": "8"}
+    world_size, per_node, *words = found(GENERATION_NODES="2", **six_nodes)
+    assert (world_size, per_node) == ("48", "8")
+    assert words[-2:] == ["rollout.generation_nodes=2", "--dry-run"]
+    # Beside a user's own settings, and last: what the environment says holds.
+    assert "run.seed=7" in words
+    assert not any("generation" in word for word in found(**six_nodes))
+    assert found()[:2] == ["8", "8"]
+    assert found(WORLD_SIZE="2")[:2] == ["2", "2"]
+    assert found(WORLD_SIZE="32")[:2] == ["32", "8"]
 
 
 def test_a_batch_script_without_its_config_says_what_is_missing(tmp_path: Path) -> None:
@@ -365,6 +388,27 @@ def test_a_bad_config_starts_nothing(start: Start, run_dir: Path) -> None:
     run = start(run_dir, PREPARE_EXIT="2")
     assert run.end() == (2, "error: stand-in config\n")
     assert not run_dir.exists()
+
+
+def test_the_nodes_that_generate_are_a_setting_of_the_run(start: Start, run_dir: Path) -> None:
+    """Checked and frozen with the others, once; 0 is one too, of a config that says otherwise."""
+    run = start(run_dir, GENERATION_NODES="0", SHOW="LOCAL_WORLD_SIZE")
+    assert run.end()[0] == 0
+    words = (next((run_dir / "code").iterdir()) / "config.toml").read_text().split()
+    assert "rollout.generation_nodes=0" in words
+    assert words[words.index("--ranks-per-node") + 1] == "2"
+    assert (run.attempts[0] / "rank_1.log").read_text().startswith("LOCAL_WORLD_SIZE=2\n")
+
+
+@pytest.mark.parametrize("number", ["1", "2", "-1", "08", "x"])
+def test_nodes_that_leave_none_to_train_start_nothing(
+    start: Start, run_dir: Path, number: str
+) -> None:
+    mark = run_dir.parent / "mark"
+    run = start(run_dir, GENERATION_NODES=number, PREPARE=f"-m prepared {mark}")
+    exit_code, output = run.end()
+    assert exit_code == 2 and f"GENERATION_NODES ({number})" in output
+    assert not run_dir.exists() and not mark.exists()
 
 
 def test_no_healthy_node_is_an_error(start: Start, run_dir: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gapo_megatron.config import load_config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.io.toml_tree import to_toml
@@ -104,6 +105,48 @@ def test_each_run_is_checked_against_its_own_ranks(
     assert done.returncode == 2
     settings = ("parallel.pipeline_model_parallel_size", "world size", 6)
     assert re.search(mentions("pipeline_model_parallel_size_4-nodes_3", *settings), done.stderr)
+
+
+def test_nodes_that_generate_are_those_of_the_environment_too(tmp_path: Path) -> None:
+    """As with sbatch; and each run must have nodes that are left to train."""
+    more = "[[runs]]\nrun.seed = 7\nresources.nodes = {}\n"
+    (tmp_path / "one").mkdir()
+    one_node = write_study(tmp_path / "one", num_runs=1, num_steps=5)
+    done = submit(tmp_path, str(one_node), "--dry-run", GENERATION_NODES="1")
+    assert done.returncode == 2
+    assert re.search(mentions("seed_0", "rollout.generation_nodes", 1), done.stderr)
+    done = submit(tmp_path, str(one_node), "--dry-run", "--nodes=2", GENERATION_NODES="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    # Of two nodes of two ranks one trains: on both of its ranks.
+    wide = ("parallel.tensor_model_parallel_size=4", "rollout.generation_nodes=1")
+    done = submit(tmp_path, str(one_node), "--dry-run", "--nodes=2", *wide)
+    assert done.returncode == 2
+    size = "parallel.tensor_model_parallel_size"
+    assert re.search(mentions("seed_0", size, 4, "world size", 2), done.stderr)
+    study = write_study(tmp_path, num_runs=1, num_steps=5, more=more.format(2))
+    done = submit(tmp_path, str(study), "--dry-run", GENERATION_NODES="1")
+    assert re.search(mentions("seed_0", "rollout.generation_nodes"), done.stderr)
+    # What a study varies is not one number.
+    varied = write_study(
+        tmp_path, num_runs=1, num_steps=5, more="[[runs]]\nrollout.generation_nodes = 1\n"
+    )
+    done = submit(tmp_path, str(varied), "--dry-run", GENERATION_NODES="1")
+    assert done.returncode == 2
+    assert re.search(mentions("rollout.generation_nodes=1", "varies"), done.stderr)
+
+
+def test_some_of_the_ranks_here_may_only_generate(tmp_path: Path) -> None:
+    write_study(tmp_path, num_runs=1, num_steps=3)
+    done = submit(tmp_path, "study.toml", "--local", "rollout.generation_ranks=2")
+    assert done.returncode == 2
+    assert re.search(mentions("seed_0", "rollout.generation_ranks", 2), done.stderr)
+    done = submit(tmp_path, "study.toml", "--local", "rollout.generation_ranks=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    logs = sorted((tmp_path / "runs" / "seed_0" / "attempts" / "latest").glob("rank_*.log"))
+    seen = [json.loads(log.read_text().splitlines()[0]) for log in logs]
+    assert [env["LOCAL_WORLD_SIZE"] for env in seen] == ["2", "2"]
+    # Frozen with the code: a restart generates where this start did.
+    assert load_config(seen[0]["config"]).rollout.generation_ranks == 1
 
 
 def test_runs_have_ranks_and_gpus_of_their_own_here_too(tmp_path: Path) -> None:

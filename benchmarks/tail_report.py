@@ -25,10 +25,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from benchmarks.tail_setting import SYNC_S
 from gapo_megatron.ops.report.exhibit import DPI
 from gapo_megatron.ops.report.style import COLOURS, style
 
-SYNC_S = 9.9
 PLACES = 64
 """Requests of an engine of the plain schedule."""
 GENERATING, TRAINING, SYNCING = COLOURS[0], "#888888", COLOURS[1]
@@ -184,9 +184,9 @@ def draw(results: dict[str, Result], *, num_steps: int) -> Figure:
     figure = Figure(figsize=(7.0, 0.25 + 1.05 * len(results)))
     axes = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
     longest = num_steps * next(iter(results.values())).step_s
-    for axis, (name, one) in zip(axes, results.items(), strict=True):
+    for axis, one in zip(axes, results.values(), strict=True):
         _draw_lanes(axis, one, until=longest)
-        title = f"{name.replace('_', ' ')}: {one.tokens_per_s:,.0f} tokens/s"
+        title = f"{title_of(one.schedule)}: {one.tokens_per_s:,.0f} tokens/s"
         axis.set_title(f"{title}, {100 * one.idle_share:.0f} % of the ranks' time idle", loc="left")
         axis.set_xlim(0, longest)
         axis.set_ylim(num_lanes - 0.4, -0.6)
@@ -201,6 +201,16 @@ def draw(results: dict[str, Result], *, num_steps: int) -> Figure:
         ncols=4,
     )
     return figure
+
+
+def title_of(schedule: dict[str, Any]) -> str:
+    """In words."""
+    if count := schedule["generation_ranks"]:
+        title = f"{count} ranks only generate, staleness {schedule['max_staleness']}"
+    else:
+        title = "Partial rollouts" if schedule["partial_rollouts"] else "In turns"
+    ratio = schedule["oversampling"]
+    return title if ratio == 1 else f"{title}, over-sampling {ratio:g}"
 
 
 def _draw_lanes(axis: Axes, one: Result, *, until: float) -> None:

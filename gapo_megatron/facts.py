@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # `types` needs this, and the workers that judge responses ne
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """One sequence, as it travels to the ranks that compute it (`rollout.exchange`)."""
+    """One sequence, as it travels to the ranks that compute it (`exchange`)."""
 
     prompt_ids: np.ndarray
     """[num_prompt_tokens] int32."""

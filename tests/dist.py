@@ -46,7 +46,8 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
         args: picklable.
 
     Returns:
-        What each rank returned, by rank. Tensors must be on the CPU.
+        What each rank returned, by rank; None if it left by `os._exit(0)`. Tensors must be on the
+        CPU.
 
     Raises:
         AssertionError: carries the traceback of the rank that failed first, or where every rank
@@ -92,7 +93,8 @@ def _run(target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
             for process in processes:
                 process.kill()
                 process.join()
-        return [pickle.loads((folder / f"result{r}").read_bytes()) for r in range(world_size)]
+        results = [folder / f"result{rank}" for rank in range(world_size)]
+        return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 
 @contextmanager

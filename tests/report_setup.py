@@ -54,8 +54,12 @@ def write_run(
     seed: int = 0,
     num_steps: int = NUM_STEPS,
     wanted: int = NUM_STEPS,
+    clocks: Sequence[dict[str, float]] = ({"time/rollout_s": 0.5, "time/step_s": 0.75},),
 ) -> Path:
-    """A run of `num_steps` steps out of `wanted`, evaluated every 20."""
+    """A run of `num_steps` steps out of `wanted`, evaluated every 20.
+
+    `clocks`: timings of its steps, in turn.
+    """
     given = [f"run.output_dir={folder}", f"run.seed={seed}", f"run.num_steps={wanted}"]
     config = load_config(CONFIG, [*given, f"objective.method={method}", *overrides])
     k = config.batch.rollouts_per_prompt
@@ -72,7 +76,8 @@ def write_run(
     timings = [
         {"step": 0, "time/unix_s": 1e9, "startup/vllm_s": 36.0},
         *(
-            {"step": step, "time/unix_s": 1e9, "time/rollout_s": 0.5, "time/step_s": 0.75}
+            {"step": step, "time/unix_s": 1e9}
+            | clocks[step % len(clocks)]
             | {"memory/after_sleep/free_gib": 60.0 - seed, "memory/host_rss_gib": 4.0 + seed}
             for step in range(num_steps)
         ),
@@ -81,6 +86,18 @@ def write_run(
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines)
     return folder
+
+
+def clocks_apart(*, scale: float = 1.0) -> list[dict[str, float]]:
+    """A step of 10 s on both sides: training waits 4 s for batches, and in every other sync 2 s."""
+    training = {"wait": 4.0, "old_log_probs": 1.0, "update": 3.5, "step": 10.0}
+    generation = {"rollout": 7.0, "reward": 0.5, "sync": 0.25, "wait": 2.25, "step": 10.0}
+    return [
+        {f"time/{stage}_s": scale * value for stage, value in (training | {"sync": sync}).items()}
+        | {f"generation/{stage}_s": scale * value for stage, value in generation.items()}
+        | {"perf/world_size": 6, "perf/generation_ranks": 2}
+        for sync in (0.25, 2.25)
+    ]
 
 
 def write_study(root: Path, methods: Sequence[str], seeds: Sequence[int]) -> Comparison:

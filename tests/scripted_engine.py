@@ -41,7 +41,7 @@ class LoneHeartbeat(Heartbeat):
 
 
 class QueueChannel:
-    """A `rollout.exchange.Channel` of threads; alone it has nobody to send to."""
+    """A `exchange.Channel` of threads; alone it has nobody to send to."""
 
     def __init__(self, rank: int, queues: dict[Any, queue.Queue[bytes]], *, size: int) -> None:
         self.rank, self.size = rank, size

@@ -16,6 +16,7 @@ PURE = ["objective", "rewards", "batching", "evaluate", "logprob", "models", "hf
 # nothing of each other.
 LAYERS = [
     ["errors", "facts", "clock", "isolation"],
+    ["types", "exchange"],
     ["types"],
     ["io"],
     ["compat", "device"],

@@ -20,10 +20,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 if TYPE_CHECKING:
-    from gapo_megatron.config import Config
     from gapo_megatron.ops.plan.calibration import Calibration, Observation
-    from gapo_megatron.ops.plan.planner import Plan
-    from gapo_megatron.ops.plan.workload import Workload
 
 _PLAN = """\
 layouts, memory and time of a config, here on one node of H200:
@@ -34,6 +31,8 @@ with lengths you know, and another model:
 a layout as a config, for the job that trains in it:
   python tools/plan.py configs/qwen2_5_32b/base.toml batch.max_tokens_per_microbatch=10240 \\
     --nodes 2 --gpu h200 --write configs/qwen2_5_32b/two_nodes.toml
+nodes that only generate, a step ahead of those that train:
+  python tools/plan.py CONFIG --nodes 6 --gpu h200 --max-staleness 1
 with what was measured:
   python tools/plan.py CONFIG --nodes 4 --gpu h200 --calibration h200.toml
 
@@ -94,6 +93,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         write_layout,
     )
     from gapo_megatron.ops.plan.planner import plan, read_model
+    from gapo_megatron.ops.plan.printing import print_plan
     from gapo_megatron.ops.plan.workload import default_workload
 
     config = load_config(arguments.config, arguments.overrides)
@@ -116,6 +116,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         gpu=found.gpu,
         workload=workload,
         efficiency=found.efficiency,
+        max_staleness=arguments.max_staleness,
     )
     if arguments.write:
         write_layout(
@@ -131,50 +132,8 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         )
         print(json.dumps(values, indent=2, allow_nan=False))
     else:
-        _print_plan(console, result, config, workload, found, note=note, top=arguments.top)
-    return 0 if result.ranked else 1
-
-
-def _print_plan(
-    console: Console,
-    result: Plan,
-    config: Config,
-    workload: Workload,
-    found: Calibration,
-    *,
-    note: str,
-    top: int,
-) -> None:
-    """Print what the plan rests on, the layouts in order, and why others do not run."""
-    from gapo_megatron.ops.plan import tables
-    from gapo_megatron.ops.plan.planner import leave_out, overrides
-
-    if note:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"A step: {config.batch.rollout_prompts} prompts of {workload.mean_prompt_tokens:g} tokens "
-        f"x {config.batch.rollouts_per_prompt} responses of {workload.mean_response_tokens:g} "
-        f"(longest {workload.longest_response_tokens:,}), {workload.active_share:.0%} with A != 0. "
-        + tables.times_rest_on(found),
-        markup=False,
-        highlight=False,
-    )
-    if caveat := tables.fp8_caveat(config):
-        console.print(caveat, markup=False, highlight=False)
-    console.print(tables.layouts_table(result, config, top=top))
-    console.print(tables.memory_table(result, top=top))
-    if result.current_refusal:
-        console.print(f"* The config's own does not run: {result.current_refusal}", markup=False)
-    if result.refusals:
-        console.print(tables.refusals_table(result))
-    if not result.ranked:
-        console.print(tables.nothing_fits(result, config))
-        return
-    best = " ".join(overrides(result.ranked[0]))
-    console.print(f"The quickest, as overrides: {best}", markup=False, soft_wrap=True)
-    if names := leave_out(config):
-        listed = " and ".join(names)
-        console.print(f"Its stages are equal: leave {listed} out of the config.", soft_wrap=True)
+        print_plan(console, result, config, workload, found, note=note, top=arguments.top)
+    return 0 if result.best else 1
 
 
 def _calibration(arguments: argparse.Namespace) -> Calibration:
@@ -304,6 +263,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number of 0 or more")
+    return int(text)
+
+
 def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     words = list(sys.argv[1:] if command_line is None else command_line)
     tasks = {"plan": _plan_parser, "calibrate": _calibrate_parser, "measure": _measure_parser}
@@ -348,6 +313,8 @@ def _plan_parser() -> argparse.ArgumentParser:
     add("--nodes", type=_positive, default=1, metavar="N", help="full nodes (default: 1)")
     add("--gpu", default="h200", help="h100, h200 (default), h20, or cpu: this machine")
     _add_device(parser)
+    shown = "of generation nodes; above 0 they run ahead (default: rollout.max_staleness of CONFIG)"
+    add("--max-staleness", type=_not_negative, metavar="K", help=shown)
     add("--top", type=_positive, default=5, metavar="N", help="layouts to show (default: 5)")
     add("--json", action="store_true", help="print plain values instead of tables")
     shown = "a config to write: CONFIG in the quickest layout that leaves a twentieth of a GPU free"

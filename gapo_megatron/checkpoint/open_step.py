@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from gapo_megatron.checkpoint import files
+from gapo_megatron.exchange import Channel, gather
 from gapo_megatron.facts import Facts
 from gapo_megatron.learn.step import Progress
-from gapo_megatron.rollout.exchange import Channel, gather
 from gapo_megatron.types import Batch
 
 _TAG = 5

@@ -100,6 +100,33 @@ def request_names(llm: LLMEngine) -> list[str]:
     return [state.external_req_id for state in llm.output_processor.request_states.values()]
 
 
+@contextlib.contextmanager
+def launched_as_this_world() -> Iterator[None]:
+    """Let vLLM take the ranks of the default process group for all that were launched.
+
+    Its external launcher reads RANK and WORLD_SIZE (and in RANK an engine's place in data
+    parallelism) while an engine is built. They count all ranks of the job, of which the group may
+    have a part; afterwards they do so again. LOCAL_RANK stays: it is the GPU of this node, and vLLM
+    uses the default process group that is there, so MASTER_ADDR and MASTER_PORT are not looked at.
+    """
+    # Uses: RANK and WORLD_SIZE, read by executor.uniproc_executor.ExecutorWithExternalLauncher and
+    #     config.parallel while an engine is built
+    # Versions: vllm 0.32.0
+    # Upstream: as of `create`
+    names = ("RANK", "WORLD_SIZE")
+    before = {name: os.environ.get(name) for name in names}
+    world = torch.distributed
+    os.environ |= {"RANK": str(world.get_rank()), "WORLD_SIZE": str(world.get_world_size())}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 # --- weights -------------------------------------------------------------------------------------
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from gapo_megatron.config import Config
+from gapo_megatron.exchange import Channel, deal
 from gapo_megatron.facts import Facts, Spread, Tokens
 from gapo_megatron.learn.plan import deal_lengths
 from gapo_megatron.learn.score import score
 from gapo_megatron.learn.share import Places
 from gapo_megatron.policy import Policy
-from gapo_megatron.rollout.exchange import Channel, deal
 from gapo_megatron.types import Sequences
 
 _TOKENS, _LOG_PROBS = 3, 4

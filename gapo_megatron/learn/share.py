@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from gapo_megatron.config import Config
+from gapo_megatron.exchange import Channel, deal
 from gapo_megatron.facts import Tokens
 from gapo_megatron.learn.plan import wanted_sequences
 from gapo_megatron.policy import ParallelGroups
-from gapo_megatron.rollout.exchange import Channel, deal
 from gapo_megatron.types import Batch
 
 _TAG = 2

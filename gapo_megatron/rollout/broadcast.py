@@ -32,7 +32,10 @@ _SOURCE = 0
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Two groups of the same ranks, of which rank 0 sends: what travels beside the weights never waits behind them."""
+    """Two groups of the same ranks, of which rank 0 sends.
+
+    Two, so that what a bucket holds need not wait until the bucket before has travelled.
+    """
 
     headers: OutsideGroup
     """Gloo: what a bucket holds, errors, and that all has arrived."""
@@ -83,9 +86,11 @@ def send(
         for name, tensor in weights:
             sender.add(name, tensor.detach())
         sender.finish()
+    except WeightSyncError:
+        raise  # a receiver is gone: the groups are of no more use
     except BaseException as error:
-        # Who is gone cannot be told; who is not raises it instead of waiting for what never comes.
-        with suppress(RuntimeError, WeightSyncError):
+        # The receivers raise it too, instead of waiting for what never comes.
+        with suppress(WeightSyncError):
             sender.announce("error", error=f"{type(error).__name__}: {error}")
         raise
     return sender.num_bytes
@@ -242,9 +247,13 @@ class _Receiver:
     def memory_for(self, header: _Header) -> Tensor:
         """[num_bytes] uint8 to receive into; nothing of the last but one is used any more."""
         if self.must_grow(header):
-            device = self._memory.device
-            del self._memory  # before there is more
-            self._memory = torch.empty(self._wanted(header), dtype=torch.uint8, device=device)
+            # Freed first, never both; whoever still holds a tensor of the old memory has one in the
+            # new. Not where NumPy has seen it: that memory stays while it is held.
+            if self._memory.untyped_storage().resizable():
+                self._memory.untyped_storage().resize_(0)
+                self._memory.resize_(self._wanted(header))
+            else:
+                self._memory = self._memory.new_empty(self._wanted(header))
         if header.kind == "whole":
             return self._memory[: header.num_bytes]
         start = self._next_half * header.reserve

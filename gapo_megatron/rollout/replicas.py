@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from gapo_megatron.rollout.exchange import Channel, GroupChannel, gather_rows
+from gapo_megatron.exchange import Channel, GroupChannel, gather_rows
 from gapo_megatron.rollout.progress import Heartbeat
 
 T = TypeVar("T")

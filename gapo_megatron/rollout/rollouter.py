@@ -18,12 +18,12 @@ from gapo_megatron.config import Config
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import DataError
+from gapo_megatron.exchange import Channel, deal, gather
 from gapo_megatron.facts import Facts, Spread, Tokens
 from gapo_megatron.rollout.describe import describe, to_open_group
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.environment import Environment
 from gapo_megatron.rollout.environments.one_turn import OneTurn
-from gapo_megatron.rollout.exchange import Channel, deal, gather
 from gapo_megatron.rollout.generate import Watch, begin, generate
 from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.requests import SamplingSettings, num_sampled, request_seed

@@ -14,12 +14,12 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.evaluate.evaluate import evaluate
+from gapo_megatron.exchange import Channel
 from gapo_megatron.facts import Tokens
 from gapo_megatron.learn.carry import carry
 from gapo_megatron.learn.share import Places, bring_tokens
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollout.engine import Engine
-from gapo_megatron.rollout.exchange import Channel
 from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.rollout.sync import sync
 from gapo_megatron.rollout.verify import WeightCheck

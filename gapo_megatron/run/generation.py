@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from gapo_megatron.exchange import Channel
 from gapo_megatron.facts import Facts
-from gapo_megatron.rollout.exchange import Channel
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.types import Batch, OpenGroup, Sequences
 

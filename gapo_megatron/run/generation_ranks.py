@@ -15,12 +15,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gapo_megatron import exchange
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.facts import Facts
 from gapo_megatron.learn.share import Places
 from gapo_megatron.policy import Policy
-from gapo_megatron.rollout import exchange
 from gapo_megatron.rollout.sync import score_probe
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.run.attempt import Attempt

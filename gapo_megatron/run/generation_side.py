@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gapo_megatron import rewards
+from gapo_megatron import exchange, rewards
 from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.evaluate.evaluate import evaluate
 from gapo_megatron.learn.share import Places
 from gapo_megatron.objective import make_batch
-from gapo_megatron.rollout import exchange
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.rollouter import Rollouter, Sampled
 from gapo_megatron.rollout.verify import verify_weights

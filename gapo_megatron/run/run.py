@@ -102,6 +102,8 @@ class Run:
         else:
             generation = start.start_colocated(trainer, pool, startup)
 
+        stopwatch.lap(num_tokens=0)  # the steps begin here
+
         writer = MetricsWriter(
             config.run.output_dir,
             config=config,

@@ -317,7 +317,7 @@ def start_side(
 
 def build_engine(config: Config, inputs: Inputs, world: World) -> Engine:
     """Build this rank's part of the rollout engine, asleep and without weights. Collective."""
-    return RolloutEngine(config, inputs.hf_config, device=world.device)
+    return RolloutEngine(config, inputs.hf_config, device=world.device, gloo_group=world.gloo_group)
 
 
 def is_finished_everywhere(config: Config, world: World, attempt: Attempt) -> bool:

@@ -14,15 +14,20 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.compat import cpu
+from gapo_megatron.exchange import GroupChannel
+from gapo_megatron.facts import Spread
 from gapo_megatron.learn import step as learn_module
 from gapo_megatron.learn.carry import carry
 from gapo_megatron.learn.score import log_probs
+from gapo_megatron.learn.share import Places
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.policy import Policy, destroy, initialize
+from gapo_megatron.rollout.describe import describe
 from gapo_megatron.types import Batch, Minibatch, OpenGroup, Plan, Prompt, Rollout
 from tests.dist import run_distributed
 from tests.distributed import conversion_setup
@@ -210,9 +215,13 @@ def count_carry(folder: Path) -> list[Waits]:
             Rollout(random.integers(0, 90, 20).astype(np.int32), np.zeros(20, np.float32), False)
             for _ in range(number)
         )
-        group = OpenGroup(Prompt("p", (1, 2), answer=""), rollouts)
+        facts, tokens = describe([OpenGroup(Prompt("p", (1, 2), answer=""), rollouts)])
+        opened = Spread(facts, dict(enumerate(tokens)))
+        channel = GroupChannel(dist.group.WORLD)
         with counted_waits() as waits:
-            carry(policy, [group], config, policy_version=0, gloo_group=None)
+            carry(
+                policy, opened, config, policy_version=0, places=Places((0,), (0,)), channel=channel
+            )
         counts.append(waits)
     destroy()
     return counts

@@ -20,13 +20,13 @@ from gapo_megatron.checkpoint.open_groups import (
 )
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.exchange import GroupChannel, deal
 from gapo_megatron.facts import Spread
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.learn import carry as carry_module
 from gapo_megatron.learn.share import Places
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.rollout.describe import describe, to_open_group
-from gapo_megatron.rollout.exchange import GroupChannel, deal
 from gapo_megatron.types import Batch, Carried, OpenGroup, Prompt, Rollout
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed, single_rank

@@ -138,6 +138,8 @@ def test_sequences_without_company_say_nothing(
     for i, (prompt, response) in enumerate([(32, 64), (2, 30), (5, 20)]):
         batch.prompt_ids[i] = np.ones(prompt, dtype=np.int32)
         batch.response_ids[i] = np.ones(response, dtype=np.int32)
+        batch.rollout_log_probs[i] = np.zeros(response, dtype=np.float32)
+    batch = replace(batch, facts=None)  # those of the tokens
     config = make_config(folder, batch={"max_tokens_per_microbatch": 96})
     found = measure_noise_floor(policy, batch, config)
     assert found is not None

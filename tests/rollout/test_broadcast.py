@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from gapo_megatron.compat.torch import TorchDispatchMode, operator_name
+from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.rollout import broadcast
 from gapo_megatron.rollout.broadcast import Route
 from gapo_megatron.run.process_group import World
@@ -51,6 +57,26 @@ def _route(world: World) -> Route:
     return world.bridge._route
 
 
+class Memory(TorchDispatchMode):
+    """Counts the bytes of what `torch.empty` has made and `resize_` has resized, while it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if operator_name(func) == "empty":
+            self._made.append(weakref.ref(made))
+        living = [tensor for one in self._made if (tensor := one()) is not None]
+        sizes = [tensor.untyped_storage().nbytes() for tensor in living]
+        self.peak = max(self.peak, sum(size for size in sizes if size > 2**16))
+        return made
+
+
 def _send_or_receive(world: World, bucket_bytes: int) -> list[object]:
     """Twice, by one route: nothing of the first broadcast is left in the way of the second."""
     route = _route(world)
@@ -66,3 +92,82 @@ def test_every_receiver_gets_every_bit_in_order(bucket_bytes: int) -> None:
     sender, *receivers = run_sides(_send_or_receive, 1, 2, bucket_bytes)
     assert receivers == [[sent, sent]] * 2
     assert sender == [sum(len(content) for *_, content in sent)] * 2
+
+
+def _many() -> Iterator[tuple[str, Tensor]]:
+    yield from ((str(number), torch.full((900,), float(number))) for number in range(20))
+
+
+def _failing() -> Iterator[tuple[str, Tensor]]:
+    yield from _many()
+    raise ArithmeticError("no tensor 20")
+
+
+def _error_of_the_sender(world: World) -> str:
+    assert world.bridge is not None
+    try:
+        if world.bridge.is_generation:
+            bits(world.bridge.receive_weights())
+        else:
+            broadcast.send(_failing(), _route(world), bucket_bytes=BUCKET_BYTES)
+    except (ArithmeticError, WeightSyncError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_error_of_the_sender_is_every_receivers() -> None:
+    sender, *receivers = run_sides(_error_of_the_sender, 1, 2)
+    assert sender == "ArithmeticError: no tensor 20"
+    for receiver in receivers:
+        assert receiver.startswith("WeightSyncError") and sender in receiver
+
+
+def _one_is_gone(world: World, gone: int, folder: Path) -> None:
+    """Without a word, as after SIGKILL; what the others meet is in a file each."""
+    rank = int(os.environ["RANK"])
+    try:
+        if rank == 0:
+            broadcast.send(_leaving(0 if gone == 0 else None), _route(world), bucket_bytes=4096)
+        else:
+            for number, _ in enumerate(broadcast.receive(_route(world))):
+                if rank == gone and number == 10:
+                    os._exit(0)
+    except WeightSyncError as error:
+        (folder / str(rank)).write_text(str(error))
+    os._exit(0)
+
+
+def _leaving(rank: int | None) -> Iterator[tuple[str, Tensor]]:
+    for number, pair in enumerate(_many()):
+        if rank == 0 and number == 10:
+            os._exit(0)
+        yield pair
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_who_is_gone_keeps_nobody_waiting(tmp_path: Path, gone: int) -> None:
+    run_sides(_one_is_gone, 1, 2, gone, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"0", "1", "2"} - {str(gone)})
+
+
+def _memory(world: World, bucket_bytes: int, sizes: list[int]) -> int:
+    """Bytes at most of what one end holds, tensors it was given aside."""
+    held = Memory()
+    with held:
+        if world.bridge is not None and world.bridge.is_generation:
+            for _ in broadcast.receive(_route(world)):
+                pass
+        else:
+            tensors = ((str(size), torch.zeros(size, dtype=torch.uint8)) for size in sizes)
+            broadcast.send(tensors, _route(world), bucket_bytes=bucket_bytes)
+    return held.peak
+
+
+@pytest.mark.parametrize("largest", [2, 5])
+def test_memory_beside_the_weights_is_two_buckets(largest: int) -> None:
+    """Or the largest tensor, where the receiver needs more for it."""
+    bucket = 2**20
+    sizes = [bucket // 2, bucket, 7, largest * bucket, 3, bucket // 2, bucket // 2, bucket, bucket]
+    sender, receiver = run_sides(_memory, 1, 1, bucket, sizes)
+    assert sender == 2 * bucket
+    assert receiver == max(2, largest) * bucket

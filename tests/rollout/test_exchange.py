@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gapo_megatron import exchange
+from gapo_megatron.exchange import GroupChannel, deal, gather_rows, message_bytes
 from gapo_megatron.facts import Facts, Spread, Tokens
 from gapo_megatron.objective import METHODS, make_batch
-from gapo_megatron.rollout import exchange
 from gapo_megatron.rollout.describe import describe, to_open_group
-from gapo_megatron.rollout.exchange import GroupChannel, deal, gather_rows, message_bytes
 from gapo_megatron.types import Carried, Group, OpenGroup, Outcome, Prompt, Rollout, Verdict
 from tests.dist import run_distributed
 from tests.messages import mentions

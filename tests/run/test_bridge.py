@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import os
+from itertools import count
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.run import processes
+from gapo_megatron.compat.vllm import launched_as_this_world
+from gapo_megatron.run import process_group, processes
+from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.process_group import World
 from tests.dist import run_sides
+
+
+def _launched() -> list[list[str]]:
+    """What vLLM's external launcher would read before, while and after an engine is built."""
+    names, seen = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), []
+    seen.append([os.environ[name] for name in names])
+    with launched_as_this_world():
+        seen.append([os.environ[name] for name in names])
+    seen.append([os.environ[name] for name in names])
+    return seen
 
 
 def _look_around(world: World) -> dict[str, object]:
@@ -22,6 +36,7 @@ def _look_around(world: World) -> dict[str, object]:
         "torch": (dist.get_rank(), dist.get_world_size()),
         "sums": (int(total), int(by_gloo)),
         "first": processes.is_first(),
+        "launched": _launched(),
         "bridge": world.bridge
         and (world.bridge.num_training, world.bridge.num_generation, world.bridge.is_generation),
     }
@@ -34,3 +49,115 @@ def test_each_side_is_a_world_of_its_own() -> None:
     assert [one["sums"] for one in seen] == [(3, 3), (3, 3), (7, 7), (7, 7)]
     assert [one["first"] for one in seen] == [True, False, False, False]
     assert [one["bridge"] for one in seen] == [(2, 2, side) for side in (False, False, True, True)]
+    launched = [one["launched"] for one in seen]
+    for job_rank, (before, meanwhile, after) in enumerate(launched):
+        assert before == after == [str(job_rank), "4", str(job_rank)]
+        assert meanwhile == [str(job_rank % 2), "2", str(job_rank)]
+
+
+def test_without_generation_ranks_all_are_one_side() -> None:
+    """The default group has the keys of old, and nothing else is set up but the gloo group."""
+    seen = run_sides(_look_around, 2, 0)
+    assert [one["world"] for one in seen] == [(0, 2, 0), (1, 2, 1)]
+    assert [one["sums"] for one in seen] == [(3, 3), (3, 3)]
+    assert [one["bridge"] for one in seen] == [None, None]
+    assert seen[1]["launched"] == [["1", "2", "1"]] * 3
+
+
+def _bridge(world: World) -> Bridge:
+    assert world.bridge is not None
+    return world.bridge
+
+
+def _mail(world: World) -> list[object]:
+    bridge = _bridge(world)
+    seen: list[object] = [bridge.look("order")]
+    bridge.messages.barrier()
+    if int(os.environ["RANK"]) == 0:
+        bridge.post("order", b"\x00\xff")
+        bridge.post("empty", b"")
+    bridge.messages.barrier()
+    seen += [bridge.look("order"), bridge.look("empty")]
+    bridge.messages.barrier()
+    if int(os.environ["RANK"]) == 2:
+        bridge.post("order", b"another")
+        bridge.erase("empty")
+        bridge.erase("never there")
+    bridge.messages.barrier()
+    return [*seen, bridge.look("order"), bridge.look("empty")]
+
+
+def test_the_mailbox_is_one_for_both_sides() -> None:
+    assert run_sides(_mail, 2, 1) == [[None, b"\x00\xff", b"", b"another", None]] * 3
+
+
+def _messages(world: World) -> list[list[int]]:
+    """Every rank sends every other one a buffer of a length of its own, all at once."""
+    bridge = _bridge(world)
+    rank, size = int(os.environ["RANK"]), bridge.num_training + bridge.num_generation
+    works, received = [], []
+    for other in range(size):
+        if other == rank:
+            continue
+        sent = torch.full((10 * rank + other,), rank, dtype=torch.uint8)
+        received.append(torch.empty(10 * other + rank, dtype=torch.uint8))
+        works.append(bridge.messages.send(sent, to=other, tag=7))
+        works.append(bridge.messages.receive(received[-1], source=other, tag=7))
+    for work in works:
+        work.wait()
+    return [one.tolist() for one in received]
+
+
+def test_messages_go_from_any_rank_to_any() -> None:
+    for rank, received in enumerate(run_sides(_messages, 2, 2)):
+        others = [other for other in range(4) if other != rank]
+        assert received == [[other] * (10 * other + rank) for other in others]
+
+
+def _weights(world: World) -> list[tuple[str, list[float]]]:
+    bridge = _bridge(world)
+    if bridge.is_generation:
+        return [(name, tensor.tolist()) for name, tensor in bridge.receive_weights()]
+    ended = iter([("a", torch.tensor([1.0, 2.0, 0.0])), ("b", torch.tensor([1.0, 2.0, 1.0]))])
+    bridge.send_weights(ended)
+    return [(name, tensor.tolist()) for name, tensor in ended]
+
+
+def test_weights_come_from_trainer_0_and_every_trainer_runs_through_them() -> None:
+    sent = [("a", [1.0, 2.0, 0.0]), ("b", [1.0, 2.0, 1.0])]
+    assert run_sides(_weights, 2, 2) == [[], [], sent, sent]
+
+
+def _wait_for_the_other(world: World) -> list[object]:
+    """A trainer that waits: for what comes, beside a side that is silent, and one that beats."""
+    bridge = _bridge(world)
+    if bridge.is_generation:
+        bridge.wait(lambda: bridge.look("silence has been seen"), alive=lambda: None)
+        while bridge.look("enough") is None:
+            bridge.beat()
+        return [bridge.beats_seen()]
+    calls: list[int] = []
+    looks = count()
+    found = bridge.wait(lambda: next(looks) >= 5 or None, alive=lambda: calls.append(0))
+    seen: list[object] = [found, len(calls)]
+    bridge.post("silence has been seen", b"")
+    bridge.wait(lambda: len(calls) >= 4 or None, alive=lambda: calls.append(0))
+    bridge.post("enough", b"")
+    return [*seen, bridge.beats_seen() >= 2]
+
+
+def test_a_rank_that_waits_is_alive_only_while_the_other_side_is() -> None:
+    """Its own watch ends it otherwise. Who waits does not beat: else two could wait for ever."""
+    assert run_sides(_wait_for_the_other, 1, 1) == [[True, 1, True], [0]]
+
+
+def test_generation_ranks_have_names_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    formats = []
+    monkeypatch.setattr(
+        process_group.logging, "basicConfig", lambda **k: formats.append(k["format"])
+    )
+    process_group.configure_logging(1, 2)
+    process_group.configure_logging(0, 1, is_generation=True)
+    assert "[rank 1]" in formats[0] and "[generation 0]" in formats[1]

@@ -270,6 +270,86 @@ def test_kills_at_any_moment_repeat_the_run_bitwise(root: Path, run_of_two: Path
 
 
 @pytest.mark.system
+def test_a_rank_that_only_generates_changes_nothing(root: Path, whole_run: Path) -> None:
+    """Generation and training in turns, on ranks of their own: the same samples, the same bits."""
+    run_dir = root / "two_sides"
+    arguments = (root / "config.toml", f"run.output_dir={run_dir}", "rollout.generation_ranks=1")
+    env = {"STAGE": "step 3: update", "SIGNAL": "SIGKILL", "SIGNALLED_RANK": "0"}
+    killed = Program("tests.signalled", *arguments, ranks=2, env=env)
+    finish(killed, exit_code=-signal.SIGKILL)
+    assert num_steps_logged(run_dir) == 3
+    assert "resumed from" in finish(Program("gapo_megatron.train", *arguments, ranks=2))
+    assert_same_run(run_dir, whole_run)
+    # The last place in the data is saved, too.
+    states = [json.loads(trainer_state(one).read_text()) for one in (run_dir, whole_run)]
+    assert states[0] == states[1]
+
+
+def trainer_state(run_dir: Path) -> Path:
+    return run_dir / "checkpoints/step_00000006/trainer_state.json"
+
+
+def ahead(root: Path, name: str) -> tuple[object, ...]:
+    """Arguments of a run whose batches are sampled one step ahead."""
+    return (
+        root / "config.toml",
+        f"run.output_dir={root}/{name}",
+        *("rollout.generation_ranks=1", "rollout.max_staleness=1"),
+        "objective.importance_weight_max=2",
+    )
+
+
+@pytest.fixture(scope="module")
+def run_ahead(root: Path) -> Path:
+    """An uninterrupted run whose generation runs ahead."""
+    finish(Program("gapo_megatron.train", *ahead(root, "ahead"), ranks=2))
+    return root / "ahead"
+
+
+@pytest.mark.system
+def test_batches_sampled_ahead_survive_a_kill_bitwise(root: Path, run_ahead: Path) -> None:
+    metrics = [line for line in metrics_of(run_ahead) if "loss/policy" in line]
+    assert [line["rollout/version_gap"] for line in metrics] == [0, 1, 1, 1, 1, 1]
+    # Older weights have sampled: the engine's log-probs are no longer the trainer's.
+    mismatch = [line["mismatch/mean_abs_log_prob_diff"] for line in metrics]
+    assert mismatch[0] < 1e-5 and mismatch[1] > 1e-2
+
+    arguments = ahead(root, "ahead_killed")
+    env = {"STAGE": "step 3: update", "SIGNAL": "SIGKILL", "SIGNALLED_RANK": "0"}
+    killed = Program("tests.signalled", *arguments, ranks=2, env=env)
+    finish(killed, exit_code=-signal.SIGKILL)
+    assert (root / "ahead_killed/checkpoints/step_00000002/ahead.pt").is_file()
+    finish(Program("gapo_megatron.train", *arguments, ranks=2))
+    assert_same_run(root / "ahead_killed", run_ahead)
+
+
+@pytest.fixture(scope="module")
+def run_given_back(root: Path) -> Path:
+    """A run that was stopped within a step, while the next one was being sampled."""
+    run_dir = root / "given_back"
+    attempt = run_dir / "attempts/7.0"
+    arguments = ahead(root, "given_back")
+    asked = launched(attempt) | {"STAGE": "step 2: update", "SIGNAL": "SIGUSR1"}
+    output = finish(Program("tests.signalled", *arguments, ranks=2, env=asked))
+    assert (attempt / "outcome").read_text() == "stopped\n", output[-4000:]
+    assert (run_dir / "checkpoints/step_00000002_1").is_dir()
+    (run_dir / "OWNER").write_text("7.1")
+    again = launched(run_dir / "attempts/7.1")
+    finish(Program("gapo_megatron.train", *arguments, ranks=2, env=again))
+    return run_dir
+
+
+@pytest.mark.system
+def test_what_a_stop_gives_back_is_counted_and_sampled_again(run_given_back: Path) -> None:
+    metrics = [line for line in metrics_of(run_given_back) if "loss/policy" in line]
+    assert [line["step"] for line in metrics] == [*range(6)]
+    given_back = {line["step"]: line.get("rollout/given_back_tokens", 0) for line in metrics}
+    assert given_back.pop(2) > 0 and not any(given_back.values())
+    # Step 3 is sampled anew, by the weights that it is learned from; then ahead again.
+    assert [line["rollout/version_gap"] for line in metrics] == [0, 1, 1, 0, 1, 1]
+
+
+@pytest.mark.system
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_that_leave_for_the_engine_change_nothing(
     root: Path, whole_run: Path, run_of_two: Path, ranks: int
@@ -613,22 +693,19 @@ def test_the_document_has_the_names_that_runs_log_and_no_others(
     dynamic_run: Path,
     oversampled_run: Path,
     partial_run: Path,
+    run_given_back: Path,
 ) -> None:
+    runs = (whole_run, branched_run, dynamic_run, oversampled_run, partial_run, run_given_back)
     logged = {
         key
-        for run_dir in (whole_run, branched_run, dynamic_run, oversampled_run, partial_run)
+        for run_dir in runs
         for name in ("metrics.jsonl", "timings.jsonl")
         for line in (run_dir / name).read_text().splitlines()
         for key in json.loads(line)
     } - {"step"}
     parts = {"c": r"\d+", "k": r"\d+", "side": "(correct|wrong)", "level": "[^/]+"}
-    # Of a device, which there is none of here: `tests/run/test_memory.py` compares them. Of stale
-    # batches: `tests/learn/test_staleness.py`.
-    documented = [
-        name
-        for name in documented_names()
-        if "{moment}" not in name and name != "mismatch/outside_clip"
-    ]
+    # Of a device, which there is none of here: `tests/run/test_memory.py` compares them.
+    documented = [name for name in documented_names() if "{moment}" not in name]
     forms = {
         name: re.sub(r"\\{(\w+)\\}", lambda part: parts[part[1]], re.escape(name))
         for name in documented

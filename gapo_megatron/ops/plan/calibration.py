@@ -26,14 +26,21 @@ from gapo_megatron.ops.plan.efficiency import SHARES, Efficiency
 from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import Gpu
 from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.times import StepTime, step_time
+from gapo_megatron.ops.plan.times import SidesTime, StepTime, step_time
 from gapo_megatron.ops.plan.workload import DEFAULT_SPREAD, Workload, refuse_oversampling, spread_of
 
 STAGES = ("generation", "reward", "old_log_probs", "update", "sync")
 _TIMING_OF = {stage: f"time/{stage}_s" for stage in STAGES} | {"generation": "time/rollout_s"}
-_TIMED = ("time/rollout_s", "time/step_s", "perf/tokens_per_s")
-"""Metrics that every timed step has."""
-_WORLD_SIZE = "perf/world_size"
+_SIDE = "generation/rollout_s"
+"""A step has it whose batch came from ranks that only generate: these have timed it."""
+_TIMING_OF_SIDE = _TIMING_OF | {
+    "generation": _SIDE,
+    "reward": "generation/reward_s",
+    "sync": "generation/sync_s",
+}
+_TIMED = ("time/step_s", "perf/tokens_per_s")
+"""Metrics that every timed step has, beside those of generation."""
+_WORLD_SIZE, _GENERATION_RANKS = "perf/world_size", "perf/generation_ranks"
 _NOT_A_STEP = ("evaluate", "checkpoint", "noise_floor")
 _WARM_UP_STEPS = 2
 """Left out where a run has more: compilation, first allocations."""
@@ -230,6 +237,7 @@ def read_observation(
         raise ConfigError(f"{folder}: no step has been timed yet")
     timings = timings[_WARM_UP_STEPS:] or timings[-1:]
     ranks = world_size or int(started.get(_WORLD_SIZE, 0)) or _ranks_by_logs(folder)
+    apart = int(max(row.get(_GENERATION_RANKS, 0) for row in (started, *timings)))
     prompt = mean_prompt_tokens(config) if callable(mean_prompt_tokens) else mean_prompt_tokens
     rows = [metrics[int(row["step"])] for row in timings]
     _check_numbers(folder / METRICS_NAME, rows)
@@ -238,7 +246,7 @@ def read_observation(
     steps_s = [_whole_step_s(row) for row in timings]
     shape = Shape.of(_model_of(folder, config))
     try:
-        layout = Layout.of(config, world_size=ranks)
+        layout = Layout.of(config, world_size=ranks - apart, num_generation=apart)
         workload = _workload(config, rows, prompt)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
@@ -248,10 +256,10 @@ def read_observation(
         config=config,
         layout=layout,
         workload=workload,
-        measured=_measured(timings),
+        measured=_measured(timings, config),
         step_s=statistics.median(steps_s),
         other_s=statistics.median(
-            whole - sum(_stage_s(row, stage) for stage in STAGES)
+            whole - _measured([row], config).total_s
             for whole, row in zip(steps_s, timings, strict=True)
         ),
         num_prompts=statistics.fmean(
@@ -281,7 +289,7 @@ def _newest_start(rows: Sequence[_Row], trained: Container[int]) -> tuple[_Row, 
     for row in rows:
         if any(key.startswith("startup/") for key in row):
             starts.append((row, []))
-        elif int(row["step"]) in trained and all(key in row for key in _TIMED):
+        elif int(row["step"]) in trained and _is_timed(row):
             starts[-1][1].append(row)
     timed = [one for one in starts if one[1]] or starts
     ranks = timed[-1][0].get(_WORLD_SIZE)
@@ -289,6 +297,11 @@ def _newest_start(rows: Sequence[_Row], trained: Container[int]) -> tuple[_Row, 
         one for one in timed if len(one[1]) > _WARM_UP_STEPS and one[0].get(_WORLD_SIZE) == ranks
     ]
     return (long or timed)[-1]
+
+
+def _is_timed(row: _Row) -> bool:
+    has_generation = _TIMING_OF["generation"] in row or _SIDE in row
+    return has_generation and all(key in row for key in _TIMED)
 
 
 def _ranks_by_logs(folder: Path) -> int:
@@ -303,18 +316,26 @@ def _ranks_by_logs(folder: Path) -> int:
     return len(max(written, key=lambda one: one[0].stat().st_mtime))
 
 
-def _measured(rows: Sequence[_Row]) -> StepTime:
-    """Medians: a step that something else on the machine held up does not count."""
-    return StepTime(
-        **{
-            f"{stage}_s": statistics.median(_stage_s(row, stage) for row in rows)
-            for stage in STAGES
-        }
-    )
+def _measured(rows: Sequence[_Row], config: Config) -> StepTime:
+    """Medians: a step that something else on the machine held up does not count.
+
+    Of a sync that not every step has, the mean. The generation side's sync is the shorter clock of
+    the two: the trainer's includes the wait for a batch that is not ready.
+    """
+    times = {
+        f"{stage}_s": statistics.median(_stage_s(row, stage) for row in rows) for stage in STAGES
+    }
+    if not any(_SIDE in row for row in rows):
+        return StepTime(**times)
+    most = config.rollout.max_staleness
+    if most > 1:
+        times["sync_s"] = statistics.fmean(_stage_s(row, "sync") for row in rows)
+    return SidesTime(**times, max_staleness=most)
 
 
 def _stage_s(row: _Row, stage: str) -> float:
-    return row.get(_TIMING_OF[stage], 0.0)
+    names = _TIMING_OF_SIDE if _SIDE in row else _TIMING_OF
+    return row.get(names[stage], 0.0)
 
 
 def _whole_step_s(row: _Row) -> float:

@@ -32,10 +32,23 @@ class Layout:
     first_layers: int | None = None
     """Layers of the first pipeline rank, and (below) of the last one; None: as of the others."""
     last_layers: int | None = None
+    num_generation: int = 0
+    """Ranks after those of the trainer that only generate; 0: the trainer's own generate."""
 
     @property
     def world_size(self) -> int:
+        """Ranks that train."""
         return self.ranks_per_stage * self.pp_size
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole job."""
+        return self.world_size + self.num_generation
+
+    @property
+    def rollout_ranks(self) -> int:
+        """Ranks that generate."""
+        return self.num_generation or self.world_size
 
     @property
     def ranks_per_stage(self) -> int:
@@ -50,7 +63,7 @@ class Layout:
     @property
     def rollout_replicas(self) -> int:
         """VLLM engines."""
-        return self.world_size // self.rollout_tp_size
+        return self.rollout_ranks // self.rollout_tp_size
 
     @property
     def copies(self) -> int:
@@ -89,18 +102,25 @@ class Layout:
         return _layers_of_ranks(self.parallel, num_layers)
 
     @classmethod
-    def of(cls, config: Config, *, world_size: int) -> Self:
-        """The layout that a config has on `world_size` processes.
+    def of(cls, config: Config, *, world_size: int, num_generation: int = 0) -> Self:
+        """The layout that a config has on `world_size` processes that train.
+
+        Args:
+            config: the run's settings.
+            world_size: processes that train.
+            num_generation: further ones that only generate (`config.counts.num_generation_ranks`);
+                0: those that train generate too.
 
         Raises:
-            ConfigError: a parallel size does not divide the world size.
+            ConfigError: a parallel size does not divide the number of processes.
         """
         parallel, rollout_tp_size = config.parallel, config.rollout.tensor_parallel_size
         check_world_size(parallel, world_size)
-        if world_size % rollout_tp_size:
+        if (num_generation or world_size) % rollout_tp_size:
+            whose = "generation ranks" if num_generation else "world size"
             raise ConfigError(
-                f"rollout.tensor_parallel_size ({rollout_tp_size}) must divide the world size "
-                f"({world_size})"
+                f"rollout.tensor_parallel_size ({rollout_tp_size}) must divide the {whose} "
+                f"({num_generation or world_size})"
             )
         pp_size = parallel.pipeline_model_parallel_size
         return cls(
@@ -115,10 +135,13 @@ class Layout:
             vpp_size=parallel.virtual_pipeline_model_parallel_size,
             first_layers=parallel.num_layers_in_first_pipeline_stage,
             last_layers=parallel.num_layers_in_last_pipeline_stage,
+            num_generation=num_generation,
         )
 
     def apply(self, config: Config) -> Config:
         """The config with this layout's settings; `dp_size` follows from the number of processes.
+
+        Which ranks generate stays as the config says.
 
         Raises:
             ConfigError: the settings contradict each other.

@@ -13,7 +13,8 @@ from gapo_megatron.io.documents import open_file
 from gapo_megatron.io.files import naming, write_atomically
 from gapo_megatron.io.toml_tree import sections_to_toml
 from gapo_megatron.ops.plan.hardware import Gpu
-from gapo_megatron.ops.plan.planner import Candidate, Plan, leave_out, overrides
+from gapo_megatron.ops.plan.planner import Plan, leave_out, overrides
+from gapo_megatron.ops.plan.search import Candidate
 
 _MARK = "Written by tools/plan.py --write; NOT YET RUN."
 _LARGEST_SHARE = 0.95
@@ -27,7 +28,7 @@ def quickest_with_room(plan: Plan) -> Candidate:
         ConfigError: there is none.
     """
     most = _LARGEST_SHARE * plan.gpu.memory_bytes
-    for candidate in plan.ranked:
+    for candidate in plan.everything:
         if max(candidate.memory.training, candidate.memory.generating) <= most:
             return candidate
     raise ConfigError(f"no layout leaves a twentieth of a {plan.gpu.name} free: plan more nodes")
@@ -65,7 +66,7 @@ def write_layout(
         folder = PurePath(found.run.output_dir).with_name(path.stem)
         settings = [*settings, f"run.output_dir={folder}"]
     config = load_config(base, [*settings, *overrides(candidate)])
-    nodes = candidate.layout.world_size // gpu.gpus_per_node
+    nodes = candidate.layout.num_ranks // gpu.gpus_per_node
     name = os.path.relpath(base, path.parent)
     write_atomically(path, _text(config, found, base=name, gpu=gpu, num_nodes=nodes))
 
@@ -80,7 +81,9 @@ def _text(config: Config, found: Config, *, base: str, gpu: Gpu, num_nodes: int)
             sections.setdefault(section, {})[key] = value
     size = "eight" if gpu.gpus_per_node == 8 else str(gpu.gpus_per_node)
     nodes = "one node" if num_nodes == 1 else f"{num_nodes} nodes"
+    apart = config.rollout.generation_nodes
+    who = f" ({apart} for generation)" if apart else ""
     model = PurePath(config.model.hf_dir).name
     longest = f"responses of up to {config.rollout.max_response_tokens:,} tokens"
-    head = f"# {model} on {nodes} of {size} {gpu.name.upper()}, {longest}. {_MARK}"
+    head = f"# {model} on {nodes} of {size} {gpu.name.upper()}{who}, {longest}. {_MARK}"
     return f'{head}\nbase = "{base}"\n\n{sections_to_toml(sections)}'

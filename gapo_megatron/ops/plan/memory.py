@@ -7,7 +7,7 @@ GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from gapo_megatron.config import Config
@@ -39,6 +39,10 @@ ENGINE_ASLEEP_BYTES = 3072 * MIB
 """Bytes that a sleeping vLLM keeps on a device outside the pools that it gives back: rests of its
 CUDA graphs, buffers of its all-reduce, its inputs and workspaces, compiled kernels. Assumed; its
 NCCL communicator counts with the others. 0 on a CPU."""
+BUCKET_BYTES = 512 * MIB
+"""One of the two buckets by which weights reach ranks that only generate: assumed."""
+BRIDGE_BYTES = 2 * BUCKET_BYTES + COMMUNICATOR_BYTES
+"""Buckets and communicator of what joins such ranks to those that train."""
 FRAGMENTATION = 0.1
 """Share lost of activations and head, whose pieces change in size: assumed."""
 
@@ -107,7 +111,7 @@ class Memory:
     trainer: StageMemory
     """The stage that needs most while training."""
     engine: StageMemory
-    """The stage that needs most while generating."""
+    """The stage that needs most while generating. Where some ranks only generate: one of these."""
     checkpoint: int
     """Host memory on one rank of the stage that needs most, while it saves."""
     offloaded: int
@@ -137,9 +141,9 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
         ConversionError: a parameter cannot be cut.
     """
     shape, fused = Shape.of(hf_config), config.model.precision != "fp32"
-    rules, rollout_tp_size = shape.rules, layout.rollout_tp_size
-    rollout_weights = int(engine_bytes(shape, config, rollout_tp_size=rollout_tp_size))
-    kv_cache = kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size)
+    rules, generator = shape.rules, _generator_memory(shape, config, layout, gpu)
+    is_apart = layout.num_generation > 0
+    asleep = 0 if is_apart or gpu.name == CPU_NAME else ENGINE_ASLEEP_BYTES
     moves, most, stages = config.optimizer.offload, most_microbatches(config, layout), []
     states, copies = state_bytes(rules, config, layout), fp8_copy_bytes(rules, config, layout)
     for stage, (weights, gradients, optimizer) in enumerate(states):
@@ -157,19 +161,32 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
                 layer=step.layer,
                 fp8_copies=copies[stage],
                 head=step.head,
-                rollout_weights=rollout_weights,
-                kv_cache=int(kv_cache),
-                engine_asleep=0 if gpu.name == CPU_NAME else ENGINE_ASLEEP_BYTES,
+                rollout_weights=0 if is_apart else generator.rollout_weights,
+                kv_cache=0 if is_apart else generator.kv_cache,
+                engine_asleep=asleep,
                 communication=_communication_bytes(layout),
                 fragmentation=int(FRAGMENTATION * step.peak),
             )
         )
     return Memory(
         trainer=max(stages, key=lambda one: one.training),
-        engine=max(stages, key=lambda one: one.generating),
+        engine=generator if is_apart else max(stages, key=lambda one: one.generating),
         checkpoint=checkpoint_bytes(max(one.weights for one in stages), config.model.precision),
         offloaded=max(one.offloaded for one in stages),
     )
+
+
+def _generator_memory(shape: Shape, config: Config, layout: Layout, gpu: Gpu) -> StageMemory:
+    """A GPU with an engine alone: weights, cache, communicators and buckets."""
+    size = layout.rollout_tp_size
+    groups = (size > 1) + (layout.num_generation > 1)
+    nothing = {field.name: 0 for field in fields(StageMemory)}
+    engine = {
+        "rollout_weights": int(engine_bytes(shape, config, rollout_tp_size=size)),
+        "kv_cache": int(kv_cache_bytes(shape, config, gpu, rollout_tp_size=size)),
+        "communication": CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + BRIDGE_BYTES,
+    }
+    return StageMemory(**nothing | engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,5 +264,8 @@ def block_shape(num_columns: int) -> tuple[int, int]:
 def _communication_bytes(layout: Layout) -> int:
     sizes = [layout.tp_size, layout.pp_size, layout.cp_size, layout.copies, layout.ep_size]
     sizes += [layout.dp_size] * (layout.cp_size > 1)  # else it is the group of the copies
-    groups = sum(size > 1 for size in (*sizes, layout.world_size, layout.rollout_tp_size))
-    return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
+    if not layout.num_generation:
+        sizes.append(layout.rollout_tp_size)
+    groups = sum(size > 1 for size in (*sizes, layout.world_size))
+    bridge = BRIDGE_BYTES if layout.num_generation else 0
+    return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + bridge

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -14,42 +15,112 @@ from gapo_megatron.ops.plan.calibration import STAGES, Calibration, Observation,
 from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.hardware import Gpu
 from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.planner import (
+from gapo_megatron.ops.plan.planner import Plan, gib, leave_out, overrides
+from gapo_megatron.ops.plan.search import (
     LARGER_FRACTION,
     PARTS,
+    ROLLOUT_PARTS,
     SMALLER_FRACTION,
     Candidate,
-    Plan,
-    gib,
-    leave_out,
-    overrides,
 )
+from gapo_megatron.ops.plan.sides import quickest_ahead, sides_of
 from gapo_megatron.ops.plan.times import StepTime
 from gapo_megatron.ops.plan.workload import Workload
 
 _REASONS_SHOWN = 12
+_OWN = ("yours", "yours *")
+"""Names of the config's own layout: it runs, it does not."""
 
 
 def layouts_table(plan: Plan, config: Config, *, top: int) -> Table:
-    """The quickest layouts, and the config's own as the last row."""
+    """The quickest layouts, those with generation nodes, and the config's own as the last row."""
     steps = config.run.num_steps
     table = Table(
         title=f"Layouts of {plan.num_gpus:,} x {plan.gpu.name}, quickest first (seconds of a step)",
         title_justify="left",
     )
     for heading in (
-        *("", "TP", "PP", "CP", "DP", "EP", "SP", "recompute", "vLLM TP", "tokens"),
+        *("", "nodes", "TP", "PP", "CP", "DP", "EP", "SP", "recompute", "vLLM TP", "tokens"),
         *("generate", "reward", "old", "update", "sync", "step", f"GPU-h of {steps:,}"),
     ):
         table.add_column(heading, justify="right", no_wrap=True)
-    for place, candidate in enumerate(plan.ranked[:top], start=1):
-        table.add_row(str(place), *_layout_cells(candidate), *_time_cells(plan, candidate, steps))
-    if plan.current is not None:
-        table.add_section()
-        name = "yours" if not plan.current_refusal else "yours *"
-        cells = _layout_cells(plan.current)
-        table.add_row(name, *cells, *_time_cells(plan, plan.current, steps))
+    for place, (name, candidate) in enumerate(_rows(plan, top)):
+        if place and name in ("s1", *_OWN):
+            table.add_section()
+        cells = (_nodes(plan, candidate), *_layout_cells(candidate))
+        table.add_row(name, *cells, *_time_cells(plan, candidate, steps))
     return table
+
+
+def _rows(plan: Plan, top: int) -> list[tuple[str, Candidate]]:
+    """Candidates that tables show: the quickest, the quickest splits (`s1`, ...), the config's."""
+    rows = [(str(place), one) for place, one in enumerate(plan.ranked[:top], start=1)]
+    rows += [(f"s{place}", one) for place, one in enumerate(plan.best_splits[:top], start=1)]
+    if plan.current is not None:
+        rows.append((_OWN[bool(plan.current_refusal)], plan.current))
+    return rows
+
+
+def _nodes(plan: Plan, candidate: Candidate) -> str:
+    """Nodes of all ranks; of a split those that train + those that only generate."""
+    layout, size = candidate.layout, plan.gpu.gpus_per_node
+    if layout.num_generation % size:  # ranks of a node are split
+        return f"{layout.world_size} + {layout.num_generation} GPUs"
+    train = f"{layout.world_size // size:,}"
+    return f"{train} + {layout.num_generation // size:,}" if layout.num_generation else train
+
+
+def has_sides(plan: Plan) -> bool:
+    """Whether `sides_table` has rows."""
+    return bool(_split_rows(plan, 1))
+
+
+def sides_table(plan: Plan, *, top: int) -> Table:
+    """What each side of the splits waits for, in seconds and as a share of the step."""
+    staleness = sorted({sides_of(one).max_staleness for _, one in _split_rows(plan, top)})
+    shown = ", ".join(map(str, staleness))
+    table = Table(
+        title=f"What each side waits for, with generation nodes and max_staleness {shown} (seconds "
+        "of a step; both take part in the sync)",
+        title_justify="left",
+    )
+    for heading in (
+        *("", "nodes", "train", "wait for a batch", "share", "generate", "wait for weights"),
+        *("share", "sync", "step"),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, candidate in _split_rows(plan, top):
+        times = sides_of(candidate)
+        cells = [
+            *(times.learning_s, times.training_waits_s, times.training_waits_s / times.total_s),
+            *(times.generating_s, times.generation_waits_s),
+            *(times.generation_waits_s / times.total_s, times.sync_s, times.total_s),
+        ]
+        forms = (".1f", ".1f", ".0%", ".1f", ".1f", ".0%", ".1f", ".1f")
+        shown_cells = [
+            "-" if math.isnan(value) or math.isinf(value) else format(value, form)
+            for value, form in zip(cells, forms, strict=True)
+        ]
+        table.add_row(name, _nodes(plan, candidate), *shown_cells)
+    return table
+
+
+def _split_rows(plan: Plan, top: int) -> list[tuple[str, Candidate]]:
+    return [(name, one) for name, one in _rows(plan, top) if one.layout.num_generation]
+
+
+def ahead_hint(plan: Plan) -> str:
+    """What generation that runs a step ahead would gain; empty where it does, or cannot."""
+    found = quickest_ahead(plan.splits)
+    if found is None or plan.best is None:
+        return ""
+    candidate, seconds = found
+    gain = plan.best.times.total_s / seconds
+    return (
+        f"With generation one step ahead (--max-staleness 1) {_nodes(plan, candidate)} nodes would "
+        f"take {seconds:.1f} s a step, {gain:.2f} times as quick as the quickest here; but then "
+        "older weights sample what is learned from (docs/objective.md): it is not chosen for you."
+    )
 
 
 def memory_table(plan: Plan, *, top: int) -> Table:
@@ -64,10 +135,7 @@ def memory_table(plan: Plan, *, top: int) -> Table:
         "node's own memory, while a checkpoint is saved, and of what is offloaded",
         title_justify="left",
     )
-    rows = [(str(place), one) for place, one in enumerate(plan.ranked[:top], start=1)]
-    if plan.current is not None:
-        rows.append(("yours" if not plan.current_refusal else "yours *", plan.current))
-    values = {name: _memory_values(plan, candidate) for name, candidate in rows}
+    values = {name: _memory_values(plan, candidate) for name, candidate in _rows(plan, top)}
     is_fp8 = any(sizes["fp8_copies"] for sizes in values.values())
     sums = ("training", "generating", "checkpoint_host", "offload_host")
     parts = [part for part in (*PARTS, *sums) if is_fp8 or part != "fp8_copies"]
@@ -204,6 +272,9 @@ def to_json(
         "workload": dataclasses.asdict(workload),
         "efficiency": dataclasses.asdict(efficiency),
         "layouts": [_values(plan, one, config) for one in plan.ranked[:top]],
+        "splits": [_values(plan, one, config) for one in plan.best_splits[:top]],
+        "split_refusal": plan.split_refusal,
+        "ahead": _ahead_values(plan),
         "current": plan.current and _values(plan, plan.current, config),
         "current_refusal": plan.current_refusal,
         "leave_out": leave_out(config),
@@ -213,6 +284,11 @@ def to_json(
 
 def _values(plan: Plan, candidate: Candidate, config: Config) -> dict[str, Any]:
     times = {f"{stage}_s": _finite(seconds(candidate.times, stage)) for stage in (*STAGES, "total")}
+    if candidate.layout.num_generation:
+        sides = sides_of(candidate)
+        waits = (sides.training_waits_s, sides.generation_waits_s)
+        names = ("training_waits_s", "generation_waits_s")
+        times |= {name: _finite(value) for name, value in zip(names, waits, strict=True)}
     return {
         "layout": dataclasses.asdict(candidate.layout),
         "max_tokens_per_microbatch": candidate.max_tokens_per_microbatch,
@@ -223,6 +299,15 @@ def _values(plan: Plan, candidate: Candidate, config: Config) -> dict[str, Any]:
     }
 
 
+def _ahead_values(plan: Plan) -> dict[str, Any] | None:
+    """What `ahead_hint` says."""
+    found = quickest_ahead(plan.splits)
+    if found is None:
+        return None
+    candidate, total_s = found
+    return {"num_generation": candidate.layout.num_generation, "total_s": total_s}
+
+
 def _memory_values(plan: Plan, candidate: Candidate) -> dict[str, int]:
     """Bytes by part of the stage that needs most while training; the most of both phases.
 
@@ -231,6 +316,8 @@ def _memory_values(plan: Plan, candidate: Candidate) -> dict[str, int]:
     """
     found = candidate.memory
     parts = {part: getattr(found.trainer, part) for part in PARTS}
+    if candidate.layout.num_generation:  # the engine has a GPU of its own
+        parts |= {part: getattr(found.engine, part) for part in ROLLOUT_PARTS}
     return parts | {
         "training": found.training,
         "generating": found.generating,
@@ -241,7 +328,7 @@ def _memory_values(plan: Plan, candidate: Candidate) -> dict[str, int]:
 
 def _finite(value: float) -> float | None:
     """JSON has no infinity: a stage that cannot run has no time."""
-    return value if value < float("inf") else None
+    return value if math.isfinite(value) else None
 
 
 def pipeline_ranks(layout: Layout) -> str:

@@ -20,7 +20,7 @@ from gapo_megatron.ops.plan.flops import ForwardFlops, Shape, element_bytes, for
 from gapo_megatron.ops.plan.hardware import Gpu
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.state import others_and_experts
-from gapo_megatron.ops.plan.workload import Workload
+from gapo_megatron.ops.plan.workload import Load, Workload, load_of
 
 _ACCUMULATE_BYTES = 10
 """Bytes per weight and micro-batch: its gradient (2) is added to a float32 buffer (4 + 4)."""
@@ -53,17 +53,6 @@ class _Recomputed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Work of one data parallel rank in a mini-batch."""
-
-    tokens: float
-    squared_tokens: float
-    """Sum of the sequences' squared lengths."""
-    scored_tokens: float
-    """Tokens of responses."""
-
-
-@dataclass(frozen=True, slots=True)
 class Training:
     """One mini-batch on the busiest data parallel rank."""
 
@@ -75,8 +64,13 @@ class Training:
     efficiency: Efficiency
 
     def old_log_probs_s(self) -> float:
-        """(mini-batches - 1) forward passes: the first is its own old pass; all with a KL term."""
+        """(mini-batches - 1) forward passes: the first is its own old pass; all with a KL term.
+
+        None are needed where the engine's log-probs are the old ones.
+        """
         num_passes = self.config.batch.num_minibatches - 1
+        if self.config.objective.old_log_probs == "rollout":
+            num_passes = 0
         if self.config.objective.kl_coef > 0:
             num_passes += self.config.batch.num_minibatches
         return num_passes * self.pass_s(backward=False)
@@ -97,15 +91,7 @@ class Training:
     @property
     def load(self) -> Load:
         """Load of the busiest data parallel rank: an even share, at least the longest sequence."""
-        n, workload, prompt = self.num_sequences, self.workload, self.workload.mean_prompt_tokens
-        longest, squared = workload.longest_of(max(1.0, n * self.layout.dp_size))
-        return Load(
-            tokens=max(n * workload.mean_tokens, prompt + longest),
-            squared_tokens=max(
-                n * workload.mean_squared_tokens, prompt**2 + 2 * prompt * longest + squared
-            ),
-            scored_tokens=max(n * workload.mean_response_tokens, longest),
-        )
+        return load_of(self.workload, self.num_sequences, self.layout.dp_size)
 
     @property
     def num_microbatches(self) -> int:

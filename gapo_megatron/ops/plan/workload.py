@@ -101,6 +101,17 @@ class Workload:
         return _survival(self.mean_response_tokens, self.longest_response_tokens, self.spread)
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Work of one data parallel rank in a mini-batch."""
+
+    tokens: float
+    squared_tokens: float
+    """Sum of the sequences' squared lengths."""
+    scored_tokens: float
+    """Tokens of responses."""
+
+
 def default_workload(
     config: Config,
     *,
@@ -169,6 +180,20 @@ def spread_of(*, mean: float, longest: int, truncated_share: float) -> float:
 
 
 # A planner asks for every layout.
+@functools.lru_cache(maxsize=4096)
+def load_of(workload: Workload, n: float, dp_size: int) -> Load:
+    """Load of the busiest of `dp_size` ranks with `n` sequences each: at least the longest one."""
+    prompt = workload.mean_prompt_tokens
+    longest, squared = workload.longest_of(max(1.0, n * dp_size))
+    return Load(
+        tokens=max(n * workload.mean_tokens, prompt + longest),
+        squared_tokens=max(
+            n * workload.mean_squared_tokens, prompt**2 + 2 * prompt * longest + squared
+        ),
+        scored_tokens=max(n * workload.mean_response_tokens, longest),
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def _longest_of(workload: Workload, num_sequences: float) -> tuple[float, float]:
     lengths, survival = workload.survival()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -26,6 +27,11 @@ from gapo_megatron.ops.report.style import (
 
 SMALL = 0.02
 """Stages below this share of every arm's step are drawn as part of `other`."""
+WAIT = "wait"
+TRAINING, GENERATION = SIDES = ("training", "generation")
+"""Sides of a run in which some ranks only generate; the other runs have none."""
+_OF_SIDES = {"evaluate": 0, "rollout": 1, "reward": 2, WAIT: 3, "sync": 5}
+"""Order in which stages of two sides are drawn; the others come before the sync."""
 SKIPPED = {
     "skip/forward_token_share": "forward",
     "skip/old_pass_token_share": "old log-probs",
@@ -43,58 +49,116 @@ MEMORY = {
 
 
 def step_time(comparison: Comparison) -> Exhibit:
-    """Seconds of a step by stage, a bar per arm."""
+    """Seconds of a step by stage: a bar per arm, or one per side where some ranks only generate."""
     rows = [row for arm in comparison.curves for row in time_rows(arm)]
     if not rows:
         raise NoData("no run has timings")
-    labels = list(dict.fromkeys(str(row["arm"]) for row in rows))
+    labels = list(dict.fromkeys(map(_bar, rows)))
     figure, (axis,) = panels(1, row_inches=0.55 + 0.18 * len(labels))
     draw_time(axis, rows)
     legend_below(figure, axis, handle_length=1.4)
+    notes = [
+        f"Means over steps and seeds; stages below {100 * SMALL:.0f} % in every bar, and time "
+        "between stages, are `other`. Runs that shared a machine slowed each other down."
+    ]
+    if found := waiting_notes(comparison.curves):
+        notes += [
+            "Methods with generation ranks have a bar for each side. `wait` is for the other side: "
+            "training's for a batch (or, in a sync, for ranks that still generate), generation's "
+            "for orders.",
+            *found,
+        ]
     return Exhibit(
         aid="Where a step's wall-clock time goes: what generation takes no trainer can give back.",
         rows=rows,
         figure=figure,
-        notes=[
-            f"Means over steps and seeds; stages below {100 * SMALL:.0f} % in every bar, and time "
-            "between stages, are `other`. Runs that shared a machine slowed each other down."
-        ],
+        notes=notes,
     )
 
 
+def waiting_notes(arms: Sequence[Arm]) -> list[str]:
+    """Which share of a step each side of an arm waits, a sentence per arm with generation ranks."""
+    notes = []
+    for arm in arms:
+        waits = {row["side"]: row["share"] for row in time_rows(arm) if row["stage"] == WAIT}
+        if TRAINING in waits and GENERATION in waits:
+            shown = (f"{side} waits {100 * float(waits[side] or 0):.0f} %" for side in SIDES)
+            notes.append(f"{arm.label}: {', '.join(shown)} of a step.")
+    return notes
+
+
 def time_rows(arm: Arm) -> list[Row]:
-    """Seconds of each stage per step: mean over all steps of all seeds; the rest is `other`."""
-    totals: dict[str, float] = {}
-    num_steps = 0
-    for row in (row for run in arm.runs for row in run.timings if "time/step_s" in row):
-        num_steps += 1
-        for key, seconds in row.items():
-            match = re.fullmatch(r"time/(\w+)_s", key)
-            if match and match[1] != "unix":  # that one is the clock
-                totals[match[1]] = totals.get(match[1], 0.0) + seconds
-    if not num_steps:
+    """Seconds of each stage per step: mean over all steps of all seeds; the rest is `other`.
+
+    Where ranks only generate, those of each side, as shares of the side's own step. A sync of
+    training that takes longer than generation's has waited for it: that much is `wait`.
+    """
+    steps = [row for run in arm.runs for row in run.timings if "time/step_s" in row]
+    apart = [row for row in steps if "generation/step_s" in row]
+    if not steps:
         return []
-    whole = totals.pop("step")
-    totals["other"] = max(whole - sum(totals.values()), 0.0)
+    training = _mean_seconds(apart or steps, "time")
+    if not apart:
+        return _stage_rows(arm, "", training)
+    generation = _mean_seconds(apart, "generation")
+    held_s = max(0.0, training.get("sync", 0.0) - generation.get("sync", 0.0))
+    training = {WAIT: 0.0, "sync": 0.0} | training
+    training[WAIT] += held_s
+    training["sync"] -= held_s
     return [
-        {"arm": arm.label, "stage": stage, "seconds": seconds / num_steps, "share": seconds / whole}
-        for stage, seconds in totals.items()
+        *_stage_rows(arm, TRAINING, training),
+        *_stage_rows(arm, GENERATION, {WAIT: 0.0} | generation),
     ]
 
 
+def _mean_seconds(steps: Sequence[Mapping[str, float]], section: str) -> dict[str, float]:
+    """Seconds per step of `section/<stage>_s` by stage, that of the whole step among them."""
+    totals: dict[str, float] = {}
+    for row in steps:
+        for key, seconds in row.items():
+            match = re.fullmatch(rf"{section}/(\w+)_s", key)
+            if match and match[1] != "unix":  # that one is the clock
+                totals[match[1]] = totals.get(match[1], 0.0) + seconds
+    return {stage: total / len(steps) for stage, total in totals.items()}
+
+
+def _stage_rows(arm: Arm, side: str, seconds: Mapping[str, float]) -> list[Row]:
+    whole = seconds["step"]
+    stages = {stage: value for stage, value in seconds.items() if stage != "step"}
+    stages["other"] = max(whole - sum(stages.values()), 0.0)
+    return [
+        {
+            "arm": arm.label,
+            "side": side,
+            "stage": stage,
+            "seconds": value,
+            "share": value / whole if whole else 0.0,
+        }
+        for stage, value in stages.items()
+    ]
+
+
+def _bar(row: Row) -> str:
+    """Name of the bar that a row is part of."""
+    side = row.get("side")
+    return f"{row['arm']}, {side}" if side else str(row["arm"])
+
+
 def draw_time(axis: Axes, rows: Sequence[Row]) -> None:
-    """One bar per arm, cut into stages."""
-    labels = list(dict.fromkeys(str(row["arm"]) for row in rows))
-    seconds = {(row["arm"], row["stage"]): float(row["seconds"] or 0) for row in rows}
+    """One bar per arm, or per side of it, cut into stages."""
+    labels = list(dict.fromkeys(map(_bar, rows)))
+    seconds = {(_bar(row), row["stage"]): float(row["seconds"] or 0) for row in rows}
     large = [
         stage
         for stage in dict.fromkeys(str(row["stage"]) for row in rows)
         if stage != "other"
         and any(row["stage"] == stage and float(row["share"] or 0) >= SMALL for row in rows)
     ]
+    if WAIT in large:  # of two sides the sync comes last: both have it at once
+        large.sort(key=lambda stage: _OF_SIDES.get(stage, _OF_SIDES[WAIT] + 1))
     left = np.zeros(len(labels))
     whole = np.array(
-        [sum(v for (arm, _), v in seconds.items() if arm == label) for label in labels]
+        [sum(v for (bar, _), v in seconds.items() if bar == label) for label in labels]
     )
     for place, stage in enumerate([*large, "other"]):
         width = np.array([seconds.get((label, stage), 0.0) for label in labels])
@@ -106,15 +170,24 @@ def draw_time(axis: Axes, rows: Sequence[Row]) -> None:
             left=left,
             height=0.65,
             label=stage.replace("_", " "),
-            color="0.8" if stage == "other" else COLOURS[place % len(COLOURS)],
-            hatch=HATCHES[place % len(HATCHES)],
-            edgecolor="white",
             linewidth=0.4,
+            **_stage_look(stage, place),
         )
         left = left + width
     axis.set(xlabel="seconds per step", ylabel="method")
     axis.invert_yaxis()
     axis.grid(axis="y", visible=False)
+
+
+def _stage_look(stage: str, place: int) -> dict[str, Any]:
+    """Colour and hatch of the stage at `place`: waiting is empty, what is small is grey."""
+    if stage == WAIT:
+        return {"color": "white", "hatch": "//////", "edgecolor": "0.6"}
+    return {
+        "color": "0.8" if stage == "other" else COLOURS[place % len(COLOURS)],
+        "hatch": HATCHES[place % len(HATCHES)],
+        "edgecolor": "white",
+    }
 
 
 def memory(comparison: Comparison) -> Exhibit:

@@ -205,7 +205,7 @@ def _relative(
 
 def num_gpus(one: Observation) -> int:
     """A process on a CPU is a device too."""
-    return one.layout.world_size
+    return one.layout.num_ranks
 
 
 def model_name(one: Observation) -> str:
@@ -260,6 +260,8 @@ def layout_items(one: Observation, *, with_data_parallel: bool = True) -> list[s
     items |= {f"DP {layout.dp_size}": layout.dp_size if with_data_parallel else 1}
     items |= {f"vLLM TP {layout.rollout_tp_size}": layout.rollout_tp_size}
     parts = [item for item, size in items.items() if size > 1]
+    if layout.num_generation:
+        parts.append(f"{layout.num_generation} generate, staleness {config.rollout.max_staleness}")
     others = {
         f"recompute {layout.recompute}": layout.recompute != "none",
         "overlap": config.parallel.overlap_grad_reduce,

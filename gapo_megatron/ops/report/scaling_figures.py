@@ -228,13 +228,16 @@ def step_split(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gp
     )
     axis.set(ylabel="run", xlim=(0, None), ylim=(len(rows) - 0.5, -0.5))
     legend_below(figure, axis, handle_length=1.4)
+    notes = [
+        f"`other` is what no stage counts, and here also stages below {100 * SMALL:.0f} % of "
+        "every step, which the tables have apart."
+    ]
+    if any(one.layout.num_generation and one.config.rollout.max_staleness for one in observations):
+        notes.append("With generation a step ahead, bars add up what both sides did at once.")
     return Exhibit(
         aid="Seconds of a step by stage, medians of what was measured, and the whole step as the "
         "planner has it.",
-        notes=[
-            f"`other` is what no stage counts, and here also stages below {100 * SMALL:.0f} % of "
-            "every step, which the tables have apart."
-        ],
+        notes=notes,
         rows=[{key: value for key, value in row.items() if key != "arm"} for row in split],
         figure=figure,
     )

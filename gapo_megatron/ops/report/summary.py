@@ -14,6 +14,7 @@ from gapo_megatron.evaluate.statistics import (
 )
 from gapo_megatron.evaluate.table import NONE, Table, mean, with_interval
 from gapo_megatron.ops.report.arms import Arm, Comparison
+from gapo_megatron.ops.report.costs import waiting_notes
 from gapo_megatron.ops.report.exhibit import Exhibit
 from gapo_megatron.ops.report.series import NoData, Row, final, interval, pass_keys
 
@@ -34,6 +35,7 @@ def summary(comparison: Comparison) -> Exhibit:
             "stand at the same step; Welch's t-test over seeds: * p < 0.05, ** p < 0.01, "
             "*** p < 0.001, not corrected for the number of tests."
         )
+    notes += waiting_notes(comparison.curves)
     rows, columns, lines = _content(comparison.curves, first=first)
     return Exhibit(
         aid="What each method reached, with the uncertainty over training seeds, and what it took.",

@@ -24,7 +24,6 @@ from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args, eos_token_ids
 from gapo_megatron.rollout.vllm.guards import (
-    launched_as_this_world,
     own_shared_memory,
     trainer_num_threads,
     trainer_random_state,
@@ -91,7 +90,7 @@ class RolloutEngine:
             backend="gloo", timeout=timedelta(seconds=config.parallel.timeout_s)
         )
         with (
-            launched_as_this_world(),
+            vllm.launched_as_this_world(),
             trainer_random_state(),
             trainer_num_threads(),
             own_shared_memory(self.gloo_group),

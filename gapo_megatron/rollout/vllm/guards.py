@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import uuid
 from collections.abc import Iterator
@@ -63,25 +62,3 @@ def own_shared_memory(gloo_group: dist.ProcessGroup) -> Iterator[None]:
         lambda communicator, ranks: f"{names[0]}-{communicator}-{'-'.join(map(str, ranks))}"
     ):
         yield
-
-
-@contextlib.contextmanager
-def launched_as_this_world() -> Iterator[None]:
-    """Let vLLM take the ranks of the default process group for all that were launched.
-
-    Its external launcher reads RANK and WORLD_SIZE (and in RANK an engine's place in data
-    parallelism) while an engine is built. They count all ranks of the job, of which the group may
-    have a part; afterwards they do so again. LOCAL_RANK stays: it is the GPU of this node, and vLLM
-    uses the default process group that is there, so MASTER_ADDR and MASTER_PORT are not looked at.
-    """
-    names = ("RANK", "WORLD_SIZE")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

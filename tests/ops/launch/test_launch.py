@@ -31,6 +31,7 @@ from gapo_megatron.run.processes import (
     launcher,
     quiet_libraries,
     read_placement,
+    read_ranks_per_node,
     world_size,
 )
 from tests.messages import mentions
@@ -67,6 +68,41 @@ def test_torchrun():
 
 def test_slurm():
     assert read_placement(SLURM) == Placement(5, 8, 1, "gpu017", 24567)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, 1),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, 2),
+        (TORCHRUN | {"LOCAL_RANK": "3"}, 4),  # by hand, on one machine
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4,4", "SLURM_TASKS_PER_NODE": "2(x4)"}, 4),
+        (SLURM | {"SLURM_TASKS_PER_NODE": "2(x4)"}, 2),
+        (SLURM | {"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        # torchrun as a step of Slurm's, one task a node.
+        (SLURM | TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, 2),
+    ],
+)
+def test_ranks_per_node(env, expected):
+    if "RANK" in env:
+        env = env | {"TORCHELASTIC_RUN_ID": "7"}
+    assert read_ranks_per_node(env) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "4,2(x2)"}, ["SLURM_STEP_TASKS_PER_NODE", "4,2(x2)"]),
+        ({"SLURM_TASKS_PER_NODE": "many"}, ["SLURM_TASKS_PER_NODE", "many"]),
+        ({"SLURM_NTASKS_PER_NODE": "0"}, ["rank 5"]),
+        # --distribution=cyclic: ranks 0, 2, 4, 6 are on the first of the two nodes.
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "2"}, ["rank 5", "block"]),
+    ],
+)
+def test_nodes_that_are_not_alike_are_refused(env, words):
+    with pytest.raises(ConfigError, match=mentions(*words)):
+        read_ranks_per_node(SLURM | env)
 
 
 def test_world_size_of_a_dry_run(monkeypatch):

@@ -38,6 +38,7 @@ def test_a_layout_of_configs_is_as_it_would_be_written_now(path, tmp_path):
     candidate = SimpleNamespace(
         layout=Layout.of(config, world_size=gpu.gpus_per_node * nodes_of(path)),
         max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+        settings=(),
     )
     settings = [f"rollout.max_response_tokens={config.rollout.max_response_tokens}"]
     settings += [f"batch.max_tokens_per_microbatch={config.batch.max_tokens_per_microbatch}"]
@@ -78,9 +79,9 @@ def test_what_is_written_leaves_room():
 
     tight = [candidate(0.96, 0.5), candidate(0.5, 0.96)]
     fits, slower = candidate(0.94, 0.94), candidate(0.1, 0.1)
-    plan = SimpleNamespace(gpu=gpu, ranked=[*tight, fits, slower])
+    plan = SimpleNamespace(gpu=gpu, everything=[*tight, fits, slower])
     assert quickest_with_room(plan) is fits
-    plan.ranked = tight
+    plan.everything = tight
     with pytest.raises(ConfigError, match=mentions("h100", "nodes")):
         quickest_with_room(plan)
 
@@ -94,7 +95,7 @@ def test_stages_of_a_base_that_a_file_cannot_make_equal_are_named(tmp_path):
     base.write_text(f"{text}num_layers_in_last_pipeline_stage = 12\n")
     config = load_config(BASE)
     layout = replace(Layout.of(config, world_size=8), tp_size=2, dp_size=4)
-    candidate = SimpleNamespace(layout=layout, max_tokens_per_microbatch=10_240)
+    candidate = SimpleNamespace(layout=layout, max_tokens_per_microbatch=10_240, settings=())
     with pytest.raises(ConfigError, match=mentions(base, name)):
         write_layout(candidate, tmp_path / "new.toml", gpu=GPUS["h100"], base=base, settings=[])
     assert not (tmp_path / "new.toml").exists()

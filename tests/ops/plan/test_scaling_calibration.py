@@ -27,7 +27,7 @@ from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import GPUS, Gpu
 from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.times import StepTime
+from gapo_megatron.ops.plan.times import SidesTime, StepTime
 from gapo_megatron.ops.plan.trial import (
     default_sizes,
     mean_prompt_tokens,
@@ -321,6 +321,29 @@ def test_a_run_is_read_as_it_was(tmp_path):
     assert workload.active_share == 0.75
     assert workload.clipped_share == pytest.approx(0.2)  # 0.6 of 0.75 went back
     assert workload.survival()[1][-1] == pytest.approx(0.05, abs=0.003)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_run_with_generation_ranks_is_read_by_both_clocks(tmp_path, staleness):
+    """Its stages are those of the side that does them; a step is as long as the longer side."""
+    write_model(tmp_path / "model", SMALL)
+    metrics, timings = a_step()
+    both = {"time/wait_s": 3.0, "time/sync_s": 1.75, "time/step_s": 126.0, "perf/world_size": 6}
+    both |= {"generation/rollout_s": 8.0, "generation/reward_s": 0.5, "generation/wait_s": 1.0}
+    timings = timings | both | {"perf/generation_ranks": 2}
+    for own in ("time/rollout_s", "time/reward_s", "time/sleep_s", "time/noise_floor_s"):
+        del timings[own]
+    timings |= {"time/checkpoint_s": 15.5}
+    rows = [(metrics, timings | {"generation/sync_s": sync_s}) for sync_s in (0.0, 1.0, 0.0, 1.0)]
+    rollout = {"generation_ranks": 2, "max_staleness": staleness}
+    sections = {"rollout": rollout, "objective": {"importance_weight_max": 2.0}}
+    write_run(tmp_path / "run", rows=rows, hf_dir=tmp_path / "model", ranks=6, **sections)
+    one = read_observation(tmp_path / "run", mean_prompt_tokens=80.0)
+    assert one.layout == Layout.of(one.config, world_size=4, num_generation=2)
+    assert one.measured == SidesTime(8.0, 0.5, 1.0, 5.0, 0.5, staleness)
+    assert one.step_s == 126.0 - 100.0 - 15.5 == 10.5
+    assert one.other_s == 10.5 - one.measured.total_s
+    assert isinstance(one.predict(GPUS["h200"], TRUE), SidesTime)
 
 
 @pytest.mark.parametrize(

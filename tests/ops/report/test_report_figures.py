@@ -16,6 +16,7 @@ from scipy import stats
 
 from gapo_megatron.evaluate.heat_map import difference_limit
 from gapo_megatron.ops.report import style
+from gapo_megatron.ops.report.archive import read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.clipping import draw_correlation
 from gapo_megatron.ops.report.picture import draw_picture, write_picture
@@ -28,6 +29,7 @@ from tests.report_setup import (
     NUM_PROBLEMS,
     NUM_STEPS,
     clipped,
+    clocks_apart,
     deviation,
     num_sequences,
     pass_at,
@@ -300,6 +302,56 @@ def test_time_of_a_step_adds_up(exhibits):
     assert rollout["share"] == pytest.approx(2 / 3)
     widths = [bar.get_width() for bar in exhibit.figure.axes[0].patches]
     assert widths == pytest.approx([0.5] * 3 + [0.25] * 3)
+
+
+def apart(tmp_path, *, methods=("gapo",), together=()):
+    """Runs with generation ranks, and without."""
+    options = {name: {"clocks": clocks_apart()} for name in methods} | {one: {} for one in together}
+    folders = [
+        write_run(tmp_path / name, method=name, num_steps=10, **option)
+        for name, option in options.items()
+    ]
+    return Comparison.of([read_run(folder) for folder in folders])
+
+
+def test_each_side_has_a_bar_and_its_waiting(tmp_path):
+    """Training's sync is longer than generation's by what it waits: 1 s on average."""
+    with style.style():
+        exhibit = FIGURES["step_time"](apart(tmp_path, together=["gspo"]))
+    found = {
+        side: {row["stage"]: row["seconds"] for row in rows_of(exhibit, arm="gapo", side=side)}
+        for side in ("training", "generation")
+    }
+    training = {"wait": 5.0, "old_log_probs": 1.0, "update": 3.5, "sync": 0.25, "other": 0.25}
+    generation = {"rollout": 7.0, "reward": 0.5, "sync": 0.25, "wait": 2.25, "other": 0.0}
+    assert found == {"training": pytest.approx(training), "generation": pytest.approx(generation)}
+    for stages in found.values():
+        assert sum(stages.values()) == pytest.approx(10)
+    (rollout,) = rows_of(exhibit, arm="gspo", stage="rollout")
+    assert (rollout["side"], rollout["seconds"]) == ("", 0.5)
+    (axis,) = exhibit.figure.axes
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert labels == ["gapo, training", "gapo, generation", "gspo"]
+    bars = dict(zip(axis.get_legend_handles_labels()[1], axis.containers, strict=True))
+    assert [bar.get_width() for bar in bars["wait"]] == pytest.approx([5.0, 2.25, 0.0])
+    ends = [bar.get_x() + bar.get_width() for bar in bars["other"]]
+    assert ends == pytest.approx([10, 10, 0.75])
+    assert exhibit.notes[-1] == "gapo: training waits 50 %, generation waits 22 % of a step."
+
+
+def test_the_summary_says_who_waits(tmp_path):
+    table = FIGURES["summary"](apart(tmp_path, methods=["gapo", "gspo"])).table
+    assert sum("training waits 50 %, generation waits 22 %" in note for note in table.notes) == 2
+    alone = FIGURES["summary"](apart(tmp_path / "alone", methods=[], together=["gapo"])).table
+    assert not any("waits" in note for note in alone.notes)
+
+
+def test_an_archive_keeps_both_clocks(tmp_path):
+    runs = [run for arm in apart(tmp_path).arms for run in arm.runs]
+    write_archive(runs, tmp_path / "archive")
+    kept = FIGURES["step_time"](Comparison.of(read_archive(tmp_path / "archive")))
+    (wait,) = rows_of(kept, side="training", stage="wait")
+    assert wait["seconds"] == pytest.approx(5)
 
 
 def test_skipped_work_is_in_percent(exhibits):

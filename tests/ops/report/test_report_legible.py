@@ -9,10 +9,13 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from gapo_megatron.ops.report import style
+from gapo_megatron.ops.report.arms import Comparison
+from gapo_megatron.ops.report.costs import step_time
 from gapo_megatron.ops.report.learning import OTHER
 from gapo_megatron.ops.report.report import MAKERS
+from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.series import NoData
-from tests.report_setup import write_study
+from tests.report_setup import clocks_apart, write_run, write_study
 
 FEW = ("gapo", "gspo_asym", "dr_grpo")
 MANY = (*FEW, "grpo", "gspo", "f_grpo", "f_gspo", "gapo_token", "cispo")
@@ -50,7 +53,22 @@ def test_a_figure_can_be_read(request, number, name):
         # Tables, and what takes a branch.
         assert name in ("summary", "others", "clip_sweep", "intervention")
         return
-    figure = made[name].figure
+    check_readable(made[name], name)
+
+
+@pytest.mark.parametrize("methods", [FEW, MANY])
+def test_bars_of_both_sides_can_be_read(tmp_path, methods):
+    options = {"num_steps": 2, "clocks": clocks_apart()}
+    folders = [write_run(tmp_path / name, method=name, **options) for name in methods]
+    with style.style():
+        exhibit = step_time(Comparison.of([read_run(folder) for folder in folders]))
+    check_readable(exhibit, "step_time")
+    (axis,) = exhibit.figure.axes
+    assert len(axis.get_yticklabels()) == 2 * len(methods)
+
+
+def check_readable(exhibit, name):
+    figure = exhibit.figure
     assert figure.get_figwidth() == pytest.approx(3.3)
     assert figure.get_figheight() < 10  # a page
     with style.style():
@@ -64,7 +82,7 @@ def test_a_figure_can_be_read(request, number, name):
         for axis, (x, _) in zip(panels, names, strict=True)
     )
     assert figure.legends or name == "solve_rates"  # whose colours have a scale
-    assert len(made[name].aid) > 40
+    assert len(exhibit.aid) > 40
     inside = figure.bbox.padded(1)
     boxes = []
     for text in shown_texts(figure):

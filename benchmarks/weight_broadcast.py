@@ -1,0 +1,164 @@
+"""Weights from a trainer to generation ranks: buckets against a plain broadcast of as many bytes.
+
+    OMP_NUM_THREADS=1 python benchmarks/weight_broadcast.py --receivers 2
+
+The names and shapes of Qwen2.5-0.5B in bfloat16, from one process to others of this machine over
+gloo, by the groups that `run.bridge` makes. Three ways in turns: a plain broadcast of one tensor of
+as many bytes; `rollout.broadcast`; and that once more with receivers that copy every tensor to
+where it belongs, as an engine does. Peak memory is the process's own (VmHWM), above what it was
+before, in buckets: in a broadcast of its own, after the timed ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from transformers import Qwen2Config
+
+from gapo_megatron.compat.torch import OutsideGroup
+from gapo_megatron.models.rules import hf_shapes
+from gapo_megatron.models.tables import rules_for
+from gapo_megatron.rollout import broadcast
+from gapo_megatron.rollout.broadcast import BUCKET_BYTES, Route
+
+WAYS = ("plain", "buckets", "buckets, copied")
+HOST = torch.device("cpu")
+
+
+def make_weights(num_layers: int) -> dict[str, Tensor]:
+    """Tensors of the model; every page of them is there."""
+    config = Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=num_layers,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    shapes = hf_shapes(rules_for(config))
+    return {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+
+
+class Rank:
+    """One process: the sender is rank 0."""
+
+    def __init__(self, rank: int, arguments: argparse.Namespace, folder: str) -> None:
+        """Meet the others, and make the weights."""
+        store, size = dist.FileStore(f"{folder}/store"), arguments.receivers + 1
+        self.rank = rank
+        self.bucket_bytes = arguments.bucket_mib * 2**20
+        groups = [
+            OutsideGroup(
+                dist.PrefixStore(name, store), rank=rank, size=size, device=HOST, timeout_s=600
+            )
+            for name in ("headers", "payload")
+        ]
+        self.route = Route(*groups)
+        self.weights = make_weights(arguments.layers)
+        self.num_bytes = sum(tensor.nbytes for tensor in self.weights.values())
+
+    def plain(self) -> None:
+        """One tensor of as many bytes."""
+        self.route.payload.broadcast(self.flat, source=0).wait()
+
+    def buckets(self, *, copies: bool) -> None:
+        """`rollout.broadcast`; receivers may copy what they get."""
+        if self.rank == 0:
+            broadcast.send(self.stream(), self.route, bucket_bytes=self.bucket_bytes)
+            return
+        for name, tensor in broadcast.receive(self.route):
+            if copies:
+                self.weights[name].copy_(tensor)
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights, as a policy exports them."""
+        yield from self.weights.items()
+
+    def seconds(self, way: str) -> float:
+        """Until the slowest rank has everything."""
+        self.route.headers.barrier()
+        start = time.perf_counter()
+        if way == "plain":
+            self.plain()
+        else:
+            self.buckets(copies=way.endswith("copied"))
+        self.route.headers.barrier()
+        return time.perf_counter() - start
+
+    def extra_bytes(self) -> int:
+        """Peak memory of a broadcast in buckets above what this process has before it."""
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory("VmRSS")
+        self.buckets(copies=True)
+        return memory("VmHWM") - before
+
+    def run(self, rounds: int, folder: Path) -> None:
+        """Time all ways in turns, then look at the memory; rank 0 prints."""
+        self.flat = torch.ones(self.num_bytes, dtype=torch.uint8)
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        for number in range(rounds + 1):
+            for way, values in seconds.items():
+                taken = self.seconds(way)
+                values += [taken] if number else []  # the first one has buffers to make
+        del self.flat
+        (folder / f"extra{self.rank}").write_text(str(self.extra_bytes()))
+        self.route.headers.barrier()
+        if self.rank:
+            return
+        medians = {way: statistics.median(values) for way, values in seconds.items()}
+        for way, median in medians.items():
+            shown = " ".join(f"{value:.2f}" for value in seconds[way])
+            print(
+                f"{way:16s} {self.num_bytes / median / 1e9:.2f} GB/s, "
+                f"{medians['plain'] / median:.2f} of plain (s: {shown})"
+            )
+        ends = sorted(folder.glob("extra*"))
+        extra = [int(path.read_text()) / self.bucket_bytes for path in ends]
+        print(f"peak memory beside the weights, in buckets, by rank: {extra}")
+
+
+def memory(field: str) -> int:
+    """Bytes of a field of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
+def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
+    """One process of the benchmark."""
+    Rank(rank, arguments, folder).run(arguments.rounds, Path(folder))
+
+
+def main() -> None:
+    """Start the processes."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--receivers", type=int, default=2, help="ranks that generate")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bucket-mib", type=int, default=BUCKET_BYTES["cpu"] // 2**20)
+    arguments = parser.parse_args()
+    weights = make_weights(arguments.layers)
+    sizes = [tensor.nbytes for tensor in weights.values()]
+    print(
+        f"{len(sizes)} tensors, {sum(sizes) / 1e9:.2f} GB, largest {max(sizes) / 2**20:.0f} MiB; "
+        f"buckets of {arguments.bucket_mib} MiB, {arguments.receivers} receiver(s)",
+        flush=True,
+    )
+    del weights
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, (arguments, folder), nprocs=arguments.receivers + 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""Search over layouts: what each of a model's layouts needs and takes on so many GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from gapo_megatron.config import Config
+from gapo_megatron.config.counts import check_world_size, num_generation_ranks
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.models.checks import check_engine_heads, check_shapes, num_experts
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import Shape
+from gapo_megatron.ops.plan.generation import generation_s
+from gapo_megatron.ops.plan.hardware import Gpu
+from gapo_megatron.ops.plan.layout import Layout
+from gapo_megatron.ops.plan.memory import Memory, StageMemory, memory
+from gapo_megatron.ops.plan.times import StepTime, step_of
+from gapo_megatron.ops.plan.training import Training
+from gapo_megatron.ops.plan.workload import Workload
+
+_STATE_PARTS = ("weights", "optimizer")
+_STEP_PARTS = ("gradients", "fp8_copies", "activations", "layer", "head")
+ROLLOUT_PARTS = ("rollout_weights", "kv_cache")
+PARTS = (
+    *(*_STATE_PARTS, *_STEP_PARTS, *ROLLOUT_PARTS),
+    *("engine_asleep", "communication", "fragmentation"),
+)
+_BUDGET_FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)
+"""Multiples of `batch.max_tokens_per_microbatch` that are tried."""
+_GENERATING = "out of memory while generating"
+SMALLER_FRACTION = f"{_GENERATING}: a smaller rollout.memory_fraction would fit"
+_HOST_SHARE = 0.9
+"""Usable share of a node's own memory; system, verifiers and page cache need the rest: assumed."""
+OUT_OF_HOST = "out of a node's own memory: what is offloaded, and a checkpoint being saved"
+LARGER_FRACTION = f"{_GENERATING}: no room for the KV cache of one sequence"
+
+
+class Refusal(NamedTuple):
+    """Why a layout does not fit."""
+
+    reason: str
+    """A few words, alike for alike layouts."""
+    num_bytes: int
+    """Needed on one GPU in that phase, or on a node's own memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout with what it needs and takes."""
+
+    layout: Layout
+    max_tokens_per_microbatch: int
+    memory: Memory
+    times: StepTime
+    settings: tuple[str, ...] = ()
+    """Overrides beside those of the layout: which ranks generate, and what follows from it."""
+
+    def refusal(self, gpu: Gpu) -> Refusal | None:
+        """Why it does not fit; None: it fits."""
+        needed = self.memory.training
+        if needed > gpu.memory_bytes:
+            parts = (*_STATE_PARTS, *_STEP_PARTS)
+            return Refusal(_most_of_all("training", self.memory.trainer, parts), needed)
+        needed, engine = self.memory.generating, self.memory.engine
+        state = ("weights",) if engine.offloaded else _STATE_PARTS
+        if engine.receiving > gpu.memory_bytes:
+            parts = (*state, "rollout_weights")
+            return Refusal(_most_of_all("the engine receives weights", engine, parts), needed)
+        if needed - engine.kv_cache > gpu.memory_bytes:
+            parts = (*(() if engine.offloaded > engine.optimizer else state), *ROLLOUT_PARTS)
+            return Refusal(_most_of_all("generating", engine, parts), needed)
+        if needed > gpu.memory_bytes:
+            return Refusal(SMALLER_FRACTION, needed)
+        if self.times.generation_s == float("inf"):
+            return Refusal(LARGER_FRACTION, needed)
+        host = (self.memory.offloaded + self.memory.checkpoint) * gpu.gpus_per_node
+        if self.memory.offloaded and host > _HOST_SHARE * gpu.host_memory_bytes:
+            return Refusal(OUT_OF_HOST, host)
+        return None
+
+
+def _most_of_all(phase: str, stage: StageMemory, parts: Sequence[str]) -> str:
+    largest = max(parts, key=lambda part: getattr(stage, part))
+    return f"out of memory while {phase}: {largest.replace('_', ' ')} most of all"
+
+
+@dataclass(slots=True)
+class Refusals:
+    """Layouts that were refused for the same reason."""
+
+    count: int = 0
+    example: Candidate | None = None
+    """The one that needs the least memory; None: sizes do not divide."""
+    num_bytes: int = 0
+    """Memory that the example needs in the phase that is refused."""
+
+    def add(self, candidate: Candidate, refusal: Refusal) -> None:
+        """Count one more."""
+        self.count += 1
+        if self.example is None or refusal.num_bytes < self.num_bytes:
+            self.example, self.num_bytes = candidate, refusal.num_bytes
+
+
+def quickest(candidate: Candidate) -> tuple[float, float]:
+    """Key of an order by time; of sides that wait for each other, the less work comes first."""
+    times = candidate.times
+    work_s = times.generation_s + times.reward_s + times.old_log_probs_s + times.update_s
+    return times.total_s, work_s + times.sync_s
+
+
+def _is_too_long(candidates: Sequence[Candidate], gpu: Gpu) -> bool:
+    """Whether none fits, and one fails by what it keeps of a micro-batch, not by its state."""
+    return all(one.refusal(gpu) for one in candidates) and any(
+        one.memory.trainer.state < gpu.memory_bytes < one.memory.training for one in candidates
+    )
+
+
+def _layout(num_gpus: int, *, tp: int, pp: int, cp: int, ep: int) -> Layout:
+    return Layout(
+        tp_size=tp,
+        pp_size=pp,
+        cp_size=cp,
+        dp_size=num_gpus // (tp * pp * cp),
+        ep_size=ep,
+        sequence_parallel=tp > 1,
+        recompute="none",
+        rollout_tp_size=1,
+    )
+
+
+def _trainer_sizes(hf_config: Any, num_gpus: int, gpu: Gpu) -> Iterator[tuple[int, int, int]]:
+    """(tensor, pipeline, expert) sizes that divide the number of GPUs; stages divide the layers."""
+    experts = num_experts(hf_config)
+    for tp in _divisors(gpu.gpus_per_node):
+        for pp in _divisors(hf_config.num_hidden_layers):
+            if num_gpus % (tp * pp):
+                continue
+            for ep in _divisors(experts) if experts else [1]:
+                if num_gpus // pp % ep == 0:
+                    yield tp, pp, ep
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+@dataclass(slots=True)
+class Search:
+    """One model on one device: what does not change from layout to layout."""
+
+    hf_config: Any
+    shape: Shape
+    config: Config
+    gpu: Gpu
+    workload: Workload
+    efficiency: Efficiency
+    settings: tuple[str, ...] = ()
+    """See `Candidate`."""
+    _generation_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Seconds of generation by the ranks that generate and the engine's size."""
+
+    def run(
+        self, num_gpus: int, *, num_generation: int = 0
+    ) -> tuple[list[Candidate], dict[str, Refusals]]:
+        """Try every layout of the trainer on `num_gpus`, with the best engine and micro-batch.
+
+        Args:
+            num_gpus: GPUs that train.
+            num_generation: further ones that only generate; 0: those that train generate too.
+
+        Returns:
+            Those that fit, quickest first, and why the others do not.
+        """
+        rollout_sizes = self.rollout_sizes(num_generation or num_gpus)
+        if num_generation:
+            rollout_sizes = self._quickest_engine(rollout_sizes, num_gpus, num_generation)
+        refusals: dict[str, Refusals] = {}
+        fitting: list[Candidate] = []
+        for tp, pp, ep in _trainer_sizes(self.hf_config, num_gpus, self.gpu):
+            for cp in _divisors(num_gpus // (tp * pp)):
+                layout = _layout(num_gpus, tp=tp, pp=pp, cp=cp, ep=ep)
+                layout = replace(layout, num_generation=num_generation)
+                candidates = self._candidates_of(layout, rollout_sizes, refusals)
+                for candidate in candidates:
+                    if refusal := candidate.refusal(self.gpu):
+                        refusals.setdefault(refusal.reason, Refusals()).add(candidate, refusal)
+                    else:
+                        fitting.append(candidate)
+                is_own = cp >= self.config.parallel.context_parallel_size
+                if is_own and not _is_too_long(candidates, self.gpu):
+                    break
+        return sorted(fitting, key=quickest), refusals
+
+    def _candidates_of(
+        self, layout: Layout, rollout_sizes: Sequence[int], refusals: dict[str, Refusals]
+    ) -> list[Candidate]:
+        """Candidates of a layout; none, and a refusal counted, where sizes do not divide."""
+        try:
+            self.check(layout)
+        except ConfigError as error:
+            refusals.setdefault(str(error), Refusals()).count += 1
+            return []
+        return self.candidates(layout, rollout_sizes)
+
+    def rollout_sizes(self, num_gpus: int) -> list[int]:
+        """Tensor parallel sizes of the engine: within a node, dividing heads and its GPUs."""
+        return [
+            size
+            for size in _divisors(self.gpu.gpus_per_node)
+            if self.hf_config.num_attention_heads % size == 0 and num_gpus % size == 0
+        ]
+
+    def _quickest_engine(
+        self, sizes: Sequence[int], num_gpus: int, num_generation: int
+    ) -> list[int]:
+        """The quickest engine of GPUs that only generate: nothing of it depends on the trainer.
+
+        The leanest, if none fits.
+        """
+        layout = replace(_layout(num_gpus, tp=1, pp=1, cp=1, ep=1), num_generation=num_generation)
+        layouts = [replace(layout, rollout_tp_size=size) for size in sizes]
+        found = [self.candidate(one, self.budgets()[-1]) for one in layouts]
+        fitting = [one for one in found if one.memory.generating <= self.gpu.memory_bytes]
+        best = min(fitting or found[-1:], key=lambda one: one.times.generation_s)
+        return [best.layout.rollout_tp_size]
+
+    def check(self, layout: Layout) -> None:
+        """Raise ConfigError unless the trainer runs this layout of this model."""
+        parallel = layout.apply(self.config).parallel
+        check_shapes(self.hf_config, parallel, self.config.model)
+        check_world_size(parallel, layout.world_size)
+
+    def candidates(self, layout: Layout, rollout_sizes: Sequence[int]) -> list[Candidate]:
+        """The best of every kind of recomputation."""
+        return [
+            self.best(replace(layout, recompute=recompute), rollout_sizes)
+            for recompute in ("none", "selective", "full")
+        ]
+
+    def best(self, layout: Layout, rollout_sizes: Sequence[int]) -> Candidate:
+        """The quickest micro-batch and engine that fit; of what does not fit, the leanest.
+
+        Neither slows the other: of the micro-batches the quickest that fits with any engine, and
+        with it the quickest engine. What an engine needs to communicate is there while the trainer
+        works, too.
+        """
+        layouts = [replace(layout, rollout_tp_size=size) for size in rollout_sizes]
+        tried: list[tuple[int, Candidate]] = []
+        for budget in sorted(self.budgets(), key=lambda one: self.training_s(one, layout)):
+            fitting = []
+            for engine in layouts:
+                candidate = self.candidate(engine, budget)
+                if refusal := candidate.refusal(self.gpu):
+                    tried.append((refusal.num_bytes, candidate))
+                else:
+                    fitting.append(candidate)
+            if fitting:
+                return min(fitting, key=quickest)
+        return min(tried, key=lambda one: one[0])[1]
+
+    def current(self, num_gpus: int) -> tuple[Candidate | None, str]:
+        """The config's own layout, and why it does not run (empty: it does)."""
+        try:
+            check_shapes(self.hf_config, self.config.parallel, self.config.model)
+            apart = num_generation_ranks(
+                self.config.rollout, world_size=num_gpus, ranks_per_node=self.gpu.gpus_per_node
+            )
+            layout = Layout.of(self.config, world_size=num_gpus - apart, num_generation=apart)
+            check_engine_heads(self.hf_config, layout.rollout_tp_size)
+            if layout.rollout_tp_size > self.gpu.gpus_per_node:
+                raise ConfigError(
+                    f"rollout.tensor_parallel_size ({layout.rollout_tp_size}) must be at most the "
+                    f"GPUs of a node ({self.gpu.gpus_per_node})"
+                )
+        except ConfigError as error:
+            return None, str(error)
+        candidate = self.candidate(layout, self.config.batch.max_tokens_per_microbatch)
+        refusal = candidate.refusal(self.gpu)
+        return candidate, refusal.reason if refusal else ""
+
+    def budgets(self) -> list[int]:
+        """Tokens of a micro-batch to try: each holds one sequence."""
+        own, longest = self.config.batch.max_tokens_per_microbatch, self.config.max_sequence_tokens
+        return sorted({max(longest, int(own * factor)) for factor in _BUDGET_FACTORS})
+
+    def with_budget(self, budget: int) -> Config:
+        """The config with that micro-batch."""
+        batch = self.config.batch.model_copy(update={"max_tokens_per_microbatch": budget})
+        return self.config.model_copy(update={"batch": batch})
+
+    def candidate(self, layout: Layout, budget: int) -> Candidate:
+        """Memory and time of one layout."""
+        config = self.with_budget(budget)
+        needed = memory(self.hf_config, config, layout, self.gpu)
+        training = self._training(config, layout)
+        engines = layout.rollout_ranks, layout.rollout_tp_size
+        if engines not in self._generation_s:
+            self._generation_s[engines] = generation_s(
+                self.shape,
+                config,
+                rollout_tp_size=layout.rollout_tp_size,
+                world_size=layout.rollout_ranks,
+                workload=self.workload,
+                gpu=self.gpu,
+                efficiency=self.efficiency,
+            )
+        times = step_of(training, generation_s=self._generation_s[engines])
+        return Candidate(layout, budget, needed, times, self.settings)
+
+    def training_s(self, budget: int, layout: Layout) -> float:
+        """Old pass and updates."""
+        config = self.with_budget(budget)
+        training = self._training(config, layout)
+        return training.old_log_probs_s() + config.batch.num_minibatches * training.update_s()
+
+    def _training(self, config: Config, layout: Layout) -> Training:
+        return Training(self.shape, config, layout, self.workload, self.gpu, self.efficiency)

@@ -1,0 +1,327 @@
+"""Splits of a cluster into nodes that train and nodes that only generate."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from gapo_megatron.config import load_config
+from gapo_megatron.config.roles import flat
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.ops.plan.efficiency import Efficiency
+from gapo_megatron.ops.plan.flops import Shape, engine_bytes
+from gapo_megatron.ops.plan.memory import memory
+from gapo_megatron.ops.plan.planner import Plan, overrides, plan
+from gapo_megatron.ops.plan.search import Search
+from gapo_megatron.ops.plan.sides import memory_fraction, quickest_ahead, sides_of
+from gapo_megatron.ops.plan.tables import ahead_hint, sides_table, to_json
+from gapo_megatron.ops.plan.times import SidesTime, reward_s, send_s, step_time, sync_s
+from tests.hf.test_convert_models import NUM_PARAMETERS
+from tests.messages import mentions
+from tests.scaling_setup import H200, WORKLOAD, config, hf, layout, training
+from tools import plan as tool
+
+SEVEN = "Qwen2.5-7B"
+
+
+def planned(*, nodes=3, staleness=None, gpu=H200, model=SEVEN, **sections) -> Plan:
+    return plan(
+        hf(model),
+        config(**sections),
+        num_nodes=nodes,
+        gpu=gpu,
+        workload=WORKLOAD,
+        efficiency=Efficiency(),
+        max_staleness=staleness,
+    )
+
+
+def apart(num_generation=8, **cut):
+    return dataclasses.replace(layout(**cut), num_generation=num_generation)
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("generation_s", [5.0, 50.0])
+def test_what_a_side_does_and_waits_for_is_the_step(staleness, generation_s):
+    one = SidesTime(generation_s, 1.0, 3.0, 7.0, 8.0 / max(1, staleness), staleness)
+    sides = generation_s + 1, 3 + 7
+    if staleness:
+        assert one.total_s == max(sides) + 8 / staleness
+        assert min(one.training_waits_s, one.generation_waits_s) == 0
+    else:
+        assert one.total_s == sum(sides) + 8
+        assert (one.training_waits_s, one.generation_waits_s) == sides
+    assert one.generating_s + one.generation_waits_s + one.sync_s == one.total_s
+    assert one.learning_s + one.training_waits_s + one.sync_s == one.total_s
+    for other in (0, 1, 3):
+        assert one.at(other).at(staleness) == one
+        assert one.at(other).sync_s == pytest.approx(8 / max(1, other))
+
+
+def test_sides_take_what_each_takes_alone():
+    """Generation of the ranks that generate, training of those that train."""
+    model, run = hf(SEVEN), config(rollout={"generation_nodes": 1, "memory_fraction": 0.9})
+    found = step_time(model, run, apart(16, dp=8, rollout_tp=2), WORKLOAD, H200, Efficiency())
+    alone = step_time(model, run, layout(dp=16, rollout_tp=2), WORKLOAD, H200, Efficiency())
+    trainer = step_time(model, run, layout(dp=8), WORKLOAD, H200, Efficiency())
+    assert (found.generation_s, found.reward_s) == (alone.generation_s, alone.reward_s)
+    assert found.old_log_probs_s == trainer.old_log_probs_s
+    assert found.update_s == trainer.update_s
+    assert found.max_staleness == 0
+    verdicts = Efficiency(verdict_s=0.01)
+    one = training(efficiency=verdicts, dp=8)
+    assert reward_s(dataclasses.replace(one, layout=apart(16, dp=8))) == reward_s(one) / 2
+
+
+def test_weights_go_over_one_network_adapter_in_buckets():
+    size = 2 * NUM_PARAMETERS[SEVEN]
+    for cut, num_generation, rate in (
+        ({"dp": 8}, 8, 50e9),
+        ({"tp": 2, "dp": 4}, 64, 50e9),
+        ({"dp": 4}, 4, 450e9),
+    ):
+        one = training(**cut)
+        one = dataclasses.replace(one, layout=apart(num_generation, **cut))
+        more = size / rate + 2 * size / 4.8e12
+        assert send_s(one) - sync_s(one) == pytest.approx(more, rel=1e-6)
+
+
+def test_the_engines_log_probs_as_old_ones_need_no_old_pass():
+    engines = {"objective": {"old_log_probs": "rollout"}}
+    assert training(dp=8).old_log_probs_s() > 0
+    assert training(dp=8, sections=engines).old_log_probs_s() == 0
+    engines["objective"]["kl_coef"] = 0.01  # needs the initial weights' all the same
+    assert training(dp=8, sections=engines).old_log_probs_s() > 0
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantization", ["", "fp8"])
+def test_a_gpu_that_only_generates_holds_weights_and_cache(quantization):
+    model = hf(SEVEN)
+    run = config(rollout={"memory_fraction": 0.9, "quantization": quantization})
+    found = memory(model, run, apart(8, dp=8, rollout_tp=2), H200)
+    engine, trainer = found.engine, found.trainer
+    weights = engine_bytes(Shape.of(model), run, rollout_tp_size=2)
+    assert engine.rollout_weights == int(weights)
+    share = 0.9 * H200.memory_bytes
+    assert engine.rollout_weights + engine.kv_cache == pytest.approx(share, abs=2)
+    assert found.generating == engine.rollout_weights + engine.kv_cache + engine.communication
+    assert found.generating <= H200.memory_bytes
+    assert engine.weights == engine.gradients == engine.optimizer == 0
+    # And where it trains there is no engine.
+    assert trainer.rollout_weights == trainer.kv_cache == trainer.engine_asleep == 0
+    with_engine = memory(model, run, layout(dp=8, rollout_tp=2), H200).trainer
+    assert trainer.state > with_engine.state - with_engine.engine_asleep
+    assert found.training < with_engine.training
+    assert found.offloaded == 0
+
+
+def test_the_share_of_vllm_leaves_room_for_buckets():
+    assert memory_fraction(H200) == 0.9
+    small = dataclasses.replace(H200, memory_bytes=10 * 2**30)
+    assert 0.5 < memory_fraction(small) < 0.9
+    run = config(rollout={"memory_fraction": memory_fraction(small)})
+    small_model = hf("Qwen2.5-1.5B")
+    found = memory(small_model, run, apart(8, dp=8, rollout_tp=2), small)
+    assert 0.97 * small.memory_bytes < found.generating <= small.memory_bytes
+
+
+# --- the search ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_policy() -> Plan:
+    return planned()
+
+
+@pytest.fixture(scope="module")
+def ahead() -> Plan:
+    return planned(staleness=1)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_best_split_is_the_quickest_of_all(on_policy, ahead, staleness):
+    """By hand over splits, layouts, micro-batches and engines."""
+    found = (on_policy, ahead)[staleness]
+    times = [one.times.total_s for one in found.splits]
+    assert times == sorted(times)
+    settings = {"memory_fraction": 0.9, "max_staleness": staleness}
+    objective = {"importance_weight_max": 2.0}
+    every: dict[int, list[float]] = {}
+    for number in (1, 2):
+        rollout = settings | {"generation_nodes": number}
+        run = config(rollout=rollout, objective=objective)
+        parts = Shape.of(hf(SEVEN)), run, H200, WORKLOAD, Efficiency()
+        search = Search(hf(SEVEN), *parts)
+        num_gpus = 8 * (3 - number)
+        for tp, pp in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)):
+            for engine in (1, 2, 4):
+                cut = apart(8 * number, tp=tp, pp=pp, dp=num_gpus // (tp * pp), rollout_tp=engine)
+                one = [search.candidate(cut, budget) for budget in search.budgets()]
+                fitting = [each.times.total_s for each in one if not each.refusal(H200)]
+                every.setdefault(number, []).extend(fitting)
+    best = {one.layout.num_generation // 8: one.times.total_s for one in found.best_splits}
+    assert best == {number: min(seconds) for number, seconds in every.items()}
+    assert found.splits[0].times.total_s == min(map(min, every.values()))
+
+
+def test_all_numbers_of_nodes_are_tried_or_those_around_the_best():
+    tiny = dataclasses.replace(H200, gpus_per_node=1)
+    for nodes in (2, 5, 15):
+        tried = {one.layout.num_generation for one in planned(nodes=nodes, gpu=tiny).splits}
+        assert tried == set(range(1, nodes))
+    for staleness in (0, 1):
+        found = planned(nodes=64, gpu=tiny, staleness=staleness)
+        tried = {one.layout.num_generation for one in found.splits}
+        best = found.splits[0].layout.num_generation
+        assert {best - 1, best, best + 1} - {0, 64} <= tried
+        assert {1, 8, 16, 24, 32, 40, 48, 56} <= tried
+        assert len(tried) < 40
+
+
+def test_what_is_planned_fits_and_is_loaded(ahead):
+    for candidate in ahead.splits:
+        assert candidate.refusal(H200) is None
+        assert candidate.layout.num_ranks == 24
+        assert candidate.layout.num_generation % candidate.layout.rollout_tp_size == 0
+    best = ahead.splits[0]
+    number = best.layout.num_generation // 8
+    assert {
+        f"rollout.generation_nodes={number}",
+        "rollout.max_staleness=1",
+        "rollout.memory_fraction=0.9",
+        "objective.importance_weight_max=2.0",
+    } <= set(overrides(best))
+    assert sides_of(best).max_staleness == 1
+    with pytest.raises(TypeError):
+        sides_of(ahead.ranked[0])
+
+
+def test_nothing_runs_ahead_unless_asked_for(on_policy, ahead):
+    """But what it would gain is said."""
+    assert {sides_of(one).max_staleness for one in on_policy.splits} == {0}
+    assert not any("max_staleness" in setting for setting in overrides(on_policy.splits[0]))
+    candidate, seconds = quickest_ahead(on_policy.splits)
+    best = ahead.splits[0]
+    assert seconds == pytest.approx(best.times.total_s)
+    assert candidate.layout == best.layout
+    hint = ahead_hint(on_policy)
+    assert "--max-staleness 1" in hint
+    assert f"{on_policy.best.times.total_s / seconds:.2f} times" in hint
+    assert quickest_ahead(ahead.splits) is None
+    assert ahead_hint(ahead) == ""
+    assert ahead_hint(planned(nodes=1)) == ""
+
+
+def test_the_best_of_all_may_be_of_either_kind(on_policy, ahead):
+    """On-policy, sides that wait for each other lose here; a step ahead they win."""
+    assert on_policy.best is on_policy.ranked[0]
+    assert ahead.best is ahead.splits[0]
+    assert ahead.ranked == on_policy.ranked
+    everything = [one.times.total_s for one in ahead.everything]
+    assert everything == sorted(everything)
+    assert len(everything) == len(ahead.ranked) + len(ahead.splits)
+
+
+def test_a_config_with_generation_nodes_is_planned_with_and_without():
+    rollout = {"generation_nodes": 1, "max_staleness": 2, "memory_fraction": 0.5}
+    objective = {"importance_weight_max": 3.0}
+    batch = {"max_tokens_per_microbatch": 8192}
+    found = planned(rollout=rollout, objective=objective, batch=batch)
+    assert found.current.layout == apart(8, dp=16)
+    assert sides_of(found.current).max_staleness == 2
+    assert not found.current_refusal
+    # Only what differs from the config is an override.
+    off = {"rollout.generation_nodes=0", "rollout.max_staleness=0"}
+    assert off <= set(overrides(found.ranked[0]))
+    assert {sides_of(one).max_staleness for one in found.splits} == {2}
+    given = overrides(next(one for one in found.splits if one.layout.num_generation == 16))
+    assert "rollout.generation_nodes=2" in given
+    assert not any(re.match("objective|rollout.max_staleness", one) for one in given)
+    ranks = planned(nodes=1, rollout={"generation_ranks": 2})
+    assert ranks.current.layout == apart(2, dp=6)
+    assert "rollout.generation_ranks=0" in overrides(ranks.ranked[0])
+    none_left = planned(nodes=1, rollout={"generation_nodes": 1})
+    assert none_left.current is None
+    assert "rollout.generation_nodes (1)" in none_left.current_refusal
+
+
+def test_what_generation_nodes_cannot_have_is_changed_or_said():
+    offloading = planned(optimizer={"offload": "all"})
+    assert "optimizer.offload=none" in overrides(offloading.splits[0])
+    assert "optimizer.offload=none" not in overrides(offloading.ranked[0])
+    partial = {"batch": {"partial_rollouts": True, "oversampling": 1.5}}
+    refused = planned(**partial)
+    assert refused.ranked and not refused.splits
+    assert re.search(mentions("batch.partial_rollouts", "generation_nodes"), refused.split_refusal)
+    with pytest.raises(ConfigError, match=mentions("batch.partial_rollouts")):
+        planned(staleness=1, **partial)
+    with pytest.raises(ConfigError, match=mentions("max_staleness (1)", "2 nodes")):
+        planned(nodes=1, staleness=1)
+    own = planned(staleness=1, objective={"old_log_probs": "rollout"})
+    assert not any("importance_weight_max" in one for one in overrides(own.splits[0]))
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+def test_the_table_says_what_each_side_waits_for(ahead):
+    table = sides_table(ahead, top=2)
+    cells = {column.header or "name": list(column.cells) for column in table.columns}
+    assert cells["name"] == ["s1", "s2"]
+    for place, one in enumerate(ahead.best_splits[:2]):
+        times = sides_of(one)
+        train, generate = one.layout.world_size // 8, one.layout.num_generation // 8
+        assert cells["nodes"][place] == f"{train} + {generate}"
+        assert cells["wait for a batch"][place] == f"{times.training_waits_s:.1f}"
+        assert cells["wait for weights"][place] == f"{times.generation_waits_s:.1f}"
+        assert cells["step"][place] == f"{times.total_s:.1f}"
+
+
+def test_json_has_the_splits(on_policy):
+    values = to_json(on_policy, config(), WORKLOAD, Efficiency(), top=1)
+    json.dumps(values, allow_nan=False)
+    (split,) = values["splits"]
+    best = on_policy.splits[0]
+    assert split["layout"]["num_generation"] == best.layout.num_generation
+    assert split["times"]["training_waits_s"] == sides_of(best).training_waits_s
+    assert split["times"]["generation_waits_s"] == sides_of(best).generation_waits_s
+    assert split["memory_bytes"]["kv_cache"] == best.memory.engine.kv_cache
+    assert values["ahead"]["total_s"] == quickest_ahead(on_policy.splits)[1]
+
+
+BASE = "configs/qwen2_5_32b/base.toml"
+TOKENS = "batch.max_tokens_per_microbatch=10240"
+
+
+def test_a_split_is_written_as_a_config(tmp_path, capsys):
+    path = tmp_path / "ahead.toml"
+    command = [BASE, TOKENS, "--nodes", "6", "--json", "--max-staleness", "1"]
+    assert tool.main([*command, "--write", str(path)]) == 0
+    values = json.loads(capsys.readouterr().out)
+    best = values["splits"][0]
+    assert best["times"]["total_s"] < values["layouts"][0]["times"]["total_s"]
+    written = load_config(path)
+    wanted = [TOKENS, *best["overrides"], f"run.output_dir={written.run.output_dir}"]
+    assert flat(written) == flat(load_config(BASE, wanted))
+    assert written.rollout.generation_nodes == best["layout"]["num_generation"] // 8
+    assert written.rollout.max_staleness == 1
+    assert (written.rollout.memory_fraction, written.optimizer.offload) == (0.9, "none")
+    assert re.search(rf"{written.rollout.generation_nodes} for generation", path.read_text())
+
+
+def test_tables_show_both_kinds(capsys):
+    assert tool.main([BASE, TOKENS, "--nodes", "2", "--top", "2"]) == 0
+    out = capsys.readouterr().out
+    for shown in ("What each side waits for", "1 + 1", "--max-staleness 1"):
+        assert shown in out
+    assert tool.main([BASE, TOKENS, "--top", "2"]) == 0
+    assert "What each side" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        tool.main([BASE, "--max-staleness", "-1"])

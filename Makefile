@@ -72,7 +72,7 @@ study: ## Run the miniature study (docs/study.md) on this CPU, two runs at a tim
 		--output runs/studies/report --archive runs/studies/report/data
 
 # All but those that need arguments, whose commands RESULTS.md and docs/study.md have.
-BENCHMARKS = $(filter-out benchmarks/code_verdicts.py benchmarks/study.py, $(shell grep -l __main__ benchmarks/*.py))
+BENCHMARKS = $(filter-out benchmarks/code_verdicts.py benchmarks/study.py benchmarks/tail_report.py, $(shell grep -l __main__ benchmarks/*.py))
 
 bench: ## Measure what benchmarks/RESULTS.md reports (hours; needs the demo)
 	@tools/setup_env.sh dev

@@ -19,7 +19,8 @@ from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
-from gapo_megatron.ops.plan.planner import gib, read_model
+from gapo_megatron.ops.plan.planner import gib, plan, read_model
+from gapo_megatron.ops.plan.sides import sides_of
 from gapo_megatron.ops.plan.times import step_time
 from gapo_megatron.ops.plan.workload import default_workload
 
@@ -29,6 +30,21 @@ COMMAND = "python benchmarks/planned.py > docs/planned_layouts.md"
 HEADINGS = (
     *("config", "GPUs", "TP", "PP", "CP", "DP", "EP", "recompute", "vLLM TP", "micro-batch"),
     *("generation", "old log-probs", "update", "sync", "step", "training", "generating"),
+)
+
+
+SPLITS = (
+    ("qwen_math_1_5b/gapo", "h200", 2),
+    ("ds_r1_1_5b/gapo", "h200", 6),
+    ("llama_3_1_8b/base", "h100", 4),
+    ("qwen2_5_32b/base", "h200", 6),
+    ("qwen2_5_72b/base", "h200", 12),
+    ("qwen3_30b_a3b/base", "h200", 6),
+)
+"""Config, device and nodes."""
+SPLIT_HEADINGS = (
+    *("config", "nodes", "GPU", "together, s", "on-policy", "step, s", "gain", "waits", "sync, s"),
+    *("a step ahead", "step, s", "gain", "waits", "sync, s"),
 )
 
 
@@ -49,6 +65,16 @@ A row is a file of [configs/](../configs), with its own batch and with the lengt
 in GiB of a GPU while it trains and while it generates, of {" or ".join(sizes)}.
 
 {_markdown(HEADINGS, map(_cells, LAYOUTS))}
+
+## Generation nodes
+
+What [generation nodes](scaling.md#generation-nodes) would make of the same GPUs, with the config's
+batch and lengths as above: the quickest layout in which every rank trains and generates, then the
+quickest split (nodes that train + nodes that only generate) on-policy and with generation a step
+ahead. Gains are against the first. Waiting is in percent of a step: of the nodes that train, and of
+those that generate.
+
+{_markdown(SPLIT_HEADINGS, map(_split_cells, SPLITS))}
 
 ## Against published step times
 
@@ -84,6 +110,38 @@ def _cells(path: Path) -> list[str]:
         *(f"{one:.1f}" for one in (times.update_s, times.sync_s)),
         *(f"{one:.0f}" for one in (times.total_s, gib(needed.training), gib(needed.generating))),
     ]
+
+
+def _split_cells(cluster: tuple[str, str, int]) -> list[str]:
+    name, gpu_name, num_nodes = cluster
+    config, gpu = load_config(CONFIGS / f"{name}.toml"), GPUS[gpu_name]
+    hf_config, _ = read_model(config)
+    plans = [
+        plan(
+            hf_config,
+            config,
+            num_nodes=num_nodes,
+            gpu=gpu,
+            workload=default_workload(config),
+            efficiency=Efficiency(),
+            max_staleness=staleness,
+        )
+        for staleness in (0, 1)
+    ]
+    together_s = plans[0].ranked[0].times.total_s
+    cells = [f"`{name}`", str(num_nodes), gpu_name, f"{together_s:.1f}"]
+    for found in plans:
+        best = found.splits[0]
+        sides, layout, size = sides_of(best), best.layout, gpu.gpus_per_node
+        waits = (sides.training_waits_s, sides.generation_waits_s)
+        cells += [
+            f"{layout.world_size // size} + {layout.num_generation // size}",
+            f"{sides.total_s:.1f}",
+            f"{together_s / sides.total_s:.2f}",
+            ", ".join(f"{100 * seconds / sides.total_s:.0f}" for seconds in waits),
+            f"{sides.sync_s:.1f}",
+        ]
+    return cells
 
 
 def _published() -> Iterator[Sequence[str]]:

@@ -131,7 +131,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     # Alone it takes no value: what follows it is not one.
     given = ["--dry-run=plain" if word == "--dry-run" else word for word in sys.argv[1:]]
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_intermixed_args(given)
     if arguments.rank and not arguments.dry_run:
         parser.error("--rank goes with --dry-run")
     arguments.rank = arguments.rank or (0, world_size())

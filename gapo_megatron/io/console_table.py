@@ -17,7 +17,7 @@ _COLUMNS = (
     ("|ratio-1|", "ratio/abs_deviation", "{:.1e}", 9),
     ("grad norm", "optim/grad_norm", "{:.2e}", 9),
     ("A=0", "groups/zero_advantage_share", "{:.0%}", 4),
-    ("vLLM diff", "mismatch/mean_abs_log_prob_diff", "{:.1e}", 9),
+    ("mismatch", "mismatch/mean_abs_log_prob_diff", "{:.1e}", 9),
 )
 _ROWS_PER_HEADER = 20
 

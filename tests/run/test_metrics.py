@@ -197,9 +197,11 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
 def test_log_file_gets_one_line_per_step(tmp_path, capsys):
     with MetricsWriter(tmp_path, config=make_config(), resume_step=4) as writer:
         timings = {"time/rollout_s": 6.0, "time/update_s": 3.0, "time/step_s": 10.0}
-        writer.log(4, {"reward/mean": 0.25}, timings | {"perf/tokens_per_s": 1234.0})
+        metrics = {"reward/mean": 0.25, "mismatch/mean_abs_log_prob_diff": 2e-3}
+        writer.log(4, metrics, timings | {"perf/tokens_per_s": 1234.0})
     (line,) = capsys.readouterr().out.splitlines()
     assert "step=5/10" in line and "reward=0.250" in line and "tokens/s=1,234" in line
+    assert "mismatch=2.0e-03" in line
     assert "left=0:00:50" in line  # five more steps of ten seconds
     assert "split=rollout,60%,update,30%" in line
 

@@ -15,10 +15,9 @@ from gapo_megatron.io.toml_tree import sections_to_toml
 from gapo_megatron.ops.plan.hardware import Gpu
 from gapo_megatron.ops.plan.planner import Plan, leave_out, overrides
 from gapo_megatron.ops.plan.search import Candidate
+from gapo_megatron.ops.plan.sides import ROOMY_SHARE
 
 _MARK = "Written by tools/plan.py --write; NOT YET RUN."
-_LARGEST_SHARE = 0.95
-"""Largest predicted share of a GPU's memory that a layout may take: lengths grow in training."""
 
 
 def quickest_with_room(plan: Plan) -> Candidate:
@@ -27,7 +26,7 @@ def quickest_with_room(plan: Plan) -> Candidate:
     Raises:
         ConfigError: there is none.
     """
-    most = _LARGEST_SHARE * plan.gpu.memory_bytes
+    most = ROOMY_SHARE * plan.gpu.memory_bytes
     for candidate in plan.everything:
         if max(candidate.memory.training, candidate.memory.generating) <= most:
             return candidate

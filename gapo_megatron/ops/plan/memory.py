@@ -39,10 +39,9 @@ ENGINE_ASLEEP_BYTES = 3072 * MIB
 """Bytes that a sleeping vLLM keeps on a device outside the pools that it gives back: rests of its
 CUDA graphs, buffers of its all-reduce, its inputs and workspaces, compiled kernels. Assumed; its
 NCCL communicator counts with the others. 0 on a CPU."""
-BUCKET_BYTES = 512 * MIB
-"""One of the two buckets by which weights reach ranks that only generate: assumed."""
-BRIDGE_BYTES = 2 * BUCKET_BYTES + COMMUNICATOR_BYTES
-"""Buckets and communicator of what joins such ranks to those that train."""
+BUCKETS_BYTES = 2 * 256 * MIB
+"""The two buckets by which weights reach ranks that only generate: those of `rollout.broadcast`,
+which needs torch."""
 FRAGMENTATION = 0.1
 """Share lost of activations and head, whose pieces change in size: assumed."""
 
@@ -179,14 +178,21 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
 def _generator_memory(shape: Shape, config: Config, layout: Layout, gpu: Gpu) -> StageMemory:
     """A GPU with an engine alone: weights, cache, communicators and buckets."""
     size = layout.rollout_tp_size
-    groups = (size > 1) + (layout.num_generation > 1)
+    groups = 1 + (size > 1) + (layout.num_generation > 1)
     nothing = {field.name: 0 for field in fields(StageMemory)}
     engine = {
         "rollout_weights": int(engine_bytes(shape, config, rollout_tp_size=size)),
         "kv_cache": int(kv_cache_bytes(shape, config, gpu, rollout_tp_size=size)),
-        "communication": CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + BRIDGE_BYTES,
+        "communication": CONTEXT_BYTES
+        + groups * COMMUNICATOR_BYTES
+        + received_bytes(shape, config),
     }
     return StageMemory(**nothing | engine)
+
+
+def received_bytes(shape: Shape, config: Config) -> int:
+    """Buckets of a rank that only generates, or the largest tensor where that is more."""
+    return max(BUCKETS_BYTES, shape.head_weights * element_bytes(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,5 +273,5 @@ def _communication_bytes(layout: Layout) -> int:
     if not layout.num_generation:
         sizes.append(layout.rollout_tp_size)
     groups = sum(size > 1 for size in (*sizes, layout.world_size))
-    bridge = BRIDGE_BYTES if layout.num_generation else 0
+    bridge = COMMUNICATOR_BYTES + BUCKETS_BYTES if layout.num_generation else 0
     return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + bridge

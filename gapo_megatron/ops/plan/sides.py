@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.config.roles import flat
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.ops.plan.hardware import Gpu
-from gapo_megatron.ops.plan.memory import BRIDGE_BYTES, COMMUNICATOR_BYTES, CONTEXT_BYTES
+from gapo_megatron.ops.plan.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, received_bytes
 from gapo_megatron.ops.plan.search import Candidate, Search, quickest
 from gapo_megatron.ops.plan.times import SidesTime
 
+ROOMY_SHARE = 0.95
+"""Largest predicted share of a GPU's memory that a layout may take: lengths grow in training."""
 MOST_FRACTION = 0.9
 """Largest `rollout.memory_fraction` of a GPU that only generates."""
 WEIGHT_MAX = 2.0
@@ -101,7 +102,7 @@ def _on(search: Search, num_nodes: int, number: int, max_staleness: int) -> list
         "rollout.generation_nodes": number,
         "rollout.generation_ranks": 0,
         "rollout.max_staleness": max_staleness,
-        "rollout.memory_fraction": memory_fraction(search.gpu),
+        "rollout.memory_fraction": memory_fraction(search),
         "optimizer.offload": "none",
     }
     objective = config.objective
@@ -113,13 +114,13 @@ def _on(search: Search, num_nodes: int, number: int, max_staleness: int) -> list
     return apart.run(training, num_generation=number * gpus_per_node)[0]
 
 
-def memory_fraction(gpu: Gpu) -> float:
-    """Share of a GPU that only generates for vLLM: all but buckets and communicators, at most 0.9.
+def memory_fraction(search: Search) -> float:
+    """VLLM's share of a GPU that only generates, in whole hundredths: at most 0.9.
 
-    Whole hundredths.
+    Beside communicators and buckets it leaves the twentieth that a layout written to a file has.
     """
-    needed = CONTEXT_BYTES + 2 * COMMUNICATOR_BYTES + BRIDGE_BYTES
-    left = math.floor(100 * (1 - needed / gpu.memory_bytes)) / 100
+    needed = CONTEXT_BYTES + 3 * COMMUNICATOR_BYTES + received_bytes(search.shape, search.config)
+    left = math.floor(100 * (ROOMY_SHARE - needed / search.gpu.memory_bytes)) / 100
     return max(0.01, min(MOST_FRACTION, left))
 
 

@@ -316,7 +316,7 @@ def write_toml(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("position", [0, 2])
+@pytest.mark.parametrize("position", [0, 1, 2])
 def test_command_line(tmp_path: Path, monkeypatch: Any, capsys: Any, position: int) -> None:
     words = [str(write_toml(tmp_path)), "batch.max_tokens_per_microbatch=256"]
     plain = [*words[:position], "--dry-run", *words[position:]]

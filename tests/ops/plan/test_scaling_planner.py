@@ -468,14 +468,14 @@ def unit() -> float:
 @pytest.mark.system
 @pytest.mark.parametrize("model", ["Qwen2.5-72B", "Qwen3-30B-A3B"])
 def test_a_thousand_gpus_are_planned_in_seconds(model):
-    """8 and 33 units here; in units, since a busy machine makes every second of work longer."""
+    """45 and 160 units here; in units, since a busy machine makes every second of work longer."""
     before, start = unit(), time.process_time()
     batch = {"rollout_prompts": 8192, "minibatch_prompts": 2048}
     found = planned(model, nodes=128, batch=batch)
     seconds = time.process_time() - start
-    assert seconds < 300 * max(before, unit())
+    assert seconds < 500 * max(before, unit())
     assert found.num_gpus == 1024
-    assert found.ranked
+    assert found.ranked and found.splits
 
 
 def test_the_planner_keeps_little_memory():

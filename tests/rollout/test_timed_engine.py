@@ -1,0 +1,173 @@
+"""The engine that takes its time, and what schedules gain on a tail by its clock."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from gapo_megatron import rewards
+from gapo_megatron.clock import Stopwatch
+from gapo_megatron.config import parse_config
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.facts import Spread
+from gapo_megatron.rollout.engine import Request
+from gapo_megatron.rollout.rollouter import Rollouter
+from gapo_megatron.types import Prompt
+from tests.scripted_engine import LoneReplicas, ThreadReplicas
+from tests.timed_engine import Costs, CountedPace, Lengths, TimedEngine
+
+LENGTHS = Lengths(median=100, spread=0.7)
+LIMIT, NUM_ENGINES, NUM_STEPS = 300, 4, 6
+
+
+def request(name: str, *, seed: int = 0, given: int = 0, max_tokens: int = LIMIT) -> Request:
+    tokens = np.zeros(given, np.int32)
+    return Request(name, (1, 2), tokens, max_tokens, seed, temperature=1.0, top_p=1.0)
+
+
+def make_engine(costs: Costs, **changes: object) -> tuple[TimedEngine, CountedPace]:
+    pace = CountedPace()
+    settings = {"replicas": LoneReplicas(), "max_sequence_tokens": 1000} | changes
+    return TimedEngine(LENGTHS, costs, pace, **settings), pace
+
+
+def test_lengths_are_log_normal_whatever_their_seeds_come_from() -> None:
+    lengths = [LENGTHS.left(request(f"p{i}/0", seed=i)) for i in range(4000)]
+    logs = np.log(lengths)
+    assert np.median(lengths) == pytest.approx(100, rel=0.05)
+    assert logs.std() == pytest.approx(0.7, rel=0.05)
+    assert lengths[:50] == [LENGTHS.left(request(f"p{i}/0", seed=i)) for i in range(50)]
+    of_one = np.log([LENGTHS.left(request("p/0", seed=i)) for i in range(4000)])
+    assert of_one.std() == pytest.approx(0.7 * 0.5**0.5, rel=0.05)  # half is the problem's
+
+
+def test_resumed_responses_are_as_long_as_those_never_interrupted() -> None:
+    whole = [LENGTHS.left(request(f"p{i}/0", seed=i)) for i in range(4000)]
+    resumed = [
+        length if length <= 120 else 120 + LENGTHS.left(request(f"p{i}/0", seed=-i - 1, given=120))
+        for i, length in enumerate(whole)
+    ]
+    assert resumed != whole
+    for share in (0.5, 0.8, 0.95):
+        assert np.quantile(resumed, share) == pytest.approx(np.quantile(whole, share), rel=0.06)
+
+
+def test_the_time_is_that_of_the_steps_and_of_what_is_given() -> None:
+    steps: list[tuple[int, float]] = []
+
+    def step_s(count: int, mean_tokens: float) -> float:
+        steps.append((count, mean_tokens))
+        return 1.0
+
+    engine, pace = make_engine(Costs(step_s, prefill_token_s=0.25, weights_s=50.0), num_places=2)
+    engine.add(request("a/0", max_tokens=1))
+    engine.add(request("b/0", max_tokens=3, given=4))
+    engine.add(request("c/0", max_tokens=5))
+    assert [one.name for one in engine.poll()] == ["a/0"]
+    assert engine.num_requests() == (1, 1)
+    ended = [one for _ in range(2) for one in engine.poll()]
+    assert [(one.name, len(one.token_ids), one.reason) for one in ended] == [("b/0", 3, "length")]
+    (left,) = engine.abort()
+    assert (left.name, len(left.token_ids), left.reason) == ("c/0", 2, "abort")
+    # Prompts of 2, 4 tokens given to b; c takes the place of a.
+    assert steps == [(2, 4.0), (2, 4.5), (2, 5.5)]
+    assert pace.seconds == 3 * 1.0 + 0.25 * (2 + 6 + 2)
+    engine.update_weights((), policy_version=3)
+    assert (engine.policy_version, pace.seconds) == (3, 5.5 + 50)
+
+
+@dataclass
+class Found:
+    """Of one engine."""
+
+    seconds: list[float]
+    lengths: list[int]
+
+
+def carried(groups: Spread, step: int) -> Spread:
+    """As `learn.carry`, but the log-probs are the engine's."""
+    facts = groups.facts
+    held = {
+        i: replace(one, carried_log_probs=one.rollout_log_probs) for i, one in groups.held.items()
+    }
+    versions = np.where(facts.num_carried_tokens > 0, facts.oldest_version, step)
+    lengths = facts.num_response_tokens
+    return Spread(
+        facts.changed(
+            num_carried_tokens=lengths, num_carried_sampled=lengths, oldest_version=versions
+        ),
+        held,
+    )
+
+
+def sample(oversampling: float, *, partial: bool) -> list[Found]:
+    """Some steps of several engines, without anything between them."""
+    config = parse_config(
+        {
+            "run": {"output_dir": "unused", "num_steps": 1},
+            "model": {"hf_dir": "unused"},
+            "data": {"train_path": "unused", "max_prompt_tokens": 16},
+            "batch": {
+                "rollout_prompts": 8 * NUM_ENGINES,
+                "minibatch_prompts": 8,
+                "rollouts_per_prompt": 2,
+                "oversampling": oversampling,
+                "partial_rollouts": partial,
+            },
+            "rollout": {"max_response_tokens": LIMIT},
+            "reward": {"kind": "exact"},
+        },
+        source="test",
+    )
+
+    class Tokenizer:
+        def decode(self, *_: object, **__: object) -> str:
+            return ""
+
+    class NeverStopped:
+        def patience(self, _: object) -> object:
+            return lambda _: False
+
+    def run(replicas: ThreadReplicas, pool: rewards.Pool) -> Found:
+        engine, pace = make_engine(Costs(lambda count, _: 1 + 0.01 * count), replicas=replicas)
+        source = PromptSource([Prompt(str(i), (1,), "") for i in range(500)], seed=0)
+        rollouter = Rollouter(engine, source, pool, Tokenizer(), config)
+        found = Found([], [])
+        for step in range(NUM_STEPS):
+            begin = pace.seconds
+            sampled = rollouter.collect(step, attempt=NeverStopped(), stopwatch=Stopwatch())
+            found.seconds.append(pace.seconds - begin)
+            found.lengths += sampled.facts.num_sampled_tokens.tolist()
+            rollouter.open_groups = carried(rollouter.open_groups, step)
+        return found
+
+    all_replicas = ThreadReplicas.of(NUM_ENGINES, size=1)
+    pools = [rewards.start_pool(config.reward, num_workers=1) for _ in all_replicas]
+    try:
+        with ThreadPoolExecutor(NUM_ENGINES) as executor:
+            return list(executor.map(run, all_replicas, pools))
+    finally:
+        for pool in pools:
+            pool.close()
+
+
+def test_partial_rollouts_do_not_wait_for_the_tail() -> None:
+    plain, over, partial = (
+        sample(1, partial=False),
+        sample(1.5, partial=False),
+        sample(2, partial=True),
+    )
+
+    def slowest(found: list[Found]) -> float:
+        """Seconds of a step once open groups have filled up, waiting for the slowest engine."""
+        steps = np.array([one.seconds for one in found])[:, 2:]
+        return float(steps.max(axis=0).mean())
+
+    assert slowest(partial) < 0.75 * slowest(plain)
+    # What over-sampling throws away is the long ones; partial rollouts learn from them all.
+    assert np.mean(over[0].lengths) < 0.9 * np.mean(plain[0].lengths)
+    late = len(partial[0].lengths) // 2
+    assert np.mean(partial[0].lengths[late:]) > 0.9 * np.mean(plain[0].lengths)

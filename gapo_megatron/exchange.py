@@ -147,7 +147,7 @@ def receive(
     for source in np.unique(facts.holder[numbers]).tolist():
         if source == channel.rank:
             continue
-        theirs = _of_holder(facts, numbers, source)
+        theirs = numbers[facts.holder[numbers] == source]
         buffer = torch.empty(message_bytes(facts.take(theirs)), dtype=torch.uint8)
         work = channel.receive(buffer, source=source, tag=tag)
         arriving.append((work, theirs, buffer))
@@ -254,11 +254,6 @@ def unpack(buffer: np.ndarray, facts: Facts) -> list[Tokens]:
         )
         for i in range(count)
     ]
-
-
-def _of_holder(facts: Facts, numbers: Sequence[int] | np.ndarray, holder: int) -> np.ndarray:
-    found = np.asarray(numbers, dtype=np.int64)
-    return found[facts.holder[found] == holder]
 
 
 def _is_masked(facts: Facts) -> np.ndarray:

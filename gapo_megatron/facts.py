@@ -25,6 +25,15 @@ class Tokens:
     response_mask: np.ndarray | None = None
     """[num_response_tokens] bool, `Rollout.response_mask`; None: all sampled."""
 
+    @property
+    def is_sampled(self) -> np.ndarray:
+        """`response_mask`, written out where it is None."""
+        import numpy as np
+
+        if self.response_mask is None:
+            return np.ones(len(self.response_ids), dtype=bool)
+        return self.response_mask
+
 
 class _Column:
     def __init__(self, number: int) -> None:

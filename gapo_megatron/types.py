@@ -216,7 +216,7 @@ class Batch(Sequences):
         masks: Sequence[np.ndarray] = []
         carried: Sequence[np.ndarray] = []
         if (facts.num_sampled_tokens < facts.num_response_tokens).any():
-            masks = Held(size, {i: _mask(one) for i, one in tokens.items()})
+            masks = Held(size, {i: one.is_sampled for i, one in tokens.items()})
         if facts.num_carried_tokens.any():
             carried = Held(size, {i: one.carried_log_probs for i, one in tokens.items()})
         return replace(
@@ -243,14 +243,6 @@ class Batch(Sequences):
         facts = self.facts
         fed = facts.num_prompt_tokens + facts.num_response_tokens - 1
         return torch.from_numpy(fed).long()
-
-
-def _mask(tokens: Tokens) -> np.ndarray:
-    import numpy as np
-
-    if tokens.response_mask is None:
-        return np.ones(len(tokens.response_ids), dtype=bool)
-    return tokens.response_mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ class _TrainerState:
     """`objective.diagnostics.CorrelationWindow.state_dict`."""
     step: _Count | None = None
     """Steps finished; not in files that older versions wrote."""
+    given_back: _Count = 0
+    """Tokens that were sampled ahead and given back, where the next step is to count them."""
 
 
 _SHAPE = TypeAdapter(_TrainerState)
@@ -82,4 +84,4 @@ def read_trainer_state(folder: Path, *, step: int) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {first_flaw(error)}") from None
     if found.step not in (None, step):
         raise CheckpointError(f"{path} is of step {found.step}, and the manifest of step {step}")
-    return {name: state[name] for name in ("source", "window")}
+    return {name: state[name] for name in ("source", "window", "given_back") if name in state}

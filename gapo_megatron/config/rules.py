@@ -62,15 +62,17 @@ def _check_sides(config: Config) -> None:
             f"rollout.generation_nodes ({rollout.generation_nodes}): they say the same"
         )
     if rollout.has_generation_side:
+        key = "generation_nodes" if rollout.generation_nodes else "generation_ranks"
+        side = f"rollout.{key} ({getattr(rollout, key)})"
         if config.batch.partial_rollouts:
             raise ValueError(
-                "batch.partial_rollouts (true) must be false with rollout.generation_nodes: the "
-                "log-probs of unfinished responses are the trainer's to compute"
+                f"batch.partial_rollouts (true) must be false with {side}: the log-probs of "
+                "unfinished responses are the trainer's to compute"
             )
         if config.optimizer.offload != "none":
             raise ValueError(
-                f"optimizer.offload ({config.optimizer.offload!r}) must be 'none' with "
-                "rollout.generation_nodes: no engine wants the memory"
+                f"optimizer.offload ({config.optimizer.offload!r}) must be 'none' with {side}: no "
+                "engine wants the memory"
             )
     if objective.old_log_probs == "rollout":
         _check_around_engine(config)
@@ -78,8 +80,8 @@ def _check_sides(config: Config) -> None:
         return
     if not rollout.has_generation_side:
         raise ValueError(
-            f"rollout.max_staleness ({most}) needs rollout.generation_nodes: only ranks that do "
-            "not train can generate meanwhile"
+            f"rollout.max_staleness ({most}) needs rollout.generation_nodes (or generation_ranks): "
+            "only ranks that do not train can generate meanwhile"
         )
     if objective.old_log_probs == "trainer" and objective.importance_weight_max is None:
         raise ValueError(

@@ -96,7 +96,7 @@ def _score(
     sequences = Sequences(
         prompt_ids=[one.prompt_ids for one in tokens.values()],
         response_ids=[one.response_ids for one in tokens.values()],
-        response_masks=[_is_sampled(one) for one in tokens.values()],
+        response_masks=[one.is_sampled for one in tokens.values()],
     )
     scored = score(policy, sequences, ours)
     if not policy.groups.is_first_copy:
@@ -137,12 +137,6 @@ def _send_back(
     ]
     received = deal(answers, described, wanted, channel=channel, tag=_LOG_PROBS)
     return {i: one.carried_log_probs for i, one in received.items()}
-
-
-def _is_sampled(tokens: Tokens) -> np.ndarray:
-    if tokens.response_mask is None:
-        return np.ones(len(tokens.response_ids), dtype=bool)
-    return tokens.response_mask
 
 
 def _extend(tokens: Tokens, log_probs: np.ndarray) -> Tokens:

@@ -27,13 +27,7 @@ from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.generate import Watch, begin, generate
 from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.requests import SamplingSettings, num_sampled, request_seed
-from gapo_megatron.rollout.selection import (
-    carried_metrics,
-    choose,
-    informative,
-    num_tokens,
-    rollout_metrics,
-)
+from gapo_megatron.rollout.selection import choose, informative, num_tokens, rollout_metrics
 from gapo_megatron.types import Group, OpenGroup, Prompt
 
 _TAG = 1
@@ -143,14 +137,13 @@ class Rollouter:
         `Replicas.gather_rows`; messages with the tokens of open groups between ranks.
         """
         batch = self._config.batch
-        wanted, most_rounds = batch.rollout_prompts, batch.dynamic_sampling_rounds
+        wanted = batch.rollout_prompts
         groups, opened = Spread.join([]), self.open_groups
-        problems = self._source.problems
-        drawn = [problems[i] for i in self._problems(opened)]
+        drawn = [self._source.problems[i] for i in self._problems(opened)]
         num_rounds = num_lost_tokens = 0
         now = _Step(step, attempt, stopwatch, Occupancy())
         self.num_tokens_in_vain = 0
-        while num_rounds <= most_rounds:
+        while num_rounds <= batch.dynamic_sampling_rounds:
             missing = wanted - int(informative(groups.facts, self._group_size).sum())
             if missing <= 0:
                 break
@@ -166,11 +159,7 @@ class Rollouter:
             num_lost_tokens += judged.num_lost_tokens
             num_rounds += 1
         if batch.oversampling > 1:
-            # They come engine by engine, those that were open first: mini-batches in that order
-            # would be of old groups alone or of new ones alone, as the layout has it.
-            seed, ids = self._config.run.seed, [problems[i].id for i in self._problems(groups)]
-            order = sorted(range(len(ids)), key=lambda i: request_seed(seed, step, ids[i], 0))
-            groups = groups.take(self._rows(order))
+            groups = self._shuffled(groups, step)
         kept = {*self._problems(groups), *self._problems(opened)}
         self._source.give_back(
             [prompt for prompt in drawn if self._source.number_of(prompt.id) not in kept]
@@ -178,16 +167,9 @@ class Rollouter:
         self.open_groups = opened
         stopwatch.notes["perf/rollout_idle_share"] = now.occupancy.idle_share
         facts = groups.facts
-        metrics = rollout_metrics(facts)
-        if most_rounds:
-            metrics["rollout/sampling_rounds"] = float(num_rounds)
-            num_groups = len(facts) // self._group_size
-            metrics["rollout/replaced_group_share"] = 1 - wanted / num_groups
-        if batch.partial_rollouts:
-            metrics |= carried_metrics(facts, step)
-        elif batch.oversampling > 1:
-            kept_tokens = num_tokens(facts)
-            metrics["rollout/lost_token_share"] = num_lost_tokens / (num_lost_tokens + kept_tokens)
+        metrics = rollout_metrics(
+            facts, step, batch, num_rounds=num_rounds, num_lost_tokens=num_lost_tokens
+        )
         chosen = groups.take(self._rows(choose(facts, self._group_size, wanted)))
         return Sampled(chosen.facts, chosen.held, metrics, self._source.state_dict())
 
@@ -218,6 +200,17 @@ class Rollouter:
         return self._to_groups(
             opened.facts, tokens, range(len(self._problems(opened)) if tokens else 0)
         )
+
+    def _shuffled(self, groups: Spread, step: int) -> Spread:
+        """The groups in an order drawn for the step, whatever the layout.
+
+        They come engine by engine, those that were open first: mini-batches in that order would be
+        of old groups alone or of new ones alone.
+        """
+        seed, problems = self._config.run.seed, self._source.problems
+        ids = [problems[i].id for i in self._problems(groups)]
+        order = sorted(range(len(ids)), key=lambda i: request_seed(seed, step, ids[i], 0))
+        return groups.take(self._rows(order))
 
     def _draw(
         self, prompts: list[Prompt], opened: Spread, wanted: int, now: _Step
@@ -258,7 +251,9 @@ class Rollouter:
             return None
         with stopwatch("reward"):
             groups = [OpenGroup(*one) for one in zip(mine, rollouts, strict=True)]
-            whole = [i for i, group in enumerate(groups) if is_whole(group)]
+            whole = [
+                i for i, group in enumerate(groups) if all(one.finished for one in group.rollouts)
+            ]
             # Of more than are wanted that end together the last are left, finished as they are.
             kept = whole[: len(wanted_here)]
             return self._judge(
@@ -315,25 +310,24 @@ class Rollouter:
             left_facts, left_tokens = self._describe([])
         # One table travels, with a row in front that says what is in it.
         head = np.zeros((1, Facts.NUM_COLUMNS), dtype=np.int32)
-        head[0, 0] = len(kept_facts)
-        head[0, -2:] = np.array([num_lost_tokens]).view(np.int32)
+        head[0, :2] = len(kept_facts), num_lost_tokens
         tables = self._engine.replicas.gather_rows(
             np.concatenate([head, kept_facts.table, left_facts.table])
         )
-        rank = self._engine.replicas.rank
-        kept_parts: list[Spread] = []
-        left_parts: list[Spread] = []
-        for source, table in enumerate(tables):
-            num_kept = 1 + int(table[0, 0])
-            for found, rows, tokens in (
-                (kept_parts, table[1:num_kept], kept_tokens),
-                (left_parts, table[num_kept:], left_tokens),
-            ):
-                found.append(Spread(Facts(rows), dict(enumerate(tokens if source == rank else []))))
+        edges = [1 + int(table[0, 0]) for table in tables]
+        pairs = [*zip(tables, edges, strict=True)]
         return _Judged(
-            Spread.join(kept_parts),
-            Spread.join(left_parts),
-            sum(int(table[0, -2:].copy().view(np.int64)[0]) for table in tables),
+            self._spread([table[1:edge] for table, edge in pairs], kept_tokens),
+            self._spread([table[edge:] for table, edge in pairs], left_tokens),
+            sum(int(table[0, 1]) for table in tables),
+        )
+
+    def _spread(self, tables: Sequence[np.ndarray], tokens: Sequence[Tokens]) -> Spread:
+        """Sequences of all ranks, from their facts by rank; `tokens` are those of this rank's."""
+        rank = self._engine.replicas.rank
+        return Spread.join(
+            Spread(Facts(table), dict(enumerate(tokens)) if source == rank else {})
+            for source, table in enumerate(tables)
         )
 
     def _note_in_vain(self, num_tokens: int) -> None:
@@ -404,8 +398,3 @@ class _Judged:
 def _num_held(groups: Spread) -> int:
     """Tokens that the model sampled, of the sequences that are here."""
     return int(groups.facts.num_sampled_tokens[[*groups.held]].sum(dtype=np.int64))
-
-
-def is_whole(group: OpenGroup) -> bool:
-    """Whether all responses are finished."""
-    return all(rollout.finished for rollout in group.rollouts)

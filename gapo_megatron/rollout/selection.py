@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gapo_megatron.config import BatchConfig
 from gapo_megatron.facts import Facts
 
 
@@ -26,7 +27,37 @@ def num_tokens(facts: Facts) -> int:
     return int(facts.num_sampled_tokens.sum(dtype=np.int64))
 
 
-def carried_metrics(facts: Facts, step: int) -> dict[str, float]:
+def rollout_metrics(
+    facts: Facts, step: int, batch: BatchConfig, *, num_rounds: int, num_lost_tokens: int
+) -> dict[str, float]:
+    """Mean reward, response length and share of truncated responses; what sampling them took.
+
+    Args:
+        facts: all groups of the step, those that dynamic sampling replaced included.
+        step: index of the step.
+        batch: says what else there is to tell, see docs/metrics.md.
+        num_rounds: of dynamic sampling.
+        num_lost_tokens: sampled for groups that were broken off and do not stay open.
+    """
+    rewards_known = [r for r in facts.rewards.tolist() if r == r]
+    metrics = {
+        "reward/mean": sum(rewards_known) / max(len(rewards_known), 1),
+        "rollout/response_length/mean": num_tokens(facts) / len(facts),
+        "rollout/truncated": int(facts.is_truncated.sum()) / len(facts),
+    }
+    if batch.dynamic_sampling_rounds:
+        num_groups = len(facts) // batch.rollouts_per_prompt
+        metrics["rollout/sampling_rounds"] = float(num_rounds)
+        metrics["rollout/replaced_group_share"] = 1 - batch.rollout_prompts / num_groups
+    if batch.partial_rollouts:
+        metrics |= _carried_metrics(facts, step)
+    elif batch.oversampling > 1:
+        lost_share = num_lost_tokens / (num_lost_tokens + num_tokens(facts))
+        metrics["rollout/lost_token_share"] = lost_share
+    return metrics
+
+
+def _carried_metrics(facts: Facts, step: int) -> dict[str, float]:
     """How much of the batch earlier steps have sampled, and how long ago."""
     num_carried = int(facts.num_carried_sampled.sum(dtype=np.int64))
     versions = facts.oldest_version[facts.num_carried_tokens > 0]
@@ -34,14 +65,4 @@ def carried_metrics(facts: Facts, step: int) -> dict[str, float]:
     return {
         "rollout/carried_token_share": num_carried / num_tokens(facts),
         "rollout/oldest_version_gap": float(step - oldest),
-    }
-
-
-def rollout_metrics(facts: Facts) -> dict[str, float]:
-    """Mean reward, response length and share of truncated responses."""
-    rewards_known = [r for r in facts.rewards.tolist() if r == r]
-    return {
-        "reward/mean": sum(rewards_known) / max(len(rewards_known), 1),
-        "rollout/response_length/mean": num_tokens(facts) / len(facts),
-        "rollout/truncated": int(facts.is_truncated.sum()) / len(facts),
     }

@@ -66,7 +66,6 @@ class GenerationRanks:
 
     def __post_init__(self) -> None:
         """Tell the generation side where to begin. Collective."""
-        self.attempt.on_alive = self.bridge.beat
         self._places = Places.gather(self.policy.groups, self.gloo_group)
         dp_ranks, scorers = self._places.dp_ranks, self._places.scorers
         begin = Order("begin", source_state=self.source_state, dp_ranks=dp_ranks, scorers=scorers)

@@ -80,7 +80,6 @@ class GenerationSide:
     """Tokens on their way to the trainers."""
 
     def __post_init__(self) -> None:
-        self.attempt.on_alive = self.bridge.beat
         self._patient = Patience(self.attempt, self.bridge)
 
     def serve(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import sys
@@ -22,5 +23,8 @@ def without_garbage_collection() -> Iterator[None]:
     finally:
         if len(sys.modules) > num_modules:  # a second training in this process imports nothing
             gc.freeze()
+            # At the end all is searched once more: what libraries have in cycles would be left, and
+            # Triton says of every object that it has leaked. A vLLM that ends does the same.
+            atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()

@@ -8,6 +8,7 @@ from typing import Any
 
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.objective.diagnostics import CorrelationWindow
+from gapo_megatron.types import Batch
 
 
 @dataclass
@@ -30,6 +31,8 @@ class Position:
     """Place in the data before the prompts of the open step, or of the last one that was open."""
     first_sampled: int = 0
     """The first step that this process samples for."""
+    num_given_back: int = 0
+    """Tokens that were sampled ahead and given back, while no step was open to count them."""
     window: CorrelationWindow = field(default_factory=CorrelationWindow)
     """Steps that windowed metrics look back on."""
 
@@ -41,6 +44,20 @@ class Position:
     def take_batch(self, source_state: Mapping[str, Any]) -> None:
         """Take note of the place in the data after the batch of the step under way."""
         self.source_before, self.source_state = self.source_state, source_state
+
+    def open(self, batch: Batch, metrics: dict[str, float]) -> None:
+        """Open the step under way: its batch, and metrics of rollouts and groups."""
+        self.open_step = OpenStep(batch, metrics, self.evaluated)
+        num_tokens, self.num_given_back = self.num_given_back, 0
+        self.give_back(num_tokens)
+
+    def give_back(self, num_tokens: int) -> None:
+        """Count tokens that were sampled ahead in vain: with the open step, or the next one."""
+        if self.open_step is None:
+            self.num_given_back += num_tokens
+        elif num_tokens:
+            metrics, name = self.open_step.metrics, "rollout/given_back_tokens"
+            metrics[name] = metrics.get(name, 0.0) + num_tokens
 
     def finish_step(self) -> None:
         """Go on to the next step."""

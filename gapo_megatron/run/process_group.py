@@ -85,32 +85,14 @@ def start(
     configure_logging(side.rank, side.world_size, is_generation=side.name == "generation")
     device = _choose_device(placement)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    processes.tell_vllm(
-        placement,
-        master_port=placement.master_port or _free_port(),
-    )
-    timeout = timedelta(seconds=timeout_s)
+    processes.tell_vllm(placement, master_port=placement.master_port or _free_port())
     if placement.master_addr:
         split = {"ranks that only generate": side.num_generation} if side.num_generation else {}
         store = _meet(placement, timeout_s, {**(alike or {}), **split})
     else:
         # In memory: a lone process opens no port and leaves no file.
         store = dist.HashStore()
-    end_after(timeout_s + _GRACE_S)
-    dist.init_process_group(
-        backend,
-        rank=side.rank,
-        world_size=side.world_size,
-        timeout=timeout,
-        # As torch itself does: its keys and ours do not meet.
-        store=dist.PrefixStore(f"default_pg{side.name and '_'}{side.name}", store),
-    )
-    if device.type == "cuda":
-        # Not by `device_id` above: then every group made later, of gloo too, splits the world's
-        # communicator at once, which all ranks must call in one order, whichever they belong to.
-        # From the first collective on, this group's barriers are on this device.
-        dist.barrier(device_ids=[device.index])
-    gloo_group = dist.new_group(backend="gloo", timeout=timeout)
+    gloo_group = _join_side(store, side, device, timeout_s)
     bridge = None
     if side.num_generation:
         bridge = Bridge(
@@ -152,7 +134,7 @@ def _choose_side(placement: Placement, rollout: RolloutConfig | None) -> _Side:
     """This process's side: the last ranks of the job generate, if any only do that."""
     rank, world_size = placement.rank, placement.world_size
     num_generation = 0
-    if rollout is not None and (rollout.generation_nodes or rollout.generation_ranks):
+    if rollout is not None and rollout.has_generation_side:
         num_generation = num_generation_ranks(
             rollout,
             world_size=world_size,
@@ -165,6 +147,28 @@ def _choose_side(placement: Placement, rollout: RolloutConfig | None) -> _Side:
     if rank < num_training:
         return _Side("training", rank, num_training, num_generation)
     return _Side("generation", rank - num_training, num_generation, num_generation)
+
+
+def _join_side(
+    store: dist.Store, side: _Side, device: torch.device, timeout_s: float
+) -> dist.ProcessGroup:
+    """Make the default process group of a side, and its group of gloo. Collective over the side."""
+    timeout = timedelta(seconds=timeout_s)
+    end_after(timeout_s + _GRACE_S)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        rank=side.rank,
+        world_size=side.world_size,
+        timeout=timeout,
+        # As torch itself does: its keys and ours do not meet.
+        store=dist.PrefixStore(f"default_pg{side.name and '_'}{side.name}", store),
+    )
+    if device.type == "cuda":
+        # Not by `device_id` above: then every group made later, of gloo too, splits the world's
+        # communicator at once, which all ranks must call in one order, whichever they belong to.
+        # From the first collective on, this group's barriers are on this device.
+        dist.barrier(device_ids=[device.index])
+    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def share_of_cores() -> int:

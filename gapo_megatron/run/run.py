@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import VERIFIED_SEQUENCES, Config
 from gapo_megatron.learn.noise_floor import watch_noise_floor
@@ -101,9 +100,7 @@ class Run:
             generation = start.order_generation(trainer, startup)
         else:
             generation = start.start_colocated(trainer, pool, startup)
-
         stopwatch.lap(num_tokens=0)  # the steps begin here
-
         writer = MetricsWriter(
             config.run.output_dir,
             config=config,
@@ -230,7 +227,7 @@ class Run:
                 step=step,
                 first_sampled=position.first_sampled,
             )
-            position.open_step = OpenStep(batch, metrics, position.evaluated)
+            position.open(batch, metrics)
         assert position.open_step is not None, "a step without rollouts has its batch"
         return position.open_step.batch
 
@@ -312,17 +309,14 @@ class Run:
 
     def _stop(self) -> None:
         """Save where the run is, with its open step if there is one. Collective."""
-        position = self.position
-        step = position.step
+        position, step = self.position, self.position.step
         # An evaluation that is due comes before a step opens.
         may_open = position.open_step is None and not self._evaluation_is_due(step)
         if may_open and self.generation.has_batch(step):
             self.make_batch(step, self.collect(step))
-        given_back = self.generation.give_up()
-        if given_back and position.open_step is not None:
-            metrics = position.open_step.metrics
-            before = metrics.get("rollout/given_back_tokens", 0.0)
-            metrics["rollout/given_back_tokens"] = before + given_back
+        num_tokens = self.generation.give_up()
+        if self.generation.samples_ahead:  # else the same samples come again
+            position.give_back(num_tokens)
         self.writer.close()
         self.checkpoints.save_if_moved(position)
         self.generation.close()
@@ -331,10 +325,11 @@ class Run:
     def _open_step_ahead(self) -> None:
         """Open the next step where its batch was sampled ahead: a checkpoint has to hold it.
 
-        Collectives: those of `evaluate`, `collect` and `make_batch`.
+        Collectives: a broadcast; those of `evaluate`, `collect` and `make_batch`.
         """
         position = self.position
         if self.generation.samples_ahead and position.step < self.config.run.num_steps:
+            self._stop_if_asked_before(position.step)
             position.evaluated = self._evaluate_if_due(position.step)
             self.make_batch(position.step, self.collect(position.step))
 

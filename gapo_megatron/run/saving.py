@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gapo_megatron import checkpoint
 from gapo_megatron.checkpoint import LoadedState
@@ -76,9 +77,15 @@ class Checkpoints:
                 # Between two steps: the batch of the next one is there already.
                 ahead = checkpoint.Ahead(open_step, source_state)
                 open_step, source_state = None, position.source_before
+            trainer_state: dict[str, Any] = {
+                "source": source_state,
+                "window": position.window.state_dict(),
+            }
+            if position.num_given_back:
+                trainer_state["given_back"] = position.num_given_back
             state = checkpoint.State(
                 step=position.step,
-                trainer_state={"source": source_state, "window": position.window.state_dict()},
+                trainer_state=trainer_state,
                 branch=self._branch,
                 open_step=open_step,
                 ahead=ahead,

@@ -138,6 +138,8 @@ def join(config: Config, inputs: Inputs, startup: Stopwatch) -> tuple[World, Att
             stop_margin_s=config.run.stop_margin_s,
             may_lead=world.bridge is None or not world.bridge.is_generation,
         )
+        if world.bridge is not None:
+            attempt.on_alive = world.bridge.beat
     startup.on_enter = lambda part: attempt.enter(f"startup: {part}")
     num_engine_ranks = world.bridge.num_generation if world.bridge else world.world_size
     check_engine(config, inputs.hf_config, world.device, world_size=num_engine_ranks)
@@ -203,10 +205,11 @@ def resume(
             position.window.load_state_dict(resumed.trainer_state["window"])
         position.step, position.open_step = resumed.step, resumed.open_step
         position.source_before = resumed.trainer_state["source"]
+        position.num_given_back = resumed.trainer_state.get("given_back", 0)
         if resumed.ahead is not None:
             position.open_step = resumed.ahead.open_step
             source.load_state_dict(dict(resumed.ahead.source_state))
-        position.first_sampled = resumed.step + (resumed.open_step is not None)
+        position.first_sampled = resumed.step + (position.open_step is not None)
     return position, resumed
 
 
@@ -321,15 +324,24 @@ def build_engine(config: Config, inputs: Inputs, world: World) -> Engine:
 
 
 def is_finished_everywhere(config: Config, world: World, attempt: Attempt) -> bool:
-    """Whether rank 0 of the job finds the run finished; the same on every rank. Collective."""
+    """Whether rank 0 of the job finds the run finished; then the two sides part.
+
+    Returns:
+        The same on every rank.
+
+    Collectives: a broadcast over the trainers; where it is finished that of `Bridge.close`.
+    """
     bridge, run = world.bridge, config.run
     if bridge is not None and bridge.is_generation:
-        is_finished_there = bridge.wait(lambda: bridge.look("run"), alive=attempt.restart_watch)
-        return is_finished_there == b"finished"
-    answer = attempt.leads and is_finished(Path(run.output_dir), num_steps=run.num_steps)
-    if bridge is not None and attempt.leads:
-        bridge.post("run", b"finished" if answer else b"begins")
-    return attempt.agree(answer)
+        answer = bridge.wait(lambda: bridge.look("run"), alive=attempt.restart_watch) == b"finished"
+    else:
+        answer = attempt.leads and is_finished(Path(run.output_dir), num_steps=run.num_steps)
+        if bridge is not None and attempt.leads:
+            bridge.post("run", b"finished" if answer else b"begins")
+        answer = attempt.agree(answer)
+    if bridge is not None and answer:
+        bridge.close()  # rank 0 keeps the mailbox: the others have read by now
+    return answer
 
 
 def sizes(world: World) -> dict[str, int]:

@@ -281,7 +281,11 @@ def test_wrong_value_names_field_value_and_rule(
         ),
         (
             [*GENERATION, "optimizer.offload=all"],
-            ["optimizer.offload ('all')", "'none'", "rollout.generation_nodes"],
+            ["optimizer.offload ('all')", "'none'", "rollout.generation_nodes (1)"],
+        ),
+        (
+            ["rollout.generation_ranks=3", "optimizer.offload=all"],
+            ["optimizer.offload ('all')", "'none'", "rollout.generation_ranks (3)"],
         ),
         (
             ["objective.old_log_probs=rollout", "rollout.top_p=0.9"],

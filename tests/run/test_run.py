@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gapo_megatron import train as program
-from gapo_megatron.checkpoint import LoadedState, OpenStep, State
+from gapo_megatron.checkpoint import Ahead, LoadedState, OpenStep, State
 from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.data.source import PromptSource
@@ -335,6 +335,36 @@ def test_a_stop_within_a_step_keeps_its_rollouts_and_updates(make_run: Any, trai
     assert state.open_groups[0] == "carried"
 
 
+@pytest.mark.parametrize("stop", ["update 0", "evaluate 3"])
+def test_what_is_given_back_counts_in_its_step_or_the_next(
+    make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch, stop: str
+) -> None:
+    """What was sampled ahead: with the step that a stop has cut in two, or saved for the next."""
+    script = Script(stop=stop)
+    run = make_run(script)
+    monkeypatch.setattr(run.generation, "give_up", lambda: 7)
+    train(run)
+    (*_, state) = script.saved
+    assert "given_back" not in state.trainer_state, "on-policy the same samples come again"
+
+    script = Script(stop=stop)
+    run = make_run(script)
+    monkeypatch.setattr(run.generation, "give_up", lambda: 7)
+    monkeypatch.setattr(run.generation, "samples_ahead", True)
+    monkeypatch.setattr(run, "_open_step_ahead", lambda: None)
+    train(run)
+    (*_, state) = script.saved
+    name = "rollout/given_back_tokens"
+    if state.open_step is not None:
+        assert state.open_step.metrics[name] == 7 and "given_back" not in state.trainer_state
+        return
+    assert state.trainer_state["given_back"] == 7
+    script = Script()
+    train(make_run(script, position=Position(step=state.step, num_given_back=7)))
+    counted = [(step, metrics[name]) for step, metrics in script.logged if name in metrics]
+    assert counted == [(state.step, 7)]
+
+
 def test_an_open_step_comes_first_and_is_not_sampled_again(make_run: Any, train: Any) -> None:
     script = Script()
     opened = open_step(1, evaluated={"eval/pass@1": 0.75})
@@ -394,6 +424,40 @@ def test_a_finished_run_says_so_and_has_no_steps(
     assert f"all {NUM_STEPS} steps are done" in caplog.text
 
 
+@pytest.mark.parametrize("is_generation", [False, True])
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_both_sides_of_a_finished_run_part_together(
+    tmp_path: Path, is_generation: bool, is_finished: bool
+) -> None:
+    """The mailbox ends with trainer 0: the others may not have read yet that there is nothing."""
+    mark_finished(tmp_path, num_steps=NUM_STEPS if is_finished else NUM_STEPS - 1)
+    said = b"finished" if is_finished else b"begins"
+    done: list[object] = []
+    bridge = SimpleNamespace(
+        is_generation=is_generation,
+        wait=lambda find, alive: find(),
+        look=lambda name: said,
+        post=lambda name, value: done.append(value),
+        close=lambda: done.append("parted"),
+    )
+    attempt = SimpleNamespace(leads=True, agree=lambda value: value, restart_watch=None)
+    world = cast(Any, SimpleNamespace(bridge=bridge))
+    found = start.is_finished_everywhere(make_config(tmp_path), world, cast(Any, attempt))
+    assert found == is_finished
+    assert done == [said][is_generation:] + ["parted"] * is_finished
+
+
+def test_a_batch_is_not_waited_for_where_the_time_is_up(
+    make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a checkpoint, sampled ahead: the job would end meanwhile."""
+    script = Script(stop="log 1")
+    run = make_run(script)
+    monkeypatch.setattr(run.generation, "samples_ahead", True)
+    train(run)
+    assert script.events[-3:] == ["log 1", "save 2", "stopped"]
+
+
 def test_what_is_finished_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rank 0 looks, for all: peers may see an older state of the disk."""
     mark_finished(tmp_path, num_steps=NUM_STEPS)
@@ -407,6 +471,21 @@ def test_what_is_finished_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path
         monkeypatch.setattr(start, "join", lambda *_, world=world: (world, attempt))
         assert isinstance(Run.start(make_config(tmp_path)), FinishedRun)
         assert agreed == [answer]
+
+
+def test_two_sides_hear_of_each_other_from_their_meeting_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model loads for long: who waits for it meanwhile would be ended by its own watch."""
+    attempt = SimpleNamespace(on_alive=None, enter=lambda stage: None)
+    bridge = SimpleNamespace(is_generation=False, num_generation=1, beat=lambda: None)
+    world = SimpleNamespace(bridge=bridge, device=None, world_size=1)
+    monkeypatch.setattr(start.process_group, "start", lambda *_, **__: world)
+    monkeypatch.setattr(start.process_group, "seed_everything", lambda _: None)
+    monkeypatch.setattr(start.Attempt, "begin", lambda *_, **__: attempt)
+    monkeypatch.setattr(start, "check_engine", lambda *_, **__: None)
+    start.join(make_config(tmp_path), cast(Any, SimpleNamespace(hf_config=None)), Stopwatch())
+    assert attempt.on_alive is bridge.beat
 
 
 def resume(
@@ -453,6 +532,17 @@ def test_a_resumed_run_goes_on_where_it_was(
     opened = open_step(1)
     position, _ = resume(config, monkeypatch, checkpointed(open_step=opened))
     assert (position.step, position.first_sampled, position.open_step) == (3, 4, opened)
+    # What was sampled ahead was so by other weights; where it is drawn on from is after it.
+    after = PromptSource(PROBLEMS, seed=0)
+    after.next_batch(6)
+    kept = Ahead(open_step(0), after.state_dict())
+    given_back = checkpointed(ahead=kept)
+    cast(Any, given_back.trainer_state)["given_back"] = 7
+    position, source = resume(config, monkeypatch, given_back)
+    assert (position.step, position.first_sampled) == (3, 4)
+    assert position.open_step is kept.open_step and position.num_given_back == 7
+    assert remaining(source.state_dict()) == NUM_PROBLEMS - 6
+    assert remaining(position.source_before) == NUM_PROBLEMS - 4
     # The window looks back on steps under one objective.
     position, _ = resume(config, monkeypatch, checkpointed(changes_objective=True))
     assert position.window.state_dict() == []

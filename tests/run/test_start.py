@@ -114,6 +114,30 @@ def test_imports_leave_garbage_collection_as_it_was() -> None:
         gc.unfreeze()
 
 
+def test_what_was_imported_is_freed_at_the_end(tmp_path: Path) -> None:
+    """Triton says of every object that it has leaked."""
+    (tmp_path / "cyclic.py").write_text(
+        "class Cycle:\n"
+        "    def __del__(self, print=print):\n"
+        "        print('freed')\n"
+        "cycle = Cycle()\n"
+        "cycle.itself = cycle\n"
+    )
+    program = (
+        "from gapo_megatron.run.imports import without_garbage_collection\n"
+        "with without_garbage_collection():\n"
+        "    import cyclic\n"
+    )
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.stdout == "freed\n", done.stderr
+
+
 def test_other_programs_refuse_at_once(tmp_path: Path) -> None:
     assert "run.nope" in start("gapo_megatron.sft", "configs/demo.toml", "run.nope=1", code=2)
     assert "run.nope" in start("tools/plan.py", CONFIG, "run.nope=1", code=1)

@@ -58,7 +58,7 @@ class ClusterError(RuntimeError):
 
 
 class Cluster:
-    """Two to four nodes; use `running_cluster`."""
+    """Two to five nodes; use `running_cluster`."""
 
     def __init__(
         self, folder: Path, *, num_nodes: int, first_job: int = 1, patience: int = 3

@@ -6,10 +6,7 @@ costs half a minute of start-up on two cores, so each test hits one run many tim
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,69 +14,17 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron.hf import manifest
-from tests.slurm.cluster import Cluster
 from tests.slurm.training import (
     CHECKPOINT_EVERY_STEPS,
     NUM_STEPS,
     Training,
     damaged_checkpoints,
-    differing_files,
     fill,
-    make_checkout,
     small_disk,
 )
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(3600)]
 Start = Callable[..., Training]
-
-
-@pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all processes of this test session see."""
-    folder = tmp_path_factory.getbasetemp()
-    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "survives"
-
-
-def once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, made by the first process that asks, whole; the others wait for it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f"{folder.name}.partial")
-    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            shutil.rmtree(partial, ignore_errors=True)
-            make(partial)
-            partial.rename(folder)
-    return folder
-
-
-@pytest.fixture
-def start(cluster: Cluster, shared: Path) -> Start:
-    """Makes a `Training` on a folder and settings."""
-    checkout = once(shared / "checkout", make_checkout)
-
-    def training(folder: Path, *settings: str) -> Training:
-        return Training(cluster, checkout, folder, *settings)
-
-    return training
-
-
-@pytest.fixture
-def require_same(start: Start, shared: Path) -> Callable[[Training], None]:
-    """Compares a finished run with an undisturbed one, byte for byte."""
-
-    def undisturbed(folder: Path) -> None:
-        run = start(folder)
-        run.submit()
-        run.cluster.wait(run.job, "COMPLETED")
-        assert run.steps(run.attempt) == list(range(NUM_STEPS))
-
-    def compare(run: Training) -> None:
-        reference = once(shared / "undisturbed", undisturbed) / "run"
-        assert differing_files(run.run_dir, reference) == []
-        assert damaged_checkpoints(run.run_dir) == []
-
-    return compare
 
 
 def test_saves_and_goes_on_when_asked_to_stop(

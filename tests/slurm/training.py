@@ -53,7 +53,7 @@ class Training:
         self.run_dir = folder / "run"
         self.log = folder / "job.out"
         self.job = ""
-        self._checkout = checkout
+        self.checkout = checkout
         self._settings = (*SETTINGS, *settings, f"run.output_dir={self.run_dir}")
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -66,7 +66,7 @@ class Training:
             *options,
             "slurm/gapo_demo.sbatch",
             *self._settings,
-            cwd=self._checkout,
+            cwd=self.checkout,
         )
 
     # -- watching --------------------------------------------------------------------------------

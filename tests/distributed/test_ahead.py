@@ -1,0 +1,159 @@
+"""Checkpoints with a batch that was sampled ahead: kept, refused where damaged, given back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gapo_megatron import checkpoint
+from gapo_megatron.checkpoint import Ahead, LoadedState, OpenStep
+from gapo_megatron.checkpoint.ahead import AHEAD_NAME
+from gapo_megatron.config import Config
+from gapo_megatron.policy import Policy, destroy
+from gapo_megatron.types import Batch
+from tests.attempt_setup import make_attempt
+from tests.damage import Trap, sign
+from tests.dist import run_distributed
+from tests.distributed.checkpoint_setup import build, make_config, make_model, save, trainer_state
+from tests.distributed.test_checkpoint import listen
+
+AFTER = {"epoch": 1, "remaining": [7, 8], "dataset": "d"}
+
+
+def make_batch() -> Batch:
+    return Batch(
+        prompt_ids=[np.array([1, 2], np.int32), np.array([4], np.int32)],
+        response_ids=[np.array([3], np.int32), np.array([5, 6], np.int32)],
+        rollout_log_probs=[np.array([-0.1], np.float32), np.array([-1, -2], np.float32)],
+        advantages=torch.tensor([0.1, -0.1], dtype=torch.float64),
+        num_correct=torch.tensor([1, 1]),
+        group_size=torch.tensor([2, 2]),
+        valid=torch.tensor([True, False]),
+    )
+
+
+def save_ahead(run_dir: Path, policy: Policy, config: Config) -> Path:
+    open_step = OpenStep(make_batch(), {"reward/mean": 0.1}, {"eval/pass@1": 1 / 3})
+    state = checkpoint.State(
+        step=2, trainer_state=trainer_state(2), ahead=Ahead(open_step, source_state=AFTER)
+    )
+    attempt = make_attempt(run_dir)
+    return checkpoint.save(run_dir, state, policy=policy, config=config, attempt=attempt)
+
+
+def require_ahead(state: LoadedState | None) -> None:
+    assert state is not None and state.step == 2 and state.ahead is not None
+    assert state.open_step is None and state.trainer_state == trainer_state(2)
+    assert state.ahead.source_state == AFTER
+    read, expected = state.ahead.open_step, make_batch()
+    assert (read.metrics, read.evaluated) == ({"reward/mean": 0.1}, {"eval/pass@1": 1 / 3})
+    assert read.progress.num_updates == 0
+    for name in ("prompt_ids", "response_ids", "rollout_log_probs"):
+        for ours, theirs in zip(getattr(read.batch, name), getattr(expected, name), strict=True):
+            assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist()
+    assert read.batch.advantages.equal(expected.advantages)
+    assert read.batch.valid.equal(expected.valid)
+
+
+def keep(hf_dir: str, root: Path, layouts: list[str]) -> None:
+    """Read what two ranks have written, in layouts of as many ranks as there are."""
+    if dist.get_world_size() == 2:
+        config = make_config(hf_dir, layout="dp2")
+        save_ahead(root, build(config), config)
+        destroy()
+    for layout in layouts:
+        config = make_config(hf_dir, layout=layout)
+        require_ahead(checkpoint.load_latest(root, policy=build(config), config=config))
+        destroy()
+
+
+def test_what_was_sampled_ahead_is_there_in_every_layout(tmp_path):
+    """No update has been done: nothing of it is one rank's."""
+    hf_dir = make_model(tmp_path / "model", hidden_size=32)
+    run_distributed(keep, 2, hf_dir, tmp_path / "run", ["dp2", "tp2"])
+    run_distributed(keep, 1, hf_dir, tmp_path / "run", ["single"])
+
+
+def refuse(hf_dir: str, run_dir: Path) -> None:
+    """Damaged, the checkpoint is not whole; an older one takes its place."""
+    config = make_config(hf_dir, layout="single")
+    policy, warnings, trace = build(config), listen(), run_dir / "trace"
+    save(run_dir, policy, config, step=1)
+    batch = OpenStep(make_batch(), {}, {}).shared()
+    for content in (
+        batch,  # without the place in the data
+        {**batch, "source": "{}"},
+        {**batch, "source": "["},
+        {**batch, "source": Trap(trace)},
+        {"source": '{"epoch": 1, "remaining": [], "dataset": "d"}'},
+        b"torn",
+    ):
+        path = save_ahead(run_dir, policy, config) / AHEAD_NAME
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            torch.save(content, path)
+        sign(path.parent)
+        warnings.clear()
+        state = checkpoint.load_latest(run_dir, policy=policy, config=config)
+        assert state is not None and (state.step, state.ahead) == (1, None)
+        assert "step_00000002" in warnings[0] and AHEAD_NAME in warnings[0], content
+        assert not trace.exists()
+    # And not signed: the digest tells.
+    path = save_ahead(run_dir, policy, config) / AHEAD_NAME
+    path.write_bytes(path.read_bytes()[:-1])
+    warnings.clear()
+    state = checkpoint.load_latest(run_dir, policy=policy, config=config)
+    assert state is not None and state.step == 1 and AHEAD_NAME in warnings[0]
+
+
+def test_what_was_sampled_ahead_is_refused_by_name_where_it_is_damaged(tmp_path):
+    hf_dir = make_model(tmp_path / "model", hidden_size=32)
+    run_distributed(refuse, 1, hf_dir, tmp_path / "run")
+
+
+def give_back(hf_dir: str, root: Path) -> None:
+    """Sampled with other settings, it is not this run's: its problems are drawn again."""
+    old, warnings = make_config(hf_dir, layout="single"), listen()
+    policy = build(old)
+    path = save_ahead(root / "old", policy, old)
+    objective = old.objective.model_copy(update={"method": "gspo"})
+    config = old.model_copy(
+        update={
+            "objective": objective,
+            "run": old.run.model_copy(update={"output_dir": str(root / "new")}),
+            "checkpoint": old.checkpoint.model_copy(update={"branch_from": str(path)}),
+        }
+    )
+    point = checkpoint.check_branch(config, policy.hf_config)
+    assert point is not None
+    checkpoint.begin_branch(point, config, make_attempt(root / "new"))
+    for run_dir, settings in (
+        (root / "new", config),
+        # Resumed with other settings, or on-policy.
+        (root / "old", old.model_copy(update={"objective": objective})),
+        (
+            root / "old",
+            old.model_copy(
+                update={
+                    "rollout": old.rollout.model_copy(
+                        update={"max_staleness": 1, "generation_ranks": 1}
+                    )
+                }
+            ),
+        ),
+    ):
+        warnings.clear()
+        state = checkpoint.load_latest(run_dir, policy=policy, config=settings)
+        assert state is not None and (state.step, state.ahead, state.open_step) == (2, None, None)
+        assert state.trainer_state == trainer_state(2), "before its problems were drawn"
+        assert any("step 2" in line and "given back" in line for line in warnings)
+    require_ahead(checkpoint.load_latest(root / "old", policy=policy, config=old))
+
+
+def test_a_branch_gives_back_what_was_sampled_ahead(tmp_path):
+    hf_dir = make_model(tmp_path / "model", hidden_size=32)
+    run_distributed(give_back, 1, hf_dir, tmp_path)

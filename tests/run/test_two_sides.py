@@ -1,0 +1,290 @@
+"""Both ends of a run whose last ranks only generate, over gloo; scripted engines, no policy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gapo_megatron.clock import Stopwatch
+from gapo_megatron.config import Config, parse_config
+from gapo_megatron.data.source import PromptSource
+from gapo_megatron.objective import make_batch
+from gapo_megatron.rewards import Pool
+from gapo_megatron.rollout.engine import Request
+from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.rollouter import Rollouter
+from gapo_megatron.run import generation_ranks as module
+from gapo_megatron.run import generation_side, process_group
+from gapo_megatron.run.attempt import Attempt
+from gapo_megatron.run.generation_ranks import GenerationRanks
+from gapo_megatron.run.generation_side import GenerationSide
+from gapo_megatron.run.orders import STOP, Order
+from gapo_megatron.run.process_group import World
+from gapo_megatron.types import Prompt, Sequences
+from tests.attempt_setup import make_attempt
+from tests.dist import rank_context, run_sides
+from tests.scripted_engine import ScriptedEngine, place_of
+from tests.waiting import HANG_S, wait_until
+
+NUM_STEPS, EOS = 4, 1
+NUM_RESPONSES = 4
+"""Of a rank that generates, in a step."""
+PROBLEMS = [Prompt(f"p{i}", (2, 10 + i), "") for i in range(20)]
+
+
+def make_config(folder: Path, *, max_staleness: int) -> Config:
+    tree = {
+        "run": {"output_dir": str(folder), "num_steps": NUM_STEPS},
+        "model": {"hf_dir": "unused"},
+        "data": {"train_path": "unused"},
+        "batch": {"rollout_prompts": 4, "minibatch_prompts": 2, "rollouts_per_prompt": 2},
+        "rollout": {
+            "max_response_tokens": 8,
+            "generation_ranks": 2,
+            "max_staleness": max_staleness,
+        },
+        "objective": {"importance_weight_max": 2.0},
+        "reward": {"kind": "exact"},
+        "metrics": {"noise_floor_every_steps": 0},
+    }
+    return parse_config(tree, source="test")
+
+
+def response(problem: str, sample: int, *, version: int) -> list[int]:
+    """What weights of a version sample: unlike any other response."""
+    number = int(problem.removeprefix("p"))
+    return [100 + version, 200 + number, 300 + sample, *[5] * (number % 3), EOS]
+
+
+class Tokenizer:
+    """One in two samples is right: `tests.reward_setup` says so."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "right" if ids[2] % 2 else "echo wrong"
+
+
+def serve(
+    world: World, config: Config, attempt: Attempt, before_step: Callable[[ScriptedEngine], object]
+) -> tuple[list[str], int]:
+    """A rank that only generates; what it was asked for, and the tokens it has sampled."""
+    assert world.bridge is not None
+
+    def script(request: Request) -> list[int]:
+        return response(*place_of(request), version=engine.policy_version)
+
+    replicas = Replicas.create(1, gloo_group=world.gloo_group)
+    engine = ScriptedEngine(script, replicas=replicas, before_step=lambda: before_step(engine))
+    source = PromptSource(PROBLEMS, seed=0)
+    pool = Pool("tests.reward_setup", num_workers=1, timeout_s=HANG_S)
+    side = GenerationSide(
+        config=config,
+        bridge=world.bridge,
+        source=source,
+        held_out=[],
+        attempt=attempt,
+        engine=engine,
+        rollouter=Rollouter(engine, source, pool, cast(Any, Tokenizer()), config),
+        pool=pool,
+        is_first=world.rank == 0,
+    )
+    side.serve()
+    return [request.name for request in engine.asked], engine.num_tokens
+
+
+def order(world: World, config: Config, attempt: Attempt) -> GenerationRanks:
+    """The end of a trainer whose log-probs are the scripted engine's."""
+    assert world.bridge is not None
+    cast(Any, module).score_probe = lambda policy, probe, group: [
+        np.full(len(ids), -1.0, np.float32) for ids in probe.response_ids
+    ]
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        yield "w", torch.ones(3)
+
+    groups = SimpleNamespace(
+        rank=world.rank,
+        dp_rank=world.rank,
+        dp_size=world.world_size,
+        world_size=world.world_size,
+        is_last_stage=True,
+        is_first_copy=True,
+    )
+    return GenerationRanks(
+        config=config,
+        bridge=world.bridge,
+        policy=cast(Any, SimpleNamespace(groups=groups, iterate_hf_weights=weights)),
+        attempt=attempt,
+        stopwatch=Stopwatch(),
+        gloo_group=world.gloo_group,
+        source_state=PromptSource(PROBLEMS, seed=0).state_dict(),
+        next_step=0,
+    )
+
+
+def probe() -> Sequences:
+    return Sequences([np.array([2], np.int32)], [np.array([3, 4], np.int32)])
+
+
+def train(
+    world: World,
+    config: Config,
+    *,
+    until: int,
+    at_step: Callable[[], object] = lambda: None,
+    before_decoding: Callable[[ScriptedEngine], object] = lambda engine: None,
+    before_stop: Callable[[], object] = lambda: None,
+    hang_timeout_s: float = 600,
+) -> Any:
+    """A run up to a step, where a stop ends it; each rank's account of it."""
+    assert world.bridge is not None
+    is_generation = world.bridge.is_generation
+    attempt = make_attempt(
+        Path(config.run.output_dir) / os.environ["RANK"],
+        may_lead=not is_generation,
+        hang_timeout_s=hang_timeout_s,
+    )
+    attempt.on_alive = world.bridge.beat
+    if is_generation:
+        return serve(world, config, attempt, before_decoding)
+    generation = order(world, config, attempt)
+    generation.sync(probe(), policy_version=0)
+    seen = []
+    for step in range(until):
+        collected = generation.collect(step)
+        assert collected is not None
+        facts = collected.facts
+        batch = generation.bring_tokens(make_batch(facts, config.objective.resolve()))
+        at_step()
+        mine = np.flatnonzero(batch.facts.holder == world.rank)
+        responses = {int(i): batch.response_ids[i].tolist() for i in mine}
+        seen.append((facts.to_bytes(), responses, generation.source_state))
+        # A run that is ahead stops within its last step.
+        if step + 1 < until or not config.rollout.max_staleness:
+            generation.sync(probe(), policy_version=step + 1)
+            generation.sample_ahead()
+    before_stop()
+    given_back = generation.give_up()
+    generation._order(Order("end"))
+    return seen, given_back
+
+
+def stop_while_one_is_sampled(world: World, folder: Path, max_staleness: int) -> Any:
+    """Stop after three of four steps, when a rank that generates is in the midst of the fourth."""
+    generation_side._LOOK_EVERY_S = 0.0
+    bridge = world.bridge
+    assert bridge is not None
+
+    def wait_for_the_stop(engine: ScriptedEngine) -> None:
+        if len(engine.asked) > 3 * NUM_RESPONSES:
+            bridge.post(f"under way/{world.rank}", b"")
+            bridge.wait(lambda: bridge.look(STOP), alive=lambda: None)
+
+    def wait_for_the_fourth() -> None:
+        for name in ("under way/0", "under way/1"):
+            bridge.wait(partial(bridge.look, name), alive=lambda: None)
+
+    config = make_config(folder, max_staleness=max_staleness)
+    return train(
+        world,
+        config,
+        until=3,
+        before_decoding=wait_for_the_stop,
+        before_stop=wait_for_the_fourth,
+    )
+
+
+@pytest.mark.parametrize(("max_staleness", "versions"), [(0, [0, 1, 2]), (1, [0, 0, 1])])
+def test_every_trainer_learns_from_its_share_of_what_the_others_sampled(
+    tmp_path: Path, max_staleness: int, versions: list[int]
+) -> None:
+    """And no token is lost in silence: what was under way at a stop is counted."""
+    accounts = run_sides(stop_while_one_is_sampled, 2, 2, tmp_path, max_staleness)
+    (seen, given_back), (other, also), *sampled = accounts
+    source, names, num_learned = PromptSource(PROBLEMS, seed=0), list[str](), 0
+    for step, version in enumerate(versions):
+        (facts, mine, state), (same, theirs, same_state) = seen[step], other[step]
+        prompts = source.next_batch(4)
+        places = [(prompt.id, sample) for prompt in prompts for sample in range(2)]
+        expected = [response(*place, version=version) for place in places]
+        assert [value for _, value in sorted((mine | theirs).items())] == expected
+        assert mine and theirs and not {*mine} & {*theirs}
+        assert facts == same and state == same_state == source.state_dict()
+        names += [f"{problem}/{sample}" for problem, sample in places]
+        num_learned += sum(map(len, expected))
+    (asked, num_tokens), (also_asked, more_tokens) = sampled
+    everything = asked + also_asked
+    assert {*names} < {*everything} and len(everything) == len({*everything}), "nothing twice"
+    assert given_back == also == num_tokens + more_tokens - num_learned > 0
+
+
+def freeze_here(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def run_frozen(job_rank: int, frozen: int, port: int, folder: Path) -> None:
+    """One rank of a run of which another is frozen: as it trains, or as it generates."""
+    output = os.open(folder / f"{job_rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, sys.__stderr__.fileno())  # type: ignore[union-attr]
+    os.environ |= {
+        "RANK": str(job_rank),
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": str(job_rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    config = make_config(folder, max_staleness=0)
+    world = process_group.start(HANG_S, rollout=config.rollout)
+    freeze: Any = freeze_here if job_rank == frozen else lambda *_: None
+    train(world, config, until=1, at_step=freeze, before_decoding=freeze, hang_timeout_s=10)
+
+
+def is_stopped(pid: int | None) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_frozen_rank_is_found_out_on_both_sides(tmp_path: Path) -> None:
+    """Each watch ends its own rank; so the launcher hears of it. Two runs side by side."""
+    runs = []
+    for frozen in (0, 3):
+        (tmp_path / str(frozen)).mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        ranks = [
+            rank_context().Process(
+                target=run_frozen, args=(rank, frozen, port, tmp_path / str(frozen))
+            )
+            for rank in range(4)
+        ]
+        runs.append((frozen, ranks))
+        for rank in ranks:
+            rank.start()
+    try:
+        for frozen, ranks in runs:
+            wait_until(lambda: is_stopped(ranks[frozen].pid), "a frozen rank")  # noqa: B023
+            for rank in ranks:
+                if rank is not ranks[frozen]:
+                    rank.join(HANG_S)
+            codes = [rank.exitcode for rank in ranks if rank is not ranks[frozen]]
+            assert codes == [1, 1, 1], frozen
+    finally:
+        for _, ranks in runs:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+    # A trainer that waits for ranks that generate, and the other way round.
+    for frozen, waiting in ((0, 2), (0, 3), (3, 0)):
+        log = (tmp_path / str(frozen) / f"{waiting}.log").read_text()
+        assert "Timeout (0:00:10)!" in log and "run/bridge.py" in log, (frozen, waiting)

@@ -57,27 +57,16 @@ class Sides:
         num_generation = num_generation_ranks(
             rollout, world_size=world_size, ranks_per_node=ranks_per_node
         )
-        if not num_generation:
-            layout = Layout.of(config, world_size=world_size)
-            return cls(layout, 0, layout.rollout_replicas, ranks_per_node)
-        size = rollout.tensor_parallel_size
-        if num_generation % size:
-            raise ConfigError(
-                f"rollout.tensor_parallel_size ({size}) must divide the ranks that generate "
-                f"({num_generation} of {world_size})"
-            )
-        # The engines are on other ranks: their size need not divide these.
-        trainer = config.model_copy(
-            update={"rollout": rollout.model_copy(update={"tensor_parallel_size": 1})}
-        )
         num_training = world_size - num_generation
         try:
-            layout = Layout.of(trainer, world_size=num_training)
+            layout = Layout.of(config, world_size=num_training, num_generation=num_generation)
         except ConfigError as error:
+            if not num_generation:
+                raise
             raise ConfigError(
-                f"of the ranks that train ({num_training} of {world_size}): {error}"
+                f"{num_training} ranks train, {num_generation} of {world_size} generate: {error}"
             ) from None
-        return cls(layout, num_generation, num_generation // size, ranks_per_node)
+        return cls(layout, num_generation, layout.rollout_replicas, ranks_per_node)
 
     def place(self, first: int, number: int) -> str:
         """`ranks 32-47 on nodes 4-5`: where `number` ranks are, rank `first` the first of them."""

@@ -11,12 +11,13 @@ from gapo_megatron.config.roles import flat
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.flops import Shape, engine_bytes
-from gapo_megatron.ops.plan.memory import memory
+from gapo_megatron.ops.plan.memory import BUCKETS_BYTES, memory
 from gapo_megatron.ops.plan.planner import Plan, overrides, plan
 from gapo_megatron.ops.plan.search import Search
 from gapo_megatron.ops.plan.sides import memory_fraction, quickest_ahead, sides_of
 from gapo_megatron.ops.plan.tables import ahead_hint, sides_table, to_json
 from gapo_megatron.ops.plan.times import SidesTime, reward_s, send_s, step_time, sync_s
+from gapo_megatron.rollout.broadcast import BUCKET_BYTES
 from tests.hf.test_convert_models import NUM_PARAMETERS
 from tests.messages import mentions
 from tests.scaling_setup import H200, WORKLOAD, config, hf, layout, training
@@ -320,6 +321,10 @@ def test_a_split_is_written_as_a_config(tmp_path, capsys):
     assert written.rollout.max_staleness == 1
     assert (written.rollout.memory_fraction, written.optimizer.offload) == (0.9, "none")
     assert re.search(rf"{written.rollout.generation_nodes} for generation", path.read_text())
+
+
+def test_the_buckets_counted_are_those_that_weights_travel_in() -> None:
+    assert 2 * BUCKET_BYTES["cuda"] == BUCKETS_BYTES
 
 
 def test_tables_show_both_kinds(capsys):

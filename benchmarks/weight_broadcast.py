@@ -5,18 +5,22 @@
 The names and shapes of Qwen2.5-0.5B in bfloat16, from one process to others of this machine over
 gloo, by the groups that `run.bridge` makes. Three ways in turns: a plain broadcast of one tensor of
 as many bytes; `rollout.broadcast`; and that once more with receivers that copy every tensor to
-where it belongs, as an engine does. Peak memory is the process's own (VmHWM), above what it was
-before, in buckets: in a broadcast of its own, after the timed ones.
+where it belongs, as an engine does. The first round is not counted. Seconds are until the slowest
+rank has everything; CPU seconds are those of all ranks together, and tell more on a machine that
+others use too. Peak memory is the process's own (VmHWM), above what it was before, in buckets: in a
+broadcast of its own, after the timed ones, by a rank that has kept none of an earlier one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +68,7 @@ class Rank:
             )
             for name in ("headers", "payload")
         ]
-        self.route = Route(*groups)
+        self.route = Route(headers=groups[0], payload=groups[1])
         self.weights = make_weights(arguments.layers)
         self.num_bytes = sum(tensor.nbytes for tensor in self.weights.values())
 
@@ -85,20 +89,21 @@ class Rank:
         """The weights, as a policy exports them."""
         yield from self.weights.items()
 
-    def seconds(self, way: str) -> float:
-        """Until the slowest rank has everything."""
+    def seconds(self, way: str) -> tuple[float, float]:
+        """Until the slowest rank has everything; of this rank's CPU."""
         self.route.headers.barrier()
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         if way == "plain":
             self.plain()
         else:
             self.buckets(copies=way.endswith("copied"))
         self.route.headers.barrier()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - start_cpu
 
     def extra_bytes(self) -> int:
         """Peak memory of a broadcast in buckets above what this process has before it."""
         Path("/proc/self/clear_refs").write_text("5")
+        self.route.memory = None
         before = memory("VmRSS")
         self.buckets(copies=True)
         return memory("VmHWM") - before
@@ -106,26 +111,37 @@ class Rank:
     def run(self, rounds: int, folder: Path) -> None:
         """Time all ways in turns, then look at the memory; rank 0 prints."""
         self.flat = torch.ones(self.num_bytes, dtype=torch.uint8)
-        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        taken: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
         for number in range(rounds + 1):
-            for way, values in seconds.items():
-                taken = self.seconds(way)
-                values += [taken] if number else []  # the first one has buffers to make
+            for way in WAYS:
+                both = self.seconds(way)
+                taken[way] += [both] if number else []  # the first one has buffers to make
         del self.flat
-        (folder / f"extra{self.rank}").write_text(str(self.extra_bytes()))
+        cpu = {way: [seconds for _, seconds in values] for way, values in taken.items()}
+        (folder / f"{self.rank}.json").write_text(json.dumps([cpu, self.extra_bytes()]))
         self.route.headers.barrier()
-        if self.rank:
-            return
-        medians = {way: statistics.median(values) for way, values in seconds.items()}
-        for way, median in medians.items():
-            shown = " ".join(f"{value:.2f}" for value in seconds[way])
+        if self.rank == 0:
+            ends = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+            report({way: [seconds for seconds, _ in taken[way]] for way in WAYS}, ends, self)
+
+
+def report(seconds: dict[str, list[float]], ends: list[Any], rank: Rank) -> None:
+    """Print medians, ratios to a plain broadcast, and every single value."""
+    of_all = {
+        way: [sum(values) for values in zip(*(cpu[way] for cpu, _ in ends), strict=True)]
+        for way in WAYS
+    }
+    for title, values in (("seconds", seconds), ("CPU seconds", of_all)):
+        plain = statistics.median(values["plain"])
+        for way in WAYS:
+            median = statistics.median(values[way])
+            shown = " ".join(f"{value:.2f}" for value in values[way])
             print(
-                f"{way:16s} {self.num_bytes / median / 1e9:.2f} GB/s, "
-                f"{medians['plain'] / median:.2f} of plain (s: {shown})"
+                f"{title:11s} {way:16s} {median:.2f}, {rank.num_bytes / median / 1e9:.2f} GB/s, "
+                f"{plain / median:.2f} of plain ({shown})"
             )
-        ends = sorted(folder.glob("extra*"))
-        extra = [int(path.read_text()) / self.bucket_bytes for path in ends]
-        print(f"peak memory beside the weights, in buckets, by rank: {extra}")
+    extra = [f"{num_bytes / rank.bucket_bytes:.2f}" for _, num_bytes in ends]
+    print("peak memory beside the weights, in buckets, by rank:", *extra)
 
 
 def memory(field: str) -> int:

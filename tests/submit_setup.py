@@ -35,9 +35,11 @@ while step < run["num_steps"] and not ((attempt / "stop").exists() and event != 
     time.sleep(0.05)
     if step == 10 and hold.exists():
         continue
-    if rank == 1 and event.startswith("exit") and step == 3 and not (run_dir / "met").exists():
-        (run_dir / "met").touch()
-        os._exit(int(event.split()[1]))
+    if event.startswith("exit") and step == 3 and not (run_dir / "met").exists():
+        if rank == 1:
+            (run_dir / "met").touch()
+            os._exit(int(event.split()[1]))
+        continue  # rank 1 may come late
     if rank == 0:
         metrics = {"reward/mean": step / 100, "eval/pass@1": 0.5}
         for name, values in (("metrics", metrics), ("timings", {"time/step_s": 2})):

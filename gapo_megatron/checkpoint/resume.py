@@ -110,12 +110,16 @@ def load_latest(
     # Nobody trains on, and prunes, while a peer still reads.
     dist.barrier()
     if dist.get_rank() == 0:
-        logger.info("resumed from %s", path)
-        if AHEAD_NAME in found.files and state is not None and state.ahead is None:
-            logger.warning(
-                "the batch of step %d, sampled ahead with other settings, is given back", found.step
-            )
+        _log_resumed(path, found, state)
     return state
+
+
+def _log_resumed(path: Path, found: Manifest, state: LoadedState) -> None:
+    logger.info("resumed from %s", path)
+    if AHEAD_NAME in found.files and state.ahead is None:
+        logger.warning(
+            "the batch of step %d, sampled ahead with other settings, is given back", found.step
+        )
 
 
 def _set_aside(refused: Iterable[Path]) -> None:

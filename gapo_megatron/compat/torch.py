@@ -226,8 +226,8 @@ class OutsideGroup:
     # Uses: ProcessGroupGloo, ProcessGroupNCCL and its Options, built directly; their broadcast,
     #     send, recv, barrier, shutdown
     # Versions: torch 2.13.0
-    # Upstream: pytorch/pytorch#33434 (closed: groups of ranks outside a world), none found that is
-    #     public
+    # Upstream: pytorch/pytorch#151960 (open: groups without a world), #31036 (open: the
+    #     constructors are private on purpose)
     def __init__(
         self, store: dist.Store, *, rank: int, size: int, device: torch.device, timeout_s: float
     ) -> None:

@@ -6,6 +6,9 @@ the engine wants tensors whole, so no way of cutting it would need less. Memory 
 
 - sender: two buckets;
 - receiver: two buckets, or the largest tensor where that is more (in the same memory, not beside).
+
+On a GPU it is given back to the allocator at the end. On a CPU it is kept for the next broadcast:
+fresh pages cost as much as copying into them.
 """
 
 from __future__ import annotations
@@ -30,24 +33,34 @@ _ALIGNMENT = 256
 _SOURCE = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Route:
     """Two groups of the same ranks, of which rank 0 sends.
 
-    Two, so that what a bucket holds need not wait until the bucket before has travelled.
+    Two, so that what a bucket holds is known before the bucket before has travelled.
     """
 
     headers: OutsideGroup
     """Gloo: what a bucket holds, errors, and that all has arrived."""
     payload: OutsideGroup
     """Bytes of the weights; NCCL on GPUs."""
+    memory: Tensor | None = None
+    """[bytes] uint8 that a broadcast uses, and the next one after it where it is a CPU's."""
+
+    def release(self) -> None:
+        """Free a GPU's memory when a broadcast is over, however it ended."""
+        if self.payload.device.type == "cuda":
+            self.memory = None
+
+
+_Kind = Literal["bucket", "whole", "end", "error"]
 
 
 @dataclass(slots=True)
 class _Header:
     """What travels next."""
 
-    kind: Literal["bucket", "whole", "end", "error"]
+    kind: _Kind
     number: int
     """Headers before this one in the broadcast: both ends count."""
     num_bytes: int = 0
@@ -91,8 +104,10 @@ def send(
     except BaseException as error:
         # The receivers raise it too, instead of waiting for what never comes.
         with suppress(WeightSyncError):
-            sender.announce("error", error=f"{type(error).__name__}: {error}")
+            sender.end("error", error=f"{type(error).__name__}: {error}")
         raise
+    finally:
+        route.release()
     return sender.num_bytes
 
 
@@ -100,7 +115,7 @@ def receive(route: Route) -> Iterator[tuple[str, Tensor]]:
     """Yield the (name, tensor) that `send` is given, bit for bit and in its order.
 
     Call it on every rank of a route but the first, and run it through to its end: the sender waits
-    for that. A tensor is overwritten once the next one is asked for.
+    for that. A tensor is overwritten once the next one is asked for, the last by the next call.
 
     Args:
         route: the groups that they travel over.
@@ -113,26 +128,10 @@ def receive(route: Route) -> Iterator[tuple[str, Tensor]]:
             no weights of any version.
     """
     receiver = _Receiver(route)
-    ready: list[tuple[str, Tensor]] = []
-    while True:
-        header = receiver.next_header()
-        if header.kind == "end":
-            receiver.confirm()
-            yield from ready
-            return
-        if header.kind == "whole" or receiver.must_grow(header):
-            # The memory that `ready` is in may be needed.
-            yield from ready
-            ready = []
-        memory = receiver.memory_for(header)
-        work = route.payload.broadcast(memory, source=_SOURCE)
-        yield from ready  # while the next ones travel
-        with _naming(f"bucket {header.number}"):
-            work.wait()
-        ready = _views(memory, header)
-        if header.kind == "whole":
-            yield from ready
-            ready = []
+    try:
+        yield from receiver.tensors()
+    finally:
+        route.release()
 
 
 class _Sender:
@@ -142,11 +141,9 @@ class _Sender:
         self.num_bytes = 0
         self._route = route
         self._capacity = -(-bucket_bytes // _ALIGNMENT) * _ALIGNMENT
-        device = route.payload.device
-        self._buckets = [
-            torch.empty(self._capacity, dtype=torch.uint8, device=device) for _ in range(2)
-        ]
-        self._works: list[dist.Work | None] = [None, None]
+        memory = _ensure_memory(route, 2 * self._capacity)
+        self._buckets = memory[: self._capacity], memory[self._capacity : 2 * self._capacity]
+        self._works: list[list[dist.Work]] = [[], []]
         self._filling = 0
         self._used = 0
         self._tensors: list[tuple[str, str, list[int], int]] = []
@@ -159,15 +156,15 @@ class _Sender:
         entry = (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         if num_bytes > self._capacity:
             self._flush()
-            self.announce("whole", num_bytes=num_bytes, tensors=[(*entry, 0)])
-            work = self._route.payload.broadcast(_as_bytes(tensor.contiguous()), source=_SOURCE)
-            with _naming(name):
-                work.wait()
+            works = self._announce("whole", num_bytes=num_bytes, tensors=[(*entry, 0)])
+            content = _as_bytes(tensor.contiguous())
+            works.append(self._route.payload.broadcast(content, source=_SOURCE))
+            _wait(works, name)
             return
         if self._used + num_bytes > self._capacity:
             self._flush()
         if not self._tensors:
-            self._wait(self._filling)
+            _wait(self._works[self._filling], f"a bucket before header {self._num_headers}")
         room = self._buckets[self._filling][self._used : self._used + num_bytes]
         room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         self._tensors.append((*entry, self._used))
@@ -176,41 +173,40 @@ class _Sender:
     def finish(self) -> None:
         """Send what is left, and wait until every receiver has all."""
         self._flush()
-        self.announce("end")
-        for index in range(2):
-            self._wait(index)
+        self.end("end")
         _synchronize(self._route.payload.device)
         with _naming("the end"):
             self._route.headers.barrier()
 
-    def announce(self, kind: Literal["bucket", "whole", "end", "error"], **fields: Any) -> None:
-        """Tell all receivers what comes next."""
+    def end(self, kind: Literal["end", "error"], **fields: Any) -> None:
+        """Tell all receivers that nothing comes any more; wait for what is on its way."""
+        last = self._announce(kind, **fields)
+        for works in (*self._works, last):
+            _wait(works, f"what came before header {self._num_headers}")
+
+    def _announce(self, kind: _Kind, **fields: Any) -> list[dist.Work]:
+        """Begin to tell all receivers what comes next."""
         header = _Header(kind, self._num_headers, reserve=self._capacity, **fields)
         self._num_headers += 1
         content = json.dumps([getattr(header, name) for name in header.__slots__]).encode()
         body = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         with _naming(f"header {header.number}"):
-            for tensor in (torch.tensor([len(content)]), body):
-                self._route.headers.broadcast(tensor, source=_SOURCE).wait()
+            return [
+                self._route.headers.broadcast(tensor, source=_SOURCE)
+                for tensor in (torch.tensor([len(content)]), body)
+            ]
 
     def _flush(self) -> None:
         """Begin to send the bucket that was being filled, if it has anything."""
         if not self._tensors:
             return
-        # Not both at once: receivers have memory for one that travels, and one that is handed out.
-        self._wait(1 - self._filling)
-        self.announce("bucket", num_bytes=self._used, tensors=self._tensors)
+        # It may set out before the one before has arrived; it then waits for the receivers' room.
+        works = self._announce("bucket", num_bytes=self._used, tensors=self._tensors)
         bucket = self._buckets[self._filling][: self._used]
-        self._works[self._filling] = self._route.payload.broadcast(bucket, source=_SOURCE)
+        works.append(self._route.payload.broadcast(bucket, source=_SOURCE))
+        self._works[self._filling] = works
         self._filling = 1 - self._filling
         self._used, self._tensors = 0, []
-
-    def _wait(self, index: int) -> None:
-        """Wait until a bucket has travelled."""
-        work, self._works[index] = self._works[index], None
-        if work is not None:
-            with _naming(f"a bucket before header {self._num_headers}"):
-                work.wait()
 
 
 class _Receiver:
@@ -218,20 +214,45 @@ class _Receiver:
 
     def __init__(self, route: Route) -> None:
         self._route = route
-        self._memory = torch.empty(0, dtype=torch.uint8, device=route.payload.device)
         self._num_headers = 0
         self._next_half = 0
 
-    def next_header(self) -> _Header:
-        """What comes next. Raises what the sender says went wrong."""
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `receive`."""
+        ready: list[tuple[str, Tensor]] = []
+        works: list[dist.Work] = []
+        while True:
+            # Before what it announced last has arrived, so that the next one need not wait for it.
+            header = self._next_header()
+            _wait(works, f"what came before header {header.number}")
+            if header.kind == "error":
+                raise WeightSyncError(f"weights: the sender broke off: {header.error}")
+            if header.kind == "end":
+                self._confirm()
+                yield from ready
+                return
+            if header.kind == "whole" or self._must_grow(header):
+                # The memory that `ready` is in may be needed.
+                yield from ready
+                ready = []
+            memory = self._memory_for(header)
+            works = [self._route.payload.broadcast(memory, source=_SOURCE)]
+            yield from ready  # while the next ones travel
+            ready = _views(memory, header)
+            if header.kind == "whole":
+                # What comes next may need its memory.
+                _wait(works, header.tensors[0][0])
+                yield from ready
+                ready = []
+
+    def _next_header(self) -> _Header:
+        """What comes next."""
         with _naming(f"header {self._num_headers}"):
             length = torch.zeros(1, dtype=torch.int64)
             self._route.headers.broadcast(length, source=_SOURCE).wait()
             body = torch.empty(int(length), dtype=torch.uint8)
             self._route.headers.broadcast(body, source=_SOURCE).wait()
         header = _Header(*json.loads(body.numpy().tobytes()))
-        if header.kind == "error":
-            raise WeightSyncError(f"weights: the sender broke off: {header.error}")
         if header.number != self._num_headers:
             raise WeightSyncError(
                 f"weights: header {header.number} came where {self._num_headers} was due: sender "
@@ -240,34 +261,43 @@ class _Receiver:
         self._num_headers += 1
         return header
 
-    def must_grow(self, header: _Header) -> bool:
-        """Whether `memory_for` needs more memory than there is."""
-        return self._wanted(header) > len(self._memory)
-
-    def memory_for(self, header: _Header) -> Tensor:
+    def _memory_for(self, header: _Header) -> Tensor:
         """[num_bytes] uint8 to receive into; nothing of the last but one is used any more."""
-        if self.must_grow(header):
-            # Freed first, never both; whoever still holds a tensor of the old memory has one in the
-            # new. Not where NumPy has seen it: that memory stays while it is held.
-            if self._memory.untyped_storage().resizable():
-                self._memory.untyped_storage().resize_(0)
-                self._memory.resize_(self._wanted(header))
-            else:
-                self._memory = self._memory.new_empty(self._wanted(header))
+        memory = _ensure_memory(self._route, self._wanted(header))
         if header.kind == "whole":
-            return self._memory[: header.num_bytes]
+            return memory[: header.num_bytes]
         start = self._next_half * header.reserve
         self._next_half = 1 - self._next_half
-        return self._memory[start : start + header.num_bytes]
+        return memory[start : start + header.num_bytes]
 
-    def confirm(self) -> None:
+    def _confirm(self) -> None:
         """Tell the sender that all has arrived."""
-        _synchronize(self._memory.device)
+        _synchronize(self._route.payload.device)
         with _naming("the end"):
             self._route.headers.barrier()
 
+    def _must_grow(self, header: _Header) -> bool:
+        return self._route.memory is None or len(self._route.memory) < self._wanted(header)
+
     def _wanted(self, header: _Header) -> int:
         return max(2 * header.reserve, header.num_bytes)
+
+
+def _ensure_memory(route: Route, num_bytes: int) -> Tensor:
+    """The route's memory, made or grown if it is smaller."""
+    memory = route.memory
+    if memory is None:
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=route.payload.device)
+    elif len(memory) < num_bytes:
+        # Freed first, never both; whoever still holds a tensor of the old memory has one in the
+        # new. Not where NumPy has seen it: that memory stays while it is held.
+        if memory.untyped_storage().resizable():
+            memory.untyped_storage().resize_(0)
+            memory.resize_(num_bytes)
+        else:
+            memory = memory.new_empty(num_bytes)
+    route.memory = memory
+    return memory
 
 
 def _views(memory: Tensor, header: _Header) -> list[tuple[str, Tensor]]:
@@ -279,6 +309,13 @@ def _views(memory: Tensor, header: _Header) -> list[tuple[str, Tensor]]:
             num_bytes *= size
         views.append((name, memory[offset : offset + num_bytes].view(dtype).view(shape)))
     return views
+
+
+def _wait(works: list[dist.Work], what: str) -> None:
+    """Wait for all of them, each once."""
+    with _naming(what):
+        while works:
+            works.pop(0).wait()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ _ABSENT = "\0absent"
 _BEAT_EVERY_S = 0.1
 """Beats in between are not posted."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.25
-"""Pauses of a wait: a twentieth of what it has taken, within these."""
+"""Pauses of a wait: a twentieth of what it has taken, within these; longer ones of many ranks."""
 
 
 class Bridge:
@@ -148,9 +148,11 @@ class Bridge:
         """
         alive()
         start_s, beats = time.monotonic(), self.beats_seen()
+        # All ranks may wait at once, and one store answers them.
+        shortest_s = _SHORTEST_LOOK_S * max(1, (self.num_training + self.num_generation) // 8)
         while (found := find()) is None:
             waited_s = time.monotonic() - start_s
-            time.sleep(min(max(waited_s / 20, _SHORTEST_LOOK_S), _LONGEST_LOOK_S))
+            time.sleep(max(min(waited_s / 20, _LONGEST_LOOK_S), shortest_s))
             if (seen := self.beats_seen()) != beats:
                 beats = seen
                 alive()

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from gapo_megatron import rewards
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.evaluate.evaluate import evaluate
-from gapo_megatron.exchange import Channel
 from gapo_megatron.facts import Tokens
 from gapo_megatron.learn.carry import carry
 from gapo_megatron.learn.share import Places, bring_tokens
@@ -24,7 +20,7 @@ from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.rollout.sync import sync
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.run.attempt import Attempt
-from gapo_megatron.run.generation import Collected
+from gapo_megatron.run.generation import Collected, evaluation_path
 from gapo_megatron.types import Batch, OpenGroup, Prompt, Sequences
 
 
@@ -44,16 +40,6 @@ class Colocated:
     places: Places
     samples_ahead = False
     _held: Mapping[int, Tokens] | None = None
-
-    @property
-    def gloo_group(self) -> dist.ProcessGroup | None:
-        """The engine's group of all ranks."""
-        return self.engine.replicas.gloo_group
-
-    @property
-    def channel(self) -> Channel:
-        """The rollouter's."""
-        return self.rollouter.channel
 
     @property
     def source_state(self) -> Mapping[str, Any]:
@@ -99,7 +85,7 @@ class Colocated:
                     self.config,
                     policy_version=step,
                     places=self.places,
-                    channel=self.channel,
+                    channel=self.rollouter.channel,
                 )
 
     def bring_tokens(self, batch: Batch) -> Batch:
@@ -107,7 +93,9 @@ class Colocated:
         assert self._held is not None, "the tokens are those of a batch that was collected"
         held, self._held = self._held, None
         with self.stopwatch("exchange"):
-            return bring_tokens(batch, held, self.config, places=self.places, channel=self.channel)
+            return bring_tokens(
+                batch, held, self.config, places=self.places, channel=self.rollouter.channel
+            )
 
     def sync(self, probe: Sequences, *, policy_version: int) -> WeightCheck:
         """Wake the engine with the policy's weights: `Generation.sync`."""
@@ -140,8 +128,3 @@ class Colocated:
     def close(self) -> None:
         """End the workers that judge."""
         self.pool.close()
-
-
-def evaluation_path(config: Config, step: int) -> Path:
-    """File of an evaluation's counts by problem."""
-    return Path(config.run.output_dir) / "evaluations" / f"step_{step}.json"

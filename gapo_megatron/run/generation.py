@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
-from gapo_megatron.exchange import Channel
+from gapo_megatron.config import Config
 from gapo_megatron.facts import Facts
 from gapo_megatron.rollout.verify import WeightCheck
 from gapo_megatron.types import Batch, OpenGroup, Sequences
@@ -41,14 +40,6 @@ class Generation(Protocol):
     @property
     def samples_ahead(self) -> bool:
         """Whether the next batch may be there before the weights have moved."""
-
-    @property
-    def gloo_group(self) -> dist.ProcessGroup | None:
-        """All ranks of the trainer, for what is on the host."""
-
-    @property
-    def channel(self) -> Channel:
-        """All ranks of the trainer, for tokens."""
 
     @property
     def stages(self) -> Sequence[str]:
@@ -96,3 +87,8 @@ class Generation(Protocol):
 
     def close(self) -> None:
         """End what runs beside this process. Called once, when nothing is left to do."""
+
+
+def evaluation_path(config: Config, step: int) -> Path:
+    """File of an evaluation's counts by problem."""
+    return Path(config.run.output_dir) / "evaluations" / f"step_{step}.json"

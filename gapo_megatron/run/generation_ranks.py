@@ -59,6 +59,8 @@ class GenerationRanks:
     """Number of the order of each batch that is not collected yet, by step."""
     _num_synced: int = 0
     """Orders up to the last one of weights: all of them have been executed."""
+    _num_erased: int = 0
+    """Orders whose messages are no longer there."""
     _num_given_back: int = 0
     """Tokens of batches that were broken off."""
     _collected: int = -1
@@ -70,11 +72,6 @@ class GenerationRanks:
         dp_ranks, scorers = self._places.dp_ranks, self._places.scorers
         begin = Order("begin", source_state=self.source_state, dp_ranks=dp_ranks, scorers=scorers)
         self._order(begin)
-
-    @property
-    def channel(self) -> exchange.Channel:
-        """All ranks of the trainer."""
-        return exchange.GroupChannel(self.gloo_group)
 
     @property
     def samples_ahead(self) -> bool:
@@ -95,17 +92,17 @@ class GenerationRanks:
         with self.stopwatch("wait"):
             number = self._samples.pop(step)
             answer = unpack(self._wait(f"answer/{number}"))
-            self.stopwatch.notes |= answer["clocks"]
             if answer["is_broken_off"]:
                 self._num_given_back += answer["num_tokens"]
                 return None
-            content = self._from_first(f"facts/{number}")
-        self._collected = number
-        self.source_state = answer["source_state"]
-        metrics: dict[str, float] = answer["metrics"]
+            about, facts = self._from_first(f"batch/{number}", f"facts/{number}")
+        batch = unpack(about)
+        self._collected, self.source_state = number, batch["source_state"]
+        self.stopwatch.notes |= batch["clocks"]
+        metrics: dict[str, float] = batch["metrics"]
         if self.samples_ahead:
-            metrics["rollout/version_gap"] = float(step - answer["policy_version"])
-        return Collected(Facts.from_bytes(content), metrics)
+            metrics["rollout/version_gap"] = float(step - batch["policy_version"])
+        return Collected(Facts.from_bytes(facts), metrics)
 
     def carry(self, step: int) -> None:
         """Nothing: no group stays open."""
@@ -139,6 +136,7 @@ class GenerationRanks:
             self._wait(f"ready/{number}")
             self.bridge.send_weights(self.policy.iterate_hf_weights())
             check = WeightCheck(**unpack(self._wait(f"answer/{number}")))
+        self._erase(before=self._num_synced)
         self.version, self._num_synced = policy_version, number
         return check
 
@@ -184,9 +182,13 @@ class GenerationRanks:
         self.bridge.close()
 
     def _is_due(self, version: int) -> bool:
-        """Whether the weights of `version` are sent: see above; also where a stop gave some up."""
-        every, rest = self.config.rollout.max_staleness, self.config.run.num_steps
-        return version % max(every, 1) == 0 or version == rest or self.next_step <= version
+        """Whether the weights of `version` are sent.
+
+        They are after every `max_staleness`-th step, after the last one, and where no batch is left
+        that older weights may sample.
+        """
+        every, last = self.config.rollout.max_staleness, self.config.run.num_steps
+        return version % max(every, 1) == 0 or version == last or self.next_step <= version
 
     def _order(self, order: Order) -> int:
         """Post the next order; its number."""
@@ -202,9 +204,30 @@ class GenerationRanks:
         self.attempt.alive()
         return found
 
-    def _from_first(self, name: str) -> bytes:
-        """A large message, read once: trainer 0 hands it to the others. Collective."""
-        content = [self.bridge.look(name) if self.attempt.leads else None]
-        dist.broadcast_object_list(content, src=0, group=self.gloo_group)
-        assert content[0] is not None, f"{name} is posted before its answer"
-        return content[0]
+    def _from_first(self, *names: str) -> list[bytes]:
+        """Large messages, read and erased by trainer 0, which hands them to the others.
+
+        They are posted before the answer that the caller has waited for. Collective.
+        """
+        contents: list[bytes] = [b"" for _ in names]
+        if self.attempt.leads:
+            found = {name: self.bridge.look(name) for name in names}
+            assert None not in found.values(), f"{found.keys()} are posted before their answer"
+            contents = [content for content in found.values() if content is not None]
+            for name in names:
+                self.bridge.erase(name)
+        dist.broadcast_object_list(contents, src=0, group=self.gloo_group)
+        return contents
+
+    def _erase(self, *, before: int) -> None:
+        """Erase what all ranks have read: the mailbox must not grow from step to step.
+
+        Args:
+            before: number of an order of weights before the last one: between the two every rank
+                of either side has come past all messages of earlier orders.
+        """
+        if self.attempt.leads:
+            for number in range(self._num_erased, before):
+                for kind in ("order", "ready", "probe", "answer"):
+                    self.bridge.erase(f"{kind}/{number}")
+        self._num_erased = max(self._num_erased, before)

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from gapo_megatron import exchange, rewards
 from gapo_megatron.clock import Expectation, Stopwatch
@@ -26,7 +25,7 @@ from gapo_megatron.rollout.rollouter import Rollouter, Sampled
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.bridge import Bridge
-from gapo_megatron.run.colocated import evaluation_path
+from gapo_megatron.run.generation import evaluation_path
 from gapo_megatron.run.orders import STOP, Order, pack, unpack_probe
 from gapo_megatron.types import Prompt
 
@@ -143,17 +142,19 @@ class GenerationSide:
         )
         if sampled is None:
             given_up = self.engine.replicas.gather([self.rollouter.num_tokens_in_vain])
-            answer: dict[str, Any] = {"is_broken_off": True, "num_tokens": sum(given_up)}
+            answer = {"is_broken_off": True, "num_tokens": sum(given_up)}
         else:
+            num_tokens = int(sampled.facts.num_sampled_tokens.sum())
+            answer = {"is_broken_off": False, "num_tokens": num_tokens}
             self._post(f"facts/{number}", self._send(sampled, tag=number))
-            answer = {
-                "is_broken_off": False,
-                "num_tokens": int(sampled.facts.num_sampled_tokens.sum()),
+            about = {
                 "policy_version": self.engine.policy_version,
                 "metrics": sampled.metrics,
                 "source_state": sampled.source_state,
+                "clocks": self._lap(),
             }
-        self._post(f"answer/{number}", pack(answer | {"clocks": self._lap()}))
+            self._post(f"batch/{number}", pack(about))
+        self._post(f"answer/{number}", pack(answer))
 
     def _send(self, sampled: Sampled, *, tag: int) -> bytes:
         """Begin to send the tokens, as the trainers' own plan deals them; the facts they need."""

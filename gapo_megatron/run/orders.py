@@ -6,7 +6,8 @@ Orders are numbered, and executed one after the other. All texts are JSON.
     ready/N    by generation 0    it has come to this order of weights, which are sent then
     probe/N    by trainer 0       sequences and the trainer's log-probs, to prove the weights by
     answer/N   by generation 0    the order is executed; its result
-    facts/N    by generation 0    of a batch: `Facts.to_bytes`, before its answer
+    batch/N    by generation 0    metrics, clocks, and the place in the data, before the answer
+    facts/N    by generation 0    of the same batch: `Facts.to_bytes`
     stop       by trainer 0       break off what is sampled ahead
 """
 

@@ -12,8 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import torch.distributed as dist
+
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import VERIFIED_SEQUENCES, Config
+from gapo_megatron.exchange import GroupChannel
 from gapo_megatron.learn.noise_floor import watch_noise_floor
 from gapo_megatron.learn.plan import plan_updates
 from gapo_megatron.learn.step import learn
@@ -59,6 +62,8 @@ class Run:
     writer: MetricsWriter
     stopwatch: Stopwatch
     memory: StepMemory
+    gloo_group: dist.ProcessGroup | None
+    """All ranks of the trainer, for what is on the host."""
 
     @classmethod
     def start(cls, config: Config, *, keep_weights: bool = True) -> Run:
@@ -95,11 +100,7 @@ class Run:
         stopwatch = Stopwatch()
         stopwatch.recent = attempt.stage_seconds()
         trainer = start.Trainer(config, inputs, world, attempt, policy, position, stopwatch)
-        generation: Generation
-        if pool is None:
-            generation = start.order_generation(trainer, startup)
-        else:
-            generation = start.start_colocated(trainer, pool, startup)
+        generation = start.start_generation(trainer, pool, startup)
         stopwatch.lap(num_tokens=0)  # the steps begin here
         writer = MetricsWriter(
             config.run.output_dir,
@@ -108,7 +109,10 @@ class Run:
             enabled=world.rank == 0,
         )
         writer.log_startup(position.step, startup.seconds, sizes=start.sizes(world))
-        checkpoints = Checkpoints(config, policy, generation, attempt, stopwatch, keep_weights)
+        channel = GroupChannel(world.gloo_group)
+        checkpoints = Checkpoints(
+            config, policy, generation, channel, attempt, stopwatch, keep_weights
+        )
         if resumed is not None:
             generation.resume(resumed.open_groups)
             checkpoints.note_resumed(resumed)
@@ -123,6 +127,7 @@ class Run:
             writer=writer,
             stopwatch=stopwatch,
             memory=StepMemory(world.device),
+            gloo_group=world.gloo_group,
         )
 
     def __enter__(self) -> Self:
@@ -290,7 +295,7 @@ class Run:
         """
         open_step = self.position.open_step
         assert open_step is not None
-        self.stopwatch.notes |= self.memory.lap(self.generation.gloo_group)
+        self.stopwatch.notes |= self.memory.lap(self.gloo_group)
         metrics = open_step.metrics | learned | self.position.window.add(learned)
         if synced is not None:
             metrics["sync/max_abs_log_prob_diff"] = synced.max_abs_diff

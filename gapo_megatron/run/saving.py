@@ -10,6 +10,7 @@ from gapo_megatron import checkpoint
 from gapo_megatron.checkpoint import LoadedState
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
+from gapo_megatron.exchange import Channel
 from gapo_megatron.hf.manifest import Branch
 from gapo_megatron.hf.weights import write_hf
 from gapo_megatron.io.run_folder import has_finished, mark_finished
@@ -31,6 +32,8 @@ class Checkpoints:
     policy: Policy
     generation: Generation
     """Generation whose open groups are saved."""
+    channel: Channel
+    """All ranks of the trainer: rank 0 gathers the tokens of an open step."""
     attempt: Attempt
     """Saves only while it owns the run."""
     stopwatch: Stopwatch
@@ -43,7 +46,8 @@ class Checkpoints:
     def note_resumed(self, resumed: LoadedState) -> None:
         """Take note of the checkpoint that the run was resumed from."""
         self._branch = resumed.branch
-        self._saved = (resumed.step, resumed.num_open_updates)
+        num_open_updates = resumed.num_open_updates if resumed.ahead is None else 0
+        self._saved = (resumed.step, num_open_updates)
 
     def is_due(self, step: int) -> bool:
         """Whether the config asks for a checkpoint after `step` steps."""
@@ -72,7 +76,7 @@ class Checkpoints:
         with self.stopwatch("checkpoint"):
             open_step, source_state, ahead = position.open_step, position.source_state, None
             if open_step is not None:
-                open_step = open_step.gathered(self.generation.channel)
+                open_step = open_step.gathered(self.channel)
             if open_step and not open_step.progress.num_updates and self.generation.samples_ahead:
                 # Between two steps: the batch of the next one is there already.
                 ahead = checkpoint.Ahead(open_step, source_state)

@@ -227,6 +227,25 @@ class Trainer:
     """Counts the stages of the steps."""
 
 
+def start_generation(
+    trainer: Trainer, pool: rewards.Pool | None, startup: Stopwatch
+) -> Colocated | GenerationRanks:
+    """Start what the rollouts come from.
+
+    Args:
+        trainer: the rest of the run.
+        pool: workers that judge on this rank; None where other ranks generate.
+        startup: counts the parts.
+
+    Collectives, errors: those of `start_colocated` or `order_generation`.
+    """
+    return (
+        order_generation(trainer, startup)
+        if pool is None
+        else start_colocated(trainer, pool, startup)
+    )
+
+
 def start_colocated(trainer: Trainer, pool: rewards.Pool, startup: Stopwatch) -> Colocated:
     """Build the rollout engine beside the policy, and give it the policy's weights.
 

@@ -24,6 +24,7 @@ from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.checkpoint.trainer_state import read_trainer_state, write_trainer_state
 from gapo_megatron.config import CheckpointConfig, parse_config
 from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.facts import Facts, Tokens
 from gapo_megatron.hf import manifest
 from gapo_megatron.hf.manifest import Manifest
 from gapo_megatron.io.run_folder import check_writable, checkpoints_dir
@@ -561,7 +562,14 @@ def saved_step() -> tuple[dict[str, Any], dict[str, Any]]:
         "grad_norms": [0.5],
         "learning_rate": 1e-6,
     }
-    return {"batch": batch, "metrics": {"reward/mean": 0.5}, "evaluated": {}}, progress
+    array = np.ones(1, dtype=np.int32)
+    facts = Facts.of([Tokens(array, array, array.astype(np.float32), np.empty(0, np.float32))])
+    shared = {"batch": batch, "metrics": {"reward/mean": 0.5}, "evaluated": {}}
+    return shared | {"facts": torch.from_numpy(facts.table)}, progress
+
+
+def change_count(table: torch.Tensor, kind: str) -> None:
+    getattr(Facts(table.numpy()), f"num_{kind}_tokens")[0] += 1
 
 
 @pytest.mark.parametrize(
@@ -577,6 +585,13 @@ def saved_step() -> tuple[dict[str, Any], dict[str, Any]]:
         ("batch.pt", lambda shared, _: shared["batch"].update(prompt_ids=[])),
         ("batch.pt", lambda shared, _: shared["batch"].update(response_ids=[[1]])),
         ("batch.pt", lambda shared, _: shared["batch"]["carried_log_probs"].append(torch.ones(2))),
+        ("batch.pt", lambda shared, _: shared.update(facts=[[1]])),
+        ("batch.pt", lambda shared, _: shared.update(facts=shared["facts"].long())),
+        ("batch.pt", lambda shared, _: shared.update(facts=shared["facts"].repeat(2, 1))),
+        *(
+            ("batch.pt", lambda shared, _, kind=kind: change_count(shared["facts"], kind))
+            for kind in ("prompt", "response", "sampled", "carried")
+        ),
         ("progress_00000.pt", lambda _, progress: progress.pop("sums")),
         ("progress_00000.pt", lambda _, progress: progress.update(grad_norms=[])),
         ("progress_00000.pt", lambda _, progress: progress.update(grad_norms=["x"])),

@@ -47,7 +47,7 @@ def _prepare(folder: Path) -> None:
     config = _config()
     (run / "config.toml").write_text(to_toml(config), encoding="utf-8")
     with MetricsWriter(run, config=config, resume_step=0, enabled=True) as writer:
-        writer.log_startup(0, {"imports": 1.5}, world_size=2)
+        writer.log_startup(0, {"imports": 1.5}, sizes={"perf/world_size": 2})
         for step in range(_NUM_STEPS):
             values = {"reward/mean": 0.25 * step, "objective/loss": -0.5, "per_c/groups/c8": 1}
             writer.log(step, values, {"time/step_s": 2.0, "time/rollout_s": 1.0})

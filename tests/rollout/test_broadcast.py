@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,24 +151,34 @@ def test_who_is_gone_keeps_nobody_waiting(tmp_path: Path, gone: int) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"0", "1", "2"} - {str(gone)})
 
 
-def _memory(world: World, bucket_bytes: int, sizes: list[int]) -> int:
-    """Bytes at most of what one end holds, tensors it was given aside."""
-    held = Memory()
-    with held:
-        if world.bridge is not None and world.bridge.is_generation:
-            for _ in broadcast.receive(_route(world)):
-                pass
-        else:
-            tensors = ((str(size), torch.zeros(size, dtype=torch.uint8)) for size in sizes)
-            broadcast.send(tensors, _route(world), bucket_bytes=bucket_bytes)
-    return held.peak
+def _memory(world: World, bucket_bytes: int, sizes: list[int]) -> list[int]:
+    """Bytes at most of what one end makes in each of two broadcasts, tensors it was given aside."""
+    peaks = []
+    for _ in range(2):
+        with Memory() as held:
+            if world.bridge is not None and world.bridge.is_generation:
+                for _ in broadcast.receive(_route(world)):
+                    pass
+            else:
+                tensors = ((str(size), torch.zeros(size, dtype=torch.uint8)) for size in sizes)
+                broadcast.send(tensors, _route(world), bucket_bytes=bucket_bytes)
+        peaks.append(held.peak)
+    return peaks
 
 
 @pytest.mark.parametrize("largest", [2, 5])
 def test_memory_beside_the_weights_is_two_buckets(largest: int) -> None:
-    """Or the largest tensor, where the receiver needs more for it."""
+    """Or the largest tensor, where the receiver needs more for it; and the next has the same."""
     bucket = 2**20
     sizes = [bucket // 2, bucket, 7, largest * bucket, 3, bucket // 2, bucket // 2, bucket, bucket]
     sender, receiver = run_sides(_memory, 1, 1, bucket, sizes)
-    assert sender == 2 * bucket
-    assert receiver == max(2, largest) * bucket
+    assert sender == [2 * bucket, 0]
+    assert receiver == [max(2, largest) * bucket, 0]
+
+
+def test_a_gpus_memory_is_given_back() -> None:
+    for device, kept in (("cuda", False), ("cpu", True)):
+        group: Any = SimpleNamespace(device=torch.device(device))
+        route = Route(group, group, memory=torch.empty(1, dtype=torch.uint8))
+        route.release()
+        assert (route.memory is not None) is kept

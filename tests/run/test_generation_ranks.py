@@ -60,6 +60,9 @@ class Side:
     def look(self, name: str) -> bytes | None:
         return self.mail.get(name)
 
+    def erase(self, name: str) -> None:
+        self.mail.pop(name, None)
+
     def beat(self) -> None: ...
 
     def wait(self, find: Callable[[], T | None], *, alive: Callable[[], object]) -> T:
@@ -85,12 +88,16 @@ class Side:
             answer = {
                 "is_broken_off": is_broken_off,
                 "num_tokens": 10 + order.step,
+            }
+            about = {
                 "clocks": {"generation/rollout_s": 1.0},
                 "policy_version": self.version,
                 "metrics": {"from": float(order.step)},
                 "source_state": {"after": order.step},
             }
-            self.post(f"facts/{number}", Facts.of([]).to_bytes())
+            if not is_broken_off:
+                self.post(f"batch/{number}", pack(about))
+                self.post(f"facts/{number}", Facts.of([]).to_bytes())
         self.post(f"answer/{number}", pack(answer))
 
     def send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -206,6 +213,18 @@ def test_a_batch_says_how_old_the_weights_are_that_sampled_it(begin: Any) -> Non
     assert gaps == [0, 1, 1]
     assert generation.source_state == {"after": 2}
     assert generation.stopwatch.notes == {"generation/rollout_s": 1.0}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_the_mailbox_does_not_grow_from_step_to_step(begin: Any, max_staleness: int) -> None:
+    side = Side()
+    generation = begin(side, make_config(max_staleness=max_staleness, num_steps=40))
+    generation.sync(no_probe(), policy_version=0)
+    sizes = []
+    for step in range(40):
+        train(generation, [step])
+        sizes.append(len(side.mail))
+    assert max(sizes[20:]) <= max(sizes[:20])
 
 
 def test_metrics_of_an_on_policy_run_say_nothing_of_versions(begin: Any) -> None:

@@ -310,7 +310,7 @@ def test_stages_are_expected_to_take_what_they_took_lately():
 def test_the_startup_of_every_attempt_is_kept(tmp_path):
     for _ in range(2):  # both from step 0: the first one did not get far
         with MetricsWriter(tmp_path, config=make_config(), resume_step=0) as writer:
-            writer.log_startup(0, {"imports": 1.5}, world_size=2)
+            writer.log_startup(0, {"imports": 1.5}, sizes={"perf/world_size": 2})
     records = lines(tmp_path / "timings.jsonl")
     assert [record["startup/imports_s"] for record in records] == [1.5, 1.5]
     assert [record["perf/world_size"] for record in records] == [2, 2]

@@ -196,7 +196,10 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
             stopwatch=stopwatch,
             places=Places((0,), (0,)),
         )
-        checkpoints = Checkpoints(config, policy, generation, attempt, stopwatch, keep_weights)
+        channel = rollouter.channel
+        checkpoints = Checkpoints(
+            config, policy, generation, channel, attempt, stopwatch, keep_weights
+        )
         if resumed:
             checkpoints.note_resumed(resumed)
 
@@ -235,6 +238,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
             writer=writer,
             stopwatch=stopwatch,
             memory=memory,
+            gloo_group=None,
         )
 
     return make

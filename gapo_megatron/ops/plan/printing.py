@@ -49,8 +49,8 @@ def print_plan(
         return
     if hint := tables.ahead_hint(result):
         console.print(hint, markup=False, soft_wrap=True)
-    best = " ".join(overrides(result.best))
-    console.print(f"The quickest, as overrides: {best}", markup=False, soft_wrap=True)
+    best, row = " ".join(overrides(result.best)), "s1" if result.best.layout.num_generation else "1"
+    console.print(f"The quickest ({row}), as overrides: {best}", markup=False, soft_wrap=True)
     if names := leave_out(config):
         listed = " and ".join(names)
         console.print(f"Its stages are equal: leave {listed} out of the config.", soft_wrap=True)

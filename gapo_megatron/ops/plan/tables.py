@@ -80,8 +80,8 @@ def sides_table(plan: Plan, *, top: int) -> Table:
     staleness = sorted({sides_of(one).max_staleness for _, one in _split_rows(plan, top)})
     shown = ", ".join(map(str, staleness))
     table = Table(
-        title=f"What each side waits for, with generation nodes and max_staleness {shown} (seconds "
-        "of a step; both take part in the sync)",
+        title="What each side waits for, nodes that train + nodes that only generate, "
+        f"max_staleness {shown} (seconds of a step; both take part in the sync)",
         title_justify="left",
     )
     for heading in (

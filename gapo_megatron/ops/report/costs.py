@@ -54,7 +54,7 @@ def step_time(comparison: Comparison) -> Exhibit:
     if not rows:
         raise NoData("no run has timings")
     labels = list(dict.fromkeys(map(_bar, rows)))
-    figure, (axis,) = panels(1, row_inches=0.55 + 0.18 * len(labels))
+    figure, (axis,) = panels(1, row_inches=_bars_inches(labels))
     draw_time(axis, rows)
     legend_below(figure, axis, handle_length=1.4)
     notes = [
@@ -315,8 +315,13 @@ def _floor_row(arm: Arm) -> Row | None:
 
 def _bars(labels: Sequence[str]) -> tuple[Figure, Axes]:
     """A panel with a line for each of `labels`, from the top."""
-    figure, (axis,) = panels(1, row_inches=0.55 + 0.18 * len(labels))
+    figure, (axis,) = panels(1, row_inches=_bars_inches(labels))
     axis.set_yticks(range(len(labels)), labels)
     axis.set(ylabel="method", ylim=(len(labels) - 0.5, -0.5))
     axis.grid(axis="y", visible=False)
     return figure, axis
+
+
+def _bars_inches(labels: Sequence[str]) -> float:
+    """Height of a panel with a line for each of `labels`; a single one leaves room for its name."""
+    return 0.55 + 0.18 * max(2, len(labels))

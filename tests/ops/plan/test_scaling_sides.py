@@ -325,7 +325,7 @@ def test_a_split_is_written_as_a_config(tmp_path, capsys):
 def test_tables_show_both_kinds(capsys):
     assert tool.main([BASE, TOKENS, "--nodes", "2", "--top", "2"]) == 0
     out = capsys.readouterr().out
-    for shown in ("What each side waits for", "1 + 1", "--max-staleness 1"):
+    for shown in ("What each side waits for", "1 + 1", "--max-staleness 1", "quickest (1)"):
         assert shown in out
     assert tool.main([BASE, TOKENS, "--top", "2"]) == 0
     assert "What each side" not in capsys.readouterr().out

@@ -67,6 +67,13 @@ def test_bars_of_both_sides_can_be_read(tmp_path, methods):
     assert len(axis.get_yticklabels()) == 2 * len(methods)
 
 
+def test_a_single_bar_can_be_read(tmp_path):
+    run = read_run(write_run(tmp_path / "gapo", method="gapo", num_steps=2))
+    with style.style():
+        exhibit = step_time(Comparison.of([run]))
+    check_readable(exhibit, "step_time")
+
+
 def check_readable(exhibit, name):
     figure = exhibit.figure
     assert figure.get_figwidth() == pytest.approx(3.3)

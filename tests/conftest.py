@@ -20,6 +20,7 @@ settings.load_profile("repository")
 # loadfile`): of each stage the longest first, so that none is left alone at the end.
 _FIRST = (
     "slurm/test_survives.py",
+    "slurm/test_generation_survives.py",
     "run/test_train.py",
     "slurm/test_scripts.py",
     "ops/launch/test_preflight.py",

@@ -64,7 +64,8 @@ class Sides:
             if not num_generation:
                 raise
             raise ConfigError(
-                f"{num_training} ranks train, {num_generation} of {world_size} generate: {error}"
+                f"{num_training} of {world_size} ranks train, {num_generation} of {world_size} only "
+                f"generate: {error}"
             ) from None
         return cls(layout, num_generation, layout.rollout_replicas, ranks_per_node)
 
@@ -88,6 +89,6 @@ def schedule(config: Config) -> str:
         )
     steps = "step" if most == 1 else f"{most} steps"
     return (
-        f"generation runs ahead: a batch is sampled by weights up to {most} step(s) older than "
+        f"generation runs ahead: a batch is sampled by weights up to {most} step{'s' * (most > 1)} older than "
         f"those that learn from it; weights are sent after every {steps}"
     )

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _IDLE = "perf/rollout_idle_share"
 _LOOK_EVERY_S = 1.0
+_FIRST_WEIGHTS = 1
+"""Number of the first order of weights, after `begin`."""
 
 
 @dataclass
@@ -117,6 +119,8 @@ class GenerationSide:
             self.engine.update_weights(self.bridge.receive_weights(), policy_version=order.step)
             probe, log_probs = unpack_probe(self._wait(f"probe/{number}"))
             check = verify_weights(self.engine, probe, log_probs)
+        if number == _FIRST_WEIGHTS:
+            self.stopwatch.lap(num_tokens=0)  # the start is over
         self._post(
             f"answer/{number}",
             pack({"mean_abs_diff": check.mean_abs_diff, "max_abs_diff": check.max_abs_diff}),

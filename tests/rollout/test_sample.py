@@ -486,8 +486,10 @@ def test_what_is_sampled_in_vain_is_counted_once(broken_off: int) -> None:
         stages = itertools.count()
 
         def patience(_: object) -> Callable[[float], bool]:
-            is_last = next(stages) == broken_off
-            return lambda elapsed_s: is_last
+            stage, questions = next(stages), itertools.count()
+            # A generation is asked before its first token, too.
+            first = 1 if stage % 2 == 0 else 0
+            return lambda elapsed_s: stage == broken_off and next(questions) >= first
 
         attempt: Any = SimpleNamespace(patience=patience)
         return setup.rollouter.collect(0, attempt=attempt, stopwatch=Stopwatch())
@@ -495,8 +497,7 @@ def test_what_is_sampled_in_vain_is_counted_once(broken_off: int) -> None:
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(collect, setups)) == [None] * 4
     sampled = sum(setup.engine.num_tokens for setup in setups) // 2
-    assert (sampled > 0) == (broken_off > 0)
-    assert sum(setup.rollouter.num_tokens_in_vain for setup in setups) == sampled
+    assert sum(setup.rollouter.num_tokens_in_vain for setup in setups) == sampled > 0
 
 
 def test_a_batch_mixes_old_groups_and_new_ones() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -175,6 +176,14 @@ class InstantPool:
         while not may_end(True):
             pass
         return [self.judged[number] for number in numbers]
+
+
+class HesitantPool(InstantPool):
+    """Has no verdict yet when it is asked first."""
+
+    def collect(self, numbers: Sequence[int], *, may_end: Callable[[bool], bool]) -> list[Verdict]:
+        may_end(False)
+        return super().collect(numbers, may_end=may_end)
 
 
 ATTEMPT: Any = SimpleNamespace(patience=lambda _: lambda elapsed_s: False)
@@ -406,6 +415,7 @@ def test_verdicts_of_a_generation_that_is_broken_off_count_nowhere(
     attempt: Any = SimpleNamespace(patience=lambda _: should_abandon)
     assert rollouter.collect(0, attempt=attempt, stopwatch=Stopwatch()) is None
     assert engine.num_steps == 8 and engine.num_requests() == (0, 0)
+    assert rollouter.num_tokens_in_vain == engine.num_tokens > 0
     assert rollouter.open_groups is before
     assert pools[0].judge([("echo it", "new")])[0].reason == "it for new"
 
@@ -460,6 +470,34 @@ def test_ranks_agree_on_what_is_whole_and_what_is_left(
         assert sum(len(r.token_ids) for r in rollouts) == num_left
         finished = {g.prompt.id for g in still if g.rollouts[0].finished}
         assert finished == ({"5"} if wanted == 6 else set())
+
+
+@pytest.mark.parametrize("broken_off", range(4))
+def test_what_is_sampled_in_vain_is_counted_once(broken_off: int) -> None:
+    """While a round generates (0, 2) or is judged (1, 3); two ranks of an engine make the same."""
+    config = config_of(6, dynamic_sampling_rounds=1)
+    problems = [Prompt(str(i), (1,), "") for i in range(40)]
+    setups = [Setup(config, replicas=replicas) for replicas in ThreadReplicas.of(4, size=2)]
+    for setup in setups:
+        setup.pool = HesitantPool()
+        setup.rollouter = setup.begin(config, PromptSource(problems, seed=0))
+
+    def collect(setup: Setup) -> Sampled | None:
+        stages = itertools.count()
+
+        def patience(_: object) -> Callable[[float], bool]:
+            stage, questions = next(stages), itertools.count()
+            # A generation is asked before its first token, too.
+            first = 1 if stage % 2 == 0 else 0
+            return lambda elapsed_s: stage == broken_off and next(questions) >= first
+
+        attempt: Any = SimpleNamespace(patience=patience)
+        return setup.rollouter.collect(0, attempt=attempt, stopwatch=Stopwatch())
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(collect, setups)) == [None] * 4
+    sampled = sum(setup.engine.num_tokens for setup in setups) // 2
+    assert sum(setup.rollouter.num_tokens_in_vain for setup in setups) == sampled > 0
 
 
 def test_a_batch_mixes_old_groups_and_new_ones() -> None:

@@ -64,7 +64,7 @@ class Sides:
             if not num_generation:
                 raise
             raise ConfigError(
-                f"{num_training} of {world_size} ranks train, {num_generation} of {world_size} only "
+                f"{num_training} of {world_size} ranks train, {num_generation} of {world_size} "
                 f"generate: {error}"
             ) from None
         return cls(layout, num_generation, layout.rollout_replicas, ranks_per_node)
@@ -87,8 +87,8 @@ def schedule(config: Config) -> str:
             "on-policy, in turns: a batch is sampled once the generation side has the weights that "
             "learn from it"
         )
-    steps = "step" if most == 1 else f"{most} steps"
+    steps = "one step" if most == 1 else f"{most} steps"
     return (
-        f"generation runs ahead: a batch is sampled by weights up to {most} step{'s' * (most > 1)} older than "
-        f"those that learn from it; weights are sent after every {steps}"
+        f"generation runs ahead by {most}: a batch is sampled by weights up to {steps} older than "
+        f"those that learn from it; weights are sent after every {steps.removeprefix('one ')}"
     )

@@ -394,10 +394,7 @@ class ServingRun(Run):
         self._side = side
 
     def steps(self) -> Iterator[int]:
-        """None; serves the trainer until it ends the run.
-
-        Collectives: those of `GenerationSide.serve`.
-        """
+        """None; serves the trainer until it ends the run. Collective over both sides."""
         self._side.serve()
         return iter(())
 

@@ -73,7 +73,7 @@ describe_job() {
   else
     job=local-$(date -u +%Y%m%dT%H%M%S)-$$
     tasks_per_node=${WORLD_SIZE:-1} nodes=(localhost)
-    export LOCAL_WORLD_SIZE=$tasks_per_node
+    export LOCAL_WORLD_SIZE=$tasks_per_node && unset WORLD_SIZE # to PREPARE it would be a launcher's
   fi
   num_nodes=${NUM_NODES:-${#nodes[@]}}
   ((0 < num_nodes && num_nodes <= ${#nodes[@]})) ||

@@ -45,9 +45,9 @@ def preflight(arguments: list[str]) -> int:
 
 
 def prepared(arguments: list[str]) -> int:
-    """What PREPARE names: leave a mark."""
+    """What PREPARE names: leave a mark, with what a launcher would have said of the ranks."""
     try:
-        Path(arguments[0]).touch()
+        Path(arguments[0]).write_text(os.environ.get("WORLD_SIZE", ""))
     except FileNotFoundError:
         return 1
     return 0

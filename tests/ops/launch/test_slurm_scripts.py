@@ -352,7 +352,7 @@ def test_the_exit_code_is_that_of_what_failed_first(start: Start, run_dir: Path)
 def test_preparation_runs_before_everything_else(start: Start, run_dir: Path) -> None:
     run = start(run_dir, PREPARE=f"-m prepared {run_dir.parent / 'mark'}")
     assert run.end()[0] == 0
-    assert (run_dir.parent / "mark").exists()
+    assert (run_dir.parent / "mark").read_text() == "", "WORLD_SIZE is the ranks' to hear"
     failed = start(run_dir.with_name("other"), PREPARE="-m prepared /nowhere/mark")
     assert failed.end()[0] == 1 and failed.attempts == []
 

@@ -50,7 +50,7 @@ ENGINE = replace(HOW, picks_groups=True)
 LAYOUT = Role(resume=True, branch=True, study=True, arm=False)
 """Role of settings that decide where numbers are computed and kept."""
 SIDES = replace(LAYOUT, picks_groups=True)
-"""Which ranks generate, and which train."""
+"""Role of settings that decide which ranks generate, and which train."""
 LIFE = replace(LAYOUT, step=False)
 """Role of settings that decide how long a run goes on, what it writes and what it checks."""
 MEASURED = replace(LIFE, arm=True)

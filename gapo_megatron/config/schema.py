@@ -187,14 +187,14 @@ class RolloutConfig(Section):
     sync. Default: 1e-3 in fp32, 0.1 in bf16, 0.3 with experts or fp8 on either side
     (docs/numerics.md)."""
     generation_nodes: Annotated[CountOrZero, SIDES] = 0
-    """The last so many nodes of the job generate and do not train; the others train and do not
-    generate (docs/scaling.md). 0: every rank does both in turns."""
+    """Number of nodes, the last ones of the job, that only generate; the others only train
+    (docs/scaling.md). 0: every rank generates and trains in turns."""
     generation_ranks: Annotated[CountOrZero, SIDES] = 0
-    """The same in ranks, for a job of one node."""
+    """Number of ranks, the last ones of the job, that only generate: for a job of one node."""
     max_staleness: CountOrZero = 0
-    """Steps by which the weights that sampled a batch may be older than those that learn from it.
-    0: generation and training alternate. 1 and more: generation runs ahead, on generation nodes;
-    weights are sent after every so many steps (docs/objective.md)."""
+    """Largest number of steps between the weights that sample a batch and the step that learns from
+    it. 0: generation and training alternate. Above 0, with generation nodes: batches are sampled
+    that many steps ahead, and weights are sent after every so many steps (docs/objective.md)."""
 
     @property
     def has_generation_side(self) -> bool:

@@ -55,8 +55,8 @@ def wanted_sequences(
         batch: facts, c, k and A; no tokens are looked at.
         config: the run's settings.
         data_parallel_size: number of ranks to deal to.
-        every: deal those out as well that no rank needs (A = 0): where the ranks that have sampled
-            them do not keep them for a checkpoint.
+        every: also deal out the sequences that no rank computes (A = 0). For a batch that ranks of
+            the generation side sampled: a checkpoint gathers all of it from the trainers.
 
     Returns:
         [data_parallel_size] lists of positions, ascending.

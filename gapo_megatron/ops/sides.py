@@ -87,8 +87,8 @@ def schedule(config: Config) -> str:
             "on-policy, in turns: a batch is sampled once the generation side has the weights that "
             "learn from it"
         )
-    steps = "one step" if most == 1 else f"{most} steps"
+    every = "step" if most == 1 else f"{most} steps"
     return (
-        f"generation runs ahead by {most}: a batch is sampled by weights up to {steps} older than "
-        f"those that learn from it; weights are sent after every {steps.removeprefix('one ')}"
+        f"generation runs ahead: a batch is sampled by weights at most {most} behind those that "
+        f"learn from it, and weights are sent after every {every}"
     )

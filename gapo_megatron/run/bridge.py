@@ -37,12 +37,12 @@ class Bridge:
     answers; `messages`, for tokens from rank to rank; and a route from trainer 0 to all ranks that
     generate, for weights.
 
-    **Who is frozen is found out.** A rank's watch (`Attempt.alive`) ends it unless it is told in
-    time that the rank makes progress. A wait for the other side is no progress by itself, so:
+    **A frozen rank is noticed by the other side.** A rank's watch (`run.attempt.Attempt`) ends the
+    process unless it is restarted in time. Waiting for the other side is no progress by itself, so:
 
-    - `wait` says `alive` only when the other side's first rank has beaten since; that rank beats
-      where it makes progress, and never while it waits: two sides that wait for each other are both
-      silent, and both watches end them.
+    - `wait` restarts the watch only when the first rank of the other side has sent a beat since.
+      That rank sends beats where it makes progress (`Attempt.alive`), never while it waits: if both
+      sides wait for each other, both are silent, and their watches end them.
     - A side's ranks are seen through its first one: it takes part in their collectives, so if one
       of them is frozen, the first comes to a stop, and so do the beats.
     - The mailbox is in the memory of job rank 0 (or of torchrun). If that is frozen as a whole,
@@ -141,10 +141,9 @@ class Bridge:
         """Look again and again until there is something, while the other side makes progress.
 
         Args:
-            find: looks for it, by `look` for instance, and does not say that this rank is alive;
-                None: not yet.
-            alive: `Attempt.alive`, which must not `beat`; called at the beginning, and whenever the
-                other side has beaten. If it is silent, so is this rank, and its watch ends it.
+            find: looks for it, by `look` for instance, without restarting the watch; None: not yet.
+            alive: `Attempt.restart_watch`, which sends no beat; called at the beginning, and
+                whenever the other side has sent one. While that is silent the watch runs on.
         """
         alive()
         start_s, beats = time.monotonic(), self.beats_seen()

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from hypothesis import strategies as st
 
-from gapo_megatron.objective import policy_loss
+from gapo_megatron.objective import Method, policy_loss
 
 GROUP_SIZE = 8
 MAX_RESPONSE_TOKENS = 40
@@ -76,15 +76,87 @@ def cases(max_sequences=6, max_tokens=12):
     return build()
 
 
+@dataclasses.dataclass
+class Rollout:
+    """One sequence, as the equations see it: scalars of float64 with autograd."""
+
+    method: Method
+    advantage: float
+    c: int
+    width: float
+    """Upper clip width: eps_high(c) of an adaptive method's correct rollout."""
+    new: list[torch.Tensor]
+    old: list[torch.Tensor]
+
+    @property
+    def ratios(self):
+        """One for each token, or the one of the whole sequence."""
+        logs = [n - o for n, o in zip(self.new, self.old, strict=True)]
+        if self.method.ratio == "sequence":
+            logs = [sum(logs) / len(logs)]
+        if self.method.ratio == "product":
+            logs = [sum(logs)]
+            # Bounded where it would overflow (docs/objective.md); the gradient passes.
+            logs = [log + (log.detach().clamp(-20, 20) - log.detach()) for log in logs]
+        return [torch.exp(log) for log in logs]
+
+    def per_token(self, values):
+        """The value of a whole sequence, once for each of its tokens."""
+        return values * len(self.new) if len(values) == 1 else values
+
+    def carried(self, losses):
+        """Losses as tokens carry them: that of a product ratio is there once."""
+        return losses if self.method.ratio == "product" else self.per_token(losses)
+
+
+@dataclasses.dataclass
+class Answer:
+    """What one rollout should give."""
+
+    losses: list[torch.Tensor]
+    """One for each token, before any denominator."""
+    ratios: list[float]
+    clipped: list[bool]
+    """One for each ratio, like the next."""
+    margins: list[float]
+    """How far a ratio is from where `clipped` changes; inf: from nowhere."""
+
+
+def clipped(rollout):
+    """l = max(-A s, -A clip(s, 1 - eps_low, 1 + eps_high))."""
+    low, high = 1 - rollout.method.eps_low, 1 + rollout.width
+    advantage = rollout.advantage
+    losses = [
+        torch.maximum(-advantage * s, -advantage * s.clamp(low, high)) for s in rollout.ratios
+    ]
+    ratios = [float(s.detach()) for s in rollout.ratios]
+    flags = [(advantage > 0 and s > high) or (advantage < 0 and s < low) for s in ratios]
+    margins = [min(abs(s - low), abs(s - high)) for s in ratios]
+    return Answer(rollout.carried(losses), ratios, flags, margins)
+
+
+def cispo(rollout):
+    """l_t = -A clip(s_t, 1 - eps_low, 1 + eps_high) log_probs_t, the weight a constant."""
+    low, high = 1 - rollout.method.eps_low, 1 + rollout.width
+    ratios = [float(s.detach()) for s in rollout.ratios]
+    flags = [rollout.advantage != 0 and not low <= s <= high for s in ratios]
+    weights = rollout.per_token([min(max(s, low), high) for s in ratios])
+    losses = [-w * rollout.advantage * n for w, n in zip(weights, rollout.new, strict=True)]
+    return Answer(losses, ratios, flags, [min(abs(s - low), abs(s - high)) for s in ratios])
+
+
+REFERENCES = {"clipped": clipped, "cispo": cispo}
+"""The equation of each loss family."""
+
+
 def reference(case, method, log_probs, old_log_probs):
     """The equations, one token at a time, in scalar float64 with autograd.
 
-    Returns (loss, ratios, clipped): one ratio and one flag per sequence or per token.
+    Returns (loss, ratios, clipped, margins): the last three once per sequence or per token.
     """
-    total, ratios, flags, start = torch.zeros((), dtype=torch.float64), [], [], 0
+    total, answers, start = torch.zeros((), dtype=torch.float64), [], 0
     for c, advantage, count in zip(case.num_correct, case.advantages, case.counts, strict=True):
-        new = [log_probs[start + t].double() for t in range(count)]
-        old = [old_log_probs[start + t].double() for t in range(count)]
+        tokens = range(start, start + count)
         start += count
         width = method.eps_high_max
         if method.adaptive:
@@ -92,26 +164,23 @@ def reference(case, method, log_probs, old_log_probs):
             if advantage > 0:
                 share = (GROUP_SIZE - c) / (GROUP_SIZE - 1)
                 width += (method.eps_high_max - method.eps_low) * share
-        logs = [n - o for n, o in zip(new, old, strict=True)]
-        if method.ratio == "sequence":
-            logs = [sum(logs) / count]
-        ratio = [torch.exp(log) for log in logs]
-        low, high = 1 - method.eps_low, 1 + width
-        flag = [bool((advantage > 0 and s > high) or (advantage < 0 and s < low)) for s in ratio]
-        if method.stop_gradient_ratio:
-            flag = [bool(advantage != 0 and not low <= s <= high) for s in ratio]
-            kept = [float(s.detach().clamp(low, high)) for s in ratio]
-            kept = kept * count if len(kept) == 1 else kept
-            losses = [-w * advantage * n for w, n in zip(kept, new, strict=True)]
-        else:
-            losses = [torch.maximum(-advantage * s, -advantage * s.clamp(low, high)) for s in ratio]
-            losses = losses * count if len(losses) == 1 else losses
+        rollout = Rollout(
+            method,
+            advantage=float(advantage),
+            c=c,
+            width=width,
+            new=[log_probs[t].double() for t in tokens],
+            old=[old_log_probs[t].double() for t in tokens],
+        )
+        answer = REFERENCES[method.family](rollout)
         divisor = {
             "token_mean": sum(case.counts) + 5,
             "sequence_mean": count * (len(case.counts) + 2),
+            "sequence_sum": len(case.counts) + 2,
             "constant": MAX_RESPONSE_TOKENS * (len(case.counts) + 2),
         }[method.aggregation]
-        total = total + sum(losses) / divisor
-        ratios += [float(s.detach()) for s in ratio]
-        flags += flag
-    return total, ratios, flags
+        total = total + sum(answer.losses) / divisor
+        answers.append(answer)
+    ratios = [s for answer in answers for s in answer.ratios]
+    flags = [flag for answer in answers for flag in answer.clipped]
+    return total, ratios, flags, [margin for answer in answers for margin in answer.margins]

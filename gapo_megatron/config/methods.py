@@ -1,9 +1,11 @@
-"""Presets of every method the paper compares, as plain numbers (standard library only)."""
+"""Presets of the paper's methods and of their rivals, as plain numbers (standard library only)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,20 +16,22 @@ class Method:
     """
 
     name: str
-    ratio: Literal["sequence", "token"]
-    """`sequence`: s_i = exp(mean over tokens of the log-ratio), GSPO; `token`: one per token."""
+    ratio: Literal["sequence", "token", "product"]
+    """`sequence`: s_i = exp(mean over tokens of the log-ratio), GSPO; `token`: one per token;
+    `product`: exp(sum over tokens of the log-ratio), of the whole response."""
     adaptive: bool = False
     """True: upper clip eps_high(c), the paper's boxed equation; False: eps_high_max for all c."""
     eps_low: float
     eps_high_max: float
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    is_band: bool = True
+    """Whether the widths bound a ratio to 1 - eps_low .. 1 + eps_high: eps_low is then below 1 and
+    eps_high_max not below it. False: the family's file says what they mean."""
+    aggregation: Aggregation = "token_mean"
+    """What the losses of all tokens are divided by: `losses.policy_loss`."""
     normalize_std: bool = False
     """Divide advantages by the group's standard deviation (GRPO)."""
     focal_gamma: float = 0.0
     """Exponent of F-GRPO's shaping (1 - c/k)^gamma; 0 turns it off."""
-    stop_gradient_ratio: bool = False
-    """The clipped ratio weights the log-probability and carries no gradient itself (CISPO): its
-    bounds may then be wider than a ratio can be."""
     family: str = "clipped"
     """Name of the loss: a key of `objective.families.FAMILIES`. Nothing checks it here, where torch
     is not imported: a test compares the keys."""
@@ -63,7 +67,7 @@ CISPO = Method(
     ratio="token",
     eps_low=1.0,
     eps_high_max=0.28,
-    stop_gradient_ratio=True,
+    is_band=False,
     family="cispo",
 )
 

@@ -24,7 +24,7 @@ from gapo_megatron.config.metadata import (
     SAMPLED,
     SIDES,
 )
-from gapo_megatron.config.methods import METHODS, Method
+from gapo_megatron.config.methods import METHODS, Aggregation, Method
 from gapo_megatron.config.removed import drop_removed
 from gapo_megatron.config.rules import check_together
 from gapo_megatron.config.run_sections import (
@@ -246,7 +246,7 @@ class ObjectiveConfig(Section):
     method: Text = "gapo"
     eps_low: Positive | None = None
     eps_high_max: Positive | None = None
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    aggregation: Aggregation | None = None
     normalize_std: bool | None = None
     focal_gamma: NonNegative | None = None
     kl_coef: NonNegative = 0.0
@@ -268,9 +268,9 @@ class ObjectiveConfig(Section):
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"method {self.method!r} is not one of {', '.join(METHODS)}{hint}")
         method = self.resolve()
-        if method.eps_low >= 1 and not method.stop_gradient_ratio:
+        if method.is_band and method.eps_low >= 1:
             raise ValueError(f"eps_low ({method.eps_low}) must be below 1: ratios are positive")
-        if method.eps_high_max < method.eps_low and not method.stop_gradient_ratio:
+        if method.is_band and method.eps_high_max < method.eps_low:
             raise ValueError(
                 f"eps_high_max ({method.eps_high_max}) must be at least eps_low ({method.eps_low})"
             )

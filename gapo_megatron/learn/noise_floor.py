@@ -19,14 +19,15 @@ from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.learn.plan import choose_for_noise_floor, plan_scoring
 from gapo_megatron.learn.score import score
-from gapo_megatron.objective import policy_loss
+from gapo_megatron.objective import edge_share
+from gapo_megatron.objective.families import FAMILIES
 from gapo_megatron.policy import Policy
 from gapo_megatron.types import Batch
 
 logger = logging.getLogger(__name__)
 
 LARGEST_SHARE = 0.1
-"""Share of eps_low that the mean may reach without a warning."""
+"""Share of the way to the rule's edge that the mean may reach without a warning."""
 
 _REMEDIES = {
     "fp8": "set model.precision (fp8) to bf16 or fp32, or widen",
@@ -37,10 +38,14 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """|ratio - 1| between two packings at equal weights, over sequences (token ratio: tokens)."""
+    """Two packings at equal weights, over sequences (token ratio: over tokens)."""
 
     mean: float
+    """|ratio - 1|, and its largest."""
     max: float
+    share: float | None
+    """Mean share of the way to the rule's edge (`Family.edge_share`; of a band: mean / eps_low).
+    None: the rule has no edge."""
 
 
 def watch_noise_floor(
@@ -72,14 +77,15 @@ def watch_noise_floor(
         first_sampled: the first that this process samples for.
 
     Returns:
-        `numerics/noise_floor_{mean,max}` and the clip of the method in use,
-        `numerics/{eps_low,eps_high_max}`; the same bits on every rank. Nothing when not recorded.
+        `numerics/noise_floor_{mean,max,share}` and the clip of the method in use,
+        `numerics/{eps_low,eps_high_max}`; the same bits on every rank. No share for a rule without
+        an edge, nothing when not recorded.
 
     Collectives: those of `measure_noise_floor`, when due.
 
     Raises:
-        ConfigError: at step 0, on every rank alike, the mean is above `metrics.noise_floor_limit`
-            times eps_low. Later it is a warning: work is at stake.
+        ConfigError: at step 0, on every rank alike, the share is above `metrics.noise_floor_limit`.
+            Later it is a warning: work is at stake.
     """
     every = config.metrics.noise_floor_every_steps
     if not every or (step % every and step != first_sampled):
@@ -91,20 +97,21 @@ def watch_noise_floor(
     if found is None:
         return {}
     method, limit = config.objective.resolve(), config.metrics.noise_floor_limit
-    if step == 0 and found.mean > limit * method.eps_low:
+    if step == 0 and found.share is not None and found.share > limit:
         raise ConfigError(
             f"metrics.noise_floor_limit ({limit:g}): at the same weights another packing moves the "
-            f"ratio by {found.mean:.1e} (mean), more than {limit:g} times eps_low "
-            f"({method.eps_low:g}): {_remedy(config)}, or raise the limit"
+            f"ratio by {found.mean:.1e} (mean), {found.share:.2g} of the way to the edge of "
+            f"{method.name} (eps_low {method.eps_low:g}): {_remedy(config)}, or raise the limit"
         )
     if step % every:
         return {}
-    return {
+    metrics = {
         "numerics/noise_floor_mean": found.mean,
         "numerics/noise_floor_max": found.max,
         "numerics/eps_low": method.eps_low,
         "numerics/eps_high_max": method.eps_high_max,
     }
+    return metrics if found.share is None else metrics | {"numerics/noise_floor_share": found.share}
 
 
 def measure_noise_floor(policy: Policy, batch: Batch, config: Config) -> NoiseFloor | None:
@@ -146,49 +153,45 @@ def measure_noise_floor(policy: Policy, batch: Batch, config: Config) -> NoiseFl
 
     together_scores = score(policy, batch, packing[groups.dp_rank])
     alone_scores = score(policy, batch, alone)
-    deviation: list[float] = []
+    local = torch.zeros(4, dtype=torch.float64)
     if mine and groups.is_last_stage and groups.is_first_copy:
-        deviation = _deviation(batch, mine, together_scores, alone_scores, config)
-    return _over_ranks(deviation, policy.device)
+        local = _sums(batch, mine, together_scores, alone_scores, config)
+    has_edge = FAMILIES[config.objective.resolve().family].edge_share is not None
+    return _over_ranks(local, policy.device, has_edge=has_edge)
 
 
-def _deviation(
+def _sums(
     batch: Batch,
     indices: Sequence[int],
     scores: dict[int, torch.Tensor],
     other_scores: dict[int, torch.Tensor],
     config: Config,
-) -> list[float]:
-    """|ratio - 1| of the ratio that the objective itself clips: per sequence, or per token."""
+) -> torch.Tensor:
+    """Sum and largest |ratio - 1|, sum of the shares, and the number of ratios: [4] float64."""
     index = torch.tensor(indices)
-    ratio = policy_loss(
+    deviation, shares = edge_share(
         torch.cat([scores[i] for i in indices]),
         torch.cat([other_scores[i] for i in indices]),
         sequence_ids=torch.arange(len(index)).repeat_interleave(batch.num_response_tokens[index]),
         advantages=batch.advantages[index],
         num_correct=batch.num_correct[index],
         group_size=batch.group_size[index],
-        # Denominators of the loss; a ratio has none.
-        num_tokens_global=1,
-        num_sequences_global=1,
-        max_response_tokens=1,
         method=config.objective.resolve(),
-    ).ratio
-    deviation: list[float] = (ratio - 1).abs().tolist()
-    return deviation
-
-
-def _over_ranks(deviation: Sequence[float], device: torch.device) -> NoiseFloor:
-    """Mean and maximum over all ranks, added in rank order. Collective."""
-    local = torch.tensor(
-        [math.fsum(deviation), max(deviation, default=0.0), len(deviation)],
-        dtype=torch.float64,
-        device=device,
     )
+    values = deviation.tolist()
+    share = 0.0 if shares is None else math.fsum(shares.tolist())
+    sums = [math.fsum(values), max(values, default=0.0), share, len(values)]
+    return torch.tensor(sums, dtype=torch.float64)
+
+
+def _over_ranks(local: torch.Tensor, device: torch.device, *, has_edge: bool) -> NoiseFloor:
+    """Means and maximum over all ranks, added in rank order. Collective."""
+    local = local.to(device)
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, local)
-    sums, maxima, counts = zip(*(part.tolist() for part in parts), strict=True)
-    return NoiseFloor(mean=sum(sums) / sum(counts), max=max(maxima))
+    sums, maxima, shares, counts = zip(*(part.tolist() for part in parts), strict=True)
+    count = sum(counts)
+    return NoiseFloor(sum(sums) / count, max(maxima), sum(shares) / count if has_edge else None)
 
 
 def _log(found: NoiseFloor | None, config: Config) -> None:
@@ -203,14 +206,17 @@ def _log(found: NoiseFloor | None, config: Config) -> None:
         method.eps_low,
         method.eps_high_max,
     )
-    if found.mean > LARGEST_SHARE * method.eps_low:
+    if found.share is not None and found.share > LARGEST_SHARE:
         logger.warning(
             "noise floor: at the same weights another packing moves the ratio by %.1e (mean; max "
-            "%.1e), more than a tenth of eps_low (%g): the clip decides partly on rounding. What "
-            "to change: %s. The rounding is that of the layers: in every configuration the head "
-            "keeps float32 logits, and old log-probs are the trainer's own.",
+            "%.1e), %.2g of the way to the edge of %s (eps_low %g), more than a tenth: the clip "
+            "decides partly on rounding. What to change: %s. The rounding is that of the layers: "
+            "in every configuration the head keeps float32 logits, and old log-probs are the "
+            "trainer's own.",
             found.mean,
             found.max,
+            found.share,
+            method.name,
             method.eps_low,
             _remedy(config),
         )

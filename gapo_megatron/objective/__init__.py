@@ -9,6 +9,7 @@ from gapo_megatron.objective.groups import group_advantages, group_counts, make_
 from gapo_megatron.objective.losses import (
     PolicyLoss,
     clipped_share,
+    edge_share,
     importance_weights,
     kl_penalty,
     policy_loss,
@@ -19,6 +20,7 @@ __all__ = [
     "Method",
     "PolicyLoss",
     "clipped_share",
+    "edge_share",
     "group_advantages",
     "group_counts",
     "importance_weights",

@@ -7,6 +7,7 @@ and, summed over response tokens (every token of sequence i carries l_i):
 
     token_mean     sum_i sum_t l / num_tokens_global
     sequence_mean  sum_i mean_t l / num_sequences_global
+    sequence_sum   sum_i sum_t l / num_sequences_global
     constant       sum_i sum_t l / (num_sequences_global * max_response_tokens)
 
 The denominators are the whole mini-batch's, so losses and gradients of micro-batches and
@@ -79,7 +80,7 @@ def policy_loss(
         num_tokens_global: response tokens of the mini-batch over all ranks, those not computed
             included.
         method: ratio, clip widths, aggregation.
-        num_sequences_global: sequences likewise; for `sequence_mean` and `constant`.
+        num_sequences_global: sequences likewise; for all aggregations but `token_mean`.
         max_response_tokens: the generation limit; for `constant`.
         flags: where an input that is not finite is kept; the caller reads it. None: waits for the
             device to know.
@@ -138,6 +139,38 @@ def clipped_share(
     return segment_mean(clipped, sequence_ids, len(advantages), tokens.counts)
 
 
+def edge_share(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    *,
+    sequence_ids: torch.Tensor,
+    advantages: torch.Tensor,
+    num_correct: torch.Tensor,
+    group_size: int | torch.Tensor,
+    method: Method,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """How far two policies are apart: as ratios, and in the unit of the rule of `method`.
+
+    Args:
+        log_probs: [T] of one policy; T = response tokens of B sequences.
+        old_log_probs: [T] of the policy that the clip is around.
+        sequence_ids: as in `policy_loss`, like all that follow.
+        advantages: [B].
+        num_correct: [B] int64.
+        group_size: k, an int or [B] int64.
+        method: ratio, clip widths.
+
+    Returns:
+        |ratio - 1|, [B] or [T] float64, and `Family.edge_share`, shaped alike: 1 where the rule
+        first acts; None for a rule without an edge. Detached, no collectives.
+    """
+    tokens = _tokens(
+        log_probs.detach(), old_log_probs, sequence_ids, advantages, num_correct, group_size, method
+    )
+    share = FAMILIES[method.family].edge_share
+    return (tokens.ratio() - 1).abs(), None if share is None else share(tokens)
+
+
 def _tokens(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
@@ -149,12 +182,16 @@ def _tokens(
 ) -> MicrobatchTokens:
     """Log-ratios and clip widths, in float64: what a family starts from."""
     advantages = advantages.detach().double()
+    if not isinstance(group_size, torch.Tensor):  # filled on the device: a copy would wait
+        group_size = torch.full_like(num_correct, group_size)
     return MicrobatchTokens(
         log_probs,
         log_ratio=log_probs.double() - old_log_probs.detach().double(),
         sequence_ids=sequence_ids,
         counts=segment_counts(sequence_ids, num_sequences=len(advantages)),
         advantages=advantages,
+        num_correct=num_correct,
+        group_size=group_size,
         upper=_upper_width(advantages, num_correct, group_size, method),
         method=method,
     )
@@ -262,6 +299,8 @@ def _denominators(
     num_sequences = max(num_sequences_global, 1)
     if method.aggregation == "sequence_mean":
         return num_sequences * counts.clamp(min=1).double()
+    if method.aggregation == "sequence_sum":
+        return torch.full_like(counts, num_sequences, dtype=torch.float64)
     if max_response_tokens is None:
         raise ConfigError(f"aggregation {method.aggregation!r} needs max_response_tokens")
     return torch.full_like(counts, num_sequences * max_response_tokens, dtype=torch.float64)

@@ -86,9 +86,8 @@ def expected_cells(sequences, method):
     """Every sum and maximum by side and c, one sequence at a time, from log-probs and rewards."""
     log_probs, old, ids, advantages, num_correct, counts = sequences
     # No ratio reaches these: the loss has no clip. (Adaptive widths are as wide for every c < k.)
-    unclipped = dataclasses.replace(method, eps_low=1 - 1e-15, eps_high_max=1e15)
-    if method.stop_gradient_ratio:
-        unclipped = dataclasses.replace(unclipped, eps_low=1.0)
+    low = 1.0 if method.family == "cispo" else 1 - 1e-15
+    unclipped = dataclasses.replace(method, eps_low=low, eps_high_max=1e15)
     whole, kept = gradient_masses(sequences, unclipped), gradient_masses(sequences, method)
     table, largest = np.zeros((len(SUMS), 2, K + 1)), np.zeros((2, K + 1))
     by_age = np.zeros((2, 2))
@@ -104,7 +103,7 @@ def expected_cells(sequences, method):
         if method.adaptive:
             width = method.eps_low + (width - method.eps_low) * (K - c) / (K - 1)
         high, low = 1 + width, 1 - method.eps_low
-        if method.stop_gradient_ratio:
+        if method.family == "cispo":
             clipped = [not low <= s <= high for s in ratios]
         else:
             clipped = [s > high if advantage > 0 else s < low for s in ratios]

@@ -26,6 +26,10 @@ class MicrobatchTokens:
     """[B] int64: response tokens of each sequence."""
     advantages: torch.Tensor
     """[B] float64."""
+    num_correct: torch.Tensor
+    """[B] int64: c of each sequence's group."""
+    group_size: torch.Tensor
+    """[B] int64: k of each sequence's group."""
     upper: torch.Tensor
     """[B] float64: upper clip width of each sequence."""
     method: Method
@@ -36,9 +40,14 @@ class MicrobatchTokens:
         return self.method.ratio == "token"
 
     def ratio(self) -> torch.Tensor:
-        """Float64 with autograd: s_i = exp(mean_t log_ratio) [B], or exp(log_ratio) [T]."""
+        """Float64 with autograd, by `Method.ratio`.
+
+        s_i = exp(mean_t log_ratio) [B], exp(log_ratio) [T], or exp(sum_t log_ratio) [B].
+        """
         if self.per_token:
             return bounded_exp(self.log_ratio)
+        if self.method.ratio == "product":
+            return bounded_exp(self.sum_tokens(self.log_ratio))
         num_sequences = len(self.advantages)
         return bounded_exp(
             segment_mean(self.log_ratio, self.sequence_ids, num_sequences, self.counts)
@@ -51,6 +60,16 @@ class MicrobatchTokens:
     def sum_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """[B] float64 with autograd: sums of `values` [T] over the tokens of each sequence."""
         return segment_sum(values, self.sequence_ids, num_sequences=len(self.advantages))
+
+    def sum_losses(self, losses: torch.Tensor) -> torch.Tensor:
+        """[B] float64 with autograd: `losses`, shaped like `ratio`, summed over each sequence.
+
+        Every token carries the loss of a `sequence` ratio; that of a `product` is there once. At
+        equal log-probs -A s then has the gradient -A at every token, whichever ratio it is.
+        """
+        if self.per_token:
+            return self.sum_tokens(losses)
+        return losses if self.method.ratio == "product" else self.counts * losses
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,3 +100,13 @@ class Family:
     clip_stops_gradient: bool
     """Whether a clipped ratio has a gradient of exactly 0: its backward pass can then be left out.
     False where the gradient only becomes small."""
+    edge_share: Callable[[MicrobatchTokens], torch.Tensor] | None
+    """How far each ratio, or whatever the rule decides on, is from where the policies agree, as a
+    share of the way to the nearest edge of the rule: float64, shaped like `ratio`, detached; 0 at
+    equal log-probs, 1 at the edge. The noise floor is read in this unit. None: the rule has no
+    edge at which rounding could decide."""
+
+
+def band_share(tokens: MicrobatchTokens) -> torch.Tensor:
+    """`Family.edge_share` of a band around 1 whose lower half, eps_low, is never the wider one."""
+    return (tokens.ratio().detach() - 1).abs() / tokens.method.eps_low

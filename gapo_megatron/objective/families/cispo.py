@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+from gapo_megatron.objective.families.base import (
+    Family,
+    MicrobatchTokens,
+    Terms,
+    band_share,
+)
 
 
 def _terms(tokens: MicrobatchTokens) -> Terms:
@@ -28,4 +33,4 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     )
 
 
-CISPO = Family(_terms, clip_stops_gradient=False)
+CISPO = Family(_terms, clip_stops_gradient=False, edge_share=band_share)

@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+from gapo_megatron.objective.families.base import (
+    Family,
+    MicrobatchTokens,
+    Terms,
+    band_share,
+)
 
 
 def _terms(tokens: MicrobatchTokens) -> Terms:
@@ -29,7 +34,7 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
 
     mass = advantages.abs() * ratio.detach()
     return Terms(
-        sums=tokens.sum_tokens(losses) if tokens.per_token else tokens.counts * losses,
+        sums=tokens.sum_losses(losses),
         ratio=ratio,
         clipped=clipped,
         gradient_mass=mass,
@@ -37,4 +42,4 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     )
 
 
-CLIPPED = Family(_terms, clip_stops_gradient=True)
+CLIPPED = Family(_terms, clip_stops_gradient=True, edge_share=band_share)

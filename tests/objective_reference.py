@@ -145,6 +145,19 @@ def cispo(rollout):
     return Answer(losses, ratios, flags, [min(abs(s - low), abs(s - high)) for s in ratios])
 
 
+def masked(rollout, answer):
+    """OPSM: nothing is left of a wrong rollout whose tokens are, on average, delta less likely."""
+    logs = [float((n - o).detach()) for n, o in zip(rollout.new, rollout.old, strict=True)]
+    drop = -sum(logs) / len(logs) - rollout.method.off_policy_mask
+    margins = [min(margin, abs(drop)) for margin in answer.margins]
+    if rollout.advantage >= 0 or drop <= 0:
+        return dataclasses.replace(answer, margins=margins)
+    losses = [0 * loss for loss in answer.losses]
+    return dataclasses.replace(
+        answer, losses=losses, clipped=[True] * len(answer.clipped), margins=margins
+    )
+
+
 REFERENCES = {"clipped": clipped, "cispo": cispo}
 """The equation of each loss family."""
 
@@ -173,6 +186,8 @@ def reference(case, method, log_probs, old_log_probs):
             old=[old_log_probs[t].double() for t in tokens],
         )
         answer = REFERENCES[method.family](rollout)
+        if method.off_policy_mask is not None:
+            answer = masked(rollout, answer)
         divisor = {
             "token_mean": sum(case.counts) + 5,
             "sequence_mean": count * (len(case.counts) + 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,6 +33,10 @@ class Method:
     """Divide advantages by the group's standard deviation (GRPO)."""
     focal_gamma: float = 0.0
     """Exponent of F-GRPO's shaping (1 - c/k)^gamma; 0 turns it off."""
+    ratio_max: float = math.inf
+    """Largest ratio, or weight, that counts (DPPO, ASPO, DCPO); their files say how."""
+    off_policy_mask: float | None = None
+    """delta: wrong responses whose mean log-ratio is below -delta leave the loss (OPSM)."""
     family: str = "clipped"
     """Name of the loss: a key of `objective.families.FAMILIES`. Nothing checks it here, where torch
     is not imported: a test compares the keys."""

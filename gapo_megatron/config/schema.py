@@ -238,6 +238,18 @@ class RewardConfig(Section):
         return self
 
 
+METHOD_KEYS = (
+    "eps_low",
+    "eps_high_max",
+    "aggregation",
+    "normalize_std",
+    "focal_gamma",
+    "ratio_max",
+    "off_policy_mask",
+)
+"""Settings of `[objective]` that replace a number of the method's preset."""
+
+
 class ObjectiveConfig(Section):
     """A method of the paper. The other keys replace parts of its preset (config/methods.py)."""
 
@@ -249,6 +261,8 @@ class ObjectiveConfig(Section):
     aggregation: Aggregation | None = None
     normalize_std: bool | None = None
     focal_gamma: NonNegative | None = None
+    ratio_max: Positive | None = None
+    off_policy_mask: Positive | None = None
     kl_coef: NonNegative = 0.0
     """Weight of KL(policy || initial policy). Above 0, sequences with A = 0 are computed too."""
     entropy_coef: NonNegative = 0.0
@@ -278,8 +292,7 @@ class ObjectiveConfig(Section):
 
     def resolve(self) -> Method:
         """The method's preset with this section's values in place of its own."""
-        keys = ("eps_low", "eps_high_max", "aggregation", "normalize_std", "focal_gamma")
-        given = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        given = {key: value for key in METHOD_KEYS if (value := getattr(self, key)) is not None}
         return dataclasses.replace(METHODS[self.method], **given)
 
     @property

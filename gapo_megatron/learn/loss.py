@@ -239,7 +239,9 @@ def may_lose_gradients(config: Config, *, has_moved: bool) -> bool:
     if objective.kl_coef > 0:
         return True
     may_clip = has_moved or objective.old_log_probs == "rollout"
-    return may_clip and FAMILIES[objective.resolve().family].clip_stops_gradient
+    method = objective.resolve()
+    stops = FAMILIES[method.family].clip_stops_gradient or method.off_policy_mask is not None
+    return may_clip and stops
 
 
 def _mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> Sums:

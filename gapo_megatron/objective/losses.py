@@ -21,6 +21,7 @@ log-probs as they are.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,7 @@ from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import ConfigError, DivergenceError
 from gapo_megatron.objective.clipping import upper_clip
 from gapo_megatron.objective.families import FAMILIES, MicrobatchTokens, Terms
+from gapo_megatron.objective.off_policy_mask import is_off_policy, mask_share
 from gapo_megatron.objective.ratio import bound, bounded_exp
 from gapo_megatron.objective.segments import segment_counts, segment_mean
 
@@ -66,6 +68,7 @@ def policy_loss(
     method: Method,
     num_sequences_global: int | None = None,
     max_response_tokens: int | None = None,
+    widths: tuple[torch.Tensor, torch.Tensor] | None = None,
     flags: Flags | None = None,
 ) -> PolicyLoss:
     """Loss of a packed micro-batch under `method`, divided by the mini-batch's global denominator.
@@ -82,6 +85,7 @@ def policy_loss(
         method: ratio, clip widths, aggregation.
         num_sequences_global: sequences likewise; for all aggregations but `token_mean`.
         max_response_tokens: the generation limit; for `constant`.
+        widths: lower and upper clip width of each sequence, [B] float64, in place of the method's.
         flags: where an input that is not finite is kept; the caller reads it. None: waits for the
             device to know.
 
@@ -99,10 +103,12 @@ def policy_loss(
     tokens = _tokens(
         log_probs, old_log_probs, sequence_ids, advantages, num_correct, group_size, method
     )
+    if widths is not None:
+        tokens = dataclasses.replace(tokens, lower=widths[0], upper=widths[1])
     denominators = _denominators(
         tokens.counts, num_tokens_global, num_sequences_global, max_response_tokens, method
     )
-    return _divide(FAMILIES[method.family].terms(tokens), tokens, denominators)
+    return _divide(_terms(tokens), tokens, denominators)
 
 
 def clipped_share(
@@ -133,7 +139,7 @@ def clipped_share(
     tokens = _tokens(
         log_probs.detach(), old_log_probs, sequence_ids, advantages, num_correct, group_size, method
     )
-    clipped = FAMILIES[method.family].terms(tokens).clipped.double()
+    clipped = _terms(tokens).clipped.double()
     if not tokens.per_token:
         return clipped
     return segment_mean(clipped, sequence_ids, len(advantages), tokens.counts)
@@ -167,8 +173,13 @@ def edge_share(
     tokens = _tokens(
         log_probs.detach(), old_log_probs, sequence_ids, advantages, num_correct, group_size, method
     )
-    share = FAMILIES[method.family].edge_share
-    return (tokens.ratio() - 1).abs(), None if share is None else share(tokens)
+    deviation = (tokens.ratio() - 1).abs()
+    find_share = FAMILIES[method.family].edge_share
+    share = None if find_share is None else find_share(tokens)
+    if method.off_policy_mask is not None:
+        of_mask = tokens.per_ratio(mask_share(tokens))
+        share = of_mask if share is None else torch.maximum(share, of_mask)
+    return deviation, share
 
 
 def _tokens(
@@ -192,8 +203,24 @@ def _tokens(
         advantages=advantages,
         num_correct=num_correct,
         group_size=group_size,
+        lower=torch.full_like(advantages, method.eps_low),
         upper=_upper_width(advantages, num_correct, group_size, method),
         method=method,
+    )
+
+
+def _terms(tokens: MicrobatchTokens) -> Terms:
+    """The family's, without the sequences that an off-policy mask drops."""
+    terms = FAMILIES[tokens.method.family].terms(tokens)
+    if tokens.method.off_policy_mask is None:
+        return terms
+    is_kept = ~is_off_policy(tokens)
+    kept = tokens.per_ratio(is_kept)
+    return dataclasses.replace(
+        terms,
+        sums=torch.where(is_kept, terms.sums, 0),
+        clipped=terms.clipped | ~kept,
+        gradient_mass_kept=torch.where(kept, terms.gradient_mass_kept, 0),
     )
 
 

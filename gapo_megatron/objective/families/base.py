@@ -30,6 +30,8 @@ class MicrobatchTokens:
     """[B] int64: c of each sequence's group."""
     group_size: torch.Tensor
     """[B] int64: k of each sequence's group."""
+    lower: torch.Tensor
+    """[B] float64: lower clip width of each sequence."""
     upper: torch.Tensor
     """[B] float64: upper clip width of each sequence."""
     method: Method
@@ -108,5 +110,5 @@ class Family:
 
 
 def band_share(tokens: MicrobatchTokens) -> torch.Tensor:
-    """`Family.edge_share` of a band around 1 whose lower half, eps_low, is never the wider one."""
-    return (tokens.ratio().detach() - 1).abs() / tokens.method.eps_low
+    """`Family.edge_share` of a band around 1 whose lower half is never the wider one."""
+    return (tokens.ratio().detach() - 1).abs() / tokens.per_ratio(tokens.lower)

@@ -21,7 +21,8 @@ from gapo_megatron.objective.families.base import (
 def _terms(tokens: MicrobatchTokens) -> Terms:
     ratio = tokens.ratio().detach()
     advantages, upper = tokens.per_ratio(tokens.advantages), tokens.per_ratio(tokens.upper)
-    bounded = torch.minimum(ratio, 1 + upper).clamp(min=1 - tokens.method.eps_low)
+    lower = tokens.per_ratio(tokens.lower)
+    bounded = torch.maximum(torch.minimum(ratio, 1 + upper), 1 - lower)
     weight = advantages * bounded
     token_weight = weight if tokens.per_token else weight[tokens.sequence_ids]
     return Terms(

@@ -21,7 +21,7 @@ from gapo_megatron.objective.families.base import (
 def _terms(tokens: MicrobatchTokens) -> Terms:
     ratio = tokens.ratio()
     advantages = tokens.per_ratio(tokens.advantages)
-    high, low = 1 + tokens.per_ratio(tokens.upper), 1 - tokens.method.eps_low
+    high, low = 1 + tokens.per_ratio(tokens.upper), 1 - tokens.per_ratio(tokens.lower)
 
     # The maximum takes the clipped branch, which has no gradient, only when A > 0 and s is above
     # the band or A < 0 and s is below it. Selecting by that condition makes the zero exact.

@@ -1,0 +1,112 @@
+"""The arms of the arena, by question; docs/arena.md says why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.arena.train import Setting
+from gapo_megatron.objective import METHODS, Method
+
+SEEDS_PER_CHUNK = 64
+CHUNKS = {"rules": 5, "stale rules": 3, "clip alone": 3, "rates": 3, "widths": 3, "probes": 5}
+"""Chunks of seeds of each question; every question begins with the same seeds."""
+PILOT = range(1_000_000, 1_000_000 + SEEDS_PER_CHUNK)
+"""Seeds that scale widths and give the power: never used again."""
+
+RATE = 0.05
+"""Learning rate of all arms but those that ask about it."""
+RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
+STALENESS = 4
+WIDTHS = (3.5e-3, 5e-3, 7e-3, 1e-2, 2e-2)
+GROUP_SIZES = (4, 8, 16)
+
+PAPER = ("gapo", "gspo", "gspo_asym", "f_gspo")
+"""Methods of the paper with a sequence ratio: at the paper's own widths."""
+SCALED = tuple(name for name in METHODS if name not in (*PAPER, "topr"))
+"""Rules whose widths are meant for another model: scaled, both by one factor, until the clip takes
+the same share of gradient mass as that of `gspo_asym`. (`topr` has none.)"""
+SCALES = Path(__file__).with_name("scales.json")
+UNCLIPPED = replace(METHODS["gspo"], name="unclipped", eps_low=1 - 1e-9, eps_high_max=1e9)
+
+
+def scaled(method: Method, factor: float) -> Method:
+    """Both widths, and what the mask compares with, times `factor`; no lower bound stays none."""
+    mask = method.off_policy_mask
+    return replace(
+        method,
+        eps_low=method.eps_low * factor if method.eps_low < 1 else method.eps_low,
+        eps_high_max=method.eps_high_max * factor,
+        off_policy_mask=None if mask is None else mask * factor,
+    )
+
+
+def read_scales() -> dict[str, float]:
+    """Factors by rule, as `python -m benchmarks.arena match` found them."""
+    scales: dict[str, float] = json.loads(SCALES.read_text())
+    return scales
+
+
+def questions(scales: Mapping[str, float]) -> dict[str, dict[str, Setting]]:
+    """Arms by question and name. An arm that two questions share is trained once."""
+    methods = {name: METHODS[name] for name in (*PAPER, "topr")}
+    methods |= {name: scaled(METHODS[name], scales[name]) for name in SCALED}
+    methods["unclipped"] = UNCLIPPED
+    methods["gapo_matched"] = scaled(METHODS["gapo"], scales["gapo"])
+    return {
+        "rules": {name: _setting(method) for name, method in methods.items()},
+        "stale rules": {
+            name: _setting(method, staleness=STALENESS, around_sampler=True)
+            for name, method in methods.items()
+        },
+        "clip alone": {name: _setting(_alone(method)) for name, method in methods.items()},
+        "rates": dict(_rates()),
+        "widths": dict(_widths()),
+        "probes": {
+            f"{name}, rate {rate:g}": setting
+            for rate in (RATE, 2 * RATE)
+            for name, setting in _probes(methods, rate).items()
+        },
+    }
+
+
+def _setting(method: Method, **changes: object) -> Setting:
+    return replace(Setting(method=method, learning_rate=RATE), **changes)  # type: ignore[arg-type]
+
+
+def _alone(method: Method) -> Method:
+    """The rule with GAPO's aggregation and advantages: what is left is the clip."""
+    return replace(method, aggregation="token_mean", normalize_std=False, focal_gamma=0.0)
+
+
+def _rates() -> Iterator[tuple[str, Setting]]:
+    """GAPO, its fixed twin and no clip, over learning rates and three ways to be stale."""
+    modes = {
+        "fresh": {},
+        "stale": {"staleness": STALENESS},
+        "stale, around the sampler": {"staleness": STALENESS, "around_sampler": True},
+    }
+    for method in (METHODS["gapo"], METHODS["gspo_asym"], UNCLIPPED):
+        for rate in RATES:
+            for mode, changes in modes.items():
+                setting = _setting(method, learning_rate=rate, **changes)
+                yield f"{method.name}, rate {rate:g}, {mode}", setting
+
+
+def _widths() -> Iterator[tuple[str, Setting]]:
+    """The upper width of GAPO and of its fixed twin, over group sizes."""
+    for name in ("gapo", "gspo_asym"):
+        for k in GROUP_SIZES:
+            for width in WIDTHS:
+                method = replace(METHODS[name], eps_high_max=width)
+                yield f"{name}, k {k}, {width:g}", _setting(method, group_size=k)
+
+
+def _probes(methods: Mapping[str, Method], rate: float) -> dict[str, Setting]:
+    """Who gets the width: scarce groups, all alike, abundant groups."""
+    arms = {name: methods[name] for name in ("gapo", "gapo_matched", "gspo_asym")}
+    settings = {name: _setting(method, learning_rate=rate) for name, method in arms.items()}
+    turned = _setting(methods["gapo"], learning_rate=rate, reversed_width=True)
+    return settings | {"reversed": turned}

@@ -1,0 +1,53 @@
+"""Scale the widths of every rule until its clip takes as much as that of `gspo_asym`."""
+
+from __future__ import annotations
+
+import json
+import math
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from benchmarks.arena.arms import PILOT, RATE, SCALED, SCALES, scaled
+from benchmarks.arena.train import Setting, train
+from gapo_megatron.objective import METHODS, Method
+from gapo_megatron.objective.diagnostics import SUMS
+
+NUM_STEPS = 100
+TOLERANCE = 5e-3
+LARGEST_FACTOR = 1e3
+MOST_TRIALS = 14
+
+
+def match(*, num_processes: int) -> dict[str, float]:
+    """Find the factors, and write them to `SCALES`. "gapo" is that of the arm `gapo_matched`."""
+    torch.set_num_threads(1)
+    target = mass_lost(METHODS["gspo_asym"])
+    print(f"gspo_asym takes {target:.4f} of the gradient mass", flush=True)
+    names = ["gapo", *SCALED]
+    with ProcessPoolExecutor(num_processes) as pool:
+        factors = dict(zip(names, pool.map(_find, names, [target] * len(names)), strict=True))
+    SCALES.write_text(json.dumps(factors, indent=1) + "\n")
+    return factors
+
+
+def mass_lost(method: Method) -> float:
+    """Share of gradient mass that the clip takes in the second half of a short training."""
+    setting = Setting(method=method, learning_rate=RATE, num_steps=NUM_STEPS)
+    late = train(setting, PILOT, evaluate_every=NUM_STEPS).per_c[1].sum(dim=(1, 2))
+    return float(late[SUMS.index("gradient_mass_lost")] / late[SUMS.index("gradient_mass")])
+
+
+def _find(name: str, target: float) -> float:
+    """Bisect the factor's logarithm: wider clips take less."""
+    torch.set_num_threads(1)
+    low, high = -math.log(LARGEST_FACTOR), math.log(LARGEST_FACTOR)
+    for _ in range(MOST_TRIALS):
+        middle = (low + high) / 2
+        lost = mass_lost(scaled(replace(METHODS[name]), math.exp(middle)))
+        if abs(lost - target) < TOLERANCE:
+            break
+        low, high = (middle, high) if lost > target else (low, middle)
+    print(f"{name}: {lost:.4f} at {math.exp(middle):.4g} times its widths", flush=True)
+    return round(math.exp(middle), 4 - math.floor(middle / math.log(10)))

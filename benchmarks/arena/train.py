@@ -1,0 +1,179 @@
+"""Training in the arena: one arm, a batch of seeds, the package's own advantages, loss, telemetry.
+
+What does not depend on the arm (the task, the order of the prompts, the random numbers of the
+samples) depends on the seeds and the step alone: arms of the same k are paired draw by draw.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.arena.task import (
+    MAX_TOKENS,
+    NUM_TRAINING,
+    Prompts,
+    Responses,
+    Task,
+    log_policy,
+    log_probs,
+    make_task,
+    pass_rates,
+    sample,
+)
+from gapo_megatron.objective import (
+    Method,
+    group_advantages,
+    importance_weights,
+    policy_loss,
+)
+from gapo_megatron.objective.diagnostics import per_correct_sums
+
+STEP_PROMPTS, MINIBATCHES = 32, 4
+CLIP_GRAD = 1.0
+IMPORTANCE_WEIGHT_MAX = 2.0
+"""Of stale batches whose clip is around the weights that the step begins with."""
+PASS_AT = (1, 8, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How an arm trains."""
+
+    method: Method
+    learning_rate: float
+    group_size: int = 8
+    staleness: int = 0
+    """Steps by which the weights that sample a batch are older than those that learn from it."""
+    around_sampler: bool = False
+    """Whether ratios compare with the weights that sampled, not those that the step begins with."""
+    reversed_width: bool = False
+    """A probe: eps_high(k - c) in place of eps_high(c), widest for abundant correct responses."""
+    num_steps: int = 200
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training one arm on S seeds gave."""
+
+    curve: Tensor
+    """[evaluations, len(PASS_AT), S] float64: exact pass@k of the held-out prompts."""
+    per_c: Tensor
+    """[2, len(SUMS), 2, k + 1] float64: `diagnostics` sums of the first and second half, over the
+    updates of all seeds."""
+
+
+def train(setting: Setting, seeds: range, *, evaluate_every: int) -> Trained:
+    """Train one arm on the tasks of `seeds`."""
+    task = make_task(seeds)
+    weights = task.weights.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([weights], lr=setting.learning_rate, weight_decay=0.0)
+    past = deque([task.weights], maxlen=setting.staleness + 1)
+    curve = [_pass_at_k(weights, task)]
+    halves: list[list[Tensor]] = [[], []]
+    for step in range(setting.num_steps):
+        prompts, uniforms = _draw(task, seeds, step, setting.group_size)
+        responses = sample(past[0], prompts, uniforms)
+        with torch.no_grad():
+            sampled = log_probs(log_policy(past[0], prompts), responses)
+            at_begin = sampled
+            if setting.staleness:
+                at_begin = log_probs(log_policy(weights, prompts), responses)
+        share = STEP_PROMPTS // MINIBATCHES
+        for first in range(0, STEP_PROMPTS, share):
+            part = slice(first, first + share)
+            old = (at_begin[:, part], sampled[:, part])
+            gradient, sums = _gradient(weights, prompts.of(part), responses.of(part), old, setting)
+            norm = gradient.flatten(1).norm(dim=1).clamp(min=CLIP_GRAD)
+            weights.grad = gradient * (CLIP_GRAD / norm)[:, None, None, None]
+            optimizer.step()
+            halves[2 * step // setting.num_steps].append(sums)
+        past.append(weights.detach().clone())
+        if (step + 1) % evaluate_every == 0:
+            curve.append(_pass_at_k(weights, task))
+    return Trained(torch.stack(curve), torch.stack([torch.stack(half).sum(0) for half in halves]))
+
+
+def _draw(task: Task, seeds: range, step: int, k: int) -> tuple[Prompts, Tensor]:
+    """The prompts of a step, and the random numbers of the responses to them."""
+    generator = torch.Generator().manual_seed(seeds.start * 1_000_003 + step)
+    order = torch.rand(len(seeds), NUM_TRAINING, generator=generator).argsort(dim=1)
+    shape = (len(seeds), STEP_PROMPTS, k, MAX_TOKENS)
+    uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)
+    return task.training.pick(order[:, :STEP_PROMPTS]), uniforms
+
+
+def _gradient(
+    weights: Tensor,
+    prompts: Prompts,
+    responses: Responses,
+    old: tuple[Tensor, Tensor],
+    setting: Setting,
+) -> tuple[Tensor, Tensor]:
+    """Gradient of every seed's mini-batch, [S, F, V + 1, V + 1], and the sums per c of all."""
+    method, k = setting.method, setting.group_size
+    rewards = responses.rewards
+    advantages = group_advantages(
+        rewards.flatten(0, 1),
+        normalize_std=method.normalize_std,
+        focal_gamma=method.focal_gamma,
+    ).view_as(rewards)
+    num_correct = rewards.sum(-1, keepdim=True).long().expand_as(rewards)
+    lengths = responses.is_token.sum(-1)
+
+    # As in training, sequences with A = 0 are not computed; denominators count them.
+    computed = advantages != 0
+    rows = responses.is_token & computed[..., None]
+    ids = torch.arange(int(computed.sum())).repeat_interleave(lengths[computed])
+    new = log_probs(log_policy(weights, prompts), responses)[rows]
+    at_begin, sampled = (values[rows] for values in old)
+    weighted = advantages[computed]
+    if setting.staleness and not setting.around_sampler:
+        weighted = weighted * importance_weights(
+            at_begin,
+            sampled,
+            sequence_ids=ids,
+            num_sequences=len(weighted),
+            largest=IMPORTANCE_WEIGHT_MAX,
+        )
+    c = num_correct[computed]
+    leaf = new.detach().requires_grad_()
+    result = policy_loss(
+        leaf,
+        sampled if setting.around_sampler else at_begin,
+        sequence_ids=ids,
+        advantages=weighted,
+        num_correct=k - c if setting.reversed_width else c,
+        group_size=k,
+        # The seeds' own follow: every seed is a mini-batch.
+        num_tokens_global=1,
+        num_sequences_global=1,
+        max_response_tokens=MAX_TOKENS,
+        method=method,
+    )
+    (of_rows,) = torch.autograd.grad(result.loss, leaf)
+    denominators = torch.full((len(rewards),), rewards[0].numel(), dtype=torch.float64)
+    if method.aggregation == "token_mean":
+        denominators = lengths.flatten(1).sum(dim=1).double()
+    of_rows = of_rows / denominators[:, None, None, None].expand_as(rows)[rows]
+    (gradient,) = torch.autograd.grad(new, weights, of_rows)
+    sums = per_correct_sums(
+        result,
+        sequence_ids=ids,
+        advantages=advantages[computed],
+        num_correct=c,
+        group_size=k,
+        num_response_tokens=lengths[computed],
+        is_carried=torch.zeros_like(c, dtype=torch.bool),
+    )
+    return gradient, sums["per_c"]
+
+
+@torch.no_grad()
+def _pass_at_k(weights: Tensor, task: Task) -> Tensor:
+    """Exact pass@k of the held-out prompts, [len(PASS_AT), S]."""
+    rates = pass_rates(weights, task.held_out)
+    return torch.stack([(1 - (1 - rates) ** k).mean(dim=1) for k in PASS_AT])

@@ -11,7 +11,7 @@ from benchmarks.arena.train import Setting
 from gapo_megatron.objective import METHODS, Method
 
 SEEDS_PER_CHUNK = 64
-CHUNKS = {"rules": 5, "stale rules": 3, "clip alone": 3, "rates": 3, "widths": 3, "probes": 5}
+CHUNKS = {"rules": 5, "stale rules": 3, "clip alone": 2, "rates": 2, "widths": 2, "probes": 5}
 """Chunks of seeds of each question; every question begins with the same seeds."""
 PILOT = range(1_000_000, 1_000_000 + SEEDS_PER_CHUNK)
 """Seeds that scale widths and give the power: never used again."""

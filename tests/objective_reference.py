@@ -147,7 +147,7 @@ def cispo(rollout):
 
 
 def sapo(rollout):
-    """l_t = -A 4 / tau sigmoid(tau (s_t - 1)); clipped: its slope sech^2(tau / 2 (s_t - 1)) < 1/2."""
+    """l_t = -A 4 / tau sigmoid(tau (s_t - 1)); clipped: its slope, a sech^2, is below 1/2."""
     tau = 1 / (rollout.width if rollout.advantage > 0 else rollout.method.eps_low)
     losses = [
         -rollout.advantage * (2 / tau) * (1 + torch.tanh(tau / 2 * (s - 1))) for s in rollout.ratios

@@ -1,6 +1,7 @@
 """The paper's equations as a loop over sequences and tokens, and the cases it is compared on."""
 
 import dataclasses
+import math
 
 import torch
 from hypothesis import strategies as st
@@ -145,6 +146,30 @@ def cispo(rollout):
     return Answer(losses, ratios, flags, [min(abs(s - low), abs(s - high)) for s in ratios])
 
 
+def sapo(rollout):
+    """l_t = -A 4 / tau sigmoid(tau (s_t - 1)); clipped: its slope, a sech^2, is below 1/2."""
+    tau = 1 / (rollout.width if rollout.advantage > 0 else rollout.method.eps_low)
+    losses = [
+        -rollout.advantage * (2 / tau) * (1 + torch.tanh(tau / 2 * (s - 1))) for s in rollout.ratios
+    ]
+    ratios = [float(s.detach()) for s in rollout.ratios]
+    reach = 2 / tau * math.acosh(math.sqrt(2))
+    flags = [rollout.advantage != 0 and abs(s - 1) > reach for s in ratios]
+    return Answer(rollout.carried(losses), ratios, flags, [abs(abs(s - 1) - reach) for s in ratios])
+
+
+def gmpo(rollout):
+    """l = -A (prod_t clip(s_t))^(1/n), clipped above where A > 0 and below where A < 0."""
+    low, high, advantage = 1 - rollout.method.eps_low, 1 + rollout.width, rollout.advantage
+    ratios = [float(s.detach()) for s in rollout.ratios]
+    flags = [(advantage > 0 and s > high) or (advantage < 0 and s < low) for s in ratios]
+    product = torch.ones((), dtype=torch.float64)
+    for s, is_cut in zip(rollout.ratios, flags, strict=True):
+        product = product * ((high if advantage > 0 else low) if is_cut else s)
+    losses = [-advantage * product ** (1 / len(ratios))] * len(ratios)
+    return Answer(losses, ratios, flags, [min(abs(s - low), abs(s - high)) for s in ratios])
+
+
 def masked(rollout, answer):
     """OPSM: nothing is left of a wrong rollout whose tokens are, on average, delta less likely."""
     logs = [float((n - o).detach()) for n, o in zip(rollout.new, rollout.old, strict=True)]
@@ -158,7 +183,7 @@ def masked(rollout, answer):
     )
 
 
-REFERENCES = {"clipped": clipped, "cispo": cispo}
+REFERENCES = {"clipped": clipped, "cispo": cispo, "sapo": sapo, "gmpo": gmpo}
 """The equation of each loss family."""
 
 

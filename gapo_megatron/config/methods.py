@@ -75,6 +75,46 @@ CISPO = Method(
     is_band=False,
     family="cispo",
 )
+SAPO = Method(
+    name="sapo",
+    ratio="token",
+    eps_low=1 / 1.05,
+    eps_high_max=1.0,
+    is_band=False,
+    aggregation="sequence_mean",
+    normalize_std=True,
+    family="sapo",
+)
+"""Temperatures 1.05 where A <= 0 and 1.0 where A > 0: the widths are their inverses."""
+GMPO = Method(
+    name="gmpo",
+    ratio="token",
+    eps_low=1 - math.exp(-0.4),
+    eps_high_max=math.exp(0.4) - 1,
+    aggregation="sequence_mean",
+    normalize_std=True,
+    family="gmpo",
+)
+LUSPO = replace(
+    GSPO,
+    name="luspo",
+    eps_low=2e-3,
+    eps_high_max=2.5e-3,
+    aggregation="sequence_sum",
+    normalize_std=True,
+)
+"""GSPO with each response's loss times its length (arXiv 2602.05261), as one transcription and TRL
+give it. Divided by the standard deviation as in GSPO's own paper: whether LUSPO's does so, too, was
+not verified. Of one mini-batch it is a token mean up to a factor, its mean response length."""
+OPSM = Method(
+    name="opsm",
+    ratio="token",
+    eps_low=0.2,
+    eps_high_max=0.2,
+    aggregation="sequence_mean",
+    off_policy_mask=1e-4,
+)
+"""delta and the widths are slime's defaults; DeepSeek-V3.2's report names neither."""
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -89,6 +129,10 @@ METHODS: dict[str, Method] = {
         GAPO,
         GAPO_TOKEN,
         CISPO,
+        SAPO,
+        GMPO,
+        LUSPO,
+        OPSM,
     )
 }
 """Presets by name, at the clip widths of the paper; docs/objective.md says what is open."""

@@ -156,7 +156,8 @@ def measure_noise_floor(policy: Policy, batch: Batch, config: Config) -> NoiseFl
     local = torch.zeros(4, dtype=torch.float64)
     if mine and groups.is_last_stage and groups.is_first_copy:
         local = _sums(batch, mine, together_scores, alone_scores, config)
-    has_edge = FAMILIES[config.objective.resolve().family].edge_share is not None
+    method = config.objective.resolve()
+    has_edge = FAMILIES[method.family].edge_share is not None or method.off_policy_mask is not None
     return _over_ranks(local, policy.device, has_edge=has_edge)
 
 

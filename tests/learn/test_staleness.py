@@ -209,6 +209,11 @@ def test_the_engines_ratios_may_be_clipped_from_the_start() -> None:
     assert answers(old_log_probs="rollout") == [True, True]
     assert answers(old_log_probs="rollout", method="cispo") == [False, False]
     assert answers(old_log_probs="rollout", entropy_coef=0.1) == [False, False]
+    # A mask leaves out whole responses, whatever the family does to a ratio.
+    assert answers(method="cispo", off_policy_mask=1e-3) == [False, True]
+    assert answers(old_log_probs="rollout", method="cispo", off_policy_mask=1e-3) == [True, True]
+    assert answers(method="opsm") == answers(method="gmpo") == [False, True]
+    assert answers(method="sapo") == [False, False]
 
 
 # --- whole steps ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from gapo_megatron.objective.diagnostics import (
     summarize,
 )
 from gapo_megatron.types import Batch
+from tests.objective_reference import Case, reference
 
 K = 8
 ROUNDING = 1e-12  # float64 sums of a few dozen numbers of order one
@@ -74,21 +75,39 @@ def sums_of(sequences, method, members=None):
 
 
 def gradient_masses(sequences, method):
-    """Per sequence, sum over tokens of |d loss / d log_prob|, by autograd."""
+    """[T] |d loss / d log_prob|, by autograd."""
     log_probs, old, ids, *rest = sequences
     log_probs = log_probs.clone().requires_grad_()
     loss, _ = sums_of((log_probs, old, ids, *rest), method)
-    gradient = torch.zeros(0) if not len(ids) else torch.autograd.grad(loss.loss, log_probs)[0]
-    return [float(gradient[ids == i].abs().sum()) for i in range(len(rest[0]))]
+    return torch.autograd.grad(loss.loss, log_probs)[0].abs()
+
+
+def without_clip(method):
+    """No ratio reaches these bounds. (Adaptive widths are as wide for every c < k.)"""
+    low = {"cispo": 1.0, "sapo": 1e15}.get(method.family, 1 - 1e-15)
+    return dataclasses.replace(method, eps_low=low, eps_high_max=1e15, off_policy_mask=None)
+
+
+def flags_of(sequences, method):
+    """Which ratios the reference calls clipped, sequence by sequence."""
+    log_probs, old, ids, advantages, num_correct, counts = sequences
+    differences = [(log_probs - old)[ids == i].tolist() for i in range(len(counts))]
+    case = Case(num_correct.tolist(), (advantages > 0).tolist(), differences)
+    # A verdict counts where A = 0, too: c = k is a group of correct ones.
+    case.correct = [
+        c == K or correct for c, correct in zip(case.num_correct, case.correct, strict=True)
+    ]
+    flags = iter(reference(case, method, log_probs, old)[2])
+    numbers = [n if method.ratio == "token" else 1 for n in counts.tolist()]
+    return [[next(flags) for _ in range(number)] for number in numbers]
 
 
 def expected_cells(sequences, method):
     """Every sum and maximum by side and c, one sequence at a time, from log-probs and rewards."""
     log_probs, old, ids, advantages, num_correct, counts = sequences
-    # No ratio reaches these: the loss has no clip. (Adaptive widths are as wide for every c < k.)
-    low = 1.0 if method.family == "cispo" else 1 - 1e-15
-    unclipped = dataclasses.replace(method, eps_low=low, eps_high_max=1e15)
-    whole, kept = gradient_masses(sequences, unclipped), gradient_masses(sequences, method)
+    whole = gradient_masses(sequences, without_clip(method))
+    lost = (whole - gradient_masses(sequences, method)).clamp(min=0)
+    flags = flags_of(sequences, method)
     table, largest = np.zeros((len(SUMS), 2, K + 1)), np.zeros((2, K + 1))
     by_age = np.zeros((2, 2))
     for i in range(len(advantages)):
@@ -99,15 +118,7 @@ def expected_cells(sequences, method):
         if method.ratio == "sequence":
             differences = [sum(differences) / len(differences)]
         ratios = [math.exp(difference) for difference in differences]
-        width = method.eps_high_max
-        if method.adaptive:
-            width = method.eps_low + (width - method.eps_low) * (K - c) / (K - 1)
-        high, low = 1 + width, 1 - method.eps_low
-        if method.family == "cispo":
-            clipped = [not low <= s <= high for s in ratios]
-        else:
-            clipped = [s > high if advantage > 0 else s < low for s in ratios]
-        share = sum(clipped) / len(clipped)
+        share = sum(flags[i]) / len(flags[i])
         values = {
             "sequences": 1,
             "tokens": int(counts[i]),
@@ -116,8 +127,8 @@ def expected_cells(sequences, method):
             "clipped_tokens": share * int(counts[i]),
             "deviation": sum(s - 1 for s in ratios) / len(ratios),
             "abs_deviation": sum(abs(s - 1) for s in ratios) / len(ratios),
-            "gradient_mass": whole[i],
-            "gradient_mass_lost": whole[i] - kept[i],
+            "gradient_mass": float(whole[ids == i].sum()),
+            "gradient_mass_lost": float(lost[ids == i].sum()),
         }
         cell = (int(advantage > 0), c)
         for row, name in enumerate(SUMS):
@@ -131,8 +142,10 @@ def expected_cells(sequences, method):
 @given(
     size=st.integers(0, 20),
     seed=st.integers(0, 1000),
-    scale=st.sampled_from([0.0, 5e-3, 0.3]),
-    name=st.sampled_from(["gapo", "gapo_token", "cispo", "dr_grpo", "grpo"]),
+    scale=st.sampled_from([0.0, 5e-3, 0.3, 1.5]),
+    name=st.sampled_from(
+        ["gapo", "gapo_token", "cispo", "dr_grpo", "grpo", "sapo", "gmpo", "luspo", "opsm"]
+    ),
 )
 def test_sums_match_a_loop(size, seed, scale, name):
     sequences = random_sequences(size, seed, scale)

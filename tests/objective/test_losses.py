@@ -25,6 +25,13 @@ VARIANTS = [
     dataclasses.replace(METHODS["cispo"], name="cispo, two-sided", eps_low=0.2),
     dataclasses.replace(METHODS["cispo"], name="cispo, sequence", ratio="sequence", eps_low=0.2),
     dataclasses.replace(METHODS["cispo"], name="cispo, adaptive", adaptive=True, eps_low=0.2),
+    dataclasses.replace(METHODS["sapo"], name="sapo, token_mean", aggregation="token_mean"),
+    dataclasses.replace(METHODS["sapo"], name="sapo, sharp", adaptive=True, eps_low=0.1),
+    dataclasses.replace(METHODS["sapo"], name="sapo, sequence", ratio="sequence"),
+    dataclasses.replace(METHODS["gmpo"], name="gmpo, token_mean", aggregation="token_mean"),
+    dataclasses.replace(METHODS["gmpo"], name="gmpo, adaptive", adaptive=True, eps_low=0.1),
+    dataclasses.replace(METHODS["gapo"], name="gapo, masked", off_policy_mask=1e-3),
+    dataclasses.replace(METHODS["cispo"], name="cispo, masked", off_policy_mask=1e-3),
 ]
 every_method = pytest.mark.parametrize("method", VARIANTS, ids=lambda method: method.name)
 

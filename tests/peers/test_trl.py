@@ -20,6 +20,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from gapo_megatron.objective import METHODS, policy_loss
 
@@ -40,7 +41,8 @@ def make_tokenizer():
     )
 
 
-def make_trainer(tmp_path, **settings):
+def make_trainer(tmp_path, kind=(GRPOTrainer, GRPOConfig), **settings):
+    make, make_config = kind
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
@@ -54,7 +56,7 @@ def make_trainer(tmp_path, **settings):
             attention_dropout=0.0,
         )
     )
-    config = GRPOConfig(
+    config = make_config(
         output_dir=str(tmp_path),
         use_cpu=True,
         bf16=False,
@@ -66,7 +68,7 @@ def make_trainer(tmp_path, **settings):
         max_completion_length=MAX_RESPONSE_TOKENS,
         **settings,
     )
-    trainer = GRPOTrainer(
+    trainer = make(
         model=model,
         args=config,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
@@ -162,8 +164,31 @@ TOKEN = {"importance_sampling_level": "token", "epsilon": 0.2}
         (TOKEN | {"loss_type": "dapo", "epsilon_high": 0.28}, METHODS["dapo"], 0.2),
         (TOKEN | {"loss_type": "dr_grpo", "epsilon_high": 0.28}, METHODS["dr_grpo"], 0.2),
         (TOKEN | {"loss_type": "cispo", "epsilon_high": 1.28}, METHODS["cispo"], 0.2),
+        ({"importance_sampling_level": "token", "loss_type": "sapo"}, METHODS["sapo"], 0.8),
+        (
+            SEQUENCE | {"loss_type": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3},
+            METHODS["luspo"],
+            8e-3,
+        ),
+        (
+            {"kind": (GMPOTrainer, GMPOConfig), "epsilon": 0.4},
+            METHODS["gmpo"],
+            0.4,
+        ),
+        (
+            TOKEN | {"loss_type": "grpo", "off_policy_mask_threshold": 1e-4, "epsilon_high": 0.2},
+            METHODS["opsm"],
+            0.2,
+        ),
+        (
+            TOKEN | {"loss_type": "cispo", "off_policy_mask_threshold": 0.1, "epsilon_high": 1.28},
+            dataclasses.replace(METHODS["cispo"], name="cispo, masked", off_policy_mask=0.1),
+            0.2,
+        ),
     ],
-    ids=lambda value: value["loss_type"] if isinstance(value, dict) else getattr(value, "name", ""),
+    ids=lambda value: (
+        value.get("loss_type", "") if isinstance(value, dict) else getattr(value, "name", "")
+    ),
 )
 def test_loss_and_gradient_equal_those_of_trl(tmp_path, settings, method, spread):
     trainer = make_trainer(tmp_path, **settings)

@@ -8,8 +8,15 @@ common: log-ratios, clip widths, denominators, checks.
 from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
 from gapo_megatron.objective.families.cispo import CISPO
 from gapo_megatron.objective.families.clipped import CLIPPED
+from gapo_megatron.objective.families.gmpo import GMPO
+from gapo_megatron.objective.families.sapo import SAPO
 
-FAMILIES: dict[str, Family] = {"clipped": CLIPPED, "cispo": CISPO}
+FAMILIES: dict[str, Family] = {
+    "clipped": CLIPPED,
+    "cispo": CISPO,
+    "sapo": SAPO,
+    "gmpo": GMPO,
+}
 """Loss families by `Method.family`."""
 
 __all__ = ["FAMILIES", "Family", "MicrobatchTokens", "Terms"]

@@ -1,0 +1,74 @@
+"""GMPO: the geometric mean of a response's token ratios, each clipped on one side.
+
+    x_t = min(log_ratio_t, log(1 + eps_high(c_i)))   where A_i > 0
+          max(log_ratio_t, log(1 - eps_low))         where A_i < 0
+    l_i = -A_i G_i,  G_i = exp(mean_t x_t)
+
+Every token of sequence i carries l_i, so its sum over them is |y_i| l_i; with `sequence_mean` the
+loss is the mean of l_i over sequences. Ratios and clips are per token, [T]: `ratio = "token"`. The
+preset's bounds are exp(-0.4) and exp(0.4).
+
+A token beyond its bound has exactly no gradient, and enters G_i at the bound; all others of the
+sequence have -A_i G_i, one weight in common. A < 0 and a log-ratio far up is not clipped: it raises
+G_i for the whole response (bounded at exp(20), like every ratio). Where A < 0 the clip raises G_i,
+that is the weight of the tokens that it leaves: no loss of gradient mass.
+
+Source: arXiv 2507.20673, as three transcriptions give it; the paper's text was not read. The code
+of the authors, verl and TRL agree on this equation. TRL's documentation states the bounds such that
+asymmetric ones change places where A < 0; its code does not. verl and TRL take the bounds' logs as
+settings, here they are distances from 1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+from gapo_megatron.objective.ratio import bounded_exp
+from gapo_megatron.objective.segments import segment_mean
+
+
+def _terms(tokens: MicrobatchTokens) -> Terms:
+    assert tokens.per_token, f"gmpo clips token ratios, not ratio {tokens.method.ratio!r}"
+    log_ratio = tokens.log_ratio
+    advantages = tokens.per_ratio(tokens.advantages)
+    low, high = _log_bounds(tokens)
+
+    # As in `clipped`: selecting by the condition makes the zero gradient exact.
+    too_high = (advantages > 0) & (log_ratio > high)
+    too_low = (advantages < 0) & (log_ratio < low)
+    bounded = torch.where(too_high, high, log_ratio)
+    bounded = torch.where(too_low, low, bounded)
+    clipped = too_high | too_low
+    mean_ratio = _geometric_mean(bounded, tokens)
+
+    size = tokens.advantages.abs()
+    kept = (size * mean_ratio.detach())[tokens.sequence_ids]
+    return Terms(
+        sums=-tokens.counts * tokens.advantages * mean_ratio,
+        ratio=tokens.ratio(),
+        clipped=clipped,
+        gradient_mass=(size * _geometric_mean(log_ratio.detach(), tokens))[tokens.sequence_ids],
+        gradient_mass_kept=torch.where(clipped, 0, kept),
+    )
+
+
+def _geometric_mean(log_ratio: torch.Tensor, tokens: MicrobatchTokens) -> torch.Tensor:
+    """[B] float64 with autograd: exp(mean_t log_ratio)."""
+    num_sequences = len(tokens.advantages)
+    return bounded_exp(segment_mean(log_ratio, tokens.sequence_ids, num_sequences, tokens.counts))
+
+
+def _edge_share(tokens: MicrobatchTokens) -> torch.Tensor:
+    """|log_ratio| as a share of the narrower of the two bounds."""
+    low, high = _log_bounds(tokens)
+    return tokens.log_ratio.detach().abs() / torch.minimum(-low, high)
+
+
+def _log_bounds(tokens: MicrobatchTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T] float64: log(1 - lower) and log(1 + upper)."""
+    low, high = torch.log1p(-tokens.lower), torch.log1p(tokens.upper)
+    return tokens.per_ratio(low), tokens.per_ratio(high)
+
+
+GMPO = Family(_terms, clip_stops_gradient=True, edge_share=_edge_share)

@@ -1,0 +1,47 @@
+"""SAPO: a smooth gate in place of the clip, its temperature by the sign of A.
+
+    l_t = -A_i f(s_t),  f(s) = 4 width sigmoid((s - 1) / width)
+
+The widths are inverse temperatures: tau = 1 / width, width = eps_high(c_i) where A > 0, else
+eps_low. The ratio is not detached: the gradient at log_probs_t is -A_i s_t w(s_t), with the gate
+
+    w(s) = f'(s) = 4 p (1 - p) = sech^2((s - 1) / (2 width)),  p = sigmoid((s - 1) / width)
+
+w is 1 at s = 1 for every width, so gradients compare with those of the clipped surrogate; losses do
+not: at s = 1 the loss is -2 width A. s w(s) is largest near s = 2, and w stays above 3/4 down to
+s = 0 at the preset's widths: in practice the gate holds back from above only.
+
+A ratio counts as clipped where w < 1/2: beyond s = 1 + 2 ln(1 + sqrt(2)) width, and as far below 1.
+The rule has no edge there. Only rows with A = 0 have exactly no gradient by the equation; in
+float64 p rounds to 1, and the gradient to 0, about 37 widths above 1.
+
+Source: arXiv 2511.20347, as four agreeing transcriptions and the code of TRL and verl give it; the
+paper's text was not read. tau is 1.0 and 1.05. verl and SkyRL hold the log-ratio within +-20, as
+here; TRL and AReaL do not. The paper takes the mean over a sequence's tokens first; AReaL, and by
+default SkyRL, over all tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+
+
+def _terms(tokens: MicrobatchTokens) -> Terms:
+    ratio = tokens.ratio()
+    advantages = tokens.per_ratio(tokens.advantages)
+    width = tokens.per_ratio(torch.where(tokens.advantages > 0, tokens.upper, tokens.lower))
+    level = torch.sigmoid((ratio - 1) / width)
+    gate = (4 * level * (1 - level)).detach()
+    mass = advantages.abs() * ratio.detach()
+    return Terms(
+        sums=tokens.sum_losses(-advantages * 4 * width * level),
+        ratio=ratio,
+        clipped=(advantages != 0) & (gate < 0.5),
+        gradient_mass=mass,
+        gradient_mass_kept=mass * gate,
+    )
+
+
+SAPO = Family(_terms, clip_stops_gradient=False, edge_share=None)

@@ -1,0 +1,98 @@
+"""The off-policy sequence mask over several families: what it drops, and what is left."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from gapo_megatron.objective import METHODS, policy_loss
+from gapo_megatron.objective.losses import clipped_share, edge_share
+
+DELTA = 1e-3
+FAMILIES = ("opsm", "gapo", "cispo", "sapo", "gmpo")
+IDS = torch.tensor([0, 0, 1])
+COMMON = {
+    "advantages": torch.tensor([-0.5, 0.5]),
+    "num_correct": torch.tensor([4, 4]),
+    "group_size": 8,
+}
+
+
+def with_mask(name):
+    return dataclasses.replace(METHODS[name], off_policy_mask=DELTA)
+
+
+def loss_of(mean, method, advantage=-0.5):
+    """(result, gradient): response 0 has mean log-ratio `mean`, response 1 one of 1e-4."""
+    old = torch.zeros(3, dtype=torch.float64)
+    shifts = torch.tensor([mean + 2e-4, mean - 2e-4, 1e-4], dtype=torch.float64)
+    log_probs = (old + shifts).requires_grad_()
+    result = policy_loss(
+        log_probs,
+        old,
+        sequence_ids=IDS,
+        num_tokens_global=3,
+        num_sequences_global=2,
+        method=method,
+        **COMMON | {"advantages": torch.tensor([advantage, 0.5])},
+    )
+    (gradient,) = torch.autograd.grad(result.loss, log_probs)
+    return result, gradient
+
+
+def test_the_preset():
+    assert METHODS["opsm"].off_policy_mask == 1e-4
+    plain = dataclasses.replace(METHODS["grpo"], name="opsm", normalize_std=False)
+    assert dataclasses.replace(METHODS["opsm"], off_policy_mask=None) == plain
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("advantage", "mean", "dropped"),
+    [
+        (-0.5, -1.01e-3, True),
+        (-0.5, -0.99e-3, False),
+        (-0.5, +1.01e-3, False),  # rose although wrong: the loss pulls it back
+        (-0.5, +1.0, False),
+        (+0.5, -1.01e-3, False),
+        (+0.5, -1.0, False),
+        (0.0, -1.0, False),
+    ],
+)
+def test_both_sides_of_delta_and_both_signs(name, advantage, mean, dropped):
+    method = with_mask(name)
+    result, gradient = loss_of(mean, method, advantage)
+    plain, before = loss_of(mean, dataclasses.replace(method, off_policy_mask=None), advantage)
+    rows = IDS if result.per_token else torch.tensor([0, 1])
+    if not dropped:
+        assert float(result.loss.detach()) == float(plain.loss.detach())
+        assert torch.equal(gradient, before)
+        assert torch.equal(result.clipped, plain.clipped)
+        assert torch.equal(result.gradient_mass_lost, plain.gradient_mass_lost)
+        return
+    assert gradient.tolist()[:2] == [0, 0], "exactly"
+    assert float(gradient[2]) == float(before[2]) != 0, "denominators keep what is dropped"
+    assert bool(result.clipped[rows == 0].all())
+    assert torch.equal(result.gradient_mass, plain.gradient_mass)
+    own = rows == 0
+    assert torch.equal(result.gradient_mass_lost[own], result.gradient_mass[own])
+    assert torch.equal(result.gradient_mass_lost[~own], plain.gradient_mass_lost[~own])
+
+
+def test_its_edge_is_delta_or_the_familys_own_if_nearer():
+    new = torch.tensor([-4e-4, -6e-4, 0.1], dtype=torch.float64)
+    old = torch.zeros(3, dtype=torch.float64)
+    method = with_mask("opsm")
+    _, share = edge_share(new, old, sequence_ids=IDS, method=method, **COMMON)
+    assert share.tolist() == pytest.approx([0.5, 0.5, 100], rel=1e-9)
+    wide = dataclasses.replace(method, off_policy_mask=10.0)
+    _, share = edge_share(new, old, sequence_ids=IDS, method=wide, **COMMON)
+    # |exp(d) - 1| / 0.2, to second order; 0.1 is far from first order.
+    assert share.tolist() == pytest.approx([2e-3, 3e-3, 0.10517092 / 0.2], rel=1e-3)
+
+
+def test_what_is_dropped_counts_as_outside_the_clip():
+    new = torch.tensor([-2e-3, -2e-3, -2e-3], dtype=torch.float64)
+    old = torch.zeros(3, dtype=torch.float64)
+    share = clipped_share(new, old, sequence_ids=IDS, method=with_mask("cispo"), **COMMON)
+    assert share.tolist() == [1, 0]

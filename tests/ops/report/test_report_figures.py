@@ -410,7 +410,7 @@ def test_a_rule_that_decides_on_something_else_has_its_edge_drawn(tmp_path):
     band, mask, none = exhibit.rows
     assert (band["share"], band["edge"], band["eps_low"]) == (None, None, 0.01)
     assert mask["share"] == 0.25 and mask["edge"] == pytest.approx(4 * mask["mean"])
-    assert mask["eps_low"] == 0.2
+    assert mask["eps_low"] == 0.01
     assert (none["share"], none["edge"], none["eps_low"], none["eps_high_max"]) == (None,) * 4
     edge = next(one for one in exhibit.figure.axes[0].collections if one.get_label() == "edge")
     assert [place[0, 0] for place in edge.get_segments() if place.size] == [mask["edge"]]

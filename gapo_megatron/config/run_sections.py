@@ -147,5 +147,5 @@ class MetricsConfig(Section):
     noise_floor_every_steps: StepsOrZero = 50
     """Measure the noise floor (docs/numerics.md) at step 0 and every so many steps. 0: never."""
     noise_floor_limit: Bound = 1.0
-    """A new run does not start if its mean noise floor is above this many times eps_low: rounding
-    would decide what is clipped."""
+    """A new run does not start if its mean noise floor is above this many times the way to the edge
+    of the method's rule (eps_low, of a clip around 1): rounding would decide what is clipped."""

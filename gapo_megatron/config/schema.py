@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
@@ -239,6 +240,7 @@ class RewardConfig(Section):
 
 
 METHOD_KEYS = (
+    "adaptive",
     "eps_low",
     "eps_high_max",
     "aggregation",
@@ -256,13 +258,18 @@ class ObjectiveConfig(Section):
     role = OBJECTIVE
 
     method: Text = "gapo"
+    adaptive: bool | None = None
+    """Upper clip by c (GAPO's), under any method, instead of one for all c."""
     eps_low: Positive | None = None
     eps_high_max: Positive | None = None
     aggregation: Aggregation | None = None
     normalize_std: bool | None = None
     focal_gamma: NonNegative | None = None
-    ratio_max: Positive | None = None
+    ratio_max: Annotated[Positive, Field(ge=1)] | None = None
+    """Largest ratio that counts, for the methods that have such a bound."""
     off_policy_mask: Positive | None = None
+    """Leave out wrong responses whose mean log-ratio is below minus this value (OPSM), under any
+    method."""
     kl_coef: NonNegative = 0.0
     """Weight of KL(policy || initial policy). Above 0, sequences with A = 0 are computed too."""
     entropy_coef: NonNegative = 0.0
@@ -284,9 +291,16 @@ class ObjectiveConfig(Section):
         method = self.resolve()
         if method.is_band and method.eps_low >= 1:
             raise ValueError(f"eps_low ({method.eps_low}) must be below 1: ratios are positive")
-        if method.is_band and method.eps_high_max < method.eps_low:
+        if (method.is_band or method.adaptive) and method.eps_high_max < method.eps_low:
             raise ValueError(
                 f"eps_high_max ({method.eps_high_max}) must be at least eps_low ({method.eps_low})"
+                + ("" if method.is_band else " with adaptive=true")
+            )
+        if self.ratio_max is not None and math.isinf(METHODS[self.method].ratio_max):
+            bounded = [one.name for one in METHODS.values() if math.isfinite(one.ratio_max)]
+            raise ValueError(
+                f"ratio_max ({self.ratio_max}) does nothing for method {self.method!r}; methods "
+                f"with a largest ratio: {', '.join(bounded) or 'none'}"
             )
         return self
 

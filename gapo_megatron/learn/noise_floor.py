@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
+from gapo_megatron.config.methods import Method
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.learn.plan import choose_for_noise_floor, plan_scoring
 from gapo_megatron.learn.score import score
@@ -44,7 +45,7 @@ class NoiseFloor:
     """|ratio - 1|, and its largest."""
     max: float
     share: float | None
-    """Mean share of the way to the rule's edge (`Family.edge_share`; of a band: mean / eps_low).
+    """Mean share of the way to the rule's edge (`objective.edge_share`; of a band: mean / eps_low).
     None: the rule has no edge."""
 
 
@@ -101,7 +102,7 @@ def watch_noise_floor(
         raise ConfigError(
             f"metrics.noise_floor_limit ({limit:g}): at the same weights another packing moves the "
             f"ratio by {found.mean:.1e} (mean), {found.share:.2g} of the way to the edge of "
-            f"{method.name} (eps_low {method.eps_low:g}): {_remedy(config)}, or raise the limit"
+            f"{method.name} ({_edge(method)}): {_remedy(config)}, or raise the limit"
         )
     if step % every:
         return {}
@@ -157,7 +158,9 @@ def measure_noise_floor(policy: Policy, batch: Batch, config: Config) -> NoiseFl
     if mine and groups.is_last_stage and groups.is_first_copy:
         local = _sums(batch, mine, together_scores, alone_scores, config)
     method = config.objective.resolve()
-    has_edge = FAMILIES[method.family].edge_share is not None or method.off_policy_mask is not None
+    # From the method, not from what this rank scored: the others may have scored nothing.
+    of_family, of_mask = FAMILIES[method.family].edge_share, method.off_policy_mask
+    has_edge = of_family is not None or of_mask is not None
     return _over_ranks(local, policy.device, has_edge=has_edge)
 
 
@@ -201,16 +204,12 @@ def _log(found: NoiseFloor | None, config: Config) -> None:
         return
     method = config.objective.resolve()
     logger.info(
-        "noise floor of the ratio: mean %.1e, max %.1e (eps_low %g, eps_high_max %g)",
-        found.mean,
-        found.max,
-        method.eps_low,
-        method.eps_high_max,
+        "noise floor of the ratio: mean %.1e, max %.1e (%s)", found.mean, found.max, _edge(method)
     )
     if found.share is not None and found.share > LARGEST_SHARE:
         logger.warning(
             "noise floor: at the same weights another packing moves the ratio by %.1e (mean; max "
-            "%.1e), %.2g of the way to the edge of %s (eps_low %g), more than a tenth: the clip "
+            "%.1e), %.2g of the way to the edge of %s (%s), more than a tenth: the clip "
             "decides partly on rounding. What to change: %s. The rounding is that of the layers: "
             "in every configuration the head keeps float32 logits, and old log-probs are the "
             "trainer's own.",
@@ -218,14 +217,23 @@ def _log(found: NoiseFloor | None, config: Config) -> None:
             found.max,
             found.share,
             method.name,
-            method.eps_low,
+            _edge(method),
             _remedy(config),
         )
+
+
+def _edge(method: Method) -> str:
+    """The numbers that the nearest edge may come from."""
+    mask = method.off_policy_mask
+    more = "" if mask is None else f", off_policy_mask {mask:g}"
+    return f"eps_low {method.eps_low:g}, eps_high_max {method.eps_high_max:g}{more}"
 
 
 def _remedy(config: Config) -> str:
     model = config.model
     remedy = f"{_REMEDIES[model.precision]} objective.eps_low and objective.eps_high_max"
+    if config.objective.resolve().off_policy_mask is not None:
+        remedy += ", and objective.off_policy_mask"
     if model.precision == "fp8" and model.fp8_recipe in ("tensorwise", "delayed"):
         return f"set model.fp8_recipe ({model.fp8_recipe}) to blockwise or mxfp8, or {remedy}"
     return remedy

@@ -216,13 +216,21 @@ def _epochs(config: Config) -> str:
 def _method_table(config: Config) -> Table:
     method, k = config.objective.resolve(), config.batch.rollouts_per_prompt
     table = Table(title="Method", title_justify="left", show_header=False)
-    for key in ("name", "ratio", "aggregation", "normalize_std", "focal_gamma", "eps_low"):
+    for key in ("name", "ratio", "aggregation", "normalize_std", "focal_gamma"):
         table.add_row(key, str(getattr(method, key)))
+    if not method.is_band:
+        meaning = f"{method.family}: eps_low and eps_high mean what docs/objective.md says of it"
+        table.add_row("loss family", meaning)
+    table.add_row("eps_low", str(method.eps_low))
     if method.adaptive:
         shown = "  ".join(f"{method.eps_high(c, group_size=k):.4g}" for c in range(1, k))
         table.add_row(f"eps_high, c=1..{k - 1}", shown)
     else:
         table.add_row("eps_high, every c", str(method.eps_high_max))
+    if math.isfinite(method.ratio_max):
+        table.add_row("ratio_max", str(method.ratio_max))
+    if method.off_policy_mask is not None:
+        table.add_row("off_policy_mask", str(method.off_policy_mask))
     return table
 
 

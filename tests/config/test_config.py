@@ -1,5 +1,7 @@
 """Loading: precedence, and a ConfigError for every wrong key, value and combination."""
 
+import dataclasses
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -9,6 +11,7 @@ from pydantic import ValidationError
 
 from gapo_megatron.config import load_config, parse_config
 from gapo_megatron.config.counts import num_generation_ranks
+from gapo_megatron.config.methods import METHODS
 from gapo_megatron.errors import ConfigError
 from tests.messages import mentions
 
@@ -113,6 +116,47 @@ def test_objective_keys_override_the_preset(minimal: Path) -> None:
     assert (changed.eps_low, changed.eps_high_max, changed.adaptive) == (3e-3, 7e-3, True)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_the_width_by_c_and_the_off_policy_mask_go_with_every_method(
+    minimal: Path, method: str
+) -> None:
+    preset = METHODS[method]
+    low = min(preset.eps_low, preset.eps_high_max)  # cispo's is no bound: there must be one
+    settings = [f"objective.method={method}", f"objective.eps_low={low}"]
+    settings.append("objective.off_policy_mask=0.5")
+    for value in ("true", "false"):
+        found = load_config(minimal, [*settings, f"objective.adaptive={value}"]).objective
+        assert found.resolve() == dataclasses.replace(
+            preset, eps_low=low, adaptive=value == "true", off_policy_mask=0.5
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_largest_ratio_replaces_only_one_that_is_there(minimal: Path, method: str) -> None:
+    overrides = [f"objective.method={method}", "objective.ratio_max=7"]
+    if math.isfinite(METHODS[method].ratio_max):
+        assert load_config(minimal, overrides).objective.resolve().ratio_max == 7
+        return
+    message = error_of(minimal, *overrides)
+    bounded = [one.name for one in METHODS.values() if math.isfinite(one.ratio_max)]
+    for named in ("ratio_max (7.0)", repr(method), *bounded):
+        assert named in message, message
+
+
+def test_a_largest_ratio_of_a_method_that_has_one(
+    minimal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capped = dataclasses.replace(METHODS["grpo"], name="capped", ratio_max=3.0)
+    monkeypatch.setitem(METHODS, "capped", capped)
+
+    def ratio_max(*overrides: str) -> float:
+        config = load_config(minimal, ["objective.method=capped", *overrides])
+        return config.objective.resolve().ratio_max
+
+    assert (ratio_max(), ratio_max("objective.ratio_max=10")) == (3, 10)
+    assert "capped" in error_of(minimal, "objective.method=gapo", "objective.ratio_max=10")
+
+
 def test_every_sequence_is_needed_only_with_kl_or_entropy(minimal: Path) -> None:
     def needs(*overrides: str) -> bool:
         return load_config(minimal, list(overrides)).objective.needs_every_sequence
@@ -193,6 +237,10 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ),
         ("objective.eps_low=nan", "objective.eps_low", "nan", "finite"),
         ("objective.eps_low=-0.1", "objective.eps_low", "-0.1", "greater than 0"),
+        ("objective.eps_high_max=0", "objective.eps_high_max", "0", "greater than 0"),
+        ("objective.ratio_max=0.9", "objective.ratio_max", "0.9", "equal to 1"),
+        ("objective.off_policy_mask=0", "objective.off_policy_mask", "0", "greater than 0"),
+        ("objective.adaptive=1", "objective.adaptive", "1", "boolean"),
         ("objective.method=gap", "objective", "'gap'", "'gapo'"),
         ("objective.aggregation=mean", "objective.aggregation", "'mean'", "'token_mean'"),
         ("objective.kl_coef=-1", "objective.kl_coef", "-1", "equal to 0"),
@@ -245,6 +293,11 @@ def test_wrong_value_names_field_value_and_rule(
         (
             ["objective.method=gspo", "objective.eps_low=4e-3"],
             ["eps_high_max (0.003)", "eps_low (0.004)"],
+        ),
+        (
+            # Widths that are no distances from 1 may be in any order, unless one becomes the other.
+            ["objective.method=cispo", "objective.adaptive=true", "objective.eps_low=0.3"],
+            ["eps_high_max (0.28)", "eps_low (0.3)", "adaptive=true"],
         ),
         (
             ["model.fp8_recipe=blockwise"],

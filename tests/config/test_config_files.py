@@ -9,6 +9,7 @@ from rich.console import Console
 
 from benchmarks.planned import nodes_of
 from gapo_megatron.config import load_config
+from gapo_megatron.config.methods import METHODS
 from gapo_megatron.config.roles import changes
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.tables import rules_for
@@ -150,6 +151,27 @@ def test_methods_of_an_experiment_differ_in_nothing_else() -> None:
             assert tree["base"] == "base.toml"
             assert set(tree) == {"base", "run", "objective"}, path
             assert tree["run"] == {"output_dir": f"runs/{folder.name}/{path.stem}"}
+
+
+def test_the_arena_is_the_papers_recipe_under_other_rules() -> None:
+    """Each rule with its preset's numbers; DPPO alone is around the engine's log-probs."""
+    folder = CONFIGS / "arena"
+    recipe = load_config(CONFIGS / "qwen_math_1_5b" / "base.toml").model_dump(mode="json")
+    for path in folder.glob("*.toml"):
+        tree = tomllib.loads(path.read_text())
+        config = load_config(path)
+        changed = set(changes(recipe, config))
+        if path.stem == "base":
+            assert tree["base"] == "../qwen_math_1_5b/base.toml" and not changed
+            continue
+        assert (tree["base"], tree["run"]) == (
+            "base.toml",
+            {"output_dir": f"runs/arena/{path.stem}"},
+        )
+        assert set(tree) == {"base", "run", "objective"}, path
+        assert config.objective.resolve() == METHODS[path.stem]
+        assert changed <= {"objective.method", "objective.old_log_probs"}, path
+        assert ("objective.old_log_probs" in changed) == (path.stem == "dppo_tv")
 
 
 def test_output_folders_are_distinct() -> None:

@@ -16,9 +16,11 @@ import torch
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
+from gapo_megatron.config.methods import METHODS
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.learn import noise_floor, score
 from gapo_megatron.learn.noise_floor import NoiseFloor, measure_noise_floor, watch_noise_floor
+from gapo_megatron.objective.families import FAMILIES
 from gapo_megatron.policy import Policy, destroy, initialize
 from gapo_megatron.types import Batch, Microbatch
 from tests.dist import run_distributed, single_rank
@@ -171,7 +173,7 @@ def test_measured_every_so_many_steps_and_recorded_as_an_uninterrupted_run_would
 
     def measure(*_: Any) -> NoiseFloor:
         measured.append(step)
-        return NoiseFloor(1e-6, 2e-6)
+        return NoiseFloor(1e-6, 2e-6, share=0.0)
 
     monkeypatch.setattr(noise_floor, "measure_noise_floor", measure)
 
@@ -204,6 +206,85 @@ def test_measured_every_so_many_steps_and_recorded_as_an_uninterrupted_run_would
 
 
 @pytest.mark.parametrize(
+    ("changes", "shift_over_share"),
+    [
+        ({"method": "gapo"}, 3e-3),
+        ({"method": "grpo"}, 0.2),
+        ({"method": "cispo"}, 0.28),  # eps_low = 1 is no bound: the upper one is nearer
+    ],
+)
+def test_the_share_of_a_band_is_the_floor_by_its_nearer_width(
+    policy: Policy,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    shift_over_share: float,
+) -> None:
+    monkeypatch.setattr(score, "log_probs", shifted_log_probs)
+    found = measure_noise_floor(policy, BATCH, make_config(folder, objective=changes))
+    assert found is not None
+    assert found.share == pytest.approx(found.mean / shift_over_share, rel=1e-12)
+
+
+def test_a_product_ratio_has_the_floor_of_its_sum(
+    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(score, "log_probs", shifted_log_probs)
+    config = make_config(folder)
+    product = replace(METHODS["gapo"], name="gapo, product", ratio="product")
+    monkeypatch.setattr(type(config.objective), "resolve", lambda _: product)
+    found = measure_noise_floor(policy, BATCH, config)
+    assert found is not None
+    lengths = [len(BATCH.response_ids[i]) for i in range(0, 24, 3)]
+    sums = [
+        math.expm1(SHIFT * (index + 1) * length)
+        for index, length in zip(range(0, 24, 3), lengths, strict=True)
+    ]
+    # The floor itself: a sum over at most a hundred tokens of 1e-6 each.
+    assert found.mean == pytest.approx(np.mean(sums), rel=1e-3)
+    assert found.share == pytest.approx(found.mean / 3e-3, rel=1e-12)
+
+
+def without_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, family in FAMILIES.items():
+        monkeypatch.setitem(FAMILIES, name, replace(family, edge_share=None))
+
+
+def test_a_rule_without_an_edge_has_no_share_neither_warns_nor_refuses(
+    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_edge(monkeypatch)
+    monkeypatch.setattr(score, "log_probs", shifted_log_probs)
+    config = make_config(folder, objective={"method": "cispo"})
+    found = measure_noise_floor(policy, BATCH, config)
+    assert found is not None and found.share is None and found.mean > 1e-3
+    caplog.clear()
+    metrics = watch(policy, BATCH, config)
+    assert metrics["numerics/noise_floor_mean"] == found.mean
+    assert "numerics/noise_floor_share" not in metrics
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("has_edge", [True, False])
+def test_an_off_policy_mask_is_an_edge(
+    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch, has_edge: bool
+) -> None:
+    """On the mean log-ratio of a sequence, also beside token ratios and rules without an edge."""
+    if not has_edge:
+        without_edge(monkeypatch)
+    monkeypatch.setattr(score, "log_probs", shifted_log_probs)
+    delta = 0.02
+    objective = {"method": "grpo", "off_policy_mask": delta}
+    found = measure_noise_floor(policy, BATCH, make_config(folder, objective=objective))
+    assert found is not None
+    chosen = range(0, 24, 3)
+    weights = [len(BATCH.response_ids[i]) for i in chosen]
+    # Nearer than grpo's 0.2 everywhere, and of all tokens of a sequence alike.
+    expected = np.average([SHIFT * (i + 1) / delta for i in chosen], weights=weights)
+    assert found.share == pytest.approx(expected, abs=1e-5 / delta)
+
+
+@pytest.mark.parametrize(
     ("method", "eps_low", "eps_high_max"), [("gapo", 3e-3, 5e-3), ("dapo", 0.2, 0.28)]
 )
 def test_recorded_beside_the_clip_of_the_method(
@@ -215,6 +296,7 @@ def test_recorded_beside_the_clip_of_the_method(
     assert watch(policy, BATCH, config) == {
         "numerics/noise_floor_mean": found.mean,
         "numerics/noise_floor_max": found.max,
+        "numerics/noise_floor_share": found.share,
         "numerics/eps_low": eps_low,
         "numerics/eps_high_max": eps_high_max,
     }
@@ -234,7 +316,7 @@ def warnings_at(
 
 
 @pytest.mark.parametrize("eps_low", [3e-3, 7e-5])
-def test_warns_exactly_above_a_tenth_of_eps_low(
+def test_warns_exactly_above_a_tenth_of_the_way_to_the_edge(
     policy: Policy,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -246,10 +328,25 @@ def test_warns_exactly_above_a_tenth_of_eps_low(
         return warnings_at(policy, config, monkeypatch, caplog, found)
 
     bound = 0.1 * eps_low
-    assert warnings(NoiseFloor(bound, max=1.0)) == []
-    (message,) = warnings(NoiseFloor(1.001 * bound, max=1.5 * bound))
+    assert warnings(NoiseFloor(bound, max=1.0, share=0.1)) == []
+    # A large deviation is no warning by itself: the rule may decide on something else.
+    assert warnings(NoiseFloor(0.5, max=1.0, share=None)) == []
+    (message,) = warnings(NoiseFloor(1.001 * bound, max=1.5 * bound, share=0.1001))
     figures = (f"{1.001 * bound:.1e}", f"{1.5 * bound:.1e}", f"{eps_low:g}")
     assert re.search(mentions(*figures, "objective.eps_low", "objective.eps_high_max"), message)
+    assert "off_policy_mask" not in message
+
+
+def test_the_warning_names_an_off_policy_mask(
+    policy: Policy,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = make_config(folder, objective={"method": "grpo", "off_policy_mask": 2e-4})
+    found = NoiseFloor(1e-4, 2e-4, share=0.5)
+    (message,) = warnings_at(policy, config, monkeypatch, caplog, found)
+    assert re.search(mentions("grpo", "0.0002", "0.2", "objective.off_policy_mask"), message)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +376,7 @@ def test_the_warning_names_what_this_run_can_change(
     not_named: list[str],
 ) -> None:
     config = make_config(folder, model=model)
-    (message,) = warnings_at(policy, config, monkeypatch, caplog, NoiseFloor(1e-2, 1e-2))
+    (message,) = warnings_at(policy, config, monkeypatch, caplog, NoiseFloor(1e-2, 1e-2, share=2.0))
     assert re.search(mentions("model.precision", "objective.eps_low", *named), message)
     assert not [word for word in not_named if word in message]
 
@@ -292,11 +389,12 @@ def test_a_run_does_not_start_where_the_clip_is_noise(
     config = make_config(folder, metrics=metrics, objective={"eps_low": 1e-3})
 
     def start(mean: float, **at: int) -> dict[str, float]:
-        monkeypatch.setattr(noise_floor, "measure_noise_floor", lambda *_: NoiseFloor(mean, 1.0))
+        found = NoiseFloor(mean, 1.0, share=mean / 1e-3)
+        monkeypatch.setattr(noise_floor, "measure_noise_floor", lambda *_: found)
         return watch(policy, BATCH, config, **at)
 
     bound = limit * 1e-3
-    assert start(bound)
+    assert start(0.999 * bound)
     figures = (f"{limit:g}", f"{1.01 * bound:.1e}", "0.001")
     named = mentions("metrics.noise_floor_limit", "objective.eps_low", *figures)
     with pytest.raises(ConfigError, match=named):
@@ -336,6 +434,7 @@ def test_every_rank_holds_the_same_bits_in_every_layout(folder: Path) -> None:
         chosen = [j * 24 // 16 for j in range(16)] if name == "dp" else range(0, 24, 3)
         assert shifted["mean"] == pytest.approx(np.mean(shifts(chosen)), abs=1e-5), name
         assert shifted["max"] == pytest.approx(max(shifts(chosen)), abs=1e-5), name
+        assert shifted["share"] == pytest.approx(shifted["mean"] / 3e-3, rel=1e-12), name
         # Of three sequences one data-parallel rank gets the longest, which then is alone.
         lengths = {i: len(BATCH.prompt_ids[i]) + len(BATCH.response_ids[i]) for i in (0, 4, 5)}
         longest = max(lengths, key=lambda i: lengths[i])

@@ -1,5 +1,6 @@
 """The dry run: right numbers, no GPU, and no silence about what it could not compute."""
 
+import dataclasses
 import errno
 import io
 import json
@@ -14,6 +15,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gapo_megatron.config import Config, ParallelConfig, parse_config
+from gapo_megatron.config.methods import METHODS
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf import manifest
 from gapo_megatron.io.toml_tree import to_toml
@@ -293,6 +295,16 @@ def test_adaptive_clip_is_shown_per_c_and_a_fixed_one_once() -> None:
     fixed = text_of(make_config(objective={"method": "gspo_asym"}))
     assert "eps_high, every c" in fixed
     assert "0.004714" not in fixed
+
+
+def test_what_a_rule_has_besides_its_widths_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = text_of(make_config(objective={"method": "gspo_asym"}))
+    assert not any(word in plain for word in ("loss family", "ratio_max", "off_policy_mask"))
+    other = text_of(make_config(objective={"method": "cispo", "off_policy_mask": 3.5e-4}))
+    assert re.search(r"loss family\W+cispo", other)
+    assert re.search(r"off_policy_mask\W+0\.00035", other)
+    monkeypatch.setitem(METHODS, "gspo", dataclasses.replace(METHODS["gspo"], ratio_max=7.5))
+    assert re.search(r"ratio_max\W+7\.5", text_of(make_config(objective={"method": "gspo"})))
 
 
 def test_too_few_positions_are_pointed_out(tmp_path: Path) -> None:

@@ -110,5 +110,6 @@ class Family:
 
 
 def band_share(tokens: MicrobatchTokens) -> torch.Tensor:
-    """`Family.edge_share` of a band around 1 whose lower half is never the wider one."""
-    return (tokens.ratio().detach() - 1).abs() / tokens.per_ratio(tokens.lower)
+    """`Family.edge_share` of a band around 1: 1 where the nearer of its two edges is."""
+    width = torch.minimum(tokens.lower, tokens.upper)
+    return (tokens.ratio().detach() - 1).abs() / tokens.per_ratio(width)

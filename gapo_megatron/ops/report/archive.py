@@ -132,7 +132,12 @@ def read_archive(folder: Path) -> list[Run]:
 def _settings(run: Run) -> Row:
     """Settings of a run with today's defaults and preset written out: later they may change."""
     objective, method = run.config.objective, asdict(run.method)
-    own = {key: method[key] for key in type(objective).model_fields if key in method}
+    # A largest ratio that is none is no setting: the keys that a config could have.
+    own = {
+        key: method[key]
+        for key in type(objective).model_fields
+        if key in method and method[key] != float("inf")
+    }
     whole = run.config.model_copy(update={"objective": objective.model_copy(update=own)})
     return {
         "commit": " ".join(run.code),

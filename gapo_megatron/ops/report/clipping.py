@@ -236,9 +236,9 @@ def _per_c_figure(arms: Sequence[Arm], rows: Sequence[Row], name: str) -> Figure
     # Ratios of tokens deviate far more than those of sequences.
     by_ratio = [
         [place for place, arm in enumerate(drawn) if arm.method.ratio == ratio]
-        for ratio in ("sequence", "token")
+        for ratio in dict.fromkeys(arm.method.ratio for arm in drawn)
     ]
-    share_y = name != DEVIATION or not all(by_ratio)
+    share_y = name != DEVIATION or len(by_ratio) < 2
     figure, axes = panels(len(drawn), share_y=share_y)
     for axis, arm in zip(axes, drawn, strict=True):
         draw_per_c(axis, [row for row in rows if row["arm"] == arm.label], arm, name)

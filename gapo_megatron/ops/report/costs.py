@@ -277,7 +277,12 @@ def noise_floor(comparison: Comparison) -> Exhibit:
     for place, (name, side) in enumerate({"eps_low": 0.4, "eps_high_max": -0.4}.items(), start=1):
         colour = arm_style(place)["color"]
         axis.vlines(column(rows, name), heights, heights + side, color=colour, lw=1.5, label=name)
-    sizes = [v for key in ("mean", "max", "eps_low", "eps_high_max") for v in column(rows, key)]
+    # Rules whose widths are no distances from 1, or that have another edge besides.
+    if any(row["edge"] is not None for row in rows):
+        look = {"color": arm_style(3)["color"], "lw": 1.5, "linestyle": ":", "label": "edge"}
+        axis.vlines(column(rows, "edge"), heights - 0.4, heights + 0.4, **look)
+    keys = ("mean", "max", "eps_low", "eps_high_max", "edge")
+    sizes = [v for key in keys for v in column(rows, key) if not np.isnan(v)]
     ends = min(size for size in sizes if size > 0) / 2, 2 * max(sizes)
     axis.set(xlabel="|ratio - 1| at equal weights", xscale="log", xlim=ends)
     axis.xaxis.set_major_locator(LogLocator(numticks=6))
@@ -285,31 +290,39 @@ def noise_floor(comparison: Comparison) -> Exhibit:
     axis.minorticks_off()
     legend_below(figure, axis)
     return Exhibit(
-        aid="Rounding alone moves a ratio by this much: where the bar of a method comes within a "
-        "tenth of its clips, the clip decides partly on rounding.",
+        aid="Rounding alone moves a ratio by this much: where the mean of a method comes within a "
+        "tenth of its clips, or of its edge, the clip decides partly on rounding.",
         rows=rows,
         figure=figure,
         notes=[
             "Mean over sequences (of token ratios: tokens), measured steps and seeds, and the "
-            "largest of all. Scored twice at equal weights, packed differently."
+            "largest of all. Scored twice at equal weights, packed differently.",
+            "edge: of rules that decide on something else than a distance of the ratio from 1, "
+            "the mean divided by the share of the way to the rule's edge that it is.",
         ],
     )
 
 
 def _floor_row(arm: Arm) -> Row | None:
     """Noise floor of an arm, over all seeds and all steps that measured it."""
-    mean, largest = (
+    mean, largest, shares = (
         [value for run in arm.runs for value in run.series(FLOOR + name).values()]
-        for name in ("mean", "max")
+        for name in ("mean", "max", "share")
     )
     if not mean:
         return None
+    method = arm.method
+    # Runs from before this metric, and rules without an edge, have no share.
+    share = float(np.mean(shares)) if shares else None
+    is_ratio = method.is_band and method.off_policy_mask is None
     return {
         "arm": arm.label,
         "mean": float(np.mean(mean)),
         "max": max(largest),
-        "eps_low": arm.method.eps_low,
-        "eps_high_max": arm.method.eps_high_max,
+        "share": share,
+        "eps_low": method.eps_low if method.is_band else None,
+        "eps_high_max": method.eps_high_max if method.is_band else None,
+        "edge": float(np.mean(mean)) / share if share and not is_ratio else None,
     }
 
 

@@ -421,15 +421,18 @@ def test_the_scaling_study_of_larger_models_fits(gpu: str, tmp_path: Path) -> No
         assert most <= 0.97 * GPUS[gpu].memory_bytes, f"{run.name}: {most / GIB:.0f} GiB"
 
 
-def test_the_papers_table_is_the_files_of_its_folder() -> None:
+@pytest.mark.parametrize("folder", ["qwen_math_1_5b", "arena"])
+def test_a_study_of_methods_is_the_files_of_its_folder(folder: str) -> None:
     """The study and the method files say the same, but for the folder a run writes to."""
     runs = {
-        run.name: run.config for run in read_study(CONFIGS / "studies/qwen_math_1_5b.toml").runs
+        run.config.objective.method: run.config
+        for run in read_study(CONFIGS / f"studies/{folder}.toml").runs
     }
-    files = {path.stem: path for path in (CONFIGS / "qwen_math_1_5b").glob("*.toml")}
+    files = {path.stem: path for path in (CONFIGS / folder).glob("*.toml")}
     del files["base"]
     assert runs.keys() == files.keys()
-    for name, path in files.items():
-        assert runs[name] == load_config(
-            path, [f"run.output_dir=runs/studies/qwen_math_1_5b/{name}"]
-        )
+    for method, path in files.items():
+        ours = runs[method]
+        output_dir = f"run.output_dir={ours.run.output_dir}"
+        assert Path(ours.run.output_dir).parent == Path(f"runs/studies/{folder}")
+        assert ours == load_config(path, [output_dir])

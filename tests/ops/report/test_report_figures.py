@@ -396,6 +396,26 @@ def test_noise_floor_stands_beside_the_clips(exhibits):
     assert left < mean < 0.0167 < right
 
 
+def test_a_rule_that_decides_on_something_else_has_its_edge_drawn(tmp_path):
+    """Where the share of the way says that it is; widths that are no distance from 1 are not."""
+    runs = [
+        write_run(tmp_path / "band"),
+        write_run(tmp_path / "mask", "objective.off_policy_mask=1e-4", method="grpo"),
+        write_run(tmp_path / "none", method="cispo"),
+    ]
+    metrics = runs[1] / "metrics.jsonl"
+    shared = '"numerics/noise_floor_share": 0.25, "numerics/noise_floor_mean"'
+    metrics.write_text(metrics.read_text().replace('"numerics/noise_floor_mean"', shared))
+    exhibit = FIGURES["noise_floor"](Comparison.of([read_run(run) for run in runs]))
+    band, mask, none = exhibit.rows
+    assert (band["share"], band["edge"], band["eps_low"]) == (None, None, 0.01)
+    assert mask["share"] == 0.25 and mask["edge"] == pytest.approx(4 * mask["mean"])
+    assert mask["eps_low"] == 0.01
+    assert (none["share"], none["edge"], none["eps_low"], none["eps_high_max"]) == (None,) * 4
+    edge = next(one for one in exhibit.figure.axes[0].collections if one.get_label() == "edge")
+    assert [place[0, 0] for place in edge.get_segments() if place.size] == [mask["edge"]]
+
+
 def test_a_floor_of_nothing_can_be_drawn(tmp_path):
     folder = write_run(tmp_path / "run")
     path = folder / "metrics.jsonl"

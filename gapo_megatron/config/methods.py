@@ -37,6 +37,15 @@ class Method:
     """Largest ratio, or weight, that counts (DPPO, ASPO, DCPO); their files say how."""
     off_policy_mask: float | None = None
     """delta: wrong responses whose mean log-ratio is below -delta leave the loss (OPSM)."""
+    bounds: Literal["fixed", "second_moment", "balanced"] = "fixed"
+    """`fixed`: the widths above. The others find widths anew for each mini-batch, over all of its
+    tokens at the current weights (`objective.minibatch_bounds`), which costs one more forward pass
+    of every mini-batch whose ratios may differ from 1. `second_moment`, M2PO: the widths above hold
+    while its budget does. `balanced`, BAPO: the search starts from them. A token ratio only."""
+    second_moment_max: float = 0.04
+    """tau of `second_moment`: largest mean of (log r)^2 over tokens pushed further from 1."""
+    positive_share_min: float = 0.4
+    """rho_0 of `balanced`: share of the surrogate that correct responses should have."""
     family: str = "clipped"
     """Name of the loss: a key of `objective.families.FAMILIES`. Nothing checks it here, where torch
     is not imported: a test compares the keys."""
@@ -115,6 +124,25 @@ OPSM = Method(
     off_policy_mask=1e-4,
 )
 """delta and the widths are slime's defaults; DeepSeek-V3.2's report names neither."""
+M2PO = Method(
+    name="m2po",
+    ratio="token",
+    eps_low=1.0,
+    eps_high_max=1e9,  # no ratio gets there
+    is_band=False,
+    normalize_std=True,
+    bounds="second_moment",
+)
+# The paper prints a sum over tokens: the mean differs by one factor for the whole mini-batch.
+BAPO = Method(
+    name="bapo",
+    ratio="token",
+    eps_low=0.4,
+    eps_high_max=0.2,
+    is_band=False,
+    normalize_std=True,
+    bounds="balanced",
+)
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -133,6 +161,8 @@ METHODS: dict[str, Method] = {
         GMPO,
         LUSPO,
         OPSM,
+        M2PO,
+        BAPO,
     )
 }
 """Presets by name, at the clip widths of the paper; docs/objective.md says what is open."""

@@ -248,6 +248,8 @@ METHOD_KEYS = (
     "focal_gamma",
     "ratio_max",
     "off_policy_mask",
+    "second_moment_max",
+    "positive_share_min",
 )
 """Settings of `[objective]` that replace a number of the method's preset."""
 
@@ -270,6 +272,8 @@ class ObjectiveConfig(Section):
     off_policy_mask: Positive | None = None
     """Leave out wrong responses whose mean log-ratio is below minus this value (OPSM), under any
     method."""
+    second_moment_max: Positive | None = None
+    positive_share_min: Annotated[Positive, Field(lt=1)] | None = None
     kl_coef: NonNegative = 0.0
     """Weight of KL(policy || initial policy). Above 0, sequences with A = 0 are computed too."""
     entropy_coef: NonNegative = 0.0

@@ -108,6 +108,9 @@ class MinibatchLoss:
     ref_log_probs: Sequence[torch.Tensor | None] | None
     """Reference log-probs per micro-batch, [R] float32; None as a whole: no KL term."""
     config: Config
+    widths: tuple[float, float] | None = None
+    """Lower and upper clip width that the mini-batch found for itself (`learn.bounds`); None: the
+    method's."""
 
     def __call__(self, scored: Scored) -> tuple[torch.Tensor, Sums]:
         """Scalar float64 loss and additive metrics of one micro-batch.
@@ -115,10 +118,9 @@ class MinibatchLoss:
         Nothing waits for the device.
         """
         given, log_probs = self.microbatches[scored.index], scored.log_probs
-        at_begin = self._log_probs_at_begin(scored)
+        at_begin = self._log_probs_at_begin(scored.index, log_probs)
         sums = {} if at_begin is None else self._engine_sums(at_begin, given)
-        old = given.rollout_log_probs if self._is_around_engine else at_begin
-        assert old is not None  # computed unless the clip is around the engine's
+        old = self.find_old_log_probs(scored.index, log_probs)
         weighted = given.advantages
         if (largest := self.config.objective.importance_weight_max) is not None:
             weights = importance_weights(
@@ -142,6 +144,9 @@ class MinibatchLoss:
         )
         sums["loss"] = result.loss.detach()
         sums["tokens"] = torch.full_like(sums["loss"], len(log_probs))
+        if self.widths is not None and scored.index == 0:  # once for each mini-batch and rank
+            bounds = {"low": 1 - self.widths[0], "high": 1 + self.widths[1], "count": 1.0}
+            sums |= {f"bound_{k}": torch.full_like(sums["loss"], v) for k, v in bounds.items()}
         return self._add_penalties(result.loss, scored, sums), sums
 
     @property
@@ -149,7 +154,18 @@ class MinibatchLoss:
         """Whether ratios compare with what the engine said when it sampled."""
         return self.config.objective.old_log_probs == "rollout"
 
-    def _log_probs_at_begin(self, scored: Scored) -> torch.Tensor | None:
+    def find_old_log_probs(self, index: int, log_probs: torch.Tensor) -> torch.Tensor:
+        """[R] float32: what the ratios of micro-batch `index` compare with.
+
+        `log_probs` [R] are the current ones: in the first mini-batch they are the old ones too.
+        """
+        if self._is_around_engine:
+            return self.microbatches[index].rollout_log_probs
+        old = self._log_probs_at_begin(index, log_probs)
+        assert old is not None  # computed unless the clip is around the engine's
+        return old
+
+    def _log_probs_at_begin(self, index: int, log_probs: torch.Tensor) -> torch.Tensor | None:
         """[R] float32: the trainer's, at the weights that the step began with; None: unknown.
 
         Carried tokens have those of the weights that sampled them.
@@ -157,12 +173,12 @@ class MinibatchLoss:
         if self.old_log_probs is None:
             if not self.is_first:
                 return None
-            old = scored.log_probs.detach()
+            old = log_probs.detach()
         else:
-            found = self.old_log_probs[scored.index]
+            found = self.old_log_probs[index]
             assert found is not None  # losses, like log-probs, exist on the last stage only
             old = found
-        given = self.microbatches[scored.index]
+        given = self.microbatches[index]
         if given.is_carried_row is not None and given.carried_log_probs is not None:
             old = torch.where(given.is_carried_row, given.carried_log_probs, old)
         return old
@@ -189,7 +205,10 @@ class MinibatchLoss:
     def _policy_loss(
         self, scored: Scored, old: torch.Tensor, advantages: torch.Tensor
     ) -> PolicyLoss:
-        given = self.microbatches[scored.index]
+        given, widths = self.microbatches[scored.index], None
+        if self.widths is not None:
+            lower, upper = (torch.full_like(given.advantages, one) for one in self.widths)
+            widths = (lower, upper)
         return policy_loss(
             scored.log_probs,
             old,
@@ -201,6 +220,7 @@ class MinibatchLoss:
             num_sequences_global=self.minibatch.num_sequences_global,
             max_response_tokens=self.config.rollout.max_response_tokens,
             method=self.config.objective.resolve(),
+            widths=widths,
             flags=scored.flags,
         )
 
@@ -238,10 +258,14 @@ def may_lose_gradients(config: Config, *, has_moved: bool) -> bool:
         return False
     if objective.kl_coef > 0:
         return True
-    may_clip = has_moved or objective.old_log_probs == "rollout"
     method = objective.resolve()
     stops = FAMILIES[method.family].clip_stops_gradient or method.off_policy_mask is not None
-    return may_clip and stops
+    return may_differ(config, has_moved=has_moved) and stops
+
+
+def may_differ(config: Config, *, has_moved: bool) -> bool:
+    """Whether a ratio may differ from 1; arguments as of `may_lose_gradients`."""
+    return has_moved or config.objective.old_log_probs == "rollout"
 
 
 def _mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> Sums:

@@ -21,6 +21,7 @@ _SCALARS = (
     *("mismatch", "mismatch_max", "mismatch_tokens"),
     *("outside_clip", "outside_clip_sequences"),
     *("importance_weights", "importance_weights_cut", "importance_weights_count"),
+    *("bound_low", "bound_high", "bound_count"),
 )
 
 
@@ -80,7 +81,8 @@ def summarize(
         mini-batch where no other is known), `loss/kl` and `loss/entropy` (without their
         coefficients; where these are not 0). Means over computed
         sequences: `mismatch/importance_weight*`, where there are such weights, and
-        `mismatch/outside_clip`, with `rollout.max_staleness`. `skip/*`: what was
+        `mismatch/outside_clip`, with `rollout.max_staleness`. Means over the mini-batches that
+        found bounds of their own (`Method.bounds`): `clip/bound_{low,high}`. `skip/*`: what was
         not computed because it could not change the weights, as shares of all prompt and response
         tokens (`forward`, `old_pass`, `backward`) or of the valid response tokens
         (`head_backward`), and as a number of optimizer steps (`updates`). The rest:
@@ -103,6 +105,9 @@ def summarize(
         count = max(float(totals["importance_weights_count"]), 1.0)
         metrics["mismatch/importance_weight"] = float(totals["importance_weights"]) / count
         metrics["mismatch/importance_weight_cut"] = float(totals["importance_weights_cut"]) / count
+    if count := float(totals["bound_count"]):
+        metrics["clip/bound_low"] = float(totals["bound_low"]) / count
+        metrics["clip/bound_high"] = float(totals["bound_high"]) / count
     return metrics | diagnostics.summarize(totals)
 
 

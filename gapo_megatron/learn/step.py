@@ -7,7 +7,7 @@ In the order of the data: `plan`, `Policy.pack`, `score` (old log-probs), `loss`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from gapo_megatron.batching import sequence_lengths
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.learn import metrics
-from gapo_megatron.learn.loss import LossInputs, MinibatchLoss, may_lose_gradients
+from gapo_megatron.learn.bounds import find_widths
+from gapo_megatron.learn.loss import LossInputs, MinibatchLoss, may_differ, may_lose_gradients
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.policy import Policy
@@ -82,7 +83,8 @@ def learn(
         stop (`progress` says where).
 
     Collectives: per mini-batch those of `score.log_probs` (all mini-batches first), then those of
-    `update.update`; at the end one all-gather of metrics over all ranks.
+    `update.update`, and before them, with `Method.bounds`, those of `bounds.find_widths`; at the
+    end one all-gather of metrics over all ranks.
 
     Raises:
         DivergenceError: a loss or gradient is not finite; the weights are those before that update.
@@ -97,6 +99,7 @@ def learn(
         ]
         reference = _score(policy, packed, config, progress)
     lengths = sequence_lengths(batch).numpy()
+    has_bounds = config.objective.resolve().bounds != "fixed"
     for i in range(progress.num_updates, len(packed)):
         if i and must_stop():
             return None
@@ -107,6 +110,8 @@ def learn(
             old = progress.old_log_probs[i]
             loss = MinibatchLoss(plan.minibatches[i], inputs, i == 0, old, reference[i], config)
             has_moved = old is not None or bool(batch.carried_log_probs)
+            if has_bounds and may_differ(config, has_moved=has_moved):
+                loss = replace(loss, widths=find_widths(policy, packed[i], loss))
             skips = may_lose_gradients(config, has_moved=has_moved)
             progress.add(update(policy, packed[i], loss, skip_inactive=skips), scored, lengths)
     return _summarize(policy, plan, progress, config, lengths)

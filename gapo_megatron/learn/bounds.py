@@ -1,0 +1,69 @@
+"""Clip widths that a mini-batch finds for itself (`Method.bounds`), before its update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gapo_megatron.learn.loss import MinibatchLoss
+from gapo_megatron.learn.score import log_probs
+from gapo_megatron.objective.minibatch_bounds import find_bounds
+from gapo_megatron.policy import Policy
+from gapo_megatron.types import Microbatch
+
+
+def find_widths(
+    policy: Policy, microbatches: Sequence[Microbatch], loss: MinibatchLoss
+) -> tuple[float, float] | None:
+    """Score a mini-batch at the current weights, and find its widths over all of its tokens.
+
+    The forward pass of the update, once more, with the same bits. Data-parallel ranks gather 24
+    bytes per token with A != 0 from each other. Tensor and context parallel ranks each hold all
+    log-probs of their sequences: they do the same among their own, and no token counts twice.
+
+    Args:
+        policy: unchanged.
+        microbatches: this data-parallel rank's, as its update will have them.
+        loss: of this mini-batch; knows its old log-probs.
+
+    Returns:
+        Lower and upper width, the same bits on every rank of the last pipeline stage; None: the
+        method's own hold. Elsewhere None: no loss is computed there.
+
+    Collectives: those of `score.log_probs`; on the last stage two all-gathers over the
+    data-parallel group.
+
+    Raises:
+        DivergenceError: as `score.log_probs`.
+    """
+    scores = log_probs(policy, microbatches)
+    if not policy.groups.is_last_stage:
+        return None
+    tokens = [torch.empty(0, 3, dtype=torch.float64, device=policy.device)]
+    for index, (now, given) in enumerate(zip(scores, loss.microbatches, strict=True)):
+        assert now is not None  # the last stage has them
+        old = loss.find_old_log_probs(index, now).double()
+        advantages = given.advantages[given.sequence_ids]
+        rows = torch.stack([now.double() - old, advantages, old], dim=1)
+        tokens.append(rows[advantages != 0])
+    log_ratio, advantages, old_log_probs = _gather(torch.cat(tokens), policy.groups.dp_group).T
+    return find_bounds(log_ratio, advantages, old_log_probs, loss.config.objective.resolve())
+
+
+def _gather(rows: torch.Tensor, group: dist.ProcessGroup) -> np.ndarray:
+    """[n of all ranks, columns] on the host, from [n, columns] of each. Waits for the device."""
+    own = torch.tensor([len(rows)], device=rows.device)
+    counts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(counts, own, group=group)
+    lengths = torch.cat(counts).tolist()
+    if not any(lengths):
+        return np.empty((0, rows.shape[1]))
+    padded = rows.new_zeros(max(lengths), rows.shape[1])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    whole = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+    return whole.cpu().numpy()

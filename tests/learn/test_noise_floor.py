@@ -131,6 +131,21 @@ def test_a_shift_by_packing_is_found_in_the_methods_own_ratio(
     assert found.max == pytest.approx(shifts([21])[0], abs=1e-5)
 
 
+def test_a_rule_without_an_edge_has_that_of_its_mask(
+    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(score, "log_probs", shifted_log_probs)
+    plain = measure_noise_floor(policy, BATCH, make_config(folder, objective={"method": "sapo"}))
+    assert plain is not None and plain.share is None
+    objective = {"method": "sapo", "off_policy_mask": 1.0}
+    masked = measure_noise_floor(policy, BATCH, make_config(folder, objective=objective))
+    assert masked is not None and masked.share is not None
+    chosen = range(0, 24, 3)
+    lengths = [len(BATCH.response_ids[i]) for i in chosen]
+    drift = np.average([SHIFT * (i + 1) for i in chosen], weights=lengths)
+    assert masked.share == pytest.approx(drift, abs=1e-5)  # as above
+
+
 def test_sequences_without_company_say_nothing(
     policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

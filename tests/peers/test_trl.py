@@ -142,6 +142,8 @@ def gradients(model, loss):
 
 GSPO = METHODS["gspo"]
 SEQUENCE = {"importance_sampling_level": "sequence", "epsilon": 3e-3, "epsilon_high": 3e-3}
+# TRL keeps its two temperatures as float32, where 1.05 is 2e-8 off.
+SAPO = dataclasses.replace(METHODS["sapo"], eps_low=1 / float(torch.tensor(1.05)))
 TOKEN = {"importance_sampling_level": "token", "epsilon": 0.2}
 
 
@@ -164,7 +166,7 @@ TOKEN = {"importance_sampling_level": "token", "epsilon": 0.2}
         (TOKEN | {"loss_type": "dapo", "epsilon_high": 0.28}, METHODS["dapo"], 0.2),
         (TOKEN | {"loss_type": "dr_grpo", "epsilon_high": 0.28}, METHODS["dr_grpo"], 0.2),
         (TOKEN | {"loss_type": "cispo", "epsilon_high": 1.28}, METHODS["cispo"], 0.2),
-        ({"importance_sampling_level": "token", "loss_type": "sapo"}, METHODS["sapo"], 0.8),
+        ({"importance_sampling_level": "token", "loss_type": "sapo"}, SAPO, 0.8),
         (
             SEQUENCE | {"loss_type": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3},
             METHODS["luspo"],

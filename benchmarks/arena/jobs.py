@@ -6,9 +6,10 @@ import multiprocessing
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +33,18 @@ class Job:
 
     def path(self, folder: Path) -> Path:
         """Where its result lies: named by all that it depends on but the code."""
-        digest = sha256(repr(self.setting).encode()).hexdigest()[:12]
+        digest = sha256(repr(_given(self.setting)).encode()).hexdigest()[:12]
         return folder / f"{self.setting.method.name}-{digest}-{self.chunk}.npz"
+
+
+def _given(record: Any) -> list[tuple[str, Any]]:
+    """Fields of a dataclass that are not at their defaults, so that a new field changes nothing."""
+    values = [(field, getattr(record, field.name)) for field in fields(record)]
+    return [
+        (field.name, _given(value) if is_dataclass(value) else value)
+        for field, value in values
+        if value != field.default
+    ]
 
 
 def run(jobs: Iterable[Job], folder: Path, *, num_processes: int) -> None:

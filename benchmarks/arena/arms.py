@@ -31,8 +31,8 @@ SCALED = tuple(
     if name not in (*PAPER, "topr") and method.bounds == "fixed"
 )
 """Rules whose widths are meant for another model: scaled, both by one factor, until the clip takes
-the same share of gradient mass as that of `gspo_asym`. (`topr` has no widths.) Bounds that are found
-over one mini-batch at a time do not go with many seeds at once."""
+the same share of gradient mass as that of `gspo_asym`. (`topr` has no widths.) Bounds that are
+found over one mini-batch at a time do not go with many seeds at once."""
 SCALES = Path(__file__).with_name("scales.json")
 UNCLIPPED = replace(METHODS["gspo"], name="unclipped", eps_low=1 - 1e-9, eps_high_max=1e9)
 

@@ -1,6 +1,7 @@
 """The paper's equations as a loop over sequences and tokens, and the cases it is compared on."""
 
 import dataclasses
+import math
 
 import torch
 from hypothesis import strategies as st
@@ -145,6 +146,21 @@ def cispo(rollout):
     return Answer(losses, ratios, flags, [min(abs(s - low), abs(s - high)) for s in ratios])
 
 
+def dppo(rollout):
+    """l_t = -A min(r_t, C) log_probs_t, the weight a constant; 0 beyond A's own width of p - q."""
+    losses, flags, margins = [], [], []
+    for new, old in zip(rollout.new, rollout.old, strict=True):
+        p, q, advantage = math.exp(float(new.detach())), math.exp(float(old)), rollout.advantage
+        excess = -math.inf
+        if advantage:
+            excess = p - q - rollout.width if advantage > 0 else q - p - rollout.method.eps_low
+        weight = 0 if excess > 0 else advantage * min(p / q, rollout.method.ratio_max)
+        losses.append(-weight * new)
+        flags.append(excess > 0)
+        margins.append(abs(excess))
+    return Answer(losses, [float(s.detach()) for s in rollout.ratios], flags, margins)
+
+
 def masked(rollout, answer):
     """OPSM: nothing is left of a wrong rollout whose tokens are, on average, delta less likely."""
     logs = [float((n - o).detach()) for n, o in zip(rollout.new, rollout.old, strict=True)]
@@ -158,7 +174,11 @@ def masked(rollout, answer):
     )
 
 
-REFERENCES = {"clipped": clipped, "cispo": cispo}
+REFERENCES = {
+    "clipped": clipped,
+    "cispo": cispo,
+    "dppo": dppo,
+}
 """The equation of each loss family."""
 
 

@@ -75,6 +75,16 @@ CISPO = Method(
     is_band=False,
     family="cispo",
 )
+DPPO_TV = Method(
+    name="dppo_tv",
+    ratio="token",
+    eps_low=0.15,
+    eps_high_max=0.15,
+    is_band=False,
+    ratio_max=5.0,
+    aggregation="sequence_sum",
+    family="dppo",
+)
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -89,6 +99,7 @@ METHODS: dict[str, Method] = {
         GAPO,
         GAPO_TOKEN,
         CISPO,
+        DPPO_TV,
     )
 }
 """Presets by name, at the clip widths of the paper; docs/objective.md says what is open."""

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from gapo_megatron.objective.diagnostics import (
     summarize,
 )
 from gapo_megatron.types import Batch
+from tests.objective_reference import reference
 
 K = 8
 ROUNDING = 1e-12  # float64 sums of a few dozen numbers of order one
@@ -82,31 +84,36 @@ def gradient_masses(sequences, method):
     return [float(gradient[ids == i].abs().sum()) for i in range(len(rest[0]))]
 
 
+def unclipped(method):
+    """The same rule without its clip: no ratio reaches these bounds.
+
+    (Adaptive widths are as wide for every c < k.)
+    """
+    low = 1.0 if method.family == "cispo" else 1 - 1e-15
+    if method.family == "dppo":
+        low = 1e15
+    return dataclasses.replace(method, eps_low=low, eps_high_max=1e15, ratio_max=math.inf)
+
+
 def expected_cells(sequences, method):
     """Every sum and maximum by side and c, one sequence at a time, from log-probs and rewards."""
-    log_probs, old, ids, advantages, num_correct, counts = sequences
-    # No ratio reaches these: the loss has no clip. (Adaptive widths are as wide for every c < k.)
-    low = 1.0 if method.family == "cispo" else 1 - 1e-15
-    unclipped = dataclasses.replace(method, eps_low=low, eps_high_max=1e15)
-    whole, kept = gradient_masses(sequences, unclipped), gradient_masses(sequences, method)
+    log_probs, old, _, advantages, num_correct, counts = sequences
+    whole = gradient_masses(sequences, unclipped(method))
+    kept = gradient_masses(sequences, method)
+    case = SimpleNamespace(
+        num_correct=num_correct.tolist(), advantages=advantages, counts=counts.tolist()
+    )
+    _, every_ratio, every_flag, _ = reference(case, method, log_probs, old)
+    lengths = counts.tolist() if method.ratio == "token" else [1] * len(counts)
+    starts = np.cumsum([0, *lengths])
     table, largest = np.zeros((len(SUMS), 2, K + 1)), np.zeros((2, K + 1))
     by_age = np.zeros((2, 2))
     for i in range(len(advantages)):
         advantage, c = float(advantages[i]), int(num_correct[i])
         if advantage == 0:
             continue
-        differences = [float(log_probs[t] - old[t]) for t in range(len(ids)) if ids[t] == i]
-        if method.ratio == "sequence":
-            differences = [sum(differences) / len(differences)]
-        ratios = [math.exp(difference) for difference in differences]
-        width = method.eps_high_max
-        if method.adaptive:
-            width = method.eps_low + (width - method.eps_low) * (K - c) / (K - 1)
-        high, low = 1 + width, 1 - method.eps_low
-        if method.family == "cispo":
-            clipped = [not low <= s <= high for s in ratios]
-        else:
-            clipped = [s > high if advantage > 0 else s < low for s in ratios]
+        own = slice(starts[i], starts[i + 1])
+        ratios, clipped = every_ratio[own], every_flag[own]
         share = sum(clipped) / len(clipped)
         values = {
             "sequences": 1,
@@ -132,7 +139,7 @@ def expected_cells(sequences, method):
     size=st.integers(0, 20),
     seed=st.integers(0, 1000),
     scale=st.sampled_from([0.0, 5e-3, 0.3]),
-    name=st.sampled_from(["gapo", "gapo_token", "cispo", "dr_grpo", "grpo"]),
+    name=st.sampled_from(["gapo", "gapo_token", "cispo", "dr_grpo", "grpo", "dppo_tv"]),
 )
 def test_sums_match_a_loop(size, seed, scale, name):
     sequences = random_sequences(size, seed, scale)

@@ -25,6 +25,9 @@ VARIANTS = [
     dataclasses.replace(METHODS["cispo"], name="cispo, two-sided", eps_low=0.2),
     dataclasses.replace(METHODS["cispo"], name="cispo, sequence", ratio="sequence", eps_low=0.2),
     dataclasses.replace(METHODS["cispo"], name="cispo, adaptive", adaptive=True, eps_low=0.2),
+    dataclasses.replace(
+        METHODS["dppo_tv"], name="dppo, adaptive", adaptive=True, eps_low=0.05, ratio_max=1.5
+    ),
 ]
 every_method = pytest.mark.parametrize("method", VARIANTS, ids=lambda method: method.name)
 

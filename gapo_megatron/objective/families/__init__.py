@@ -8,8 +8,13 @@ common: log-ratios, clip widths, denominators, checks.
 from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
 from gapo_megatron.objective.families.cispo import CISPO
 from gapo_megatron.objective.families.clipped import CLIPPED
+from gapo_megatron.objective.families.dppo import DPPO
 
-FAMILIES: dict[str, Family] = {"clipped": CLIPPED, "cispo": CISPO}
+FAMILIES: dict[str, Family] = {
+    "clipped": CLIPPED,
+    "cispo": CISPO,
+    "dppo": DPPO,
+}
 """Loss families by `Method.family`."""
 
 __all__ = ["FAMILIES", "Family", "MicrobatchTokens", "Terms"]

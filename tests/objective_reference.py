@@ -161,6 +161,20 @@ def dppo(rollout):
     return Answer(losses, [float(s.detach()) for s in rollout.ratios], flags, margins)
 
 
+def fspo(rollout):
+    """l = max(-A w, -A exp(clip(S, -c sqrt(L), c' sqrt(L)))), S the sum; by S / L if so asked."""
+    length = len(rollout.new)
+    low, high = -rollout.method.eps_low * length**0.5, rollout.width * length**0.5
+    total = sum(float((n - o).detach()) for n, o in zip(rollout.new, rollout.old, strict=True))
+    divisor = length if rollout.method.ratio == "sequence" else 1
+    (ratio,), advantage = rollout.ratios, rollout.advantage
+    edge = math.exp(min(max(total, low), high) / divisor)
+    too_far = (advantage > 0 and total > high) or (advantage < 0 and total < low)
+    loss = -advantage * (edge + 0 * ratio if too_far else ratio)
+    margin = min(abs(total - low), abs(total - high))
+    return Answer(rollout.carried([loss]), [float(ratio.detach())], [too_far], [margin])
+
+
 def masked(rollout, answer):
     """OPSM: nothing is left of a wrong rollout whose tokens are, on average, delta less likely."""
     logs = [float((n - o).detach()) for n, o in zip(rollout.new, rollout.old, strict=True)]
@@ -178,6 +192,7 @@ REFERENCES = {
     "clipped": clipped,
     "cispo": cispo,
     "dppo": dppo,
+    "fspo": fspo,
 }
 """The equation of each loss family."""
 

@@ -85,6 +85,16 @@ DPPO_TV = Method(
     aggregation="sequence_sum",
     family="dppo",
 )
+FSPO = Method(
+    name="fspo",
+    ratio="product",
+    eps_low=0.03,
+    eps_high_max=0.03,
+    is_band=False,
+    aggregation="sequence_sum",
+    normalize_std=True,
+    family="fspo",
+)
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -100,6 +110,7 @@ METHODS: dict[str, Method] = {
         GAPO_TOKEN,
         CISPO,
         DPPO_TV,
+        FSPO,
     )
 }
 """Presets by name, at the clip widths of the paper; docs/objective.md says what is open."""

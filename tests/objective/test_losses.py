@@ -28,6 +28,8 @@ VARIANTS = [
     dataclasses.replace(
         METHODS["dppo_tv"], name="dppo, adaptive", adaptive=True, eps_low=0.05, ratio_max=1.5
     ),
+    dataclasses.replace(METHODS["fspo"], name="fspo, sequence", ratio="sequence"),
+    dataclasses.replace(METHODS["fspo"], name="fspo, adaptive", adaptive=True, eps_high_max=0.05),
 ]
 every_method = pytest.mark.parametrize("method", VARIANTS, ids=lambda method: method.name)
 

@@ -9,11 +9,13 @@ from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Term
 from gapo_megatron.objective.families.cispo import CISPO
 from gapo_megatron.objective.families.clipped import CLIPPED
 from gapo_megatron.objective.families.dppo import DPPO
+from gapo_megatron.objective.families.fspo import FSPO
 
 FAMILIES: dict[str, Family] = {
     "clipped": CLIPPED,
     "cispo": CISPO,
     "dppo": DPPO,
+    "fspo": FSPO,
 }
 """Loss families by `Method.family`."""
 

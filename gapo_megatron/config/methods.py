@@ -95,6 +95,36 @@ FSPO = Method(
     normalize_std=True,
     family="fspo",
 )
+TOPR = Method(
+    name="topr",
+    ratio="product",
+    eps_low=1.0,
+    eps_high_max=0.0,
+    is_band=False,
+    aggregation="sequence_sum",
+    family="topr",
+)
+DCPO = Method(
+    name="dcpo",
+    ratio="token",
+    eps_low=0.16,
+    eps_high_max=0.2,
+    is_band=False,
+    ratio_max=10.0,
+    aggregation="sequence_mean",
+    normalize_std=True,
+    family="dcpo",
+)
+ASPO = Method(
+    name="aspo",
+    ratio="token",
+    eps_low=0.2,
+    eps_high_max=0.2,
+    ratio_max=3.0,
+    aggregation="sequence_mean",
+    normalize_std=True,
+    family="aspo",
+)
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -111,6 +141,9 @@ METHODS: dict[str, Method] = {
         CISPO,
         DPPO_TV,
         FSPO,
+        TOPR,
+        DCPO,
+        ASPO,
     )
 }
 """Presets by name, at the clip widths of the paper; docs/objective.md says what is open."""

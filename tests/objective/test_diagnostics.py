@@ -90,6 +90,10 @@ def unclipped(method):
     (Adaptive widths are as wide for every c < k.)
     """
     low = 1.0 if method.family == "cispo" else 1 - 1e-15
+    if method.family == "dcpo":  # whose lower bound is never below 1/2
+        method = dataclasses.replace(method, family="clipped")
+    if method.family == "topr":
+        low = 1.0
     if method.family in ("dppo", "fspo"):
         low = 1e15
     return dataclasses.replace(method, eps_low=low, eps_high_max=1e15, ratio_max=math.inf)
@@ -139,7 +143,20 @@ def expected_cells(sequences, method):
     size=st.integers(0, 20),
     seed=st.integers(0, 1000),
     scale=st.sampled_from([0.0, 5e-3, 0.3]),
-    name=st.sampled_from(["gapo", "gapo_token", "cispo", "dr_grpo", "grpo", "dppo_tv", "fspo"]),
+    name=st.sampled_from(
+        [
+            "gapo",
+            "gapo_token",
+            "cispo",
+            "dr_grpo",
+            "grpo",
+            "dppo_tv",
+            "fspo",
+            "topr",
+            "dcpo",
+            "aspo",
+        ]
+    ),
 )
 def test_sums_match_a_loop(size, seed, scale, name):
     sequences = random_sequences(size, seed, scale)

@@ -170,6 +170,84 @@ def gmpo(rollout):
     return Answer(losses, ratios, flags, [min(abs(s - low), abs(s - high)) for s in ratios])
 
 
+def dppo(rollout):
+    """l_t = -A min(r_t, C) log_probs_t, the weight a constant; 0 beyond A's own width of p - q."""
+    losses, flags, margins = [], [], []
+    for new, old in zip(rollout.new, rollout.old, strict=True):
+        p, q, advantage = math.exp(float(new.detach())), math.exp(float(old)), rollout.advantage
+        excess = -math.inf
+        if advantage:
+            excess = p - q - rollout.width if advantage > 0 else q - p - rollout.method.eps_low
+        weight = 0 if excess > 0 else advantage * min(p / q, rollout.method.ratio_max)
+        losses.append(-weight * new)
+        flags.append(excess > 0)
+        margins.append(abs(excess))
+    return Answer(losses, [float(s.detach()) for s in rollout.ratios], flags, margins)
+
+
+def fspo(rollout):
+    """l = max(-A w, -A exp(clip(S, -c sqrt(L), c' sqrt(L)))), S the sum; by S / L if so asked."""
+    length = len(rollout.new)
+    low, high = -rollout.method.eps_low * length**0.5, rollout.width * length**0.5
+    total = sum(float((n - o).detach()) for n, o in zip(rollout.new, rollout.old, strict=True))
+    divisor = length if rollout.method.ratio == "sequence" else 1
+    (ratio,), advantage = rollout.ratios, rollout.advantage
+    edge = math.exp(min(max(total, low), high) / divisor)
+    too_far = (advantage > 0 and total > high) or (advantage < 0 and total < low)
+    loss = -advantage * (edge + 0 * ratio if too_far else ratio)
+    margin = min(abs(total - low), abs(total - high))
+    return Answer(rollout.carried([loss]), [float(ratio.detach())], [too_far], [margin])
+
+
+def topr(rollout):
+    """l_t = -A weight log_probs_t, the weight a constant: 1, or where A < 0 the bounded ratio."""
+    low, high = 1 - rollout.method.eps_low, 1 + rollout.width
+    ratios = [float(s.detach()) for s in rollout.ratios]
+    is_wrong = rollout.advantage < 0
+    weights = [min(max(s, low), high) if is_wrong else 1 for s in ratios]
+    if rollout.method.ratio == "product":
+        weights = weights * len(rollout.new)
+    losses = [-w * rollout.advantage * n for w, n in zip(weights, rollout.new, strict=True)]
+    flags = [is_wrong and not low <= s <= high for s in ratios]
+    return Answer(losses, ratios, flags, [min(abs(s - low), abs(s - high)) for s in ratios])
+
+
+def dcpo(rollout):
+    """l_t = max(-A r, -A clip(r, lo(q), hi(q))), and where A < 0 at most -A ratio_max."""
+    losses, flags, margins, advantage = [], [], [], rollout.advantage
+    largest = torch.tensor(rollout.method.ratio_max, dtype=torch.float64)
+    for ratio, old in zip(rollout.ratios, rollout.old, strict=True):
+        q, value = math.exp(float(old)), float(ratio.detach())
+        low = 0.5 + 0.5 * math.sqrt(max(1 - 4 * rollout.method.eps_low / q, 0))
+        high = min(0.5 + 0.5 * math.sqrt(1 + 4 * rollout.width / q), float(largest))
+        loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
+        if advantage < 0:
+            loss = torch.minimum(loss, -advantage * largest)
+        losses.append(loss)
+        flags.append(
+            value > high if advantage > 0 else advantage < 0 and not low <= value <= float(largest)
+        )
+        margins.append(min(abs(value - edge) for edge in (low, high, float(largest))))
+    ratios = [float(s.detach()) for s in rollout.ratios]
+    return Answer(losses, ratios, flags, margins)
+
+
+def aspo(rollout):
+    """-A times 1 / r (A > 0) or r (A < 0), a constant; the gradient is that of log_probs_t."""
+    losses, flags, margins, advantage = [], [], [], rollout.advantage
+    low, high = 1 - rollout.method.eps_low, 1 + rollout.width
+    ratios = [float(s.detach()) for s in rollout.ratios]
+    for ratio, new in zip(ratios, rollout.new, strict=True):
+        masked = ratio > high if advantage > 0 else advantage < 0 and ratio < low
+        weight = 1 / min(ratio, high) if advantage > 0 else max(ratio, low)
+        weight = min(weight, rollout.method.ratio_max)
+        slope = 0 if masked else weight
+        losses.append(-advantage * (weight + slope * (new - new.detach())))
+        flags.append(masked)
+        margins.append(min(abs(ratio - low), abs(ratio - high)))
+    return Answer(losses, ratios, flags, margins)
+
+
 def masked(rollout, answer):
     """OPSM: nothing is left of a wrong rollout whose tokens are, on average, delta less likely."""
     logs = [float((n - o).detach()) for n, o in zip(rollout.new, rollout.old, strict=True)]
@@ -184,6 +262,15 @@ def masked(rollout, answer):
 
 
 REFERENCES = {"clipped": clipped, "cispo": cispo, "sapo": sapo, "gmpo": gmpo}
+REFERENCES = {
+    "clipped": clipped,
+    "cispo": cispo,
+    "dppo": dppo,
+    "fspo": fspo,
+    "topr": topr,
+    "dcpo": dcpo,
+    "aspo": aspo,
+}
 """The equation of each loss family."""
 
 

@@ -142,6 +142,55 @@ BAPO = Method(
     is_band=False,
     normalize_std=True,
     bounds="balanced",
+DPPO_TV = Method(
+    name="dppo_tv",
+    ratio="token",
+    eps_low=0.15,
+    eps_high_max=0.15,
+    is_band=False,
+    ratio_max=5.0,
+    aggregation="sequence_sum",
+    family="dppo",
+)
+FSPO = Method(
+    name="fspo",
+    ratio="product",
+    eps_low=0.03,
+    eps_high_max=0.03,
+    is_band=False,
+    aggregation="sequence_sum",
+    normalize_std=True,
+    family="fspo",
+)
+TOPR = Method(
+    name="topr",
+    ratio="product",
+    eps_low=1.0,
+    eps_high_max=0.0,
+    is_band=False,
+    aggregation="sequence_sum",
+    family="topr",
+)
+DCPO = Method(
+    name="dcpo",
+    ratio="token",
+    eps_low=0.16,
+    eps_high_max=0.2,
+    is_band=False,
+    ratio_max=10.0,
+    aggregation="sequence_mean",
+    normalize_std=True,
+    family="dcpo",
+)
+ASPO = Method(
+    name="aspo",
+    ratio="token",
+    eps_low=0.2,
+    eps_high_max=0.2,
+    ratio_max=3.0,
+    aggregation="sequence_mean",
+    normalize_std=True,
+    family="aspo",
 )
 
 METHODS: dict[str, Method] = {
@@ -163,6 +212,11 @@ METHODS: dict[str, Method] = {
         OPSM,
         M2PO,
         BAPO,
+        DPPO_TV,
+        FSPO,
+        TOPR,
+        DCPO,
+        ASPO,
     )
 }
 """Presets by name, at the clip widths of the paper; docs/objective.md says what is open."""

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from gapo_megatron.objective.diagnostics import (
     summarize,
 )
 from gapo_megatron.types import Batch
-from tests.objective_reference import Case, reference
+from tests.objective_reference import reference
 
 K = 8
 ROUNDING = 1e-12  # float64 sums of a few dozen numbers of order one
@@ -84,22 +85,16 @@ def gradient_masses(sequences, method):
 
 def without_clip(method):
     """No ratio reaches these bounds. (Adaptive widths are as wide for every c < k.)"""
-    low = {"cispo": 1.0, "sapo": 1e15}.get(method.family, 1 - 1e-15)
-    return dataclasses.replace(method, eps_low=low, eps_high_max=1e15, off_policy_mask=None)
-
-
-def flags_of(sequences, method):
-    """Which ratios the reference calls clipped, sequence by sequence."""
-    log_probs, old, ids, advantages, num_correct, counts = sequences
-    differences = [(log_probs - old)[ids == i].tolist() for i in range(len(counts))]
-    case = Case(num_correct.tolist(), (advantages > 0).tolist(), differences)
-    # A verdict counts where A = 0, too: c = k is a group of correct ones.
-    case.correct = [
-        c == K or correct for c, correct in zip(case.num_correct, case.correct, strict=True)
-    ]
-    flags = iter(reference(case, method, log_probs, old)[2])
-    numbers = [n if method.ratio == "token" else 1 for n in counts.tolist()]
-    return [[next(flags) for _ in range(number)] for number in numbers]
+    if method.family == "dcpo":  # whose lower bound is never below 1/2
+        method = dataclasses.replace(method, family="clipped")
+    low = {"cispo": 1.0, "topr": 1.0, "sapo": 1e15, "dppo": 1e15, "fspo": 1e15}
+    return dataclasses.replace(
+        method,
+        eps_low=low.get(method.family, 1 - 1e-15),
+        eps_high_max=1e15,
+        ratio_max=math.inf,
+        off_policy_mask=None,
+    )
 
 
 def expected_cells(sequences, method):
@@ -107,18 +102,21 @@ def expected_cells(sequences, method):
     log_probs, old, ids, advantages, num_correct, counts = sequences
     whole = gradient_masses(sequences, without_clip(method))
     lost = (whole - gradient_masses(sequences, method)).clamp(min=0)
-    flags = flags_of(sequences, method)
+    case = SimpleNamespace(
+        num_correct=num_correct.tolist(), advantages=advantages, counts=counts.tolist()
+    )
+    _, every_ratio, every_flag, _ = reference(case, method, log_probs, old)
+    lengths = counts.tolist() if method.ratio == "token" else [1] * len(counts)
+    starts = np.cumsum([0, *lengths])
     table, largest = np.zeros((len(SUMS), 2, K + 1)), np.zeros((2, K + 1))
     by_age = np.zeros((2, 2))
     for i in range(len(advantages)):
         advantage, c = float(advantages[i]), int(num_correct[i])
         if advantage == 0:
             continue
-        differences = [float(log_probs[t] - old[t]) for t in range(len(ids)) if ids[t] == i]
-        if method.ratio == "sequence":
-            differences = [sum(differences) / len(differences)]
-        ratios = [math.exp(difference) for difference in differences]
-        share = sum(flags[i]) / len(flags[i])
+        own = slice(starts[i], starts[i + 1])
+        ratios, clipped = every_ratio[own], every_flag[own]
+        share = sum(clipped) / len(clipped)
         values = {
             "sequences": 1,
             "tokens": int(counts[i]),
@@ -144,7 +142,22 @@ def expected_cells(sequences, method):
     seed=st.integers(0, 1000),
     scale=st.sampled_from([0.0, 5e-3, 0.3, 1.5]),
     name=st.sampled_from(
-        ["gapo", "gapo_token", "cispo", "dr_grpo", "grpo", "sapo", "gmpo", "luspo", "opsm"]
+        [
+            "gapo",
+            "gapo_token",
+            "cispo",
+            "dr_grpo",
+            "grpo",
+            "sapo",
+            "gmpo",
+            "luspo",
+            "opsm",
+            "dppo_tv",
+            "fspo",
+            "topr",
+            "dcpo",
+            "aspo",
+        ]
     ),
 )
 def test_sums_match_a_loop(size, seed, scale, name):

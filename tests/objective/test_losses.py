@@ -32,6 +32,17 @@ VARIANTS = [
     dataclasses.replace(METHODS["gmpo"], name="gmpo, adaptive", adaptive=True, eps_low=0.1),
     dataclasses.replace(METHODS["gapo"], name="gapo, masked", off_policy_mask=1e-3),
     dataclasses.replace(METHODS["cispo"], name="cispo, masked", off_policy_mask=1e-3),
+    dataclasses.replace(
+        METHODS["dppo_tv"], name="dppo, adaptive", adaptive=True, eps_low=0.05, ratio_max=1.5
+    ),
+    dataclasses.replace(METHODS["fspo"], name="fspo, sequence", ratio="sequence"),
+    dataclasses.replace(METHODS["fspo"], name="fspo, adaptive", adaptive=True, eps_high_max=0.05),
+    dataclasses.replace(METHODS["topr"], name="topr, token", ratio="token"),
+    dataclasses.replace(METHODS["topr"], name="topr, other taper", eps_low=0.5, eps_high_max=0.3),
+    dataclasses.replace(METHODS["dcpo"], name="dcpo, low cap", ratio_max=1.5),
+    dataclasses.replace(METHODS["dcpo"], name="dcpo, adaptive", adaptive=True, eps_high_max=0.5),
+    dataclasses.replace(METHODS["aspo"], name="aspo, low cap", ratio_max=1.1),
+    dataclasses.replace(METHODS["aspo"], name="aspo, adaptive", adaptive=True, eps_high_max=0.4),
 ]
 every_method = pytest.mark.parametrize("method", VARIANTS, ids=lambda method: method.name)
 

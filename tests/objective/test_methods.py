@@ -30,7 +30,7 @@ def test_widths_are_those_of_the_paper(name, ratio, eps_low, eps_high):
 
 def test_every_method_has_a_preset_under_its_own_name():
     names = "grpo dr_grpo dapo gspo gspo_asym f_grpo f_gspo gapo gapo_token cispo "
-    names += "sapo gmpo luspo opsm m2po bapo"
+    names += "sapo gmpo luspo opsm m2po bapo dppo_tv fspo topr dcpo aspo"
     assert " ".join(METHODS) == names
     assert all(method.name == name for name, method in METHODS.items())
 

@@ -1,0 +1,55 @@
+"""ASPO: right tokens are weighted by the inverse of their ratio, wrong ones by the ratio.
+
+    q_t = min(r_t, 1 + eps_high) where A_i > 0, max(r_t, 1 - eps_low) where A_i < 0
+    l_t = -A_i min(1 / q_t, ratio_max) where A_i > 0, -A_i min(q_t, ratio_max) where A_i < 0
+
+All are [T]. The gradient with respect to log_probs_t is -A_i times that weight, whether ratio_max
+bounds it or not (as in CISPO), and not that of the inverse, whose sign is the other. Exactly none:
+A > 0 above 1 + eps_high, A < 0 below 1 - eps_low, as in PPO. A right token that lags, r < 1, is so
+pulled the harder the further it lags, where PPO pulls it the less.
+
+Without a clip the gradient mass would be |A| / r or |A| r, by sign; what the cap takes is lost too.
+
+Source: arXiv 2510.06062 (abstract read; equations from two transcriptions) and the authors' code
+(wizard-III/Archer2.0), which alone gives ratio_max = 3. That code differs in three things. Beyond
+the cap its loss is -3 A log_probs_t: the same gradient, a value of another scale. It averages over
+the tokens of micro-batches of one response: that is `sequence_mean`, as in the transcriptions. And
+it doubles both widths for the fifth of a response's tokens with the largest entropy; left out here:
+the paper's equation, as transcribed, has one width, and the rule would need every token's entropy.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gapo_megatron.objective.families.base import (
+    Family,
+    MicrobatchTokens,
+    Terms,
+    band_share,
+)
+
+
+def _terms(tokens: MicrobatchTokens) -> Terms:
+    assert tokens.per_token, "ASPO weighs single tokens"
+    ratio, advantages = tokens.ratio(), tokens.per_ratio(tokens.advantages)
+    high, low = 1 + tokens.per_ratio(tokens.upper), 1 - tokens.per_ratio(tokens.lower)
+    value, is_right = ratio.detach(), advantages > 0
+    too_high, too_low = is_right & (value > high), (advantages < 0) & (value < low)
+    clipped = too_high | too_low
+
+    bounded = torch.where(too_high, high, torch.where(too_low, low, value))
+    weight = torch.where(is_right, 1 / bounded, bounded).clamp(max=tokens.method.ratio_max)
+    # The quotient is 1 and has the gradient 1: it carries that of the weight, capped or not.
+    carrier = torch.where(clipped, 1, ratio / value)
+    mass = advantages.abs() * torch.where(is_right, 1 / value, value)
+    return Terms(
+        sums=tokens.sum_losses(-advantages * weight * carrier),
+        ratio=ratio,
+        clipped=clipped,
+        gradient_mass=mass,
+        gradient_mass_kept=torch.where(clipped, 0, advantages.abs() * weight),
+    )
+
+
+ASPO = Family(_terms, clip_stops_gradient=True, edge_share=band_share)

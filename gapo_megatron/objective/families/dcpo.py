@@ -1,0 +1,64 @@
+"""DCPO: a token's clip widens as its old probability falls.
+
+    q_t = exp(old_log_probs_t), r_t = exp(log_probs_t) / q_t
+    lo_t = 1/2 + 1/2 sqrt(max(1 - 4 eps_low / q_t, 0))
+    hi_t = min(1/2 + 1/2 sqrt(1 + 4 eps_high / q_t), ratio_max)
+    A_i > 0    l_t = -A_i min(r_t, hi_t)
+    A_i < 0    l_t = -A_i min(max(r_t, lo_t), ratio_max)
+
+All are [T]. The bounds solve |r - 1| p <= eps with p = r q, so eps_low and eps_high bound no ratio.
+Exactly no gradient: A > 0 above hi; A < 0 below lo, or above ratio_max, from where a wrong token is
+never pulled back. A wide ratio_max (10) leaves hi alone down to q = 0.0022.
+
+Source: arXiv 2509.02333, equations 3, 4 and 8, read in full, and the authors' code (lime-RL/DCPO);
+its scripts set the widths to 0.2 and 0.28 instead of the paper's 0.16 and 0.2. Aggregation: the
+paper sums the token means of responses, of which `sequence_mean` is the mean; their code averages
+over the tokens of a micro-batch. Left out: the smoothed advantage (SAS). It needs the rewards of
+every earlier visit to a prompt, and no script of the authors turns it on: without that memory it is
+the ordinary one, divided by the group's deviation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gapo_megatron.objective.families.base import Family, MicrobatchTokens, Terms
+
+
+def _terms(tokens: MicrobatchTokens) -> Terms:
+    ratio, advantages = tokens.ratio(), tokens.per_ratio(tokens.advantages)
+    low, high = _bounds(tokens)
+    is_wrong = advantages < 0
+    ceiling = torch.where(is_wrong, tokens.method.ratio_max, high)
+    too_high = (advantages != 0) & (ratio > ceiling)
+    too_low = is_wrong & (ratio < low)
+    bounded = torch.where(too_high, ceiling, ratio)
+    bounded = torch.where(too_low, low, bounded)
+    clipped = (too_high | too_low).detach()
+
+    mass = advantages.abs() * ratio.detach()
+    return Terms(
+        sums=tokens.sum_losses(-advantages * bounded),
+        ratio=ratio,
+        clipped=clipped,
+        gradient_mass=mass,
+        gradient_mass_kept=torch.where(clipped, 0, mass),
+    )
+
+
+def _bounds(tokens: MicrobatchTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T] float64 each, detached: lo in 1/2..1 and hi in 1..ratio_max, also where q is 0."""
+    assert tokens.per_token, "DCPO's bounds go by the probability of a token"
+    old = (tokens.log_probs.double() - tokens.log_ratio).detach().exp()
+    lower, upper = tokens.per_ratio(tokens.lower), tokens.per_ratio(tokens.upper)
+    low = 0.5 + 0.5 * (1 - 4 * lower / old).clamp(min=0).sqrt()
+    high = 0.5 + 0.5 * (1 + 4 * upper / old).sqrt()
+    return low, high.clamp(max=tokens.method.ratio_max)
+
+
+def _edge_share(tokens: MicrobatchTokens) -> torch.Tensor:
+    low, high = _bounds(tokens)
+    return (tokens.ratio().detach() - 1).abs() / torch.minimum(1 - low, high - 1)
+
+
+DCPO = Family(_terms, clip_stops_gradient=True, edge_share=_edge_share)

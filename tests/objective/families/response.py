@@ -1,0 +1,60 @@
+"""One response of c = 4 of 8 under a method, for checks by hand and against a second reference."""
+
+import torch
+
+from gapo_megatron.objective import edge_share, policy_loss
+
+
+def _of_one(method, advantage, size):
+    return {
+        "sequence_ids": torch.zeros(size, dtype=torch.int64),
+        "advantages": torch.tensor([advantage], dtype=torch.float64),
+        "num_correct": torch.tensor([4]),
+        "group_size": 8,
+        "method": method,
+    }
+
+
+def loss_of(method, advantage, log_probs, old_log_probs):
+    """`policy_loss` of log-probs [T]; the mini-batch is this response."""
+    return policy_loss(
+        log_probs,
+        old_log_probs,
+        num_tokens_global=len(log_probs),
+        num_sequences_global=1,
+        **_of_one(method, advantage, len(log_probs)),
+    )
+
+
+def evaluate(method, advantage, new, old):
+    """Of probabilities [T], new and old: the loss, and its gradient with respect to log-probs."""
+    new, old = (torch.as_tensor(values, dtype=torch.float64) for values in (new, old))
+    log_probs = new.log().requires_grad_()
+    result = loss_of(method, advantage, log_probs, old.log())
+    return result, torch.autograd.grad(result.loss, log_probs)[0]
+
+
+def share_of_edge(method, new, old):
+    """`edge_share` of the same, as a list."""
+    new, old = (torch.as_tensor(values, dtype=torch.float64) for values in (new, old))
+    return edge_share(new.log(), old.log(), **_of_one(method, 0.5, len(new)))[1].tolist()
+
+
+def random_tokens(seed, size=200, scale=1.0):
+    """Log-probs [T] with autograd, and old ones: probabilities of all sizes, and far apart."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -8 * torch.rand(size, generator=generator, dtype=torch.float64) ** 2
+    shift = scale * torch.randn(size, generator=generator, dtype=torch.float64)
+    return (old + shift).clamp(max=-1e-6).requires_grad_(), old
+
+
+def compare(method, second, advantage, seed, scale=1.0, rounding=1e-12):
+    """`method` against `second`(log_probs, old, advantage), a loss for each token, summed."""
+    log_probs, old = random_tokens(seed, scale=scale)
+    result = loss_of(method, advantage, log_probs, old)
+    divisor = len(old) if method.aggregation == "sequence_mean" else 1
+    expected = second(log_probs, old, advantage).sum() / divisor
+    ours, theirs = (torch.autograd.grad(loss, log_probs)[0] for loss in (result.loss, expected))
+    torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding)
+    torch.testing.assert_close(result.loss, expected, rtol=rounding, atol=rounding)
+    return result

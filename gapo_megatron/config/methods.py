@@ -142,6 +142,7 @@ BAPO = Method(
     is_band=False,
     normalize_std=True,
     bounds="balanced",
+)
 DPPO_TV = Method(
     name="dppo_tv",
     ratio="token",

@@ -261,10 +261,11 @@ def masked(rollout, answer):
     )
 
 
-REFERENCES = {"clipped": clipped, "cispo": cispo, "sapo": sapo, "gmpo": gmpo}
 REFERENCES = {
     "clipped": clipped,
     "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
     "dppo": dppo,
     "fspo": fspo,
     "topr": topr,

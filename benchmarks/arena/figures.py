@@ -127,18 +127,12 @@ def _forest(axis: Axes, rows: Sequence[Row], margin: float) -> None:
     axis.axvspan(-margin, margin, color="0.85", linewidth=0, zorder=0, label="margin")
     axis.axvline(0, color="0.4", linewidth=0.6)
     for word, look in LOOKS.items():
-        chosen = [(at, row) for at, row in enumerate(rows) if str(row["verdict"]).startswith(word)]
-        for number, (at, row) in enumerate(chosen):
-            mean, low, high = (float(row[key] or 0) for key in ("mean", "low", "high"))
-            axis.errorbar(
-                [mean],
-                [at],
-                xerr=[[mean - low], [high - mean]],
-                linestyle="",
-                label="" if number else word,
-                **BARS,
-                **look,
-            )
+        at = [place for place, row in enumerate(rows) if str(row["verdict"]).startswith(word)]
+        if at:
+            chosen = [rows[place] for place in at]
+            means = column(chosen, "mean")
+            error = [means - column(chosen, "low"), column(chosen, "high") - means]
+            axis.errorbar(means, at, xerr=error, linestyle="", label=word, **BARS, **look)
     axis.set_xscale("symlog", linthresh=1.0, linscale=1.0)
     most = max((abs(float(row[key] or 0)) for row in rows for key in ("low", "high")), default=1.0)
     ticks = [-10.0, -1.0, 0.0, 1.0, 10.0] if most > 3 else [-1.0, 0.0, 1.0]
@@ -160,9 +154,10 @@ def frontier(arms: Arms, found: Results) -> Exhibit:
             one, many = (float(values[PASS_AT.index(k)]) for k in (1, 64))
             rows.append({"rule": name, "evaluation": at, "pass@1": one, "pass@64": many})
     ends = [row for row in rows if row["evaluation"] == LATE]
-    height = 1.9 + max(1.9, LINE_INCHES * len(ends))
-    figure = Figure(figsize=(COLUMN_INCHES, height))
-    ways, last = figure.subplots(2, 1, height_ratios=[1.6, height - 1.9])
+    heights = [1.3, max(1.3, LINE_INCHES * len(ends))]
+    # Besides the panels, their titles and the names of their axes.
+    figure = Figure(figsize=(COLUMN_INCHES, sum(heights) + 1.1))
+    ways, last = figure.subplots(2, 1, height_ratios=heights)
     drawn = [name for name in SHOWN if name in found]
     for place, name in enumerate(drawn):
         line = [row for row in rows if row["rule"] == name and row["evaluation"] != LATE]
@@ -200,7 +195,7 @@ def _name_at_the_side(axis: Axes, rows: Sequence[Row]) -> None:
             fontsize=MIN_POINTS,
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.4, "shrinkB": 2},
+            arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.4, "relpos": (0, 0.5)},
         )
 
 
@@ -221,7 +216,7 @@ def rates(arms: Arms, found: Results) -> Exhibit:
         margin = MARGINS[outcome]
         axis.axhspan(-margin, margin, color="0.85", linewidth=0, zorder=0, label="margin")
         axis.axhline(0, color="0.4", linewidth=0.6)
-        axis.set(xlabel="learning rate", xscale="log")
+        axis.set(xlabel="learning rate, in 0.01", xscale="log")
         if place < 2:
             axis.set_title(f"gapo minus {other}")
         axis.set_ylabel("" if place % 2 else f"{_in_lines(outcome)}\n(points)")
@@ -229,11 +224,10 @@ def rates(arms: Arms, found: Results) -> Exhibit:
             wanted = (GAPO, other, mode, outcome)
             keys = ("first", "second", "mode", "outcome")
             line = [row for row in rows if tuple(row[key] for key in keys) == wanted]
-            shift = 1.05 ** (number - (len(modes) - 1) / 2)
-            at = shift * column(line, "learning rate")
+            shift = 1.08 ** (number - (len(modes) - 1) / 2)
+            at = 100 * shift * column(line, "learning rate")
             _bars(axis, at, line, label=mode, **arm_style(number))
-    ticks = sorted({setting.learning_rate for setting in arms.values()})
-    _log_ticks(axes, ticks)
+    _log_ticks(axes, sorted({100 * setting.learning_rate for setting in arms.values()}))
     outer_names(axes, share_y=False)
     legend_below(figure, *axes)
     return Exhibit(
@@ -266,13 +260,14 @@ def widths(arms: Arms, found: Results) -> Exhibit:
     contents = [(size, outcome) for size in sizes for outcome in WIDTH_OUTCOMES]
     rules = list(dict.fromkeys(rule for rule, _ in by_row))
     for axis, (size, outcome) in zip(axes, contents, strict=True):
-        axis.set(xlabel="eps_high_max", ylabel=f"{outcome} (%)", xscale="log", title=f"k = {size}")
+        axis.set(xlabel="eps_high_max, in 0.001", ylabel=f"{outcome} (%)", title=f"k = {size}")
+        axis.set_xscale("log")
         for number, rule in enumerate(rules):
             keys, wanted = ("outcome", "k", "rule"), (outcome, size, rule)
             line = [row for row in rows if tuple(row[key] for key in keys) == wanted]
             line.sort(key=lambda row: float(row["eps_high_max"] or 0))
-            _bars(axis, column(line, "eps_high_max"), line, label=rule, **arm_style(number))
-    _log_ticks(axes, sorted({width for names in by_row.values() for width in names}))
+            _bars(axis, 1000 * column(line, "eps_high_max"), line, label=rule, **arm_style(number))
+    _log_ticks(axes, sorted({1000 * width for names in by_row.values() for width in names}))
     outer_names(axes, share_y=False)
     legend_below(figure, *axes)
     return Exhibit(

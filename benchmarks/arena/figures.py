@@ -60,6 +60,8 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 LINE_INCHES = 0.135
 """Height of a line of names."""
+WIDE = 3.0
+"""Points beyond which differences are drawn on a logarithmic scale."""
 LATE = "late"
 """In place of an evaluation: the mean of the last, as the tables have it."""
 BARS: dict[str, Any] = {"capsize": 1.5, "elinewidth": 0.8}
@@ -109,10 +111,18 @@ def verdicts(arms: Arms, found: Results) -> Exhibit:
     height = 0.65 + LINE_INCHES * max(len(order), 3)
     figure = Figure(figsize=(COLUMN_INCHES, height))
     axes = list(figure.subplots(1, len(OUTCOMES), sharey=True))
+    ends = [abs(float(row[key] or 0)) for row in rows for key in ("low", "high")]
+    is_wide = max(ends, default=0) > WIDE
     for axis, outcome in zip(axes, OUTCOMES, strict=True):
+        if is_wide:
+            axis.set_xscale("symlog", linthresh=1.0)
+            axis.xaxis.set_major_locator(FixedLocator([-10, -1, 0, 1, 10]))
+            axis.xaxis.set_minor_locator(FixedLocator([*range(-9, -1), *range(2, 10)]))
+            axis.xaxis.set_major_formatter("{x:g}")
         _forest(axis, [row for row in rows if row["outcome"] == outcome], MARGINS[outcome])
         axis.set_title(_in_lines(outcome))
-    axes[len(axes) // 2].set_xlabel("GAPO minus rule (points, logarithmic beyond 1)")
+    beyond = ", logarithmic beyond 1" if is_wide else ""
+    axes[len(axes) // 2].set_xlabel(f"GAPO minus rule (points{beyond})")
     if rows:
         legend_below(figure, *axes, handle_length=1.2)
     return Exhibit(
@@ -133,12 +143,6 @@ def _forest(axis: Axes, rows: Sequence[Row], margin: float) -> None:
             means = column(chosen, "mean")
             error = [means - column(chosen, "low"), column(chosen, "high") - means]
             axis.errorbar(means, at, xerr=error, linestyle="", label=word, **BARS, **look)
-    axis.set_xscale("symlog", linthresh=1.0, linscale=1.0)
-    most = max((abs(float(row[key] or 0)) for row in rows for key in ("low", "high")), default=1.0)
-    ticks = [-10.0, -1.0, 0.0, 1.0, 10.0] if most > 3 else [-1.0, 0.0, 1.0]
-    axis.xaxis.set_major_locator(FixedLocator(ticks))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter("{x:g}")
     axis.set_yticks(range(len(rows)), [str(row["rule"]) for row in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
 

@@ -222,7 +222,7 @@ def rates(arms: Arms, found: Results) -> Exhibit:
         axis.axhline(0, color="0.4", linewidth=0.6)
         axis.set(xlabel="learning rate, in 0.01", xscale="log")
         if place < 2:
-            axis.set_title(f"gapo minus {other}")
+            axis.set_title(f"gapo minus\n{other}")
         axis.set_ylabel("" if place % 2 else f"{_in_lines(outcome)}\n(points)")
         for number, mode in enumerate(modes):
             wanted = (GAPO, other, mode, outcome)

@@ -140,6 +140,8 @@ def widths(arms: Arms, found: Results) -> str:
             if len(values) == len(names):
                 chosen = best_width(values, num_rows=len(rows))
                 best = f"{chosen.width:g}"
+                if chosen.width in (min(values), max(values)):
+                    best += ", at the end of those tried"
                 if chosen.not_resolved:
                     others = ", ".join(f"{width:g}" for width in chosen.not_resolved)
                     best += f" (not resolved from {others})"

@@ -165,16 +165,24 @@ def test_intervals_within_seeds_leave_out_the_seeds_levels():
 
 def test_widths_table():
     asked, found = {}, {}
-    for width, gain in {1e-3: 0.0, 2e-3: 1.0}.items():
+    for width, gain in {1e-3: 0.0, 2e-3: 1.0, 4e-3: 0.0}.items():
         method = replace(METHODS["gapo"], eps_high_max=width)
         asked[f"gapo, {width}"] = Setting(method=method, learning_rate=RATE)
         ones = np.array([30.0, 33.0, 36.0]) + gain
         found[f"gapo, {width}"] = [trained((ones, [80.0, 81.0, 82.0]))]
     text = tables.widths(asked, found)
-    assert cells(text, "pass@1")[1:] == ["gapo", "8", "33.00", "34.00", "0.002"]
-    assert cells(text, "pass@64")[3:] == ["81.00", "81.00", "0.001 (not resolved from 0.002)"]
+    assert cells(text, "pass@1")[1:] == ["gapo", "8", "33.00", "34.00", "33.00", "0.002"]
+    assert cells(text, "pass@64")[3:] == [
+        *["81.00"] * 3,
+        "0.001, at the end of those tried (not resolved from 0.002, 0.004)",
+    ]
     del found["gapo, 0.001"]
-    assert cells(tables.widths(asked, found), "pass@1")[3:] == ["missing", "34.00", "missing"]
+    assert cells(tables.widths(asked, found), "pass@1")[3:] == [
+        "missing",
+        "34.00",
+        "33.00",
+        "missing",
+    ]
 
 
 def test_pairs_name_arms_that_are_asked_for(monkeypatch):

@@ -14,12 +14,11 @@ import argparse
 import os
 from pathlib import Path
 
-from benchmarks.arena.report import report
-
 from benchmarks.arena.arms import CHUNKS, questions, read_scales
 from benchmarks.arena.jobs import Job, run
 from benchmarks.arena.match import match
 from benchmarks.arena.power import power
+from benchmarks.arena.report import report
 
 
 def main() -> None:

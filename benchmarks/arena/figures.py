@@ -1,0 +1,310 @@
+"""The arena's figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+
+from benchmarks.arena.outcomes import MARGINS, OUTCOMES, late
+from benchmarks.arena.tables import (
+    FIXED,
+    GAPO,
+    UNCLIPPED,
+    WIDTH_OUTCOMES,
+    Arms,
+    mode_of,
+    pairs_to_gapo,
+    rate_pairs,
+    width_rows,
+)
+from benchmarks.arena.train import PASS_AT
+from benchmarks.arena.verdicts import (
+    AHEAD,
+    ALIKE,
+    BEHIND,
+    NOT_RESOLVED,
+    Results,
+    compare,
+    shares,
+    verdict,
+    within_seeds,
+)
+from gapo_megatron.evaluate.statistics import Interval, mean_interval
+from gapo_megatron.ops.report.exhibit import Exhibit
+from gapo_megatron.ops.report.series import Row
+from gapo_megatron.ops.report.style import (
+    COLOURS,
+    COLUMN_INCHES,
+    MIN_POINTS,
+    arm_style,
+    column,
+    legend_below,
+    outer_names,
+    panels,
+)
+
+SHOWN = (GAPO, "gapo_matched", FIXED, "gspo", "dapo", "cispo", UNCLIPPED)
+"""Rules that figures with a line for each show; the CSV has all."""
+LOOKS: dict[str, dict[str, Any]] = {
+    AHEAD: {"color": COLOURS[0], "marker": ">", "markerfacecolor": COLOURS[0]},
+    BEHIND: {"color": COLOURS[1], "marker": "<", "markerfacecolor": COLOURS[1]},
+    ALIKE: {"color": COLOURS[2], "marker": "D", "markerfacecolor": "white"},
+    NOT_RESOLVED: {"color": "0.35", "marker": "o", "markerfacecolor": "white"},
+}
+LINE_INCHES = 0.135
+"""Height of a line of names."""
+WIDE = 3.0
+"""Points beyond which differences are drawn on a logarithmic scale."""
+LATE = "late"
+"""In place of an evaluation: the mean of the last, as the tables have it."""
+BARS: dict[str, Any] = {"capsize": 1.5, "elinewidth": 0.8}
+
+
+def by_c(arms: Arms, found: Results) -> Exhibit:
+    """Clip fraction and |s - 1| of correct responses over c, of the second half of training."""
+    rows: list[Row] = []
+    for quantity in ("clipped", "|s - 1|"):
+        for name, trained in found.items():
+            for c in range(1, arms[name].group_size):
+                values = shares(trained, quantity, [c])
+                if not any(map(math.isnan, values)):
+                    point: Row = {"quantity": quantity, "arm": name, "c": c}
+                    rows.append({**point, **_bounds(_over(values))})
+    figure, axes = panels(2, row_inches=1.7, share_y=False)
+    drawn = [name for name in SHOWN if name in found]
+    for axis, (quantity, label) in zip(
+        axes, {"clipped": "clipped (%)", "|s - 1|": "mean $|s - 1|$ (%)"}.items(), strict=True
+    ):
+        axis.set(xlabel="c (correct of a group)", ylabel=label)
+        axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        for place, name in enumerate(drawn):
+            line = [row for row in rows if (row["quantity"], row["arm"]) == (quantity, name)]
+            shift = 0.06 * (place - (len(drawn) - 1) / 2)
+            _bars(axis, column(line, "c") + shift, line, label=name, **arm_style(place))
+    if drawn:
+        legend_below(figure, *axes)
+    return Exhibit(
+        aid="Correct responses in the second half of training: a flat clip fraction treats scarce "
+        "(small c) and abundant ones alike. Bars: 95 % intervals over chunks of seeds.",
+        rows=rows,
+        figure=figure,
+    )
+
+
+def verdicts(arms: Arms, found: Results) -> Exhibit:
+    """A forest: GAPO minus each rule for the three outcomes, with the margins."""
+    pairs = pairs_to_gapo(arms)
+    compared = compare(found, pairs)
+    order = sorted(compared, key=lambda pair: compared[pair][OUTCOMES[0]].mean)
+    rows: list[Row] = []
+    for pair in order:
+        for outcome, interval in compared[pair].items():
+            row: Row = {"rule": pair[1], "outcome": outcome, **_bounds(interval)}
+            rows.append({**row, "margin": MARGINS[outcome], "verdict": verdict(interval, outcome)})
+    height = 0.65 + LINE_INCHES * max(len(order), 3)
+    figure = Figure(figsize=(COLUMN_INCHES, height))
+    axes = list(figure.subplots(1, len(OUTCOMES), sharey=True))
+    ends = [abs(float(row[key] or 0)) for row in rows for key in ("low", "high")]
+    is_wide = max(ends, default=0) > WIDE
+    for axis, outcome in zip(axes, OUTCOMES, strict=True):
+        if is_wide:
+            axis.set_xscale("symlog", linthresh=1.0)
+            axis.xaxis.set_major_locator(FixedLocator([-10, -1, 0, 1, 10]))
+            axis.xaxis.set_minor_locator(FixedLocator([*range(-9, -1), *range(2, 10)]))
+            axis.xaxis.set_major_formatter("{x:g}")
+        _forest(axis, [row for row in rows if row["outcome"] == outcome], MARGINS[outcome])
+        axis.set_title(_in_lines(outcome))
+    beyond = ", logarithmic beyond 1" if is_wide else ""
+    axes[len(axes) // 2].set_xlabel(f"GAPO minus rule (points{beyond})")
+    if rows:
+        legend_below(figure, *axes, handle_length=1.2)
+    return Exhibit(
+        aid="Right of 0 GAPO is ahead of the rule, left of 0 behind. Shaded: the margin within "
+        "which a difference does not matter. Intervals hold together for all rules.",
+        rows=rows,
+        figure=figure,
+    )
+
+
+def _forest(axis: Axes, rows: Sequence[Row], margin: float) -> None:
+    axis.axvspan(-margin, margin, color="0.85", linewidth=0, zorder=0, label="margin")
+    axis.axvline(0, color="0.4", linewidth=0.6)
+    for word, look in LOOKS.items():
+        at = [place for place, row in enumerate(rows) if str(row["verdict"]).startswith(word)]
+        if at:
+            chosen = [rows[place] for place in at]
+            means = column(chosen, "mean")
+            error = [means - column(chosen, "low"), column(chosen, "high") - means]
+            axis.errorbar(means, at, xerr=error, linestyle="", label=word, **BARS, **look)
+    axis.set_yticks(range(len(rows)), [str(row["rule"]) for row in rows])
+    axis.set_ylim(len(rows) - 0.4, -0.6)
+
+
+def frontier(arms: Arms, found: Results) -> Exhibit:
+    """Late pass@64 over late pass@1, a point a rule; and the way of a few there."""
+    rows: list[Row] = []
+    for name, trained in found.items():
+        curve = torch.cat([one.curve for one in trained], dim=2).mean(dim=2)
+        points = [(str(at), 100 * values) for at, values in enumerate(curve)]
+        points.append((LATE, late(trained).mean(dim=1)))
+        for at, values in points:
+            one, many = (float(values[PASS_AT.index(k)]) for k in (1, 64))
+            rows.append({"rule": name, "evaluation": at, "pass@1": one, "pass@64": many})
+    ends = [row for row in rows if row["evaluation"] == LATE]
+    heights = [1.3, max(1.3, LINE_INCHES * len(ends))]
+    # Besides the panels, their titles and the names of their axes.
+    figure = Figure(figsize=(COLUMN_INCHES, sum(heights) + 1.1))
+    ways, last = figure.subplots(2, 1, height_ratios=heights)
+    drawn = [name for name in SHOWN if name in found]
+    for place, name in enumerate(drawn):
+        line = [row for row in rows if row["rule"] == name and row["evaluation"] != LATE]
+        ways.plot(column(line, "pass@1"), column(line, "pass@64"), label=name, **arm_style(place))
+    for row in ends:
+        known = row["rule"] in drawn
+        look = arm_style(drawn.index(str(row["rule"]))) if known else {"color": "0.5"}
+        look |= {"linestyle": "", "marker": look.get("marker", "."), "markersize": 4}
+        last.plot([row["pass@1"]], [row["pass@64"]], **look)
+    for axis in (ways, last):
+        axis.set(xlabel="pass@1 (%)", ylabel="pass@64 (%)")
+    ways.set_title("from the start to the end of training")
+    last.set_title("means of the last evaluations")
+    _name_at_the_side(last, ends)
+    if drawn:
+        legend_below(figure, ways)
+    return Exhibit(
+        aid="Up and to the right is better. Above, how a few rules go there; below, where all "
+        "end. Means over seeds, whose differences the tables give with intervals.",
+        rows=rows,
+        figure=figure,
+    )
+
+
+def _name_at_the_side(axis: Axes, rows: Sequence[Row]) -> None:
+    """Names right of the axis, one a line from the highest point to the lowest, and lines there."""
+    axis.margins(0.06)
+    order = sorted(rows, key=lambda row: -float(row["pass@64"] or 0))
+    for place, row in enumerate(order):
+        axis.annotate(
+            str(row["rule"]),
+            xy=(float(row["pass@1"] or 0), float(row["pass@64"] or 0)),
+            xytext=(1.06, 1 - (place + 0.5) / len(order)),
+            textcoords="axes fraction",
+            fontsize=MIN_POINTS,
+            va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.4, "relpos": (0, 0.5)},
+        )
+
+
+def rates(arms: Arms, found: Results) -> Exhibit:
+    """GAPO minus the fixed clip and minus none over the learning rate, a line a mode."""
+    pairs = rate_pairs(arms)
+    rows: list[Row] = []
+    for pair, by_outcome in compare(found, pairs).items():
+        (first, _, rest), (second, _, _) = (name.partition(", ") for name in pair)
+        for outcome, interval in by_outcome.items():
+            row: Row = {"first": first, "second": second, "mode": mode_of(rest)}
+            row |= {"learning rate": arms[pair[0]].learning_rate, "outcome": outcome}
+            rows.append({**row, **_bounds(interval)})
+    figure, axes = panels(2 * len(OUTCOMES), row_inches=1.25, share_y=False)
+    contents = [(outcome, other) for outcome in OUTCOMES for other in (FIXED, UNCLIPPED)]
+    modes = list(dict.fromkeys(mode_of(pair[0].partition(", ")[2]) for pair in pairs))
+    for place, (axis, (outcome, other)) in enumerate(zip(axes, contents, strict=True)):
+        margin = MARGINS[outcome]
+        axis.axhspan(-margin, margin, color="0.85", linewidth=0, zorder=0, label="margin")
+        axis.axhline(0, color="0.4", linewidth=0.6)
+        axis.set(xlabel="learning rate, in 0.01", xscale="log")
+        if place < 2:
+            axis.set_title(f"gapo minus\n{other}")
+        axis.set_ylabel("" if place % 2 else f"{_in_lines(outcome)}\n(points)")
+        for number, mode in enumerate(modes):
+            wanted = (GAPO, other, mode, outcome)
+            keys = ("first", "second", "mode", "outcome")
+            line = [row for row in rows if tuple(row[key] for key in keys) == wanted]
+            shift = 1.08 ** (number - (len(modes) - 1) / 2)
+            at = 100 * shift * column(line, "learning rate")
+            _bars(axis, at, line, label=mode, **arm_style(number))
+    _log_ticks(axes, sorted({100 * setting.learning_rate for setting in arms.values()}))
+    outer_names(axes, share_y=False)
+    legend_below(figure, *axes)
+    return Exhibit(
+        aid="Above 0 GAPO is ahead: left of the fixed clip of equal widest width, right of no clip "
+        "at all. Shaded: the margin. Intervals hold together for the whole table.",
+        rows=rows,
+        figure=figure,
+    )
+
+
+def widths(arms: Arms, found: Results) -> Exhibit:
+    """Late pass@1 and pass@64 over eps_high_max, a row of panels for each k."""
+    by_row = width_rows(arms)
+    sizes = sorted({k for _, k in by_row})
+    rows: list[Row] = []
+    for outcome in WIDTH_OUTCOMES:
+        place = PASS_AT.index(int(outcome.partition("@")[2]))
+        for size in sizes:
+            points = [
+                (rule, width, late(found[name])[place])
+                for (rule, k), names in by_row.items()
+                for width, name in names.items()
+                if k == size and name in found
+            ]
+            bounds = within_seeds([values for _, _, values in points]) if points else []
+            for (rule, width, _), interval in zip(points, bounds, strict=True):
+                row: Row = {"outcome": outcome, "k": size, "rule": rule, "eps_high_max": width}
+                rows.append({**row, **_bounds(interval)})
+    figure, axes = panels(len(sizes) * len(WIDTH_OUTCOMES), row_inches=1.25, share_y=False)
+    contents = [(size, outcome) for size in sizes for outcome in WIDTH_OUTCOMES]
+    rules = list(dict.fromkeys(rule for rule, _ in by_row))
+    for axis, (size, outcome) in zip(axes, contents, strict=True):
+        axis.set(xlabel="eps_high_max, in 0.001", ylabel=f"{outcome} (%)", title=f"k = {size}")
+        axis.set_xscale("log")
+        for number, rule in enumerate(rules):
+            keys, wanted = ("outcome", "k", "rule"), (outcome, size, rule)
+            line = [row for row in rows if tuple(row[key] for key in keys) == wanted]
+            line.sort(key=lambda row: float(row["eps_high_max"] or 0))
+            _bars(axis, 1000 * column(line, "eps_high_max"), line, label=rule, **arm_style(number))
+    _log_ticks(axes, sorted({1000 * width for names in by_row.values() for width in names}))
+    outer_names(axes, share_y=False)
+    legend_below(figure, *axes)
+    return Exhibit(
+        aid="Where a curve is highest its width is best. Bars: 95 % intervals without the seeds' "
+        "own levels (Cousineau, Morey), to compare the points of a panel by.",
+        rows=rows,
+        figure=figure,
+    )
+
+
+def _in_lines(outcome: str) -> str:
+    return outcome.replace(" equal", "\nequal")
+
+
+def _log_ticks(axes: Sequence[Axes], ticks: Sequence[float]) -> None:
+    for axis in axes:
+        axis.xaxis.set_major_locator(FixedLocator(list(ticks)))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter("{x:g}")
+
+
+def _bars(axis: Axes, at: np.ndarray, rows: Sequence[Row], *, label: str, **look: Any) -> None:
+    means = column(rows, "mean")
+    error = [means - column(rows, "low"), column(rows, "high") - means]
+    axis.errorbar(at, means, yerr=error, label=label, **BARS, **look)
+
+
+def _over(values: Sequence[float]) -> Interval | float:
+    return mean_interval(values) if len(values) > 1 else values[0]
+
+
+def _bounds(interval: Interval | float) -> Row:
+    """Columns of a CSV; no bounds for a single value."""
+    if isinstance(interval, float):
+        return {"mean": interval, "low": None, "high": None}
+    return {"mean": interval.mean, "low": interval.low, "high": interval.high}

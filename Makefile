@@ -18,7 +18,7 @@ export PYTHON
 unexport WORLD_SIZE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test test-system test-gpu test-cuda fuzz lint format bench env cuda-env lock-gpu clean
+.PHONY: help demo study arena test test-system test-gpu test-cuda fuzz lint format bench env cuda-env lock-gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,10 @@ study: ## Run the miniature study (docs/study.md) on this CPU, two runs at a tim
 	$(PY) tools/submit.py configs/study_miniature_branch.toml --local --parallel 2
 	$(PY) tools/report.py runs/studies/miniature runs/studies/miniature_branch --first gapo \
 		--output runs/studies/report --archive runs/studies/report/data
+
+arena: ## Compare all clip rules side by side (docs/arena.md) on this CPU (about an hour on two cores; again: goes on)
+	@tools/setup_env.sh dev
+	$(PY) -m benchmarks.arena $(ARGS)
 
 # All but those that need arguments, whose commands RESULTS.md and docs/study.md have.
 BENCHMARKS = $(filter-out benchmarks/code_verdicts.py benchmarks/study.py benchmarks/tail_report.py, $(shell grep -l __main__ benchmarks/*.py))

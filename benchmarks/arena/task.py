@@ -151,8 +151,12 @@ def sample(weights: torch.Tensor, prompts: Prompts, uniforms: torch.Tensor) -> R
         state = torch.where(goes_on, token, state)
     right = ~goes_on & (last == prompts.targets.reshape(-1)[:, None])
     shape = (seeds, number, k)
-    columns = (torch.stack(column, -1).view(*shape, -1) for column in (tokens, states, is_token))
-    return Responses(*columns, right.double().view(shape))
+    return Responses(
+        tokens=torch.stack(tokens, -1).view(*shape, -1),
+        states=torch.stack(states, -1).view(*shape, -1),
+        is_token=torch.stack(is_token, -1).view(*shape, -1),
+        rewards=right.double().view(shape),
+    )
 
 
 def log_probs(policy: torch.Tensor, responses: Responses) -> torch.Tensor:

@@ -20,7 +20,7 @@ RATE = 0.05
 """Learning rate of all arms but those that ask about it."""
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 STALENESS = 4
-WIDTHS = (3.5e-3, 5e-3, 7e-3, 1e-2, 2e-2)
+WIDTHS = (3.5e-3, 5e-3, 7e-3, 1e-2, 2e-2, 5e-2)
 GROUP_SIZES = (4, 8, 16)
 
 PAPER = ("gapo", "gspo", "gspo_asym", "f_gspo")

@@ -36,7 +36,7 @@ def main() -> None:
         match(num_processes=arguments.processes)
         return
     if arguments.do == "power":
-        power(arguments.folder, num_processes=arguments.processes)
+        power()
         return
     asked = questions(read_scales())
     if arguments.do == "run":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 from scipy import stats
@@ -17,7 +16,7 @@ CONFIDENCE, POWER = 0.95, 0.8
 ARMS = ("gapo", "gspo_asym", "dapo", "sapo")
 
 
-def power(folder: Path, *, num_processes: int) -> None:
+def power() -> None:
     """Train `ARMS` on the pilot's seeds, and print the seeds that each difference would take."""
     torch.set_num_threads(1)
     rules = questions(read_scales())["rules"]

@@ -41,14 +41,25 @@ class Method:
     """`fixed`: the widths above. The others find widths anew for each mini-batch, over all of its
     tokens at the current weights (`objective.minibatch_bounds`), which costs one more forward pass
     of every mini-batch whose ratios may differ from 1. `second_moment`, M2PO: the widths above hold
-    while its budget does. `balanced`, BAPO: the search starts from them. A token ratio only."""
-    second_moment_max: float = 0.04
-    """tau of `second_moment`: largest mean of (log r)^2 over tokens pushed further from 1."""
-    positive_share_min: float = 0.4
-    """rho_0 of `balanced`: share of the surrogate that correct responses should have."""
+    while its budget does. `balanced`, BAPO: the search starts from them. A token ratio of the
+    clipped family only."""
+    second_moment_max: float | None = None
+    """tau of `second_moment`, None without: largest mean of (log r)^2 over the tokens with A > 0
+    and r > 1, or A < 0 and r < 1."""
+    positive_share_min: float | None = None
+    """rho_0 of `balanced`, None without: least share of the surrogate that responses with A > 0
+    should have."""
     family: str = "clipped"
     """Name of the loss: a key of `objective.families.FAMILIES`. Nothing checks it here, where torch
     is not imported: a test compares the keys."""
+
+    @property
+    def has_width_by_c(self) -> bool:
+        """Whether `adaptive` does what it says: a fixed upper width of correct responses is there.
+
+        TOPR's widths are those of wrong responses; bounds of a mini-batch replace both widths.
+        """
+        return self.bounds == "fixed" and self.family != "topr"
 
     def eps_high(self, num_correct: int, *, group_size: int) -> float:
         """Upper clip at c >= 1 of k >= 2 correct; of whole batches: `objective.upper_clip`."""
@@ -132,8 +143,8 @@ M2PO = Method(
     is_band=False,
     normalize_std=True,
     bounds="second_moment",
+    second_moment_max=0.04,
 )
-# The paper prints a sum over tokens: the mean differs by one factor for the whole mini-batch.
 BAPO = Method(
     name="bapo",
     ratio="token",
@@ -142,7 +153,9 @@ BAPO = Method(
     is_band=False,
     normalize_std=True,
     bounds="balanced",
+    positive_share_min=0.4,
 )
+"""The paper prints a sum over tokens: the mean differs by one factor for the whole mini-batch."""
 DPPO_TV = Method(
     name="dppo_tv",
     ratio="token",

@@ -253,6 +253,9 @@ METHOD_KEYS = (
 )
 """Settings of `[objective]` that replace a number of the method's preset."""
 
+OWN_KEYS = ("ratio_max", "second_moment_max", "positive_share_min")
+"""Those of them that some methods do not have: None or infinite in the preset."""
+
 
 class ObjectiveConfig(Section):
     """A method of the paper. The other keys replace parts of its preset (config/methods.py)."""
@@ -261,9 +264,11 @@ class ObjectiveConfig(Section):
 
     method: Text = "gapo"
     adaptive: bool | None = None
-    """Upper clip by c (GAPO's), under any method, instead of one for all c."""
+    """Upper clip by c (GAPO's) instead of one for all c, under any method but `topr`, `m2po` and
+    `bapo`."""
     eps_low: Positive | None = None
-    eps_high_max: Positive | None = None
+    eps_high_max: NonNegative | None = None
+    """Above 0, but for a method whose own is 0 (`topr`)."""
     aggregation: Aggregation | None = None
     normalize_std: bool | None = None
     focal_gamma: NonNegative | None = None
@@ -273,7 +278,9 @@ class ObjectiveConfig(Section):
     """Leave out wrong responses whose mean log-ratio is below minus this value (OPSM), under any
     method."""
     second_moment_max: Positive | None = None
+    """Largest second moment of the log-ratio that is left alone (`m2po`)."""
     positive_share_min: Annotated[Positive, Field(lt=1)] | None = None
+    """Share of the surrogate below which the bounds widen (`bapo`)."""
     kl_coef: NonNegative = 0.0
     """Weight of KL(policy || initial policy). Above 0, sequences with A = 0 are computed too."""
     entropy_coef: NonNegative = 0.0
@@ -293,20 +300,36 @@ class ObjectiveConfig(Section):
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"method {self.method!r} is not one of {', '.join(METHODS)}{hint}")
         method = self.resolve()
+        if method.eps_high_max == 0 < METHODS[self.method].eps_high_max:
+            raise ValueError(f"eps_high_max ({method.eps_high_max}) must be greater than 0")
         if method.is_band and method.eps_low >= 1:
             raise ValueError(f"eps_low ({method.eps_low}) must be below 1: ratios are positive")
+        if method.adaptive and not method.has_width_by_c:
+            raise ValueError(
+                f"adaptive (true) does nothing for method {self.method!r}: it has no fixed upper "
+                "width for correct responses"
+            )
         if (method.is_band or method.adaptive) and method.eps_high_max < method.eps_low:
             raise ValueError(
                 f"eps_high_max ({method.eps_high_max}) must be at least eps_low ({method.eps_low})"
                 + ("" if method.is_band else " with adaptive=true")
             )
-        if self.ratio_max is not None and math.isinf(METHODS[self.method].ratio_max):
-            bounded = [one.name for one in METHODS.values() if math.isfinite(one.ratio_max)]
-            raise ValueError(
-                f"ratio_max ({self.ratio_max}) does nothing for method {self.method!r}; methods "
-                f"with a largest ratio: {', '.join(bounded) or 'none'}"
-            )
+        self._check_own_keys()
         return self
+
+    def _check_own_keys(self) -> None:
+        for key in OWN_KEYS:
+            value = getattr(self, key)
+            with_it = [
+                name
+                for name, one in METHODS.items()
+                if (number := getattr(one, key)) is not None and math.isfinite(number)
+            ]
+            if value is not None and self.method not in with_it:
+                raise ValueError(
+                    f"{key} ({value}) does nothing for method {self.method!r}; methods that have "
+                    f"it: {', '.join(with_it)}"
+                )
 
     def resolve(self) -> Method:
         """The method's preset with this section's values in place of its own."""

@@ -55,8 +55,9 @@ def find_bounds(
         Lower and upper width, distances from 1; None: the method's own hold.
     """
     if method.bounds == "second_moment":
+        assert method.second_moment_max is not None
         return second_moment_bounds(log_ratio, advantages, method.second_moment_max)
-    assert method.bounds == "balanced", method.bounds
+    assert method.bounds == "balanced" and method.positive_share_min is not None, method
     start = (method.eps_low, method.eps_high_max)
     weights = np.exp(old_log_probs)
     return balanced_bounds(log_ratio, advantages, weights, method.positive_share_min, start)

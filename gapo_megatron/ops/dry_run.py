@@ -227,10 +227,12 @@ def _method_table(config: Config) -> Table:
         table.add_row(f"eps_high, c=1..{k - 1}", shown)
     else:
         table.add_row("eps_high, every c", str(method.eps_high_max))
-    if math.isfinite(method.ratio_max):
-        table.add_row("ratio_max", str(method.ratio_max))
-    if method.off_policy_mask is not None:
-        table.add_row("off_policy_mask", str(method.off_policy_mask))
+    if method.bounds != "fixed":
+        table.add_row("bounds", f"{method.bounds}: each mini-batch finds its own (one more pass)")
+    for key in ("ratio_max", "off_policy_mask", "second_moment_max", "positive_share_min"):
+        value = getattr(method, key)
+        if value is not None and math.isfinite(value):
+            table.add_row(key, str(value))
     return table
 
 

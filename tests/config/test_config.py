@@ -1,7 +1,6 @@
 """Loading: precedence, and a ConfigError for every wrong key, value and combination."""
 
 import dataclasses
-import math
 import re
 import tomllib
 from pathlib import Path
@@ -116,11 +115,20 @@ def test_objective_keys_override_the_preset(minimal: Path) -> None:
     assert (changed.eps_low, changed.eps_high_max, changed.adaptive) == (3e-3, 7e-3, True)
 
 
-WITH_UPPER_WIDTH = [name for name, method in METHODS.items() if method.eps_high_max > 0]
+NO_WIDTH_BY_C = ("topr", "m2po", "bapo")
 
 
-@pytest.mark.parametrize("method", WITH_UPPER_WIDTH)
-def test_the_width_by_c_and_the_off_policy_mask_go_with_every_method(
+@pytest.mark.parametrize("method", NO_WIDTH_BY_C)
+def test_a_width_by_c_where_there_is_no_width_is_refused(minimal: Path, method: str) -> None:
+    widths = ["objective.eps_low=0.1", "objective.eps_high_max=0.2"]
+    settings = [f"objective.method={method}", *widths, "objective.off_policy_mask=0.5"]
+    load_config(minimal, [*settings, "objective.adaptive=false"])
+    message = error_of(minimal, *settings, "objective.adaptive=true")
+    assert "adaptive (true)" in message and repr(method) in message
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in NO_WIDTH_BY_C])
+def test_the_width_by_c_and_the_off_policy_mask_go_with_every_other_method(
     minimal: Path, method: str
 ) -> None:
     preset = METHODS[method]
@@ -135,14 +143,23 @@ def test_the_width_by_c_and_the_off_policy_mask_go_with_every_method(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_largest_ratio_replaces_only_one_that_is_there(minimal: Path, method: str) -> None:
-    overrides = [f"objective.method={method}", "objective.ratio_max=7"]
-    if math.isfinite(METHODS[method].ratio_max):
-        assert load_config(minimal, overrides).objective.resolve().ratio_max == 7
+@pytest.mark.parametrize(
+    ("key", "value", "owners"),
+    [
+        ("ratio_max", 7.0, {"dppo_tv", "dcpo", "aspo"}),
+        ("second_moment_max", 0.5, {"m2po"}),
+        ("positive_share_min", 0.3, {"bapo"}),
+    ],
+)
+def test_a_number_of_some_methods_is_refused_under_the_others(
+    minimal: Path, method: str, key: str, value: float, owners: set[str]
+) -> None:
+    overrides = [f"objective.method={method}", f"objective.{key}={value}"]
+    if method in owners:
+        assert getattr(load_config(minimal, overrides).objective.resolve(), key) == value
         return
     message = error_of(minimal, *overrides)
-    bounded = [one.name for one in METHODS.values() if math.isfinite(one.ratio_max)]
-    for named in ("ratio_max (7.0)", repr(method), *bounded):
+    for named in (f"{key} ({value})", repr(method), *owners):
         assert named in message, message
 
 
@@ -240,7 +257,7 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ),
         ("objective.eps_low=nan", "objective.eps_low", "nan", "finite"),
         ("objective.eps_low=-0.1", "objective.eps_low", "-0.1", "greater than 0"),
-        ("objective.eps_high_max=0", "objective.eps_high_max", "0", "greater than 0"),
+        ("objective.eps_high_max=-1", "objective.eps_high_max", "-1", "equal to 0"),
         ("objective.ratio_max=0.9", "objective.ratio_max", "0.9", "equal to 1"),
         ("objective.off_policy_mask=0", "objective.off_policy_mask", "0", "greater than 0"),
         ("objective.adaptive=1", "objective.adaptive", "1", "boolean"),
@@ -296,6 +313,11 @@ def test_wrong_value_names_field_value_and_rule(
         (
             ["objective.method=gspo", "objective.eps_low=4e-3"],
             ["eps_high_max (0.003)", "eps_low (0.004)"],
+        ),
+        (
+            # TOPR alone has an upper width of 0.
+            ["objective.method=sapo", "objective.eps_high_max=0"],
+            ["eps_high_max (0.0)", "greater than 0"],
         ),
         (
             # Widths that are no distances from 1 may be in any order, unless one becomes the other.

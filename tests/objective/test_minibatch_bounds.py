@@ -195,6 +195,8 @@ def test_methods_that_find_bounds_clip_tokens():
     for method in METHODS.values():
         if method.bounds != "fixed":
             assert (method.ratio, method.family) == ("token", "clipped")
+        assert (method.second_moment_max is not None) == (method.bounds == "second_moment")
+        assert (method.positive_share_min is not None) == (method.bounds == "balanced")
 
 
 def test_the_nearest_edge_is_the_upper_one_where_the_band_starts_lopsided():

@@ -299,7 +299,11 @@ def test_adaptive_clip_is_shown_per_c_and_a_fixed_one_once() -> None:
 
 def test_what_a_rule_has_besides_its_widths_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = text_of(make_config(objective={"method": "gspo_asym"}))
-    assert not any(word in plain for word in ("loss family", "ratio_max", "off_policy_mask"))
+    own = ("loss family", "ratio_max", "off_policy_mask", "bounds", "second_moment_max")
+    assert not any(word in plain for word in own)
+    found = text_of(make_config(objective={"method": "m2po", "second_moment_max": 0.37}))
+    assert re.search(r"bounds\W+second_moment", found)
+    assert re.search(r"second_moment_max\W+0\.37", found) and "positive_share_min" not in found
     other = text_of(make_config(objective={"method": "cispo", "off_policy_mask": 3.5e-4}))
     assert re.search(r"loss family\W+cispo", other)
     assert re.search(r"off_policy_mask\W+0\.00035", other)

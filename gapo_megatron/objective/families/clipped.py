@@ -14,6 +14,7 @@ from gapo_megatron.objective.families.base import (
     Family,
     MicrobatchTokens,
     Terms,
+    band_share,
 )
 
 
@@ -41,9 +42,4 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     )
 
 
-def _edge_share(tokens: MicrobatchTokens) -> torch.Tensor:
-    nearest = torch.minimum(tokens.lower, tokens.upper)
-    return (tokens.ratio().detach() - 1).abs() / tokens.per_ratio(nearest)
-
-
-CLIPPED = Family(_terms, clip_stops_gradient=True, edge_share=_edge_share)
+CLIPPED = Family(_terms, clip_stops_gradient=True, edge_share=band_share)

@@ -10,12 +10,13 @@ All are [T]. The bounds solve |r - 1| p <= eps with p = r q, so eps_low and eps_
 Exactly no gradient: A > 0 above hi; A < 0 below lo, or above ratio_max, from where a wrong token is
 never pulled back. A wide ratio_max (10) leaves hi alone down to q = 0.0022.
 
-Source: arXiv 2509.02333, equations 3, 4 and 8, read in full, and the authors' code (lime-RL/DCPO);
-its scripts set the widths to 0.2 and 0.28 instead of the paper's 0.16 and 0.2. Aggregation: the
-paper sums the token means of responses, of which `sequence_mean` is the mean; their code averages
-over the tokens of a micro-batch. Left out: the smoothed advantage (SAS). It needs the rewards of
-every earlier visit to a prompt, and no script of the authors turns it on: without that memory it is
-the ordinary one, divided by the group's deviation.
+Source: arXiv 2509.02333, equations 3, 4 and 8, read in full as the text of its OpenReview version,
+and the authors' code (lime-RL/DCPO); its scripts set the widths to 0.2 and 0.28 instead of the
+paper's 0.16 and 0.2. Aggregation: the paper sums the token means of responses, of which
+`sequence_mean` is the mean; their code averages over the tokens of a micro-batch. Left out: the
+smoothed advantage (SAS). It needs the rewards of every earlier visit to a prompt, and no script of
+the authors turns it on: without that memory it is the ordinary one, divided by the group's
+deviation.
 """
 
 from __future__ import annotations

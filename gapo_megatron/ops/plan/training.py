@@ -66,13 +66,16 @@ class Training:
     def old_log_probs_s(self) -> float:
         """(mini-batches - 1) forward passes: the first is its own old pass; all with a KL term.
 
-        None are needed where the engine's log-probs are the old ones.
+        None are needed where the engine's log-probs are the old ones. As many again, or all then,
+        where mini-batches find bounds of their own (`Method.bounds`): they are part of the update.
         """
-        num_passes = self.config.batch.num_minibatches - 1
-        if self.config.objective.old_log_probs == "rollout":
-            num_passes = 0
-        if self.config.objective.kl_coef > 0:
-            num_passes += self.config.batch.num_minibatches
+        objective, num_minibatches = self.config.objective, self.config.batch.num_minibatches
+        is_around_engine = objective.old_log_probs == "rollout"
+        num_passes = 0 if is_around_engine else num_minibatches - 1
+        if objective.resolve().bounds != "fixed":
+            num_passes += num_minibatches if is_around_engine else num_minibatches - 1
+        if objective.kl_coef > 0:
+            num_passes += num_minibatches
         return num_passes * self.pass_s(backward=False)
 
     def update_s(self) -> float:

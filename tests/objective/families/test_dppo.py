@@ -52,6 +52,8 @@ def test_the_edge_is_a_difference_of_probabilities():
     shares = share_of_edge(DPPO, [0.5, 0.65, 0.35, 0.02], [0.5, 0.5, 0.5, 0.005])
     assert shares == pytest.approx([0, 1, 1, 0.1], rel=1e-12)
     assert share_of_edge(WIDER_DOWN, [0.35], [0.5]) == pytest.approx([1], rel=1e-12), "the nearer"
+    narrow_down = dataclasses.replace(DPPO, eps_low=0.1)
+    assert share_of_edge(narrow_down, [0.6], [0.5]) == pytest.approx([1], rel=1e-12)
 
 
 def verl(log_probs, old_log_probs, advantage):

@@ -60,6 +60,8 @@ def test_the_band_widens_with_the_root_of_the_length(length):
 
 def test_the_edge_is_the_nearer_one():
     assert share_of_edge(FSPO, [0.5 * math.exp(0.03)], [0.5]) == pytest.approx([1], rel=1e-9)
+    wider_down = dataclasses.replace(FSPO, eps_low=0.05, eps_high_max=0.02)
+    assert share_of_edge(wider_down, [0.5 * math.exp(0.02)], [0.5]) == pytest.approx([1], rel=1e-9)
     assert share_of_edge(MEAN, [0.5, 0.2], [0.5, 0.2]) == [0]
 
 

@@ -83,10 +83,14 @@ def test_a_runaway_response_stays_finite_and_is_pulled_back(log_ratio, advantage
     assert bool(result.gradient_mass.isfinite().all())
 
 
-def test_edge_share_goes_by_the_narrower_bound_in_logs():
-    # log(1.2) = 0.182 is nearer than -log(0.8) = 0.223.
-    method = dataclasses.replace(GMPO, eps_low=0.2, eps_high_max=0.2)
-    new = torch.tensor([math.log(1.2), -0.1, 0.0], dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("eps_high", "edge"),
+    [(0.2, math.log(1.2)), (0.5, -math.log(0.8))],  # 0.182 of 0.223; 0.223 of 0.405
+    ids=["upper", "lower"],
+)
+def test_edge_share_goes_by_the_narrower_bound_in_logs(eps_high, edge):
+    method = dataclasses.replace(GMPO, eps_low=0.2, eps_high_max=eps_high)
+    new = torch.tensor([edge, -0.1, 0.0], dtype=torch.float64)
     _, share = edge_share(
         new,
         torch.zeros(3, dtype=torch.float64),
@@ -96,7 +100,7 @@ def test_edge_share_goes_by_the_narrower_bound_in_logs():
         group_size=8,
         method=method,
     )
-    assert share.tolist() == pytest.approx([1.0, 0.1 / math.log(1.2), 0.0], rel=1e-12)
+    assert share.tolist() == pytest.approx([1.0, 0.1 / edge, 0.0], rel=1e-12)
 
 
 def test_it_is_of_tokens_only():

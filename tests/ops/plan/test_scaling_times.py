@@ -40,6 +40,21 @@ def test_step_time_is_made_of_its_stages():
     assert one.total_s == sum(parts)
     assert all(part > 0 for part in parts)
     assert one.update_s == 4 * training(dp=8, efficiency=Efficiency()).update_s()
+    # Of four mini-batches three are scored for old log-probs, and bounds take a pass of each that
+    # may have moved.
+    scoring = {
+        (method, old): training(
+            dp=8,
+            efficiency=Efficiency(),
+            sections={"objective": {"method": method, "old_log_probs": old}},
+        ).old_log_probs_s()
+        for method in ("dapo", "m2po")
+        for old in ("trainer", "rollout")
+    }
+    a_pass = scoring["dapo", "trainer"] / 3
+    assert scoring["m2po", "trainer"] == pytest.approx(6 * a_pass)
+    assert scoring["dapo", "rollout"] == 0
+    assert scoring["m2po", "rollout"] == pytest.approx(4 * a_pass)
     # 12 bytes a weight, an eighth on each, to the host before generation and back.
     offloading = config(optimizer={"offload": True})
     away = step_time(model, offloading, layout(dp=8), WORKLOAD, H200, Efficiency())

@@ -149,6 +149,16 @@ def test_settings_stay_what_they_were(study, tmp_path, monkeypatch):
     assert read_archive(tmp_path)[0].method == before
 
 
+@pytest.mark.parametrize("method", ["topr", "dppo_tv", "m2po", "bapo"])
+def test_a_number_that_a_method_lacks_is_no_setting_of_its_archive(tmp_path, method):
+    """The config would refuse it."""
+    preset = METHODS[method]
+    widths = [f"objective.{key}={getattr(preset, key)}" for key in ("eps_low", "eps_high_max")]
+    run = read_run(write_run(tmp_path / "run", *widths, method=method))
+    write_archive([run], tmp_path / "archive")
+    assert read_archive(tmp_path / "archive")[0].method == preset
+
+
 def test_an_older_archive_reads(study, tmp_path):
     """Solve rates as they are, a row per bin of timings, changed settings alone, no code."""
     run = of_archive(study / "gapo-0", tmp_path)

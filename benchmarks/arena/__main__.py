@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 
 from benchmarks.arena.arms import CHUNKS, questions, read_scales
-from benchmarks.arena.jobs import Job, run
+from benchmarks.arena.jobs import Job, run, seconds
 from benchmarks.arena.match import match
 from benchmarks.arena.power import power
 from benchmarks.arena.report import report
@@ -47,6 +47,7 @@ def main() -> None:
             for setting in arms.values()
         ]
         run(jobs, arguments.folder, num_processes=arguments.processes)
+        print(f"{seconds(jobs, arguments.folder):.0f} core seconds of training in all")
     report(asked, arguments.folder)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 
 import torch
@@ -19,8 +18,8 @@ NUM_STEPS = 100
 TOLERANCE = 5e-3
 LARGEST_FACTOR = 1e3
 MOST_TRIALS = 14
-LIKE = "dapo"
-"""Whose factor a rule gets that never takes so much: bounding a weight (CISPO) takes little."""
+UNMATCHED, LIKE = ("cispo",), "dapo"
+"""Bounding a weight never takes so much: whose factor such a rule gets."""
 
 
 def match(*, num_processes: int) -> dict[str, float]:
@@ -28,10 +27,13 @@ def match(*, num_processes: int) -> dict[str, float]:
     torch.set_num_threads(1)
     target = mass_lost(METHODS["gspo_asym"])
     print(f"gspo_asym takes {target:.4f} of the gradient mass", flush=True)
-    names = ["gapo", *SCALED]
+    names = ["gapo", *(name for name in SCALED if name not in UNMATCHED)]
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         found = dict(zip(names, pool.map(_find, names, [target] * len(names)), strict=True))
-    factors = {name: found[name] or found[LIKE] or 1.0 for name in names}
+    found |= {name: found[LIKE] for name in UNMATCHED}
+    factors = {name: factor for name, factor in found.items() if factor is not None}
+    if missing := found.keys() - factors.keys():
+        raise SystemExit(f"no factor brings {', '.join(missing)} to the share of gspo_asym")
     SCALES.write_text(json.dumps(factors, indent=1) + "\n")
     return factors
 
@@ -49,7 +51,7 @@ def _find(name: str, target: float) -> float | None:
     low, high = -math.log(LARGEST_FACTOR), math.log(LARGEST_FACTOR)
     for _ in range(MOST_TRIALS):
         middle = (low + high) / 2
-        lost = mass_lost(scaled(replace(METHODS[name]), math.exp(middle)))
+        lost = mass_lost(scaled(METHODS[name], math.exp(middle)))
         print(f"{name}: {lost:.4f} at {math.exp(middle):.4g} times its widths", flush=True)
         if abs(lost - target) < TOLERANCE:
             return round(math.exp(middle), 4 - math.floor(middle / math.log(10)))

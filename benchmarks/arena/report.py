@@ -40,7 +40,7 @@ def report(asked: Mapping[str, Mapping[str, Setting]], folder: Path) -> None:
     """Print the tables, and write the figures to `folder`/report."""
     found = {question: _found(question, arms, folder) for question, arms in asked.items()}
     for title, (question, table) in TABLES.items():
-        print(f"### {title}\n")
+        print(f"## {title}\n")
         if notice := _missing(question, asked[question], found[question], folder):
             print(f"{notice}\n")
         if found[question]:

@@ -1,7 +1,8 @@
 """Training in the arena: one arm, a batch of seeds, the package's own advantages, loss, telemetry.
 
 What does not depend on the arm (the task, the order of the prompts, the random numbers of the
-samples) depends on the seeds and the step alone: arms of the same k are paired draw by draw.
+samples) depends on the chunk of seeds and the step alone: arms of the same k are paired draw by
+draw.
 """
 
 from __future__ import annotations

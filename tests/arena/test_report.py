@@ -223,7 +223,7 @@ def test_report_of_what_is_trained(tmp_path, monkeypatch, capsys):
     }
     report(asked, tmp_path)
     printed = capsys.readouterr().out
-    assert all(f"### {title}\n" in printed for title in TABLES)
+    assert all(f"## {title}\n" in printed for title in TABLES)
     assert "Missing: 1 of 4 arms of 'rules' (dapo). `python -m benchmarks.arena --folder" in printed
     assert "Missing: 2 of 2 arms of 'stale rules' (gapo; dapo)" in printed
     assert "verdicts_stale: not drawn" in printed

@@ -471,8 +471,8 @@ def branched_run(root: Path, whole_run: Path) -> Path:
         "objective.entropy_coef=0.001",
         "objective.importance_weight_max=2",
     )
-    finish(Program(*branch(root, "other", *method, "run.num_steps=5", "evaluation.every_steps=0")))
-    return root / "other"
+    finish(Program(*branch(root, "branch", *method, "run.num_steps=5", "evaluation.every_steps=0")))
+    return root / "branch"
 
 
 def test_a_branch_goes_on_under_another_method(whole_run: Path, branched_run: Path) -> None:

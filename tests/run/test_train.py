@@ -496,6 +496,26 @@ def test_a_branch_goes_on_under_another_method(whole_run: Path, branched_run: Pa
 
 
 @pytest.fixture(scope="module")
+def balanced_run(root: Path, whole_run: Path) -> Path:
+    """Two steps under a method whose mini-batches find clip bounds for themselves."""
+    assert whole_run == root / "whole"
+    method = ("objective.method=bapo", "objective.eps_low=0.4", "objective.eps_high_max=0.2")
+    finish(Program(*branch(root, "balanced", *method, "evaluation.every_steps=0")))
+    return root / "balanced"
+
+
+@pytest.mark.system
+def test_bounds_that_minibatches_find_are_logged(balanced_run: Path) -> None:
+    lines = [line for line in metrics_of(balanced_run) if "loss/policy" in line]
+    assert [line["step"] for line in lines] == [4, 5]
+    found = [line for line in lines if "clip/bound_low" in line]
+    assert found
+    for line in found:
+        # The search starts from the method's own bounds and only raises them.
+        assert 0.6 <= line["clip/bound_low"] <= 0.9 and 1.2 <= line["clip/bound_high"] <= 3
+
+
+@pytest.fixture(scope="module")
 def dynamic_run(root: Path) -> Path:
     settings = ("run.num_steps=2", "evaluation.every_steps=0", "batch.dynamic_sampling_rounds=2")
     run_dir = root / "dynamic"
@@ -690,12 +710,16 @@ def documented_names() -> list[str]:
 def test_the_document_has_the_names_that_runs_log_and_no_others(
     whole_run: Path,
     branched_run: Path,
+    balanced_run: Path,
     dynamic_run: Path,
     oversampled_run: Path,
     partial_run: Path,
     run_given_back: Path,
 ) -> None:
-    runs = (whole_run, branched_run, dynamic_run, oversampled_run, partial_run, run_given_back)
+    runs = (
+        *(whole_run, branched_run, balanced_run, dynamic_run),
+        *(oversampled_run, partial_run, run_given_back),
+    )
     logged = {
         key
         for run_dir in runs

@@ -11,7 +11,15 @@ from benchmarks.arena.train import Setting
 from gapo_megatron.objective import METHODS, Method
 
 SEEDS_PER_CHUNK = 64
-CHUNKS = {"rules": 5, "stale rules": 3, "clip alone": 2, "rates": 2, "widths": 2, "probes": 5}
+CHUNKS = {
+    "rules": 5,
+    "stale rules": 3,
+    "clip alone": 2,
+    "rates": 2,
+    "widths": 2,
+    "probes": 5,
+    "aggregation": 5,
+}
 """Chunks of seeds of each question; every question begins with the same seeds."""
 PILOT = range(1_000_000, 1_000_000 + SEEDS_PER_CHUNK)
 """Seeds that scale widths and give the power: never used again."""
@@ -74,6 +82,7 @@ def questions(scales: Mapping[str, float]) -> dict[str, dict[str, Setting]]:
             for rate in (RATE, 2 * RATE)
             for name, setting in _probes(methods, rate).items()
         },
+        "aggregation": dict(_aggregations(METHODS["gapo"])),
     }
 
 
@@ -115,3 +124,12 @@ def _probes(methods: Mapping[str, Method], rate: float) -> dict[str, Setting]:
     settings = {name: _setting(method, learning_rate=rate) for name, method in arms.items()}
     turned = _setting(methods["gapo"], learning_rate=rate, reversed_width=True)
     return settings | {"reversed": turned}
+
+
+def _aggregations(gapo: Method) -> Iterator[tuple[str, Setting]]:
+    """GAPO's clip with the aggregation and the advantages of `luspo` and `fspo`, one and both."""
+    yield "gapo", _setting(gapo)
+    summed = replace(gapo, aggregation="sequence_sum")
+    yield "gapo, sum over tokens", _setting(summed)
+    yield "gapo, A / std", _setting(replace(gapo, normalize_std=True))
+    yield "gapo, both", _setting(replace(summed, normalize_std=True))

@@ -22,6 +22,7 @@ TABLES: dict[str, tuple[str, Callable[[Arms, Results], str]]] = {
     "Probes": ("probes", tables.probes),
     "Rates": ("rates", tables.rates),
     "Widths": ("widths", tables.widths),
+    "Aggregation and advantages": ("aggregation", tables.outcomes),
 }
 """Title; the question whose arms it has, and what makes it."""
 FIGURES: dict[str, tuple[str, Callable[[Arms, Results], Exhibit]]] = {

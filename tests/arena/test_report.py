@@ -220,6 +220,7 @@ def test_report_of_what_is_trained(tmp_path, monkeypatch, capsys):
         "rates": rated,
         "probes": probed,
         "widths": {name: short[name] for name in ("gapo", "gspo_asym")},
+        "aggregation": {"gapo": short["gapo"]},
     }
     report(asked, tmp_path)
     printed = capsys.readouterr().out

@@ -11,9 +11,18 @@ import torch
 from torch import Tensor, nn
 from vllm import EngineArgs, SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.device_communicators import cpu_communicator
 from vllm.inputs.engine import tokens_input
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -130,19 +139,88 @@ def launched_as_this_world() -> Iterator[None]:
 # --- weights -------------------------------------------------------------------------------------
 
 
-def load_weights(llm: LLMEngine, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load_weights(
+    llm: LLMEngine,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    note: Callable[[str, Tensor], None],
+) -> None:
     """Replace the engine's weights, including the copies that it has packed.
 
     Args:
         llm: engine with memory for its weights.
         tensors: (Hugging Face name, whole tensor), those of one module next to each other.
+        note: called with every parameter of the engine as it was loaded, before it is quantised or
+            packed: its name, and the part that this rank has of it. What several ranks of the
+            replica have comes from the first of them alone.
     """
     # Uses: the worker's method "reload_weights", and its weights_iterator
     # Versions: vllm 0.32.0
     # Upstream: vllm-project/vllm#31848 (open), #31943 (merged): a public weight transfer
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+    rank = get_tensor_model_parallel_rank()
+    with contextlib.ExitStack() as stack:
+        llm.apply_model(lambda model: stack.enter_context(_noting(model, rank, note)))
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
     llm.apply_model(repack_experts)
     llm.apply_model(repack_tied_head)
+
+
+@contextlib.contextmanager
+def _noting(model: nn.Module, rank: int, note: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Within, the model's parameters are noted as they are loaded; see `load_weights`."""
+    # Uses: that a reload calls module.quant_method.process_weights_after_loading once a module has
+    #     its weights (model_loader.reload.layerwise), and copies those of other modules as they are
+    # Versions: vllm 0.32.0
+    # Upstream: none found
+    names = {module: name for name, module in model.named_modules()}
+    methods = {
+        id(method): method
+        for module in names
+        if isinstance(method := getattr(module, "quant_method", None), QuantizeMethodBase)
+    }
+
+    def note_module(module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            for part in _own_parts(module, name, parameter.detach(), rank):
+                note(f"{names[module]}.{name}", part)
+
+    def noted_before(process: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        def process_noted(module: nn.Module) -> None:
+            note_module(module)
+            process(module)
+
+        return process_noted
+
+    for method in methods.values():
+        method.process_weights_after_loading = noted_before(method.process_weights_after_loading)
+    try:
+        yield
+    finally:
+        for method in methods.values():
+            del method.process_weights_after_loading  # the class has it
+    for module in names:
+        if id(getattr(module, "quant_method", None)) not in methods:
+            note_module(module)
+
+
+def _own_parts(module: nn.Module, name: str, parameter: Tensor, rank: int) -> Iterator[Tensor]:
+    """What no rank before this one has of a parameter: over a replica's ranks, the whole of it."""
+    # Uses: QKVParallelLinear.num_heads, .head_size, .num_kv_head_replicas; LinearBase.tp_size
+    # Versions: vllm 0.32.0
+    # Upstream: none found
+    if isinstance(module, QKVParallelLinear):
+        num_query = module.num_heads * module.head_size
+        yield parameter[:num_query]
+        if rank % module.num_kv_head_replicas == 0:
+            yield parameter[num_query:]
+        return
+    is_cut = isinstance(module, VocabParallelEmbedding | RoutedExperts) or (
+        isinstance(module, ColumnParallelLinear | RowParallelLinear)
+        and module.tp_size > 1
+        and not (isinstance(module, RowParallelLinear) and name == "bias")
+    )
+    if is_cut or rank == 0:
+        yield parameter
 
 
 def repack_experts(model: nn.Module) -> None:

@@ -1,14 +1,14 @@
 """Weights in buckets, from one rank to others: packed while the bucket before travels.
 
 A tensor that is no larger than a bucket travels in one, with others, and the receiver hands out
-views of it. A larger one travels by itself, from the sender's memory straight to the receiver's:
-the engine wants tensors whole, so no way of cutting it would need less. Memory beside the weights:
+views of it. A larger one travels by itself, from the sender's memory straight to the receiver's.
+An engine may hold what it is given: vLLM keeps the tensors of a fused module (query, key and value;
+gate and up; all experts of a layer) until the last of them has come. So every bucket arrives in
+memory of its own, which is freed when nobody holds any of its tensors. Memory beside the weights:
 
 - sender: two buckets;
-- receiver: two buckets, or the largest tensor where that is more (in the same memory, not beside).
-
-On a GPU it is given back to the allocator at the end. On a CPU it is kept for the next broadcast:
-fresh pages cost as much as copying into them.
+- receiver: what the engine holds, in whole buckets, and the two that arrive and are handed out; a
+  tensor that travels by itself counts as a bucket.
 """
 
 from __future__ import annotations
@@ -44,16 +44,9 @@ class Route:
     """Gloo: what a bucket holds, errors, and that all has arrived."""
     payload: OutsideGroup
     """Bytes of the weights; NCCL on GPUs."""
-    memory: Tensor | None = None
-    """[bytes] uint8 that a broadcast uses, and the next one after it where it is a CPU's."""
-
-    def release(self) -> None:
-        """Free a GPU's memory when a broadcast is over, however it ended."""
-        if self.payload.device.type == "cuda":
-            self.memory = None
 
 
-_Kind = Literal["bucket", "whole", "end", "error"]
+_Kind = Literal["bucket", "end", "error"]
 
 
 @dataclass(slots=True)
@@ -64,9 +57,7 @@ class _Header:
     number: int
     """Headers before this one in the broadcast: both ends count."""
     num_bytes: int = 0
-    """Bytes that travel, without padding behind the last tensor."""
-    reserve: int = 0
-    """Bytes of a bucket."""
+    """Bytes that travel, with the padding between tensors."""
     tensors: list[tuple[str, str, list[int], int]] = field(default_factory=list)
     """(name, dtype, shape, offset in bytes) of each tensor."""
     error: str = ""
@@ -106,8 +97,6 @@ def send(
         with suppress(WeightSyncError):
             sender.end("error", error=f"{type(error).__name__}: {error}")
         raise
-    finally:
-        route.release()
     return sender.num_bytes
 
 
@@ -115,7 +104,7 @@ def receive(route: Route) -> Iterator[tuple[str, Tensor]]:
     """Yield the (name, tensor) that `send` is given, bit for bit and in its order.
 
     Call it on every rank of a route but the first, and run it through to its end: the sender waits
-    for that. A tensor is overwritten once the next one is asked for, the last by the next call.
+    for that. Whoever takes a tensor may hold it as long as it likes; it then holds its bucket.
 
     Args:
         route: the groups that they travel over.
@@ -127,11 +116,7 @@ def receive(route: Route) -> Iterator[tuple[str, Tensor]]:
             groups' time limit, or is at another place of another broadcast. The tensors so far are
             no weights of any version.
     """
-    receiver = _Receiver(route)
-    try:
-        yield from receiver.tensors()
-    finally:
-        route.release()
+    return _Receiver(route).tensors()
 
 
 class _Sender:
@@ -141,8 +126,7 @@ class _Sender:
         self.num_bytes = 0
         self._route = route
         self._capacity = -(-bucket_bytes // _ALIGNMENT) * _ALIGNMENT
-        memory = _ensure_memory(route, 2 * self._capacity)
-        self._buckets = memory[: self._capacity], memory[self._capacity : 2 * self._capacity]
+        self._buckets = [_new_memory(route, self._capacity) for _ in range(2)]
         self._works: list[list[dist.Work]] = [[], []]
         self._filling = 0
         self._used = 0
@@ -156,7 +140,7 @@ class _Sender:
         entry = (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         if num_bytes > self._capacity:
             self._flush()
-            works = self._announce("whole", num_bytes=num_bytes, tensors=[(*entry, 0)])
+            works = self._announce("bucket", num_bytes=num_bytes, tensors=[(*entry, 0)])
             content = _as_bytes(tensor.contiguous())
             works.append(self._route.payload.broadcast(content, source=_SOURCE))
             _wait(works, name)
@@ -186,7 +170,7 @@ class _Sender:
 
     def _announce(self, kind: _Kind, **fields: Any) -> list[dist.Work]:
         """Begin to tell all receivers what comes next."""
-        header = _Header(kind, self._num_headers, reserve=self._capacity, **fields)
+        header = _Header(kind, self._num_headers, **fields)
         self._num_headers += 1
         content = json.dumps([getattr(header, name) for name in header.__slots__]).encode()
         body = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -210,12 +194,11 @@ class _Sender:
 
 
 class _Receiver:
-    """Memory of two buckets, used in turns; as a whole where a tensor is larger."""
+    """Takes the next bucket while the one before is handed out."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
         self._num_headers = 0
-        self._next_half = 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `receive`."""
@@ -229,21 +212,13 @@ class _Receiver:
                 raise WeightSyncError(f"weights: the sender broke off: {header.error}")
             if header.kind == "end":
                 self._confirm()
-                yield from ready
+                yield from _handed_out(ready)
                 return
-            if header.kind == "whole" or self._must_grow(header):
-                # The memory that `ready` is in may be needed.
-                yield from ready
-                ready = []
-            memory = self._memory_for(header)
+            memory = _new_memory(self._route, header.num_bytes)
             works = [self._route.payload.broadcast(memory, source=_SOURCE)]
-            yield from ready  # while the next ones travel
+            yield from _handed_out(ready)  # while the next ones travel
             ready = _views(memory, header)
-            if header.kind == "whole":
-                # What comes next may need its memory.
-                _wait(works, header.tensors[0][0])
-                yield from ready
-                ready = []
+            del memory
 
     def _next_header(self) -> _Header:
         """What comes next."""
@@ -261,43 +236,23 @@ class _Receiver:
         self._num_headers += 1
         return header
 
-    def _memory_for(self, header: _Header) -> Tensor:
-        """[num_bytes] uint8 to receive into; nothing of the last but one is used any more."""
-        memory = _ensure_memory(self._route, self._wanted(header))
-        if header.kind == "whole":
-            return memory[: header.num_bytes]
-        start = self._next_half * header.reserve
-        self._next_half = 1 - self._next_half
-        return memory[start : start + header.num_bytes]
-
     def _confirm(self) -> None:
         """Tell the sender that all has arrived."""
         _synchronize(self._route.payload.device)
         with _naming("the end"):
             self._route.headers.barrier()
 
-    def _must_grow(self, header: _Header) -> bool:
-        return self._route.memory is None or len(self._route.memory) < self._wanted(header)
 
-    def _wanted(self, header: _Header) -> int:
-        return max(2 * header.reserve, header.num_bytes)
+def _new_memory(route: Route, num_bytes: int) -> Tensor:
+    """[num_bytes] uint8 on the payload's device, freed with the last view of it."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=route.payload.device)
 
 
-def _ensure_memory(route: Route, num_bytes: int) -> Tensor:
-    """The route's memory, made or grown if it is smaller."""
-    memory = route.memory
-    if memory is None:
-        memory = torch.empty(num_bytes, dtype=torch.uint8, device=route.payload.device)
-    elif len(memory) < num_bytes:
-        # Freed first, never both; whoever still holds a tensor of the old memory has one in the
-        # new. Not where NumPy has seen it: that memory stays while it is held.
-        if memory.untyped_storage().resizable():
-            memory.untyped_storage().resize_(0)
-            memory.resize_(num_bytes)
-        else:
-            memory = memory.new_empty(num_bytes)
-    route.memory = memory
-    return memory
+def _handed_out(tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield them in order, and hold none that has been taken."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()
 
 
 def _views(memory: Tensor, header: _Header) -> list[tuple[str, Tensor]]:

@@ -127,8 +127,8 @@ class Engine(Protocol):
 
         Args:
             tensors: (Hugging Face name, whole tensor), every tensor of the model once, those of one
-                module next to each other; the same on every rank. Streamed: a tensor may be
-                overwritten once the next one is asked for.
+                module next to each other; the same on every rank. Streamed; the engine may
+                hold what it is given until the call returns, and nobody overwrites it meanwhile.
             policy_version: becomes the engine's.
             on_received: called once the tensors are of no more use, before the engine takes memory
                 for its KV cache.
@@ -136,8 +136,8 @@ class Engine(Protocol):
         Collectives: those of `tensors`, in lockstep on all ranks.
 
         Raises:
-            WeightSyncError: a tensor is missing, extra, twice or misshapen; names it. The weights
-                are then undefined, and the version is -1.
+            WeightSyncError: a tensor is missing, extra, twice or misshapen, or is not what the
+                engine has now; names it. The weights are then undefined, and the version is -1.
         """
 
     def sleep(self) -> None:

@@ -26,6 +26,7 @@ class Replicas:
         gloo_group: all ranks, for Python objects.
         rank: this rank.
         world_size: number of ranks.
+        size: ranks of a replica.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Replicas:
         self.gloo_group = gloo_group
         self.rank = rank
         self.world_size = world_size
-        self._size = size
+        self.size = size
         self._replica_group = replica_group
 
     @classmethod
@@ -66,7 +67,7 @@ class Replicas:
     @property
     def count(self) -> int:
         """Replicas of the run."""
-        return self.world_size // self._size
+        return self.world_size // self.size
 
     @property
     def is_first_rank(self) -> bool:
@@ -81,7 +82,7 @@ class Replicas:
     @property
     def is_first_of_replica(self) -> bool:
         """Whether this is the first rank of its replica."""
-        return self.rank % self._size == 0
+        return self.rank % self.size == 0
 
     def share(self, prompts: Sequence[T], *, rank: int | None = None) -> list[T]:
         """This replica's contiguous slice of `prompts`; all replicas' slices cover it in order.
@@ -89,11 +90,11 @@ class Replicas:
         With `rank` that of the replica of another rank.
         """
         rank = self.rank if rank is None else rank
-        return _slice(prompts, rank // self._size, self.count)
+        return _slice(prompts, rank // self.size, self.count)
 
     def part(self, groups: Sequence[T]) -> list[T]:
         """This rank's contiguous slice of its replica's `groups`; its ranks' slices cover them."""
-        return _slice(groups, self.rank % self._size, self._size)
+        return _slice(groups, self.rank % self.size, self.size)
 
     def gather(self, groups: Sequence[T]) -> list[T]:
         """Gather a few small objects of every rank, in the order of ranks, on every rank.
@@ -122,7 +123,7 @@ class Replicas:
         if self._replica_group is None:
             return answer
         answers = [answer]
-        first = self.rank // self._size * self._size
+        first = self.rank // self.size * self.size
         dist.broadcast_object_list(answers, src=first, group=self._replica_group)
         return answers[0]
 

@@ -181,7 +181,7 @@ class Bridge:
     def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that the trainers send. On every rank that generates.
 
-        To be run through to the end; a tensor is overwritten once the next one is asked for.
+        To be run through to the end. Tensors may be held (`broadcast.receive`).
 
         Collectives: those of `broadcast.receive`.
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import weakref
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gapo_megatron.compat.torch import TorchDispatchMode, operator_name
 from gapo_megatron.errors import WeightSyncError
@@ -40,8 +40,10 @@ def weights() -> Iterator[tuple[str, Tensor]]:
     yield "head", tied
 
 
-def bits(pairs: Iterator[tuple[str, Tensor]]) -> list[tuple[str, str, tuple[int, ...], bytes]]:
-    """What arrives, taken before the next one is asked for."""
+def bits(
+    pairs: Iterator[tuple[str, Tensor]], *, held: bool = False
+) -> list[tuple[str, str, tuple[int, ...], bytes]]:
+    """What arrives; `held`: looked at when all has arrived, as an engine may do."""
     return [
         (
             name,
@@ -49,7 +51,7 @@ def bits(pairs: Iterator[tuple[str, Tensor]]) -> list[tuple[str, str, tuple[int,
             tuple(tensor.shape),
             tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
         )
-        for name, tensor in pairs
+        for name, tensor in (list(pairs) if held else pairs)
     ]
 
 
@@ -59,22 +61,22 @@ def _route(world: World) -> Route:
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of what `torch.empty` has made and `resize_` has resized, while it lives."""
+    """Counts the bytes of what `torch.empty` has made, while anything uses them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._made: list[weakref.ref[Tensor]] = []
+        self._made: list[tuple[StorageWeakRef, int]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         if operator_name(func) == "empty":
-            self._made.append(weakref.ref(made))
-        living = [tensor for one in self._made if (tensor := one()) is not None]
-        sizes = [tensor.untyped_storage().nbytes() for tensor in living]
-        self.peak = max(self.peak, sum(size for size in sizes if size > 2**16))
+            storage = made.untyped_storage()
+            self._made.append((StorageWeakRef(storage), storage.nbytes()))
+        sizes = [size for one, size in self._made if size > 2**16 and not one.expired()]
+        self.peak = max(self.peak, sum(sizes))
         return made
 
 
@@ -82,7 +84,7 @@ def _send_or_receive(world: World, bucket_bytes: int) -> list[object]:
     """Twice, by one route: nothing of the first broadcast is left in the way of the second."""
     route = _route(world)
     if world.bridge.is_generation:  # type: ignore[union-attr]
-        return [bits(broadcast.receive(route)) for _ in range(2)]
+        return [bits(broadcast.receive(route), held=True) for _ in range(2)]
     return [broadcast.send(weights(), route, bucket_bytes=bucket_bytes) for _ in range(2)]
 
 
@@ -151,34 +153,34 @@ def test_who_is_gone_keeps_nobody_waiting(tmp_path: Path, gone: int) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"0", "1", "2"} - {str(gone)})
 
 
-def _memory(world: World, bucket_bytes: int, sizes: list[int]) -> list[int]:
-    """Bytes at most of what one end makes in each of two broadcasts, tensors it was given aside."""
+def _memory(world: World, bucket_bytes: int, sizes: list[int], num_held: int) -> list[int]:
+    """Bytes at most of what one end makes in each of two broadcasts, tensors it was given aside.
+
+    The receiver holds the last `num_held` tensors that it has taken.
+    """
     peaks = []
     for _ in range(2):
-        with Memory() as held:
+        with Memory() as made:
             if world.bridge is not None and world.bridge.is_generation:
-                for _ in broadcast.receive(_route(world)):
-                    pass
+                taken: deque[Tensor] = deque(maxlen=num_held)
+                for _, tensor in broadcast.receive(_route(world)):
+                    taken.append(tensor)
+                    del tensor
+                taken.clear()
             else:
                 tensors = ((str(size), torch.zeros(size, dtype=torch.uint8)) for size in sizes)
                 broadcast.send(tensors, _route(world), bucket_bytes=bucket_bytes)
-        peaks.append(held.peak)
+        peaks.append(made.peak)
     return peaks
 
 
-@pytest.mark.parametrize("largest", [2, 5])
-def test_memory_beside_the_weights_is_two_buckets(largest: int) -> None:
-    """Or the largest tensor, where the receiver needs more for it; and the next has the same."""
+@pytest.mark.parametrize(("num_held", "num_buckets"), [(0, 2), (3, 5)])
+def test_memory_beside_the_weights_is_two_buckets_and_what_is_held(
+    num_held: int, num_buckets: int
+) -> None:
+    """A bucket is freed with the last tensor of it that somebody holds."""
     bucket = 2**20
-    sizes = [bucket // 2, bucket, 7, largest * bucket, 3, bucket // 2, bucket // 2, bucket, bucket]
-    sender, receiver = run_sides(_memory, 1, 1, bucket, sizes)
-    assert sender == [2 * bucket, 0]
-    assert receiver == [max(2, largest) * bucket, 0]
-
-
-def test_a_gpus_memory_is_given_back() -> None:
-    for device, kept in (("cuda", False), ("cpu", True)):
-        group: Any = SimpleNamespace(device=torch.device(device))
-        route = Route(group, group, memory=torch.empty(1, dtype=torch.uint8))
-        route.release()
-        assert (route.memory is not None) is kept
+    sizes = [bucket // 2] * 2 + [bucket] * 9
+    sender, receiver = run_sides(_memory, 1, 1, bucket, sizes, num_held)
+    assert sender == [2 * bucket] * 2
+    assert receiver == [num_buckets * bucket] * 2

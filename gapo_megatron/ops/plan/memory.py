@@ -191,8 +191,14 @@ def _generator_memory(shape: Shape, config: Config, layout: Layout, gpu: Gpu) ->
 
 
 def received_bytes(shape: Shape, config: Config) -> int:
-    """Buckets of a rank that only generates, or the largest tensor where that is more."""
-    return max(BUCKETS_BYTES, shape.head_weights * element_bytes(config))
+    """Weights on their way into a rank that only generates: two buckets, and what vLLM holds.
+
+    It holds the tensors of a fused module until the last has come: at most those of a layer's
+    matrices, of all its experts, or the embedding.
+    """
+    experts = shape.num_experts * shape.expert_weights
+    held = max(shape.head_weights, shape.layer_weights, experts)
+    return BUCKETS_BYTES + held * element_bytes(config)
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,8 +177,8 @@ class RolloutEngine:
         self.schedule.require_awake("update_weights")
         self.policy_version = -1
         try:
-            reload_weights(self.llm, self.hf_config, tensors)
-        except ConversionError as error:
+            reload_weights(self.llm, self.hf_config, tensors, self.replicas)
+        except (ConversionError, WeightSyncError) as error:
             raise WeightSyncError(f"weight sync, version {policy_version}: {error}") from error
         on_received()
         self.schedule.wake_for_generation()

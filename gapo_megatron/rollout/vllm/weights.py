@@ -11,31 +11,52 @@ from transformers import PretrainedConfig
 from gapo_megatron.compat import vllm
 from gapo_megatron.compat.vllm import LLMEngine
 from gapo_megatron.config import Config
+from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.models.checks import num_experts
 from gapo_megatron.models.rules import checked
 from gapo_megatron.models.tables import rules_for
+from gapo_megatron.rollout.replicas import Replicas
+from gapo_megatron.rollout.vllm.digests import Digests, differing
 
 
 def reload_weights(
-    llm: LLMEngine, hf_config: PretrainedConfig, weights: Iterable[tuple[str, Tensor]]
+    llm: LLMEngine,
+    hf_config: PretrainedConfig,
+    weights: Iterable[tuple[str, Tensor]],
+    replicas: Replicas,
 ) -> None:
-    """Replace vLLM's weights in place.
+    """Replace vLLM's weights in place, and prove that every tensor has got there.
 
-    The tensors are streamed: vLLM takes them layer by layer as they come, and this rank's share of
-    each is copied over the old one (graphs and compiled code stay valid). At most one layer is held
-    besides the two copies of the model. With `rollout.quantization` a module's weights are
-    quantised when the last of them has come, by scales made of these weights, not of older ones.
+    The tensors are streamed: vLLM holds those of a fused module until the last of them has come,
+    then copies this rank's share over the old one (graphs and compiled code stay valid). At most
+    one such module is held besides the two copies of the model. With `rollout.quantization` its
+    weights are then quantised, by scales made of these weights, not of older ones.
+
+    What was sent and what vLLM has loaded are compared by digests, before it quantises or packs
+    anything; the log-probs that follow (`rollout.verify`) prove what it computes with it.
 
     Args:
         llm: vLLM's engine, with memory for the weights.
         hf_config: the model's Hugging Face config.
         weights: see `Engine.update_weights`.
+        replicas: of the engine.
+
+    Collectives: those of `weights`; a gather of a few numbers a layer over all ranks.
 
     Raises:
         ConversionError: a tensor is missing, extra, twice or misshapen; names it.
+        WeightSyncError: the engine has loaded something else than was sent; names the modules.
     """
-    tensors = checked(rules_for(hf_config), weights)
-    vllm.load_weights(llm, tensors)
+    sent, loaded = Digests(), Digests()
+    tensors = sent.noted(checked(rules_for(hf_config), weights))
+    vllm.load_weights(llm, tensors, note=loaded.note)
+    by_rank = replicas.gather([loaded])
+    for first in range(0, len(by_rank), replicas.size):
+        if wrong := differing(sent, by_rank[first : first + replicas.size]):
+            raise WeightSyncError(
+                f"the engine of rank {first} has not loaded what was sent of "
+                f"{len(wrong)} modules: {', '.join(wrong[:5])}"
+            )
 
 
 def verify_bound(config: Config, hf_config: PretrainedConfig, device: torch.device) -> float:

@@ -1,0 +1,64 @@
+"""Digests of weights: whether an engine has loaded every tensor that it was given, whole."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+_CHUNK = {"cpu": 2**18, "cuda": 2**24}
+"""Elements that are digested at once, by device type: few enough for a core's cache."""
+_FACTOR = -0x61C88647
+"""2^32 divided by the golden ratio, as a signed number: odd, with bits in no pattern."""
+
+
+class Digests(Counter[str]):
+    """A number for every module: the sum of a 32-bit hash of each element's float32 bits.
+
+    It does not depend on how a module's elements are ordered, cut or joined, so those of the
+    tensors that were sent (query, key, value; one expert after another) add up to those of the
+    parameters that an engine has made of them, over the ranks of a replica. Zeros, with which
+    engines pad, count nothing. One changed bit changes it.
+
+    Keys are `model.embed_tokens`, `model.layers.3.mlp`, `model.layers.3.input_layernorm`, ...: up
+    to the part of a layer, in which Hugging Face and vLLM name the same things.
+    """
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor, or a part of one, under its module."""
+        self[module_of(name)] += digest(tensor)
+
+    def noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass tensors through, and add them."""
+        for name, tensor in tensors:
+            self.note(name, tensor)
+            yield name, tensor
+
+
+def module_of(name: str) -> str:
+    """Key in `Digests` of a parameter."""
+    found = re.match(r".*\blayers\.\d+\.[^.]+(?=\.)", name)
+    return found[0] if found else name.rpartition(".")[0]
+
+
+def digest(tensor: Tensor) -> int:
+    """Sum of a hash of each element of a floating-point tensor of any shape."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in tensor.detach().reshape(-1).split(_CHUNK[tensor.device.type]):
+        mixed = chunk.float().view(torch.int32) * _FACTOR
+        total += mixed.mul_(mixed ^ (mixed >> 15)).sum(dtype=torch.int64)
+    return int(total)
+
+
+def differing(sent: Digests, loaded: Sequence[Digests]) -> list[str]:
+    """Modules that the ranks of a replica have not loaded as they were sent, in order of names.
+
+    Args:
+        sent: of whole tensors.
+        loaded: of what each rank of the replica has loaded.
+    """
+    names = sorted({*sent, *(name for one in loaded for name in one)})
+    return [name for name in names if (sent[name] - sum(one[name] for one in loaded)) % 2**64 != 0]

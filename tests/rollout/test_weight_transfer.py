@@ -1,0 +1,198 @@
+"""Weights over the bridge into a real vLLM engine: in buckets of any size, whole or refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from gapo_megatron.compat import vllm
+from gapo_megatron.compat.vllm import LLMEngine
+from gapo_megatron.errors import WeightSyncError
+from gapo_megatron.rollout import broadcast
+from gapo_megatron.rollout.vllm import RolloutEngine
+from gapo_megatron.rollout.vllm.digests import Digests, differing, digest, module_of
+from gapo_megatron.run.process_group import World
+from gapo_megatron.types import Sequences
+from tests.dist import run_distributed, run_sides
+from tests.rollout_setup import (
+    SIZES,
+    VOCAB,
+    build_engine,
+    make_config,
+    make_model,
+    perturb,
+    vllm_environment,
+)
+
+KINDS = ("dense", "tied", "experts")
+BUCKETS = (1, 2**20, 2**30)
+"""Every tensor by itself; several buckets; one for all."""
+EXPERTS = {
+    "head_dim": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def model_of(kind: str) -> PreTrainedModel:
+    """Its layers are larger than a bucket of 1 MiB, the experts of one layer many times that."""
+    if kind != "experts":
+        return make_model(tied=kind == "tied")
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | EXPERTS))
+
+
+def save_versions(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32) -> Path:
+    """Two versions of a model that differ in every tensor, under Hugging Face's names."""
+    for version in (0, 1):
+        model = model_of(kind)
+        perturb(model, seed=version)
+        model.to(dtype).save_pretrained(folder / kind / str(version))
+    return folder / kind
+
+
+def weights_of(folder: Path, version: int) -> list[tuple[str, Tensor]]:
+    """In the order in which a policy exports them: those of a layer next to each other."""
+    tensors = load_file(folder / str(version) / "model.safetensors")
+    return sorted(tensors.items(), key=lambda pair: (module_of(pair[0]), pair[0]))
+
+
+def engine_for(folder: Path, **settings: str) -> RolloutEngine:
+    names = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
+    os.environ |= {name: vllm_environment()[name] for name in names}
+    return build_engine(make_config(folder / "0", **settings))  # type: ignore[arg-type]
+
+
+def probe() -> Sequences:
+    ids = np.random.default_rng(0).integers(2, VOCAB, (3, 40)).astype(np.int32)
+    return Sequences(list(ids[:, :4]), list(ids[:, 4:]))
+
+
+def _transfer(world: World, folder: Path) -> list[float]:
+    """Mean difference, for every bucket size, to log-probs with the same weights in place."""
+    assert world.bridge is not None and world.bridge._route is not None
+    route = world.bridge._route
+    if not world.bridge.is_generation:
+        for size in BUCKETS:
+            broadcast.send(iter(weights_of(folder, 1)), route, bucket_bytes=size)
+        return []
+    engine, differences = engine_for(folder), []
+    engine.update_weights(weights_of(folder, 1), policy_version=0)
+    expected = np.concatenate(engine.score(probe()))
+    for version, _ in enumerate(BUCKETS, 1):
+        engine.update_weights(weights_of(folder, 0), policy_version=version)
+        assert np.abs(np.concatenate(engine.score(probe())) - expected).mean() > 0.1
+        engine.update_weights(broadcast.receive(route), policy_version=version)
+        found = np.concatenate(engine.score(probe()))
+        differences.append(float(np.abs(found - expected).mean()))
+    return differences
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_buckets_of_any_size_bring_the_weights_of_a_colocated_engine(
+    tmp_path: Path, kind: str
+) -> None:
+    """VLLM holds the tensors of a fused module; buckets are smaller than one, or than a tensor."""
+    _, differences = run_sides(_transfer, 1, 1, save_versions(tmp_path, kind))
+    assert differences == [0.0] * len(BUCKETS)
+
+
+def _plant(folder: Path, precision: str) -> list[str]:
+    """Let vLLM load every single tensor of another version once; those that pass unnoticed."""
+    engine, missed = engine_for(folder, precision=precision), []
+    others = {name: tensor.clone() for name, tensor in weights_of(folder, 1)}
+    for tensor in others.values():  # the last element, by its last bit
+        bits = tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16)
+        bits.view(-1)[-1] ^= 1
+    load = vllm.load_weights
+    for stale in others:
+        with patch.object(vllm, "load_weights", _substituting(load, stale, others[stale])):
+            try:
+                engine.update_weights(weights_of(folder, 1), policy_version=1)
+            except WeightSyncError as error:
+                assert engine.policy_version == -1
+                if module_of(stale) in str(error) and "of 1 modules" in str(error):
+                    continue
+        missed.append(stale)
+    engine.update_weights(weights_of(folder, 1), policy_version=2)
+    return missed
+
+
+def _substituting(load: Callable[..., None], stale: str, other: Tensor) -> Callable[..., None]:
+    """`compat.vllm.load_weights`, which gets `other` in place of the tensor named `stale`."""
+
+    def load_other(
+        llm: LLMEngine,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        note: Callable[[str, Tensor], None],
+    ) -> None:
+        changed = ((name, other if name == stale else tensor) for name, tensor in tensors)
+        load(llm, changed, note=note)
+
+    return load_other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("precision", "num_ranks"),
+    [("bf16", 1), pytest.param("fp32", 2, marks=pytest.mark.system)],
+)
+def test_one_bit_of_one_tensor_is_missed(
+    tmp_path: Path, kind: str, precision: str, num_ranks: int
+) -> None:
+    """Embedding, norms, biases, every matrix, the router, every expert, the head."""
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    folder = save_versions(tmp_path, kind, dtype=dtype)
+    for missed in run_distributed(_plant_in_replica, num_ranks, folder, precision, num_ranks):
+        assert missed == []
+
+
+def _plant_in_replica(folder: Path, precision: str, num_ranks: int) -> list[str]:
+    rank = torch.distributed.get_rank()
+    os.environ |= vllm_environment(rank, num_ranks)
+    return _plant(folder, precision) if num_ranks == 1 else _plant_over_ranks(folder, precision)
+
+
+def _plant_over_ranks(folder: Path, precision: str) -> list[str]:
+    """As `_plant`, with an engine cut over all ranks."""
+    with patch.dict(globals(), engine_for=_engine_over_ranks):
+        return _plant(folder, precision)
+
+
+def _engine_over_ranks(folder: Path, **settings: str) -> RolloutEngine:
+    size = torch.distributed.get_world_size()
+    return build_engine(make_config(folder / "0", tensor_parallel_size=size, **settings))  # type: ignore[arg-type]
+
+
+def test_digests_do_not_depend_on_order_cut_or_padding_and_see_every_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(64, 48, generator=generator).bfloat16()
+    sent = Digests()
+    sent.note("model.layers.11.mlp.up_proj.weight", whole)
+    parts = [Digests(), Digests()]
+    padded = torch.cat([whole.t()[:20], torch.zeros(3, 64)])
+    parts[0].note("model.layers.11.mlp.gate_up_proj.weight", padded)
+    parts[1].note("model.layers.11.mlp.gate_up_proj.weight", whole.t()[20:].float())
+    assert differing(sent, parts) == []
+    for row in (0, 63):
+        changed = whole.clone()
+        changed.view(torch.int16)[row, 5] ^= 1
+        assert digest(changed) != digest(whole)
+    swapped = whole.clone()  # a sum of bits alone would not see these two
+    swapped.view(torch.int16)[0, 0] += 1
+    swapped.view(torch.int16)[1, 1] -= 1
+    assert digest(swapped) != digest(whole)
+    assert differing(sent, parts[:1]) == ["model.layers.11.mlp"]
+    assert differing(Digests(), parts[:1]) == ["model.layers.11.mlp"]

@@ -10,6 +10,7 @@ SEED       ?= 0
 JOBS       ?= 2
 SYSTEM_JOBS ?= 4
 ARGS       ?=
+CPU        ?=
 
 PY := .venv/bin/python
 export PYTHON
@@ -27,12 +28,15 @@ demo: ## Train a small model with GAPO on this CPU (WORLD_SIZE=1 TP=1 PP=1 SEED=
 	@tools/setup_env.sh run
 	$(PY) tools/demo.py --config configs/demo.toml --world-size $(WORLD_SIZE) --tp $(TP) --pp $(PP) --seed $(SEED) $(ARGS)
 
+# `make test CPU=avx2`: the libraries compute as on a CPU without AVX-512 and AMX.
+CPU_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+
 # After a worker's death pytest-xdist waits for ever with --dist loadfile, unless it may start no other.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q --durations=10 \
+PYTEST := $(CPU_$(CPU)) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q --durations=10 \
 	--dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 test: export PYTEST_TIMEOUT ?= 120
-test: ## Run the tests, ten minutes (JOBS=2 ARGS="tests/config/test_config.py")
+test: ## Run the tests, ten minutes (JOBS=2 CPU=avx2 ARGS="tests/config/test_config.py")
 	@tools/setup_env.sh dev
 	$(PYTEST) -n $(JOBS) -m "not system" $(ARGS)
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.programs import Program
 
+ROUNDING = ("mismatch/", "sync/", "numerics/noise_floor")
+"""Metrics of how far rounding takes two computations of one number apart."""
 OLD = Path(__file__).parents[1] / "old_files"
 
 
@@ -39,5 +41,12 @@ def test_a_run_of_an_older_version_is_resumed(
     found = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert [line.keys() for line in found] == [line.keys() for line in expected]
     for line, wanted in zip(found, expected, strict=True):
-        # To the bit on the kind of CPU that wrote them; others add up in another order.
+        # Differences that are rounding alone are other ones on every kind of CPU, and below a bound
+        # on all of them (the invariant of float32 on a CPU).
+        rounding = [name for name in line if name.startswith(ROUNDING)]
+        assert all(line.pop(name) < 1e-5 for name in rounding), line
+        # Everything else was computed from the same samples, by sums in another order. A random
+        # number falls between two CPUs' bounds of a token with a probability of about 1e-6; there
+        # are 2,000 tokens.
+        wanted = {name: value for name, value in wanted.items() if name not in rounding}
         assert line == pytest.approx(wanted, rel=1e-3, abs=1e-6, nan_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from gapo_megatron.rewards.sandbox import (
     Limits,
     ProgramError,
     SandboxError,
+    base,
     process,
     split_setting,
 )
@@ -32,6 +34,8 @@ from gapo_megatron.rewards.sandbox.inside import seccomp
 from gapo_megatron.rewards.sandbox.inside.seccomp import compile_filter
 from gapo_megatron.rewards.sandbox.process import ProcessSandbox
 from gapo_megatron.types import Outcome, Verdict
+from tests.hostile import read_programs
+from tests.rewards.test_code_hostile import ASSERTS, CALL_TESTS
 from tests.sandbox_setup import PATIENT, needs_sandbox, processes_with
 from tests.waiting import HANG_S, wait_until
 
@@ -101,6 +105,24 @@ def test_a_program_that_stuffs_its_channel_is_wrong_and_not_unknown():
         assert box._process.wait(timeout=HANG_S) == 0  # it cannot say why, and yet ends in order
         with pytest.raises(ProgramError, match="broke off"):
             box.receive()
+
+
+@pytest.mark.parametrize("tests", [CALL_TESTS, ASSERTS])
+def test_junk_beside_a_wrong_value_is_wrong_and_costs_the_judge_little(tests):
+    """48 MB of text that would be 2 GB of lists."""
+    ((_, reason, source),) = [one for one in read_programs("calls.txt") if "nested junk" in one[0]]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    verdict = verify(f"```\n{source.replace('40_000', '390_000')}\n```", json.dumps(tests))
+    assert verdict.outcome is Outcome.WRONG and re.search(reason, verdict.reason)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 * 1024  # KiB
+
+
+def test_what_is_counted_is_outside_of_text():
+    text = json.dumps({"stdout": '[[,,{\\"' * 1000, "failure": ""}).encode()
+    assert not base._has_more_values(text, 3)
+    assert base._has_more_values(b'{"value": [1, [2, 3]], "x": "]"}', 5)
+    assert not base._has_more_values(b'{"value": [1, [2, 3]], "x": "]"}', 6)
+    assert base._has_more_values(b'["' * 40, 10)
 
 
 def _wait_until_gone(marker: str) -> None:

@@ -28,6 +28,7 @@ from gapo_megatron.rewards.sandbox import (
     ProgramError,
     SandboxError,
     process,
+    seal,
     server,
     start_sandbox,
 )
@@ -162,8 +163,8 @@ def greet(address: tuple[str, int], wish: bytes) -> bytes:
     """What the service answers to a wish of who has the secret."""
     with socket.create_connection(address) as connection, connection.makefile("rb") as lines:
         connection.settimeout(HANG_S)
-        nonce = lines.readline().rstrip(b"\n")
-        connection.sendall(client.proof(client.read_secret(), nonce, wish) + b" " + wish + b"\n")
+        greeting = lines.readline().rstrip(b"\n")
+        connection.sendall(seal.proof(client.read_secret(), greeting, wish) + b" " + wish + b"\n")
         return lines.readline()
 
 
@@ -222,7 +223,7 @@ def test_a_stranger_has_a_short_time_however_often_it_speaks(secret, monkeypatch
             assert stranger.recv(4096).endswith(b"\n")
             clock.now = server.GREETING_TIMEOUT_S / 2
             stranger.sendall(b"x")
-            wait_until(lambda: served._strangers[0].greeting == b"x", "its first letter")
+            wait_until(lambda: served._strangers[0].answer == b"x", "its first letter")
             clock.now = server.GREETING_TIMEOUT_S
             stranger.sendall(b"x")
             assert stranger.recv(4096) == b""
@@ -249,12 +250,12 @@ def test_a_service_without_threads_or_files_serves_on_when_it_has_some(secret, m
             return accept()
 
         monkeypatch.setattr(served, "_listener", SimpleNamespace(accept=accept_soon))
-        limits = json.dumps({"limits": asdict(Limits()), "is_second": False}).encode()
+        wish = {"limits": asdict(Limits()), "is_second": False, "number": "0" * 32}
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(greet, address, limits)
+            waiting = pool.submit(greet, address, json.dumps(wish).encode())
             wait_until(lambda: not fails, "the thread that does not start")
             assert judge(GOOD_SUM, SUM, sandbox=sandbox) == CORRECT
-            assert waiting.result(HANG_S) == b"+\n"
+            assert waiting.result(HANG_S).endswith(b" +\n")
 
 
 @pytest.fixture
@@ -285,6 +286,8 @@ def test_a_limit_that_is_none_is_refused_by_name(door, name, value):
         ('{"limits": {"\\ud800\\n": 1}, "is_second": false}', b"version"),
         ('{"limits": {}, "is_second": false}', b"cpu_s"),
         (json.dumps({"limits": asdict(Limits()), "is_second": None}), b"is_second"),
+        (json.dumps({"limits": asdict(Limits()), "is_second": False}), b"number"),
+        (json.dumps({"limits": asdict(Limits()), "is_second": False, "number": "x"}), b"number"),
         (json.dumps({"limits": asdict(Limits(total_s=10**3000))}), b"is_second"),
         (json.dumps({"limits": asdict(Limits(cpu_s=10**3000)), "is_second": True}), b"cpu_s"),
     ],
@@ -460,3 +463,114 @@ def test_a_late_program_is_wrong_through_the_service_too(service):
         box.send({"program": "import time\ntime.sleep(3600)", "prelude": ""})
         with pytest.raises(ProgramError, match="longer than 1 s"):
             box.ask({"stdin": ""})
+
+
+@contextmanager
+def listener_that(answer: Callable[[socket.socket, list[bytes]], None]) -> Iterator[Any]:
+    """A stranger's service: `answer` gets each connection, and what it has received so far."""
+    received: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    with suppress(OSError), connection:
+                        connection.settimeout(HANG_S)
+                        answer(connection, received)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"tcp://127.0.0.1:{listening.getsockname()[1]}", received
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join(HANG_S)
+
+
+GREETING = seal.PROTOCOL + b" " + b"0" * 32 + b"\n"
+
+
+def _grant(connection: socket.socket, received: list[bytes]) -> None:
+    """Without any proof."""
+    connection.sendall(GREETING)
+    received.append(connection.recv(2**16))
+    connection.sendall(b"+\n")
+    received.append(connection.recv(2**16))
+
+
+def _guess(connection: socket.socket, received: list[bytes]) -> None:
+    """With a code of the right form."""
+    connection.sendall(GREETING)
+    received.append(connection.recv(2**16))
+    connection.sendall(b"0" * seal.CODE_BYTES + b" +\n")
+    received.append(connection.recv(2**16))
+
+
+def _reflect(connection: socket.socket, received: list[bytes]) -> None:
+    """With the client's own code."""
+    connection.sendall(GREETING)
+    received.append(connection.recv(2**16))
+    connection.sendall(received[-1][: seal.CODE_BYTES] + b" +\n")
+    received.append(connection.recv(2**16))
+
+
+def _as_before(connection: socket.socket, received: list[bytes]) -> None:
+    """As the version that proved nothing."""
+    connection.sendall(b"0" * 32 + b"\n")
+    received.append(connection.recv(2**16))
+    connection.sendall(b"+\n")
+    received.append(connection.recv(2**16))
+
+
+@pytest.mark.parametrize("answer", [_grant, _guess, _reflect, _as_before])
+def test_a_listener_without_the_secret_sees_no_test_and_judges_nothing(secret, answer):
+    with listener_that(answer) as (sandbox, received):
+        verdict = judge(GOOD_ADD, ASSERTS, sandbox=sandbox)
+        assert verdict.outcome is Outcome.UNKNOWN
+        assert not any(b"add" in line for line in received)
+        with pytest.raises(ConfigError, match=re.escape(sandbox)):
+            check_sandbox(sandbox=sandbox, python="", limits=Limits())
+
+
+def _between(port: int, change: Callable[[int, bytes], list[bytes]]) -> Any:
+    """Hands on every line of the service's, as `change` of its number and text has it."""
+
+    def answer(connection: socket.socket, received: list[bytes]) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as real, real.makefile("rb") as lines:
+            real.settimeout(HANG_S)
+
+            def hand_on() -> None:
+                with suppress(OSError):
+                    while data := connection.recv(2**16):
+                        real.sendall(data)
+                with suppress(OSError):
+                    real.shutdown(socket.SHUT_WR)
+
+            thread = threading.Thread(target=hand_on, daemon=True)
+            thread.start()
+            for number, line in enumerate(lines):
+                for changed in change(number, line):
+                    connection.sendall(changed)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        (lambda number, line: [line], Outcome.WRONG),
+        (lambda number, line: [line.replace(b"8", b"7")] if number > 1 else [line], None),
+        (lambda number, line: [line, line] if number == 1 else [line], None),  # repeated
+        (lambda number, line: [] if number == 2 else [line], None),  # left out
+        (lambda number, line: [line[:64] + b" pno\n"] if number == 2 else [line], None),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_changed_on_its_way_is_no_verdict(secret, change, outcome):
+    """The program is wrong in its second test, where it prints 8 instead of 7."""
+    tests = {"inputs": ["1", "2"], "outputs": ["7", "7"]}
+    program = "print(7 if input() == '1' else 8)"
+    with (
+        server_in_this_process() as (served, _),
+        listener_that(_between(served.port, change)) as (sandbox, _),
+    ):
+        verdict = judge(program, tests, sandbox=sandbox, wall_s=5)
+        assert verdict.outcome is (outcome or Outcome.UNKNOWN)

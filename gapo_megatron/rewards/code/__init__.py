@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +19,7 @@ from gapo_megatron.rewards.code.compare import TOLERANCE, same_text, same_value
 from gapo_megatron.rewards.code.forms import AssertTests, CallTests, Tests, TextTests, read_tests
 from gapo_megatron.rewards.code.program import extract_program
 from gapo_megatron.rewards.sandbox import (
+    MAX_VALUES,
     SYSTEM_PYTHON,
     Limits,
     ProgramError,
@@ -29,6 +31,9 @@ from gapo_megatron.rewards.sandbox.inside.values import decode, encode
 from gapo_megatron.types import Outcome, Verdict
 
 DEFAULT_LIMITS = Limits()
+
+_MESSAGE_VALUES = 1000
+"""Values that a reply may have beside those expected: a wrong one is compared, not counted."""
 
 MAX_ASSERTS_S = 60
 """For the asserts of a problem, beside what they wait for the program."""
@@ -139,7 +144,8 @@ def call_program(
         SandboxError: the sandbox did.
     """
     with start_sandbox(limits, sandbox=sandbox, python=python) as box:
-        replies = list(_calls(program, function, arguments, box))
+        most = itertools.repeat(MAX_VALUES)
+        replies = list(_calls(program, function, arguments, box, max_values=most))
     for reply in replies:
         if "value" not in reply:
             raise ProgramError(f"failed: {reply.get('error')}")
@@ -159,25 +165,39 @@ def _run_texts(program: str, tests: TextTests, box: Sandbox) -> Verdict:
 
 def _run_calls(program: str, tests: CallTests, box: Sandbox) -> Verdict:
     tolerance = TOLERANCE if tests.tolerance is None else tests.tolerance
-    replies = _calls(program, tests.function, tests.arguments, box)
-    for number, (reply, output) in enumerate(zip(replies, tests.outputs, strict=True), 1):
+    expected = [encode(output) for output in tests.outputs]
+    # Twice for tuples in place of lists, which name their kind; the rest is the message.
+    most = [2 * _num_values(value) + _MESSAGE_VALUES for value in expected]
+    replies = _calls(program, tests.function, tests.arguments, box, max_values=most)
+    for number, (reply, output) in enumerate(zip(replies, expected, strict=True), 1):
         if "value" not in reply:
             return _wrong(f"test {number}: {reply.get('error')}")
         accepted = [output, output[0]] if tests.wrapped else [output]
-        if not any(
-            same_value(reply["value"], encode(value), tolerance=tolerance) for value in accepted
-        ):
+        if not any(same_value(reply["value"], value, tolerance=tolerance) for value in accepted):
             return _wrong(f"test {number}: another value than expected")
     return Verdict(Outcome.CORRECT)
 
 
+def _num_values(value: Any) -> int:
+    """Items and collections of an encoded value."""
+    if isinstance(value, dict):
+        return 1 + sum(map(_num_values, value.values()))
+    return 1 + (sum(map(_num_values, value)) if isinstance(value, list) else 0)
+
+
 def _calls(
-    program: str, function: str, arguments: Sequence[Sequence[Any]], box: Sandbox
+    program: str,
+    function: str,
+    arguments: Sequence[Sequence[Any]],
+    box: Sandbox,
+    *,
+    max_values: Iterable[int],
 ) -> Iterator[dict[str, Any]]:
     box.send({"program": program, "prelude": ""})
     box.send({"calls": True})
-    for args in arguments:
-        yield box.ask({"function": [function], "args": encode(list(args)), "kwargs": {}})
+    for args, most in zip(arguments, max_values, strict=False):
+        message = {"function": [function], "args": encode(list(args)), "kwargs": {}}
+        yield box.ask(message, max_values=most)
 
 
 def _run_asserts(program: str, tests: AssertTests, box: Sandbox, *, asserts: Sandbox) -> Verdict:

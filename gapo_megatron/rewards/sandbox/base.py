@@ -11,6 +11,10 @@ START_TIMEOUT_S = 60.0
 """For a sandbox to start: 0.05 s, more while the machine is busy."""
 
 
+MAX_VALUES = 1_000_000
+"""Values in one reply, where nothing says how many there may be: some 100 MB once they are read."""
+
+
 class SandboxError(RuntimeError):
     """The sandbox failed, not the program: nothing is known about the program."""
 
@@ -46,24 +50,33 @@ class Limits:
 class Sandbox(ABC):
     """One running sandbox: a process of ours (`inside`) that runs the program on request."""
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, message: dict[str, Any], *, max_values: int = MAX_VALUES) -> dict[str, Any]:
         """Send a message (see `inside`) and return the reply.
 
+        Args:
+            message: what the sandbox is to do.
+            max_values: items and collections in the reply at most.
+
         Raises:
-            ProgramError: no reply within `wall_s` or `total_s`, none at all, or none of ours.
+            ProgramError: no reply within `wall_s` or `total_s`, none at all, none of ours, or a
+                larger one.
             SandboxError: the process of ours is gone, which the program cannot bring about.
         """
         self.send(message)
-        return self.receive()
+        return self.receive(max_values=max_values)
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message that has no reply, or one to be received later. Raises as `ask`."""
         self.write_line(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
         """Return the next reply. Raises as `ask`."""
+        line = self.read_line()
+        # The program may have written it: what fits in a line can need fifty times its memory.
+        if _has_more_values(line, max_values):
+            raise ProgramError(f"returned more than {max_values} values")
         try:
-            reply = json.loads(self.read_line())
+            reply = json.loads(line)
         except (ValueError, RecursionError):
             reply = None
         if not isinstance(reply, dict):
@@ -89,4 +102,13 @@ class Sandbox(ABC):
         self.close()
 
 
-__all__ = ["START_TIMEOUT_S", "Limits", "ProgramError", "Sandbox", "SandboxError"]
+def _has_more_values(line: bytes, most: int) -> bool:
+    """Whether JSON text holds more items and collections than `most`; takes linear time."""
+    unescaped = line.replace(rb"\\", b"").replace(rb"\"", b"")
+    if unescaped.count(b'"') > 4 * most:  # each has a key and a text at most
+        return True
+    outside_of_strings = b"".join(unescaped.split(b'"')[::2])
+    return sum(map(outside_of_strings.count, (b"[", b"{", b","))) > most
+
+
+__all__ = ["MAX_VALUES", "START_TIMEOUT_S", "Limits", "ProgramError", "Sandbox", "SandboxError"]

@@ -12,7 +12,6 @@ import dataclasses
 import hmac
 import logging
 import reprlib
-import secrets
 import selectors
 import socket
 import time
@@ -25,6 +24,14 @@ from typing import NoReturn
 from gapo_megatron.io.documents import parse_json
 from gapo_megatron.rewards.sandbox.base import START_TIMEOUT_S, Limits, ProgramError, SandboxError
 from gapo_megatron.rewards.sandbox.process import ProcessSandbox
+from gapo_megatron.rewards.sandbox.seal import (
+    CODE_BYTES,
+    PROTOCOL,
+    NotAuthenticError,
+    Seal,
+    proof,
+    random_number,
+)
 from gapo_megatron.rewards.sandbox.service import (
     GRANTED,
     LINE,
@@ -33,7 +40,6 @@ from gapo_megatron.rewards.sandbox.service import (
     READ,
     SANDBOX_FAILED,
     WRITE,
-    proof,
     read_secret,
 )
 
@@ -54,10 +60,11 @@ class _Stranger:
     socket: socket.socket
     host: str
     name: str
-    nonce: bytes
+    greeting: bytes
+    """Our first line, without its end."""
     until: float
     """When it is sent away."""
-    greeting: bytes = b""
+    answer: bytes = b""
     """What it has said of its first line."""
 
 
@@ -130,13 +137,14 @@ class Server:
         if len(self._strangers) >= MAX_STRANGERS:
             self._send_away(self._least_welcome())
         client.setblocking(False)
-        nonce, until = secrets.token_hex(16).encode(), time.monotonic() + GREETING_TIMEOUT_S
-        stranger = _Stranger(client, host, f"{host}:{port}", nonce, until)
+        greeting = PROTOCOL + b" " + random_number()
+        until = time.monotonic() + GREETING_TIMEOUT_S
+        stranger = _Stranger(client, host, f"{host}:{port}", greeting, until)
         self._strangers.append(stranger)
         self._selector.register(client, selectors.EVENT_READ, stranger)
         with contextlib.suppress(OSError):  # it has gone
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            client.send(nonce + b"\n")
+            client.send(greeting + b"\n")
 
     def _least_welcome(self) -> _Stranger:
         """The one that came first of the host from which most have come."""
@@ -159,38 +167,43 @@ class Server:
             return
         except OSError:
             received = b""
-        stranger.greeting += received
+        stranger.answer += received
         if not received:
             self._send_away(stranger)
             return
         # It says nothing more before it is answered.
-        if not received.endswith(b"\n") and len(stranger.greeting) < MAX_GREETING_BYTES:
+        if not received.endswith(b"\n") and len(stranger.answer) < MAX_GREETING_BYTES:
             return
+        answer = stranger.answer.rstrip(b"\n")
         try:
-            limits, is_second = self._read_wish(stranger.nonce, stranger.greeting)
+            limits, is_second = self._read_wish(stranger.greeting, answer)
         except ValueError as error:
             logger.warning("refused %s: %s", stranger.name, error)
             with contextlib.suppress(OSError):
-                stranger.socket.send(_failure(SandboxError(str(error))))
+                stranger.socket.send(_failure(SandboxError(str(error))) + b"\n")
             self._send_away(stranger)
             return
         self._forget(stranger)
         stranger.socket.setblocking(True)
         places = self._second_places if is_second else self._places
+        wish = answer.partition(b" ")[2]
+        seal = Seal(self._secret, stranger.greeting + b" " + wish, is_server=True)
         try:
-            places.submit(self._serve, stranger.socket, limits).add_done_callback(_raise)
+            places.submit(self._serve, stranger.socket, limits, seal).add_done_callback(_raise)
         except RuntimeError as error:  # no new thread: one that is there serves it once it is free
             logger.warning("%s has to wait: %s", stranger.name, error)
 
-    def _read_wish(self, nonce: bytes, line: bytes) -> tuple[Limits, bool]:
+    def _read_wish(self, greeting: bytes, answer: bytes) -> tuple[Limits, bool]:
         """The limits, and whether it is the second sandbox of a program.
 
         Raises:
             ValueError: says why not.
         """
-        code, _, wish = line.rstrip(b"\n").partition(b" ")
-        if not hmac.compare_digest(code, proof(self._secret, nonce, wish)):
-            raise ValueError("the secret is another than this service's")
+        code, _, wish = answer.partition(b" ")
+        if not hmac.compare_digest(code, proof(self._secret, greeting, wish)):
+            raise ValueError(
+                "the secret is another than this service's, or the client of another version"
+            )
         fields = parse_json(wish, where="the greeting", is_data=True)  # NaN is named below
         largest = dataclasses.asdict(self._largest)
         try:
@@ -214,9 +227,12 @@ class Server:
                     f"{name} ({value!s:.40}) is more than this service allows ({most})"
                     + (f": {cure}" if name == "total_s" else "")
                 )
+        number = fields.get("number")
+        if not isinstance(number, str) or len(number) != len(random_number()):
+            raise ValueError(f"number ({reprlib.repr(number)}) must be 16 random bytes, as text")
         return Limits(**asked), is_second
 
-    def _serve(self, client: socket.socket, limits: Limits) -> None:
+    def _serve(self, client: socket.socket, limits: Limits, seal: Seal) -> None:
         """Run one sandbox for one client, until either has ended."""
         with contextlib.suppress(OSError), client, client.makefile("rb") as lines:  # it may go
             # A judge that says nothing for longer than that has gone, and its machine with it.
@@ -226,14 +242,21 @@ class Server:
                     limits, kind="bubblewrap", python=self._python, client=client.fileno()
                 ) as box:
                     box.await_start()
-                    client.sendall(GRANTED + b"\n")
-                    _relay(client, lines, box, limits=limits)
+                    client.sendall(seal.sealed(GRANTED) + b"\n")
+                    _relay(client, lines, box, seal, limits=limits)
             except SandboxError as error:
-                client.sendall(_failure(error))
+                client.sendall(seal.sealed(_failure(error)) + b"\n")
+            except NotAuthenticError:
+                logger.warning("a line of a client was changed on its way: hung up")
 
 
 def _relay(
-    client: socket.socket, lines: BufferedReader, box: ProcessSandbox, *, limits: Limits
+    client: socket.socket,
+    lines: BufferedReader,
+    box: ProcessSandbox,
+    seal: Seal,
+    *,
+    limits: Limits,
 ) -> None:
     """Carry lines to and fro until the client ends the connection.
 
@@ -241,23 +264,24 @@ def _relay(
     """
     max_bytes = 6 * limits.disk_mib * 2**20 + 2**16  # what is longer finds no room in there
     failure = b""
-    for line in iter(partial(lines.readline, max_bytes), b""):
-        if not line.endswith(b"\n"):
+    for sealed in iter(partial(lines.readline, max_bytes + CODE_BYTES), b""):
+        if not sealed.endswith(b"\n"):
             raise SandboxError(f"a line of more than {max_bytes} bytes")
+        line, answer = seal.opened(sealed[:-1]), b""
         try:
             if not failure and line.startswith(WRITE):
-                box.write_line(line[1:])
+                box.write_line(line[1:] + b"\n")
             elif not failure:
-                client.sendall(LINE + box.read_line() + b"\n")
+                answer = LINE + box.read_line()
         except (ProgramError, SandboxError) as error:
             failure = _failure(error)
-        if failure and line.startswith(READ):
-            client.sendall(failure)
+        if line.startswith(READ):
+            client.sendall(seal.sealed(failure or answer) + b"\n")
 
 
 def _failure(error: ProgramError | SandboxError) -> bytes:
     letter = PROGRAM_FAILED if isinstance(error, ProgramError) else SANDBOX_FAILED
-    return letter + " ".join(str(error).split()).encode("utf-8", "replace") + b"\n"
+    return letter + " ".join(str(error).split()).encode("utf-8", "replace")
 
 
 def _raise(future: Future[None]) -> None:

@@ -1,10 +1,12 @@
 """A sandbox of another machine, by way of a service there (`server`).
 
-One connection is one sandbox. The server speaks first, with a random line; the client's first line
-is a code that proves that it has the shared secret, and what it wants:
+One connection is one sandbox. The server speaks first, with a random number; the client's first
+line is a code that proves that it has the shared secret, a random number of its own, and what it
+wants. Every line after that has a code of its own before it (`seal`), so that the server's first
+one proves that it has the secret too: nothing of a program or its tests is sent before.
 
-    NONCE                                 ->
-                                          <-  CODE {"limits": {...}, "is_second": false}
+    PROTOCOL NUMBER                       ->
+                                          <-  CODE {"limits": {...}, "is_second": ..., "number": ...}
     +                                     ->  once there is a place and the sandbox has started
                                           <-  >LINE   for the sandbox
                                           <-  <       asks for its next line:
@@ -17,8 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import hmac
 import json
 import os
 import secrets
@@ -31,6 +31,14 @@ from gapo_megatron.rewards.sandbox.base import (
     ProgramError,
     Sandbox,
     SandboxError,
+)
+from gapo_megatron.rewards.sandbox.seal import (
+    CODE_BYTES,
+    PROTOCOL,
+    NotAuthenticError,
+    Seal,
+    proof,
+    random_number,
 )
 
 CONNECT_TIMEOUT_S = 20.0
@@ -67,19 +75,23 @@ class ServiceSandbox(Sandbox):
     def write_line(self, line: bytes) -> None:
         if self._socket is None:
             self._connect()
-        self._send(WRITE + line)
+        self._send(WRITE + line.removesuffix(b"\n"))
 
     def read_line(self) -> bytes:
-        self._send(READ + b"\n")
+        self._send(READ)
         # Longer than the server waits for the program: whoever is late now is the service.
-        return self._judge(self._receive(self._limits.wall_s + 2 * START_TIMEOUT_S), LINE)
+        return self._receive(LINE, self._limits.wall_s + 2 * START_TIMEOUT_S)
 
     def close(self) -> None:
         self._stack.close()
 
     def _connect(self) -> None:
         secret = read_secret()
-        wish = {"limits": dataclasses.asdict(self._limits), "is_second": self._is_second}
+        wish = {
+            "limits": dataclasses.asdict(self._limits),
+            "is_second": self._is_second,
+            "number": random_number().decode(),
+        }
         text = json.dumps(wish).encode()
         host, _, port = self._address.rpartition(":")
         try:
@@ -90,12 +102,32 @@ class ServiceSandbox(Sandbox):
             raise SandboxError(f"{self._service} cannot be reached: {error}") from None
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._lines = self._stack.enter_context(self._socket.makefile("rb"))
-        nonce = self._receive(CONNECT_TIMEOUT_S)
-        self._send(proof(secret, nonce, text) + b" " + text + b"\n")
-        self._judge(self._receive(QUEUE_TIMEOUT_S + START_TIMEOUT_S), GRANTED)
+        greeting = self._receive_bare(CONNECT_TIMEOUT_S)
+        if greeting.partition(b" ")[0] != PROTOCOL:
+            raise SandboxError(
+                f"{self._service} does not speak {PROTOCOL.decode()} (it says {greeting[:40]!r}): "
+                "it is another program, or of another version"
+            )
+        self._send_bare(proof(secret, greeting, text) + b" " + text)
+        self._seal = Seal(secret, greeting + b" " + text, is_server=False)
+        self._receive(GRANTED, QUEUE_TIMEOUT_S + START_TIMEOUT_S)
 
-    def _judge(self, answer: bytes, expected: bytes) -> bytes:
-        """What follows the expected letter."""
+    def _send(self, line: bytes) -> None:
+        self._send_bare(self._seal.sealed(line))
+
+    def _receive(self, expected: bytes, timeout_s: float) -> bytes:
+        """What follows the expected letter in the next line."""
+        sealed = self._receive_bare(timeout_s)
+        if sealed.startswith(SANDBOX_FAILED):  # it has not let us in
+            reason = sealed[1:].decode(errors="replace")[:200]
+            raise SandboxError(f"{self._service} refuses, and proves nothing: {reason}")
+        try:
+            answer = self._seal.opened(sealed)
+        except NotAuthenticError:
+            raise SandboxError(
+                f"{self._service} has not proved that it has this machine's secret "
+                f"({SECRET_PATH}): somebody else listens there, or changes what it says"
+            ) from None
         letter, rest = answer[:1], answer[1:]
         if letter == PROGRAM_FAILED:
             raise ProgramError(rest.decode())
@@ -105,30 +137,25 @@ class ServiceSandbox(Sandbox):
             raise SandboxError(f"{self._service} answered {answer[:40]!r}")
         return rest
 
-    def _send(self, data: bytes) -> None:
+    def _send_bare(self, line: bytes) -> None:
         assert self._socket
         self._socket.settimeout(self._limits.wall_s + 2 * START_TIMEOUT_S)
         try:
-            self._socket.sendall(data)
+            self._socket.sendall(line + b"\n")
         except OSError as error:
             raise SandboxError(f"{self._service} was lost: {error}") from None
 
-    def _receive(self, timeout_s: float) -> bytes:
+    def _receive_bare(self, timeout_s: float) -> bytes:
         """The next line, without its end."""
         assert self._socket
         self._socket.settimeout(timeout_s)
         try:
-            line = self._lines.readline(self._limits.line_bytes() + 2**16)
+            line = self._lines.readline(self._limits.line_bytes() + CODE_BYTES + 2**16)
         except OSError as error:
             raise SandboxError(f"{self._service} was lost: {error}") from None
         if not line.endswith(b"\n"):
             raise SandboxError(f"{self._service} was lost: it ended the connection")
         return line[:-1]
-
-
-def proof(secret: bytes, nonce: bytes, wish: bytes) -> bytes:
-    """A code that only who has the secret can write; the secret itself stays where it is."""
-    return hmac.digest(secret, nonce + b" " + wish, hashlib.sha256).hex().encode()
 
 
 def read_secret() -> bytes:

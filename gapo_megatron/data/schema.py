@@ -27,6 +27,7 @@ from gapo_megatron import rewards
 from gapo_megatron.compat.library_errors import as_config_error
 from gapo_megatron.data.rows import read_lines
 from gapo_megatron.errors import ConfigError, DataError
+from gapo_megatron.hf.model_folder import MAX_TEMPLATE_CHARACTERS
 from gapo_megatron.io.documents import is_unicode, keys_of, open_file
 from gapo_megatron.types import Prompt
 
@@ -238,9 +239,15 @@ def encode_prompt(
     if chat_template:
         # The template writes every special token itself.
         with as_config_error(f"{tokenizer.name_or_path}: its chat template fails"):
-            text = tokenizer.apply_chat_template(
+            rendered = tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
             )
+        if len(rendered) > len(text) + MAX_TEMPLATE_CHARACTERS:
+            raise ConfigError(
+                f"{tokenizer.name_or_path}: its chat template makes {len(rendered)} characters of "
+                f"a prompt of {len(text)}; it may add {MAX_TEMPLATE_CHARACTERS} at most"
+            )
+        text = rendered
     token_ids = tuple(tokenizer(text, add_special_tokens=not chat_template)["input_ids"])
     if not 0 < len(token_ids) <= max_tokens:
         raise LengthError(len(token_ids))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from gapo_megatron.compat.library_errors import as_config_error
 from gapo_megatron.errors import ConversionError
@@ -32,6 +32,9 @@ def read_config(root: Path) -> PretrainedConfig:
     read_facts(root)
     with as_config_error(f"{root / 'config.json'} is not a usable config"):
         hf_config: PretrainedConfig = AutoConfig.from_pretrained(root, trust_remote_code=False)
+    if (path := root / "generation_config.json").exists():  # vLLM reads it, after minutes
+        with as_config_error(f"{path} is not usable"):
+            GenerationConfig.from_pretrained(root, trust_remote_code=False)
     rules_for(hf_config)
     return hf_config
 

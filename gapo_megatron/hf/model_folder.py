@@ -20,6 +20,9 @@ from gapo_megatron.models.parts import sizes_shown
 from gapo_megatron.models.rules import Shape, check_names, hf_shapes
 from gapo_megatron.models.tables import geometry_of, rules_for
 
+MAX_TEMPLATE_CHARACTERS = 2**20
+"""Of a chat template: ten times the longest that are published."""
+
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_FILES = (
     *VOCABULARY_FILES,
@@ -185,17 +188,23 @@ def _are_added_by_id(value: Any, vocab_size: int) -> bool:
 
 def _is_template(value: Any, vocab_size: int) -> bool:
     if isinstance(value, list):
-        return all(
-            isinstance(one, dict) and all(isinstance(one.get(k), str) for k in ("name", "template"))
-            for one in value
-        )
-    texts = value.values() if isinstance(value, dict) else [value]
-    return all(isinstance(one, str) for one in texts)
+        if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in value):
+            return False
+        value = {one["name"]: one.get("template") for one in value}
+    texts = list(value.values()) if isinstance(value, dict) else [value]
+    return all(isinstance(one, str) and len(one) <= MAX_TEMPLATE_CHARACTERS for one in texts)
 
 
 def _is(kind: type) -> _Check:
     return lambda value, vocab_size: isinstance(value, kind)
 
+
+_GENERATION: dict[str, tuple[str, _Check]] = {
+    "max_new_tokens": ("a whole number of 1 or more", lambda v, _: type(v) is int and v >= 1),
+    "cache_implementation": ("a name", _is(str)),
+    **dict.fromkeys(("compile_config", "watermarking_config"), ("a table", _is(dict))),
+}
+"""What transformers checks of generation_config.json, which vLLM reads whatever it generates by."""
 
 _RULES: dict[str, tuple[str, _Check]] = {
     **dict.fromkeys((*_SPECIAL, "mask_token"), ("a token: its text, or a table", _is_token)),
@@ -210,18 +219,22 @@ _RULES: dict[str, tuple[str, _Check]] = {
         ("true or false", _is(bool)),
     ),
     "added_tokens_decoder": (f"tokens by their ids: {_IDS}", _are_added_by_id),
-    "chat_template": ("a template, or several by name", _is_template),
+    "chat_template": (
+        f"a template, or several by name, of {MAX_TEMPLATE_CHARACTERS} characters at most",
+        _is_template,
+    ),
     "tokenizer_class": ("a name", _is(str)),
 }
 _FIELDS: dict[str, dict[str, tuple[str, _Check]]] = {
     "tokenizer_config.json": _RULES,
     "special_tokens_map.json": _RULES,
+    "generation_config.json": _GENERATION,
     "tokenizer.json": {
         "added_tokens": (f"a list of tokens with their ids: {_IDS}", _are_added),
         "model": ("a table", _is(dict)),
     },
 }
-"""File of a tokenizer -> field -> what it must be, if it is there and not null."""
+"""File of a model folder -> field -> what it must be, if it is there and not null."""
 
 
 def check_tokenizer_files(root: Path, vocab_size: int) -> None:
@@ -268,7 +281,7 @@ def check_tokenizer_files(root: Path, vocab_size: int) -> None:
                 "that the model has no embedding of"
             )
     if (path := root / "chat_template.jinja").exists():
-        read_text(path)
+        read_text(path, max_bytes=MAX_TEMPLATE_CHARACTERS)
 
 
 # --- weights -------------------------------------------------------------------------------------

@@ -158,6 +158,12 @@ def _architecture(fields: Any, source: str) -> Architecture:
 def _check_loading(fields: Mapping[str, Any], source: str) -> None:
     """Check the fields that do not describe the model, but how a library is to load it."""
     refuse_code(fields, source=source)
+    for name in ("is_encoder_decoder", "add_cross_attention"):
+        if (value := fields.get(name, False)) is not False:
+            raise ConfigError(
+                f"{source}: {name} ({json.dumps(value)[:80]}) must be false: models here are "
+                "decoders alone"
+            )
     # transformers would read another file than this one.
     if others := fields.get("configuration_files"):
         raise ConfigError(f"{source}: configuration_files ({others!a:.80}) are not read")

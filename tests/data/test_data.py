@@ -265,6 +265,13 @@ def test_chat_template_is_applied_once_and_needs_one(tmp_path, hf_dir):
     assert prompt.token_ids == tuple(tokenizer.encode(">1+2=>"))
 
 
+def test_a_template_that_makes_a_book_of_a_prompt_is_refused(tmp_path, hf_dir):
+    tokenizer = load_tokenizer(hf_dir)
+    tokenizer.chat_template = "{{ messages[0].content }}{{ '=' * 1000000000 }}"
+    with pytest.raises(ConfigError, match=f"chat template.*{10**9 + 4}.*{2**20}"):
+        _read(_write(tmp_path / "p.jsonl", _row()), tokenizer, chat_template=True)
+
+
 def test_special_tokens_come_from_the_tokenizer_or_the_template_not_both(tmp_path, hf_dir):
     tokenizer = load_tokenizer(hf_dir)
     bos = tokenizer.convert_tokens_to_ids("=")

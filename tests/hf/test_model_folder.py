@@ -294,6 +294,56 @@ def test_padding_that_the_embedding_has_no_place_for(folder: Path, value: int) -
         check_model_folder(folder)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_new_tokens", "x"),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", True),
+        ("cache_implementation", 3),
+        ("watermarking_config", 3),
+        ("compile_config", []),
+    ],
+)
+def test_how_to_generate_that_the_libraries_would_not_take(
+    folder: Path, field: str, value: Any
+) -> None:
+    change(folder / "generation_config.json", **{field: value})
+    with pytest.raises(ConfigError, match=mentions("generation_config.json", field, repr(value))):
+        check_model_folder(folder)
+
+
+def test_how_to_generate_is_tried_by_the_library_too(folder: Path) -> None:
+    change(folder / "generation_config.json", cache_implementation="no such cache")
+    check_model_folder(folder)
+    with pytest.raises(ConfigError, match=mentions("generation_config.json", "no such cache")):
+        read_hf_config(str(folder))
+
+
+@pytest.mark.parametrize("field", ["is_encoder_decoder", "add_cross_attention"])
+@pytest.mark.parametrize("value", [True, "x", None])
+def test_a_model_that_is_no_decoder_alone(folder: Path, field: str, value: Any) -> None:
+    change(folder / "config.json", **{field: False})
+    check_model_folder(folder)
+    change(folder / "config.json", **{field: value})
+    with pytest.raises(ConfigError, match=mentions("config.json", field, json.dumps(value))):
+        check_model_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_is_no_book(folder: Path, name: str) -> None:
+    most = model_folder.MAX_TEMPLATE_CHARACTERS
+    for size in (most, most + 1):
+        if name == "tokenizer_config.json":
+            change(folder / name, chat_template="x" * size)
+        else:
+            (folder / name).write_text("x" * size)
+        if size == most:
+            check_model_folder(folder)
+    with pytest.raises(ConfigError, match=mentions(name, str(most))):
+        check_model_folder(folder)
+
+
 def test_end_tokens_are_of_both_files(folder: Path) -> None:
     change(folder / "generation_config.json", eos_token_id=[3, 2], pad_token_id=-1)
     check_model_folder(folder)

@@ -6,7 +6,7 @@ wants. Every line after that has a code of its own before it (`seal`), so that t
 one proves that it has the secret too: nothing of a program or its tests is sent before.
 
     PROTOCOL NUMBER                       ->
-                                          <-  CODE {"limits": {...}, "is_second": ..., "number": ...}
+                                          <-  CODE {"limits": {}, "is_second": false, "number": ""}
     +                                     ->  once there is a place and the sandbox has started
                                           <-  >LINE   for the sandbox
                                           <-  <       asks for its next line:

@@ -1,8 +1,8 @@
 """This start of the run: when to stop, whether it still owns the run, whether it hangs.
 
 A launcher (slurm/launch.sh) gives every start a folder on the shared disk and names it in the
-environment; docs/slurm.md lists its files. Without a launcher there is no folder: signals still
-stop the run, and OWNER still guards it.
+environment; docs/slurm.md lists its files. Without a launcher there is no folder: OWNER still
+guards the run, and SIGTERM and SIGINT, which a launcher keeps for itself, stop it too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from gapo_megatron.run.fail_fast import end_after, stderr
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""They stop a run without a launcher; the second one ends it at once."""
 STAGE_SECONDS_NAME = "stage_seconds.json"
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 60.0
@@ -88,6 +90,8 @@ class Attempt:
     ) -> Self:
         """Read the launcher's environment, take or check ownership, watch for signals and hangs.
 
+        SIGQUIT shows the stacks of all threads, and the run goes on.
+
         Args:
             run_dir: the run's output folder; exists, shared by all ranks.
             hang_timeout_s: longest time between two calls of `alive` before this process prints
@@ -120,8 +124,13 @@ class Attempt:
         )
         for number in STOP_SIGNALS:
             signal.signal(number, attempt._on_signal)
-        # A rank that is ended by its launcher, because another one failed, shows where it was.
-        faulthandler.register(signal.SIGTERM, file=stderr(), all_threads=True, chain=True)
+        if attempt.folder is not None:
+            # A rank that its launcher ends, because another one failed, shows where it was.
+            faulthandler.register(signal.SIGTERM, file=stderr(), all_threads=True, chain=True)
+        else:
+            for number in END_SIGNALS:
+                signal.signal(number, attempt._on_end_signal)
+        faulthandler.register(signal.SIGQUIT, file=stderr(), all_threads=True)
         attempt.alive()
         if attempt.leads:
             attempt.require_ownership()
@@ -293,6 +302,14 @@ class Attempt:
 
     def _on_signal(self, number: int, _: Any) -> None:
         self._asked = f"signal {signal.Signals(number).name}"
+
+    def _on_end_signal(self, number: int, frame: Any) -> None:
+        self._on_signal(number, frame)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # No stream of Python's: the signal may have come while it was being written to.
+        name = signal.Signals(number).name
+        os.write(2, f"{name}: saves and ends; a second one ends at once\n".encode())
 
 
 def _are_stage_seconds(value: Any) -> bool:

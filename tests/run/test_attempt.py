@@ -230,7 +230,7 @@ def test_a_run_of_more_steps_is_not_finished(tmp_path: Path) -> None:
 
 
 PROGRAM = """
-import sys, time
+import os, signal, sys, time
 import torch.distributed as dist
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.fail_fast import fail_fast
@@ -302,8 +302,27 @@ def test_progress_keeps_a_slow_process_alive(tmp_path: Path) -> None:
     assert process.communicate(timeout=HANG_S)[1] == "" and process.returncode == 0
 
 
-def test_a_terminated_rank_shows_where_it_was_and_dies(tmp_path: Path) -> None:
-    process = run("time.sleep(3600)", tmp_path)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_without_a_launcher_the_second_signal_ends_it(tmp_path: Path, number: int) -> None:
+    body = "[os.kill(os.getpid(), NUMBER), print(attempt.stop_asked()), sys.stdout.flush()]"
+    again = "os.kill(os.getpid(), NUMBER), time.sleep(3600)"
+    process = run(f"{body}; {again}".replace("NUMBER", str(int(number))), tmp_path)
+    output, _ = process.communicate(timeout=HANG_S)
+    assert output == "True\n"
+    assert process.returncode == (-number if number == signal.SIGTERM else 130)
+
+
+def test_sigquit_shows_where_a_rank_is_and_it_goes_on(tmp_path: Path) -> None:
+    process = run("os.kill(os.getpid(), signal.SIGQUIT), print('goes on')", tmp_path)
+    output, errors = process.communicate(timeout=HANG_S)
+    assert output == "goes on\n" and process.returncode == 0
+    assert "in somewhere_deep" in errors
+
+
+def test_a_rank_that_its_launcher_ends_shows_where_it_was_and_dies(tmp_path: Path) -> None:
+    (tmp_path / "OWNER").write_text("7.0")
+    launched = {"GAPO_ATTEMPT": "7.0", "GAPO_ATTEMPT_DIR": str(tmp_path)}
+    process = run("time.sleep(3600)", tmp_path, **launched)
     process.terminate()
     _, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == -signal.SIGTERM

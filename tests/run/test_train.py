@@ -363,6 +363,21 @@ def test_weights_that_leave_for_the_engine_change_nothing(
     assert_same_run(run_dir, run_of_two if ranks == 2 else whole_run)
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_run_started_by_hand_saves_when_it_is_told_to_end(
+    root: Path, whole_run: Path, name: str
+) -> None:
+    """Whatever its last checkpoint; then it is resumed, bit for bit."""
+    ended = root / f"ended_{name}"
+    arguments = (root / "config.toml", f"run.output_dir={ended}")
+    env = {"STAGE": "step 3: update", "SIGNAL": name}
+    output = finish(Program("tests.signalled", *arguments, env=env))
+    assert f"stopped (signal {name})" in output
+    assert (ended / "checkpoints/step_00000003_1").is_dir()
+    finish(Program("gapo_megatron.train", *arguments))
+    assert_same_run(ended, whole_run)
+
+
 def test_stop_within_a_step_and_resume_repeat_the_run_bitwise(root: Path, whole_run: Path) -> None:
     """Invariant 6 for a stop on request: the updates done and the rollouts are kept."""
     stopped = root / "stopped"

@@ -1,7 +1,6 @@
 """Train with GAPO: `python -m gapo_megatron.train CONFIG.toml [section.key=value ...] [--dry-run]`.
 
-The command line, what can be refused before torch is imported, and the loop: `train`. Stops,
-resumes, branches, evaluations, saves and clocks are `run.run.Run`'s.
+The command line, what can be refused before torch is imported, and the loop; the rest is `Run`'s.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from gapo_megatron.run.restart import check_not_lost
 def train(config: Config, *, keep_weights: bool = True) -> None:
     """Run `config` to its last step, from the newest whole checkpoint of its output folder if any.
 
-    Without one, `checkpoint.branch_from` names that of another run to begin with. It ends early
-    when it is asked to stop or the job's time runs out: saved, to be started again.
+    Without one, `checkpoint.branch_from` names that of another run to begin with. Asked to stop, or
+    out of the job's time, it saves and ends early, to be started again.
 
     Args:
         config: of the run.
@@ -66,8 +65,7 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     """Refuse what can be told without torch; `Run.start` checks the rest.
 
     Raises:
-        ConfigError: the output folder, a metrics sink, the verifier or the model's folder cannot
-            be used, the run's checkpoints are gone, or the parallel sizes do not cut the model.
+        ConfigError: names what cannot be used, is gone, or does not fit the model.
     """
     check_paths(config)
     check_writable(config.run.output_dir, is_first=is_first())
@@ -119,18 +117,20 @@ def parse_arguments() -> argparse.Namespace:
         "--dry-run",
         metavar="deep",
         choices=("plain", "deep"),
-        help="print the resolved config and its arithmetic, build nothing, and exit; "
-        "--dry-run=deep: also build one rank and let it take one step, without data, on a CPU",
+        help="print the resolved config and its arithmetic, build nothing, and exit, with 2 where "
+        "an input is missing; deep: also build one rank and let it take one step, on a CPU",
     )
     parser.add_argument(
         "--rank",
         type=_rank_of,
         metavar="RANK/WORLD_SIZE",
-        help="of a dry run, e.g. 37/128: how many processes, and of --dry-run=deep which one is "
-        "built; without it rank 0 of the environment's processes",
+        help="of a dry run: how many processes, and which of them a deep one builds, e.g. 37/128",
     )
-    # Alone it takes no value: what follows it is not one.
-    given = ["--dry-run=plain" if word == "--dry-run" else word for word in sys.argv[1:]]
+    given = sys.argv[1:]
+    if "--dry-run" in given:  # alone it takes no value: what follows it is one if it says "deep"
+        at = given.index("--dry-run")
+        is_deep = given[at + 1 : at + 2] == ["deep"]
+        given[at : at + 1 + is_deep] = ["--dry-run=deep" if is_deep else "--dry-run=plain"]
     arguments = parser.parse_intermixed_args(given)
     if arguments.rank and not arguments.dry_run:
         parser.error("--rank goes with --dry-run")

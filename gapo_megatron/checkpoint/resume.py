@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from gapo_megatron.checkpoint import rng
 from gapo_megatron.checkpoint.ahead import AHEAD_NAME, Ahead
+from gapo_megatron.checkpoint.changes import record_changes, require_allowed
 from gapo_megatron.checkpoint.open_groups import (
     OPEN_GROUPS_NAME,
     load_open_groups,
@@ -44,13 +45,15 @@ def check_resume(run_dir: str | Path, hf_config: PretrainedConfig, config: Confi
 
     Raises:
         CheckpointError: it is another model's; names the fields that differ.
-        ConfigError: it has open groups, and the run would go on with them otherwise.
+        ConfigError: it has open groups, and the run would go on with them otherwise; or the run
+            would learn otherwise, and `run.allow_changes` does not say so.
     """
     if newest := manifest.newest_manifest(checkpoints_dir(run_dir)):
         folder, found = newest
         require_same_model(folder, found.model, model_identity(hf_config))
         if not is_finished(run_dir, num_steps=config.run.num_steps):
             require_same_sampling(folder, found, config)
+            require_allowed(folder, found, config)
 
 
 def load_latest(
@@ -71,7 +74,8 @@ def load_latest(
     Args:
         run_dir: the run's output folder, on a file system all ranks share.
         policy: the policy as built for this run; receives model, optimizer and update count.
-        config: compared with the checkpoint's; differences are logged, not refused.
+        config: compared with the checkpoint's; differences are logged, and refused where they
+            change what is learned (`run.allow_changes`).
         on_bytes: called with the bytes that have been compared with their digest, which takes long.
 
     Returns:
@@ -106,6 +110,7 @@ def load_latest(
     if dist.get_rank() == 0:
         _set_aside(refused)
         _log_changes(found, config)
+        record_changes(Path(run_dir), found, config)
         _warn_of_lost_metrics(Path(run_dir), found)
     # Nobody trains on, and prunes, while a peer still reads.
     dist.barrier()
@@ -141,6 +146,7 @@ def _try(
         return None, None, reason or ""
     require_same_model(path, found.model, model_identity(policy.hf_config))
     require_same_sampling(path, found, config)
+    require_allowed(path, found, config)
     state, reason = _load(path, found, policy, config)
     return found, state, reason or ""
 

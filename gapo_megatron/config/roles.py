@@ -45,6 +45,11 @@ def role_of(name: str) -> Role:
     return _ROLES.get(name, section.role if section else LEARNED)
 
 
+def is_input(name: str) -> bool:
+    """Whether a setting is the path of something that a run reads."""
+    return name in _PATHS
+
+
 def changes(before: Mapping[str, Any], config: Config) -> Changes:
     """Settings that differ from a manifest's config and decide what is computed."""
     return {

@@ -133,6 +133,19 @@ def input_paths(config: Config) -> dict[str, str]:
     }
 
 
+def missing_inputs(config: Config) -> list[str]:
+    """What the run reads and is not here: a line for each, with the setting and the path."""
+    unused = () if config.evaluation.every_steps else ("data.eval_path",)
+    return [
+        f"{name} ({path}) is not there"
+        for name, path in input_paths(config).items()
+        if path
+        and not os.path.exists(path)
+        and name not in unused
+        and not name.startswith("supervised.")  # of another program
+    ]
+
+
 def check_paths(config: Config) -> None:
     """Refuse paths that cannot be followed on this machine. A path may name what is not there yet.
 

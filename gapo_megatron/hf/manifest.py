@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import stat
@@ -128,7 +129,9 @@ def step_dir(checkpoints_dir: Path, step: int, open_updates: int | None = None) 
 
 
 def list_steps(checkpoints_dir: Path) -> list[Path]:
-    """Published checkpoint folders, newest first; half-written and refused ones are not listed.
+    """Published checkpoints, newest first; half-written and refused ones are not listed.
+
+    Whatever has a checkpoint's name is listed: a file, or a link to nothing, is a damaged one.
 
     Raises:
         CheckpointError: the folder is there, and cannot be read.
@@ -139,7 +142,7 @@ def list_steps(checkpoints_dir: Path) -> list[Path]:
             # The end of a step comes before the first update of the next.
             (int(match[1]), -1 if match[2] is None else int(match[2]), path)
             for match, path in named
-            if match and path.is_dir()
+            if match
         ]
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -220,8 +223,9 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     try:
         document = read_json(path, error=CheckpointError)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
+    except (FileNotFoundError, NotADirectoryError):
+        kind = "" if folder.is_dir() else f": {folder} is no folder, or a link to none"
+        raise CheckpointError(f"{path} is missing{kind}") from None
     if not isinstance(document, dict) or not {"sha256", "version"} <= document.keys():
         raise CheckpointError(f"{path} is not a manifest: {document!r:.40}")
     digest = document.pop("sha256")
@@ -291,7 +295,7 @@ def publish(temporary: Path, final: Path) -> None:
 
     A folder of that name (a refused checkpoint's leftover) makes way first.
     """
-    if final.exists():
+    if os.path.lexists(final):
         set_aside(final)
     rename(temporary, final)
 
@@ -299,10 +303,8 @@ def publish(temporary: Path, final: Path) -> None:
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint so that no later resume considers it; returns the new path."""
     aside = folder.with_name(f".damaged_{folder.name}")
-    if aside.is_symlink():  # what it leads to is somebody else's
-        aside.unlink()
-    elif aside.exists():
-        shutil.rmtree(aside)
+    if os.path.lexists(aside):
+        _remove(aside)
     rename(folder, aside)
     return aside
 
@@ -332,8 +334,16 @@ def prune(checkpoints_dir: Path, settings: CheckpointConfig) -> list[Path]:
     removed = [*(path for path in steps if path not in kept), *refused]
     removed = [path for path in removed if not path.is_symlink()]  # somebody else's
     for path in removed:
-        shutil.rmtree(path)
+        _remove(path)
     return removed
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; of a link the link alone, for what it leads to is somebody else's."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _step(folder: Path) -> int:

@@ -284,6 +284,16 @@ def check_tokenizer_files(root: Path, vocab_size: int) -> None:
         read_text(path, max_bytes=MAX_TEMPLATE_CHARACTERS)
 
 
+def has_chat_template(root: Path) -> bool:
+    """Whether the tokenizer of a model folder has a chat template."""
+    if (root / "chat_template.jinja").exists():
+        return True
+    try:
+        return bool(read_object(root / "tokenizer_config.json").get("chat_template"))
+    except FileNotFoundError:
+        return False
+
+
 # --- weights -------------------------------------------------------------------------------------
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.documents import read_json
 from gapo_megatron.io.files import check_overwritable, write_atomically
 
 BRANCH_NAME = "branch.json"
 """Of a branched run: where it left another one (`hf.manifest.Branch`)."""
 
+CHANGES_NAME = "changes.json"
+"""Of a run that was resumed with other settings: what was changed, before which step."""
 FINISHED_NAME = "finished.json"
 OWNER_NAME = "OWNER"
 """Of the attempt that may write."""
 _WRITTEN = (
     *("config.toml", "metrics.jsonl", "timings.jsonl", "evaluations", "tensorboard"),
-    *("wandb_run_id.txt", "stage_seconds.json", "failures", BRANCH_NAME),
+    *("wandb_run_id.txt", "stage_seconds.json", "failures", BRANCH_NAME, CHANGES_NAME),
 )
 """What a run begins anew, replaces or removes; launchers make other folders before its first start,
 and `hf` has an owner of its own (`hf.folder`)."""
@@ -34,6 +37,45 @@ def find_runs(folder: Path) -> list[Path]:
     paths = [folder, *sorted(folder.glob("*/"))]
     found = [path for path in paths if any((path / name).exists() for name in names)]
     return found[:1] if found[:1] == [folder] else found
+
+
+def read_changes(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run was resumed with that it did not have before.
+
+    Returns:
+        Tables of `step` (the first one of the new settings) and `changes` (setting: [before, now]),
+        by step; none where nothing was changed.
+
+    Raises:
+        DataError: it is no such list; names the file.
+    """
+    path = run_dir / CHANGES_NAME
+    try:
+        found = read_json(path, error=DataError)
+    except FileNotFoundError:
+        return []
+    return parse_changes(found, where=str(path))
+
+
+def parse_changes(found: Any, *, where: str) -> list[dict[str, Any]]:
+    """Check what `read_changes` returns.
+
+    Raises:
+        DataError: names `where` and the rule.
+    """
+    is_whole = isinstance(found, list) and all(
+        isinstance(one, dict)
+        and type(one.get("step")) is int
+        and isinstance(one.get("changes"), dict)
+        and all(isinstance(pair, list) and len(pair) == 2 for pair in one["changes"].values())
+        for one in found
+    )
+    if not is_whole:
+        raise DataError(
+            f"{where}: not a list of changes: each needs `step` (a whole number) and `changes` "
+            "(setting: [before, now])"
+        )
+    return list(found)
 
 
 def checkpoints_dir(run_dir: str | Path) -> Path:

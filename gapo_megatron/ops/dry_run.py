@@ -18,10 +18,10 @@ from rich.text import Text
 from gapo_megatron import rewards
 from gapo_megatron.config import Config, ParallelConfig, RolloutConfig, load_config
 from gapo_megatron.config.counts import num_begun
-from gapo_megatron.config.rules import check_paths
+from gapo_megatron.config.rules import check_paths, missing_inputs
 from gapo_megatron.errors import ConfigError, shown
 from gapo_megatron.hf.manifest import list_steps
-from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.hf.model_folder import check_model_folder, has_chat_template
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.checks import check_shapes
@@ -115,10 +115,25 @@ def print_dry_run(
         console.print(branch, markup=False)
     if note := _engine_memory_note(config, sides):
         console.print(note, markup=False)
+
+
+def why_not_run(config: Config) -> list[str]:
+    """What the run itself would stop at on this machine, a line for each; see `missing_inputs`.
+
+    The arithmetic is worth reading all the same, on a laptop for instance.
+    """
+    found = missing_inputs(config)
     try:
         rewards.check(config.reward)
-    except ConfigError as error:  # the arithmetic is worth reading all the same
-        console.print(f"The run itself would stop here: {error}", markup=False)
+    except ConfigError as error:
+        found.append(str(error))
+    hf_dir = Path(config.model.hf_dir)
+    if config.data.chat_template and hf_dir.is_dir() and not has_chat_template(hf_dir):
+        found.append(
+            f"data.chat_template (True): the tokenizer in model.hf_dir ({hf_dir}) has no chat "
+            "template"
+        )
+    return found
 
 
 def _counts_table(config: Config, sides: Sides, *, is_assumed: bool) -> Table:
@@ -369,6 +384,8 @@ def main() -> None:
             print_deep_dry_run(
                 config, rank=rank, world_size=num_ranks, ranks_per_node=ranks_per_node
             )
+        if reasons := why_not_run(config):
+            raise ConfigError("the run itself would stop here: " + "; ".join(reasons))
 
 
 if __name__ == "__main__":

@@ -19,15 +19,16 @@ from pydantic import ValidationError
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from gapo_megatron.checkpoint import OpenStep, check_resume, files, rng
+from gapo_megatron.checkpoint.changes import record_changes
 from gapo_megatron.checkpoint.open_groups import load_open_groups
 from gapo_megatron.checkpoint.save import model_identity
 from gapo_megatron.checkpoint.trainer_state import read_trainer_state, write_trainer_state
-from gapo_megatron.config import CheckpointConfig, parse_config
-from gapo_megatron.errors import CheckpointError, ConfigError
+from gapo_megatron.config import CheckpointConfig, Config, parse_config
+from gapo_megatron.errors import CheckpointError, ConfigError, DataError
 from gapo_megatron.facts import Facts, Tokens
 from gapo_megatron.hf import manifest
 from gapo_megatron.hf.manifest import Manifest
-from gapo_megatron.io.run_folder import check_writable, checkpoints_dir
+from gapo_megatron.io.run_folder import check_writable, checkpoints_dir, read_changes
 from tests.damage import sign_document
 from tests.dist import single_rank
 from tests.messages import mentions
@@ -46,7 +47,9 @@ OURS = parse_config(
 NAMES = ["__0_0.distcp", "rng_00000.pt", "sub/common.pt"]
 
 
-def make_checkpoint(folder: Path, step: int, *, model: dict | None = None) -> Path:
+def make_checkpoint(
+    folder: Path, step: int, *, model: dict | None = None, config: Config = OURS
+) -> Path:
     """A published checkpoint of a few bytes."""
     temporary = folder / f".tmp_step_{step:08d}"
     (temporary / "sub").mkdir(parents=True)
@@ -58,7 +61,7 @@ def make_checkpoint(folder: Path, step: int, *, model: dict | None = None) -> Pa
         Manifest(
             step=step,
             model=model or {"hidden_size": 8},
-            config={"run": {"seed": 0}},
+            config=config.model_dump(mode="json"),
             layout={"data_parallel_size": 1},
             megatron_version="0.16.1",
             files=entries,
@@ -77,7 +80,7 @@ def test_a_published_checkpoint_is_whole_and_says_what_it_is(tmp_path):
     path = make_checkpoint(tmp_path, 40)
     found = manifest.read_manifest(path)
     assert (found.step, sorted(found.files)) == (40, NAMES)
-    assert found.config == {"run": {"seed": 0}}
+    assert found.config == OURS.model_dump(mode="json")
     assert damage_of(path) is None
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000040"]
 
@@ -288,7 +291,8 @@ def test_a_misshapen_trainer_state_is_damage(tmp_path, change, named):
 
 def test_a_manifest_from_before_context_parallelism_is_of_one_context_rank(tmp_path):
     folder = make_checkpoint(tmp_path, 1)
-    assert "context_parallel_size" not in (folder / "manifest.json").read_text()
+    written = json.loads((folder / "manifest.json").read_text())
+    assert written["layout"] == {"data_parallel_size": 1}
     found = manifest.read_manifest(folder)
     assert found.layout == {"data_parallel_size": 1, "context_parallel_size": 1}
 
@@ -310,7 +314,6 @@ def test_half_written_and_refused_folders_are_not_listed(tmp_path):
     for step in (9, 100, 20):
         make_checkpoint(tmp_path, step)
     (tmp_path / ".tmp_step_00000200").mkdir()
-    (tmp_path / "step_00000300").write_text("a file, not a folder")
     refused = manifest.set_aside(tmp_path / "step_00000100")
     assert refused.is_dir()
     assert [p.name for p in manifest.list_steps(tmp_path)] == ["step_00000020", "step_00000009"]
@@ -416,6 +419,30 @@ def test_checkpoints_within_a_step_are_ordered_and_go_when_passed(tmp_path):
     assert [path.name for path in manifest.list_steps(tmp_path)] == ["step_00000006"]
 
 
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_what_has_a_checkpoints_name_and_is_none_counts_as_a_damaged_one(tmp_path, kind):
+    older, newest = make_checkpoint(tmp_path, 4), tmp_path / "step_00000006"
+
+    def make() -> None:
+        newest.symlink_to(tmp_path / "gone") if kind == "link" else newest.write_text("")
+
+    make()
+    assert manifest.list_steps(tmp_path) == [newest, older]
+    with pytest.raises(CheckpointError, match=re.escape(str(newest))):
+        manifest.read_manifest(newest)
+    found = manifest.newest_manifest(tmp_path)
+    assert found is not None and found[0] == older
+    manifest.set_aside(newest)
+    make()
+    assert manifest.set_aside(newest).name == ".damaged_step_00000006"
+    assert manifest.list_steps(tmp_path) == [older]
+    make()
+    made = make_checkpoint(tmp_path, 6)  # in its place
+    assert made.is_dir() and not made.is_symlink()
+    manifest.prune(tmp_path, CheckpointConfig(keep_last=1))
+    assert manifest.list_steps(tmp_path) == [made]
+
+
 def test_half_written_checkpoints_go_whoever_writes_them(tmp_path):
     make_checkpoint(tmp_path, 4)
     (tmp_path / ".tmp_step_00000009.17.0" / "sub").mkdir(parents=True)
@@ -476,6 +503,68 @@ def test_other_experts_make_another_model(tmp_path, field, value, named):
     make_checkpoint(checkpoints_dir(tmp_path), 1, model=model)
     with pytest.raises(CheckpointError, match=mentions(*named)):
         check_resume(tmp_path, Qwen3MoeConfig(**fields | {field: value}), OURS)
+
+
+def with_settings(**settings: Any) -> Config:
+    """OURS with other values of `section.key`s, dots as double underscores."""
+    tree = OURS.model_dump(mode="json", exclude_none=True)
+    for name, value in settings.items():
+        section, key = name.split("__")
+        tree[section][key] = value
+    return parse_config(tree, source="test")
+
+
+LEARNED = {
+    "objective__method": "gspo",
+    "optimizer__learning_rate": 1e-3,
+    "batch__rollouts_per_prompt": 4,
+    "rollout__temperature": 0.5,
+    "run__seed": 1,
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_what_is_learned_may_not_change_unless_it_is_said(tmp_path, name):
+    ours = Qwen2Config(hidden_size=64)
+    path = make_checkpoint(checkpoints_dir(tmp_path), 3, model=model_identity(ours))
+    setting = name.replace("__", ".")
+    changed = with_settings(**{name: LEARNED[name]})
+    with pytest.raises(
+        ConfigError, match=mentions(setting, repr(LEARNED[name]), str(path), "run.allow_changes")
+    ):
+        check_resume(tmp_path, ours, changed)
+    allowed = {name: LEARNED[name], "run__allow_changes": [setting, "optimizer.weight_decay"]}
+    check_resume(tmp_path, ours, with_settings(**allowed))
+
+
+def test_what_is_computed_otherwise_may_change(tmp_path):
+    ours = Qwen2Config(hidden_size=64)
+    make_checkpoint(checkpoints_dir(tmp_path), 3, model=model_identity(ours))
+    changed = with_settings(
+        run__num_steps=20, batch__max_tokens_per_microbatch=8192, checkpoint__every_steps=2
+    )
+    check_resume(tmp_path, ours, changed)
+
+
+def test_changes_are_recorded_by_the_step_before_which_they_were_made(tmp_path):
+    def resume(step: int, before: Config, now: Config) -> list[dict]:
+        path = make_checkpoint(tmp_path / str(len(list(tmp_path.iterdir()))), step, config=before)
+        record_changes(tmp_path, manifest.read_manifest(path), now)
+        return read_changes(tmp_path)
+
+    gspo, slow = with_settings(objective__method="gspo"), with_settings(optimizer__learning_rate=1)
+    assert resume(2, OURS, OURS) == []
+    assert not (tmp_path / "changes.json").exists()
+    first = {"step": 3, "changes": {"objective.method": ["gapo", "gspo"]}}
+    assert resume(3, OURS, gspo) == [first]
+    assert resume(3, OURS, gspo) == [first]  # killed before it saved
+    assert resume(5, gspo, gspo) == [first]
+    assert [one["step"] for one in resume(7, gspo, slow)] == [3, 7]
+    assert resume(5, gspo, gspo) == [first]  # from an older checkpoint: what was after is void
+    assert resume(2, OURS, OURS) == []
+    (tmp_path / "changes.json").write_text("{}")
+    with pytest.raises(DataError, match=r"changes\.json"):
+        read_changes(tmp_path)
 
 
 def test_check_resume_leaves_damage_to_the_resume(tmp_path):

@@ -25,6 +25,7 @@ SETTINGS = [
 # As the lists were before, prefixes and all.
 RESUME = (
     *("run.output_dir", "run.num_steps", "run.hang_timeout_s", "run.stop_margin_s", "parallel."),
+    "run.allow_changes",
     *("optimizer.offload", "rollout.verify_", "checkpoint.", "evaluation.", "metrics."),
     *("supervised", "rollout.generation_"),
 )

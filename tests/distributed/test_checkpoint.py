@@ -392,7 +392,10 @@ def stop_within_a_step(hf_dir: str, run_dir: Path) -> None:
 
     # What is kept of a step is one rank's, and one plan's: with others it is no checkpoint.
     changed = config.model_copy(
-        update={"batch": config.batch.model_copy(update={"minibatch_prompts": 1})}
+        update={
+            "batch": config.batch.model_copy(update={"minibatch_prompts": 1}),
+            "run": config.run.model_copy(update={"allow_changes": ("batch.minibatch_prompts",)}),
+        }
     )
     assert changed != config
     destroy()

@@ -20,7 +20,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf import manifest
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.dry_run import print_dry_run
+from gapo_megatron.ops.dry_run import print_dry_run, why_not_run
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches
 from gapo_megatron.ops.plan.state import per_rank_parameters
 from tests.messages import mentions
@@ -262,16 +262,37 @@ def test_how_responses_are_judged_is_said() -> None:
 
 
 def test_a_reward_that_cannot_run_is_said() -> None:
-    text = text_of(make_config(reward={"kind": "code", "python": "/no/python"}))
-    assert "would stop here: reward.sandbox ('bubblewrap'), reward.python ('/no/python')" in text
-    assert "would stop here" not in text_of(make_config())
+    found = "".join(why_not_run(make_config(reward={"kind": "code", "python": "/no/python"})))
+    assert "reward.sandbox ('bubblewrap'), reward.python ('/no/python')" in found
+    assert not any("reward" in one for one in why_not_run(make_config()))
+
+
+def test_every_input_that_the_run_reads_is_looked_for(tmp_path: Path) -> None:
+    """The run would stop at it: with the setting, and the path."""
+    model, data = tmp_path / "model", tmp_path / "train.jsonl"
+    given: dict[str, Any] = {
+        "data": {"train_path": str(data), "eval_path": str(tmp_path / "eval.jsonl")},
+        "model": {"hf_dir": str(model)},
+    }
+    found = why_not_run(make_config(**given))
+    assert [one.split()[0] for one in found] == ["model.hf_dir", "data.train_path"]
+    evaluated = make_config(**given, evaluation={"every_steps": 5})
+    assert any(one.startswith("data.eval_path") for one in why_not_run(evaluated))
+    given["data"]["chat_template"] = True
+    model.mkdir()
+    data.write_text("")
+    (found_template,) = why_not_run(make_config(**given))
+    assert found_template.startswith("data.chat_template") and str(model) in found_template
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert why_not_run(make_config(**given)) == []
 
 
 def test_the_sandbox_is_said() -> None:
     reward = {"kind": "code", "sandbox": "tcp://127.0.0.1:1"}
     text = text_of(make_config(reward=reward))
     assert re.search(r"sandbox of programs\W+tcp://127.0.0.1:1\W", text)
-    assert "would stop here: reward.sandbox ('tcp://127.0.0.1:1'): programs cannot be" in text
+    found = why_not_run(make_config(reward=reward))
+    assert any("reward.sandbox ('tcp://127.0.0.1:1'): programs cannot be" in one for one in found)
     assert "sandbox of programs" not in text_of(make_config())
 
 

@@ -70,8 +70,11 @@ def test_help(program: str) -> None:
 
 def test_a_plan_and_a_dry_run(tmp_path: Path) -> None:
     config = (CONFIG, f"run.output_dir={tmp_path}/run")
-    found = start("gapo_megatron.train", *config, "--dry-run", "--rank", "0/8")
+    # The data is not here; all that the config alone tells is said before.
+    found = start("gapo_megatron.train", *config, "--dry-run", "--rank", "0/8", code=2)
     assert "3,807,910,400" in found  # parameters of one rank
+    for name in ("data.train_path", "data.eval_path", "model.hf_dir"):
+        assert f"{name} (" in found.partition("error: ")[2]
     found = start("tools/plan.py", *config, "--nodes", "1")
     assert " parallel.tensor_model_parallel_size=1 " in found
 

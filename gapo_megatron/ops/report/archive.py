@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.files import check_overwritable, real
+from gapo_megatron.io.run_folder import parse_changes
 from gapo_megatron.ops.report.exhibit import csv_names
 from gapo_megatron.ops.report.runs import Run, Values, parse_branch
 from gapo_megatron.ops.report.series import Row
@@ -109,11 +110,20 @@ def read_archive(folder: Path) -> list[Run]:
         try:
             config = Config.model_validate_json(row["config"])
             branch = parse_branch(row["branch"], where="branch") if row["branch"] else None
+            changes = parse_changes(json.loads(row.get("changes") or "[]"), where="changes")
         except (KeyError, ValueError, ValidationError) as error:
             raise DataError(f"{folder / RUNS_NAME}:{number}: not a run's row: {error}") from None
         code = tuple((row.get("commit") or "").split())
         runs[row["run"]] = Run(
-            folder / row["run"], config, branch, {}, [], {}, code, bin_steps=BIN_STEPS
+            folder / row["run"],
+            config,
+            branch,
+            {},
+            [],
+            {},
+            code,
+            bin_steps=BIN_STEPS,
+            changes=changes,
         )
     for number, name, values in _numbers(folder / METRICS_NAME, runs):
         step = _step(folder / METRICS_NAME, number, values)
@@ -143,6 +153,7 @@ def _settings(run: Run) -> Row:
         "commit": " ".join(run.code),
         "config": whole.model_dump_json(),
         "branch": None if run.branch is None else json.dumps(run.branch),
+        "changes": json.dumps(run.changes) if run.changes else None,
     }
 
 

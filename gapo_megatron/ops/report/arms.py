@@ -18,6 +18,7 @@ from gapo_megatron.ops.report.runs import Run
 K = "batch.rollouts_per_prompt"
 CLIP = "objective.eps_high_max"
 SIZES = ("batch.rollout_prompts", "batch.minibatch_prompts")
+_METHOD = "objective.method"
 _ABLATED = (K, CLIP, *SIZES)
 """Settings that ablations vary; prompts go with k where a study keeps the number of rollouts."""
 _SHORT = {K: "k"}
@@ -86,6 +87,17 @@ class Comparison:
         return cls(arms) if first is None else cls(arms)._led_by(first)
 
     @property
+    def changes(self) -> dict[int, str]:
+        """Steps before which a run of a curve was resumed with other settings, and with which."""
+        found: dict[int, dict[str, None]] = {}
+        for run in (run for arm in self.curves for run in arm.runs):
+            for one in run.changes:
+                names = found.setdefault(one["step"], {})
+                for key, (was, now) in one["changes"].items():
+                    names[f"{_part(key, now)} (was {was})"] = None
+        return {step: ", ".join(names) for step, names in sorted(found.items())}
+
+    @property
     def curves(self) -> list[Arm]:
         """Arms in figures over training: of those that differ in k or clip alone, the usual one.
 
@@ -141,10 +153,12 @@ def learned_settings(config: Config) -> dict[str, Hashable]:
 
 
 def settings_of(run: Run) -> dict[str, Hashable]:
-    """`learned_settings`, sorted, and of a branch what it left."""
+    """`learned_settings`, sorted; of a branch what it left, and what was changed on the way."""
     settings = learned_settings(run.config)
     if run.branch is not None:
         settings["branch"] = json.dumps([run.branch["step"], _changes(run)], sort_keys=True)
+    if run.changes:
+        settings["changes"] = json.dumps(run.changes, sort_keys=True)
     return dict(sorted(settings.items()))
 
 
@@ -201,13 +215,24 @@ def _labels(arms: Sequence[dict[str, Hashable]], runs: Sequence[dict[str, Hashab
 
 
 def _origin(settings: dict[str, Hashable]) -> str:
-    """The method, and of a branch what was before: `gspo_asym to 600, gapo`."""
+    """The method, and what was before a branch or a change: `gspo_asym to 600, gapo`."""
     method = str(settings["objective.method"])
-    if "branch" not in settings:
-        return method
-    step, changes = json.loads(str(settings["branch"]))
-    before, _ = changes.get("objective.method", (method, method))
-    return f"{before} to {step}, {method}"
+    parts: list[str] = []
+    if "branch" in settings:
+        step, changes = json.loads(str(settings["branch"]))
+        after = [one["changes"] for one in json.loads(str(settings.get("changes", "[]")))]
+        # The branch's own method is that before its first change.
+        own = next((one[_METHOD][0] for one in after if _METHOD in one), method)
+        before, _ = changes.get(_METHOD, (own, own))
+        parts.append(f"{before} to {step}")
+    for one in json.loads(str(settings.get("changes", "[]"))):
+        changed = one["changes"]
+        if _METHOD in changed:
+            parts.append(f"{changed[_METHOD][0]} to {one['step']}")
+        others = [_part(key, pair[0]) for key, pair in changed.items() if key != _METHOD]
+        if others:
+            parts.append(f"{' '.join(others)} to {one['step']}")
+    return ", ".join([*parts, method])
 
 
 def _part(key: str, value: Hashable) -> str:
@@ -225,7 +250,7 @@ def _unusual(settings: dict[str, Hashable], runs: Sequence[dict[str, Hashable]])
     keys = dict.fromkeys([*settings, *(key for one in runs for key in one)])
     found = []
     for key in keys:
-        others = alike if key.startswith(("objective.", "branch")) else runs
+        others = alike if key.startswith(("objective.", "branch", "changes")) else runs
         usual = Counter(one.get(key) for one in others).most_common(1)[0][0]
         if settings.get(key) != usual:
             found.append(key)

@@ -22,7 +22,7 @@ from gapo_megatron.ops.report.exhibit import DPI
 from gapo_megatron.ops.report.learning import Shown, draw_pass, draw_reward, pass_rows, reward_rows
 from gapo_megatron.ops.report.runs import find_trained, read_run
 from gapo_megatron.ops.report.series import NoData
-from gapo_megatron.ops.report.style import COLUMN_INCHES, style
+from gapo_megatron.ops.report.style import COLUMN_INCHES, mark_steps, style
 
 Panel = Callable[[Axes, Comparison], None]
 
@@ -67,6 +67,7 @@ def draw_picture(comparison: Comparison) -> Figure:
             draw(axis, comparison)
         except NoData as reason:
             axis.text(0.5, 0.5, str(reason), ha="center", wrap=True, transform=axis.transAxes)
+    mark_steps(figure, [*comparison.changes])
     return figure
 
 

@@ -29,7 +29,7 @@ from gapo_megatron.ops.report.page import Written, render
 from gapo_megatron.ops.report.problems import solve_rates, spectrum
 from gapo_megatron.ops.report.runs import find_trained, read_run
 from gapo_megatron.ops.report.series import NoData
-from gapo_megatron.ops.report.style import style
+from gapo_megatron.ops.report.style import mark_steps, style
 from gapo_megatron.ops.report.summary import others, summary
 
 PAGE_NAME = "report.html"
@@ -125,7 +125,7 @@ def write_report(
             stem.with_suffix(kind).unlink(missing_ok=True)
         try:
             with style():
-                exhibit = note_missing(make(comparison), comparison)
+                exhibit = note_changes(note_missing(make(comparison), comparison), comparison)
                 paths = exhibit.write(stem)
         except NoData as reason:
             left_out[title] = str(reason)
@@ -168,6 +168,15 @@ def note_missing(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
     if exhibit.figure is None or not present or not missing:
         return exhibit
     return replace(exhibit, notes=[*exhibit.notes, f"No data: {', '.join(missing)}."])
+
+
+def note_changes(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
+    """Draw where runs were resumed with other settings, and say with which."""
+    if exhibit.figure is None or not (changed := comparison.changes):
+        return exhibit
+    mark_steps(exhibit.figure, [*changed])
+    shown = "; ".join(f"{names} from step {step}" for step, names in changed.items())
+    return replace(exhibit, notes=[*exhibit.notes, f"Dashed line: resumed with {shown}."])
 
 
 def _title(comparison: Comparison) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from gapo_megatron.evaluate.counts import read_counts
 from gapo_megatron.io.documents import open_file, parse_json, read_text
 from gapo_megatron.io.files import naming, real
 from gapo_megatron.io.metric_files import METRICS_NAME, TIMINGS_NAME, read_rows
-from gapo_megatron.io.run_folder import BRANCH_NAME, find_runs
+from gapo_megatron.io.run_folder import BRANCH_NAME, find_runs, read_changes
 from gapo_megatron.ops.launch.freeze import frozen_code
 
 Values = dict[int, float]
@@ -44,6 +44,8 @@ class Run:
     """Frozen code of its starts (`frozen_code`), each once; empty where none was frozen."""
     bin_steps: int = 1
     """Steps that a value of a step stands for: it and those before. An archive has bins."""
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """What it was resumed with that it did not have before (`run_folder.read_changes`)."""
 
     @property
     def method(self) -> Method:
@@ -132,6 +134,7 @@ def read_run(folder: Path) -> Run:
         metrics=_by_name([*read_rows(folder / METRICS_NAME), *memory]),
         timings=[{k: v for k, v in row.items() if not _is_memory(k)} for row in timings],
         solve_rates=_solve_rates(folder / "evaluations"),
+        changes=read_changes(folder),
         code=_code(folder / "code"),
     )
     _check_k(run)

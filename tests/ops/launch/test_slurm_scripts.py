@@ -72,7 +72,7 @@ def test_one_task_per_gpu_and_nothing_hidden(path: Path) -> None:
     assert "torchrun" not in path.read_text()
 
 
-def dry_run(path: Path, folder: Path, python: str, *words: str, **env: str) -> str:
+def dry_run(path: Path, folder: Path, python: str, *words: str, code: int = 0, **env: str) -> str:
     """What a batch script prints from another folder, without Slurm."""
     done = subprocess.run(
         ["bash", str(path), *words, "run.seed=7"],
@@ -82,8 +82,8 @@ def dry_run(path: Path, folder: Path, python: str, *words: str, **env: str) -> s
         text=True,
         timeout=HANG_S,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stderr
+    return done.stdout + (done.stderr if code else "")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,8 @@ def test_a_batch_script_without_its_config_says_what_is_missing(tmp_path: Path) 
 
 
 def test_dry_run_without_slurm_from_any_folder(tmp_path: Path) -> None:
-    shown = dry_run(ROOT / "slurm" / "gapo_demo.sbatch", tmp_path, sys.executable)
+    shown = dry_run(ROOT / "slurm" / "gapo_demo.sbatch", tmp_path, sys.executable, code=2)
+    assert "data.train_path (runs/demo/task/train.jsonl)" in shown.partition("error")[2]
     assert "seed = 7" in shown
     assert "2 = tensor" in shown
 

@@ -303,7 +303,7 @@ def write_toml(folder: Path) -> Path:
     sections = {
         "run": {"output_dir": str(folder / "run"), "num_steps": 1},
         "model": {"hf_dir": str(folder / "model")},
-        "data": {"train_path": "/nowhere.jsonl", "max_prompt_tokens": 17},
+        "data": {"train_path": str(folder / "train.jsonl"), "max_prompt_tokens": 17},
         "rollout": {"max_response_tokens": 48},
         "reward": {"kind": "exact"},
     }
@@ -317,7 +317,11 @@ def write_toml(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_command_line(tmp_path: Path, monkeypatch: Any, capsys: Any, position: int) -> None:
+@pytest.mark.parametrize("deep_words", [["--dry-run=deep"], ["--dry-run", "deep"]])
+def test_command_line(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, position: int, deep_words: list[str]
+) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
     words = [str(write_toml(tmp_path)), "batch.max_tokens_per_microbatch=256"]
     plain = [*words[:position], "--dry-run", *words[position:]]
     monkeypatch.setattr(sys, "argv", ["train", *plain])
@@ -328,7 +332,7 @@ def test_command_line(tmp_path: Path, monkeypatch: Any, capsys: Any, position: i
     train.main()
     text = capsys.readouterr().out
     assert "4 = tensor 1 x pipeline 1 x data 4" in text and "Rank" not in text
-    deep = [*words[:position], "--dry-run=deep", *words[position:], "--rank", "2/4"]
+    deep = [*words[:position], *deep_words, *words[position:], "--rank", "2/4"]
     monkeypatch.setattr(sys, "argv", ["train", *deep])
     train.main()
     text = capsys.readouterr().out

@@ -7,8 +7,12 @@ import json
 import pytest
 
 from gapo_megatron.errors import DataError
+from gapo_megatron.ops.report.archive import read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
+from gapo_megatron.ops.report.picture import draw_picture
+from gapo_megatron.ops.report.report import write_report
 from gapo_megatron.ops.report.runs import read_run
+from gapo_megatron.ops.report.style import style
 from tests.messages import mentions
 from tests.report_setup import write_run
 
@@ -94,3 +98,30 @@ def test_branches_are_arms_of_their_own(tmp_path):
         "gspo_asym to 6, gspo_asym",
     ]
     assert [len(arm.runs) for arm in comparison.curves] == [1, 2, 2]
+
+
+def test_a_run_that_changed_its_method_is_an_arm_of_its_own_with_a_line_in_every_curve(tmp_path):
+    whole = write_run(tmp_path / "whole", method="gspo")
+    changed = write_run(tmp_path / "changed", method="gspo", seed=1)
+    changes = {"objective.method": ["gapo", "gspo"], "optimizer.learning_rate": [1e-6, 1e-5]}
+    (changed / "changes.json").write_text(json.dumps([{"step": 3, "changes": changes}]))
+    comparison = compare(whole, changed)
+    first, second = (arm.label for arm in comparison.arms)
+    assert first == "gspo" and second.startswith("gapo to 3, learning_rate=1e-06 to 3, gspo")
+    assert [*comparison.changes] == [3]
+    with style():
+        figure = draw_picture(comparison)
+    lines = {
+        axis.get_title(): [line.get_xdata()[0] for line in axis.lines if line.get_color() == "0.3"]
+        for axis in figure.axes
+    }
+    over_steps = [title for title, found in lines.items() if found == [2.5]]
+    assert len(over_steps) >= 5, lines
+
+    report = write_report([whole, changed], tmp_path / "report")
+    page = report.page.read_text(encoding="utf-8")
+    assert page.count("learning_rate=1e-05 (was 1e-06)") >= 3
+    (tmp_path / "archive").mkdir()
+    write_archive([read_run(changed)], tmp_path / "archive")
+    (archived,) = read_archive(tmp_path / "archive")
+    assert archived.changes == [{"step": 3, "changes": changes}]

@@ -1,0 +1,78 @@
+"""The commands of README.md: each can be typed in a fresh clone, in their order."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron.config import load_config
+from gapo_megatron.config.rules import input_paths
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BROUGHT = ("deepscaler.json", "models/", "data/benchmarks", "runs/")
+"""Inputs that a user brings, or that a run has made."""
+
+
+def commands() -> list[list[str]]:
+    """Every command of the README's blocks, as words; lines that a backslash joins are one."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@cache
+def help_of(*program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *program, "--help"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return done.stdout
+
+
+def python_commands() -> list[list[str]]:
+    return [words[1:] for words in commands() if words[0] == ".venv/bin/python"]
+
+
+def test_there_are_commands_to_look_at() -> None:
+    tools = {words[0] for words in python_commands()}
+    assert {"-m", "tools/prepare_data.py", "tools/plan.py", "tools/report.py"} <= tools
+    assert len(commands()) > 20
+
+
+@pytest.mark.parametrize("words", python_commands(), ids=" ".join)
+def test_its_program_has_the_options(words: list[str]) -> None:
+    program = words[:2] if words[0] == "-m" else words[:1]
+    if program[0] == "-m" and not program[1].startswith("gapo_megatron"):
+        return  # another package's
+    sub = words[1:2] if program[0] == "tools/prepare_data.py" else []
+    known = help_of(*program, *sub)
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    assert [option for option in options if option not in known] == []
+
+
+def test_every_file_is_here_or_brought_or_made_before() -> None:
+    made: set[str] = set()
+    for words in commands():
+        for word in words:
+            path = word.partition("=")[2] if word.startswith("gapo=") else word
+            is_path = "/" in path and " " not in path
+            is_path &= not path.startswith(("-", ".venv/", "http"))
+            if is_path and not path.startswith(BROUGHT) and not re.search(r"[<>$@]|^/|^\d+/\d+$", path):
+                known = (ROOT / path).exists() or any(path.startswith(one) for one in made)
+                assert known or words[words.index(word) - 1] == "--output", (words, path)
+        if "--output" in words:
+            made.add(words[words.index("--output") + 1])
+    for words in commands():
+        for path in (word for word in words if word.startswith("configs/")):
+            if words[0] != ".venv/bin/python" or words[1] != "-m" or "--dry-run" in " ".join(words):
+                continue
+            config = load_config(ROOT / path)  # a run: all that it reads is there by now
+            for name, read in input_paths(config).items():
+                known = not read or read.startswith(BROUGHT) or str(Path(read).parent) in made
+                assert known, (path, name, read)

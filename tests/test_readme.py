@@ -60,10 +60,11 @@ def test_every_file_is_here_or_brought_or_made_before() -> None:
     made: set[str] = set()
     for words in commands():
         for word in words:
-            path = word.partition("=")[2] if word.startswith("gapo=") else word
+            path = word.partition("=")[2] if word.startswith(("gapo=", "gspo=")) else word
             is_path = "/" in path and " " not in path
             is_path &= not path.startswith(("-", ".venv/", "http"))
-            if is_path and not path.startswith(BROUGHT) and not re.search(r"[<>$@]|^/|^\d+/\d+$", path):
+            is_path &= not re.search(r"[<>$@]|^/|^\d+/\d+$", path)
+            if is_path and not path.startswith(BROUGHT):
                 known = (ROOT / path).exists() or any(path.startswith(one) for one in made)
                 assert known or words[words.index(word) - 1] == "--output", (words, path)
         if "--output" in words:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from gapo_megatron.ops.plan.hardware import GPUS
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
 
 if TYPE_CHECKING:
@@ -311,7 +313,7 @@ def _plan_parser() -> argparse.ArgumentParser:
     add("config", metavar="CONFIG", help="TOML file; see configs/")
     add("overrides", nargs="*", metavar="section.key=value", help="replace the file's settings")
     add("--nodes", type=_positive, default=1, metavar="N", help="full nodes (default: 1)")
-    add("--gpu", default="h200", help="h100, h200 (default), h20, or cpu: this machine")
+    add("--gpu", default="h200", help=f"{', '.join(GPUS)} (default: h200), or cpu: this machine")
     _add_device(parser)
     shown = "of generation nodes; above 0 they run ahead (default: rollout.max_staleness of CONFIG)"
     add("--max-staleness", type=_not_negative, metavar="K", help=shown)
@@ -337,7 +339,7 @@ def _calibrate_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("config", nargs="?", metavar="CONFIG", help="TOML file; needs a few megabytes in TMPDIR")
     add("overrides", nargs="*", metavar="section.key=value", help="replace the file's settings")
-    add("--gpu", required=True, help="device that is measured: h100, h200, h20 or cpu")
+    add("--gpu", required=True, help=f"device that is measured: {', '.join(GPUS)} or cpu")
     add("--calibration", type=Path, metavar="FILE", help="to write, for plan and measure")
     for option, metavar, shown in (
         ("--size", "OVERRIDES", "a size of CONFIG (default: its own, and half its prompts)"),
@@ -360,7 +362,7 @@ def _measure_parser() -> argparse.ArgumentParser:
     parser = _parser("measure", description, _MEASURE, act=_show_measured, processes=None)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a folder of runs")
-    add("--gpu", required=True, help="device that they ran on: h100, h200, h20 or cpu")
+    add("--gpu", required=True, help=f"device that they ran on: {', '.join(GPUS)} or cpu")
     _add_device(parser)
     shown = "for the figures (default: RUN/scaling; of several RUNs: needed)"
     add("--output", type=Path, metavar="DIR", help=shown)

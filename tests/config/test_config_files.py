@@ -19,8 +19,10 @@ from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
 from gapo_megatron.ops.plan.planner import plan, read_model
+from gapo_megatron.ops.plan.sides import ROOMY_SHARE
 from gapo_megatron.ops.plan.state import per_rank_parameters
 from gapo_megatron.ops.plan.workload import default_workload
+from gapo_megatron.ops.sides import Sides
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Studies (files with a `config`) are of their own form: test_study.py.
@@ -213,3 +215,17 @@ def test_larger_models_differ_in_their_memory_alone() -> None:
         config = load_config(CONFIGS / folder / "base.toml")
         changed = changes(first.model_dump(mode="json"), config)
         assert set(changed) <= {"model.hf_dir", "rollout.memory_fraction"}, folder
+
+
+@pytest.mark.parametrize(
+    "folder", ["ds_r1_1_5b", "qwen_math_1_5b", "llama_3_2_3b", "deepcoder_1_5b"]
+)
+@pytest.mark.parametrize("gpu", ["h100", "a100"])
+def test_the_papers_experiments_fit_eighty_gigabytes(folder: str, gpu: str) -> None:
+    """With the twentieth that a written layout leaves, on one node."""
+    config = load_config(CONFIGS / folder / "base.toml")
+    hf_config, _ = read_model(config)
+    layout = Sides.of(config, world_size=8, ranks_per_node=8).layout
+    predicted = memory(hf_config, config, layout, GPUS[gpu])
+    needed = max(predicted.training, predicted.generating)
+    assert needed <= ROOMY_SHARE * GPUS[gpu].memory_bytes

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gapo_megatron.config import Config, ParallelConfig, parse_config
+from gapo_megatron.config import Config, ParallelConfig, load_config, parse_config
 from gapo_megatron.config.methods import METHODS
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf import manifest
@@ -38,6 +38,9 @@ TINY = {
     "tie_word_embeddings": True,
     "hidden_act": "silu",
 }
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def make_config(**sections: dict[str, Any]) -> Config:
@@ -455,3 +458,9 @@ def test_a_branch_is_told_and_checked(tmp_path: Path) -> None:
     text = text_of(make_config(checkpoint=elsewhere))
     assert "Branch: no folder" in text and "is not checked" in " ".join(text.split())
     assert "Branch:" not in text_of(make_config())
+
+
+def test_which_gpus_the_run_fits_is_said(tmp_path: Path) -> None:
+    config = load_config(ROOT / "configs/ds_r1_1_5b/gapo.toml", ["model.recompute=none"])
+    fits, _, rest = text_of(config, world_size=8).partition("Predicted to fit ")[2].partition("NOT")
+    assert "h200 (" in fits and "h100 (" in rest and "a100 (" in rest

@@ -45,7 +45,13 @@ class Gpu:
     """Memory of a node: NVIDIA's DGX H100 and H200 have 2 TB."""
 
     def flops(self, precision: str) -> float:
-        """Peak of the layers' matrix products at `model.precision`, operations per second."""
+        """Peak of the layers' matrix products at `model.precision`, operations per second.
+
+        Raises:
+            ConfigError: the device has no products of that precision.
+        """
+        if precision == "fp8" and not self.fp8_flops:
+            raise ConfigError(f"model.precision ('fp8'): a {self.name} has no fp8 products")
         return {"fp32": self.fp32_flops, "bf16": self.bf16_flops, "fp8": self.fp8_flops}[precision]
 
     def group_bandwidth(self, size: int, *, stride: int) -> float:
@@ -75,7 +81,8 @@ class Gpu:
 
 # NVLink 4: 900 GB/s is both directions together. Network: one ConnectX-7 of 400 Gb/s for each GPU,
 # as in NVIDIA's DGX H100 and H200 reference systems; of H20 nodes the same is assumed. Host
-# memory: 16 lanes of PCIe 5 for each GPU, 128 GB/s both directions together. All are Hopper's: 9.0.
+# memory: 16 lanes of PCIe 5 for each GPU, 128 GB/s both directions together. A100 and B200 have
+# figures of their own beside them.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -119,6 +126,36 @@ GPUS = {
             network_bandwidth=50e9,
             host_bandwidth=64e9,
             compute_capability=9.0,
+        ),
+        # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s bf16 without sparsity, no fp8 (a layout in it
+        # is refused), 19.5 fp32, 80 GB, 2,039 GB/s, NVLink 3 of 600 GB/s; DGX A100: 200 Gb/s of
+        # network for each GPU, PCIe 4, 2 TB.
+        Gpu(
+            name="a100",
+            memory_bytes=int(79.1 * GIB),
+            bf16_flops=312e12,
+            fp8_flops=0.0,
+            fp32_flops=19.5e12,
+            bandwidth=2.039e12,
+            link_bandwidth=300e9,
+            network_bandwidth=25e9,
+            host_bandwidth=32e9,
+            compute_capability=8.0,
+        ),
+        # NVIDIA DGX B200 data sheet, of 8 GPUs: 36 PFLOP/s bf16 and 72 fp8 with sparsity (half of
+        # it without), 1,440 GB, 64 TB/s, NVLink 5 of 1.8 TB/s for each GPU, 400 Gb/s of network
+        # for each, 2 TB; 80 TFLOP/s fp32 as resellers print it.
+        Gpu(
+            name="b200",
+            memory_bytes=int(178.0 * GIB),
+            bf16_flops=2250e12,
+            fp8_flops=4500e12,
+            fp32_flops=80e12,
+            bandwidth=8.0e12,
+            link_bandwidth=900e9,
+            network_bandwidth=50e9,
+            host_bandwidth=64e9,
+            compute_capability=10.0,
         ),
     )
 }

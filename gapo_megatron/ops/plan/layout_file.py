@@ -26,11 +26,19 @@ def quickest_with_room(plan: Plan) -> Candidate:
     Raises:
         ConfigError: there is none.
     """
-    most = ROOMY_SHARE * plan.gpu.memory_bytes
-    for candidate in plan.everything:
-        if max(candidate.memory.training, candidate.memory.generating) <= most:
-            return candidate
+    for candidate in roomy_candidates(plan):
+        return candidate
     raise ConfigError(f"no layout leaves a twentieth of a {plan.gpu.name} free: plan more nodes")
+
+
+def roomy_candidates(plan: Plan) -> list[Candidate]:
+    """Candidates that leave a twentieth of every GPU's memory free, quickest first."""
+    most = ROOMY_SHARE * plan.gpu.memory_bytes
+    return [
+        candidate
+        for candidate in plan.everything
+        if max(candidate.memory.training, candidate.memory.generating) <= most
+    ]
 
 
 def check_layout_file(path: Path) -> None:

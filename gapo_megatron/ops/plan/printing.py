@@ -7,6 +7,7 @@ from rich.console import Console
 from gapo_megatron.config import Config
 from gapo_megatron.ops.plan import tables
 from gapo_megatron.ops.plan.calibration import Calibration
+from gapo_megatron.ops.plan.layout_file import roomy_candidates
 from gapo_megatron.ops.plan.planner import Plan, leave_out, overrides
 from gapo_megatron.ops.plan.workload import Workload
 
@@ -49,8 +50,19 @@ def print_plan(
         return
     if hint := tables.ahead_hint(result):
         console.print(hint, markup=False, soft_wrap=True)
-    best, row = " ".join(overrides(result.best)), "s1" if result.best.layout.num_generation else "1"
-    console.print(f"The quickest ({row}), as overrides: {best}", markup=False, soft_wrap=True)
+    roomy = roomy_candidates(result)
+    if not roomy:
+        console.print("None of them leaves a twentieth of a GPU free: plan more nodes.")
+        return
+    best = roomy[0]
+    kind, rows = ("s", result.splits) if best.layout.num_generation else ("", result.ranked)
+    row = f"{kind}{rows.index(best) + 1}"
+    console.print(
+        f"The quickest that leaves a twentieth of a GPU free, as --write does ({row}), as "
+        f"overrides: {' '.join(overrides(best))}",
+        markup=False,
+        soft_wrap=True,
+    )
     if names := leave_out(config):
         listed = " and ".join(names)
         console.print(f"Its stages are equal: leave {listed} out of the config.", soft_wrap=True)

@@ -76,7 +76,7 @@ class Candidate:
         if self.times.generation_s == float("inf"):
             return Refusal(LARGER_FRACTION, needed)
         host = (self.memory.offloaded + self.memory.checkpoint) * gpu.gpus_per_node
-        if self.memory.offloaded and host > _HOST_SHARE * gpu.host_memory_bytes:
+        if host > _HOST_SHARE * gpu.host_memory_bytes:
             return Refusal(OUT_OF_HOST, host)
         return None
 

@@ -203,7 +203,7 @@ def test_what_does_not_fit_says_which_part():
 
 
 def test_what_a_nodes_own_memory_does_not_hold_is_refused():
-    """Only where something is offloaded: what a checkpoint takes, users compare themselves."""
+    """What is offloaded, and what a checkpoint takes while it is saved."""
     model, cut = hf("Qwen2.5-7B"), layout(dp=8, recompute="full")
 
     def found(offload, gib):
@@ -219,7 +219,9 @@ def test_what_a_nodes_own_memory_does_not_hold_is_refused():
     assert needed.checkpoint * 8 == pytest.approx(96 * parameters, rel=1e-3)
     assert needed.offloaded * 8 == pytest.approx(28 * parameters, rel=1e-3)
     assert refusal == (OUT_OF_HOST, 8 * (needed.checkpoint + needed.offloaded))
-    for offload, gib in (("all", 1000), ("none", 100)):
+    needed, refusal = found("none", 700)
+    assert refusal == (OUT_OF_HOST, 8 * needed.checkpoint)
+    for offload, gib in (("all", 1000), ("none", 800)):
         assert found(offload, gib)[1] is None
 
 

@@ -150,11 +150,15 @@ check_nodes() { # leaves the nodes to train on in `used`
   for node in "${nodes[@]}"; do # one that said nothing is bad
     if [ -e "$attempt_dir/check/$node.ok" ]; then used+=("$node"); else bad+=("$node"); fi
   done
-  [ ${#bad[@]} = 0 ] || say "bad nodes: ${bad[*]} (see $attempt_dir/check)"
+  local reasons=""
+  for node in "${bad[@]}"; do # each with what it lacks
+    reasons+="${reasons:+; }$node: $(cat "$attempt_dir/check/$node.why" 2>/dev/null || echo "said nothing")"
+  done
+  [ ${#bad[@]} = 0 ] || say "bad nodes: ${bad[*]} ($reasons; see $attempt_dir/check)"
   if ((${#used[@]} < num_nodes)); then
     # Where no node of several is healthy it is not the nodes: leaving them out would not help.
     [ "$mode" = slurm ] && ((${#used[@]} > 0 || count == 1)) && count_failure && requeue_without "${bad[@]}"
-    die 90 "$num_nodes nodes wanted, ${#used[@]} healthy"
+    die 90 "$num_nodes healthy nodes needed, ${#used[@]} found ($reasons)"
   fi
   used=("${used[@]:0:num_nodes}")
 }

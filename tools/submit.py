@@ -225,7 +225,12 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
         "overrides", nargs="*", metavar="section.key=value", help="settings for every run"
     )
     parser.add_argument("--status", type=Path, metavar="DIR", help="show the runs in DIR, and exit")
-    parser.add_argument("--dry-run", action="store_true", help="print the batch scripts, and exit")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        default=os.environ.get("DRY_RUN") == "1",
+        help="print the batch scripts, and exit; DRY_RUN=1 in the environment is the same",
+    )
     parser.add_argument("--wait", action="store_true", help="show the runs until they have ended")
     parser.add_argument("--local", action="store_true", help="run here, without Slurm")
     parser.add_argument(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import Changes, changed_work, is_input
@@ -23,7 +21,7 @@ def require_allowed(path: Path, found: Manifest, config: Config) -> None:
     """
     refused = {
         name: pair
-        for name, pair in _changes(found.config, config).items()
+        for name, pair in _changes(found, config).items()
         if name not in config.run.allow_changes
     }
     if refused:
@@ -45,7 +43,7 @@ def record_changes(run_dir: Path, found: Manifest, config: Config) -> None:
         kept = [one for one in read_changes(run_dir) if one["step"] < found.step]
     except DataError:
         kept = []  # a record, which no step depends on
-    changed = _changes(found.config, config)
+    changed = _changes(found, config)
     if changed:
         pairs = {name: list(pair) for name, pair in changed.items()}
         kept.append({"step": found.step, "changes": pairs})
@@ -53,6 +51,15 @@ def record_changes(run_dir: Path, found: Manifest, config: Config) -> None:
         write_atomically(run_dir / CHANGES_NAME, json.dumps(kept, indent=2))
 
 
-def _changes(before: Mapping[str, Any], config: Config) -> Changes:
-    """What differs and decides what is learned; of paths only what is in them does."""
-    return {name: pair for name, pair in changed_work(before, config).items() if not is_input(name)}
+def _changes(found: Manifest, config: Config) -> Changes:
+    """What differs and decides what is learned; of paths only what is in them does.
+
+    What a branch has changed where it left another run is no change of its own.
+    """
+    branch = found.branch
+    at_branch = branch.changes if branch is not None and branch.step == found.step else {}
+    return {
+        name: pair
+        for name, pair in changed_work(found.config, config).items()
+        if not is_input(name) and list(at_branch.get(name, ())) != list(pair)
+    }

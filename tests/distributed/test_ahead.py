@@ -134,14 +134,23 @@ def give_back(hf_dir: str, root: Path) -> None:
     for run_dir, settings in (
         (root / "new", config),
         # Resumed with other settings, or on-policy.
-        (root / "old", old.model_copy(update={"objective": objective})),
+        (
+            root / "old",
+            old.model_copy(
+                update={
+                    "objective": objective,
+                    "run": old.run.model_copy(update={"allow_changes": ("objective.method",)}),
+                }
+            ),
+        ),
         (
             root / "old",
             old.model_copy(
                 update={
                     "rollout": old.rollout.model_copy(
                         update={"max_staleness": 1, "generation_ranks": 1}
-                    )
+                    ),
+                    "run": old.run.model_copy(update={"allow_changes": ("rollout.max_staleness",)}),
                 }
             ),
         ),

@@ -64,7 +64,8 @@ def branch_off(hf_dir: str, root: Path) -> None:
     state = checkpoint.load_latest(root / "new", policy=policy, config=config)
     assert state is not None and state.step == 3 and state.branch == point.branch
     assert not state.changes_objective
-    other = config.model_copy(update={"objective": old.objective})
+    allowed = config.run.model_copy(update={"allow_changes": ("objective.method",)})
+    other = config.model_copy(update={"objective": old.objective, "run": allowed})
     state = checkpoint.load_latest(root / "new", policy=policy, config=other)
     assert state is not None and state.changes_objective
     assert [step.name for step in again.parent.iterdir()] == ["step_00000003"]

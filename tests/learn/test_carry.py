@@ -335,7 +335,10 @@ def test_open_groups_go_on_as_they_have_begun(
     before, now = CHANGES[name]
     config = config_of(folder, rollout={"max_response_tokens": 64})
     other = config.model_copy(
-        update={section: getattr(config, section).model_copy(update={key: now})}
+        update={
+            section: getattr(config, section).model_copy(update={key: now}),
+            "run": config.run.model_copy(update={"allow_changes": (name,)}),
+        }
     )
     groups = carry(policy, GROUPS, config, policy_version=5)
 

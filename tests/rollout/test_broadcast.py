@@ -183,4 +183,5 @@ def test_memory_beside_the_weights_is_two_buckets_and_what_is_held(
     sizes = [bucket // 2] * 2 + [bucket] * 9
     sender, receiver = run_sides(_memory, 1, 1, bucket, sizes, num_held)
     assert sender == [2 * bucket] * 2
-    assert receiver == [num_buckets * bucket] * 2
+    # Gloo's own thread may still hold the one before.
+    assert all(num_buckets <= peak / bucket <= num_buckets + 1 for peak in receiver)

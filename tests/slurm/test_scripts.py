@@ -243,3 +243,22 @@ exec {sys.executable} "$@"
     assert (fields["Restarts"], fields["ExcNodeList"]) == ("1", bad)
     assert [rank["SLURMD_NODENAME"] for rank in moving.ranks(f"{without}.1")] == good
     assert not (moving.run_dir / "attempts" / f"{without}.0" / "rank_1.log").exists()
+
+
+def test_a_script_is_found_from_any_folder(launch: Launch, tmp_path: Path) -> None:
+    """`sbatch /path/slurm/gapo_demo.sbatch` from elsewhere; what it asks for is read from there."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    env = {"GAPO_CODE": str(launch.code), "PYTHON": sys.executable, "DRY_RUN": "1"}
+    job = launch.cluster.submit(
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        "--export=ALL," + ",".join(f"{key}={value}" for key, value in env.items()),
+        f"--output={launch.folder}/%j.out",
+        REPOSITORY / "slurm" / "gapo_demo.sbatch",
+        cwd=elsewhere,
+    )
+    until(lambda: launch.cluster.job(job)["JobState"] in ("FAILED", "COMPLETED"), "the job's end")
+    log = launch.log(job)
+    assert "awk" not in log and "No such file" not in log
+    assert launch.cluster.job(job)["ExitCode"].partition(":")[0] != "127", log

@@ -177,6 +177,9 @@ class Preflight:
             "unix_s": time.time(),
         }
         write_atomically(self.folder / f"{self.node}.json", json.dumps(verdict, indent=1))
+        if failed := [f"{check.name}: {check.detail}" for check in checks if not check.ok]:
+            why = " ".join("; ".join(failed).split())
+            write_atomically(self.folder / f"{self.node}.why", why)
 
     def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Return when it is true, or the time is over."""

@@ -417,6 +417,7 @@ def test_no_healthy_node_is_an_error(start: Start, run_dir: Path) -> None:
     exit_code, output = run.end()
     assert exit_code == 90
     assert "bad nodes: localhost" in output
+    assert output.rstrip().splitlines()[-1].count("localhost: ") == 1  # and what it lacks
     assert not (run.attempts[0] / "rank_0.log").exists()
     assert start(run_dir, BAD_NODES="localhost", CHECK_NODES="0").end()[0] == 0
 

@@ -85,6 +85,18 @@ def test_the_frozen_code_is_that_of_the_arrays_task(tmp_path: Path) -> None:
         assert done.stdout == f"{ARRAY.codes[task]}|1|{python}\n"
 
 
+def test_the_environments_dry_run_submits_nothing_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = write_study(tmp_path, num_runs=1, num_steps=5, tasks=4)
+    wanted = submit(tmp_path, str(study), "--dry-run")
+    monkeypatch.setenv("DRY_RUN", "1")
+    done = submit(tmp_path, str(study))
+    assert done.returncode == 0, done.stderr
+    shown = [re.sub(r"submitted-\S+", "", one.stdout) for one in (done, wanted)]  # when
+    assert shown[0] == shown[1] and "#!/bin/bash" in shown[0]
+
+
 def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path) -> None:
     study = write_study(tmp_path, num_runs=3, num_steps=5, tasks=4)
     before = {*tmp_path.rglob("*"), tmp_path / "python", tmp_path / "trainer.py"}

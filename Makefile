@@ -29,7 +29,10 @@ demo: ## Train a small model with GAPO on this CPU (WORLD_SIZE=1 TP=1 PP=1 SEED=
 	$(PY) tools/demo.py --config configs/demo.toml --world-size $(WORLD_SIZE) --tp $(TP) --pp $(PP) --seed $(SEED) $(ARGS)
 
 # `make test CPU=avx2`: the libraries compute as on a CPU without AVX-512 and AMX.
-CPU_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+# Kernels that Inductor has compiled for this CPU are kept apart: the key of its cache does not hold the
+# CPU, and a kernel laid out for AVX-512 writes half of its output when it is compiled for AVX2.
+CPU_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+	TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor_avx2_$(shell id -u)
 
 # After a worker's death pytest-xdist waits for ever with --dist loadfile, unless it may start no other.
 PYTEST := $(CPU_$(CPU)) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q --durations=10 \

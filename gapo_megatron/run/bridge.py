@@ -196,10 +196,12 @@ class Bridge:
     def close(self) -> None:
         """Part, when nothing is under way any more. Call it last, on every rank of both sides.
 
-        Job rank 0 keeps the store: no rank leaves before all are here.
+        Job rank 0 keeps the store: no rank leaves before all are here. Only `beat` may still be
+        called, and does nothing.
 
         Collectives: a barrier over all ranks of the job.
         """
+        self._is_first = False  # no beats: behind the barrier rank 0 may take the mailbox with it
         self.messages.barrier()
         groups = [self._route.headers, self._route.payload] if self._route else []
         for group in (self.messages, *groups):

@@ -151,6 +151,22 @@ def test_a_rank_that_waits_is_alive_only_while_the_other_side_is() -> None:
     assert run_sides(_wait_for_the_other, 1, 1) == [[True, 1, True], [0]]
 
 
+def _part(world: World) -> int:
+    """Beats that this side has sent, before and after it has parted, by what the store holds."""
+    bridge = _bridge(world)
+    bridge.beat()
+    bridge.close()
+    bridge._next_beat_s = 0.0
+    bridge.beat()
+    # This world's store outlives the test; that of a job goes with its rank 0.
+    return bridge._mail.add(f"beats_{bridge.is_generation}", 0)
+
+
+def test_a_rank_that_has_parted_asks_nothing_of_the_store() -> None:
+    """The second start of a finished run: rank 0 was gone, and with it the store."""
+    assert run_sides(_part, 1, 1) == [1, 1]
+
+
 def test_generation_ranks_have_names_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

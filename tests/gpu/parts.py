@@ -13,6 +13,7 @@ NEEDED = {
     "safetensors": "safetensors",
     "numpy": "numpy",
     "rich": "rich",
+    "scipy": "scipy",
 }
 """Modules that every part imports -> what to install."""
 

@@ -87,6 +87,13 @@ def test_a_program_that_the_kernel_ends_for_want_of_memory_is_unknown(monkeypatc
     assert judge(program, SUM) == unknown
 
 
+@pytest.mark.parametrize("tests", [{"inputs": [""], "outputs": ["1000"]}, CALL_TESTS])
+def test_the_kernel_ends_a_program_before_the_trainer_for_want_of_memory(tests):
+    found = "int(open('/proc/self/oom_score_adj').read())"
+    called = f"def add(a, b):\n    return a + b if {found} == 1000 else 0\n"
+    assert judge(called + f"print({found})", tests).outcome is Outcome.CORRECT
+
+
 def test_a_program_that_stuffs_its_channel_is_wrong_and_not_unknown():
     program = (
         "import os\n"

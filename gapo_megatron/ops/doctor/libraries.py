@@ -6,7 +6,9 @@ What GPUs are needed for was NOT YET RUN ON A GPU: Transformer Engine, flash-att
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -65,6 +67,7 @@ def look_at_libraries(torch: Answer, ask: Ask, env: Mapping[str, str]) -> Iterat
     yield look_at_flash_attention(here, ask)
     yield look_at_triton(facts, ask)
     if facts.get("cuda"):
+        yield look_at_compiler(facts, env)
         if "flashinfer-python" in here:
             yield judge_flashinfer({name: one.version for name, one in here.items()})
         packaged = next((one for name, one in here.items() if name.startswith("nvidia-nccl")), None)
@@ -170,6 +173,21 @@ def look_at_triton(torch: Mapping[str, Any], ask: Ask) -> Finding:
         advice = "reinstall the triton that this torch asks for"
         return Finding("libraries", "import triton", bad, str(answer), advice)
     return Finding("libraries", "import triton", "ok", str(answer["version"]))
+
+
+def look_at_compiler(torch: Mapping[str, Any], env: Mapping[str, str]) -> Finding:
+    """Triton compiles a small C file at its first kernel, on every node that trains."""
+    compilers = [env["CC"]] if env.get("CC") else ["gcc", "clang"]
+    compiler = next(filter(None, map(shutil.which, compilers)), None)
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    detail = f"{compiler or f'no {compilers[0]}'}, {'' if header.is_file() else 'no '}{header}"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    advice = (
+        f"install gcc and Python's headers (python{version}-dev) on every node; Triton needs it"
+    )
+    bad: Status = "fail" if torch["num_gpus"] else "warn"
+    good = compiler is not None and header.is_file()
+    return judge("libraries", "C compiler", good, detail, advice, bad=bad)
 
 
 def judge_flashinfer(versions: Mapping[str, str]) -> Finding:

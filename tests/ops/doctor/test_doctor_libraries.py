@@ -19,6 +19,7 @@ from gapo_megatron.ops.doctor.libraries import (
     FLASH_ATTENTION,
     judge_nccl,
     judge_torch,
+    look_at_compiler,
     look_at_transformer_engine,
 )
 from gapo_megatron.ops.launch.node_checks import CommandError
@@ -199,3 +200,24 @@ def test_kernels_that_every_node_would_compile_are_missed(tmp_path: Path) -> Non
     install(tmp_path, "flashinfer_jit_cache", "0.7.0.post1+cu130", {})
     assert look(tmp_path, GPU)["flashinfer"].status == "ok"
     assert "flashinfer" not in look(tmp_path, CPU)
+
+
+@pytest.mark.parametrize(
+    ("torch", "env", "status"),
+    [
+        (GPU, {}, "ok"),
+        (GPU, {"CC": "/no/such/cc"}, "fail"),
+        (LOGIN_NODE, {"CC": "/no/such/cc"}, "warn"),
+    ],
+    ids=["installed", "missing", "login node"],
+)
+def test_a_compiler_for_triton(torch: dict[str, Any], env: dict[str, str], status: str) -> None:
+    found = look_at_compiler(torch, env)
+    assert found.status == status
+    assert ("/no/such/cc" in found.detail) == bool(env)
+
+
+def test_headers_of_python_for_triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    found = look_at_compiler(GPU, {})
+    assert found.status == "fail" and str(tmp_path / "Python.h") in found.detail

@@ -88,6 +88,9 @@ def confine(limits: dict[str, int], *, cpu_s: int) -> None:
         resource.setrlimit(number, (bound, bound))
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    # Where the machine runs out of memory the kernel ends this process, and not the trainer.
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     # A scheduler sends them to every process of a job, whatever namespace that is in.
     signal.pthread_sigmask(signal.SIG_SETMASK, SIGNALS_LEFT_TO_JUDGE)
 

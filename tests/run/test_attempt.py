@@ -24,7 +24,7 @@ from gapo_megatron.run import attempt as module
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed, single_rank
 from tests.messages import mentions
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 
 class Clock:
@@ -236,7 +236,7 @@ from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.fail_fast import fail_fast
 
 def somewhere_deep():
-    print("ready", flush=True)
+    open(sys.argv[1] + "/ready", "w").close()
     {body}
 
 with fail_fast():
@@ -261,8 +261,9 @@ def run(
         text=True,
         env=os.environ | env,
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n", process.communicate()[1]
+    # Not a line of its output: what the reader buffers behind it, `communicate` would lose.
+    wait_until(lambda: (run_dir / "ready").exists() or process.poll() is not None, "it is ready")
+    assert (run_dir / "ready").exists(), process.communicate()[1]
     return process
 
 

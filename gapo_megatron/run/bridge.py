@@ -17,11 +17,10 @@ from torch import Tensor
 from gapo_megatron.compat.torch import OutsideGroup
 from gapo_megatron.rollout import broadcast
 from gapo_megatron.rollout.broadcast import Route
+from gapo_megatron.run.mailbox import Mailbox
 
 T = TypeVar("T")
 
-_ABSENT = "\0absent"
-"""No value: what a name that has none answers."""
 _BEAT_EVERY_S = 0.1
 """Beats in between are not posted."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.25
@@ -46,10 +45,11 @@ class Bridge:
     - A side's ranks are seen through its first one: it takes part in their collectives, so if one
       of them is frozen, the first comes to a stop, and so do the beats.
     - The mailbox is in the memory of job rank 0 (or of torchrun). If that is frozen as a whole,
-      `post`, `look` and `beat` do not return; the watch is outside Python, and ends this process.
+      its methods and `beat` do not return; the watch is outside Python, and ends this process.
     - The groups' operations end by themselves after `parallel.timeout_s`; the watch is shorter.
 
     Attributes:
+        mail: the mailbox.
         num_training: ranks that train, T.
         num_generation: ranks that only generate, G.
         is_generation: whether this rank is one of those.
@@ -65,6 +65,7 @@ class Bridge:
         num_generation: int,
         device: torch.device,
         timeout_s: float,
+        secret: bytes,
     ) -> None:
         """Join the two sides.
 
@@ -75,13 +76,15 @@ class Bridge:
             num_generation: ranks that only generate.
             device: weights are on it.
             timeout_s: longest that an operation of the groups may wait.
+            secret: of this launch, the same on every rank; seals the messages.
 
         Collectives: creation of three groups: all ranks of the job; twice trainer 0 and all ranks
         that generate.
         """
         self.num_training, self.num_generation = num_training, num_generation
         self.is_generation = rank >= num_training
-        self._mail = dist.PrefixStore("gapo_megatron_mail", store)
+        self.mail = Mailbox(dist.PrefixStore("gapo_megatron_mail", store), secret)
+        self._beats = dist.PrefixStore("gapo_megatron_beats", store)
         self._is_first = rank in (0, num_training)
         self._next_beat_s = 0.0
         host = torch.device("cpu")
@@ -106,22 +109,7 @@ class Bridge:
             )
             self._route = Route(headers, payload)
 
-    # --- mailbox ---------------------------------------------------------------------------------
-
-    def post(self, name: str, value: bytes) -> None:
-        """Leave a value, which all ranks of both sides see; replaces an earlier one."""
-        self._mail.set(name, value)  # type: ignore[arg-type]  # its stub knows text alone
-
-    def look(self, name: str) -> bytes | None:
-        """The value of a name; None: there is none now. Never waits for one."""
-        # One request, so that nobody can erase the value between two. It changes nothing: what it
-        # would put in place is what it compares with.
-        value: bytes = self._mail.compare_set(name, _ABSENT, _ABSENT)
-        return None if value == _ABSENT.encode() else value
-
-    def erase(self, name: str) -> None:
-        """Remove a value, if there is one: what all have read would stay to the end of the job."""
-        self._mail.delete_key(name)
+    # --- progress ---------------------------------------------------------------------------------
 
     def beat(self) -> None:
         """Say to the other side that this one makes progress. Never waits; not while waiting.
@@ -131,17 +119,18 @@ class Bridge:
         now = time.monotonic()
         if self._is_first and now >= self._next_beat_s:
             self._next_beat_s = now + _BEAT_EVERY_S
-            self._mail.add(f"beats_{self.is_generation}", 1)
+            self._beats.add(str(self.is_generation), 1)
 
     def beats_seen(self) -> int:
         """Beats of the other side's first rank since the start."""
-        return self._mail.add(f"beats_{not self.is_generation}", 0)
+        return self._beats.add(str(not self.is_generation), 0)
 
     def wait(self, find: Callable[[], T | None], *, alive: Callable[[], object]) -> T:
         """Look again and again until there is something, while the other side makes progress.
 
         Args:
-            find: looks for it, by `look` for instance, without restarting the watch; None: not yet.
+            find: looks for it, by `mail.look` for instance, without restarting the watch; None: not
+                yet.
             alive: `Attempt.restart_watch`, which sends no beat; called at the beginning, and
                 whenever the other side has sent one. While that is silent the watch runs on.
         """

@@ -132,7 +132,7 @@ class GenerationRanks:
             number = self._order(Order("weights", policy_version))
             log_probs = score_probe(self.policy, probe, self.gloo_group)
             if self.attempt.leads:
-                self.bridge.post(f"probe/{number}", pack_probe(probe, log_probs))
+                self.bridge.mail.post(f"probe/{number}", pack_probe(probe, log_probs))
             self._wait(f"ready/{number}")
             self.bridge.send_weights(self.policy.iterate_hf_weights())
             check = WeightCheck(**unpack(self._wait(f"answer/{number}")))
@@ -164,7 +164,7 @@ class GenerationRanks:
     def give_up(self) -> int:
         """Break off what is sampled ahead, and count it: `Generation.give_up`."""
         if self._samples and self.attempt.leads:
-            self.bridge.post(STOP, b"")
+            self.bridge.mail.post(STOP, b"")
         for number in self._samples.values():
             self._num_given_back += unpack(self._wait(f"answer/{number}"))["num_tokens"]
         self._samples.clear()
@@ -195,12 +195,14 @@ class GenerationRanks:
         number = self._num_orders
         self._num_orders += 1
         if self.attempt.leads:
-            self.bridge.post(f"order/{number}", order.to_bytes())
+            self.bridge.mail.post(f"order/{number}", order.to_bytes())
         return number
 
     def _wait(self, name: str) -> bytes:
         """Wait for a message, for as long as the generation side makes progress."""
-        found = self.bridge.wait(lambda: self.bridge.look(name), alive=self.attempt.restart_watch)
+        found = self.bridge.wait(
+            lambda: self.bridge.mail.look(name), alive=self.attempt.restart_watch
+        )
         self.attempt.alive()
         return found
 
@@ -211,11 +213,7 @@ class GenerationRanks:
         """
         contents: list[bytes] = [b"" for _ in names]
         if self.attempt.leads:
-            found = {name: self.bridge.look(name) for name in names}
-            assert None not in found.values(), f"{found.keys()} are posted before their answer"
-            contents = [content for content in found.values() if content is not None]
-            for name in names:
-                self.bridge.erase(name)
+            contents = [self.bridge.mail.take(name) for name in names]
         dist.broadcast_object_list(contents, src=0, group=self.gloo_group)
         return contents
 
@@ -229,5 +227,5 @@ class GenerationRanks:
         if self.attempt.leads:
             for number in range(self._num_erased, before):
                 for kind in ("order", "ready", "probe", "answer"):
-                    self.bridge.erase(f"{kind}/{number}")
+                    self.bridge.mail.erase(f"{kind}/{number}")
         self._num_erased = max(self._num_erased, before)

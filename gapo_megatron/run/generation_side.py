@@ -54,7 +54,7 @@ class Patience:
             now = time.monotonic()
             if now >= self._next_look_s:
                 self._next_look_s = now + _LOOK_EVERY_S
-                self._is_unwanted = self._is_unwanted or self.bridge.look(STOP) is not None
+                self._is_unwanted = self._is_unwanted or self.bridge.mail.look(STOP) is not None
             # Asked first: it says that this rank is alive.
             return should_abandon(elapsed_s) or self._is_unwanted
 
@@ -185,11 +185,11 @@ class GenerationSide:
     def _wait(self, name: str) -> bytes:
         """Wait for a message, for as long as the trainer makes progress."""
         wait, attempt = self.bridge.wait, self.attempt
-        return wait(lambda: self.bridge.look(name), alive=attempt.restart_watch)
+        return wait(lambda: self.bridge.mail.look(name), alive=attempt.restart_watch)
 
     def _post(self, name: str, value: bytes) -> None:
         if self.is_first:
-            self.bridge.post(name, value)
+            self.bridge.mail.post(name, value)
 
     def end(self) -> None:
         """End this side together with the trainer. Collective over both sides."""

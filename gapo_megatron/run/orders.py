@@ -1,6 +1,7 @@
 """Messages between the two sides of a run: orders of the trainer, answers of the generation side.
 
-Orders are numbered, and executed one after the other. All texts are JSON.
+Orders are numbered, and executed one after the other. All texts are JSON. `mailbox.Mailbox` seals
+each of them under its name, which is used once in a launch.
 
     order/N    by trainer 0       an `Order`
     ready/N    by generation 0    it has come to this order of weights, which are sent then
@@ -8,6 +9,7 @@ Orders are numbered, and executed one after the other. All texts are JSON.
     answer/N   by generation 0    the order is executed; its result
     batch/N    by generation 0    metrics, clocks, and the place in the data, before the answer
     facts/N    by generation 0    of the same batch: `Facts.to_bytes`
+    run        by trainer 0       before all others: the run `begins`, or is `finished` already
     stop       by trainer 0       break off what is sampled ahead
 """
 

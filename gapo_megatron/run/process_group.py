@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from gapo_megatron.errors import ConfigError, MachineError
 from gapo_megatron.run import processes
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.fail_fast import end_after
+from gapo_megatron.run.mailbox import shared_secret
 from gapo_megatron.run.processes import Placement
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ def start(
     *,
     alike: Mapping[str, Any] | None = None,
     rollout: RolloutConfig | None = None,
+    run_dir: Path | None = None,
 ) -> World:
     """Bring up logging, the process group and the variables vLLM reads. Call it once, first.
 
@@ -70,6 +73,7 @@ def start(
         alike: values that the ranks of one run have in common, by name: two runs with one port
             must not become one. Compared as text.
         rollout: says how many ranks only generate; None: no rank does.
+        run_dir: the run's folder, shared by all ranks; needed where some only generate.
 
     Collectives: creation of the default process group and of a gloo group, by all ranks of a side;
     those of `Bridge` by the ranks of both.
@@ -77,7 +81,8 @@ def start(
     Raises:
         ConfigError: the environment contradicts itself (names the variables), or ranks differ in
             `alike` (names both ranks, and in what).
-        MachineError: the port is taken, the peers do not come, or they are those of another launch.
+        MachineError: the port is taken, the peers do not come, they are those of another launch, or
+            `run_dir` fails.
     """
     placement = processes.placement()
     processes.quiet_libraries()
@@ -95,14 +100,17 @@ def start(
     gloo_group = _join_side(store, side, device, timeout_s)
     bridge = None
     if side.num_generation:
-        bridge = Bridge(
-            store,
-            rank=placement.rank,
-            num_training=placement.world_size - side.num_generation,
-            num_generation=side.num_generation,
-            device=device,
-            timeout_s=timeout_s,
-        )
+        assert run_dir is not None, "the two sides' secret is in the run's folder"
+        with shared_secret(store, run_dir, rank=placement.rank) as secret:
+            bridge = Bridge(
+                store,
+                rank=placement.rank,
+                num_training=placement.world_size - side.num_generation,
+                num_generation=side.num_generation,
+                device=device,
+                timeout_s=timeout_s,
+                secret=secret,
+            )
     faulthandler.cancel_dump_traceback_later()
     if side.rank == 0:
         name = side.name and f" of {side.name}"

@@ -131,6 +131,7 @@ def join(config: Config, inputs: Inputs, startup: Stopwatch) -> tuple[World, Att
             config.parallel.timeout_s,
             alike={"program": "train", "run": str(run_dir.absolute()), **flat(config)},
             rollout=config.rollout,
+            run_dir=run_dir,
         )
         attempt = Attempt.begin(
             run_dir,
@@ -352,11 +353,13 @@ def is_finished_everywhere(config: Config, world: World, attempt: Attempt) -> bo
     """
     bridge, run = world.bridge, config.run
     if bridge is not None and bridge.is_generation:
-        answer = bridge.wait(lambda: bridge.look("run"), alive=attempt.restart_watch) == b"finished"
+        answer = (
+            bridge.wait(lambda: bridge.mail.look("run"), alive=attempt.restart_watch) == b"finished"
+        )
     else:
         answer = attempt.leads and is_finished(Path(run.output_dir), num_steps=run.num_steps)
         if bridge is not None and attempt.leads:
-            bridge.post("run", b"finished" if answer else b"begins")
+            bridge.mail.post("run", b"finished" if answer else b"begins")
         answer = attempt.agree(answer)
     if bridge is not None and answer:
         bridge.close()  # rank 0 keeps the mailbox: the others have read by now

@@ -71,20 +71,20 @@ def _bridge(world: World) -> Bridge:
 
 def _mail(world: World) -> list[object]:
     bridge = _bridge(world)
-    seen: list[object] = [bridge.look("order")]
+    seen: list[object] = [bridge.mail.look("order")]
     bridge.messages.barrier()
     if int(os.environ["RANK"]) == 0:
-        bridge.post("order", b"\x00\xff")
-        bridge.post("empty", b"")
+        bridge.mail.post("order", b"\x00\xff")
+        bridge.mail.post("empty", b"")
     bridge.messages.barrier()
-    seen += [bridge.look("order"), bridge.look("empty")]
+    seen += [bridge.mail.look("order"), bridge.mail.look("empty")]
     bridge.messages.barrier()
     if int(os.environ["RANK"]) == 2:
-        bridge.post("order", b"another")
-        bridge.erase("empty")
-        bridge.erase("never there")
+        bridge.mail.post("answer", b"another")
+        bridge.mail.erase("empty")
+        bridge.mail.erase("never there")
     bridge.messages.barrier()
-    return [*seen, bridge.look("order"), bridge.look("empty")]
+    return [*seen, bridge.mail.look("answer"), bridge.mail.look("empty")]
 
 
 def test_the_mailbox_is_one_for_both_sides() -> None:
@@ -132,17 +132,17 @@ def _wait_for_the_other(world: World) -> list[object]:
     """A trainer that waits: for what comes, beside a side that is silent, and one that beats."""
     bridge = _bridge(world)
     if bridge.is_generation:
-        bridge.wait(lambda: bridge.look("silence has been seen"), alive=lambda: None)
-        while bridge.look("enough") is None:
+        bridge.wait(lambda: bridge.mail.look("silence has been seen"), alive=lambda: None)
+        while bridge.mail.look("enough") is None:
             bridge.beat()
         return [bridge.beats_seen()]
     calls: list[int] = []
     looks = count()
     found = bridge.wait(lambda: next(looks) >= 5 or None, alive=lambda: calls.append(0))
     seen: list[object] = [found, len(calls)]
-    bridge.post("silence has been seen", b"")
+    bridge.mail.post("silence has been seen", b"")
     bridge.wait(lambda: len(calls) >= 4 or None, alive=lambda: calls.append(0))
-    bridge.post("enough", b"")
+    bridge.mail.post("enough", b"")
     return [*seen, bridge.beats_seen() >= 2]
 
 
@@ -159,7 +159,7 @@ def _part(world: World) -> int:
     bridge._next_beat_s = 0.0
     bridge.beat()
     # This world's store outlives the test; that of a job goes with its rank 0.
-    return bridge._mail.add(f"beats_{bridge.is_generation}", 0)
+    return bridge._beats.add(str(bridge.is_generation), 0)
 
 
 def test_a_rank_that_has_parted_asks_nothing_of_the_store() -> None:

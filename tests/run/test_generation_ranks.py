@@ -41,11 +41,29 @@ def make_config(*, max_staleness: int, num_steps: int = 8, every: int = 0) -> Co
     return parse_config(tree, source="test")
 
 
+class Mail(dict[str, bytes]):
+    """A mailbox of one process."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def post(self, name: str, value: bytes) -> None:
+        assert name not in self.names, "a name is used once"
+        self.names.add(name)
+        self[name] = value
+
+    look = dict[str, bytes].get
+    take = dict[str, bytes].pop
+
+    def erase(self, name: str) -> None:
+        self.pop(name, None)
+
+
 class Side:
     """A bridge, and behind it a side that executes every order when it is looked for its answer."""
 
     def __init__(self) -> None:
-        self.mail: dict[str, bytes] = {}
+        self.mail = Mail()
         self.done = 0
         self.version = -1
         self.sampled: dict[int, int] = {}
@@ -53,15 +71,6 @@ class Side:
         self.log: list[str] = []
         self.breaks_off: set[int] = set()
         self.messages = object()
-
-    def post(self, name: str, value: bytes) -> None:
-        self.mail[name] = value
-
-    def look(self, name: str) -> bytes | None:
-        return self.mail.get(name)
-
-    def erase(self, name: str) -> None:
-        self.mail.pop(name, None)
 
     def beat(self) -> None: ...
 
@@ -76,7 +85,7 @@ class Side:
         self.log.append(f"{order.task} {order.step}")
         answer: Any = {}
         if order.task == "weights":
-            self.post(f"ready/{number}", b"")
+            self.mail.post(f"ready/{number}", b"")
             self.version = order.step
             answer = dataclasses.asdict(WeightCheck(0.0, 0.0))
         elif order.task == "evaluate":
@@ -96,9 +105,9 @@ class Side:
                 "source_state": {"after": order.step},
             }
             if not is_broken_off:
-                self.post(f"batch/{number}", pack(about))
-                self.post(f"facts/{number}", Facts.of([]).to_bytes())
-        self.post(f"answer/{number}", pack(answer))
+                self.mail.post(f"batch/{number}", pack(about))
+                self.mail.post(f"facts/{number}", Facts.of([]).to_bytes())
+        self.mail.post(f"answer/{number}", pack(answer))
 
     def send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         assert list(weights) == []

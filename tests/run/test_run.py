@@ -440,8 +440,7 @@ def test_both_sides_of_a_finished_run_part_together(
     bridge = SimpleNamespace(
         is_generation=is_generation,
         wait=lambda find, alive: find(),
-        look=lambda name: said,
-        post=lambda name, value: done.append(value),
+        mail=SimpleNamespace(look=lambda name: said, post=lambda name, value: done.append(value)),
         close=lambda: done.append("parted"),
     )
     attempt = SimpleNamespace(leads=True, agree=lambda value: value, restart_watch=None)

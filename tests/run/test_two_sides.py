@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gapo_megatron.clock import Stopwatch
@@ -188,12 +190,12 @@ def stop_while_one_is_sampled(world: World, folder: Path, max_staleness: int) ->
 
     def wait_for_the_stop(engine: ScriptedEngine) -> None:
         if len(engine.asked) > 3 * NUM_RESPONSES:
-            bridge.post(f"under way/{world.rank}", b"")
-            bridge.wait(lambda: bridge.look(STOP), alive=lambda: None)
+            bridge.mail.post(f"under way/{world.rank}", b"")
+            bridge.wait(lambda: bridge.mail.look(STOP), alive=lambda: None)
 
     def wait_for_the_fourth() -> None:
         for name in ("under way/0", "under way/1"):
-            bridge.wait(partial(bridge.look, name), alive=lambda: None)
+            bridge.wait(partial(bridge.mail.look, name), alive=lambda: None)
 
     config = make_config(folder, max_staleness=max_staleness)
     return train(
@@ -229,6 +231,29 @@ def test_every_trainer_learns_from_its_share_of_what_the_others_sampled(
     assert given_back == also == num_tokens + more_tokens - num_learned > 0
 
 
+def train_beside_a_stranger(world: World, folder: Path, name: str) -> Any:
+    """Somebody who reaches the store's port writes a message while the first batch is sampled."""
+    generation_side._LOOK_EVERY_S = 0.0
+    port = int(os.environ["MASTER_PORT"])
+
+    def forge(engine: ScriptedEngine) -> None:
+        stranger = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+        stranger.set(f"gapo_megatron_mail/{name}", '{"is_broken_off": true, "num_tokens": 0}')
+        if name != STOP:  # the true answer would replace it
+            threading.Event().wait()
+
+    return train(world, make_config(folder, max_staleness=1), until=1, before_decoding=forge)
+
+
+@pytest.mark.parametrize("name", [STOP, "answer/2"])
+def test_what_a_stranger_writes_ends_the_run_with_an_error_that_names_it(
+    tmp_path: Path, name: str
+) -> None:
+    """And not well: `stop` was followed, and the run ended as one that had been asked to."""
+    with pytest.raises(AssertionError, match=rf"MachineError: message {name} "):
+        run_sides(train_beside_a_stranger, 1, 1, tmp_path, name)
+
+
 def freeze_here(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -246,7 +271,7 @@ def run_frozen(job_rank: int, frozen: int, port: int, folder: Path) -> None:
     }
     torch.set_num_threads(1)
     config = make_config(folder, max_staleness=0)
-    world = process_group.start(HANG_S, rollout=config.rollout)
+    world = process_group.start(HANG_S, rollout=config.rollout, run_dir=folder)
     freeze: Any = freeze_here if job_rank == frozen else lambda *_: None
     train(world, config, until=1, at_step=freeze, before_decoding=freeze, hang_timeout_s=10)
 

@@ -18,6 +18,7 @@ from gapo_megatron.compat.torch import OutsideGroup
 from gapo_megatron.rollout import broadcast
 from gapo_megatron.rollout.broadcast import Route
 from gapo_megatron.run.mailbox import Mailbox
+from gapo_megatron.run.presence import Presence
 
 T = TypeVar("T")
 
@@ -108,6 +109,7 @@ class Bridge:
                 for name, where in (("headers", host), ("weights", device))
             )
             self._route = Route(headers, payload)
+        self._presence: Presence | None = None
 
     # --- progress ---------------------------------------------------------------------------------
 
@@ -182,6 +184,14 @@ class Bridge:
 
     # --- the end ---------------------------------------------------------------------------------
 
+    def watch_ranks(self) -> None:
+        """End this process, with an error that names the rank, as soon as one of the job is gone.
+
+        Not where a launcher ends the ranks: they would end before it has their stacks. On every
+        rank or on none; no collective.
+        """
+        self._presence = Presence(self.messages, num_training=self.num_training)
+
     def close(self) -> None:
         """Part, when nothing is under way any more. Call it last, on every rank of both sides.
 
@@ -192,6 +202,9 @@ class Bridge:
         """
         self._is_first = False  # no beats: behind the barrier rank 0 may take the mailbox with it
         self.messages.barrier()
+        if self._presence is not None:
+            self._presence.part()
+            self._presence = None
         groups = [self._route.headers, self._route.payload] if self._route else []
         for group in (self.messages, *groups):
             group.close()

@@ -8,6 +8,7 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -27,6 +28,15 @@ _PASSING = (
     *(*_DISK, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.ENOTCONN),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 )
+# What torch's store, gloo and NCCL say when the process at the other end has ended.
+_LOST = re.compile(
+    r"connection (?:was )?(?:likely )?(?:closed|reset|refused)|connectfullmesh|broken pipe"
+    r"|remote process exited",
+    re.IGNORECASE,
+)
+_NAMED_WITHIN_S = 2.0
+"""So long a rank that has lost another one waits to hear which (`run/presence.py`)."""
+_MAX_QUOTED = 160
 
 
 @contextlib.contextmanager
@@ -38,15 +48,19 @@ def fail_fast() -> Iterator[None]:
 
     Exit codes: 2 for what another attempt would meet again (a ConfigError, DataError or
     ConversionError, unless a disk that is full or fails led to it), 3 for a FencedError, 1 for any
-    other error, 130 for Ctrl-C. Errors a user can act on print one message, and so does a disk that
-    is full or fails at a file; anything else prints its traceback. The launcher finds the error in
-    the attempt's folder, where the earliest of all ranks explains the others.
+    other error, 130 for Ctrl-C. Errors a user can act on print one message, and so do a disk that
+    is full or fails at a file, and the loss of a peer; anything else prints its traceback. The
+    launcher finds the error in the attempt's folder, where the earliest of all ranks explains the
+    others.
     """
     try:
         yield
     except SystemExit:
         raise
     except BaseException as error:  # the boundary of the program: nothing is above this frame
+        if _is_lost_peer(error) and processes.attempt_folder() is None:
+            # The thread of `Presence` knows which rank it was, and ends this process meanwhile.
+            time.sleep(_NAMED_WITHIN_S)
         exit_code = _exit_code(error)
         _record_failure(error, exit_code=exit_code, trace=traceback.format_exc())
         rank = processes.stated_rank()
@@ -90,6 +104,12 @@ def _is_passing(error: BaseException | None) -> bool:
     return False
 
 
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether an error of a collective, or of the store, says that the other end is gone."""
+    is_torchs = isinstance(error, RuntimeError)  # not Python's own sockets, to anywhere
+    return is_torchs and bool(_LOST.search(str(error)))
+
+
 def _message(error: BaseException, where: str) -> str:
     if isinstance(error, GapoError):
         return f"error{where}: {error}"
@@ -97,6 +117,12 @@ def _message(error: BaseException, where: str) -> str:
         return f"interrupted{where}"
     if isinstance(error, OSError) and error.errno in _DISK and error.filename:
         return f"error{where}: {error.filename}: {error.strerror}"
+    if _is_lost_peer(error):
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_MAX_QUOTED]
+        return (
+            f"error{where}: lost the connection to another rank: it has ended, and its own output "
+            f"says why, unless it was killed ({said})"
+        )
     return f"uncaught error{where}:\n{traceback.format_exc().rstrip()}"
 
 

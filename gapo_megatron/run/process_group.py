@@ -111,6 +111,8 @@ def start(
                 timeout_s=timeout_s,
                 secret=secret,
             )
+        if processes.attempt_folder() is None:
+            bridge.watch_ranks()
     faulthandler.cancel_dump_traceback_later()
     if side.rank == 0:
         name = side.name and f" of {side.name}"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,6 +34,7 @@ from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.run import generation_ranks as module
 from gapo_megatron.run import generation_side, process_group
 from gapo_megatron.run.attempt import Attempt
+from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.generation_side import GenerationSide
 from gapo_megatron.run.orders import STOP, Order
@@ -254,12 +259,10 @@ def test_what_a_stranger_writes_ends_the_run_with_an_error_that_names_it(
         run_sides(train_beside_a_stranger, 1, 1, tmp_path, name)
 
 
-def freeze_here(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def run_frozen(job_rank: int, frozen: int, port: int, folder: Path) -> None:
-    """One rank of a run of which another is frozen: as it trains, or as it generates."""
+def run_disturbed(
+    job_rank: int, victim: int, number: signal.Signals, port: int, env: dict[str, str], folder: Path
+) -> None:
+    """One rank of a run of which another gets a signal: as it trains, or as it generates."""
     output = os.open(folder / f"{job_rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, sys.__stderr__.fileno())  # type: ignore[union-attr]
     os.environ |= {
@@ -268,48 +271,88 @@ def run_frozen(job_rank: int, frozen: int, port: int, folder: Path) -> None:
         "LOCAL_RANK": str(job_rank),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        **env,
     }
     torch.set_num_threads(1)
     config = make_config(folder, max_staleness=0)
-    world = process_group.start(HANG_S, rollout=config.rollout, run_dir=folder)
-    freeze: Any = freeze_here if job_rank == frozen else lambda *_: None
-    train(world, config, until=1, at_step=freeze, before_decoding=freeze, hang_timeout_s=10)
+
+    def disturb(*_: Any) -> None:
+        if job_rank == victim:
+            os.kill(os.getpid(), number)
+
+    hang_timeout_s = 10 if number == signal.SIGSTOP else 600
+    with fail_fast():
+        world = process_group.start(HANG_S, rollout=config.rollout, run_dir=folder)
+        train(
+            world,
+            config,
+            until=1,
+            at_step=disturb,
+            before_decoding=disturb,
+            hang_timeout_s=hang_timeout_s,
+        )
+
+
+@contextmanager
+def disturbed_runs(
+    folder: Path, number: signal.Signals, victims: tuple[int, ...], **env: str
+) -> Iterator[dict[int, list[BaseProcess]]]:
+    """Runs of two trainers and two ranks that generate, side by side; the ranks of each, by victim.
+
+    What a rank prints is in `folder/VICTIM/RANK.log`.
+    """
+    runs: dict[int, list[BaseProcess]] = {}
+    for victim in victims:
+        (folder / str(victim)).mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        arguments = (victim, number, port, env, folder / str(victim))
+        runs[victim] = [
+            rank_context().Process(target=run_disturbed, args=(rank, *arguments))
+            for rank in range(4)
+        ]
+        for process in runs[victim]:
+            process.start()
+    try:
+        yield runs
+    finally:
+        for process in itertools.chain(*runs.values()):
+            process.kill()
+            process.join()
 
 
 def is_stopped(pid: int | None) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
+def ends_of_others(ranks: list[BaseProcess], victim: int) -> list[int | None]:
+    others = [rank for rank in ranks if rank is not ranks[victim]]
+    for rank in others:
+        rank.join(HANG_S)
+    return [rank.exitcode for rank in others]
+
+
 def test_a_frozen_rank_is_found_out_on_both_sides(tmp_path: Path) -> None:
-    """Each watch ends its own rank; so the launcher hears of it. Two runs side by side."""
-    runs = []
-    for frozen in (0, 3):
-        (tmp_path / str(frozen)).mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        ranks = [
-            rank_context().Process(
-                target=run_frozen, args=(rank, frozen, port, tmp_path / str(frozen))
-            )
-            for rank in range(4)
-        ]
-        runs.append((frozen, ranks))
-        for rank in ranks:
-            rank.start()
-    try:
-        for frozen, ranks in runs:
-            wait_until(lambda: is_stopped(ranks[frozen].pid), "a frozen rank")  # noqa: B023
-            for rank in ranks:
-                if rank is not ranks[frozen]:
-                    rank.join(HANG_S)
-            codes = [rank.exitcode for rank in ranks if rank is not ranks[frozen]]
-            assert codes == [1, 1, 1], frozen
-    finally:
-        for _, ranks in runs:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
+    """Each watch ends its own rank; so the launcher hears of it, and has all stacks."""
+    launched = {"GAPO_ATTEMPT_DIR": str(tmp_path)}
+    with disturbed_runs(tmp_path, signal.SIGSTOP, (0, 3), **launched) as runs:
+        for victim, ranks in runs.items():
+            wait_until(lambda: is_stopped(ranks[victim].pid), "a frozen rank")  # noqa: B023
+            assert ends_of_others(ranks, victim) == [1, 1, 1], victim
     # A trainer that waits for ranks that generate, and the other way round.
     for frozen, waiting in ((0, 2), (0, 3), (3, 0)):
         log = (tmp_path / str(frozen) / f"{waiting}.log").read_text()
         assert "Timeout (0:00:10)!" in log and "run/bridge.py" in log, (frozen, waiting)
+
+
+def test_without_a_launcher_a_killed_rank_ends_all_others_and_they_name_it(tmp_path: Path) -> None:
+    """Long before their watches: those have ten minutes here, and the test has less."""
+    with disturbed_runs(tmp_path, signal.SIGKILL, (0, 3)) as runs:
+        for victim, ranks in runs.items():
+            assert ends_of_others(ranks, victim) == [1, 1, 1], victim
+            assert ranks[victim].exitcode == -signal.SIGKILL
+    for victim, name in ((0, "rank 0 of training"), (3, "rank 1 of generation")):
+        for rank in {0, 1, 2, 3} - {victim}:
+            log = (tmp_path / str(victim) / f"{rank}.log").read_text()
+            assert re.search(rf"^error \(rank {rank}\): rank {victim} of .*{name}", log, re.M), log
+            assert "Traceback" not in log, log

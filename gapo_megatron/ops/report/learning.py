@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -105,11 +106,29 @@ def pass_rows(arms: Sequence[Arm]) -> list[Row]:
     return rows
 
 
-def draw_pass(axis: Axes, rows: Sequence[Row], shown: Shown, metric: str) -> None:
-    """Percent of problems over steps."""
+def draw_pass(
+    axis: Axes,
+    rows: Sequence[Row],
+    shown: Shown,
+    metric: str,
+    *,
+    first_place: int = 0,
+    name: str = "",
+) -> None:
+    """Percent of problems over steps.
+
+    Args:
+        axis: where to.
+        rows: those of `pass_rows`.
+        shown: the arms.
+        metric: which metric of `rows`.
+        first_place: place in `arm_style` of the first arm.
+        name: what the legend adds to the arm's name, where a panel has several metrics.
+    """
     axis.set(xlabel="step", ylabel=f"{metric} (%)")
     chosen = [row for row in rows if row["metric"] == metric]
-    draw_arms(axis, chosen, shown, limits=SHARE_LIMITS, scale=100, points=True)
+    look = {"limits": SHARE_LIMITS, "scale": 100, "points": True}
+    draw_arms(axis, chosen, shown, first_place=first_place, name=name, **look)
 
 
 def draw_arms(
@@ -117,16 +136,24 @@ def draw_arms(
     rows: Sequence[Row],
     shown: Shown,
     *,
-    limits: tuple[float, float],
-    scale: float = 1,
-    points: bool = False,
+    first_place: int = 0,
+    name: str = "",
+    **how: Any,
 ) -> None:
-    """A line and a band for each arm, labelled; those without rows are left out."""
-    for place, (label, arm) in enumerate(shown.items()):
+    """A line and a band for each arm, labelled; those without rows are left out.
+
+    Args:
+        axis: where to.
+        rows: rows with arm, step, mean, low, high.
+        shown: the arms.
+        first_place: place in `arm_style` of the first arm.
+        name: what the legend adds to an arm's name.
+        how: `limits`, `scale` and `points` of `draw_band`.
+    """
+    for place, (label, arm) in enumerate(shown.items(), start=first_place):
         chosen = [row for row in rows if row["arm"] == arm.label]
         if chosen:
-            look = arm_style(place)
-            draw_band(axis, chosen, label=label, limits=limits, scale=scale, points=points, **look)
+            draw_band(axis, chosen, label=f"{label} {name}".strip(), **how, **arm_style(place))
 
 
 def sharing(arms: Sequence[Arm], rows: Sequence[Row]) -> list[Shown]:

@@ -117,12 +117,11 @@ def mark_steps(figure: Figure, steps: Sequence[int]) -> None:
 
 
 def arm_style(place: int) -> dict[str, Any]:
-    """Colour, line style and marker of the arm at `place` of a panel; there are seven."""
-    place %= len(COLOURS)
+    """Colour, line style and marker of the line at `place` of a panel; no two of 28 look alike."""
     return {
-        "color": COLOURS[place],
+        "color": COLOURS[place % len(COLOURS)],
         "linestyle": LINE_STYLES[place % len(LINE_STYLES)],
-        "marker": MARKERS[place],
+        "marker": MARKERS[place % len(MARKERS)],
     }
 
 

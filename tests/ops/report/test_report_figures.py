@@ -479,3 +479,21 @@ def test_the_picture_has_six_panels(study, tmp_path):
         axes = draw_picture(study).axes
     assert len(axes) == 6
     assert all(axis.get_title() and axis.get_xlabel() and axis.get_legend() for axis in axes)
+
+
+@pytest.mark.parametrize("methods", [("gapo",), METHODS])
+def test_no_two_lines_of_a_panel_of_the_picture_look_alike(tmp_path, methods):
+    runs = [read_run(write_run(tmp_path / method, method=method)) for method in methods]
+    with style.style():
+        axes = draw_picture(Comparison.of(runs)).axes
+    held_out = {name: line for name, line in lines_of(axes[1]).items() if name[0] != "_"}
+    assert [*held_out] == [f"{method} pass@{k}" for k in (1, 8) for method in methods]
+    for axis in axes:
+        lines = [line for line in axis.get_lines() if line.get_label()[0] != "_"]
+        assert len({to_hex(line.get_color()) for line in lines}) == len(lines)
+        looks = {(str(line._dash_pattern), line.get_marker()) for line in lines}
+        # Curves by c go from dark to light; those of arms differ without colour, too.
+        assert len(looks) == len(lines) or axis.get_legend().get_title().get_text() == "c"
+    reward = lines_of(axes[0])  # an arm's colour is the same from panel to panel
+    for method in methods:
+        assert reward[method].get_color() == held_out[f"{method} pass@1"].get_color()

@@ -160,6 +160,8 @@ def test_seven_looks_differ_and_so_they_do_without_colour():
     assert len({look["color"] for look in looks}) == 7
     assert len({look["marker"] for look in looks}) == 7
     assert len({str(look["linestyle"]) for look in looks[:4]}) == 4
+    more = [style.arm_style(place) for place in range(28)]
+    assert len({(look["color"], str(look["linestyle"])) for look in more}) == 28
 
 
 @pytest.mark.parametrize("length", [1, 4, 12, 28])

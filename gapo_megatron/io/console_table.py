@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-# Title, key, format, width: the numbers that tell at a glance whether a run is healthy.
+# Title, key, format, width: the numbers that tell at a glance whether a run is healthy. The most
+# important come first: a narrow terminal shows as many as fit.
 _COLUMNS = (
     ("reward", "reward/mean", "{:.3f}", 6),
-    ("length", "rollout/response_length/mean", "{:.0f}", 6),
-    ("loss", "loss/policy", "{:+.1e}", 8),
     ("clipped", "clip/fraction_sequences", "{:.1%}", 7),
-    ("|ratio-1|", "ratio/abs_deviation", "{:.1e}", 9),
+    ("seconds", "time/step_s", "{:.1f}", 7),
+    ("left", "left", "", 8),
+    ("loss", "loss/policy", "{:+.1e}", 8),
     ("grad norm", "optim/grad_norm", "{:.2e}", 9),
+    ("length", "rollout/response_length/mean", "{:.0f}", 6),
+    ("|ratio-1|", "ratio/abs_deviation", "{:.1e}", 9),
+    ("tokens/s", "perf/tokens_per_s", "{:,.0f}", 9),
     ("A=0", "groups/zero_advantage_share", "{:.0%}", 4),
     ("mismatch", "mismatch/mean_abs_log_prob_diff", "{:.1e}", 9),
 )
+_GAP = 2
 _ROWS_PER_HEADER = 20
+_SPLIT = "time by stage"
 
 
 class ConsoleTable:
-    """A row per step on a terminal, `key=value` lines in a log file."""
+    """A row per step on a terminal, a `key=value` line in a log file; none is wider than it.
+
+    The width is COLUMNS, else the terminal's (also of `train | tee log`), else 80. What does not
+    fit is in metrics.jsonl and timings.jsonl.
+    """
 
     def __init__(self, *, num_steps: int) -> None:
         self._console = Console(file=sys.stdout, highlight=False)
@@ -32,46 +42,92 @@ class ConsoleTable:
         self._seconds = 0.0
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
-        """Show the step's numbers, its time by stage, tokens/s and the time left."""
+        """Show the step's numbers, its time, the time left, and more as far as the width goes."""
         self._seconds += values.get("time/step_s", 0.0)
         self._num_shown += 1
-        mean_step_s = self._seconds / self._num_shown
-        cells = {"step": f"{step + 1}/{self._num_steps}"}
+        left_s = self._seconds / self._num_shown * (self._num_steps - step - 1)
+        cells = {"step": self._step(step + 1)}
         for title, key, form, _ in _COLUMNS:
             cells[title] = form.format(values[key]) if key in values else "-"
-        cells["seconds"] = f"{values.get('time/step_s', 0.0):.1f}"
-        cells["tokens/s"] = f"{values.get('perf/tokens_per_s', 0.0):,.0f}"
-        cells["left"] = _clock(mean_step_s * (self._num_steps - step - 1))
-        split = _split(values)
+        cells["left"] = _clock(left_s)
         if self._console.is_terminal:
-            self._console.print(self._row(cells, split))
+            self._console.print(self._row(cells, values))
         else:
-            words = (f"{title.replace(' ', '_')}={cell}" for title, cell in cells.items())
-            print(*words, f"split={split.replace(' ', ',')}", flush=True)
+            parts = ",".join(_split(values)).replace(" ", ",")
+            self._print_line(cells | {"split": parts})
 
-    def _row(self, cells: Mapping[str, str], split: str) -> Table:
+    def show_evaluation(self, num_trained: int, values: Mapping[str, float]) -> None:
+        """Show pass@1 and pass@k of the weights after `num_trained` steps, on a line of its own."""
+        found = {
+            key.removeprefix("eval/"): f"{value:.1%}"
+            for key, value in values.items()
+            if key.startswith("eval/pass@")
+        }
+        if not found:
+            return
+        if self._console.is_terminal:
+            step = f"{self._step(num_trained):>{self._step_width}}"
+            words = [step, "held out:", *(f"{name} {value}" for name, value in found.items())]
+            line = "  ".join(_fitting(words, self._console.width, gap=_GAP))
+            self._console.print(line, style="bold", markup=False)
+        else:
+            self._print_line({"step": self._step(num_trained), **found})
+
+    @property
+    def _step_width(self) -> int:
+        return max(2 * len(str(self._num_steps)) + 1, 4)
+
+    def _step(self, number: int) -> str:
+        return f"{number}/{self._num_steps}"
+
+    def _print_line(self, cells: Mapping[str, str]) -> None:
+        """Print the first words, as many as fit: one line for grep, whole words alone."""
+        keys = (title.replace(" ", "_").replace("=", "") for title in cells)
+        words = [f"{key}={cell}" for key, cell in zip(keys, cells.values(), strict=True)]
+        print(" ".join(_fitting(words, self._console.width, gap=1)), flush=True)
+
+    def _row(self, cells: Mapping[str, str], values: Mapping[str, float]) -> Table:
         """One row of a table whose columns keep their widths; the header returns now and then."""
-        widths = {title: width for title, _, _, width in _COLUMNS}
-        step_width = 2 * len(str(self._num_steps)) + 1
-        widths |= {"step": max(step_width, 4), "seconds": 7, "tokens/s": 9, "left": 8}
-        table = Table(box=None, pad_edge=False, show_header=self._num_shown % _ROWS_PER_HEADER == 1)
-        for title in cells:
+        table = Table(
+            box=None,
+            pad_edge=False,
+            padding=(0, _GAP, 0, 0),
+            show_header=self._num_shown % _ROWS_PER_HEADER == 1,
+        )
+        room = self._console.width
+        for title, width in (("step", self._step_width), *((t, w) for t, _, _, w in _COLUMNS)):
+            if width > room:
+                break
+            room -= width + _GAP
             style = "bold green" if title == "reward" else "bold" if title == "step" else None
-            table.add_column(title, justify="right", width=widths[title], style=style, no_wrap=True)
-        table.add_column("where the time went", style="dim", no_wrap=True)
-        table.add_row(*cells.values(), split)
+            table.add_column(title, justify="right", width=width, style=style, no_wrap=True)
+        shown = list(cells.values())[: len(table.columns)]
+        if room >= len(_SPLIT) and len(shown) == len(cells):
+            table.add_column(_SPLIT, style="dim", width=room, no_wrap=True)
+            shown.append(" ".join(_fitting(_split(values), room, gap=1)))
+        table.add_row(*shown)
         return table
 
 
-def _split(values: Mapping[str, float]) -> str:
-    """Shares of the step's time by stage, largest first: `rollout 61% update 30%`."""
+def _fitting(words: Sequence[str], width: int, *, gap: int) -> Iterator[str]:
+    """The first of `words` that fit into `width`, `gap` apart."""
+    for word in words:
+        width -= len(word)
+        if width < 0:
+            return
+        yield word
+        width -= gap
+
+
+def _split(values: Mapping[str, float]) -> list[str]:
+    """Shares of the step's time by stage, largest first: `rollout 61%`, `update 30%`."""
     total = values.get("time/step_s", 0.0)
     stages = [
         (seconds / total, key.removeprefix("time/").removesuffix("_s"))
         for key, seconds in values.items()
         if key.startswith("time/") and key != "time/step_s" and total > 0
     ]
-    return " ".join(f"{name} {share:.0%}" for share, name in sorted(stages, reverse=True)[:4])
+    return [f"{name} {share:.0%}" for share, name in sorted(stages, reverse=True)[:4]]
 
 
 def _clock(seconds: float) -> str:

@@ -94,7 +94,8 @@ class MetricsWriter:
             step: index of the step, from 0. A second line of the same step (an evaluation) is fine.
             metrics: reproducible values only; tensors of one element are accepted. What is not
                 finite is written as null, with a warning the first time.
-            timings: from `Stopwatch.lap`; without them nothing is shown on the console.
+            timings: from `Stopwatch.lap`; without them the console shows an evaluation's pass@k,
+                and nothing else.
 
         Raises:
             MachineError: the disk is full or fails; a line cut off by it is dropped by a resume.
@@ -113,9 +114,11 @@ class MetricsWriter:
         if self._wandb is not None:
             with naming(self._run_dir / "wandb"):
                 self._wandb.log(present, step=step)
-        if clock:
-            with naming("standard output"):
+        with naming("standard output"):
+            if clock:
                 self._console.show(step, present)
+            else:
+                self._console.show_evaluation(step, present)
 
     def log_startup(
         self, step: int, seconds: Mapping[str, Value], *, sizes: Mapping[str, int]

@@ -194,16 +194,67 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_log_file_gets_one_line_per_step(tmp_path, capsys):
-    with MetricsWriter(tmp_path, config=make_config(), resume_step=4) as writer:
-        timings = {"time/rollout_s": 6.0, "time/update_s": 3.0, "time/step_s": 10.0}
-        metrics = {"reward/mean": 0.25, "mismatch/mean_abs_log_prob_diff": 2e-3}
-        writer.log(4, metrics, timings | {"perf/tokens_per_s": 1234.0})
-    (line,) = capsys.readouterr().out.splitlines()
+STEP_METRICS = {
+    "reward/mean": 0.25,
+    "clip/fraction_sequences": 0.125,
+    "loss/policy": -1e-3,
+    "optim/grad_norm": 0.75,
+    "rollout/response_length/mean": 1234.5,
+    "ratio/abs_deviation": 4e-3,
+    "groups/zero_advantage_share": 0.06,
+    "mismatch/mean_abs_log_prob_diff": 2e-3,
+}
+STEP_TIMINGS = {
+    "time/rollout_s": 6.0,
+    "time/update_s": 3.0,
+    "time/step_s": 10.0,
+    "perf/tokens_per_s": 1234.0,
+}
+EVALUATED = {"eval/pass@1": 0.45, "eval/pass@8": 1.0, "eval/level_1/pass@1": 0.5}
+
+
+def log_a_step(run_dir) -> None:
+    with MetricsWriter(run_dir, config=make_config(), resume_step=4) as writer:
+        writer.log(4, EVALUATED)
+        writer.log(4, STEP_METRICS, STEP_TIMINGS)
+
+
+def test_log_file_gets_one_line_per_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    log_a_step(tmp_path)
+    evaluated, line = capsys.readouterr().out.splitlines()
+    assert evaluated.split() == ["step=4/10", "pass@1=45.0%", "pass@8=100.0%"]
     assert "step=5/10" in line and "reward=0.250" in line and "tokens/s=1,234" in line
     assert "mismatch=2.0e-03" in line
     assert "left=0:00:50" in line  # five more steps of ten seconds
     assert "split=rollout,60%,update,30%" in line
+
+
+@pytest.mark.parametrize("width", [None, 40, 80, 100, 120, 160])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_no_line_is_wider_than_the_console(tmp_path, monkeypatch, capsys, width, is_terminal):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", f"{width}")
+    if is_terminal:
+        look = {"force_terminal": True, "no_color": True, "_environ": {"TERM": "xterm"}}
+        monkeypatch.setattr(
+            console_table, "Console", lambda **_: Console(file=sys.stdout, width=width, **look)
+        )
+    log_a_step(tmp_path)
+    text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    room = width or 80  # nothing tells the width: 80
+    assert max(map(len, text.splitlines())) <= room
+    assert len(text.splitlines()) == 2 + is_terminal  # and the table's header
+    evaluated, *_, step = text.splitlines()
+    if room >= 80:
+        assert {"45.0%", "100.0%"} <= set(re.findall(r"\d+\.\d%", evaluated))
+        numbers = re.findall(r"(?<!\S)(?:\w+=)?(\S+)", step)
+        # Step, reward, clip fraction, seconds, time left, loss.
+        assert numbers[:6] == ["5/10", "0.250", "12.5%", "10.0", "0:00:50", "-1.0e-03"]
+    shown_stages = re.findall(r"rollout|update", step)
+    assert shown_stages == ["rollout", "update"] or room < 160 or not is_terminal
+    assert not re.search(r"=$|=\S*…", text)  # whole words alone
 
 
 def test_terminal_gets_a_header_and_a_row_per_step(tmp_path, monkeypatch, capsys):

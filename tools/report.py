@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Report what runs did: one page (report.html) and every figure as PNG, PDF and CSV.
 
-RUN is a run's folder, or a folder of runs such as a study's. Runs that differ in the seed alone
-become one method with a band; one method is compared with every other one. Runs still going on are
-read as far as they are.
+RUN is a run's folder, or a folder of runs such as a study's. Runs that differ only in the seed are
+drawn as one method: a line for their mean, a band for its interval. One method is compared with
+each of the others. Runs that are still training are read up to their last step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -21,13 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout,
 
 EXAMPLES = """\
 one run:                    tools/report.py runs/demo
-a study, gapo against all:  tools/report.py runs/studies/demo --first gapo
+a study, gapo vs. the rest: tools/report.py runs/studies/demo --first gapo
 two methods, elsewhere:     tools/report.py runs/a runs/b --output /tmp/a_and_b
 keep the data, redraw:      tools/report.py runs/a --archive a_data; tools/report.py a_data
 
 The page needs no network. docs/report.md says how each figure is made, and how to read it.
-Exit codes: 0; 1 when a folder holds no run or a damaged one; 2 usage.
+Exit codes: 0 done; 1 a folder holds no run, or a damaged one; 2 wrong arguments.
 """
+_PARAGRAPH = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -59,11 +62,16 @@ def main(command_line: Sequence[str] | None = None) -> int:
     except GapoError as error:
         errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1
-    print(report.summary.to_text())
-    for title, reason in report.left_out.items():
-        print(f"left out: {title}: {reason}")
+    width = Console().width
+    notes = [textwrap.fill(note, width) for note in report.summary.notes]
+    print(replace(report.summary, notes=notes).to_text())
+    if report.left_out:
+        print("figures and tables for which these runs have no data:")
+        for title, reason in report.left_out.items():
+            print(textwrap.fill(f"{title}: {reason}", width, initial_indent="  ", **_PARAGRAPH))
+        print()
     if report.waiting:
-        print(f"not started: {some([str(folder) for folder in report.waiting])}")
+        print(f"no step trained yet: {some([str(folder) for folder in report.waiting])}")
     print(f"report: {report.page}")
     return 0
 

@@ -40,8 +40,8 @@ def over_k(comparison: Comparison) -> Exhibit:
     legend_below(figure, axes[0])
     seeds = sorted({int(row["seeds"] or 0) for row in rows})
     return Exhibit(
-        aid="The larger k, the finer c tells problems apart: an adaptive clip should gain from it, "
-        "and the distance to a fixed clip should grow.",
+        aid="Final accuracy on held-out problems against k, the number of rollouts per group; one "
+        "line per method.",
         rows=rows,
         figure=figure,
         notes=[
@@ -109,8 +109,8 @@ def clip_sweep(comparison: Comparison) -> Exhibit:
         ]
         lines.append([f"{_name(swept[0])} over {_name(arms)} (points)", *cells])
     return Exhibit(
-        aid="Each column compares the methods at one eps_high_max: a gain that holds in every "
-        "column is not one of tuning.",
+        aid="Final pass@1 of each method at each eps_high_max; the last rows are differences "
+        "between methods at the same eps_high_max.",
         rows=rows,
         table=Table(
             f"final held-out {key.removeprefix('eval/')} in % by eps_high_max",

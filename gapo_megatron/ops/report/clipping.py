@@ -31,6 +31,7 @@ from gapo_megatron.ops.report.series import (
     last_half,
     per_c,
     window_of,
+    window_text,
     windowed,
 )
 from gapo_megatron.ops.report.style import (
@@ -50,12 +51,17 @@ DRIFT = "ratio_abs_deviation"
 CLIPPED = "clip_fraction_sequences"
 CORRELATION = "ratio/advantage_correlation_window"
 YLABELS = {
-    CLIPPED: "clipped (%)",
+    CLIPPED: "rollouts clipped (%)",
     DRIFT: "mean $|s - 1|$ (%)",
     DEVIATION: "mean $s - 1$ (%)",
 }
 LIMITS = {CLIPPED: SHARE_LIMITS, DRIFT: (0.0, np.inf), DEVIATION: (-np.inf, np.inf)}
 """Intervals end there: no value can lie beyond."""
+CLIPPED_NOTE = (
+    "Every rollout counts the same, whatever its length. A method that clips token by token counts "
+    "a rollout by the share of its tokens that are clipped. The paper's figure counts tokens: that "
+    "is per_c/correct/clip_fraction_tokens in metrics.jsonl."
+)
 BY_C = {"clip fraction": CLIPPED, "drift": DRIFT, "deviation": DEVIATION}
 
 
@@ -63,9 +69,10 @@ def deviation_per_c(comparison: Comparison) -> Exhibit:
     """The paper's figure 1: mean deviation of the ratio from 1, a panel per arm, a curve per c."""
     rows, window = per_c_rows(comparison.curves, DEVIATION)
     return Exhibit(
-        aid="Where the updates of a step move the probability of correct rollouts (ratio s, new to "
-        "old), up or down: dark curves above light ones mean that scarce correct rollouts gain "
-        "most. A mean near 0 can hide moves both ways; drift, against c, counts them.",
+        aid="Mean of s - 1 over correct rollouts, against the step; s is the ratio of the new to "
+        "the old probability. One curve per c, the number of correct rollouts in the group: dark "
+        "for small c, light for large c. Above 0 the updates of a step raised the probability of "
+        "these rollouts, below 0 they lowered it. Rises and falls cancel in this mean.",
         rows=rows,
         figure=_per_c_figure(comparison.curves, rows, DEVIATION),
         notes=[_window_note(window, comparison.curves)],
@@ -73,15 +80,17 @@ def deviation_per_c(comparison: Comparison) -> Exhibit:
 
 
 def clip_fraction_per_c(comparison: Comparison) -> Exhibit:
-    """The paper's figure 3: share of ratios clipped, a panel per arm, a curve per c."""
+    """Share of correct rollouts clipped, a panel per arm, a curve per c.
+
+    The paper's figure 3 has tokens instead; of one c both differ by the lengths of rollouts alone.
+    """
     rows, window = per_c_rows(comparison.curves, CLIPPED)
     return Exhibit(
-        aid="Share of the ratios of correct rollouts whose gradient the clip takes away: a fixed "
-        "clip takes about as much at every c, GAPO less from scarce (dark) and more from abundant "
-        "(light) ones.",
+        aid="Share of the correct rollouts whose ratio is clipped, against the step. One curve per "
+        "c, the number of correct rollouts in the group: dark for small c, light for large c.",
         rows=rows,
         figure=_per_c_figure(comparison.curves, rows, CLIPPED),
-        notes=[_window_note(window, comparison.curves)],
+        notes=[CLIPPED_NOTE, _window_note(window, comparison.curves)],
     )
 
 
@@ -118,17 +127,18 @@ def by_c(comparison: Comparison) -> Exhibit:
             axis.set(xlabel="c (correct of a group)", title=wrapped(quantity))
 
     return Exhibit(
-        aid="The last half of training at one glance: a clip fraction that is flat over c treats "
-        "scarce and abundant correct rollouts alike, a rising one spares the scarce. Drift falls "
-        "with c where scarce correct rollouts move further, up or down; the signed deviation can "
-        "be of either sign, and is near 0 where the two cancel.",
+        aid="Means over the last half of training, of correct rollouts, against c, the number of "
+        "correct rollouts in the group. Clip fraction: share of the rollouts whose ratio is "
+        "clipped. Drift: mean of |s - 1|. Deviation: mean of s - 1, in which rises and falls "
+        "cancel.",
         rows=rows,
         figure=compare(
             contents, draw, num_columns=2 if len(shared) == 1 else len(contents) // len(shared)
         ),
         notes=[
-            "c: correct rollouts of a group; s: ratio of new to old probability, of a sequence or "
-            "a token as the method has it.",
+            "s is the ratio of the new to the old probability: of a sequence or of a token, "
+            "whichever the method clips.",
+            CLIPPED_NOTE,
             seeds_note(comparison.curves).replace("Bands", "Bars").replace("bands", "bars"),
         ],
     )
@@ -171,13 +181,15 @@ def correlation(comparison: Comparison) -> Exhibit:
         draw_correlation(axis, rows, shown)
 
     return Exhibit(
-        aid="Near 1, rollouts of large advantage move most, as in the trust region's optimum; a "
-        "clip that cuts scarce rollouts pulls it down.",
+        aid="Correlation between the mean deviation of the ratio, s - 1, and the mean advantage of "
+        "correct rollouts, over c, against the step. At 1, deviation grows in proportion to "
+        "advantage; at 0 it does not depend on it; below 0, rollouts of small c, which have the "
+        "larger advantages, deviate less or downwards.",
         rows=rows,
         figure=compare([("", shown) for shown in sharing(comparison.curves, rows)], draw),
         notes=[
-            f"Pearson's r over c of the mean deviation and the mean advantage of correct rollouts "
-            f"in the last W = {WINDOW} steps; before step {WINDOW - 1} of all steps so far.",
+            f"Pearson's r; each mean is over the last W = {WINDOW} steps, before step "
+            f"{WINDOW - 1} over all steps so far.",
             seeds_note(comparison.curves),
         ],
     )
@@ -254,6 +266,7 @@ def _per_c_figure(arms: Sequence[Arm], rows: Sequence[Row], name: str) -> Figure
 def _window_note(window: int, arms: Sequence[Arm]) -> str:
     numbers = sorted({len(arm.runs) for arm in arms})
     return (
-        f"Means over the last {window} steps, every rollout counting the same, and over seeds "
-        f"({' to '.join(map(str, {numbers[0]: 0, numbers[-1]: 0}))}), whose intervals the CSV has."
+        f"Each point is a mean over {window_text(window)} and over seeds "
+        f"({' to '.join(map(str, {numbers[0]: 0, numbers[-1]: 0}))}). The CSV has the intervals "
+        "over seeds."
     )

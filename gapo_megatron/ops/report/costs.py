@@ -58,18 +58,20 @@ def step_time(comparison: Comparison) -> Exhibit:
     draw_time(axis, rows)
     legend_below(figure, axis, handle_length=1.4)
     notes = [
-        f"Means over steps and seeds; stages below {100 * SMALL:.0f} % in every bar, and time "
-        "between stages, are `other`. Runs that shared a machine slowed each other down."
+        f"Means over steps and seeds. `other` is the time between stages, and the stages that take "
+        f"less than {100 * SMALL:.0f} % of every bar. Runs on one machine at the same time slow "
+        "each other down."
     ]
     if found := waiting_notes(comparison.curves):
         notes += [
-            "Methods with generation ranks have a bar for each side. `wait` is for the other side: "
-            "training's for a batch (or, in a sync, for ranks that still generate), generation's "
-            "for orders.",
+            "A method with generation ranks has one bar for the ranks that train and one for those "
+            "that generate. `wait` is the time that one side waits for the other: training ranks "
+            "for a batch, or for the end of generation before a weight sync; generation ranks for "
+            "their next orders.",
             *found,
         ]
     return Exhibit(
-        aid="Where a step's wall-clock time goes: what generation takes no trainer can give back.",
+        aid="Mean wall-clock seconds of a training step, split by stage.",
         rows=rows,
         figure=figure,
         notes=notes,
@@ -208,11 +210,12 @@ def memory(comparison: Comparison) -> Exhibit:
     outer_names(axes, share_y=False)
     legend_below(figure, *axes)
     return Exhibit(
-        aid="Memory of the rank that has it worst: what falls, or on the host grows, step after "
-        "step ends a run that is long enough.",
+        aid="Memory of the rank with the least free GPU memory, and of the process that uses the "
+        "most host memory, against the step. A curve that keeps falling (free memory) or rising "
+        "(host memory) is a leak.",
         rows=rows,
         figure=figure,
-        notes=["Of several seeds the worst."],
+        notes=["Where there are several seeds, the worst one is shown."],
     )
 
 
@@ -249,12 +252,12 @@ def skipped_work(comparison: Comparison) -> Exhibit:
         heights = [labels.index(str(row["arm"])) for row in chosen]
         look = arm_style(place) | {"linestyle": ""}
         axis.plot(100 * column(chosen, "share"), heights, label=name, **look)
-    axis.set(xlabel="work left out (% of the tokens)", xlim=(0, 100))
+    axis.set(xlabel="skipped (% of the tokens)", xlim=(0, 100))
     legend_below(figure, axis)
     return Exhibit(
-        aid="Share of the tokens that a pass never computed because they could not change the "
-        "weights: groups all right or all wrong, the first mini-batch's old log-probs, clipped "
-        "rollouts.",
+        aid="Share of the tokens that each pass skipped because they could not change the weights: "
+        "groups that are all correct or all wrong (every pass), the old log-probs of the first "
+        "mini-batch, and the backward pass of clipped rollouts.",
         rows=rows,
         figure=figure,
         notes=["Means over steps and seeds."],
@@ -290,15 +293,16 @@ def noise_floor(comparison: Comparison) -> Exhibit:
     axis.minorticks_off()
     legend_below(figure, axis)
     return Exhibit(
-        aid="Rounding alone moves a ratio by this much: where the mean of a method comes within a "
-        "tenth of its clips, or of its edge, the clip decides partly on rounding.",
+        aid="How far rounding alone moves a ratio from 1, beside the widths of the clip. Where the "
+        "mean is more than a tenth of a width, rounding decides part of what is clipped.",
         rows=rows,
         figure=figure,
         notes=[
-            "Mean over sequences (of token ratios: tokens), measured steps and seeds, and the "
-            "largest of all. Scored twice at equal weights, packed differently.",
-            "edge: of rules that decide on something else than a distance of the ratio from 1, "
-            "the mean divided by the share of the way to the rule's edge that it is.",
+            "Measured by computing the log-probs of the same rollouts twice, with the same weights "
+            "and packed differently. Mean and maximum are over sequences (for token ratios, over "
+            "tokens), measured steps and seeds.",
+            "edge: only for methods that do not clip at a distance of the ratio from 1. It is the "
+            "mean noise floor divided by numerics/noise_floor_share (docs/numerics.md).",
         ],
     )
 

@@ -44,7 +44,7 @@ def intervention(comparison: Comparison) -> Exhibit:
     """Every branch and the runs it left, from the branch point on; differences paired by seed."""
     pairs = [(arm, parent) for arm in comparison.arms if (parent := comparison.parent(arm))]
     if not pairs:
-        raise NoData("no run has branched from another one here (checkpoint.branch_from)")
+        raise NoData("no run is a branch of another one (checkpoint.branch_from)")
     rows: list[Row] = []
     for branch, parent in pairs:
         for quantity, values in _quantities(branch, parent).items():
@@ -59,15 +59,15 @@ def intervention(comparison: Comparison) -> Exhibit:
     outer_names(axes, share_y=False)
     legend_below(figure, axes[0])
     return Exhibit(
-        aid="From the branch point on both go on from the same weights and data: what differs "
-        "later is the objective's doing.",
+        aid="A branch and the runs it left, from the branch point on. Both continue from the same "
+        "weights, with the same data; they differ in the settings that the branch changed.",
         rows=rows,
         figure=figure,
         notes=[
-            "Clipped, and r (Pearson over c of mean deviation and mean advantage): of the correct "
-            f"rollouts since the branch point, at most of {MAX_WINDOW} steps; correct in training: "
-            "means over a tenth of the run. Bars at the end: the 95 % Student-t interval of the "
-            "difference, over pairs of seeds.",
+            "Clipped (share of the correct rollouts) and Pearson r (over c, of mean deviation and "
+            f"mean advantage) are over the steps since the branch point, at most {MAX_WINDOW}. "
+            "Correct in training is a mean over a tenth of the run. The bar at the end of a curve "
+            "is the 95 % Student-t interval of the difference, over pairs of runs with one seed.",
             *(_at_the_end(branch, rows) for branch, _ in pairs),
         ],
     )

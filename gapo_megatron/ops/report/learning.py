@@ -12,7 +12,15 @@ from matplotlib.figure import Figure
 from gapo_megatron.ops.report.arms import Arm, Comparison
 from gapo_megatron.ops.report.exhibit import Exhibit
 from gapo_megatron.ops.report.runs import Run, Values
-from gapo_megatron.ops.report.series import SEED, Row, curves, pass_keys, window_of, windowed
+from gapo_megatron.ops.report.series import (
+    SEED,
+    Row,
+    curves,
+    pass_keys,
+    window_of,
+    window_text,
+    windowed,
+)
 from gapo_megatron.ops.report.style import (
     NUM_COLUMNS,
     arm_style,
@@ -41,12 +49,11 @@ def reward(comparison: Comparison) -> Exhibit:
         draw_reward(axis, rows, shown)
 
     return Exhibit(
-        aid="Share of the rollouts on training problems that are correct: whether a method learns "
-        "at all; held-out problems tell how well.",
+        aid="Share of the rollouts on training problems that are correct, against the step.",
         rows=rows,
         figure=compare([("", shown) for shown in sharing(comparison.curves, rows)], draw),
         notes=[
-            f"Each point is a mean over {window} steps, that one and those before it.",
+            f"Each point is a mean over {window_text(window)}.",
             seeds_note(comparison.curves),
         ],
     )
@@ -79,8 +86,8 @@ def pass_at_k(comparison: Comparison) -> Exhibit:
         draw_pass(axis, rows, shown, metric)
 
     return Exhibit(
-        aid="pass@1 tells how often one answer is right, pass@k whether any of k is: a method that "
-        "gains the first and loses the second has narrowed down.",
+        aid="Accuracy on held-out problems, against the step. pass@1 is the chance that one answer "
+        "is correct, pass@k the chance that at least one of k is.",
         rows=rows,
         figure=compare(
             [(name, shown) for shown in shared for name in names],
@@ -214,6 +221,6 @@ def seeds_note(arms: Sequence[Arm]) -> str:
     if len(numbers) == 1:
         counts = f"{numbers[0]} each"
     return (
-        f"Bands: 95 % Student-t intervals of the mean over seeds ({counts}), as far as values can "
-        "lie."
+        f"Bands: 95 % Student-t intervals of the mean over seeds ({counts}), cut off where values "
+        "are impossible."
     )

@@ -81,7 +81,7 @@ def render(
     ]
     if left_out:
         lines = (f"<li>{escape(name)}: {escape(why)}.</li>" for name, why in left_out.items())
-        body += ["<section><h2>Left out</h2><ul>", *lines, "</ul></section>"]
+        body += ["<section><h2>Figures without data</h2><ul>", *lines, "</ul></section>"]
     rows = (
         f"<dt>{escape(method)}</dt><dd>{'<br>'.join(map(escape, folders))}</dd>"
         for method, folders in runs.items()

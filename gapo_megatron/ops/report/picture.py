@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.clipping import (
@@ -24,6 +27,14 @@ from gapo_megatron.ops.report.runs import find_trained, read_run
 from gapo_megatron.ops.report.series import NoData
 from gapo_megatron.ops.report.style import COLUMN_INCHES, mark_steps, style
 
+_TITLE_LETTERS = 50
+_BELOW: dict[str, Any] = {
+    "loc": "upper center",
+    "bbox_to_anchor": (0.5, -0.2),
+    "columnspacing": 1.0,
+    "handlelength": 1.9,
+}
+"""Where the legend of a panel full of lines stands."""
 Panel = Callable[[Axes, Comparison], None]
 
 
@@ -52,14 +63,14 @@ def write_picture(folders: Sequence[Path], output: Path) -> Path:
 
 def draw_picture(comparison: Comparison) -> Figure:
     """The figure; inside `style`."""
-    figure = Figure(figsize=(3 * COLUMN_INCHES, 1.6 * COLUMN_INCHES))
+    figure = Figure(figsize=(3 * COLUMN_INCHES, 1.7 * COLUMN_INCHES))
     panels: dict[str, Panel] = {
         "Training reward": _reward,
         "Held-out problems": _held_out,
         "Time": _time,
-        "Clip fraction, correct rollouts": _clip,
-        "Ratio deviation, correct rollouts": _deviation,
-        "Deviation against advantage": _correlation,
+        "Correct rollouts: clip fraction": _clip,
+        "Correct rollouts: ratio deviation": _deviation,
+        "Correlation of ratio deviation and advantage": _correlation,
     }
     for axis, (title, draw) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
         axis.set_title(title)
@@ -67,6 +78,8 @@ def draw_picture(comparison: Comparison) -> Figure:
             draw(axis, comparison)
         except NoData as reason:
             axis.text(0.5, 0.5, str(reason), ha="center", wrap=True, transform=axis.transAxes)
+        if axis.get_xlabel() == "step":
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     mark_steps(figure, [*comparison.changes])
     return figure
 
@@ -74,7 +87,7 @@ def draw_picture(comparison: Comparison) -> Figure:
 def _reward(axis: Axes, comparison: Comparison) -> None:
     rows, window = reward_rows(comparison.curves)
     draw_reward(axis, rows, _shown(comparison))
-    axis.set_title(f"Training reward ({window}-step mean)")
+    axis.set_title(f"Training reward{_over(window)}")
     axis.legend()
 
 
@@ -95,8 +108,8 @@ def _time(axis: Axes, comparison: Comparison) -> None:
         raise NoData("no run has timings")
     draw_time(axis, rows)
     hours = sum(run.hours for arm in comparison.curves for run in arm.runs)
-    axis.set_title(f"Time: {60 * hours:.1f} minutes in all")
-    axis.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    axis.set_title(f"Time of a step ({60 * hours:.1f} minutes in all)")
+    axis.legend(ncols=3, **_BELOW)
 
 
 def _clip(axis: Axes, comparison: Comparison) -> None:
@@ -111,8 +124,13 @@ def _per_c(axis: Axes, comparison: Comparison, name: str) -> None:
     arm = comparison.curves[0]
     rows, window = per_c_rows([arm], name)
     draw_per_c(axis, rows, arm, name)
-    axis.set_title(f"{axis.get_title()} ({arm.label}, {window}-step mean)")
-    axis.legend(title="c", ncols=2)
+    title = f"{axis.get_title()}{_over(window)}"
+    axis.set_title(f"{title}\n{textwrap.fill(arm.label, _TITLE_LETTERS)}")
+    axis.legend(title="c (correct of a group)", ncols=4, **_BELOW)
+
+
+def _over(window: int) -> str:
+    return f", mean over {window} steps" if window > 1 else ""
 
 
 def _correlation(axis: Axes, comparison: Comparison) -> None:

@@ -14,7 +14,14 @@ from gapo_megatron.evaluate.heat_map import MOST_PERCENT, difference_limit, draw
 from gapo_megatron.ops.report.arms import Arm, Comparison
 from gapo_megatron.ops.report.exhibit import Exhibit
 from gapo_megatron.ops.report.runs import Rates, Run, Values
-from gapo_megatron.ops.report.series import NoData, Row, curve_rows, window_of, windowed
+from gapo_megatron.ops.report.series import (
+    NoData,
+    Row,
+    curve_rows,
+    window_of,
+    window_text,
+    windowed,
+)
 from gapo_megatron.ops.report.style import (
     HATCHES,
     c_colour,
@@ -52,11 +59,12 @@ def spectrum(comparison: Comparison) -> Exhibit:
     most = max(range(len(arms)), key=lambda place: arms[place].k)
     legend_below(figure, axes[most], title="c (correct of a group)", handle_length=1.0)
     return Exhibit(
-        aid="Groups at the dark end (c = 0) are unsolved and those at the light end (c = k) always "
-        "solved: neither teaches anything, and clips by c have something to choose in between.",
+        aid="Share of the groups with c correct rollouts, against the step, from c = 0 (dark) to "
+        "c = k (light). Both ends are hatched: all rollouts of such a group have the same reward, "
+        "so their advantage is 0 and they do not change the weights.",
         rows=rows,
         figure=figure,
-        notes=[f"Each point is a mean over seeds and over the last {window} steps."],
+        notes=[f"Each point is a mean over seeds and over {window_text(window)}."],
     )
 
 
@@ -80,7 +88,7 @@ def solve_rates(comparison: Comparison) -> Exhibit:
     """The paper's heat map: the first arm's solve rate minus another's, per problem and step."""
     first, *others = comparison.curves
     if not others:
-        raise NoData("a difference takes two methods")
+        raise NoData("needs two methods")
     rows: list[Row] = []
     shown_arms = []
     shown_pairs = []
@@ -110,10 +118,10 @@ def solve_rates(comparison: Comparison) -> Exhibit:
         rows=rows,
         figure=figure,
         notes=[
-            "Means over the seeds that both have, or where they share none, over all. Grey: no "
-            "verdict is known.",
-            f"The scale holds {MOST_PERCENT} % of the cells; those beyond it are as dark as its "
-            f"ends. {_sampling_note(shown_pairs)}",
+            "Means over the seeds that both methods have, or over all seeds where they share none. "
+            "Grey: no verdict is known.",
+            f"The colour scale covers {MOST_PERCENT} % of the cells; the others have the colour of "
+            f"its ends. {_sampling_note(shown_pairs)}",
             *([f"No data: {', '.join(missing)}."] if missing else []),
         ],
     )
@@ -138,8 +146,8 @@ def _sampling_note(pairs: Sequence[tuple[Arm, Arm]]) -> str:
     points = [100 * math.sqrt(variance(first) + variance(other)) for first, other in pairs]
     shown = " to ".join(dict.fromkeys(f"{one:.0f}" for one in (min(points), max(points))))
     return (
-        "Sampling alone gives the cell of a problem that both solve half of the time a standard "
-        f"deviation of {shown} points."
+        "By chance alone, a cell has a standard deviation of "
+        f"{shown} points where both methods solve the problem half of the time."
     )
 
 

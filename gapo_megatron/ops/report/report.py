@@ -47,7 +47,7 @@ MAKERS: dict[str, Maker] = {
     "Clip fraction of correct rollouts, per c": clip_fraction_per_c,
     "Clip fraction, drift and deviation against c": by_c,
     "Correlation of ratio deviation and advantage": correlation,
-    "Intervention: another objective from the branch point on": intervention,
+    "Branches and the runs they left": intervention,
     "Spectrum of solve rates": spectrum,
     "Solve rates problem by problem": solve_rates,
     "Other settings": others,
@@ -176,7 +176,9 @@ def note_changes(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
         return exhibit
     mark_steps(exhibit.figure, [*changed])
     shown = "; ".join(f"{names} from step {step}" for step, names in changed.items())
-    return replace(exhibit, notes=[*exhibit.notes, f"Dashed line: resumed with {shown}."])
+    return replace(
+        exhibit, notes=[*exhibit.notes, f"Dashed line: the run was resumed with {shown}."]
+    )
 
 
 def _title(comparison: Comparison) -> str:
@@ -206,15 +208,17 @@ def _lead(comparison: Comparison, waiting: Sequence[Path]) -> list[str]:
     going = [run for run in runs if run.num_steps < run.config.run.num_steps]
     first = comparison.first
     lead = [
-        f"{len(runs)} {'runs' if len(runs) > 1 else 'run'}, drawn "
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC. Runs that differ in the seed alone are one "
-        "method: a line is their mean."
+        f"{len(runs)} {'runs' if len(runs) > 1 else 'run'}, read at "
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC. Runs that differ only in the seed are one "
+        "method; a line is the mean over its runs."
     ]
     if going:
         shown = some(
             [f"{r.folder.name} ({r.num_steps} of {r.config.run.num_steps})" for r in going]
         )
-        lead.append(f"Not finished, shown as far as all seeds of a method are: {shown}.")
+        lead.append(
+            f"Not finished: {shown}. A curve ends where the shortest run of its method does."
+        )
     mixed = [text for arm in comparison.arms if (text := _codes(arm))]
     if mixed:
         lead.append(f"Trained by more than one version of the code: {some(mixed)}.")
@@ -222,8 +226,8 @@ def _lead(comparison: Comparison, waiting: Sequence[Path]) -> list[str]:
         lead.append(f"Not started: {some([folder.name for folder in waiting])}.")
     if len(comparison.curves) < len(comparison.arms):
         lead.append(
-            f"Figures over training show each method as usual ({first.label}: k = {first.k}, "
-            f"eps_high_max = {first.method.eps_high_max:g}); other settings and branches have "
+            f"Curves show each method with its most common settings ({first.label}: k = {first.k}, "
+            f"eps_high_max = {first.method.eps_high_max:g}). Other settings and branches are in "
             "tables and figures of their own."
         )
     return lead

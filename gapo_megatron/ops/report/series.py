@@ -35,6 +35,11 @@ def window_of(runs: Sequence[Run]) -> int:
     return -(-window // bin_steps) * bin_steps
 
 
+def window_text(window: int) -> str:
+    """What a point of a smoothed curve is the mean over, in words."""
+    return "one step" if window == 1 else f"{window} steps, its own and those before it"
+
+
 def windowed(
     values: Values,
     steps: Sequence[int],

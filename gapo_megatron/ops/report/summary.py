@@ -19,28 +19,32 @@ from gapo_megatron.ops.report.exhibit import Exhibit
 from gapo_megatron.ops.report.series import NoData, Row, final, interval, pass_keys
 
 INTERVALS = (
-    "± is the 95 % Student-t interval: of a mean, over seeds; of a difference, over pairs of runs "
-    "with one seed (those that both have), which share their evaluation's samples. There is none "
-    "where seeds agree."
+    "± is half the width of the 95 % Student-t interval: of a mean over seeds, or of the "
+    "difference between runs with the same seed. There is none for a single seed, or where all "
+    "seeds have the same value."
 )
 
 
 def summary(comparison: Comparison) -> Exhibit:
     """Final pass@1 and pass@k of the curves' arms, differences from the first, costs."""
     first = comparison.first
-    notes = [INTERVALS, "Values are those of the last evaluation that all seeds of a row have."]
+    notes = ["Values are those of the last evaluation that all seeds of a row have."]
+    if any(len(arm.runs) > 1 for arm in comparison.curves):
+        notes.insert(0, INTERVALS)
     if len(comparison.curves) > 1:
         notes.append(
-            f"{first.label} - row: percentage points by which {first.label} is better, where both "
-            "stand at the same step; Welch's t-test over seeds: * p < 0.05, ** p < 0.01, "
-            "*** p < 0.001, not corrected for the number of tests."
+            f"{first.label} - row: by how many percentage points {first.label} is better than the "
+            "method of the row, where both were evaluated at the same step. Stars: Welch's t-test "
+            "over seeds, * p < 0.05, ** p < 0.01, *** p < 0.001, not corrected for the number of "
+            "tests."
         )
     notes += waiting_notes(comparison.curves)
-    rows, columns, lines = _content(comparison.curves, first=first)
+    is_compared = len(comparison.curves) > 1
+    rows, columns, lines = _content(comparison.curves, first=first if is_compared else None)
     return Exhibit(
-        aid="What each method reached, with the uncertainty over training seeds, and what it took.",
+        aid="Settings, final accuracy on held-out problems and hours of each method.",
         rows=rows,
-        table=Table("final held-out accuracy", columns, lines, notes=notes),
+        table=Table("final accuracy on held-out problems", columns, lines, notes=notes),
     )
 
 
@@ -51,9 +55,14 @@ def others(comparison: Comparison) -> Exhibit:
         raise NoData("every method was run with one setting, and none branched")
     rows, columns, lines = _content(arms, first=None)
     return Exhibit(
-        aid="What methods reached in other settings than the one that the curves show.",
+        aid="Final accuracy of the runs that the curves do not show: other settings, and branches.",
         rows=rows,
-        table=Table("final held-out accuracy, other settings", columns, lines, notes=[INTERVALS]),
+        table=Table(
+            "final accuracy on held-out problems, other settings",
+            columns,
+            lines,
+            notes=[INTERVALS],
+        ),
     )
 
 

@@ -106,16 +106,33 @@ def test_the_tool_prints_the_summary_and_what_is_missing(study, tmp_path, capsys
     arguments = [study / "gapo<&0", study / "waiting", "--output", tmp_path]
     assert report_tool.main(list(map(str, arguments))) == 0
     printed = capsys.readouterr().out
+    flowing = " ".join(printed.split())
     assert re.search(r"^gapo +8 +0.01 +0.0167 +1 +40 +50.00 ", printed, re.MULTILINE)
-    assert re.search(r"Solve rates problem by problem\b.*\btwo methods\b", printed)
+    assert re.search(r"Solve rates problem by problem\b.*\btwo methods\b", flowing)
     reason = r"Ablation over rollouts per group\b.*\bbatch\.rollouts_per_prompt\b"
-    assert re.search(reason, printed)
+    assert re.search(reason, flowing)
     page = Page((tmp_path / "report.html").read_text())
-    assert re.search(rf"Left out.*{reason}", page.text, re.DOTALL)
+    assert re.search(rf"Figures without data.*{reason}", page.text, re.DOTALL)
     assert f"{study}/waiting" in printed
     assert f"{tmp_path}/report.html" in printed
     assert (tmp_path / "figures" / "pass_at_k.png").exists()
     assert not older.exists()
+
+
+def test_a_page_tells_of_no_method_but_its_own(tmp_path):
+    """A caption says what is drawn; what the paper found of GAPO is no finding of this run."""
+    report = write_report([write_run(tmp_path / "run", method="gspo_asym")], tmp_path / "report")
+    text = Page(report.page.read_text()).text
+    assert "gspo_asym" in text and not re.search(r"gapo|fixed clip", text, re.IGNORECASE)
+    # By c and over training: what the paper's figure shows, and these do not.
+    assert text.count("per_c/correct/clip_fraction_tokens") == 2
+
+
+def test_the_tool_fits_its_text_into_the_terminal(study, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "90")
+    assert report_tool.main([str(study / "gapo<&0"), "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out.replace(str(tmp_path), "")
+    assert max(map(len, printed.splitlines())) <= 90
 
 
 def test_the_tool_names_what_is_wrong(study, tmp_path, capsys):

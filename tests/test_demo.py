@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import io
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -167,3 +168,50 @@ def test_prepare_makes_what_the_config_names_unless_it_is_there(demo, tmp_path, 
     Path("runs/demo/warm_start/config.json").touch()
     assert demo.main() == 0
     assert started == ["gapo_megatron.sft"]
+
+
+def _printed_commands(demo) -> list[list[str]]:
+    words = map(shlex.split, demo.console.file.getvalue().splitlines())
+    return [one for one in words if any(word.endswith(".py") for word in one)]
+
+
+@pytest.mark.parametrize(
+    ("given", "other"),
+    [
+        ([], "gspo_asym"),
+        (["--seed", "1,2", "run.num_steps=3"], "gspo_asym"),
+        (["--world-size", "2", "--tp", "2", "objective.method=grpo"], "gapo"),
+        (["objective.method=gspo_asym", "run.num_steps=3"], "gapo"),
+    ],
+)
+def test_the_demo_ends_with_commands_that_compare_it(demo, tmp_path, monkeypatch, given, other):
+    monkeypatch.chdir(tmp_path)
+    given = ["--config", CONFIG, *given]
+    arguments = demo._parse(given)
+    folders = [
+        Path(load_config(CONFIG, demo._settings(arguments, seed)).run.output_dir)
+        for seed in arguments.seed
+    ]
+    demo._show_next(arguments, folders)
+    alone, train, compare = _printed_commands(demo)
+    # The printed command trains the other method, and all else as it was.
+    theirs = demo._parse(train[2:])
+    configs = [load_config(CONFIG, demo._settings(theirs, seed)) for seed in arguments.seed]
+    assert {config.objective.method for config in configs} == {other}
+    kept = ("config", "seed", "world_size", "tp", "pp")
+    assert [vars(theirs)[key] for key in kept] == [vars(arguments)[key] for key in kept]
+    num_steps = load_config(CONFIG, arguments.overrides).run.num_steps
+    assert {config.run.num_steps for config in configs} == {num_steps}
+    assert alone[2:] == list(map(str, folders))
+    assert compare[2:] == [*alone[2:], *(config.run.output_dir for config in configs)]
+    assert len({*compare[2:]}) == 2 * len(folders)
+    for command, tool in ((alone, "report"), (train, "demo"), (compare, "report")):
+        assert command[:2] == [sys.executable, str(ROOT / "tools" / f"{tool}.py")]
+
+    for config in configs:  # trained: what is left is to draw both
+        done = Path(config.run.output_dir) / "evaluations" / f"step_{num_steps}.json"
+        done.parent.mkdir(parents=True)
+        done.touch()
+    demo.console.file.truncate(0)
+    demo._show_next(arguments, folders)
+    assert _printed_commands(demo) == [compare]

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""The whole method on a small task, on this CPU: generate, warm-start, train with GAPO, compare.
+"""Train a small model with GAPO on this CPU: task, warm start, reinforcement learning, report.
 
-Each seed and layout has a folder of its own (runs/demo, runs/demo_seed1, ...) with the task, the
-models, metrics, checkpoints, report.png and the trained Hugging Face folder. A stopped demo
-continues where it was; delete its folder to start over.
+Each seed, layout and method has a folder of its own (runs/demo, runs/demo_seed1, ...) with the
+task, the models, metrics, checkpoints, report.png and the trained Hugging Face folder. A stopped
+demo continues where it stopped; delete its folder to start over.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 NUM_EVAL = 256
 NUM_TRAIN = 2400
 REPOSITORY = Path(__file__).resolve().parents[1]
+OTHERS = {
+    "gspo_asym": "whose clip bounds are the same for every c",
+    "gapo": "whose upper clip bound depends on c",
+}
+"""The methods that the demo offers to compare with: gapo, and for gapo the other one."""
 
 console = Console()
 
@@ -58,6 +64,7 @@ def main() -> int:
             _report(config)
         if len(folders) > 1:
             _compare_seeds(arguments.seed, folders)
+        _show_next(arguments, folders)
     except GapoError as error:
         console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
         return 2 if isinstance(error, ConfigError) else 1
@@ -82,11 +89,14 @@ def _parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--prepare",
         action="store_true",
-        help="only make the task and the warm start where the config wants them, if they are not "
-        "there (slurm/gapo_demo.sbatch)",
+        help="only make the task and the warm start, in the folders that the config names, unless "
+        "they exist (slurm/gapo_demo.sbatch)",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings for both trainings"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings for the warm start and for training",
     )
     return parser.parse_intermixed_args(command_line)
 
@@ -131,7 +141,7 @@ def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
 def _run_seed(arguments: argparse.Namespace, config: Config, settings: Sequence[str]) -> None:
     start = time.monotonic()
     _prepare(arguments, config, settings)
-    _stage(f"3/3 reinforcement learning: {config.objective.method}", start)
+    _stage(f"3/3 reinforcement learning with {config.objective.method}", start)
     _launch("gapo_megatron.train", arguments, settings)
     _stage("done", start)
 
@@ -139,18 +149,24 @@ def _run_seed(arguments: argparse.Namespace, config: Config, settings: Sequence[
 def _prepare(arguments: argparse.Namespace, config: Config, settings: Sequence[str]) -> None:
     """Make what the training starts from, unless it is there."""
     start = time.monotonic()
-    _stage(f"1/3 task, tokenizer and random model -> {config.run.output_dir}", start)
+    _stage("1/3 task, tokenizer and random model", start)
+    _say(f"output folder: {config.run.output_dir}")
     if (Path(config.model.hf_dir) / "config.json").exists():
-        console.print(f"{config.model.hf_dir} is there already: kept")
+        _say(f"{config.model.hf_dir} exists: using it, without the steps 1 and 2")
         return
     _write_task(config)
-    _stage("2/3 warm start: supervised training on worked examples with slips", start)
+    _stage("2/3 warm start: supervised training", start)
     _launch("gapo_megatron.sft", arguments, settings)
 
 
 def _stage(title: str, start: float) -> None:
     minutes, seconds = divmod(round(time.monotonic() - start), 60)
-    console.rule(f"[bold]{title}[/]  ({minutes}:{seconds:02d} since the start)")
+    console.rule(f"[bold]{title}[/]  (after {minutes}:{seconds:02d})")
+
+
+def _say(text: str) -> None:
+    """A line as it is: paths and commands stay whole, for copying."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _write_task(config: Config) -> None:
@@ -181,8 +197,9 @@ def _write_task(config: Config) -> None:
         demo_task.training_texts([row for _, row in rows]), initial
     )
     demo_task.write_initial_model(tokenizer, initial, seed=config.run.seed)
+    _say("Four examples of the warm start: a problem, then its running sums. Some sums are wrong.")
     for _, row in rows[:4]:
-        console.print(f"  {row['prompt']} {row['response']}", highlight=False)
+        _say(f"  {row['prompt']} {row['response']}")
 
 
 def _launch(module: str, arguments: argparse.Namespace, settings: Sequence[str]) -> None:
@@ -233,11 +250,12 @@ def _report(config: Config) -> None:
     before, after = _read_before_and_after(folder)
     k = config.evaluation.samples_per_prompt
     title = (
-        f"% of {len(before)} held-out problems solved, before -> after {config.objective.method}"
+        f"Accuracy (%) on {len(before)} held-out problems, before -> after "
+        f"{config.objective.method}"
     )
-    table = Table(title=title)
-    table.add_column("level", no_wrap=True)
-    for name in ("pass@1", "gain [95 % interval]", f"pass@{k}"):
+    table = Table(title=title, caption="gain: of pass@1; interval: 95 % Student-t over problems")
+    table.add_column("problems", no_wrap=True)
+    for name in ("pass@1", "gain [interval]", f"pass@{k}"):
         table.add_column(name, justify="right", no_wrap=True)
     levels = list(dict.fromkeys(entry["level"] for entry in before))
     for level in [*levels, None]:
@@ -255,7 +273,7 @@ def _report(config: Config) -> None:
         )
     console.print(table)
     picture = _draw([folder], folder / "report.png")
-    console.print(f"picture        {picture}\nmodel          {folder / 'hf'}", highlight=False)
+    _say(f"picture: {picture}\nmodel:   {folder / 'hf'} (Hugging Face folder)")
 
 
 def _draw(folders: Sequence[Path], output: Path) -> Path:
@@ -270,7 +288,7 @@ def _compare_seeds(seeds: Sequence[int], folders: Sequence[Path]) -> None:
     """Print each seed's accuracy and the interval of the gain over seeds; draw one picture."""
     from gapo_megatron.evaluate.statistics import mean_interval
 
-    table = Table(title="held-out pass@1, %, by seed")
+    table = Table(title="pass@1 in % on held-out problems, by seed")
     for name in ("seed", "before", "after", "gain [95 % interval over seeds]"):
         table.add_column(name, justify="right")
     gains = []
@@ -284,7 +302,51 @@ def _compare_seeds(seeds: Sequence[int], folders: Sequence[Path]) -> None:
     table.add_row("mean", "", "", _shown(mean_interval(gains)), style="bold")
     console.print(table)
     picture = _draw(folders, folders[0] / "report_seeds.png")
-    console.print(f"picture        {picture}", highlight=False)
+    _say(f"picture: {picture}")
+
+
+def _show_next(arguments: argparse.Namespace, folders: Sequence[Path]) -> None:
+    """Print the commands that draw all figures, and that train another method to compare with."""
+    trained = load_config(arguments.config, arguments.overrides).objective.method
+    other = "gspo_asym" if trained == "gapo" else "gapo"
+    others = [one for one in arguments.overrides if not one.startswith("objective.method=")]
+    if load_config(arguments.config, others).objective.method != other:
+        others.append(f"objective.method={other}")
+    theirs = argparse.Namespace(**{**vars(arguments), "overrides": others})
+    configs = [load_config(arguments.config, _settings(theirs, one)) for one in arguments.seed]
+    their_folders = [Path(config.run.output_dir) for config in configs]
+    both = _command("report", *map(str, [*folders, *their_folders]))
+    if all(
+        (folder / "evaluations" / f"step_{config.run.num_steps}.json").exists()
+        for folder, config in zip(their_folders, configs, strict=True)
+    ):
+        _say(f"\nTo draw {trained} and {other} in one report:\n  {both}")
+        return
+    _say(
+        f"\nTo draw every figure of {trained}:\n  {_command('report', *map(str, folders))}\n\n"
+        f"To compare {trained} with {other}, {OTHERS[other]}, train {other} too (it takes as\n"
+        f"long as {trained} did), then draw both in one report:\n"
+        f"  {_command('demo', *_options(arguments), *others)}\n  {both}"
+    )
+
+
+def _options(arguments: argparse.Namespace) -> list[str]:
+    """The options that are not the defaults."""
+    given, usual = vars(arguments), vars(_parse([]))
+    words = []
+    for key in ("config", "seed", "world_size", "tp", "pp"):
+        if given[key] != usual[key]:
+            value = ",".join(map(str, given[key])) if key == "seed" else str(given[key])
+            words += [f"--{key.replace('_', '-')}", value]
+    return words
+
+
+def _command(tool: str, *words: str) -> str:
+    """A command line that runs one of our tools from here."""
+    paths = (Path(sys.executable), REPOSITORY / "tools" / f"{tool}.py")
+    here = Path.cwd()
+    shown = (path.relative_to(here) if path.is_relative_to(here) else path for path in paths)
+    return shlex.join([*map(str, shown), *words])
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ keep the data, redraw:      tools/report.py runs/a --archive a_data; tools/repor
 The page needs no network. docs/report.md says how each figure is made, and how to read it.
 Exit codes: 0 done; 1 a folder holds no run, or a damaged one; 2 wrong arguments.
 """
-_PARAGRAPH = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -63,12 +62,15 @@ def main(command_line: Sequence[str] | None = None) -> int:
         errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1
     width = Console().width
+    paragraph = textwrap.TextWrapper(
+        width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+    )
     notes = [textwrap.fill(note, width) for note in report.summary.notes]
     print(replace(report.summary, notes=notes).to_text())
     if report.left_out:
         print("figures and tables for which these runs have no data:")
         for title, reason in report.left_out.items():
-            print(textwrap.fill(f"{title}: {reason}", width, initial_indent="  ", **_PARAGRAPH))
+            print(paragraph.fill(f"{title}: {reason}"))
         print()
     if report.waiting:
         print(f"no step trained yet: {some([str(folder) for folder in report.waiting])}")

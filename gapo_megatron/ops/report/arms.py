@@ -225,13 +225,12 @@ def _origin(settings: dict[str, Hashable]) -> str:
         own = next((one[_METHOD][0] for one in after if _METHOD in one), method)
         before, _ = changes.get(_METHOD, (own, own))
         parts.append(f"{before} to {step}")
-    for one in json.loads(str(settings.get("changes", "[]"))):
-        changed = one["changes"]
-        if _METHOD in changed:
-            parts.append(f"{changed[_METHOD][0]} to {one['step']}")
-        others = [_part(key, pair[0]) for key, pair in changed.items() if key != _METHOD]
-        if others:
-            parts.append(f"{' '.join(others)} to {one['step']}")
+    changes = json.loads(str(settings.get("changes", "[]")))
+    for place, one in enumerate(changes):
+        later = (other["changes"] for other in changes[place:])
+        before = next((other[_METHOD][0] for other in later if _METHOD in other), method)
+        others = [_part(key, pair[0]) for key, pair in one["changes"].items() if key != _METHOD]
+        parts.append(f"{' '.join([before, *others])} to {one['step']}")
     return ", ".join([*parts, method])
 
 

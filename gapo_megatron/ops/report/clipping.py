@@ -58,9 +58,9 @@ YLABELS = {
 LIMITS = {CLIPPED: SHARE_LIMITS, DRIFT: (0.0, np.inf), DEVIATION: (-np.inf, np.inf)}
 """Intervals end there: no value can lie beyond."""
 CLIPPED_NOTE = (
-    "Every rollout counts the same, whatever its length. A method that clips token by token counts "
-    "a rollout by the share of its tokens that are clipped. The paper's figure counts tokens: that "
-    "is per_c/correct/clip_fraction_tokens in metrics.jsonl."
+    "Every rollout counts the same, whatever its length; where a method clips single tokens, a "
+    "rollout counts by the share of its tokens that are clipped. The paper's figure counts tokens: "
+    "that is per_c/correct/clip_fraction_tokens in metrics.jsonl."
 )
 BY_C = {"clip fraction": CLIPPED, "drift": DRIFT, "deviation": DEVIATION}
 
@@ -265,8 +265,8 @@ def _per_c_figure(arms: Sequence[Arm], rows: Sequence[Row], name: str) -> Figure
 
 def _window_note(window: int, arms: Sequence[Arm]) -> str:
     numbers = sorted({len(arm.runs) for arm in arms})
-    return (
-        f"Each point is a mean over {window_text(window)} and over seeds "
-        f"({' to '.join(map(str, {numbers[0]: 0, numbers[-1]: 0}))}). The CSV has the intervals "
-        "over seeds."
-    )
+    point = f"Each point is {window_text(window)}"
+    if numbers == [1]:
+        return f"{point}."
+    shown = " to ".join(map(str, {numbers[0]: 0, numbers[-1]: 0}))
+    return f"{point}, averaged over seeds ({shown}). The CSV has the intervals over seeds."

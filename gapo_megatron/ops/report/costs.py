@@ -38,6 +38,10 @@ SKIPPED = {
     "skip/backward_token_share": "backward",
     "skip/head_backward_token_share": "head backward",
 }
+_EDGE = (
+    "edge: for methods that do not clip at a distance of the ratio from 1, the mean noise floor "
+    "divided by numerics/noise_floor_share (docs/numerics.md)."
+)
 FLOOR = "numerics/noise_floor_"
 MEMORY = {
     "memory/after_sleep/free_gib": "free, vLLM asleep",
@@ -281,7 +285,7 @@ def noise_floor(comparison: Comparison) -> Exhibit:
         colour = arm_style(place)["color"]
         axis.vlines(column(rows, name), heights, heights + side, color=colour, lw=1.5, label=name)
     # Rules whose widths are no distances from 1, or that have another edge besides.
-    if any(row["edge"] is not None for row in rows):
+    if has_edge := any(row["edge"] is not None for row in rows):
         look = {"color": arm_style(3)["color"], "lw": 1.5, "linestyle": ":", "label": "edge"}
         axis.vlines(column(rows, "edge"), heights - 0.4, heights + 0.4, **look)
     keys = ("mean", "max", "eps_low", "eps_high_max", "edge")
@@ -301,8 +305,7 @@ def noise_floor(comparison: Comparison) -> Exhibit:
             "Measured by computing the log-probs of the same rollouts twice, with the same weights "
             "and packed differently. Mean and maximum are over sequences (for token ratios, over "
             "tokens), measured steps and seeds.",
-            "edge: only for methods that do not clip at a distance of the ratio from 1. It is the "
-            "mean noise floor divided by numerics/noise_floor_share (docs/numerics.md).",
+            *([_EDGE] if has_edge else []),
         ],
     )
 

@@ -53,7 +53,7 @@ def reward(comparison: Comparison) -> Exhibit:
         rows=rows,
         figure=compare([("", shown) for shown in sharing(comparison.curves, rows)], draw),
         notes=[
-            f"Each point is a mean over {window_text(window)}.",
+            f"Each point is {window_text(window)}.",
             seeds_note(comparison.curves),
         ],
     )
@@ -81,6 +81,9 @@ def pass_at_k(comparison: Comparison) -> Exhibit:
     rows = pass_rows(comparison.curves)
     names = list(dict.fromkeys(str(row["metric"]) for row in rows))
     shared = sharing(comparison.curves, rows)
+    thin = (
+        "Thin lines: single seeds. " if any(len(arm.runs) > 1 for arm in comparison.curves) else ""
+    )
 
     def draw(axis: Axes, metric: str, shown: Shown) -> None:
         draw_pass(axis, rows, shown, metric)
@@ -94,7 +97,7 @@ def pass_at_k(comparison: Comparison) -> Exhibit:
             draw,
             num_columns=1 if len(shared) == 1 else len(names),
         ),
-        notes=[f"Thin lines: single seeds. {seeds_note(comparison.curves)}"],
+        notes=[thin + seeds_note(comparison.curves)],
     )
 
 
@@ -216,7 +219,7 @@ def seeds_note(arms: Sequence[Arm]) -> str:
     """Note on the number of seeds and the meaning of the bands."""
     numbers = sorted({len(arm.runs) for arm in arms})
     if numbers == [1]:
-        return "One seed each: no bands."
+        return "One seed per method: no bands."
     counts = ", ".join(f"{arm.label} {len(arm.runs)}" for arm in arms)
     if len(numbers) == 1:
         counts = f"{numbers[0]} each"

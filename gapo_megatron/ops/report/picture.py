@@ -28,6 +28,7 @@ from gapo_megatron.ops.report.series import NoData
 from gapo_megatron.ops.report.style import COLUMN_INCHES, mark_steps, style
 
 _TITLE_LETTERS = 50
+_LEGEND_LETTERS = 30
 _BELOW: dict[str, Any] = {
     "loc": "upper center",
     "bbox_to_anchor": (0.5, -0.2),
@@ -77,6 +78,7 @@ def draw_picture(comparison: Comparison) -> Figure:
         try:
             draw(axis, comparison)
         except NoData as reason:
+            axis.set(xticks=[], yticks=[])
             axis.text(0.5, 0.5, str(reason), ha="center", wrap=True, transform=axis.transAxes)
         if axis.get_xlabel() == "step":
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -109,7 +111,13 @@ def _time(axis: Axes, comparison: Comparison) -> None:
     draw_time(axis, rows)
     hours = sum(run.hours for arm in comparison.curves for run in arm.runs)
     axis.set_title(f"Time of a step ({60 * hours:.1f} minutes in all)")
+    bars = axis.get_yticks(), [textwrap.fill(one, 20) for one in _tick_texts(axis)]
+    axis.set_yticks(*bars)
     axis.legend(ncols=3, **_BELOW)
+
+
+def _tick_texts(axis: Axes) -> list[str]:
+    return [label.get_text() for label in axis.get_yticklabels()]
 
 
 def _clip(axis: Axes, comparison: Comparison) -> None:
@@ -139,4 +147,5 @@ def _correlation(axis: Axes, comparison: Comparison) -> None:
 
 
 def _shown(comparison: Comparison) -> Shown:
-    return {arm.label: arm for arm in comparison.curves}
+    """The curves, by their names in a legend that stands inside its panel."""
+    return {textwrap.fill(arm.label, _LEGEND_LETTERS): arm for arm in comparison.curves}

@@ -64,7 +64,7 @@ def spectrum(comparison: Comparison) -> Exhibit:
         "so their advantage is 0 and they do not change the weights.",
         rows=rows,
         figure=figure,
-        notes=[f"Each point is a mean over seeds and over {window_text(window)}."],
+        notes=[f"Each point is {window_text(window)}, averaged over seeds."],
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -172,13 +172,18 @@ def note_missing(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
 
 def note_changes(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
     """Draw where runs were resumed with other settings, and say with which."""
-    if exhibit.figure is None or not (changed := comparison.changes):
+    if not (changed := comparison.changes):
         return exhibit
-    mark_steps(exhibit.figure, [*changed])
-    shown = "; ".join(f"{names} from step {step}" for step, names in changed.items())
-    return replace(
-        exhibit, notes=[*exhibit.notes, f"Dashed line: the run was resumed with {shown}."]
-    )
+    shown = _changes(changed)
+    if exhibit.figure is not None and mark_steps(exhibit.figure, [*changed]):
+        note = f"Dashed line: the run was resumed with {shown}."
+    else:
+        note = f"Steps before and after a change count together: the run was resumed with {shown}."
+    return replace(exhibit, notes=[*exhibit.notes, note])
+
+
+def _changes(changed: Mapping[int, str]) -> str:
+    return "; ".join(f"{names} from step {step}" for step, names in changed.items())
 
 
 def _title(comparison: Comparison) -> str:
@@ -219,6 +224,8 @@ def _lead(comparison: Comparison, waiting: Sequence[Path]) -> list[str]:
         lead.append(
             f"Not finished: {shown}. A curve ends where the shortest run of its method does."
         )
+    if changed := comparison.changes:
+        lead.append(f"Resumed with other settings: {_changes(changed)}.")
     mixed = [text for arm in comparison.arms if (text := _codes(arm))]
     if mixed:
         lead.append(f"Trained by more than one version of the code: {some(mixed)}.")

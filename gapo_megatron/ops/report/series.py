@@ -36,8 +36,8 @@ def window_of(runs: Sequence[Run]) -> int:
 
 
 def window_text(window: int) -> str:
-    """What a point of a smoothed curve is the mean over, in words."""
-    return "one step" if window == 1 else f"{window} steps, its own and those before it"
+    """What a point of a smoothed curve shows, in words."""
+    return "one step" if window == 1 else f"the mean of {window} steps, its own and those before it"
 
 
 def windowed(

@@ -107,13 +107,17 @@ def same_range(axes: Sequence[Axes]) -> None:
         axis.set_ylim(min(low for low, _ in ranges), max(high for _, high in ranges))
 
 
-def mark_steps(figure: Figure, steps: Sequence[int]) -> None:
-    """Draw a line at each of `steps` through every panel whose x is a step."""
-    for axis in figure.axes:
-        shared = axis.get_shared_x_axes().get_siblings(axis)
-        if any(one.get_xlabel() == "step" for one in shared):
-            for step in steps:
-                axis.axvline(step - 0.5, color="0.3", linewidth=0.8, linestyle="--", zorder=3)
+def mark_steps(figure: Figure, steps: Sequence[int]) -> bool:
+    """Draw a line at each of `steps` through every panel over steps; False: there is none."""
+    over_steps = [
+        axis
+        for axis in figure.axes
+        if any(one.get_xlabel() == "step" for one in axis.get_shared_x_axes().get_siblings(axis))
+    ]
+    for axis in over_steps:
+        for step in steps:
+            axis.axvline(step - 0.5, color="0.3", linewidth=0.8, linestyle="--", zorder=3)
+    return bool(over_steps)
 
 
 def arm_style(place: int) -> dict[str, Any]:

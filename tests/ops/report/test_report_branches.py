@@ -9,8 +9,11 @@ import pytest
 from gapo_megatron.errors import DataError
 from gapo_megatron.ops.report.archive import read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
+from gapo_megatron.ops.report.clipping import by_c
+from gapo_megatron.ops.report.costs import step_time
+from gapo_megatron.ops.report.learning import reward
 from gapo_megatron.ops.report.picture import draw_picture
-from gapo_megatron.ops.report.report import write_report
+from gapo_megatron.ops.report.report import note_changes, write_report
 from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.style import style
 from tests.messages import mentions
@@ -107,7 +110,7 @@ def test_a_run_that_changed_its_method_is_an_arm_of_its_own_with_a_line_in_every
     (changed / "changes.json").write_text(json.dumps([{"step": 3, "changes": changes}]))
     comparison = compare(whole, changed)
     first, second = (arm.label for arm in comparison.arms)
-    assert first == "gspo" and second.startswith("gapo to 3, learning_rate=1e-06 to 3, gspo")
+    assert first == "gspo" and second.startswith("gapo learning_rate=1e-06 to 3, gspo")
     assert [*comparison.changes] == [3]
     with style():
         figure = draw_picture(comparison)
@@ -117,10 +120,23 @@ def test_a_run_that_changed_its_method_is_an_arm_of_its_own_with_a_line_in_every
     }
     over_steps = [title for title, found in lines.items() if found == [2.5]]
     assert len(over_steps) >= 5, lines
+    with style():
+        figure.draw_without_rendering()
+        for axis in figure.axes:  # however long the name of an arm
+            box = axis.get_legend().get_window_extent()
+            assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+            assert axis.get_window_extent().width > 0.22 * figure.bbox.width
 
     report = write_report([whole, changed], tmp_path / "report")
     page = report.page.read_text(encoding="utf-8")
     assert page.count("learning_rate=1e-05 (was 1e-06)") >= 3
+    for make, num_lines in ((reward, 1), (by_c, 0), (step_time, 0)):
+        with style():
+            exhibit = note_changes(make(comparison), comparison)
+        drawn = [line for axis in exhibit.figure.axes for line in axis.lines]
+        assert sum(line.get_color() == "0.3" for line in drawn) == num_lines
+        # A note tells of a line where there is one.
+        assert any("ashed line" in note for note in exhibit.notes) == (num_lines > 0)
     (tmp_path / "archive").mkdir()
     write_archive([read_run(changed)], tmp_path / "archive")
     (archived,) = read_archive(tmp_path / "archive")

@@ -153,6 +153,8 @@ def test_other_settings_have_a_folder_of_their_own(demo):
         settings = demo._settings(_arguments(*overrides), 0)
         folders |= {line for line in settings if line.startswith("run.output_dir=")}
     assert len(folders) == 3
+    settings = demo._settings(_arguments("objective.method='gspo'"), 0)
+    assert "run.output_dir=runs/demo_gspo" in settings
 
 
 def test_prepare_makes_what_the_config_names_unless_it_is_there(demo, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import os
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 NUM_EVAL = 256
 NUM_TRAIN = 2400
 REPOSITORY = Path(__file__).resolve().parents[1]
+METHOD = "objective.method="
 OTHERS = {
     "gspo_asym": "whose clip bounds are the same for every c",
     "gapo": "whose upper clip bound depends on c",
@@ -118,8 +120,12 @@ def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
     marks = {"seed": seed, "ranks": arguments.world_size, "tp": arguments.tp, "pp": arguments.pp}
     usual = {"seed": 0, "ranks": 1, "tp": 1, "pp": 1}
     suffix = "".join(f"_{key}{value}" for key, value in marks.items() if value != usual[key])
-    if arguments.overrides:  # other settings are another run: it must not continue this one
-        suffix += "_" + hashlib.sha256(" ".join(arguments.overrides).encode()).hexdigest()[:6]
+    # Other settings are another run: it must not continue this one.
+    others = [one for one in arguments.overrides if not one.startswith(METHOD)]
+    if others != arguments.overrides:
+        suffix += f"_{config.objective.method}"
+    if others:
+        suffix += "_" + hashlib.sha256(" ".join(others).encode()).hexdigest()[:6]
     root = config.run.output_dir
     paths = {
         "run.output_dir": root,
@@ -309,9 +315,9 @@ def _show_next(arguments: argparse.Namespace, folders: Sequence[Path]) -> None:
     """Print the commands that draw all figures, and that train another method to compare with."""
     trained = load_config(arguments.config, arguments.overrides).objective.method
     other = "gspo_asym" if trained == "gapo" else "gapo"
-    others = [one for one in arguments.overrides if not one.startswith("objective.method=")]
+    others = [one for one in arguments.overrides if not one.startswith(METHOD)]
     if load_config(arguments.config, others).objective.method != other:
-        others.append(f"objective.method={other}")
+        others.append(f"{METHOD}{other}")
     theirs = argparse.Namespace(**{**vars(arguments), "overrides": others})
     configs = [load_config(arguments.config, _settings(theirs, one)) for one in arguments.seed]
     their_folders = [Path(config.run.output_dir) for config in configs]
@@ -322,10 +328,13 @@ def _show_next(arguments: argparse.Namespace, folders: Sequence[Path]) -> None:
     ):
         _say(f"\nTo draw {trained} and {other} in one report:\n  {both}")
         return
+    why = (
+        f"This trained {trained} alone. To compare it with {other}, {OTHERS[other]}, train {other} "
+        f"too (it takes as long as {trained} did), then draw both in one report:"
+    )
     _say(
         f"\nTo draw every figure of {trained}:\n  {_command('report', *map(str, folders))}\n\n"
-        f"To compare {trained} with {other}, {OTHERS[other]}, train {other} too (it takes as\n"
-        f"long as {trained} did), then draw both in one report:\n"
+        f"{textwrap.fill(why, console.width)}\n"
         f"  {_command('demo', *_options(arguments), *others)}\n  {both}"
     )
 

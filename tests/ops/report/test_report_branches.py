@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -120,12 +121,14 @@ def test_a_run_that_changed_its_method_is_an_arm_of_its_own_with_a_line_in_every
     }
     over_steps = [title for title, found in lines.items() if found == [2.5]]
     assert len(over_steps) >= 5, lines
+    long = replace(comparison.arms[1], label="gapo learning_rate=1e-06 to 300, " * 2 + "gspo")
     with style():
+        figure = draw_picture(Comparison([long]))
         figure.draw_without_rendering()
         for axis in figure.axes:  # however long the name of an arm
-            box = axis.get_legend().get_window_extent()
-            assert 0 <= box.x0 < box.x1 <= figure.bbox.width
-            assert axis.get_window_extent().width > 0.22 * figure.bbox.width
+            panel = axis.get_window_extent()
+            assert axis.get_legend().get_window_extent().width < panel.width
+            assert panel.width > 0.22 * figure.bbox.width
 
     report = write_report([whole, changed], tmp_path / "report")
     page = report.page.read_text(encoding="utf-8")

@@ -128,11 +128,15 @@ def test_a_page_tells_of_no_method_but_its_own(tmp_path):
     assert text.count("per_c/correct/clip_fraction_tokens") == 2
 
 
-def test_the_tool_fits_its_text_into_the_terminal(study, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "90")
-    assert report_tool.main([str(study / "gapo<&0"), "--output", str(tmp_path)]) == 0
+@pytest.mark.parametrize(("methods", "width"), [(["gapo"], 90), (["gapo", "gspo_asym"], 120)])
+def test_the_tool_fits_its_text_into_the_terminal(
+    study, tmp_path, monkeypatch, capsys, methods, width
+):
+    monkeypatch.setenv("COLUMNS", f"{width}")
+    runs = [str(study / f"{method}<&0") for method in methods]
+    assert report_tool.main([*runs, "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out.replace(str(tmp_path), "")
-    assert max(map(len, printed.splitlines())) <= 90
+    assert max(map(len, printed.splitlines())) <= width
 
 
 def test_the_tool_names_what_is_wrong(study, tmp_path, capsys):

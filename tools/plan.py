@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -76,7 +77,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     from gapo_megatron.errors import GapoError
 
     console = Console()
-    if not console.is_terminal:
+    if not (console.is_terminal or "COLUMNS" in os.environ):
         console.width = 180
     try:
         exit_code: int = arguments.act(arguments, console)
@@ -165,6 +166,7 @@ def _calibration(arguments: argparse.Namespace) -> Calibration:
 
 def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
     from gapo_megatron.errors import ConfigError
+    from gapo_megatron.io.whole_table import print_whole
     from gapo_megatron.ops.plan.calibration import fit, worst_misses
     from gapo_megatron.ops.plan.calibration_file import check_calibration, write_calibration
     from gapo_megatron.ops.plan.hardware import find_gpu
@@ -180,8 +182,8 @@ def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
     with tempfile.TemporaryDirectory(prefix="gapo_trial_") as scratch:
         observed = _tried(arguments, Path(scratch)) if arguments.config else _finished(arguments)
     found = fit([one for one, is_fitted in observed if is_fitted], gpu)
-    console.print(comparison_table(observed, gpu=gpu, efficiency=found.efficiency))
-    console.print(efficiencies_table(found))
+    print_whole(console, comparison_table(observed, gpu=gpu, efficiency=found.efficiency))
+    print_whole(console, efficiencies_table(found))
     tested = [one for one, is_fitted in observed if not is_fitted]
     if tested:
         worst = worst_misses(tested, gpu, found.efficiency)
@@ -237,6 +239,7 @@ def _observe(arguments: argparse.Namespace, folder: Path, *, name: str = "") -> 
 
 
 def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
+    from gapo_megatron.io.whole_table import print_whole
     from gapo_megatron.ops.plan.tables import times_rest_on
     from gapo_megatron.ops.report.scaling import observe, scaling_rows, scaling_tables
     from gapo_megatron.ops.report.scaling_figures import check_scaling, write_scaling
@@ -249,7 +252,7 @@ def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
     )
     rows = scaling_rows(observed, gpu=found.gpu, efficiency=found.efficiency)
     for table in scaling_tables(rows, gpu=found.gpu):
-        console.print(table)
+        print_whole(console, table)
     for line in (times_rest_on(found), *left_out):
         console.print(line, markup=False, highlight=False)
     for exhibit, paths in write_scaling(observed, rows, gpu=found.gpu, folder=folder):

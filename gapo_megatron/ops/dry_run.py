@@ -24,6 +24,7 @@ from gapo_megatron.hf.manifest import list_steps
 from gapo_megatron.hf.model_folder import check_model_folder, has_chat_template
 from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.io.toml_tree import to_toml
+from gapo_megatron.io.whole_table import print_whole
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.models.published import find_model
@@ -102,8 +103,8 @@ def print_dry_run(
         if shipped:
             console.print(shipped, markup=False, highlight=False, soft_wrap=True)
         rules = rules_for(hf_config)
-        console.print(_shapes_table(rules, config.parallel))
-        console.print(_memory_table(rules, config, layout))
+        print_whole(console, _shapes_table(rules, config.parallel))
+        print_whole(console, _memory_table(rules, config, layout))
         if note := _offload_note(rules, config, layout):
             console.print(note, markup=False)
         console.print(_fit_note(hf_config, config, layout), markup=False)

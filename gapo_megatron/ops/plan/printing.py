@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from gapo_megatron.config import Config
+from gapo_megatron.io.whole_table import print_whole
 from gapo_megatron.ops.plan import tables
 from gapo_megatron.ops.plan.calibration import Calibration
 from gapo_megatron.ops.plan.layout_file import roomy_candidates
@@ -35,16 +36,16 @@ def print_plan(
     )
     if caveat := tables.fp8_caveat(config):
         console.print(caveat, markup=False, highlight=False)
-    console.print(tables.layouts_table(result, config, top=top))
+    print_whole(console, tables.layouts_table(result, config, top=top))
     if tables.has_sides(result):
-        console.print(tables.sides_table(result, top=top))
-    console.print(tables.memory_table(result, top=top))
+        print_whole(console, tables.sides_table(result, top=top))
+    print_whole(console, tables.memory_table(result, top=top))
     if result.current_refusal:
         console.print(f"* The config's own does not run: {result.current_refusal}", markup=False)
     if result.split_refusal:
         console.print(f"No generation nodes: {result.split_refusal}", markup=False)
     if result.refusals:
-        console.print(tables.refusals_table(result))
+        print_whole(console, tables.refusals_table(result))
     if result.best is None:
         console.print(tables.nothing_fits(result, config))
         return

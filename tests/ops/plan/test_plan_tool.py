@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,43 @@ def test_tables(model, capsys):
     out = capsys.readouterr().out
     for shown in ("16 x h200", "yours", " parallel.tensor_model_parallel_size=", "1,531"):
         assert shown in out
+
+
+@pytest.fixture(autouse=True)
+def no_width_of_the_shell(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def cells_of(text: str) -> Counter[str]:
+    """How often each cell is in the tables that were printed."""
+    rows = [line.strip("│").split("│") for line in text.splitlines() if line.startswith("│")]
+    return Counter(cell.strip() for row in rows for cell in row)
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 100, 120, 160])
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ("configs/ds_r1_1_5b/gapo.toml", ["--nodes", "1"]),
+        ("configs/llama_3_1_70b/h200_24k.toml", ["--nodes", "8"]),
+        ("configs/qwen3_30b_a3b/h100_8k.toml", ["--nodes", "4", "--max-staleness", "1"]),
+    ],
+)
+def test_no_figure_is_cut_at_any_width(columns, config, options, capsys, monkeypatch):
+    assert tool.main([config, *options, "--gpu", "h100", "--top", "2"]) in (0, 1)
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", str(columns))
+    tool.main([config, *options, "--gpu", "h100", "--top", "2"])
+    narrow = capsys.readouterr().out
+    tables = narrow.split("\nWhy others do not run")[0]  # text, which folds
+    assert "…" not in narrow
+    assert max(map(len, tables.splitlines()[1:])) <= columns
+    rows = {"", "1", "2", "s1", "s2", "yours", "yours *"}  # of a row's name, a copy in each block
+    expected = cells_of(wide.split("\nWhy others do not run")[0])
+    found = cells_of(tables)
+    assert sum(expected.values()) > 70
+    for cell, number in expected.items():
+        assert found[cell] >= number if cell in rows else found[cell] == number, cell
 
 
 def test_a_configs_own_virtual_stages(model, capsys):

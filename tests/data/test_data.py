@@ -177,6 +177,15 @@ def test_an_answer_that_no_verifier_could_judge_by_is_refused(
         _read(path, tokenizer, kind=kind)
 
 
+def test_a_worked_solution_is_no_answer_to_train_on(tmp_path, tokenizer):
+    solution = "It takes 2/2=<<2/2=1>>1 bolt.\nIn all 2+1=<<2+1=3>>3 bolts of fabric\n#### 3"
+    path = _write(tmp_path / "p.jsonl", _row("a", answer=solution))
+    says = mentions("1 of 1", f"{path}:1:", "answer", "#### 3", "final answer")
+    with pytest.raises(DataError, match=says):
+        _read(path, tokenizer, kind="math")
+    _read(_write(path, _row("a", answer="3")), tokenizer, kind="math")
+
+
 def test_all_unreadable_answers_are_counted_and_a_run_that_began_with_them_goes_on(
     tmp_path, tokenizer, caplog
 ):

@@ -75,7 +75,7 @@ def prepare(
         _look_at_rows(source, inputs, journal, rules, progress)
         counts = _write(folder, journal, rules, progress)
         if not counts.written:
-            raise DataError(f"{', '.join(map(str, inputs))}: {_none_stays(counts)}")
+            raise DataError(f"{', '.join(map(str, inputs))}: {_none_stays(counts, journal)}")
         if source.kind == "code":
             journal.link_tests(folder)
         outputs = _digests(sorted(folder.iterdir()), progress)
@@ -96,9 +96,15 @@ def _check(inputs: Sequence[Path], lengths: Lengths) -> None:
             raise ConfigError(f"input {path} is given twice")
 
 
-def _none_stays(counts: Counts) -> str:
-    why = ", ".join(f"{number} {rule}" for rule, number in sorted(counts.dropped.items()))
-    return f"none of {counts.read} rows stays" + (f": {why}" if why else "")
+def _none_stays(counts: Counts, journal: Journal) -> str:
+    """How many rows broke which rule, and of unreadable ones the first with the reason."""
+    why = ", ".join(f"{number:,} {rule}" for rule, number in sorted(counts.dropped.items()))
+    text = f"none of {counts.read:,} rows stays" + (f": {why}" if why else "")
+    for entry in journal:
+        if entry["rule"] == "unreadable":
+            reason = f"{entry['details']['reason']:.500}"
+            return f"{text}. The first of these, {entry['file']}:{entry['row']}: {reason}"
+    return text
 
 
 def _look_at_rows(

@@ -81,7 +81,12 @@ class Rules:
             _unicode("answer", one.answer)
         except UnreadableError as error:
             return entry | {"rule": "unreadable", "details": {"reason": str(error)}}, ""
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except KeyError as error:
+            raise DataError(
+                f"{where}: not a row of {source.name}: no key {error}; it has {keys_of(row)} "
+                "(--prompt-key, --answer-key name those of own files)"
+            ) from None
+        except (TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 f"{where}: not a row of {source.name}: {type(error).__name__}: {error}; "
                 f"it has {keys_of(row)}"

@@ -69,7 +69,7 @@ def deepscaler(*, suffix: str = BOXED) -> Source:
 
     def read(row: Row) -> Candidate:
         text, answer = _text(row, "problem"), _plain(row["answer"])
-        _check("math", answer)
+        _check("math", answer, key="answer")
         return Candidate(text, text + suffix, answer)
 
     return Source("deepscaler", "math", True, ("problem", "answer"), read)
@@ -88,7 +88,7 @@ def deepcoder() -> Source:
         if function and isinstance(tests, list):  # LiveCodeBench names it beside the tests
             tests = [{**test, "fn_name": function} for test in tests]
         answer = _encoded(tests)
-        _check("code", answer)
+        _check("code", answer, key="tests")
         prompt = _ask_program(text, read_tests(answer), starter=row.get("starter_code") or "")
         return Candidate(text, prompt, answer)
 
@@ -121,7 +121,7 @@ def own(
         text, answer = _text(row, prompt_key), row[answer_key]
         is_json = kind in ("code", "instructions")
         answer = _encoded(_decoded(answer)) if is_json else _plain(answer)
-        _check(kind, answer)
+        _check(kind, answer, key=answer_key)
         return Candidate(text, text + suffix, answer)
 
     def optional(row: Row, key: str) -> str:
@@ -149,19 +149,19 @@ def _ask_program(text: str, tests: Tests, *, starter: str) -> str:
     return text  # LeetCode's: it ends in the code to complete
 
 
-def _check(kind: Kind, answer: str) -> None:
+def _check(kind: Kind, answer: str, *, key: str) -> None:
     """Refuse an answer that the verifier cannot read; of `math` also one with two readings."""
     if not answer.strip():
-        raise UnreadableError("the answer is empty")
+        raise UnreadableError(f"the answer (key {key!r}) is empty")
     try:
         rewards.check_answer(kind, answer)
     except DataError as error:
-        raise UnreadableError(f"the answer cannot be read: {error}") from None
+        raise UnreadableError(f"the answer (key {key!r}): {error}") from None
     if kind == "math":
         try:
             math_answers.check_reference(answer)
         except ValueError as error:
-            raise UnreadableError(str(error)) from None
+            raise UnreadableError(f"the answer (key {key!r}): {error}") from None
 
 
 def _text(row: Row, key: str) -> str:

@@ -22,6 +22,9 @@ MOST_CHARACTERS = 2_000
 MOST_CPU_S = 2.0
 """Processor time of a verdict; the slowest respelled DeepScaleR reference takes about 1 s."""
 
+_SOLUTION = "####"
+"""What GSM8K writes between a worked solution and its final answer."""
+
 _FAILURES = (
     ArithmeticError,
     AttributeError,
@@ -126,6 +129,11 @@ def _read_reference(answer: str) -> str:
     """The reference, cleaned; ValueError if there is none, or no response could give it."""
     if final_part(answer) != answer:
         raise ValueError(f"the reference answer {answer!r} has the marks of thoughts in it")
+    if _SOLUTION in answer:
+        raise ValueError(
+            f"it is a worked solution, with {answer[answer.rindex(_SOLUTION) :][:40]!r} at its "
+            "end: put only the final answer there"
+        )
     is_closed = closing_brace(f"{{{answer}}}", 0) == len(answer) + 2
     found = boxes(answer) if is_closed else []
     reference = clean(", ".join(map(str, found)) if len(found) > 1 else answer) if is_closed else ""

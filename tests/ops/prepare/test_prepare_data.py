@@ -175,6 +175,25 @@ def test_references_read_by_their_letters_alone_or_in_two_ways_are_dropped(run, 
     assert repr(answer) in dropped["reason"]
 
 
+def test_worked_solutions_are_refused_with_the_row_the_key_and_what_to_do(run, tmp_path, capsys):
+    """As GSM8K publishes its rows."""
+    row = {
+        "question": "Natalia sold clips to 48 of her friends in April, and then she sold half as "
+        "many clips in May. How many clips did Natalia sell altogether in April and May?",
+        "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = "
+        "<<48+24=72>>72 clips altogether in April and May.\n#### 72",
+    }
+    other = row | {"question": "And in June?", "answer": "None.\n#### 0"}
+    assert run("own", [row, other]) == 1
+    assert re.search(mentions("own.jsonl:1", "'prompt'", "--prompt-key"), capsys.readouterr().err)
+    assert run("own", [row, other], "--prompt-key", "question") == 1
+    says = mentions("none of 2 rows", "2 unreadable", "own.jsonl:1", "'answer'", "#### 72", "final")
+    assert re.search(says, capsys.readouterr().err)
+    final = [one | {"answer": one["answer"].rpartition("#### ")[2]} for one in (row, other)]
+    assert run("own", final, "--prompt-key", "question") == 0
+    assert [one["answer"] for one in written(tmp_path / "out")] == ["72", "0"]
+
+
 def test_answers_of_other_kinds_differ_by_their_letters_and_tests_do_not():
     for kind, answers, expected in (
         ("exact", ("0.5", "1/2", "0.5"), ["0.5", "1/2"]),

@@ -15,6 +15,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.folder import check_replaceable, is_marked
 from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.models.cpu_engine import check_engine_here
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.imports import without_garbage_collection
 from gapo_megatron.run.processes import choose_cuda_queues, quiet_libraries
@@ -44,6 +45,8 @@ def train_supervised(config: Config) -> float:
     check_replaceable(target, field="model.hf_dir", inputs=inputs, is_ours=is_ours)
     facts = check_model_folder(settings.initial_hf_dir, field="supervised.initial_hf_dir")
     check_shapes(facts, config.parallel, config.model)
+    # The run that begins with the result would end there.
+    check_engine_here(facts, field="supervised.initial_hf_dir", folder=settings.initial_hf_dir)
     choose_cuda_queues(ranks_per_layer=config.parallel.ranks_per_layer)
     quiet_libraries()
     # Torch, transformers, Megatron-core: seconds that nothing above needs.

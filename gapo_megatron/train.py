@@ -18,15 +18,11 @@ from gapo_megatron.hf.folder import check_replaceable, is_marked
 from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.io.run_folder import check_writable, has_finished
 from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.models.cpu_engine import check_engine_here
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.imports import without_garbage_collection
 from gapo_megatron.run.metrics import check_sinks
-from gapo_megatron.run.processes import (
-    choose_cuda_queues,
-    is_first,
-    quiet_libraries,
-    world_size,
-)
+from gapo_megatron.run.processes import choose_cuda_queues, is_first, quiet_libraries, world_size
 from gapo_megatron.run.restart import check_not_lost
 
 
@@ -77,6 +73,7 @@ def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
     model = config.model
     facts = check_model_folder(model.hf_dir, weights=not model.megatron_dir, field="model.hf_dir")
     check_shapes(facts, config.parallel, model)
+    check_engine_here(facts, field="model.hf_dir", folder=model.hf_dir)
 
 
 def _check_export(config: Config) -> None:
@@ -104,7 +101,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line: `config`, `overrides`, `dry_run` and `rank`, (rank, world size)."""
     parser = argparse.ArgumentParser(
-        prog="python -m gapo_megatron.train", description=__doc__.split("\n\n")[1]
+        prog="python -m gapo_megatron.train",
+        description="Train by a config, from the newest checkpoint of its output folder if any.",
     )
     parser.add_argument("config", help="TOML file; see configs/")
     parser.add_argument(
@@ -115,10 +113,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--dry-run",
-        metavar="deep",
+        nargs="?",
         choices=("plain", "deep"),
         help="print the resolved config and its arithmetic, build nothing, and exit, with 2 where "
-        "an input is missing; deep: also build one rank and let it take one step, on a CPU",
+        "an input is missing (plain, the default); deep: also build one rank and let it take one "
+        "step, on a CPU",
     )
     parser.add_argument(
         "--rank",
@@ -127,10 +126,10 @@ def parse_arguments() -> argparse.Namespace:
         help="of a dry run: how many processes, and which of them a deep one builds, e.g. 37/128",
     )
     given = sys.argv[1:]
-    if "--dry-run" in given:  # alone it takes no value: what follows it is one if it says "deep"
+    if "--dry-run" in given:  # else it would take the config that follows it for its value
         at = given.index("--dry-run")
-        is_deep = given[at + 1 : at + 2] == ["deep"]
-        given[at : at + 1 + is_deep] = ["--dry-run=deep" if is_deep else "--dry-run=plain"]
+        mode = given.pop(at + 1) if given[at + 1 : at + 2] in (["plain"], ["deep"]) else "plain"
+        given[at] = f"--dry-run={mode}"
     arguments = parser.parse_intermixed_args(given)
     if arguments.rank and not arguments.dry_run:
         parser.error("--rank goes with --dry-run")

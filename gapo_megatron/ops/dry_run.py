@@ -27,6 +27,7 @@ from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.io.whole_table import print_whole
 from gapo_megatron.models.checks import check_shapes
 from gapo_megatron.models.config_json import ModelFacts
+from gapo_megatron.models.cpu_engine import check_engine_here
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.rules import Rule, shard_size
 from gapo_megatron.models.tables import rules_for
@@ -132,6 +133,12 @@ def why_not_run(config: Config) -> list[str]:
     except ConfigError as error:
         found.append(str(error))
     hf_dir = Path(config.model.hf_dir)
+    facts, _ = find_model(config.model.hf_dir)
+    if facts is not None:
+        try:
+            check_engine_here(facts, field="model.hf_dir", folder=config.model.hf_dir)
+        except ConfigError as error:
+            found.append(str(error))
     if config.data.chat_template and hf_dir.is_dir() and not has_chat_template(hf_dir):
         found.append(
             f"data.chat_template (True): the tokenizer in model.hf_dir ({hf_dir}) has no chat "

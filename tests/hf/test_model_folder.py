@@ -50,7 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=VOCAB_SIZE,
-            hidden_size=32,
+            hidden_size=64,
             intermediate_size=48,
             num_hidden_layers=2,
             num_attention_heads=2,
@@ -519,8 +519,8 @@ def test_weights_that_are_not_finite_are_refused(folder: Path, value: float) -> 
 
 
 def test_a_missing_or_misshapen_tensor_is_named_by_the_header(folder: Path) -> None:
-    rewrite(folder, "model.layers.1.self_attn.o_proj.weight", torch.ones(32, 16))
-    with pytest.raises(ConfigError, match=mentions("o_proj.weight", "[32, 16]", "[32, 32]")):
+    rewrite(folder, "model.layers.1.self_attn.o_proj.weight", torch.ones(64, 16))
+    with pytest.raises(ConfigError, match=mentions("o_proj.weight", "[64, 16]", "[64, 64]")):
         train(folder)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.o_proj.weight"]

@@ -38,7 +38,7 @@ def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
-            hidden_size=32,
+            hidden_size=64,  # 32 per head, the least that vLLM serves on a CPU
             intermediate_size=48,
             num_hidden_layers=2,
             num_attention_heads=2,

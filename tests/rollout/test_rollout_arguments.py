@@ -12,6 +12,7 @@ from transformers import (
 
 from gapo_megatron.compat import vllm as vllm_internals
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.models.cpu_engine import CPU_HEAD_DIMS, is_cpu_build
 from gapo_megatron.rollout.vllm import eos_token_ids
 from gapo_megatron.rollout.vllm.arguments import check_engine, engine_args
 from gapo_megatron.rollout.vllm.weights import verify_bound
@@ -54,6 +55,11 @@ def test_a_head_dim_vllm_has_no_kernel_for_is_a_config_error(tmp_path):
     config = LlamaConfig(**SIZES, head_dim=16)
     with pytest.raises(ConfigError, match=r"\bhead_dim\b.*\b16\b.*\b32\b.*\b64\b"):
         check_engine(make_config(tmp_path), config, CPU, world_size=1)
+
+
+def test_what_is_said_before_vllm_is_imported_is_what_it_computes():
+    assert list(CPU_HEAD_DIMS) == vllm_internals.cpu_head_sizes()
+    assert is_cpu_build() == (vllm_internals.device_type() == "cpu")
 
 
 def test_a_cache_larger_than_the_machine_is_a_config_error(tmp_path):

@@ -5,6 +5,7 @@ looked at.
 """
 
 import gc
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from gapo_megatron.models.cpu_engine import is_cpu_build
+from gapo_megatron.ops.prepare import demo_task
 from gapo_megatron.run.imports import without_garbage_collection
 from tests.messages import mentions
 
@@ -101,6 +104,30 @@ def test_a_model_that_the_layout_does_not_cut(tmp_path: Path) -> None:
     overrides += ["parallel.tensor_model_parallel_size=8", "parallel.sequence_parallel=true"]
     found = start("gapo_megatron.train", CONFIG, *overrides, code=2)
     assert re.search(mentions("tensor_model_parallel_size (8)", "num_attention_heads (28)"), found)
+
+
+@pytest.mark.skipif(not is_cpu_build(), reason="vLLM here is for GPUs, which have no such limit")
+def test_a_model_that_vllm_has_no_cpu_kernel_for(tmp_path: Path) -> None:
+    """Training, its dry run and what makes the model say so before torch is imported."""
+    initial = tmp_path / "initial"
+    demo_task.write_initial_model(demo_task.write_tokenizer(["1+2=3"], initial), initial, seed=0)
+    document = json.loads((initial / "config.json").read_text())
+    document |= {"num_attention_heads": 8, "num_key_value_heads": 4}  # 16 per head, not 32
+    (initial / "config.json").write_text(json.dumps(document))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"id": "a", "prompt": "1+2=", "answer": "3", "response": "3"}\n')
+    files = ("data.train_path", "data.eval_path", "supervised.train_path")
+    folders = ("model.hf_dir", "supervised.initial_hf_dir")
+    paths = {"run.output_dir": tmp_path / "run"}
+    paths |= dict.fromkeys(files, rows) | dict.fromkeys(folders, initial)
+    overrides = [f"{name}={path}" for name, path in paths.items()]
+    says = mentions(f"model.hf_dir ({initial})", "head_dim (16)", 32, 512)
+    for options in ([], ["--dry-run"]):
+        found = start("gapo_megatron.train", "configs/demo.toml", *overrides, *options, code=2)
+        assert re.search(says, found.partition("error: ")[2]), found
+    overrides.append(f"model.hf_dir={tmp_path}/made")
+    found = start("gapo_megatron.sft", "configs/demo.toml", *overrides, code=2)
+    assert re.search(mentions(f"supervised.initial_hf_dir ({initial})", "head_dim (16)"), found)
 
 
 def test_imports_leave_garbage_collection_as_it_was() -> None:

@@ -17,6 +17,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.headers import find_files
 from gapo_megatron.hf.model_folder import end_tokens
 from gapo_megatron.models.checks import check_engine_heads
+from gapo_megatron.models.cpu_engine import check_head_dim
 from gapo_megatron.models.tables import geometry_of
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,12 @@ def check_engine(
     check_engine_heads(hf_config, size)
     if device.type == "cpu":
         geometry = geometry_of(hf_config)
-        supported = vllm.cpu_head_sizes()
-        if geometry.head_dim not in supported:
-            raise ConfigError(
-                f"model.hf_dir ({config.model.hf_dir}): head_dim ({geometry.head_dim}) must be one "
-                f"of {', '.join(map(str, supported))} for vLLM on a CPU"
-            )
+        check_head_dim(
+            hf_config,
+            field="model.hf_dir",
+            folder=config.model.hf_dir,
+            supported=vllm.cpu_head_sizes(),
+        )
         memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _GIB
         if config.rollout.cpu_kv_cache_gib > memory_gib:
             raise ConfigError(

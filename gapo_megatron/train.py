@@ -23,7 +23,7 @@ from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.imports import without_garbage_collection
 from gapo_megatron.run.metrics import check_sinks
 from gapo_megatron.run.processes import choose_cuda_queues, is_first, quiet_libraries, world_size
-from gapo_megatron.run.restart import check_not_lost
+from gapo_megatron.run.restart import adopt_export, check_not_lost
 
 
 def train(config: Config, *, keep_weights: bool = True) -> None:
@@ -80,6 +80,7 @@ def _check_export(config: Config) -> None:
     """Refuse a run whose trained model would replace something else than the run's last one."""
     run_dir = Path(config.run.output_dir)
     export = run_dir / "hf"
+    adopt_export(run_dir)
     # A version that did not mark it made it, if the run was finished.
     is_ours = is_marked(export, made_by="train", or_unmarked=has_finished(run_dir))
     check_replaceable(

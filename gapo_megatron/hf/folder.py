@@ -120,6 +120,21 @@ def is_marked(folder: str | Path, *, made_by: str, or_unmarked: bool = False) ->
         return or_unmarked and not Path(folder).is_symlink()
 
 
+def adopt(folder: Path, *, made_by: str, made_at: Path) -> bool:
+    """Mark a copy of what the command made at `made_at`, as made here; False if it is no such copy.
+
+    For a caller that knows by other files that they were copied together.
+    """
+    try:
+        marker = read_json(folder / MARKER_NAME)
+        is_copy = (marker["made_by"], marker["made_at"]) == (made_by, str(made_at))
+    except (ConfigError, FileNotFoundError, KeyError, TypeError):
+        return False
+    if is_copy:
+        mark(folder, made_by=made_by, made_at=folder)
+    return is_copy
+
+
 def _maker(folder: str | Path, name: str = MARKER_NAME) -> object:
     """Command that a marker speaks of; None where it speaks of another folder, or is damaged."""
     folder = real(folder)

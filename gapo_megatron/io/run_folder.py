@@ -9,7 +9,7 @@ from typing import Any
 
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.documents import read_json
-from gapo_megatron.io.files import check_overwritable, write_atomically
+from gapo_megatron.io.files import check_overwritable, real, write_atomically
 
 BRANCH_NAME = "branch.json"
 """Of a branched run: where it left another one (`hf.manifest.Branch`)."""
@@ -144,4 +144,18 @@ def has_finished(run_dir: str | Path) -> bool:
 
 def mark_finished(run_dir: str | Path, *, num_steps: int) -> None:
     """Make `is_finished` true. Rank 0, once everything is written."""
-    write_atomically(Path(run_dir) / FINISHED_NAME, json.dumps({"num_steps": num_steps}))
+    document = {"num_steps": num_steps, "run_dir": str(real(run_dir))}
+    write_atomically(Path(run_dir) / FINISHED_NAME, json.dumps(document))
+
+
+def finished_at(run_dir: str | Path) -> Path | None:
+    """Where the folder was when its run was finished: elsewhere if it was copied or moved since.
+
+    None where no run was finished, or an older version did not say where.
+    """
+    try:
+        found = read_json(Path(run_dir) / FINISHED_NAME)
+    except (ConfigError, FileNotFoundError):
+        return None
+    path = found.get("run_dir") if isinstance(found, dict) else None
+    return Path(path) if isinstance(path, str) else None

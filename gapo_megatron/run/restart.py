@@ -11,6 +11,7 @@ So it matters whether there ever was one. That there was shows what is written a
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -18,12 +19,34 @@ from pathlib import Path
 
 from gapo_megatron.config import CONFIG_NAME, Config, load_config
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.hf.folder import adopt
 from gapo_megatron.hf.manifest import list_steps
+from gapo_megatron.io.files import real
 from gapo_megatron.io.metric_files import METRICS_NAME, last_step
-from gapo_megatron.io.run_folder import checkpoints_dir, has_finished, is_finished
+from gapo_megatron.io.run_folder import checkpoints_dir, finished_at, has_finished, is_finished
+
+logger = logging.getLogger(__name__)
 
 AFTER_A_SAVE = "stage_seconds.json"
 """`attempt.STAGE_SECONDS_NAME`, whose module imports torch."""
+
+
+def adopt_export(run_dir: Path) -> None:
+    """Let a run go on in a copy of its folder, whose exported model was made in another place.
+
+    finished.json and the export's marker name the same place: they were copied together. A model
+    that was brought here by itself stays somebody else's.
+    """
+    former = finished_at(run_dir)
+    if former is None or former == real(run_dir):
+        return
+    if adopt(run_dir / "hf", made_by="train", made_at=former / "hf"):
+        logger.warning(
+            "run.output_dir (%s) is a copy of %s: the run goes on here, and its exported model is "
+            "replaced when it ends",
+            run_dir,
+            former,
+        )
 
 
 def check_not_lost(config: Config) -> None:

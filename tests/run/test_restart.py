@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.hf.folder import is_marked, mark
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.launch.prepare import check_before_nodes
@@ -135,6 +138,31 @@ def test_a_disk_that_is_not_mounted_is_no_new_run(tmp_path: Path, kind: str) -> 
     if kind == "link":
         (tmp_path / "elsewhere").mkdir()
         check_not_lost(config)
+
+
+def test_a_copied_run_folder_goes_on_and_a_model_brought_by_itself_is_kept(
+    tmp_path: Path, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`cp -r` to another disk: neither path nor inode of the export are those of its marker."""
+    (run_dir / "hf").mkdir()
+    mark(run_dir / "hf", made_by="train", made_at=run_dir / "hf")
+    (run_dir / "checkpoints/step_00000005").mkdir(parents=True)
+    (run_dir / "checkpoints/step_00000005/manifest.json").write_text("{}")
+    mark_finished(run_dir, num_steps=5)
+    brought = tmp_path / "brought"
+    for copy in (tmp_path / "copy", brought):
+        shutil.copytree(run_dir, copy)
+    (brought / "finished.json").unlink()
+    mark_finished(brought, num_steps=5)  # by its own run, and `hf` alone is the other one's
+    model = mentions("model.hf_dir")  # what is checked next
+    for folder, says in ((tmp_path / "copy", model), (brought, mentions("run.output_dir/hf"))):
+        run = {"output_dir": str(folder), "num_steps": 9}
+        config = make_config(tmp_path, run=run, metrics={"tensorboard": False})
+        with pytest.raises(ConfigError, match=says):
+            check_before_imports(config)
+    (record,) = caplog.records
+    assert re.search(mentions(tmp_path / "copy", run_dir), record.getMessage())
+    assert is_marked(tmp_path / "copy/hf", made_by="train")  # so it is replaced at the end
 
 
 def test_it_is_refused_before_anything_is_imported_and_by_a_dry_run(

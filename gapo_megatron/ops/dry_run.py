@@ -31,9 +31,8 @@ from gapo_megatron.models.cpu_engine import check_engine_here
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.rules import Rule, shard_size
 from gapo_megatron.models.tables import rules_for
-from gapo_megatron.ops.plan.hardware import GPUS
+from gapo_megatron.ops.plan.fit import fit_note
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches
-from gapo_megatron.ops.plan.memory import memory
 from gapo_megatron.ops.plan.state import (
     fp8_copy_bytes,
     per_rank_parameters,
@@ -108,7 +107,7 @@ def print_dry_run(
         print_whole(console, _memory_table(rules, config, layout))
         if note := _offload_note(rules, config, layout):
             console.print(note, markup=False)
-        console.print(_fit_note(hf_config, config, layout), markup=False)
+        console.print(fit_note(hf_config, config, layout), markup=False)
         if note := _positions_note(config, hf_config):
             console.print(note, markup=False)
     if config.model.megatron_dir and not Path(config.model.megatron_dir).is_dir():
@@ -220,24 +219,6 @@ def _engine_memory_note(config: Config, sides: Sides) -> str:
     return (
         f"Hint: rollout.memory_fraction ({share:g}) can be more, such as 0.9: a GPU that generates "
         "holds nothing but its engine."
-    )
-
-
-def _fit_note(hf_config: ModelFacts, config: Config, layout: Layout) -> str:
-    """Which GPUs the run fits, by the planner's prediction; see `ops.plan.memory`."""
-    fits: list[str] = []
-    not_fits: list[str] = []
-    for gpu in GPUS.values():
-        predicted = memory(hf_config, config, layout, gpu)
-        needed = max(predicted.training, predicted.generating)
-        shown = f"{gpu.name} ({needed / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB)"
-        (fits if needed <= gpu.memory_bytes else not_fits).append(shown)
-    text = f"Predicted to fit {', '.join(fits) or 'none of the GPUs that the planner knows'}"
-    if not not_fits:
-        return f"{text}."
-    return (
-        f"{text}; NOT {', '.join(not_fits)}: there, lower batch.max_tokens_per_microbatch, set "
-        "model.recompute, or ask tools/plan.py --gpu for a layout."
     )
 
 
@@ -384,11 +365,7 @@ def _positions_note(config: Config, hf_config: ModelFacts) -> str:
 
 
 def _stated_ranks_per_node() -> int | None:
-    """Ranks of a node, where a launcher or Slurm says it.
-
-    Raises:
-        ConfigError: it is no number of ranks.
-    """
+    """Ranks of a node, where a launcher or Slurm says it; ConfigError if it is no number."""
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
         if stated := os.environ.get(name):
             if not re.fullmatch("[1-9][0-9]{0,4}", stated):

@@ -19,6 +19,7 @@ from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
 from gapo_megatron.ops.plan.planner import plan, read_model
+from gapo_megatron.ops.plan.search import HOST_SHARE
 from gapo_megatron.ops.plan.sides import ROOMY_SHARE
 from gapo_megatron.ops.plan.state import per_rank_parameters
 from gapo_megatron.ops.plan.workload import default_workload
@@ -108,6 +109,24 @@ def test_file_dry_runs_and_plans_on_a_fresh_clone(
     )
     is_layoutless = path.parent.name in LARGER  # of one node, a base file of larger models
     assert found.current is not None and (is_layoutless or not found.current_refusal)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_fits_the_gpus_that_it_is_for(path: Path) -> None:
+    """80 GB, with the twentieth that a written layout leaves; H200 where its name says so.
+
+    Of larger models the base file has no layout: the files beside it do, and one is for 80 GB.
+    """
+    if path.stem == "base" and path.parent.name in LARGER:
+        assert path.with_name("h100_8k.toml") in FILES
+        return
+    config, gpu = load_config(path), GPUS["h200" if path.stem.startswith("h200") else "h100"]
+    hf_config, _ = read_model(config)
+    layout = Sides.of(config, world_size=8 * nodes_of(path), ranks_per_node=8).layout
+    predicted = memory(hf_config, config, layout, gpu)
+    assert max(predicted.training, predicted.generating) <= ROOMY_SHARE * gpu.memory_bytes
+    host = (predicted.offloaded + predicted.checkpoint) * gpu.gpus_per_node
+    assert host <= HOST_SHARE * gpu.host_memory_bytes
 
 
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=name_of)

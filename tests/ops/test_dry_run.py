@@ -8,6 +8,7 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,10 +20,14 @@ from gapo_megatron.config.methods import METHODS
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf import manifest
 from gapo_megatron.io.toml_tree import to_toml
+from gapo_megatron.models.published import find_model
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.dry_run import print_dry_run, why_not_run
+from gapo_megatron.ops.plan.fit import fits
+from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches
 from gapo_megatron.ops.plan.state import per_rank_parameters
+from gapo_megatron.ops.sides import Sides
 from tests.messages import mentions
 
 TINY = {
@@ -464,3 +469,24 @@ def test_which_gpus_the_run_fits_is_said(tmp_path: Path) -> None:
     config = load_config(ROOT / "configs/ds_r1_1_5b/gapo.toml", ["model.recompute=none"])
     fits, _, rest = text_of(config, world_size=8).partition("Predicted to fit ")[2].partition("NOT")
     assert "h200 (" in fits and "h100 (" in rest and "a100 (" in rest
+    # The config itself fits both; an A100 lacks fp8.
+    fp8 = ["model.precision=fp8", "model.fp8_recipe=tensorwise"]
+    config = load_config(ROOT / "configs/ds_r1_1_5b/gapo.toml", fp8)
+    fits, _, rest = text_of(config, world_size=8).partition("Predicted to fit ")[2].partition("NOT")
+    assert "h100 (" in fits and "a100 (" in rest and "capability 8.0" not in fits
+
+
+def test_a_nodes_own_memory_is_a_limit_too() -> None:
+    """What is offloaded of a model whose GPUs have room: all ranks of a node hold it there."""
+    settings = ["optimizer.offload=all", "parallel.tensor_model_parallel_size=8"]
+    settings += ["parallel.sequence_parallel=true", "batch.max_tokens_per_microbatch=32768"]
+    config = load_config(ROOT / "configs/qwen2_5_72b/base.toml", settings)
+    hf_config, _ = find_model(config.model.hf_dir)
+    layout = Sides.of(config, world_size=8, ranks_per_node=8).layout
+    huge = dataclasses.replace(GPUS["b200"], memory_bytes=2**50)
+    with patch.dict(GPUS, {"huge": huge}, clear=True):
+        (one,) = fits(hf_config, config, layout)
+        assert not one.fits and "node's own" in one.shown
+        GPUS["huge"] = dataclasses.replace(huge, host_memory_bytes=2**50)
+        (one,) = fits(hf_config, config, layout)
+        assert one.fits and "node's own" not in one.shown

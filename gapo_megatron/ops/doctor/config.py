@@ -49,6 +49,7 @@ def judge_config(answer: Answer, path: str) -> tuple[Sections | None, list[Findi
         *_look_at_data(config),
         _judge_verifier(answer["verifier"], config),
         *_judge_world_size(answer["world_size"]),
+        *_judge_memory(answer["memory"]),
     ]
 
 
@@ -93,6 +94,17 @@ def _judge_world_size(answer: dict[str, Any]) -> Iterator[Finding]:
     detail = "{generation}: {engines}; {sequences}; needs `rollout` and `verifier` above"
     detail = detail.format_map(answer | {"sequences": sequences})
     yield Finding("config", "generation side", "ok", detail)
+
+
+def _judge_memory(answer: dict[str, Any]) -> Iterator[Finding]:
+    """Which GPUs the run fits, as the dry run says it; nothing where its shapes are not known."""
+    if "error" in answer or not answer["world_size"]:
+        return  # said of the model or the world size
+    fits, not_fits = ", ".join(answer["fits"]), ", ".join(answer["not_fits"])
+    detail = f"on {answer['world_size']} ranks predicted to fit {fits or 'no known GPU'}"
+    advice = "lower batch.max_tokens_per_microbatch, set model.recompute, or ask tools/plan.py"
+    detail += f"; NOT {not_fits}" if not_fits else ""
+    yield judge("config", "fits", bool(fits), detail, advice, bad="warn")
 
 
 def _look_at_data(config: Sections) -> Iterator[Finding]:

@@ -24,8 +24,11 @@ from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.hf.headers import find_files
 from gapo_megatron.hf.model_folder import check_model_folder
 from gapo_megatron.logprob import choose_implementation
+from gapo_megatron.models.published import find_model
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for
+from gapo_megatron.ops.plan.fit import fits
+from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.sides import Sides, schedule
 from gapo_megatron.run import process_group
 from gapo_megatron.types import Sequences
@@ -145,6 +148,7 @@ def look_at_config(
         "model": _or_error(lambda: _model(settings)),
         "verifier": _or_error(lambda: _verifier(settings)),
         "world_size": _or_error(lambda: _world_size(settings, world_size, ranks_per_node)),
+        "memory": _or_error(lambda: _memory(settings, world_size, ranks_per_node)),
     }
 
 
@@ -199,6 +203,21 @@ def _world_size(settings: Config, world_size: int, ranks_per_node: int | None) -
         "engines": f"{sides.num_engines} vLLM replicas of {settings.rollout.tensor_parallel_size}",
         "schedule": schedule(settings),
         "rollout_sequences": batch.rollout_prompts * batch.rollouts_per_prompt,
+    }
+
+
+def _memory(settings: Config, world_size: int, ranks_per_node: int | None) -> dict[str, Any]:
+    """Which GPUs it fits, on so many processes (0: on a node's eight); none without the model."""
+    hf_config, _ = find_model(settings.model.hf_dir)
+    if hf_config is None:
+        return {"fits": [], "not_fits": [], "world_size": 0}
+    size = world_size or GPUS["h100"].gpus_per_node
+    layout = Sides.of(settings, world_size=size, ranks_per_node=ranks_per_node).layout
+    found = fits(hf_config, settings, layout)
+    return {
+        "fits": [one.shown for one in found if one.fits],
+        "not_fits": [one.shown for one in found if not one.fits],
+        "world_size": size,
     }
 
 

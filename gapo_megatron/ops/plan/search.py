@@ -31,7 +31,7 @@ _BUDGET_FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)
 """Multiples of `batch.max_tokens_per_microbatch` that are tried."""
 _GENERATING = "out of memory while generating"
 SMALLER_FRACTION = f"{_GENERATING}: a smaller rollout.memory_fraction would fit"
-_HOST_SHARE = 0.9
+HOST_SHARE = 0.9
 """Usable share of a node's own memory; system, verifiers and page cache need the rest: assumed."""
 OUT_OF_HOST = "out of a node's own memory: what is offloaded, and a checkpoint being saved"
 LARGER_FRACTION = f"{_GENERATING}: no room for the KV cache of one sequence"
@@ -76,7 +76,7 @@ class Candidate:
         if self.times.generation_s == float("inf"):
             return Refusal(LARGER_FRACTION, needed)
         host = (self.memory.offloaded + self.memory.checkpoint) * gpu.gpus_per_node
-        if host > _HOST_SHARE * gpu.host_memory_bytes:
+        if host > HOST_SHARE * gpu.host_memory_bytes:
             return Refusal(OUT_OF_HOST, host)
         return None
 

@@ -285,6 +285,18 @@ def test_both_sides_and_what_they_need_are_said(tmp_path: Path) -> None:
     assert "training side" not in colocated and "generation side" not in colocated
 
 
+def test_which_gpus_the_run_fits_is_told(tmp_path: Path) -> None:
+    """By the shapes that are shipped; where there are none, nothing."""
+    paper = str(ROOT / "configs/ds_r1_1_5b/gapo.toml")
+    for gpus in (0, 8):  # none here: on a node's eight
+        found = look_at_config(paper, world_size=gpus)["fits"]
+        assert found.status == "ok" and "on 8 ranks" in found.detail
+        assert all(f"{name} (" in found.detail for name in ("a100", "h100", "h200", "b200"))
+    found = look_at_config(str(ROOT / "configs/qwen2_5_72b/base.toml"), world_size=8)["fits"]
+    assert found.status == "warn" and "NOT h100 (" in found.detail and found.advice
+    assert "fits" not in look_at_config(write_config(tmp_path / "run.toml"))
+
+
 def test_a_verifier_that_cannot_run_is_told(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     good = look_at_config(write_config(path, reward={"kind": "math"}))["verifier"]

@@ -56,6 +56,29 @@ def test_its_program_has_the_options(words: list[str]) -> None:
     assert [option for option in options if option not in known] == []
 
 
+COMMAND = re.compile(
+    r"(tools/\w+\.py|-m gapo_megatron\.(?:train|sft))"
+    r"(?: (calibrate|measure|own|deepscaler|deepcoder)\b)?([^\n`|;]*)"
+)
+DOCUMENTS = [path for folder in (".", "docs", "benchmarks") for path in ROOT.glob(f"{folder}/*.md")]
+PRINTED = [
+    *(str(path.relative_to(ROOT)) for path in [*DOCUMENTS, *ROOT.glob("slurm/*")]),
+    *(f"tools/{path.name}" for path in ROOT.glob("tools/*.py")),
+    *("tools/plan.py calibrate", "tools/plan.py measure"),
+]
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_every_option_that_documents_and_help_print_is_there(name: str) -> None:
+    program = name.split()
+    is_tool = program[0].startswith("tools/")
+    text = help_of(*program) if is_tool else (ROOT / name).read_text(encoding="utf-8")
+    for program_text, sub, rest in COMMAND.findall(text.replace("\\\n", " ")):
+        known = help_of(*program_text.split(), *([sub] if sub else []))
+        options = re.findall(r"(?<=\s)--[a-z][a-z-]*", rest.partition(" #")[0])
+        assert [option for option in options if option not in known] == [], program_text + rest
+
+
 def test_every_file_is_here_or_brought_or_made_before() -> None:
     made: set[str] = set()
     for words in commands():

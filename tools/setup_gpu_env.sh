@@ -5,7 +5,8 @@
 #   tools/setup_gpu_env.sh .venv
 #
 # PYTHON names the interpreter (default python3.12), MAX_JOBS how many files are compiled at a time (default 4,
-# 1.5 GB each). Indexes, folders of wheels, proxy and certificates are those of pip's settings.
+# 1.5 GB each). Indexes, folders of wheels, proxy and certificates are those of pip's settings. Whatever
+# they serve, a file is installed only if its hash is in the lock.
 #
 # Transformer Engine's PyTorch side comes as source. It is compiled against the torch, and the headers of CUDA,
 # cuDNN and NCCL, that the lock has just installed: with a toolkit, be it that of the wheels, it would look in the
@@ -23,6 +24,8 @@ folder=$(realpath --canonicalize-missing "$1")
 lock=requirements/gpu.txt
 python=${PYTHON:-python3.12}
 command -v "$python" > /dev/null || fail "$python not found. Install CPython 3.12, or name it: PYTHON=/path/to/python3.12"
+"$python" -c '' || fail "$python does not run (its own words are above; a shim of pyenv is found on PATH" \
+  "even where its version is not active). Name an interpreter: PYTHON=/path/to/python3.12"
 "$python" - << 'EOF' || fail "$lock does not serve this machine"
 import platform, sys
 have = sys.version_info[:2], platform.machine(), platform.libc_ver()
@@ -34,14 +37,19 @@ command -v g++ > /dev/null || fail "g++ not found: Transformer Engine's PyTorch 
 
 "$python" -m venv "$folder"
 python=$folder/bin/python
-install() { "$python" -m pip install --disable-pip-version-check --no-deps "$@"; }
-# The lock is complete: nothing is resolved. First the pip that it has.
-install "$(grep '^pip==' "$lock")"
-grep -vE '^transformer-engine-torch==' "$lock" | install --requirement /dev/stdin
+# The entries of the lock, with their hashes, of the packages NAME|NAME: with 1 they alone, with 0 all others.
+entries() { awk -v names="^($1)==" -v wanted="$2" '/^[^ ]/ {taken = ($0 ~ names) == wanted} taken' "$lock"; }
+# The lock is complete: nothing is resolved, and what comes as source is built by what the lock has.
+install() {
+  "$python" -m pip install --disable-pip-version-check --no-deps --no-build-isolation --require-hashes \
+    --requirement /dev/stdin
+}
+entries 'pip|setuptools|wheel' 1 | install
+entries transformer-engine-torch 0 | install
 "$python" -c 'import torch; raise SystemExit(not (torch.version.cuda or "").startswith("13."))' ||
   fail "the installed torch is no build for CUDA 13"
 PATH=$folder/bin:$PATH NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE \
-  MAX_JOBS=${MAX_JOBS:-4} install --no-build-isolation "$(grep '^transformer-engine-torch==' "$lock")"
+  MAX_JOBS=${MAX_JOBS:-4} install < <(entries transformer-engine-torch 1)
 "$python" -m pip check
 "$python" -c 'import torch, transformer_engine.pytorch' # in this order: NCCL is found because torch has loaded it
 echo "[setup] ready in $SECONDS s: $folder"

@@ -61,9 +61,10 @@ prepare_uv() {
   value=$(pip_setting index-url)
   [ -z "$value" ] || uv_options+=(--default-index "$value")
   # As for pip, which index has the version does not matter: the hash decides.
-  for value in $(pip_setting extra-index-url); do
-    uv_options+=(--index "$value" --index-strategy unsafe-first-match)
-  done
+  local more
+  read -ra more <<< "$(pip_setting extra-index-url | tr '\n' ' ')"
+  for value in "${more[@]}"; do uv_options+=(--index "$value"); done
+  [ ${#more[@]} = 0 ] || uv_options+=(--index-strategy unsafe-first-match)
   for value in $(pip_setting find-links); do uv_options+=(--find-links "$value"); done
   for value in $(pip_setting trusted-host); do uv_options+=(--allow-insecure-host "$value"); done
   case $(pip_setting no-index) in 1 | [Tt]rue | [Yy]es | on) uv_options+=(--no-index) ;; esac

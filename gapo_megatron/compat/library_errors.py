@@ -1,8 +1,12 @@
-"""Whatever a library raises over a file that somebody else wrote, as one of our errors."""
+"""Whatever a library raises over a file of somebody else's, or half installed, as our error.
+
+The standard library alone: `fail_fast` imports it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 
 from gapo_megatron.errors import ConfigError, GapoError
@@ -29,3 +33,44 @@ def as_config_error(where: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # Ctrl-C
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def naming_transformer_engine() -> Iterator[None]:
+    """Around a program: an installed Transformer Engine that cannot be imported is named.
+
+    Megatron-core imports it wherever it is installed, and takes no more than an ImportError of the
+    package itself for its absence. A build that failed half-way leaves packages that raise others.
+
+    Raises:
+        ConfigError: in place of such an exception, whose kind and message it has.
+    """
+    # Uses: what `import transformer_engine.pytorch` and Megatron-core's question for its version
+    #     raise: FileNotFoundError (no compiled PyTorch side), ImportError (one for another torch),
+    #     RuntimeError (no core, no cuDNN), OSError (a core that does not load), AssertionError
+    #     (parts of several versions), PackageNotFoundError (the core alone)
+    # Versions: transformer-engine 2.20.2; megatron-core 0.16.1, 0.19.2
+    # Upstream: none found
+    try:
+        yield
+    except (AssertionError, ImportError, OSError, RuntimeError) as error:
+        if not _is_of_transformer_engine(error):
+            raise
+        raise ConfigError(
+            f"transformer_engine: importing it fails: {type(error).__name__}: {error}. Where it is "
+            "installed it must load beside this torch: compile it as tools/setup_gpu_env.sh does, "
+            "or uninstall every package whose name begins with transformer-engine"
+        ) from error
+
+
+def _is_of_transformer_engine(error: Exception) -> bool:
+    """Whether its import raised this, or the question for it or its version."""
+    absent = error.name or "" if isinstance(error, ImportError) else ""
+    if absent.partition(".")[0] in ("transformer_engine", "transformer-engine"):
+        return True
+    modules = (
+        frame.f_globals["__name__"]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "<module>"
+    )
+    return any(name.partition(".")[0] == "transformer_engine" for name in modules)

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from gapo_megatron.compat.library_errors import naming_transformer_engine
+
 DEBUG_ENVIRONMENT = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}
 """Read when it is imported: it then says which attention it runs."""
 # Uses: NVTE_DEBUG, NVTE_DEBUG_LEVEL (documented)
@@ -21,11 +23,20 @@ DEBUG_ENVIRONMENT = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}
 
 
 def is_installed() -> bool:
-    """Whether Transformer Engine is installed."""
+    """Whether Transformer Engine is installed; asked where there is a GPU, for which it then loads.
+
+    Raises:
+        ConfigError: it is installed and cannot be imported.
+    """
     # Uses: the name of the package
     # Versions: transformer-engine 2.20.2
     # Upstream: none found
-    return importlib.util.find_spec("transformer_engine") is not None
+    if importlib.util.find_spec("transformer_engine") is None:
+        return False
+    # What Megatron-core took for its absence: the layers that are asked for would not be there.
+    with naming_transformer_engine():
+        importlib.import_module("transformer_engine.pytorch")
+    return True
 
 
 def why_not(question: str) -> str:

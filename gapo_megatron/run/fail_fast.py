@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator
 from typing import TextIO
 
+from gapo_megatron.compat.library_errors import naming_transformer_engine
 from gapo_megatron.errors import ConfigError, ConversionError, DataError, FencedError, GapoError
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.run import processes
@@ -54,7 +55,8 @@ def fail_fast() -> Iterator[None]:
     others.
     """
     try:
-        yield
+        with naming_transformer_engine():
+            yield
     except SystemExit:
         raise
     except BaseException as error:  # the boundary of the program: nothing is above this frame

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from gapo_megatron.compat.library_errors import naming_transformer_engine
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.run.processes import quiet_libraries
 
@@ -72,7 +73,8 @@ def run(convert: Callable[[], None]) -> int:
     """Call `convert`; its exit code: 0, 1 failed, 2 usage or config, 130 interrupted."""
     quiet_libraries()
     try:
-        convert()
+        with naming_transformer_engine():
+            convert()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

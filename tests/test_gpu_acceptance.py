@@ -26,7 +26,7 @@ from gapo_megatron.run.memory import DeviceMemory
 from tests.dist import run_distributed
 from tests.gpu import __main__ as command
 from tests.gpu import engine, programs, resources, runner, training
-from tests.gpu.parts import PARTS, Part
+from tests.gpu.parts import PARTS, REPEATABLE, Part
 from tests.gpu.report import Report, Row, table
 from tests.gpu.setting import Setting
 from tests.waiting import HANG_S, wait_until
@@ -336,6 +336,22 @@ def test_what_is_done_is_kept_until_asked_again(tmp_path: Path) -> None:
     assert run(broken) == "passed"
     assert run(broken, folder="another identity") == "failed"
     assert run(broken, again=True) == "failed"
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_part_that_compares_bits_of_updates_has_what_they_need(
+    repeats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in REPEATABLE:
+        monkeypatch.delenv(name, raising=False)
+    script = f"import os; assert all((name in os.environ) == {repeats} for name in {[*REPEATABLE]})"
+    script += "\n" + WRITE.format([GOOD])
+    part = dataclasses.replace(ONE, repeats=repeats)
+    (result,) = runner.run_parts(
+        [part], FACTS, tmp_path, command_of(script), again=True, say=lambda _: None
+    )
+    assert result["status"] == "passed"
+    assert BY_NAME["save_and_load"].repeats
 
 
 def test_what_is_missing_is_said_and_not_run(tmp_path: Path) -> None:

@@ -18,6 +18,13 @@ NEEDED = {
 """Modules that every part imports -> what to install."""
 
 
+REPEATABLE = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+"""What makes an update on one GPU the same bits every time (docs/numerics.md)."""
+
+
 @dataclass(frozen=True)
 class Part:
     """Something to run in a process of its own."""
@@ -29,6 +36,8 @@ class Part:
     limit_s: float
     needs: tuple[str, ...] = ()
     """Modules beside NEEDED, and "fp8": of the device."""
+    repeats: bool = False
+    """Runs with REPEATABLE."""
 
 
 # No limit is above 540 s: every part fits into a job of ten minutes.
@@ -40,7 +49,7 @@ PARTS = (
     Part("nothing_to_score", "training", "a micro-batch without a row, two methods", 240),
     Part("memory", "resources", "memory over updates, make_room and offload", 300),
     Part("speed_recomputed", "resources", "the same, 32k tokens in one micro-batch", 300),
-    Part("save_and_load", "resources", "save, load and compare (TMPDIR: where)", 540),
+    Part("save_and_load", "resources", "save, load and compare (TMPDIR: where)", 540, repeats=True),
     Part("head", "programs", "log-prob head beside torch and the installed peers", 540),
     Part("ten_sft_steps", "training", "the loss falls", 240),
     Part("ten_learn_steps", "training", "ten steps of GAPO", 240),

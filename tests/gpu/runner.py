@@ -21,7 +21,7 @@ from typing import Any
 from gapo_megatron.io.files import write_atomically
 from gapo_megatron.ops.doctor.ask import alone, ask
 from gapo_megatron.ops.launch.node_checks import CommandError, run_command
-from tests.gpu.parts import NEEDED, PARTS, Part
+from tests.gpu.parts import NEEDED, PARTS, REPEATABLE, Part
 from tests.gpu.report import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,7 +172,8 @@ def run_part(
         process = subprocess.Popen(
             command(part, rows, Path(scratch)),
             cwd=ROOT,
-            env=alone(os.environ),  # also in a job of many ranks
+            # Also in a job of many ranks.
+            env=alone(os.environ) | (REPEATABLE if part.repeats else {}),
             stdout=said,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -541,7 +541,7 @@ def test_the_filter_names_each_architecture_and_no_other():
     ("column", "table", "aliases"),
     [
         (0, "x86_64-linux-gnu/asm/unistd_64.h", {}),
-        (1, "asm-generic/unistd.h", {"inotify_init": "inotify_init1"}),
+        (1, "asm-generic/unistd.h", {"inotify_init": "inotify_init1", "mkdir": "mkdirat"}),
     ],
 )
 def test_the_numbers_of_the_filter_are_those_of_the_kernel(column, table, aliases):

@@ -86,8 +86,8 @@ def confine(limits: dict[str, int], *, cpu_s: int) -> None:
         hard = resource.getrlimit(number)[1]
         bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
         resource.setrlimit(number, (bound, bound))
-    os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    os.setsid()  # from here on `serve` must be able to look into it
     # Where the machine runs out of memory the kernel ends this process, and not the trainer.
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")

@@ -2,12 +2,13 @@
 
 Namespaces leave some doors: memory that no limit counts (memfd, System V segments, anonymous shared
 memory, which one mapped page of it holds, the buffers of socket pairs, huge pages, large pages that
-a pipe holds, access lists of files, rules of Landlock, hash tables of futexes), what the kernel
-counts for the whole machine or for all of a user's processes (asynchronous I/O, keys, inotify, file
-locks), sockets of families that no namespace covers (vsock), user namespaces inside the sandbox
-with all of the kernel's mount code behind them, the limits and the priority of process 1, which is
-the same user's, and the time of children whose end nobody waits for. The filter shuts those; it
-does not try to list what is allowed.
+a pipe holds, access lists of files, memory policies of their pages, rules of Landlock, hash tables
+of futexes, buffers of /proc as long as the path of nested folders), what the kernel counts for the
+whole machine or for all of a user's processes (asynchronous I/O, keys, inotify, file locks),
+sockets of families that no namespace covers (vsock), user namespaces inside the sandbox with all of
+the kernel's mount code behind them, the limits and the priority of process 1, which is the same
+user's, and the time of children whose end nobody waits for. The filter shuts those; it does not try
+to list what is allowed.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ DENIED = {
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
+    "mbind": (237, 235),
+    "set_mempolicy_home_node": (450, 450),
+    "mkdir": (83, 34),  # is mkdirat where it has no number of its own
+    "mkdirat": (258, 34),
     "setxattr": (188, 5),
     "lsetxattr": (189, 6),
     "fsetxattr": (190, 7),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from gapo_megatron.rewards.sandbox.inside.seccomp import install_filter
 
 WATCH_INTERVAL_S = 0.05
 MAX_FILES = 10_000
+MAX_MAPPINGS = 20_000
 MAX_STDERR_BYTES = 4096
 FOLDER = os.getcwd()
 DEVICES = frozenset(os.listdir("/dev"))
@@ -60,7 +62,7 @@ def main() -> Callable[[], None]:
             try:
                 _clean()
                 files = _open_files(message["stdin"])
-            except (OSError, RecursionError) as error:
+            except OSError as error:
                 if is_first:
                     raise
                 channel.send({"stdout": "", "failure": f"left its folder unusable: {error}"})
@@ -140,6 +142,8 @@ def _excess(limits: dict[str, int], *, cpu_s: float, before: float) -> str:
         return f"wrote more than {limits['disk_mib']} MiB"
     if disk.f_files - disk.f_ffree > MAX_FILES:
         return f"made more than {MAX_FILES} files"
+    if sum(map(_num_mappings, processes)) > MAX_MAPPINGS:
+        return f"made more than {MAX_MAPPINGS} memory mappings, or hides them"
     return ""
 
 
@@ -199,6 +203,26 @@ def _sum_bytes(path: str, *names: bytes) -> int:
         return 1024 * sum(int(line.split()[1]) for line in file if line.startswith(names))
 
 
+def _num_mappings(process: str) -> int:
+    """Of its memory, too many if it denies the answer; 0 if it has ended meanwhile.
+
+    Each is a record in the kernel's memory, and may keep a file open that has no descriptor.
+    """
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            try:
+                with open(f"/proc/{process}/task/{thread}/maps", "rb") as file:
+                    found = sum(1 for _ in itertools.islice(file, MAX_MAPPINGS + 1))
+            except PermissionError:
+                # Until `confine` a process cannot be looked into, and has our session.
+                return 0 if os.getsid(int(process)) == os.getsid(0) else MAX_MAPPINGS + 1
+            except OSError:
+                continue  # this thread has ended
+            if found:
+                return found
+    return 0
+
+
 def _num_oom_kills() -> int:
     """Processes of the whole machine that the kernel ended for want of memory."""
     with open("/proc/vmstat") as file:
@@ -221,24 +245,14 @@ def _end_all() -> None:
 
 
 def _clean() -> None:
-    """So that no test finds what another left."""
+    """So that no test finds what another left: files and links, for the filter refuses folders."""
     if os.getpid() == 1:
         os.chmod(FOLDER, 0o700)
         for entry in list(os.scandir(FOLDER)):
-            _remove(entry)
+            os.unlink(entry.path)
         for entry in list(os.scandir("/dev")):  # can be written to under Apptainer
             if entry.name not in DEVICES:
-                _remove(entry)
-
-
-def _remove(entry: os.DirEntry[str]) -> None:
-    if not entry.is_dir(follow_symlinks=False):
-        os.unlink(entry.path)
-        return
-    os.chmod(entry.path, 0o700)
-    for inner in list(os.scandir(entry.path)):
-        _remove(inner)
-    os.rmdir(entry.path)
+                os.unlink(entry.path)
 
 
 def _text(file: FileIO) -> str:

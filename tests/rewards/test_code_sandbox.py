@@ -466,6 +466,27 @@ print([n for n, holds in enumerate(f()) if not holds])
     assert judge(program, {"inputs": [""], "outputs": ["[]"]}) == Verdict(Outcome.CORRECT)
 
 
+def test_no_number_goes_on_from_one_program_to_the_next():
+    """From one test of a program to its next they do: docs/sandbox.md says why."""
+    program = """
+import os
+print(os.getpid(), *(os.fstat(number).st_ino for number in range(3)))
+for number in range(20):
+    open(str(number), "w").close()
+    if os.fork() == 0: os._exit(0)
+    os.wait()
+"""
+
+    def numbers() -> list[dict[str, str]]:
+        with ProcessSandbox(Limits(**PATIENT), kind="bubblewrap", python=SYSTEM_PYTHON) as box:
+            box.send({"program": program, "prelude": ""})
+            return [box.ask({"stdin": ""}) for _ in range(2)]
+
+    first = numbers()
+    assert first[0] != first[1]  # what is left there would be seen
+    assert not first[0]["failure"] and numbers() == first
+
+
 def test_no_memory_is_held_by_a_page_of_it():
     """Shared memory without a file lives as long as one page is mapped, and no look counts it."""
     program = """

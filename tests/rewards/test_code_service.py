@@ -531,8 +531,16 @@ def test_a_listener_without_the_secret_sees_no_test_and_judges_nothing(secret, a
             check_sandbox(sandbox=sandbox, python="", limits=Limits())
 
 
-def _between(port: int, change: Callable[[int, bytes], list[bytes]]) -> Any:
-    """Hands on every line of the service's, as `change` of its number and text has it."""
+def _between(
+    port: int,
+    change: Callable[[int, bytes], list[bytes]],
+    *,
+    change_ours: Callable[[bytes], bytes] = bytes,
+) -> Any:
+    """Hands on every line of the service's, as `change` of its number and text has it.
+
+    What the client says is recorded, and handed on as `change_ours` has it.
+    """
 
     def answer(connection: socket.socket, received: list[bytes]) -> None:
         with socket.create_connection(("127.0.0.1", port)) as real, real.makefile("rb") as lines:
@@ -541,15 +549,20 @@ def _between(port: int, change: Callable[[int, bytes], list[bytes]]) -> Any:
             def hand_on() -> None:
                 with suppress(OSError):
                     while data := connection.recv(2**16):
-                        real.sendall(data)
+                        received.append(data)
+                        real.sendall(change_ours(data))
                 with suppress(OSError):
                     real.shutdown(socket.SHUT_WR)
 
             thread = threading.Thread(target=hand_on, daemon=True)
             thread.start()
-            for number, line in enumerate(lines):
-                for changed in change(number, line):
-                    connection.sendall(changed)
+            with suppress(OSError):
+                for number, line in enumerate(lines):
+                    for changed in change(number, line):
+                        connection.sendall(changed)
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # to close it would not wake the thread
+            thread.join(HANG_S)
 
     return answer
 
@@ -564,8 +577,9 @@ def _between(port: int, change: Callable[[int, bytes], list[bytes]]) -> Any:
         (lambda number, line: [line[:64] + b" pno\n"] if number == 2 else [line], None),
     ],
 )  # fmt: skip
-def test_a_line_that_is_changed_on_its_way_is_no_verdict(secret, change, outcome):
+def test_a_line_that_is_changed_on_its_way_is_no_verdict(secret, change, outcome, monkeypatch):
     """The program is wrong in its second test, where it prints 8 instead of 7."""
+    monkeypatch.setattr(client, "START_TIMEOUT_S", 0.2)  # what is left out is waited for in vain
     tests = {"inputs": ["1", "2"], "outputs": ["7", "7"]}
     program = "print(7 if input() == '1' else 8)"
     with (
@@ -574,3 +588,59 @@ def test_a_line_that_is_changed_on_its_way_is_no_verdict(secret, change, outcome
     ):
         verdict = judge(program, tests, sandbox=sandbox, wall_s=5)
         assert verdict.outcome is (outcome or Outcome.UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "outcome"),
+    [
+        (b"return a - b", b"return a + b", Outcome.UNKNOWN),
+        (b"[3, 4]", b"[7, 0]", Outcome.UNKNOWN),
+        (b"no such text", b"", Outcome.WRONG),
+    ],
+)
+def test_a_program_or_input_that_is_changed_on_its_way_is_no_verdict(secret, was, becomes, outcome):
+    def change_ours(data: bytes) -> bytes:
+        return data.replace(was, becomes)
+
+    with server_in_this_process() as (served, _):
+        answer = _between(served.port, lambda _, line: [line], change_ours=change_ours)
+        with listener_that(answer) as (sandbox, _):
+            verdict = judge(
+                "def add(a, b): return a - b",
+                {"fn_name": "add", "inputs": [[3, 4]], "outputs": [7]},
+                sandbox=sandbox,
+                wall_s=5,
+            )
+            assert verdict.outcome is outcome
+
+
+def test_a_recorded_session_shows_nobody_a_test_and_starts_no_sandbox(secret):
+    """Whoever has listened to a session knows all its lines, and none of the next one's codes."""
+    theirs: list[bytes] = []
+
+    def record(_: int, line: bytes) -> list[bytes]:
+        theirs.append(line)
+        return [line]
+
+    with server_in_this_process() as (served, _):
+        with listener_that(_between(served.port, record)) as (sandbox, ours):
+            assert judge(GOOD_SUM, SUM, sandbox=sandbox) == CORRECT
+        # To the service, as the client: refused at its first line.
+        with (
+            socket.create_connection(("127.0.0.1", served.port), HANG_S) as stranger,
+            stranger.makefile("rb") as lines,
+        ):
+            stranger.sendall(ours[0])
+            assert lines.readline().startswith(seal.PROTOCOL)
+            assert lines.readline().startswith(client.SANDBOX_FAILED)
+
+    def replay(connection: socket.socket, received: list[bytes]) -> None:
+        for line in theirs:
+            connection.sendall(line)
+            received.append(connection.recv(2**16))
+
+    # To the client, as the service.
+    with listener_that(replay) as (sandbox, received):
+        verdict = judge(GOOD_SUM, SUM, sandbox=sandbox)
+        assert verdict.outcome is Outcome.UNKNOWN and "secret" in verdict.reason
+    assert received[0] and not any(received[1:])  # its wish, and the end

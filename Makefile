@@ -28,11 +28,14 @@ demo: ## Train a small model with GAPO on this CPU (WORLD_SIZE=1 TP=1 PP=1 SEED=
 	@tools/setup_env.sh run
 	$(PY) tools/demo.py --config configs/demo.toml --world-size $(WORLD_SIZE) --tp $(TP) --pp $(PP) --seed $(SEED) $(ARGS)
 
-# `make test CPU=avx2`: the libraries compute as on a CPU without AVX-512 and AMX.
+# `make test CPU=avx2`: the libraries compute as on a CPU without AVX-512 and AMX; `CPU=default`: as on
+# one without AVX, as far as each can (vLLM's own kernels need AVX2 at least).
 # Kernels that Inductor has compiled for this CPU are kept apart: the key of its cache does not hold the
 # CPU, and a kernel laid out for AVX-512 writes half of its output when it is compiled for AVX2.
 CPU_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
 	TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor_avx2_$(shell id -u)
+CPU_default := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
+	TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor_default_$(shell id -u)
 
 # After a worker's death pytest-xdist waits for ever with --dist loadfile, unless it may start no other.
 PYTEST := $(CPU_$(CPU)) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q --durations=10 \

@@ -385,7 +385,7 @@ on_term() {
 stop_asked=0
 trap 'stop_asked=1' USR1 USR2 # until main has something to stop
 tree=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-[ -d "$tree/gapo_megatron" ] || die 2 "$0 is a copy without its checkout: submit slurm/gapo.sbatch, which finds it"
+[ -e "$tree/slurm/launch.sh" ] || die 2 "$0 is a copy without its checkout: submit slurm/gapo.sbatch, which finds it"
 # A restart goes on with what its job froze at its first start, whatever the checkout has become.
 if [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ -e "$tree/.jobs/$SLURM_JOB_ID/config.toml" ]; then
   GAPO_CODE=$(cd -P "$tree/.jobs/$SLURM_JOB_ID" && pwd)

@@ -254,7 +254,7 @@ def _show_measured(arguments: argparse.Namespace, console: Console) -> int:
     for table in scaling_tables(rows, gpu=found.gpu):
         print_whole(console, table)
     for line in (times_rest_on(found), *left_out):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for exhibit, paths in write_scaling(observed, rows, gpu=found.gpu, folder=folder):
         console.print("\n" + " ".join([exhibit.aid, *exhibit.notes]), markup=False, highlight=False)
         for path in paths:

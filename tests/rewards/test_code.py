@@ -497,6 +497,20 @@ def test_large_inputs_and_outputs_pass():
 
 
 @needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "check"),
+    [
+        ("def f(n): return [0] * n", "f(1_000_001) == [0] * 1_000_001"),
+        ("def f(x): return len(x)", "f([0] * 1_000_001) == 1_000_001"),
+        ("def f(x): return len(x)", "f([0] * 5_000_000) == 5_000_000"),  # more than a reply may
+    ],
+)
+def test_asserts_ask_for_and_send_large_values(program, check):
+    tests = {"test_list": [f"assert {check}"]}
+    assert judge(program, tests) == Verdict(Outcome.CORRECT)
+
+
+@needs_sandbox
 def test_all_tests_together_have_a_limit():
     tests = {"inputs": ["1"] * 20, "outputs": ["1"] * 20}
     verdict = judge("import time\ntime.sleep(0.2)\nprint(input())", tests, total_s=1)

@@ -129,7 +129,14 @@ def test_what_is_counted_is_outside_of_text():
     assert not base._has_more_values(text, 3)
     assert base._has_more_values(b'{"value": [1, [2, 3]], "x": "]"}', 5)
     assert not base._has_more_values(b'{"value": [1, [2, 3]], "x": "]"}', 6)
-    assert base._has_more_values(b'["' * 40, 10)
+    assert base._has_more_values(b'["",' * 40, 10)
+
+
+def test_what_is_counted_is_outside_of_text_at_every_place_where_counting_is_cut():
+    block = base._COUNTED_AT_ONCE
+    for length in range(block - 4, block + 4):
+        text = json.dumps(["x" * length, "[,[,", [1]]).encode()
+        assert not base._has_more_values(text, 4) and base._has_more_values(text, 3)
 
 
 def _wait_until_gone(marker: str) -> None:

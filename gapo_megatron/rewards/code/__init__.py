@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -19,7 +20,6 @@ from gapo_megatron.rewards.code.compare import TOLERANCE, same_text, same_value
 from gapo_megatron.rewards.code.forms import AssertTests, CallTests, Tests, TextTests, read_tests
 from gapo_megatron.rewards.code.program import extract_program
 from gapo_megatron.rewards.sandbox import (
-    MAX_VALUES,
     SYSTEM_PYTHON,
     Limits,
     ProgramError,
@@ -144,7 +144,7 @@ def call_program(
         SandboxError: the sandbox did.
     """
     with start_sandbox(limits, sandbox=sandbox, python=python) as box:
-        most = itertools.repeat(MAX_VALUES)
+        most = itertools.repeat(limits.max_values())
         replies = list(_calls(program, function, arguments, box, max_values=most))
     for reply in replies:
         if "value" not in reply:
@@ -208,7 +208,8 @@ def _run_asserts(program: str, tests: AssertTests, box: Sandbox, *, asserts: San
     num_calls = 0
     while True:
         try:
-            message = asserts.ask(message)
+            # Their arguments are the problem's, which may be as many as a line holds.
+            message = asserts.ask(message, max_values=sys.maxsize)
         except ProgramError as error:
             message = {"error": str(error)}
         if "error" in message:

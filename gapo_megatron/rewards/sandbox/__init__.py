@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from gapo_megatron.isolation import SYSTEM_PYTHON, Kind, split_setting
 from gapo_megatron.rewards.sandbox.base import (
-    MAX_VALUES,
     START_TIMEOUT_S,
     Limits,
     ProgramError,
@@ -44,7 +43,6 @@ def start_timeout_s(sandbox: str) -> float:
 
 
 __all__ = [
-    "MAX_VALUES",
     "SYSTEM_PYTHON",
     "Kind",
     "Limits",

@@ -10,9 +10,8 @@ from typing import Any, Self
 START_TIMEOUT_S = 60.0
 """For a sandbox to start: 0.05 s, more while the machine is busy."""
 
-
-MAX_VALUES = 1_000_000
-"""Values in one reply, where nothing says how many there may be: some 100 MB once they are read."""
+_COUNTED_AT_ONCE = 2**16
+"""Bytes: splitting all of a line at its quotes can need twenty times its memory."""
 
 
 class SandboxError(RuntimeError):
@@ -46,16 +45,22 @@ class Limits:
         """The longest line a sandbox may write; JSON writes a byte as up to six."""
         return 6 * self.output_mib * 2**20 + 2**16
 
+    def max_values(self) -> int:
+        """Most values that a reply of `output_mib` can hold: each takes two bytes of JSON."""
+        return self.output_mib * 2**20 // 2
+
 
 class Sandbox(ABC):
     """One running sandbox: a process of ours (`inside`) that runs the program on request."""
 
-    def ask(self, message: dict[str, Any], *, max_values: int = MAX_VALUES) -> dict[str, Any]:
+    _limits: Limits
+
+    def ask(self, message: dict[str, Any], *, max_values: int | None = None) -> dict[str, Any]:
         """Send a message (see `inside`) and return the reply.
 
         Args:
             message: what the sandbox is to do.
-            max_values: items and collections in the reply at most.
+            max_values: items and collections in the reply at most; `Limits.max_values` by default.
 
         Raises:
             ProgramError: no reply within `wall_s` or `total_s`, none at all, none of ours, or a
@@ -69,12 +74,13 @@ class Sandbox(ABC):
         """Send a message that has no reply, or one to be received later. Raises as `ask`."""
         self.write_line(json.dumps(message).encode() + b"\n")
 
-    def receive(self, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
+    def receive(self, *, max_values: int | None = None) -> dict[str, Any]:
         """Return the next reply. Raises as `ask`."""
         line = self.read_line()
+        most = self._limits.max_values() if max_values is None else max_values
         # The program may have written it: what fits in a line can need fifty times its memory.
-        if _has_more_values(line, max_values):
-            raise ProgramError(f"returned more than {max_values} values")
+        if _has_more_values(line, most):
+            raise ProgramError(f"returned more than {most} values")
         try:
             reply = json.loads(line)
         except (ValueError, RecursionError):
@@ -107,8 +113,15 @@ def _has_more_values(line: bytes, most: int) -> bool:
     unescaped = line.replace(rb"\\", b"").replace(rb"\"", b"")
     if unescaped.count(b'"') > 4 * most:  # each has a key and a text at most
         return True
-    outside_of_strings = b"".join(unescaped.split(b'"')[::2])
-    return sum(map(outside_of_strings.count, (b"[", b"{", b","))) > most
+    num_values, is_inside = 0, 0
+    for start in range(0, len(unescaped), _COUNTED_AT_ONCE):
+        parts = unescaped[start : start + _COUNTED_AT_ONCE].split(b'"')
+        outside_of_strings = b"".join(parts[is_inside::2])
+        num_values += sum(map(outside_of_strings.count, (b"[", b"{", b",")))
+        if num_values > most:
+            return True
+        is_inside ^= (len(parts) - 1) % 2
+    return False
 
 
-__all__ = ["MAX_VALUES", "START_TIMEOUT_S", "Limits", "ProgramError", "Sandbox", "SandboxError"]
+__all__ = ["START_TIMEOUT_S", "Limits", "ProgramError", "Sandbox", "SandboxError"]

@@ -54,12 +54,7 @@ def record_changes(run_dir: Path, found: Manifest, config: Config) -> None:
 def _changes(found: Manifest, config: Config) -> Changes:
     """What differs and decides what is learned; of paths only what is in them does.
 
-    What a branch has changed where it left another run is no change of its own.
+    A branch's first checkpoint has the branch's settings: what it changed there is none of these.
     """
-    branch = found.branch
-    at_branch = branch.changes if branch is not None and branch.step == found.step else {}
-    return {
-        name: pair
-        for name, pair in changed_work(found.config, config).items()
-        if not is_input(name) and list(at_branch.get(name, ())) != list(pair)
-    }
+    work = changed_work(found.config, config)
+    return {name: pair for name, pair in work.items() if not is_input(name)}

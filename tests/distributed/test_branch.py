@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gapo_megatron import checkpoint
+from gapo_megatron.io.run_folder import read_changes
 from gapo_megatron.policy import destroy
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed
@@ -51,6 +52,7 @@ def branch_off(hf_dir: str, root: Path) -> None:
         "objective.method": ["gapo", "gspo"]
     }
     assert state.changes_objective  # in what follows; what was measured before is another's
+    assert read_changes(root / "new") == []  # and yet no change on the way
     assert_bitwise(tensors_on_disk(state.path), expected)
     again = checkpoint.save(
         root / "new",

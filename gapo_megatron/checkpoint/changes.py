@@ -1,4 +1,8 @@
-"""Settings that a run changes when it resumes: which may, and a record of those that did."""
+"""Settings that a run changes when it resumes: which may, and a record of those that did.
+
+What is learned changes only where `run.allow_changes` names it; another file of held-out problems
+needs no allowance, for it changes what is measured.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 from pathlib import Path
 
 from gapo_megatron.config import Config
-from gapo_megatron.config.roles import Changes, changed_work, is_input
+from gapo_megatron.config.roles import Changes, changed_work, is_held_out, is_input
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.hf.manifest import Manifest
 from gapo_megatron.io.files import write_atomically
@@ -21,8 +25,8 @@ def require_allowed(path: Path, found: Manifest, config: Config) -> None:
     """
     refused = {
         name: pair
-        for name, pair in _changes(found, config).items()
-        if name not in config.run.allow_changes
+        for name, pair in changed_work(found.config, config).items()
+        if not is_input(name) and name not in config.run.allow_changes
     }
     if refused:
         shown = "; ".join(f"{name} ({now!r}) was {was!r}" for name, (was, now) in refused.items())
@@ -52,9 +56,10 @@ def record_changes(run_dir: Path, found: Manifest, config: Config) -> None:
 
 
 def _changes(found: Manifest, config: Config) -> Changes:
-    """What differs and decides what is learned; of paths only what is in them does.
+    """What differs and decides what is learned or measured.
 
+    Problems to train on are compared by content, when they are loaded; held-out ones by their path.
     A branch's first checkpoint has the branch's settings: what it changed there is none of these.
     """
     work = changed_work(found.config, config)
-    return {name: pair for name, pair in work.items() if not is_input(name)}
+    return {name: pair for name, pair in work.items() if not is_input(name) or is_held_out(name)}

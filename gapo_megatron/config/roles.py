@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from gapo_megatron.config.metadata import INPUT_PATH, LEARNED, LIFE, Role
+from gapo_megatron.config.metadata import HELD_OUT, INPUT_PATH, LEARNED, LIFE, Role
 from gapo_megatron.config.removed import REMOVED
 from gapo_megatron.config.schema import Config
 
@@ -48,6 +48,11 @@ def role_of(name: str) -> Role:
 def is_input(name: str) -> bool:
     """Whether a setting is the path of something that a run reads."""
     return name in _PATHS
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a setting names the problems that a run is evaluated on."""
+    return role_of(name) == HELD_OUT
 
 
 def changes(before: Mapping[str, Any], config: Config) -> Changes:

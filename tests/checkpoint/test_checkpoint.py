@@ -567,6 +567,18 @@ def test_changes_are_recorded_by_the_step_before_which_they_were_made(tmp_path):
         read_changes(tmp_path)
 
 
+def test_other_held_out_problems_are_recorded_and_need_no_allowance(tmp_path):
+    """And other names of the files that a step reads are no change: the files are compared."""
+    ours = Qwen2Config(hidden_size=64)
+    before = with_settings(data__eval_path="aime.jsonl")
+    now = with_settings(data__eval_path="amc.jsonl", data__train_path="moved/train.jsonl")
+    path = make_checkpoint(checkpoints_dir(tmp_path), 3, config=before, model=model_identity(ours))
+    check_resume(tmp_path, ours, now)
+    record_changes(tmp_path, manifest.read_manifest(path), now)
+    change = {"data.eval_path": ["aime.jsonl", "amc.jsonl"]}
+    assert read_changes(tmp_path) == [{"step": 3, "changes": change}]
+
+
 def test_check_resume_leaves_damage_to_the_resume(tmp_path):
     ours = Qwen2Config(hidden_size=64)
     make_checkpoint(checkpoints_dir(tmp_path), 1, model=model_identity(ours))

@@ -6,6 +6,7 @@ config after it is loaded.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gapo_megatron.config.errors import explain
+from gapo_megatron.config.roles import ALLOWABLE, is_setting
 from gapo_megatron.config.schema import Config
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.toml_tree import apply_override, read_tree, set_value
@@ -42,7 +44,24 @@ def load_config(
 def parse_config(tree: dict[str, Any], *, source: str) -> Config:
     """Validate a nested dict; every problem is listed in one ConfigError."""
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         lines = [explain(item, Config) for item in error.errors(include_url=False)]
         raise ConfigError(f"{source}: " + "\n  ".join(lines)) from None
+    _check_allowed(config, source)
+    return config
+
+
+def _check_allowed(config: Config, source: str) -> None:
+    """Refuse names in `run.allow_changes` that allow nothing."""
+    for name in config.run.allow_changes:
+        if name in ALLOWABLE:
+            continue
+        near = difflib.get_close_matches(name, ALLOWABLE, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "write it as section.key"
+        if is_setting(name):
+            hint = "this one needs no allowance"
+        raise ConfigError(
+            f"{source}: run.allow_changes ({name!r}) must name settings that decide what a run "
+            f"learns; {hint}"
+        )

@@ -39,10 +39,24 @@ _DEFAULTS = {
 }
 
 
+ALLOWABLE = tuple(
+    name
+    for name, role in _ROLES.items()
+    if name not in _PATHS and (not role.study or role.picks_groups)
+)
+"""What `run.allow_changes` may name: settings that decide what a run learns, if only in some runs.
+"""
+
+
 def role_of(name: str) -> Role:
     """Role of a setting `section.key`, or of a whole section; a manifest may name unknown ones."""
     section = _SECTIONS.get(name.partition(".")[0])
     return _ROLES.get(name, section.role if section else LEARNED)
+
+
+def is_setting(name: str) -> bool:
+    """Whether this version or an older one has a setting `section.key` of that name."""
+    return name in _ROLES
 
 
 def is_input(name: str) -> bool:

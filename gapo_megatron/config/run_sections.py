@@ -39,8 +39,9 @@ class RunConfig(Section):
     longest mini-batch, save or load. Must be below parallel.timeout_s, which ends a process without
     a stack."""
     allow_changes: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Settings (`objective.method`) that may be other ones than before when the run resumes, though
-    they decide what it learns. The report shows where they were changed."""
+    """Settings (`objective.method`) that may have other values than before when the run resumes,
+    though they decide what it learns; others need no allowance. The report shows where they were
+    changed."""
     stop_margin_s: Seconds = 120
     """Time left before the job's time limit when a run stops, beyond the time that a stage and a
     save have taken so far. Also the longest that generation continues after a request to stop

@@ -107,6 +107,30 @@ def test_another_sandbox_is_no_other_work() -> None:
     assert broken_rules(before, here) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("objective.metod", "objective.method"),
+        ("nonsense", "section.key"),
+        ("objective", "objective.method"),
+        ("run.num_steps", "needs no allowance"),
+        ("supervised.num_steps", "needs no allowance"),  # also where there is no such section
+        ("data.train_path", "needs no allowance"),  # what is in it is compared
+        ("data.eval_path", "needs no allowance"),
+        ("rollout.verify_sequences", "needs no allowance"),
+    ],
+)
+def test_an_allowance_names_what_needs_one(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=mentions("run.allow_changes", repr(name), hint)):
+        config(run={"allow_changes": ["objective.method", name]})
+
+
+def test_all_that_a_resume_may_refuse_can_be_allowed() -> None:
+    """Also what decides which groups are learned from, in runs that sample more than they need."""
+    learned = set(SETTINGS) - such("study") | such("picks_groups")
+    config(run={"allow_changes": sorted(learned - set(input_paths(config())))})
+
+
 def test_input_paths_are_those_that_runs_read() -> None:
     supervised = {"initial_hf_dir": "initial", "train_path": "examples.jsonl", "num_steps": 1}
     found = input_paths(config(supervised=supervised, checkpoint={"branch_from": "runs/y"}))

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from gapo_megatron.ops.plan.hardware import GPUS
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout, installed or not
+
+from gapo_megatron.ops.plan.hardware import GPUS
 
 if TYPE_CHECKING:
     from gapo_megatron.ops.plan.calibration import Calibration, Observation

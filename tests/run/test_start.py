@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,19 @@ def start(*command: object, code: int = 0) -> str:
 )
 def test_help(program: str) -> None:
     assert "usage:" in start(program, "--help")
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_tool_finds_the_package_of_its_own_checkout(tmp_path: Path, name: str) -> None:
+    """Where it is not installed: without the `site` module no .pth file is read."""
+    done = subprocess.run(
+        [sys.executable, "-S", ROOT / "tools" / name, "--help"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_plan_and_a_dry_run(tmp_path: Path) -> None:

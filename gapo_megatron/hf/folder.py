@@ -23,7 +23,7 @@ from pathlib import Path
 
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.io.documents import read_json
-from gapo_megatron.io.files import check_overwritable, flush, real, rename
+from gapo_megatron.io.files import check_overwritable, flush, real, rename, write_atomically
 
 REPORT_NAME = "conversion.json"
 """What a folder was converted from; of that folder alone, so it is not carried on."""
@@ -109,7 +109,8 @@ def mark(folder: Path, *, made_by: str, made_at: Path, name: str = MARKER_NAME) 
         "made_at": str(real(made_at)),
         "inode": folder.stat().st_ino,
     }
-    (folder / name).write_text(json.dumps(marker) + "\n", encoding="utf-8")
+    # Never in place: in a copy of hard links the original's marker is the same file.
+    write_atomically(folder / name, json.dumps(marker) + "\n")
 
 
 def is_marked(folder: str | Path, *, made_by: str, or_unmarked: bool = False) -> bool:

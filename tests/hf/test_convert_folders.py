@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from gapo_megatron.errors import ConfigError, ConversionError
 from gapo_megatron.hf.folder import (
     MARKER_NAME,
+    adopt,
     check_replaceable,
     claim,
     is_marked,
@@ -150,6 +151,17 @@ def test_no_file_is_written_into_a_folder_that_another_command_may_replace(tmp_p
     assert is_marked(model, made_by="train") and len(list(model.iterdir())) == 1
     shutil.copytree(model, copy)  # anybody's
     claim(copy, ["table"], field="--output", made_by="evaluate")
+
+
+def test_a_copy_of_hard_links_is_adopted_and_the_original_stays_marked(tmp_path):
+    model, copy = tmp_path / "hf", tmp_path / "copy"
+    model.mkdir()
+    mark(model, made_by="train", made_at=model)
+    shutil.copytree(model, copy, copy_function=os.link)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    assert adopt(copy, made_by="train", made_at=model)
+    assert is_marked(copy, made_by="train")
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 
 def test_dtype_of_the_written_folder(tmp_path):

@@ -37,6 +37,11 @@ CPU_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCT
 CPU_default := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
 	TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor_default_$(shell id -u)
 
+CPUS := avx2 default
+ifneq ($(filter-out $(CPUS),$(CPU)),)
+$(error CPU ($(CPU)) must be one of: $(CPUS); leave it out for the CPU as it is)
+endif
+
 # After a worker's death pytest-xdist waits for ever with --dist loadfile, unless it may start no other.
 PYTEST := $(CPU_$(CPU)) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q --durations=10 \
 	--dist loadfile --no-loadscope-reorder --max-worker-restart=0

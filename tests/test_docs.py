@@ -10,6 +10,7 @@ import pytest
 
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.ops.launch.study import read_study
+from tests.messages import mentions
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -111,6 +112,21 @@ def _needs_arguments(script: Path) -> bool:
             if not may_lack or given.get("required") == "True":
                 return True
     return False
+
+
+def test_make_names_the_cpus_that_it_knows() -> None:
+    """A misspelt one would test this CPU as it is."""
+
+    def plan(cpu: str) -> subprocess.CompletedProcess[str]:
+        command = ["make", "--dry-run", "--no-print-directory", "test", f"CPU={cpu}"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    wrong = plan("avx")
+    assert wrong.returncode != 0 and re.search(
+        mentions("CPU", "(avx)", "avx2", "default"), wrong.stderr
+    )
+    for cpu, sets in {"avx2": True, "default": True, "": False}.items():
+        assert ("ATEN_CPU_CAPABILITY" in plan(cpu).stdout) == sets
 
 
 def test_make_bench_runs_every_script_that_needs_no_arguments() -> None:

@@ -8,6 +8,7 @@ response tokens.
 from __future__ import annotations
 
 import argparse
+import warnings
 
 from gapo_megatron.config import Config, load_config
 from gapo_megatron.config.rules import check_paths, input_paths
@@ -45,8 +46,11 @@ def train_supervised(config: Config) -> float:
     check_replaceable(target, field="model.hf_dir", inputs=inputs, is_ours=is_ours)
     facts = check_model_folder(settings.initial_hf_dir, field="supervised.initial_hf_dir")
     check_shapes(facts, config.parallel, config.model)
-    # The run that begins with the result would end there.
-    check_engine_here(facts, field="supervised.initial_hf_dir", folder=settings.initial_hf_dir)
+    # No engine runs here; a run that begins with the result may be for other machines.
+    try:
+        check_engine_here(facts, field="supervised.initial_hf_dir", folder=settings.initial_hf_dir)
+    except ConfigError as error:
+        warnings.warn(f"{error}: no run can train the result on this machine", stacklevel=2)
     choose_cuda_queues(ranks_per_layer=config.parallel.ranks_per_layer)
     quiet_libraries()
     # Torch, transformers, Megatron-core: seconds that nothing above needs.

@@ -1,7 +1,7 @@
 """What vLLM's build for CPUs computes, told without importing vLLM or torch.
 
-A model it cannot run is refused before a dry run ends, before supervised training makes it, and
-before a run's imports; `rollout.vllm.check_engine` asks vLLM itself.
+A model it cannot run is refused before a dry run ends and before a run's imports; supervised
+training, which runs no engine, warns of it; `rollout.vllm.check_engine` asks vLLM itself.
 """
 
 from __future__ import annotations

@@ -7,12 +7,14 @@ guards the run, and SIGTERM and SIGINT, which a launcher keeps for itself, stop 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""They stop a run without a launcher; the second one ends it at once."""
+"""They stop a run without a launcher; the second one shows the stacks and ends it at once."""
 STAGE_SECONDS_NAME = "stage_seconds.json"
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 60.0
@@ -128,8 +130,7 @@ class Attempt:
             # A rank that its launcher ends, because another one failed, shows where it was.
             faulthandler.register(signal.SIGTERM, file=stderr(), all_threads=True, chain=True)
         else:
-            for number in END_SIGNALS:
-                signal.signal(number, attempt._on_end_signal)
+            attempt._watch_end_signals()
         faulthandler.register(signal.SIGQUIT, file=stderr(), all_threads=True)
         attempt.alive()
         if attempt.leads:
@@ -305,11 +306,49 @@ class Attempt:
 
     def _on_end_signal(self, number: int, frame: Any) -> None:
         self._on_signal(number, frame)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        # No stream of Python's: the signal may have come while it was being written to.
-        name = signal.Signals(number).name
-        os.write(2, f"{name}: saves and ends; a second one ends at once\n".encode())
+        # From here on no thread of Python's is needed to end this process.
+        for one in END_SIGNALS:
+            signal.signal(one, signal.SIG_DFL)
+            faulthandler.register(one, file=stderr(), all_threads=True, chain=True)
+
+    def _watch_end_signals(self) -> None:
+        """Obey the first and the second end signal, also while the main thread is in a C call.
+
+        Python's handlers run in the main thread alone, between two of its own instructions: not
+        while it is in a collective or waits for the store. So a thread hears of signals too.
+        """
+        heard, told = os.pipe()
+        os.set_blocking(told, False)
+        for number in END_SIGNALS:
+            signal.signal(number, self._on_end_signal)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        # A forked child has the same pipe: its signals are not this process's.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        threading.Thread(
+            target=_hear_end_signals, args=(heard,), name="end signals", daemon=True
+        ).start()
+
+
+def _hear_end_signals(heard: int) -> None:
+    """Announce the first end signal, end this process at the second one; never returns.
+
+    Args:
+        heard: where the number of each signal arrives, as a byte.
+    """
+    is_first = True
+    while True:
+        number = os.read(heard, 1)[0]
+        if number not in END_SIGNALS:
+            continue
+        rule = "saves and ends; a second one ends at once" if is_first else "ends at once"
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(2, f"{signal.Signals(number).name}: {rule}\n".encode())
+        # torchrun sends one SIGTERM when another rank has failed, then SIGKILL: no stacks there.
+        if not is_first or (number == signal.SIGTERM and processes.is_under_torchrun()):
+            faulthandler.dump_traceback(stderr(), all_threads=True)
+        if not is_first:
+            os._exit(128 + number)
+        is_first = False
 
 
 def _are_stage_seconds(value: Any) -> bool:

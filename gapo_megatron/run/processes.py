@@ -127,6 +127,11 @@ def this_launch() -> str:
     return launch_name(os.environ)
 
 
+def is_under_torchrun() -> bool:
+    """Whether torchrun has started this process, by `torchrun` or `python -m`."""
+    return bool(os.environ.get("TORCHELASTIC_RUN_ID"))
+
+
 def visible_gpus() -> str:
     """CUDA_VISIBLE_DEVICES, for messages."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "unset")

@@ -7,9 +7,12 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -308,9 +311,54 @@ def test_without_a_launcher_the_second_signal_ends_it(tmp_path: Path, number: in
     body = "[os.kill(os.getpid(), NUMBER), print(attempt.stop_asked()), sys.stdout.flush()]"
     again = "os.kill(os.getpid(), NUMBER), time.sleep(3600)"
     process = run(f"{body}; {again}".replace("NUMBER", str(int(number))), tmp_path)
-    output, _ = process.communicate(timeout=HANG_S)
-    assert output == "True\n"
-    assert process.returncode == (-number if number == signal.SIGTERM else 130)
+    output, errors = process.communicate(timeout=HANG_S)
+    assert output == "True\n" and process.returncode == -number
+    assert "in somewhere_deep" in errors
+
+
+@contextmanager
+def stuck_in_a_c_call(run_dir: Path, log: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A rank without a launcher whose main thread waits for a store that never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server, log.open("wb") as file:
+        server.settimeout(HANG_S)
+        body = f"dist.TCPStore('127.0.0.1', {server.getsockname()[1]})"
+        process = subprocess.Popen(
+            [sys.executable, "-c", program(body), str(run_dir)], stderr=file, env=os.environ | env
+        )
+        try:
+            # Who has connected is in the constructor, which waits for an answer.
+            connection, _ = server.accept()
+            with connection:
+                yield process
+        finally:
+            process.kill()
+            process.wait(HANG_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_two_signals_end_a_rank_that_is_in_a_c_call(tmp_path: Path, number: int) -> None:
+    log = tmp_path / "log"
+    with stuck_in_a_c_call(tmp_path, log) as process:
+        process.send_signal(number)
+        wait_until(log.read_bytes, "the first one is announced")
+        assert "somewhere_deep" not in log.read_text() and process.poll() is None
+        process.send_signal(number)
+        assert process.wait(HANG_S) == 128 + number
+    assert "in somewhere_deep" in log.read_text()
+
+
+def test_the_one_sigterm_of_torchrun_shows_where_a_rank_is(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stuck_in_a_c_call(tmp_path, log, TORCHELASTIC_RUN_ID="x") as process:
+        process.terminate()
+        wait_until(lambda: "in somewhere_deep" in log.read_text(), "its stacks are shown")
+        assert process.poll() is None, "a request to save and end"
+
+
+def test_signals_of_a_forked_child_are_its_own(tmp_path: Path) -> None:
+    body = "os.fork() or os._exit(signal.set_wakeup_fd(-1) + 1); print(os.wait()[1])"
+    output, _ = run(body, tmp_path).communicate(timeout=HANG_S)
+    assert output == "0\n"
 
 
 def test_sigquit_shows_where_a_rank_is_and_it_goes_on(tmp_path: Path) -> None:

@@ -129,6 +129,11 @@ def test_importing_a_pure_room_loads_neither_megatron_nor_vllm() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_sandbox_is_used_by_what_judges_alone() -> None:
+    """Ranks that exchange messages do not depend on how programs are run."""
+    assert packages_of(files_with(r"rewards\.sandbox")) == {"rewards"}
+
+
 def test_only_the_rollout_imports_vllm() -> None:
     files = importers_of("vllm")
     assert packages_of(files) <= {"rollout", "compat"}

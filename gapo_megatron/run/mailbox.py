@@ -17,13 +17,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gapo_megatron.errors import MachineError, shown
-from gapo_megatron.io.files import naming
-from gapo_megatron.rewards.sandbox.seal import (
+from gapo_megatron.io.authentication import (
     NotAuthenticError,
     open_message,
     random_number,
     seal_message,
 )
+from gapo_megatron.io.files import naming
 
 _ABSENT = "\0absent"
 """No value: what a name that has none answers."""

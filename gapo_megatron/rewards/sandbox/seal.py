@@ -4,26 +4,20 @@ Both sides choose a random number. From the secret and the two comes the key of 
 every line carries a code made with it of all lines before, in either direction: a line that is
 changed, repeated, left out, moved to another connection or sent back to who wrote it is found out.
 What is not hidden is the text itself: a program and its tests can be read on the network.
-
-`seal_message` and `open_message` do the same for messages outside of any connection, such as those
-in a run's mailbox (`run/mailbox.py`): what ties each to its place is a name that is used once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
+
+from gapo_megatron.io.authentication import NotAuthenticError, authentication_code
 
 PROTOCOL = b"gapo_megatron_sandbox/2"
 """The server's first word."""
 
 CODE_BYTES = 64
 """Of a code, as text."""
-
-
-class NotAuthenticError(Exception):
-    """A line whose code is not that of who has the secret."""
 
 
 class Seal:
@@ -65,42 +59,4 @@ class Seal:
 
 def proof(secret: bytes, greeting: bytes, wish: bytes) -> bytes:
     """A client's code, which only who has the secret can write; the secret stays where it is."""
-    return _code(secret, b"client " + greeting + b" " + wish)
-
-
-def seal_message(secret: bytes, name: str, value: bytes) -> bytes:
-    """A value with its code before it, which holds for this name alone; no name has a NUL."""
-    return _code(secret, b"message " + name.encode() + b"\0" + value) + b" " + value
-
-
-def open_message(secret: bytes, name: str, sealed: bytes) -> bytes:
-    """The value that somebody who has the secret has sealed under this name.
-
-    Raises:
-        NotAuthenticError: nobody has.
-    """
-    value = sealed.partition(b" ")[2]
-    if not hmac.compare_digest(sealed, seal_message(secret, name, value)):
-        raise NotAuthenticError
-    return value
-
-
-def _code(secret: bytes, text: bytes) -> bytes:
-    return hmac.digest(secret, text, hashlib.sha256).hex().encode()
-
-
-def random_number() -> bytes:
-    """16 random bytes, as text."""
-    return secrets.token_hex(16).encode()
-
-
-__all__ = [
-    "CODE_BYTES",
-    "PROTOCOL",
-    "NotAuthenticError",
-    "Seal",
-    "open_message",
-    "proof",
-    "random_number",
-    "seal_message",
-]
+    return authentication_code(secret, b"client " + greeting + b" " + wish)

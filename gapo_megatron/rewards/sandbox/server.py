@@ -21,17 +21,11 @@ from functools import partial
 from io import BufferedReader
 from typing import NoReturn
 
+from gapo_megatron.io.authentication import NotAuthenticError, random_number
 from gapo_megatron.io.documents import parse_json
 from gapo_megatron.rewards.sandbox.base import START_TIMEOUT_S, Limits, ProgramError, SandboxError
 from gapo_megatron.rewards.sandbox.process import ProcessSandbox
-from gapo_megatron.rewards.sandbox.seal import (
-    CODE_BYTES,
-    PROTOCOL,
-    NotAuthenticError,
-    Seal,
-    proof,
-    random_number,
-)
+from gapo_megatron.rewards.sandbox.seal import CODE_BYTES, PROTOCOL, Seal, proof
 from gapo_megatron.rewards.sandbox.service import (
     GRANTED,
     LINE,

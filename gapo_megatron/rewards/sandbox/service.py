@@ -25,6 +25,7 @@ import secrets
 import socket
 from pathlib import Path
 
+from gapo_megatron.io.authentication import NotAuthenticError, random_number
 from gapo_megatron.rewards.sandbox.base import (
     START_TIMEOUT_S,
     Limits,
@@ -32,14 +33,7 @@ from gapo_megatron.rewards.sandbox.base import (
     Sandbox,
     SandboxError,
 )
-from gapo_megatron.rewards.sandbox.seal import (
-    CODE_BYTES,
-    PROTOCOL,
-    NotAuthenticError,
-    Seal,
-    proof,
-    random_number,
-)
+from gapo_megatron.rewards.sandbox.seal import CODE_BYTES, PROTOCOL, Seal, proof
 
 CONNECT_TIMEOUT_S = 20.0
 """For a connection and the first line of the server."""

@@ -29,6 +29,7 @@ _ABSENT = "\0absent"
 """No value: what a name that has none answers."""
 _FILE_KEY = "gapo_megatron/secret"
 """In the store: the number in the name of the secret's file."""
+_SECRET_NAME = re.compile(r"\.mailbox_[0-9a-f]{32}")
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def shared_secret(store: dist.Store, folder: Path, *, rank: int) -> Iterator[byt
 
     Rank 0 writes it into a file of mode 600, tells the others in the store which, and removes it
     after the block. So the block must not end on rank 0 before all have entered theirs: it creates
-    a group of all ranks, for instance.
+    a group of all ranks, for instance. A file that a killed rank 0 has left is removed first.
 
     Args:
         store: the store that all ranks of the job use.
@@ -50,6 +51,7 @@ def shared_secret(store: dist.Store, folder: Path, *, rank: int) -> Iterator[byt
     if rank == 0:
         number = random_number()
         path = _secret_path(folder, number)
+        _remove_old_secrets(folder)
         try:
             secret = secrets.token_bytes(32)
             # A name that no node has looked up yet: NFS remembers for a while what was absent.
@@ -70,6 +72,14 @@ def shared_secret(store: dist.Store, folder: Path, *, rank: int) -> Iterator[byt
         with naming(path):
             secret = path.read_bytes()
         yield secret
+
+
+def _remove_old_secrets(folder: Path) -> None:
+    """Remove what a rank 0 of this folder left when it was killed before all had met."""
+    with naming(folder):
+        for path in list(folder.iterdir()):
+            if _SECRET_NAME.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
 
 def _open_for_this_user(path: str, flags: int) -> int:

@@ -110,6 +110,16 @@ def test_the_secret_is_in_a_file_of_this_user_alone_until_all_have_it(tmp_path: 
         assert another != secret
 
 
+def test_the_secret_of_a_rank_0_that_was_killed_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / f".mailbox_{'0' * 32}").touch(0o600)
+    users = tmp_path / ".mailbox_notes"
+    users.touch()
+    with shared_secret(dist.HashStore(), tmp_path, rank=0):
+        (path,) = set(tmp_path.iterdir()) - {users}
+        assert path.name != f".mailbox_{'0' * 32}"
+    assert list(tmp_path.iterdir()) == [users]
+
+
 @pytest.mark.parametrize("number", ["../secret", "", "0" * 31])
 def test_a_strangers_word_for_the_secrets_file_opens_none(tmp_path: Path, number: str) -> None:
     store = dist.HashStore()

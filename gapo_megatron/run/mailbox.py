@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gapo_megatron.errors import MachineError, shown
+from gapo_megatron.errors import ConfigError, MachineError, shown
 from gapo_megatron.io.authentication import (
     NotAuthenticError,
     open_message,
@@ -30,6 +30,8 @@ _ABSENT = "\0absent"
 _FILE_KEY = "gapo_megatron/secret"
 """In the store: the number in the name of the secret's file."""
 _SECRET_NAME = re.compile(r"\.mailbox_[0-9a-f]{32}")
+_MAX_STORED_BYTES = 8 * 2**20
+"""Longest value of torch's TCPStore, which closes the connection of who sends a longer one."""
 
 
 @contextmanager
@@ -103,8 +105,19 @@ class Mailbox:
         self._secret = secret
 
     def post(self, name: str, value: bytes) -> None:
-        """Leave a value under a name that has had none."""
-        self._store.set(name, seal_message(self._secret, name, value))  # type: ignore[arg-type]  # its stub knows text alone
+        """Leave a value under a name that has had none.
+
+        Raises:
+            ConfigError: the value, with its code, is longer than the store takes.
+        """
+        sealed = seal_message(self._secret, name, value)
+        if len(sealed) > _MAX_STORED_BYTES:
+            raise ConfigError(
+                f"message {name} ({len(sealed)} bytes) must be at most {_MAX_STORED_BYTES} bytes, "
+                "the longest value of torch's store: it grows with the responses of a step "
+                "(batch.rollout_prompts, batch.rollouts_per_prompt)"
+            )
+        self._store.set(name, sealed)  # type: ignore[arg-type]  # its stub knows text alone
 
     def look(self, name: str) -> bytes | None:
         """The value of a name; None: there is none now. Never waits for one.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from gapo_megatron.errors import MachineError
+from gapo_megatron.errors import ConfigError, MachineError
 from gapo_megatron.run.mailbox import Mailbox, shared_secret
 from tests.messages import mentions
 
@@ -87,6 +87,15 @@ def test_any_bytes_arrive_beside_a_strangers(job: Job) -> None:
         assert job.generation.look(f"order/{number}") == value
     job.trainer.erase("order/0")
     assert job.generation.look("order/0") is None
+
+
+def test_a_message_longer_than_the_store_takes_is_refused_before_it_is_sent(job: Job) -> None:
+    """The store would close the connection, as if its process had ended."""
+    longest = 8 * 2**20 - len(b"0" * 64 + b" ")
+    with pytest.raises(ConfigError, match=mentions("facts/0", 8 * 2**20 + 1, 8 * 2**20)):
+        job.trainer.post("facts/0", bytes(longest + 1))
+    job.trainer.post("facts/1", bytes(longest))
+    assert job.trainer.look("facts/1") == bytes(longest)
 
 
 def test_a_message_that_somebody_removed_is_named(job: Job) -> None:

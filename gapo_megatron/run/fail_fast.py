@@ -11,9 +11,11 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 from gapo_megatron.compat.library_errors import naming_transformer_engine
@@ -35,8 +37,11 @@ _LOST = re.compile(
     r"|remote process exited",
     re.IGNORECASE,
 )
+WATCH_THREAD = "presence"
+"""Name of the thread that knows which rank is gone, and ends this process (`run/presence.py`)."""
 _NAMED_WITHIN_S = 2.0
-"""So long a rank that has lost another one waits to hear which (`run/presence.py`)."""
+"""So long a rank that has lost another one waits for that thread."""
+_MAX_FRAMES = 6
 _MAX_QUOTED = 160
 
 
@@ -60,8 +65,7 @@ def fail_fast() -> Iterator[None]:
     except SystemExit:
         raise
     except BaseException as error:  # the boundary of the program: nothing is above this frame
-        if _is_lost_peer(error) and processes.attempt_folder() is None:
-            # The thread of `Presence` knows which rank it was, and ends this process meanwhile.
+        if _is_lost_peer(error) and any(one.name == WATCH_THREAD for one in threading.enumerate()):
             time.sleep(_NAMED_WITHIN_S)
         exit_code = _exit_code(error)
         _record_failure(error, exit_code=exit_code, trace=traceback.format_exc())
@@ -108,7 +112,8 @@ def _is_passing(error: BaseException | None) -> bool:
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Whether an error of a collective, or of the store, says that the other end is gone."""
-    is_torchs = isinstance(error, RuntimeError)  # not Python's own sockets, to anywhere
+    # Neither an error of this package nor of Python's own sockets, to anywhere.
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, GapoError)
     return is_torchs and bool(_LOST.search(str(error)))
 
 
@@ -123,9 +128,15 @@ def _message(error: BaseException, where: str) -> str:
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_MAX_QUOTED]
         return (
             f"error{where}: lost the connection to another rank: it has ended, and its own output "
-            f"says why, unless it was killed ({said})"
+            f"says why, unless it was killed ({said}; in {_innermost_frames(error)})"
         )
     return f"uncaught error{where}:\n{traceback.format_exc().rstrip()}"
+
+
+def _innermost_frames(error: BaseException) -> str:
+    """Where an error was raised, on one line: the innermost frame first."""
+    frames = reversed(traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:])
+    return " < ".join(f"{one.name} {Path(one.filename).name}:{one.lineno}" for one in frames)
 
 
 def _record_failure(error: BaseException, *, exit_code: int, trace: str) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gapo_megatron.compat.torch import OutsideGroup
 from gapo_megatron.errors import MachineError
-from gapo_megatron.run.fail_fast import fail_fast
+from gapo_megatron.run.fail_fast import WATCH_THREAD, fail_fast
 
 _TAG = 2**31 - 1
 """Of the messages here; those of `exchange` have the numbers of orders."""
@@ -45,7 +45,7 @@ class Presence:
         self._gone = torch.empty(1, dtype=torch.int64)
         self._message = group.receive(self._gone, source=self._watched, tag=_TAG)
         self._has_parted = False
-        self._thread = threading.Thread(target=self._watch, name="presence", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name=WATCH_THREAD, daemon=True)
         self._thread.start()
 
     def part(self) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.run.fail_fast import fail_fast
+from gapo_megatron.errors import RolloutError
+from gapo_megatron.run import fail_fast as module
+from gapo_megatron.run.fail_fast import WATCH_THREAD, fail_fast
 from tests.dist import rank_context
 from tests.waiting import HANG_S
 
@@ -71,3 +74,38 @@ def test_the_loss_of_a_peer_is_one_line(tmp_path: Path, doing: str, victim: int)
     assert "Traceback" not in text and "uncaught" not in text, text
     last = text.splitlines()[-1]
     assert last.startswith(f"error (rank {survivor}): ") and "connection" in last, text
+    assert f"{doing} {Path(__file__).name}:" in last, "where it was"
+
+
+class Ended(BaseException):
+    """The process would be gone."""
+
+
+def end(exit_code: int) -> None:
+    raise Ended
+
+
+def test_only_where_a_thread_watches_the_ranks_is_it_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", pauses.append)
+    monkeypatch.setattr(module.os, "_exit", end)
+    lost = RuntimeError("Connection closed by peer")
+    with pytest.raises(Ended), fail_fast():
+        raise lost
+    assert not pauses
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, name=WATCH_THREAD)
+    thread.start()
+    try:
+        with pytest.raises(Ended), fail_fast():
+            raise lost
+        assert len(pauses) == 1
+        capsys.readouterr()
+        with pytest.raises(Ended), fail_fast():
+            raise RolloutError("the engine: connection closed")
+        assert len(pauses) == 1 and "rank" not in capsys.readouterr().err
+    finally:
+        over.set()
+        thread.join()

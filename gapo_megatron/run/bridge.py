@@ -193,7 +193,7 @@ class Bridge:
         self._presence = Presence(self.messages, num_training=self.num_training)
 
     def close(self) -> None:
-        """Part, when nothing is under way any more. Call it last, on every rank of both sides.
+        """Leave when nothing is under way any more. Call it last, on every rank of both sides.
 
         Job rank 0 keeps the store: no rank leaves before all are here. Only `beat` may still be
         called, and does nothing.
@@ -203,7 +203,7 @@ class Bridge:
         self._is_first = False  # no beats: behind the barrier rank 0 may take the mailbox with it
         self.messages.barrier()
         if self._presence is not None:
-            self._presence.part()
+            self._presence.leave()
             self._presence = None
         groups = [self._route.headers, self._route.payload] if self._route else []
         for group in (self.messages, *groups):

@@ -1,6 +1,6 @@
 """Messages through the store at which all ranks of a job meet, sealed with a secret of the launch.
 
-The store asks nobody who he is: whoever reaches its port can write, change and remove what it
+The store has no authentication: whoever reaches its port can write, change and remove what it
 holds. So every message carries a code over its name and its value, made with a secret that the
 ranks get from a file only their user can read. What has no such code is not acted upon.
 """

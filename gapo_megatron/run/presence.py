@@ -1,4 +1,4 @@
-"""A rank that ends without a word is noticed by all others at once, where no launcher ends them."""
+"""All ranks notice at once that one has ended without leaving, where no launcher ends them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from gapo_megatron.run.fail_fast import WATCH_THREAD, fail_fast
 
 _TAG = 2**31 - 1
 """Of the messages here; those of `exchange` have the numbers of orders."""
-_PARTS = -1
+_LEAVES = -1
+"""In place of a rank that is gone: the sender leaves as it should."""
 _ALWAYS = timedelta(days=1000)
-_FAREWELL = timedelta(seconds=1)
-"""Longest that the word of a rank that is gone may take to the next one; it may be frozen."""
+_NOTICE_TIMEOUT = timedelta(seconds=1)
+"""Longest time to send the notice that a rank is gone; its receiver may be frozen."""
 
 
 class Presence:
@@ -44,14 +45,14 @@ class Presence:
         self._watched = (group.rank + 1) % group.size
         self._gone = torch.empty(1, dtype=torch.int64)
         self._message = group.receive(self._gone, source=self._watched, tag=_TAG)
-        self._has_parted = False
+        self._has_left = False
         self._thread = threading.Thread(target=self._watch, name=WATCH_THREAD, daemon=True)
         self._thread.start()
 
-    def part(self) -> None:
-        """Leave the ring, when all ranks of it are about to: behind a barrier. Collective."""
-        self._has_parted = True
-        self._tell(_PARTS).wait()
+    def leave(self) -> None:
+        """Leave the ring when all ranks of it are about to: behind a barrier. Collective."""
+        self._has_left = True
+        self._tell(_LEAVES).wait()
         self._thread.join()
 
     def _watch(self) -> None:
@@ -63,10 +64,10 @@ class Presence:
                 if "imed out" in str(error):
                     return  # an operation of another thread, which says so itself
                 gone = self._watched
-            if gone == _PARTS or self._has_parted:
+            if gone == _LEAVES or self._has_left:
                 return
             with contextlib.suppress(RuntimeError):  # nobody is there to hear it
-                self._tell(gone).wait(_FAREWELL)
+                self._tell(gone).wait(_NOTICE_TIMEOUT)
             raise MachineError(
                 f"rank {gone} of the job, {self._name(gone)}, is gone: its connection closed; its "
                 "own output says why, unless it was killed"

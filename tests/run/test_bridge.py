@@ -151,8 +151,8 @@ def test_a_rank_that_waits_is_alive_only_while_the_other_side_is() -> None:
     assert run_sides(_wait_for_the_other, 1, 1) == [[True, 1, True], [0]]
 
 
-def _part(world: World) -> int:
-    """Beats that this side has sent, before and after it has parted, by what the store holds."""
+def _leave(world: World) -> int:
+    """Beats that this side has sent, before and after it has left, by what the store holds."""
     bridge = _bridge(world)
     bridge.beat()
     bridge.close()
@@ -162,9 +162,9 @@ def _part(world: World) -> int:
     return bridge._beats.add(str(bridge.is_generation), 0)
 
 
-def test_a_rank_that_has_parted_asks_nothing_of_the_store() -> None:
+def test_a_rank_that_has_left_asks_nothing_of_the_store() -> None:
     """The second start of a finished run: rank 0 was gone, and with it the store."""
-    assert run_sides(_part, 1, 1) == [1, 1]
+    assert run_sides(_leave, 1, 1) == [1, 1]
 
 
 def test_generation_ranks_have_names_of_their_own(

@@ -441,13 +441,13 @@ def test_both_sides_of_a_finished_run_part_together(
         is_generation=is_generation,
         wait=lambda find, alive: find(),
         mail=SimpleNamespace(look=lambda name: said, post=lambda name, value: done.append(value)),
-        close=lambda: done.append("parted"),
+        close=lambda: done.append("left"),
     )
     attempt = SimpleNamespace(leads=True, agree=lambda value: value, restart_watch=None)
     world = cast(Any, SimpleNamespace(bridge=bridge))
     found = start.is_finished_everywhere(make_config(tmp_path), world, cast(Any, attempt))
     assert found == is_finished
-    assert done == [said][is_generation:] + ["parted"] * is_finished
+    assert done == [said][is_generation:] + ["left"] * is_finished
 
 
 def test_a_batch_is_not_waited_for_where_the_time_is_up(

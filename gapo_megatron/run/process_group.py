@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from gapo_megatron.config import RolloutConfig
 from gapo_megatron.config.counts import num_generation_ranks
-from gapo_megatron.errors import ConfigError, MachineError
+from gapo_megatron.errors import ConfigError, MachineError, shown
+from gapo_megatron.io.documents import parse_json
 from gapo_megatron.run import processes
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.fail_fast import end_after
@@ -101,18 +102,7 @@ def start(
     bridge = None
     if side.num_generation:
         assert run_dir is not None, "the two sides' secret is in the run's folder"
-        with shared_secret(store, run_dir, rank=placement.rank) as secret:
-            bridge = Bridge(
-                store,
-                rank=placement.rank,
-                num_training=placement.world_size - side.num_generation,
-                num_generation=side.num_generation,
-                device=device,
-                timeout_s=timeout_s,
-                secret=secret,
-            )
-        if processes.attempt_folder() is None:
-            bridge.watch_ranks()
+        bridge = _build_bridge(store, placement, side, device, timeout_s, run_dir=run_dir)
     faulthandler.cancel_dump_traceback_later()
     if side.rank == 0:
         name = side.name and f" of {side.name}"
@@ -181,6 +171,31 @@ def _join_side(
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
+def _build_bridge(
+    store: dist.Store,
+    placement: Placement,
+    side: _Side,
+    device: torch.device,
+    timeout_s: float,
+    *,
+    run_dir: Path,
+) -> Bridge:
+    """Make the bridge. Collectives: those of `Bridge`, by the ranks of both sides."""
+    with shared_secret(store, run_dir, rank=placement.rank) as secret:
+        bridge = Bridge(
+            store,
+            rank=placement.rank,
+            num_training=placement.world_size - side.num_generation,
+            num_generation=side.num_generation,
+            device=device,
+            timeout_s=timeout_s,
+            secret=secret,
+        )
+    if processes.attempt_folder() is None:
+        bridge.watch_ranks()
+    return bridge
+
+
 def share_of_cores() -> int:
     """Cores of this process over the ranks that run on the same ones.
 
@@ -228,7 +243,8 @@ def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: 
 
     Raises:
         ConfigError: names both processes and what they differ in.
-        MachineError: likewise, but their launchers are two: at another port it may work.
+        MachineError: likewise, but their launchers are two; or the store holds what no rank of a
+            run writes. At another port it may work.
     """
     settings = {"launch": processes.this_launch(), **alike}
     mine = {
@@ -236,15 +252,40 @@ def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: 
         "alike": {name: str(value) for name, value in settings.items()},
     }
     if rank != 0:
-        _require_same_run(rank, mine, 0, json.loads(store.get("gapo_megatron/0")), where)
-    text = json.dumps(mine)
-    held = json.loads(store.compare_set(f"gapo_megatron/{rank}", "", text))
+        _require_same_run(rank, mine, 0, _read_rank(store.get(_rank_key(0)), 0, where), where)
+    held = _read_rank(store.compare_set(_rank_key(rank), "", json.dumps(mine)), rank, where)
     if held != mine:
         _require_same_run(rank, mine, rank, held, where)
         raise ConfigError(
             f"{mine['process']} and {held['process']} at {where} are both rank {rank}: a run was "
             "started twice, or a RANK given twice"
         )
+
+
+def _rank_key(rank: int) -> str:
+    """Where in the store a rank says what run it is of."""
+    return f"gapo_megatron/{rank}"
+
+
+def _read_rank(text: bytes, rank: int, where: str) -> dict[str, Any]:
+    """What `recognize` wrote into the store for a rank.
+
+    Raises:
+        MachineError: another program wrote it.
+    """
+    name = f"{_rank_key(rank)} in the store at {where}"
+    held = parse_json(text, where=name, error=MachineError)
+    if not (
+        isinstance(held, dict)
+        and held.keys() == {"process", "alike"}
+        and isinstance(held["alike"], dict)
+        and "launch" in held["alike"]
+    ):
+        raise MachineError(
+            f"{name} ({shown(held)}) must be what rank {rank} of a run writes: another program "
+            "uses this port"
+        )
+    return held
 
 
 def _require_same_run(
@@ -254,16 +295,16 @@ def _require_same_run(
     differing = [name for name in here | there if here.get(name) != there.get(name)]
     if not differing:
         return
-    shown = [
+    named = [
         f"{name} ({here.get(name)} here, {there.get(name)} there)"
         for name in differing[:_MOST_DIFFERENCES]
     ]
-    more = len(differing) - len(shown)
+    more = len(differing) - len(named)
     is_launched_twice = here["launch"] != there["launch"]
     raise (MachineError if is_launched_twice else ConfigError)(
         f"rank {rank} ({mine['process']}, launch {here['launch'] or 'by hand'}) met rank "
         f"{other_rank} ({other['process']}, launch {there['launch'] or 'by hand'}) of another run "
-        f"at {where}: they differ in {', '.join(shown)}{f' and {more} more' if more else ''}; give "
+        f"at {where}: they differ in {', '.join(named)}{f' and {more} more' if more else ''}; give "
         "every rank of a run the same config, and every run a port of its own"
     )
 

@@ -409,6 +409,23 @@ def test_a_rank_0_of_another_run_is_told_of_where_the_store_is_an_agents(monkeyp
         Process(0, 200, **RUN | {"run": "/runs/b"}).come(store, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("garbage", b"\xff", "5", "[]", "{}", "[" * 100_000),
+        *('{"process": "a:1", "alike": 1}', '{"process": "a:1", "alike": {}}'),
+        '{"alike": {"launch": ""}}',
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_no_rank_writes_is_refused_by_name(monkeypatch, text, rank):
+    """A stranger, or another program, was at the store first."""
+    store = dist.HashStore()
+    store.set("gapo_megatron/0", text)
+    with pytest.raises(MachineError, match=mentions("gapo_megatron/0", "host:29500")):
+        Process(rank, 100 + rank, **RUN).come(store, monkeypatch)
+
+
 def rank_of(rank: int, port: int, **env: str) -> dict[str, str]:
     shared = {"LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     return {"RANK": str(rank), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", **shared, **env}

@@ -19,7 +19,7 @@ from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
 from gapo_megatron.ops.plan.planner import plan, read_model
-from gapo_megatron.ops.plan.search import HOST_SHARE
+from gapo_megatron.ops.plan.refusal import HOST_SHARE
 from gapo_megatron.ops.plan.sides import ROOMY_SHARE
 from gapo_megatron.ops.plan.state import per_rank_parameters
 from gapo_megatron.ops.plan.workload import default_workload

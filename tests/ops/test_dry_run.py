@@ -23,10 +23,14 @@ from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.models.published import find_model
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.dry_run import print_dry_run, why_not_run
+from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.fit import fits
+from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches
+from gapo_megatron.ops.plan.search import Search
 from gapo_megatron.ops.plan.state import per_rank_parameters
+from gapo_megatron.ops.plan.workload import default_workload
 from gapo_megatron.ops.sides import Sides
 from tests.messages import mentions
 
@@ -474,6 +478,39 @@ def test_which_gpus_the_run_fits_is_said(tmp_path: Path) -> None:
     config = load_config(ROOT / "configs/ds_r1_1_5b/gapo.toml", fp8)
     fits, _, rest = text_of(config, world_size=8).partition("Predicted to fit ")[2].partition("NOT")
     assert "h100 (" in fits and "a100 (" in rest and "capability 8.0" not in fits
+
+
+@pytest.mark.parametrize(
+    ("gpu", "path", "settings", "world_size"),
+    [
+        ("h100", "ds_r1_1_5b/gapo.toml", ["rollout.memory_fraction=0.05"], 8),
+        (
+            "h200",
+            "qwen2_5_32b/h200_24k.toml",
+            [
+                "rollout.tensor_parallel_size=1",
+                "rollout.memory_fraction=0.4",
+                "optimizer.offload=all",
+            ],
+            32,
+        ),
+    ],
+)
+def test_what_the_planner_refuses_is_not_said_to_fit(
+    gpu: str, path: str, settings: list[str], world_size: int
+) -> None:
+    """An engine whose share of the memory leaves no KV cache does not start."""
+    config = load_config(ROOT / "configs" / path, settings)
+    hf_config, _ = find_model(config.model.hf_dir)
+    layout = Sides.of(config, world_size=world_size, ranks_per_node=8).layout
+    found = {one.gpu: one for one in fits(hf_config, config, layout)}
+    assert not found[gpu].fits and "KV cache" in found[gpu].shown
+    for name, one in GPUS.items():
+        parts = Shape.of(hf_config), config, one, default_workload(config), Efficiency()
+        search = Search(hf_config, *parts)
+        candidate, reason = search.current(world_size)
+        assert candidate is not None
+        assert found[name].fits == (not reason) and reason in found[name].shown
 
 
 def test_a_nodes_own_memory_is_a_limit_too() -> None:

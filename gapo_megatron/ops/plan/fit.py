@@ -11,7 +11,7 @@ from gapo_megatron.models.fp8 import check_capability
 from gapo_megatron.ops.plan.hardware import GIB, GPUS, Gpu
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
-from gapo_megatron.ops.plan.search import HOST_SHARE
+from gapo_megatron.ops.plan.refusal import HOST_SHARE, OUT_OF_HOST, find_refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +21,11 @@ class Fit:
     gpu: str
     fits: bool
     shown: str
-    """Name of the GPU, and in brackets what is needed of what there is, or why it does not run."""
+    """Name of the GPU, and in brackets what is needed of what there is, and why it does not run."""
 
 
 def fits(hf_config: Any, config: Config, layout: Layout) -> list[Fit]:
-    """Compare what a run needs with every GPU that the planner knows.
-
-    Of a GPU's memory, what training or generation needs, whichever is more; of a node's own, what
-    is offloaded and what a checkpoint takes while it is saved, of all ranks of a node.
-    """
+    """Compare what a run needs with every GPU that the planner knows, by `find_refusal`."""
     return [_fit(hf_config, config, layout, gpu) for gpu in GPUS.values()]
 
 
@@ -42,8 +38,8 @@ def fit_note(hf_config: Any, config: Config, layout: Layout) -> str:
     if not bad:
         return f"{text}."
     return (
-        f"{text}; NOT {bad}: there, lower batch.max_tokens_per_microbatch, set model.recompute, or "
-        "ask tools/plan.py --gpu for a layout."
+        f"{text}; NOT {bad}: there, lower batch.max_tokens_per_microbatch, set model.recompute, "
+        "change rollout.memory_fraction, or ask tools/plan.py --gpu for a layout."
     )
 
 
@@ -55,11 +51,10 @@ def _fit(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Fit:
     predicted = memory(hf_config, config, layout, gpu)
     needed = max(predicted.training, predicted.generating)
     shown = f"{needed / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB"
-    host = (predicted.offloaded + predicted.checkpoint) * min(gpu.gpus_per_node, layout.num_ranks)
-    has_room = host <= HOST_SHARE * gpu.host_memory_bytes
-    if not has_room:
-        shown += (
-            f"; of a node's own {host / GIB:,.0f}, where {HOST_SHARE:.0%} of "
-            f"{gpu.host_memory_bytes / GIB:,.0f} GiB can be used"
-        )
-    return Fit(gpu.name, needed <= gpu.memory_bytes and has_room, f"{gpu.name} ({shown})")
+    refusal = find_refusal(predicted, layout, gpu)
+    if refusal:
+        shown += f"; {refusal.reason}"
+    if refusal and refusal.reason == OUT_OF_HOST:
+        usable = HOST_SHARE * gpu.host_memory_bytes
+        shown += f": {refusal.num_bytes / GIB:,.0f} of {usable / GIB:,.0f} usable GiB"
+    return Fit(gpu.name, refusal is None, f"{gpu.name} ({shown})")

@@ -90,6 +90,22 @@ def kv_cache_bytes(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: i
     return max(0.0, config.rollout.memory_fraction * gpu.memory_bytes - weights)
 
 
+def kv_cache_tokens(shape: Shape, config: Config, gpu: Gpu, *, rollout_tp_size: int) -> float:
+    """Tokens that the KV cache of a replica holds."""
+    token_bytes = shape.kv_bytes_per_token(
+        element_bytes=element_bytes(config), tp_size=rollout_tp_size
+    )
+    return kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size) / token_bytes
+
+
+def holds_one_sequence(kv_tokens: float, config: Config) -> bool:
+    """Whether a cache of so many tokens holds a sequence of the greatest length.
+
+    VLLM starts only if it holds `max_model_len` tokens (`rollout.vllm.arguments.engine_args`).
+    """
+    return kv_tokens >= config.max_sequence_tokens + 1
+
+
 def generation_s(
     shape: Shape,
     config: Config,
@@ -141,13 +157,8 @@ def generation_s(
         efficiency=efficiency,
         quantized=bool(config.rollout.quantization),
     )
-    token_bytes = shape.kv_bytes_per_token(
-        element_bytes=decoding.element_bytes, tp_size=rollout_tp_size
-    )
-    kv_cache = kv_cache_bytes(shape, config, gpu, rollout_tp_size=rollout_tp_size)
-    kv_tokens = kv_cache / token_bytes
-    # vLLM starts if the cache holds `max_model_len` tokens (`rollout.vllm.arguments.engine_args`).
-    if kv_tokens < config.max_sequence_tokens + 1:
+    kv_tokens = kv_cache_tokens(shape, config, gpu, rollout_tp_size=rollout_tp_size)
+    if not holds_one_sequence(kv_tokens, config):
         return float("inf")
     return sum(
         min(1.0, prompts)

@@ -18,7 +18,11 @@ from gapo_megatron.ops.plan.activations import (
     working_bytes,
 )
 from gapo_megatron.ops.plan.flops import Shape, element_bytes, engine_bytes
-from gapo_megatron.ops.plan.generation import kv_cache_bytes
+from gapo_megatron.ops.plan.generation import (
+    holds_one_sequence,
+    kv_cache_bytes,
+    kv_cache_tokens,
+)
 from gapo_megatron.ops.plan.hardware import CPU_NAME
 from gapo_megatron.ops.plan.layout import Layout, most_microbatches
 from gapo_megatron.ops.plan.state import checkpoint_bytes, fp8_copy_bytes, state_bytes
@@ -115,6 +119,8 @@ class Memory:
     """Host memory on one rank of the stage that needs most, while it saves."""
     offloaded: int
     """Host memory on such a rank, from the first sync to the end."""
+    cache_holds_sequence: bool
+    """Whether an engine's KV cache holds one sequence of the greatest length."""
 
     @property
     def training(self) -> int:
@@ -143,6 +149,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
     rules, generator = shape.rules, _generator_memory(shape, config, layout, gpu)
     is_apart = layout.num_generation > 0
     asleep = 0 if is_apart or gpu.name == CPU_NAME else ENGINE_ASLEEP_BYTES
+    kv_tokens = kv_cache_tokens(shape, config, gpu, rollout_tp_size=layout.rollout_tp_size)
     moves, most, stages = config.optimizer.offload, most_microbatches(config, layout), []
     states, copies = state_bytes(rules, config, layout), fp8_copy_bytes(rules, config, layout)
     for stage, (weights, gradients, optimizer) in enumerate(states):
@@ -172,6 +179,7 @@ def memory(hf_config: Any, config: Config, layout: Layout, gpu: Gpu) -> Memory:
         engine=generator if is_apart else max(stages, key=lambda one: one.generating),
         checkpoint=checkpoint_bytes(max(one.weights for one in stages), config.model.precision),
         offloaded=max(one.offloaded for one in stages),
+        cache_holds_sequence=holds_one_sequence(kv_tokens, config),
     )
 
 

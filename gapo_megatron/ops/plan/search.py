@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from gapo_megatron.config import Config
 from gapo_megatron.config.counts import check_world_size, num_generation_ranks
@@ -15,35 +15,14 @@ from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.generation import generation_s
 from gapo_megatron.ops.plan.hardware import Gpu
 from gapo_megatron.ops.plan.layout import Layout
-from gapo_megatron.ops.plan.memory import Memory, StageMemory, memory
+from gapo_megatron.ops.plan.memory import Memory, memory
+from gapo_megatron.ops.plan.refusal import Refusal, find_refusal
 from gapo_megatron.ops.plan.times import StepTime, step_of
 from gapo_megatron.ops.plan.training import Training
 from gapo_megatron.ops.plan.workload import Workload
 
-_STATE_PARTS = ("weights", "optimizer")
-_STEP_PARTS = ("gradients", "fp8_copies", "activations", "layer", "head")
-ROLLOUT_PARTS = ("rollout_weights", "kv_cache")
-PARTS = (
-    *(*_STATE_PARTS, *_STEP_PARTS, *ROLLOUT_PARTS),
-    *("engine_asleep", "communication", "fragmentation"),
-)
 _BUDGET_FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)
 """Multiples of `batch.max_tokens_per_microbatch` that are tried."""
-_GENERATING = "out of memory while generating"
-SMALLER_FRACTION = f"{_GENERATING}: a smaller rollout.memory_fraction would fit"
-HOST_SHARE = 0.9
-"""Usable share of a node's own memory; system, verifiers and page cache need the rest: assumed."""
-OUT_OF_HOST = "out of a node's own memory: what is offloaded, and a checkpoint being saved"
-LARGER_FRACTION = f"{_GENERATING}: no room for the KV cache of one sequence"
-
-
-class Refusal(NamedTuple):
-    """Why a layout does not fit."""
-
-    reason: str
-    """A few words, alike for alike layouts."""
-    num_bytes: int
-    """Needed on one GPU in that phase, or on a node's own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +38,7 @@ class Candidate:
 
     def refusal(self, gpu: Gpu) -> Refusal | None:
         """Why it does not fit; None: it fits."""
-        needed = self.memory.training
-        if needed > gpu.memory_bytes:
-            parts = (*_STATE_PARTS, *_STEP_PARTS)
-            return Refusal(_most_of_all("training", self.memory.trainer, parts), needed)
-        needed, engine = self.memory.generating, self.memory.engine
-        state = ("weights",) if engine.offloaded else _STATE_PARTS
-        if engine.receiving > gpu.memory_bytes:
-            parts = (*state, "rollout_weights")
-            return Refusal(_most_of_all("the engine receives weights", engine, parts), needed)
-        if needed - engine.kv_cache > gpu.memory_bytes:
-            parts = (*(() if engine.offloaded > engine.optimizer else state), *ROLLOUT_PARTS)
-            return Refusal(_most_of_all("generating", engine, parts), needed)
-        if needed > gpu.memory_bytes:
-            return Refusal(SMALLER_FRACTION, needed)
-        if self.times.generation_s == float("inf"):
-            return Refusal(LARGER_FRACTION, needed)
-        host = (self.memory.offloaded + self.memory.checkpoint) * gpu.gpus_per_node
-        if host > HOST_SHARE * gpu.host_memory_bytes:
-            return Refusal(OUT_OF_HOST, host)
-        return None
-
-
-def _most_of_all(phase: str, stage: StageMemory, parts: Sequence[str]) -> str:
-    largest = max(parts, key=lambda part: getattr(stage, part))
-    return f"out of memory while {phase}: {largest.replace('_', ' ')} most of all"
+        return find_refusal(self.memory, self.layout, gpu)
 
 
 @dataclass(slots=True)

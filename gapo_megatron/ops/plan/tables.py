@@ -16,13 +16,13 @@ from gapo_megatron.ops.plan.efficiency import Efficiency
 from gapo_megatron.ops.plan.hardware import Gpu
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.planner import Plan, gib, leave_out, overrides
-from gapo_megatron.ops.plan.search import (
+from gapo_megatron.ops.plan.refusal import (
     LARGER_FRACTION,
     PARTS,
     ROLLOUT_PARTS,
     SMALLER_FRACTION,
-    Candidate,
 )
+from gapo_megatron.ops.plan.search import Candidate
 from gapo_megatron.ops.plan.sides import quickest_ahead, sides_of
 from gapo_megatron.ops.plan.times import StepTime
 from gapo_megatron.ops.plan.workload import Workload

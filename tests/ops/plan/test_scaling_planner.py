@@ -19,14 +19,8 @@ from gapo_megatron.ops.plan.flops import Shape
 from gapo_megatron.ops.plan.layout import Layout
 from gapo_megatron.ops.plan.memory import memory
 from gapo_megatron.ops.plan.planner import Plan, leave_out, overrides, plan, read_model
-from gapo_megatron.ops.plan.search import (
-    LARGER_FRACTION,
-    OUT_OF_HOST,
-    SMALLER_FRACTION,
-    Candidate,
-    Refusals,
-    Search,
-)
+from gapo_megatron.ops.plan.refusal import LARGER_FRACTION, OUT_OF_HOST, SMALLER_FRACTION
+from gapo_megatron.ops.plan.search import Candidate, Refusals, Search
 from gapo_megatron.ops.plan.tables import memory_table, nothing_fits, to_json
 from gapo_megatron.ops.plan.times import step_time
 from gapo_megatron.ops.plan.workload import Workload

@@ -87,15 +87,12 @@ class Comparison:
         return cls(arms) if first is None else cls(arms)._led_by(first)
 
     @property
-    def changes(self) -> dict[int, str]:
-        """Steps before which a run of a curve was resumed with other settings, and with which."""
-        found: dict[int, dict[str, None]] = {}
-        for run in (run for arm in self.curves for run in arm.runs):
-            for one in run.changes:
-                names = found.setdefault(one["step"], {})
-                for key, (was, now) in one["changes"].items():
-                    names[f"{_part(key, now)} (was {was})"] = None
-        return {step: ", ".join(names) for step, names in sorted(found.items())}
+    def changes(self) -> dict[str, dict[int, str]]:
+        """By the label of a curve's arm, steps before which it was resumed with other settings.
+
+        And with which. Arms that never were are left out.
+        """
+        return {arm.label: found for arm in self.curves if (found := _changes_of(arm.runs))}
 
     @property
     def curves(self) -> list[Arm]:
@@ -185,6 +182,15 @@ def _left(run: Run, runs: Sequence[Run]) -> Run | None:
             f"{' or '.join(str(one.folder) for one in found)}: leave out all but the right one"
         )
     return found[0] if found else None
+
+
+def _changes_of(runs: Sequence[Run]) -> dict[int, str]:
+    found: dict[int, dict[str, None]] = {}
+    for one in (one for run in runs for one in run.changes):
+        names = found.setdefault(one["step"], {})
+        for key, (was, now) in one["changes"].items():
+            names[f"{_part(key, now)} (was {was})"] = None
+    return {step: ", ".join(names) for step, names in sorted(found.items())}
 
 
 def _changes(run: Run) -> dict[str, list[Hashable]]:

@@ -40,6 +40,7 @@ from gapo_megatron.ops.report.style import (
     column,
     legend_below,
     outer_names,
+    over_steps,
     panels,
     same_range,
     thinned,
@@ -202,7 +203,7 @@ def correlation_rows(arms: Sequence[Arm]) -> list[Row]:
 
 def draw_correlation(axis: Axes, rows: Sequence[Row], shown: Shown) -> None:
     """Pearson's r over steps; a line where the window is full."""
-    axis.set(xlabel="step", ylabel="Pearson r")
+    axis.set_ylabel("Pearson r")
     axis.axhline(0, color="0.4", linewidth=0.6)
     draw_arms(axis, rows, shown, limits=(-1, 1))
     if any(int(row["step"] or 0) >= WINDOW - 1 for row in rows):
@@ -232,7 +233,8 @@ def per_c_rows(arms: Sequence[Arm], name: str) -> tuple[list[Row], int]:
 
 def draw_per_c(axis: Axes, rows: Sequence[Row], arm: Arm, name: str) -> None:
     """A curve for each c, in percent."""
-    axis.set(xlabel="step", ylabel=YLABELS[name])
+    over_steps(axis, [arm.label])
+    axis.set_ylabel(YLABELS[name])
     for c in sorted({int(row["c"] or 0) for row in rows}):
         chosen = thinned([row for row in rows if row["arm"] == arm.label and row["c"] == c])
         axis.plot(

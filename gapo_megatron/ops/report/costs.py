@@ -21,6 +21,7 @@ from gapo_megatron.ops.report.style import (
     column,
     legend_below,
     outer_names,
+    over_steps,
     panels,
     thinned,
 )
@@ -210,7 +211,8 @@ def memory(comparison: Comparison) -> Exhibit:
             look = arm_style(place) | {"marker": ""}
             shown = thinned(chosen)
             axis.plot(column(shown, "step"), column(shown, "gib"), label=label, **look)
-        axis.set(title=name, xlabel="step", ylabel="GiB")
+        over_steps(axis, labels)
+        axis.set(title=name, ylabel="GiB")
     outer_names(axes, share_y=False)
     legend_below(figure, *axes)
     return Exhibit(

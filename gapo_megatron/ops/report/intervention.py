@@ -29,6 +29,7 @@ from gapo_megatron.ops.report.style import (
     column,
     legend_below,
     outer_names,
+    over_steps,
     panels,
     thinned,
 )
@@ -181,7 +182,8 @@ def _sums(run: Run, name: str, begin: int) -> tuple[list[int], dict[int, np.ndar
 
 def _draw(axis: Axes, rows: Sequence[Row], lines: Sequence[str]) -> None:
     scale = _scale(rows[0])
-    axis.set(xlabel="step", ylabel=str(rows[0]["quantity"]))
+    over_steps(axis, {str(row[side]) for row in rows for side in ("parent", "branch")})
+    axis.set_ylabel(str(rows[0]["quantity"]))
     drawn = set()
     for branch in dict.fromkeys(str(row["branch"]) for row in rows):
         chosen = [row for row in rows if row["branch"] == branch]

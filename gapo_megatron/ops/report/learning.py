@@ -27,6 +27,7 @@ from gapo_megatron.ops.report.style import (
     draw_band,
     legend_below,
     outer_names,
+    over_steps,
     panels,
     same_range,
     wrapped,
@@ -72,7 +73,7 @@ def reward_rows(arms: Sequence[Arm]) -> tuple[list[Row], int]:
 
 def draw_reward(axis: Axes, rows: Sequence[Row], shown: Shown) -> None:
     """Percent correct over steps."""
-    axis.set(xlabel="step", ylabel="correct (%)")
+    axis.set_ylabel("correct (%)")
     draw_arms(axis, rows, shown, limits=SHARE_LIMITS, scale=100)
 
 
@@ -135,7 +136,7 @@ def draw_pass(
         first_place: place in `arm_style` of the first arm.
         name: what the legend adds to the arm's name, where a panel has several metrics.
     """
-    axis.set(xlabel="step", ylabel=f"{metric} (%)")
+    axis.set_ylabel(f"{metric} (%)")
     chosen = [row for row in rows if row["metric"] == metric]
     look = {"limits": SHARE_LIMITS, "scale": 100, "points": True}
     draw_arms(axis, chosen, shown, first_place=first_place, name=name, **look)
@@ -160,6 +161,8 @@ def draw_arms(
         name: what the legend adds to an arm's name.
         how: `limits`, `scale` and `points` of `draw_band`.
     """
+    present = {row["arm"] for row in rows}
+    over_steps(axis, [arm.label for arm in shown.values() if arm.label in present])
     for place, (label, arm) in enumerate(shown.items(), start=first_place):
         chosen = [row for row in rows if row["arm"] == arm.label]
         if chosen:

@@ -25,7 +25,7 @@ from gapo_megatron.ops.report.exhibit import DPI
 from gapo_megatron.ops.report.learning import Shown, draw_pass, draw_reward, pass_rows, reward_rows
 from gapo_megatron.ops.report.runs import find_trained, read_run
 from gapo_megatron.ops.report.series import NoData
-from gapo_megatron.ops.report.style import COLUMN_INCHES, mark_steps, style
+from gapo_megatron.ops.report.style import COLUMN_INCHES, mark_changes, style
 
 _TITLE_LETTERS = 50
 _LEGEND_LETTERS = 30
@@ -82,7 +82,7 @@ def draw_picture(comparison: Comparison) -> Figure:
             axis.text(0.5, 0.5, str(reason), ha="center", wrap=True, transform=axis.transAxes)
         if axis.get_xlabel() == "step":
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    mark_steps(figure, [*comparison.changes])
+    mark_changes(figure, comparison.changes)
     return figure
 
 

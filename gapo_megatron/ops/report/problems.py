@@ -28,6 +28,7 @@ from gapo_megatron.ops.report.style import (
     column,
     legend_below,
     outer_names,
+    over_steps,
     panels,
     thinned,
     wrapped,
@@ -52,7 +53,8 @@ def spectrum(comparison: Comparison) -> Exhibit:
     figure, axes = panels(len(arms))
     for axis, arm in zip(axes, arms, strict=True):
         axis.set_title(wrapped(arm.label))
-        axis.set(xlabel="step", ylabel="groups (%)", ylim=(0, 100))
+        over_steps(axis, [arm.label])
+        axis.set(ylabel="groups (%)", ylim=(0, 100))
         axis.margins(x=0)
         _draw_spectrum(axis, [row for row in rows if row["arm"] == arm.label], arm.k)
     outer_names(axes)

@@ -29,7 +29,7 @@ from gapo_megatron.ops.report.page import Written, render
 from gapo_megatron.ops.report.problems import solve_rates, spectrum
 from gapo_megatron.ops.report.runs import find_trained, read_run
 from gapo_megatron.ops.report.series import NoData
-from gapo_megatron.ops.report.style import mark_steps, style
+from gapo_megatron.ops.report.style import mark_changes, style
 from gapo_megatron.ops.report.summary import others, summary
 
 PAGE_NAME = "report.html"
@@ -171,19 +171,27 @@ def note_missing(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
 
 
 def note_changes(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
-    """Draw where runs were resumed with other settings, and say with which."""
+    """Draw where runs were resumed with other settings, and say which and with what."""
     if not (changed := comparison.changes):
         return exhibit
-    shown = _changes(changed)
-    if exhibit.figure is not None and mark_steps(exhibit.figure, [*changed]):
-        note = f"Dashed line: the run was resumed with {shown}."
+    drawn = set() if exhibit.figure is None else mark_changes(exhibit.figure, changed)
+    if drawn:
+        note = f"Dashed line: {_changes({arm: changed[arm] for arm in changed if arm in drawn})}."
     else:
-        note = f"Steps before and after a change count together: the run was resumed with {shown}."
+        note = (
+            f"Not marked here: {_changes(changed)}. Means over steps are over those before and "
+            "after a change together."
+        )
     return replace(exhibit, notes=[*exhibit.notes, note])
 
 
-def _changes(changed: Mapping[int, str]) -> str:
-    return "; ".join(f"{names} from step {step}" for step, names in changed.items())
+def _changes(changed: Mapping[str, Mapping[int, str]]) -> str:
+    """Which arm was resumed with what: `gapo to 3, gspo was resumed with ... from step 3`."""
+    return "; ".join(
+        f"{arm} was resumed with {names} from step {step}"
+        for arm, steps in changed.items()
+        for step, names in steps.items()
+    )
 
 
 def _title(comparison: Comparison) -> str:
@@ -225,7 +233,7 @@ def _lead(comparison: Comparison, waiting: Sequence[Path]) -> list[str]:
             f"Not finished: {shown}. A curve ends where the shortest run of its method does."
         )
     if changed := comparison.changes:
-        lead.append(f"Resumed with other settings: {_changes(changed)}.")
+        lead.append(f"{_changes(changed)}.")
     mixed = [text for arm in comparison.arms if (text := _codes(arm))]
     if mixed:
         lead.append(f"Trained by more than one version of the code: {some(mixed)}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Okabe and Ito's, which differ for every kind of colour vision; their yellow is too light here."""
 LINE_STYLES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_OVER_STEPS = "over steps of"
 HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx")
 
 _SETTINGS = {
@@ -107,17 +108,34 @@ def same_range(axes: Sequence[Axes]) -> None:
         axis.set_ylim(min(low for low, _ in ranges), max(high for _, high in ranges))
 
 
-def mark_steps(figure: Figure, steps: Sequence[int]) -> bool:
-    """Draw a line at each of `steps` through every panel over steps; False: there is none."""
-    over_steps = [
-        axis
-        for axis in figure.axes
-        if any(one.get_xlabel() == "step" for one in axis.get_shared_x_axes().get_siblings(axis))
-    ]
-    for axis in over_steps:
-        for step in steps:
+def over_steps(axis: Axes, arms: Iterable[str]) -> None:
+    """Name x of a panel whose x are steps, and keep whose they are, for `mark_changes`.
+
+    Args:
+        axis: the panel; its id says what it shows.
+        arms: labels of the arms in it.
+    """
+    axis.set(xlabel="step", gid="\n".join([_OVER_STEPS, *arms]))
+
+
+def mark_changes(figure: Figure, changes: Mapping[str, Iterable[int]]) -> set[str]:
+    """Draw a line at each change of an arm, in the panels over steps that show the arm.
+
+    Args:
+        figure: its panels over steps went through `over_steps`.
+        changes: by the arm's label, first steps with other settings.
+
+    Returns:
+        The arms whose changes are drawn.
+    """
+    drawn = set()
+    for axis in figure.axes:
+        kind, *arms = (axis.get_gid() or "").split("\n")
+        shown = changes.keys() & arms if kind == _OVER_STEPS else set()
+        for step in {step for arm in shown for step in changes[arm]}:
             axis.axvline(step - 0.5, color="0.3", linewidth=0.8, linestyle="--", zorder=3)
-    return bool(over_steps)
+        drawn |= shown
+    return drawn
 
 
 def arm_style(place: int) -> dict[str, Any]:

@@ -10,10 +10,11 @@ import pytest
 from gapo_megatron.errors import DataError
 from gapo_megatron.ops.report.archive import read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
-from gapo_megatron.ops.report.clipping import by_c
+from gapo_megatron.ops.report.clipping import by_c, deviation_per_c
 from gapo_megatron.ops.report.costs import step_time
 from gapo_megatron.ops.report.learning import reward
 from gapo_megatron.ops.report.picture import draw_picture
+from gapo_megatron.ops.report.problems import solve_rates, spectrum
 from gapo_megatron.ops.report.report import note_changes, write_report
 from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.style import style
@@ -104,7 +105,29 @@ def test_branches_are_arms_of_their_own(tmp_path):
     assert [len(arm.runs) for arm in comparison.curves] == [1, 2, 2]
 
 
-def test_a_run_that_changed_its_method_is_an_arm_of_its_own_with_a_line_in_every_curve(tmp_path):
+def _marks(figure):
+    """Where each panel has lines at a change of settings."""
+    return [
+        [line.get_xdata()[0] for line in axis.lines if line.get_color() == "0.3"]
+        for axis in figure.axes
+    ]
+
+
+def test_a_change_of_settings_leaves_the_map_of_problems_as_it_is(tmp_path):
+    """Its columns are evaluations, not steps: a line at step 25 would be far to the right."""
+    folders = [write_run(tmp_path / method, method=method, seed=1) for method in ("gapo", "gspo")]
+    changes = {"optimizer.learning_rate": [1e-6, 1e-5]}
+    (folders[1] / "changes.json").write_text(json.dumps([{"step": 25, "changes": changes}]))
+    comparison = compare(*folders)
+    with style():
+        before = solve_rates(comparison).figure.axes[0].get_xlim()
+        exhibit = note_changes(solve_rates(comparison), comparison)
+    assert exhibit.figure.axes[0].get_xlim() == before
+    assert not any(_marks(exhibit.figure))
+    assert "from step 25" in exhibit.notes[-1]
+
+
+def test_a_run_that_changed_its_method_is_an_arm_of_its_own_with_a_line_in_its_curves(tmp_path):
     whole = write_run(tmp_path / "whole", method="gspo")
     changed = write_run(tmp_path / "changed", method="gspo", seed=1)
     changes = {"objective.method": ["gapo", "gspo"], "optimizer.learning_rate": [1e-6, 1e-5]}
@@ -112,15 +135,11 @@ def test_a_run_that_changed_its_method_is_an_arm_of_its_own_with_a_line_in_every
     comparison = compare(whole, changed)
     first, second = (arm.label for arm in comparison.arms)
     assert first == "gspo" and second.startswith("gapo learning_rate=1e-06 to 3, gspo")
-    assert [*comparison.changes] == [3]
+    assert {arm: [*steps] for arm, steps in comparison.changes.items()} == {second: [3]}
     with style():
         figure = draw_picture(comparison)
-    lines = {
-        axis.get_title(): [line.get_xdata()[0] for line in axis.lines if line.get_color() == "0.3"]
-        for axis in figure.axes
-    }
-    over_steps = [title for title, found in lines.items() if found == [2.5]]
-    assert len(over_steps) >= 5, lines
+    # Time is not over steps, and the panels per c are those of the first arm.
+    assert _marks(figure) == [[2.5], [2.5], [], [], [], [2.5]]
     long = replace(comparison.arms[1], label="gapo learning_rate=1e-06 to 300, " * 2 + "gspo")
     with style():
         figure = draw_picture(Comparison([long]))
@@ -133,13 +152,17 @@ def test_a_run_that_changed_its_method_is_an_arm_of_its_own_with_a_line_in_every
     report = write_report([whole, changed], tmp_path / "report")
     page = report.page.read_text(encoding="utf-8")
     assert page.count("learning_rate=1e-05 (was 1e-06)") >= 3
-    for make, num_lines in ((reward, 1), (by_c, 0), (step_time, 0)):
+    marks = {
+        **{reward: [[2.5]], by_c: [[], [], []], step_time: [[]]},
+        **{deviation_per_c: [[], [2.5]], spectrum: [[], [2.5]]},
+    }
+    for make, expected in marks.items():
         with style():
             exhibit = note_changes(make(comparison), comparison)
-        drawn = [line for axis in exhibit.figure.axes for line in axis.lines]
-        assert sum(line.get_color() == "0.3" for line in drawn) == num_lines
-        # A note tells of a line where there is one.
-        assert any("ashed line" in note for note in exhibit.notes) == (num_lines > 0)
+        assert _marks(exhibit.figure) == expected, make
+        # A note tells of a line where there is one, and in either case of the arm.
+        assert ("ashed line" in exhibit.notes[-1]) == ([2.5] in expected), make
+        assert second in exhibit.notes[-1]
     (tmp_path / "archive").mkdir()
     write_archive([read_run(changed)], tmp_path / "archive")
     (archived,) = read_archive(tmp_path / "archive")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -29,10 +30,10 @@ _SPLIT = "time by stage"
 
 
 class ConsoleTable:
-    """A row per step on a terminal, a `key=value` line in a log file; none is wider than it.
+    """A row per step on a terminal, no wider than it; elsewhere a whole `key=value` line.
 
-    The width is COLUMNS, else the terminal's (also of `train | tee log`), else 80. What does not
-    fit is in metrics.jsonl and timings.jsonl.
+    COLUMNS, where it is set, is the width of both. What does not fit is in metrics.jsonl and
+    timings.jsonl.
     """
 
     def __init__(self, *, num_steps: int) -> None:
@@ -81,10 +82,12 @@ class ConsoleTable:
         return f"{number}/{self._num_steps}"
 
     def _print_line(self, cells: Mapping[str, str]) -> None:
-        """Print the first words, as many as fit: one line for grep, whole words alone."""
+        """Print one line for grep, whole words alone: if COLUMNS is set, as many as fit into it."""
+        is_limited = os.environ.get("COLUMNS", "").isdigit()
+        width = self._console.width if is_limited else sys.maxsize
         keys = (title.replace(" ", "_").replace("=", "") for title in cells)
         words = [f"{key}={cell}" for key, cell in zip(keys, cells.values(), strict=True)]
-        print(" ".join(_fitting(words, self._console.width, gap=1)), flush=True)
+        print(" ".join(_fitting(words, width, gap=1)), flush=True)
 
     def _row(self, cells: Mapping[str, str], values: Mapping[str, float]) -> Table:
         """One row of a table whose columns keep their widths; the header returns now and then."""
@@ -131,6 +134,9 @@ def _split(values: Mapping[str, float]) -> list[str]:
 
 
 def _clock(seconds: float) -> str:
+    """`5:07:09`; from 100 hours on, which the column would cut, `5d07h`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    if hours > 99:
+        return f"{hours // 24}d{hours % 24:02d}h"
     return f"{hours}:{minutes:02d}:{rest:02d}"

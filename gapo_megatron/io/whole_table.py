@@ -42,7 +42,7 @@ def print_whole(console: Console, table: Table) -> None:
 
 
 def _needed(console: Console, column: Column) -> int:
-    """Letters that no cell and no word of the heading is cut at."""
+    """Least width that cuts no cell and no word of the heading."""
     options = console.options.update(max_width=_UNLIMITED)
     cells = [Measurement.get(console, options, cell).maximum for cell in column.cells]
     longest = max(cells, default=0)

@@ -220,12 +220,13 @@ def log_a_step(run_dir) -> None:
 
 
 def test_log_file_gets_one_line_per_step(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("COLUMNS", raising=False)
     log_a_step(tmp_path)
     evaluated, line = capsys.readouterr().out.splitlines()
     assert evaluated.split() == ["step=4/10", "pass@1=45.0%", "pass@8=100.0%"]
     assert "step=5/10" in line and "reward=0.250" in line and "tokens/s=1,234" in line
     assert "mismatch=2.0e-03" in line
+    assert "loss=-1.0e-03" in line and "grad_norm=7.50e-01" in line
     assert "left=0:00:50" in line  # five more steps of ten seconds
     assert "split=rollout,60%,update,30%" in line
 
@@ -243,7 +244,8 @@ def test_no_line_is_wider_than_the_console(tmp_path, monkeypatch, capsys, width,
         )
     log_a_step(tmp_path)
     text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    room = width or 80  # nothing tells the width: 80
+    # Nothing tells the width of a terminal: 80. A file has none.
+    room = width or (80 if is_terminal else sys.maxsize)
     assert max(map(len, text.splitlines())) <= room
     assert len(text.splitlines()) == 2 + is_terminal  # and the table's header
     evaluated, *_, step = text.splitlines()
@@ -255,6 +257,24 @@ def test_no_line_is_wider_than_the_console(tmp_path, monkeypatch, capsys, width,
     shown_stages = re.findall(r"rollout|update", step)
     assert shown_stages == ["rollout", "update"] or room < 160 or not is_terminal
     assert not re.search(r"=$|=\S*…", text)  # whole words alone
+
+
+@pytest.mark.parametrize(
+    ("step_s", "left"),
+    [
+        (71_999.8, "99:59:59"),
+        (72_000.0, "4d04h"),
+        (1_530 * 300 / 5, "5d07h"),  # the paper's run: 1,531 steps
+        (864_000.0, "50d00h"),
+    ],
+)
+def test_a_long_time_left_is_not_cut(tmp_path, monkeypatch, capsys, step_s, left):
+    look = {"force_terminal": True, "no_color": True, "_environ": {"TERM": "xterm"}}
+    console = Console(file=sys.stdout, width=200, **look)
+    monkeypatch.setattr(console_table, "Console", lambda **_: console)
+    with MetricsWriter(tmp_path, config=make_config(), resume_step=4) as writer:
+        writer.log(4, STEP_METRICS, STEP_TIMINGS | {"time/step_s": step_s})  # five more
+    assert left in capsys.readouterr().out.split()
 
 
 def test_terminal_gets_a_header_and_a_row_per_step(tmp_path, monkeypatch, capsys):

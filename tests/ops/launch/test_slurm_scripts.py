@@ -158,6 +158,33 @@ def test_dry_run_without_slurm_from_any_folder(tmp_path: Path) -> None:
     assert "2 = tensor" in shown
 
 
+def _told(folder: Path) -> str:
+    """An interpreter that says where it runs, and with what."""
+    python = folder / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$PWD" "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_a_relative_config_is_one_of_the_folder_of_the_call(tmp_path: Path) -> None:
+    """Which is not the repository, where the script goes."""
+    (tmp_path / "my.toml").touch()
+    script = ROOT / "slurm" / "gapo.sbatch"
+    found = dry_run(script, tmp_path, _told(tmp_path), "my.toml").splitlines()
+    assert Path(found[0]) == ROOT and found[3] == str(tmp_path / "my.toml")
+
+
+@pytest.mark.parametrize("path", BATCH, ids=lambda path: path.name)
+def test_a_script_started_by_hand_in_an_allocation_of_elsewhere_is_found(
+    path: Path, tmp_path: Path
+) -> None:
+    """There SLURM_SUBMIT_DIR is where salloc was called, and no script was submitted."""
+    words = ("my.toml",) if path.stem == "gapo" else ()
+    env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "1"}
+    found = dry_run(path, tmp_path, _told(tmp_path), *words, **env).splitlines()
+    assert Path(found[0]) == ROOT
+
+
 class Run:
     """launch.sh on two local ranks in a folder of its own."""
 

@@ -127,15 +127,11 @@ begin_attempt() {
   say "$world_size ranks on $num_nodes of ${nodes[*]}, until ${end:-they are done}; code $code"
 }
 
-keep_output() { # moves what Slurm opened where sbatch was called into the run folder; an --output of your own stays
+keep_output() { # moves what Slurm opened where sbatch was called to the run folder; an --output of your own stays
   local opened=${SLURM_SUBMIT_DIR:-}/${SLURM_JOB_NAME:-}-${SLURM_JOB_ID:-}.out
   [ "$mode" = slurm ] && [ /proc/self/fd/1 -ef "$opened" ] || return 0
-  # By its name alone: Slurm still writes to it. On another disk it cannot move, and is linked.
-  if [ "$(stat -c %d "$opened")" = "$(stat -c %d "$attempt_dir")" ]; then
-    mv "$opened" "$attempt_dir/job.out"
-  else
-    ln -sfn "$opened" "$attempt_dir/job.out"
-  fi
+  # By its names alone: Slurm still writes to it. (Where mv cannot rename, it copies.)
+  { ln "$opened" "$attempt_dir/job.out" && rm "$opened"; } 2>/dev/null || ln -sfn "$opened" "$attempt_dir/job.out"
 }
 
 is_running() { # JOB, as OWNER names it
@@ -188,10 +184,7 @@ run_ranks() {
       die 1 "no free port"
   fi
   touch "$attempt_dir/launch.log" "$attempt_dir/rank_0.log"
-  if ((stop_asked)); then # before anything began
-    echo stopped >"$attempt_dir/outcome"
-    return
-  fi
+  ((!stop_asked)) || { echo stopped >"$attempt_dir/outcome"; return; } # before anything began
   start "${mode}_ranks"
   tail -q -n +1 -f -s 0.2 --pid="$child" "$attempt_dir/launch.log" "$attempt_dir/rank_0.log" &
   await
@@ -207,10 +200,7 @@ await() { # its exit code; a trap interrupts `wait`
   local exit_code
   while wait "$child"; exit_code=$?; kill -0 "$child" 2>/dev/null; do :; done
   child=
-  if ((cancelled)); then
-    say cancelled
-    exit 143
-  fi
+  ((!cancelled)) || { say cancelled; exit 143; }
   return "$exit_code"
 }
 
@@ -267,10 +257,7 @@ conclude() {
   local exit_code
   require_ownership
   case $(cat "$attempt_dir/outcome" 2>/dev/null) in
-    finished)
-      say finished
-      exit 0
-      ;;
+    finished) say finished; exit 0 ;;
     stopped)
       say stopped
       [ "$mode" = slurm ] && [ "${ON_STOP:-requeue}" = requeue ] || exit 0
@@ -352,10 +339,7 @@ require_not_cancelled() { # Slurm would requeue a cancelled job too, and so brin
   done
   case $state in
     RUNNING* | *TimeLimit) trap '' TERM ;; # comes with the requeue
-    *)
-      say "cancelled: Slurm says ${state:-nothing} of job $job"
-      exit 143
-      ;;
+    *) say "cancelled: Slurm says ${state:-nothing} of job $job"; exit 143 ;;
   esac
 }
 
@@ -367,9 +351,7 @@ on_stop() {
   [ -z "$attempt_dir" ] || touch "$attempt_dir/stop"
 }
 
-on_interrupt() {
-  if ((stop_asked)); then on_term; else on_stop; fi
-}
+on_interrupt() { if ((stop_asked)); then on_term; else on_stop; fi; }
 
 on_term() {
   cancelled=1

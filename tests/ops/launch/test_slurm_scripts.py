@@ -23,6 +23,7 @@ import pytest
 
 from gapo_megatron.config import load_config
 from gapo_megatron.ops.plan.layout import Layout
+from tests.needs import need
 from tests.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -183,6 +184,37 @@ def test_a_script_started_by_hand_in_an_allocation_of_elsewhere_is_found(
     env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "1"}
     found = dry_run(path, tmp_path, _told(tmp_path), *words, **env).splitlines()
     assert Path(found[0]) == ROOT
+
+
+@pytest.mark.parametrize("is_mount", [False, True])
+def test_what_slurm_writes_after_the_move_is_in_the_run_folder(
+    is_mount: bool, tmp_path: Path
+) -> None:
+    """Also where a file cannot be renamed, though both folders are on one disk: a bind mount."""
+    run = tmp_path / "attempt"
+    run.mkdir()
+    (function,) = re.findall(r"^keep_output\(\) \{.*?^\}", LAUNCH.read_text(), re.M | re.S)
+    script = f"mode=slurm attempt_dir=$PWD/attempt\n{function}\nkeep_output; echo later"
+    prefix: tuple[str, ...] = ()
+    if is_mount:
+        prefix = ("unshare", "--map-root-user", "--mount")
+        mount = "mount --bind attempt attempt"
+        tried = subprocess.run([*prefix, "bash", "-c", mount], cwd=tmp_path, capture_output=True)
+        need("" if tried.returncode == 0 else "mounting in a user namespace is not allowed here")
+        script = f"{mount} && {script}"
+    opened = tmp_path / "gapo-7.out"
+    names = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "gapo", "SLURM_JOB_ID": "7"}
+    with opened.open("a") as output:
+        subprocess.run(
+            [*prefix, "bash", "-c", script],
+            env=without_launcher_variables(**names),
+            cwd=tmp_path,
+            stdout=output,
+            check=True,
+        )
+        output.write("of Slurm\n")
+    assert (run / "job.out").read_text() == "later\nof Slurm\n"
+    assert (run / "job.out").is_symlink() == opened.exists() == is_mount
 
 
 class Run:

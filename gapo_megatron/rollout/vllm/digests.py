@@ -11,8 +11,8 @@ from torch import Tensor
 
 _CHUNK = {"cpu": 2**18, "cuda": 2**24}
 """Elements that are digested at once, by device type: few enough for a core's cache."""
-_FACTOR = -0x61C88647
-"""2^32 divided by the golden ratio, as a signed number: odd, with bits in no pattern."""
+_FACTORS = (0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32)
+"""Those of murmur3's last step for 32 bits, as signed numbers."""
 
 
 class Digests(Counter[str]):
@@ -45,12 +45,29 @@ def module_of(name: str) -> str:
 
 
 def digest(tensor: Tensor) -> int:
-    """Sum of a hash of each element of a floating-point tensor of any shape."""
+    """Sum of `hashes` over the elements of a floating-point tensor of any shape."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in tensor.detach().reshape(-1).split(_CHUNK[tensor.device.type]):
-        mixed = chunk.float().view(torch.int32) * _FACTOR
-        total += mixed.mul_(mixed ^ (mixed >> 15)).sum(dtype=torch.int64)
+        total += hashes(chunk).sum(dtype=torch.int64)
     return int(total)
+
+
+def hashes(tensor: Tensor) -> Tensor:
+    """32-bit hash of every element of a floating-point tensor, int32 of its shape.
+
+    Murmur3's last step (fmix32) on the bits of the float32 of the same value: 0 for 0, and a
+    different hash for every other float32, also where 16 of its bits are always 0, as in bf16.
+    """
+    bits = tensor.float().view(torch.int32)
+    hashed = bits ^ _shifted(bits, 16)
+    hashed.mul_(_FACTORS[0])
+    hashed.bitwise_xor_(_shifted(hashed, 13)).mul_(_FACTORS[1])
+    return hashed.bitwise_xor_(_shifted(hashed, 16))
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """To the right, with zeros from the left: of int32 `>>` alone repeats the sign."""
+    return (bits >> by).bitwise_and_(2 ** (32 - by) - 1)
 
 
 def differing(sent: Digests, loaded: Sequence[Digests]) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from vllm import EngineArgs, SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.distributed.device_communicators import cpu_communicator
 from vllm.inputs.engine import tokens_input
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
@@ -143,7 +143,7 @@ def load_weights(
     llm: LLMEngine,
     tensors: Iterable[tuple[str, Tensor]],
     *,
-    note: Callable[[str, Tensor], None],
+    note: Callable[[str, Tensor, int], None],
 ) -> None:
     """Replace the engine's weights, including the copies that it has packed.
 
@@ -151,22 +151,24 @@ def load_weights(
         llm: engine with memory for its weights.
         tensors: (Hugging Face name, whole tensor), those of one module next to each other.
         note: called with every parameter of the engine as it was loaded, before it is quantised or
-            packed: its name, and the part that this rank has of it. What several ranks of the
-            replica have comes from the first of them alone.
+            packed: its name, a part that this rank has of it, and how many ranks of the replica
+            have that part.
     """
     # Uses: the worker's method "reload_weights", and its weights_iterator
     # Versions: vllm 0.32.0
     # Upstream: vllm-project/vllm#31848 (open), #31943 (merged): a public weight transfer
-    rank = get_tensor_model_parallel_rank()
+    num_ranks = get_tensor_model_parallel_world_size()
     with contextlib.ExitStack() as stack:
-        llm.apply_model(lambda model: stack.enter_context(_noting(model, rank, note)))
+        llm.apply_model(lambda model: stack.enter_context(_noting(model, num_ranks, note)))
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
     llm.apply_model(repack_experts)
     llm.apply_model(repack_tied_head)
 
 
 @contextlib.contextmanager
-def _noting(model: nn.Module, rank: int, note: Callable[[str, Tensor], None]) -> Iterator[None]:
+def _noting(
+    model: nn.Module, num_ranks: int, note: Callable[[str, Tensor, int], None]
+) -> Iterator[None]:
     """Within, the model's parameters are noted as they are loaded; see `load_weights`."""
     # Uses: that a reload calls module.quant_method.process_weights_after_loading once a module has
     #     its weights (model_loader.reload.layerwise), and copies those of other modules as they are
@@ -181,8 +183,8 @@ def _noting(model: nn.Module, rank: int, note: Callable[[str, Tensor], None]) ->
 
     def note_module(module: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            for part in _own_parts(module, name, parameter.detach(), rank):
-                note(f"{names[module]}.{name}", part)
+            for part, copies in _parts(module, name, parameter.detach(), num_ranks):
+                note(f"{names[module]}.{name}", part, copies)
 
     def noted_before(process: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         def process_noted(module: nn.Module) -> None:
@@ -203,24 +205,24 @@ def _noting(model: nn.Module, rank: int, note: Callable[[str, Tensor], None]) ->
             note_module(module)
 
 
-def _own_parts(module: nn.Module, name: str, parameter: Tensor, rank: int) -> Iterator[Tensor]:
-    """What no rank before this one has of a parameter: over a replica's ranks, the whole of it."""
+def _parts(
+    module: nn.Module, name: str, parameter: Tensor, num_ranks: int
+) -> Iterator[tuple[Tensor, int]]:
+    """What this rank has of a parameter, and how many of the replica's ranks have the same."""
     # Uses: QKVParallelLinear.num_heads, .head_size, .num_kv_head_replicas; LinearBase.tp_size
     # Versions: vllm 0.32.0
     # Upstream: none found
     if isinstance(module, QKVParallelLinear):
         num_query = module.num_heads * module.head_size
-        yield parameter[:num_query]
-        if rank % module.num_kv_head_replicas == 0:
-            yield parameter[num_query:]
+        yield parameter[:num_query], 1
+        yield parameter[num_query:], module.num_kv_head_replicas
         return
     is_cut = isinstance(module, VocabParallelEmbedding | RoutedExperts) or (
         isinstance(module, ColumnParallelLinear | RowParallelLinear)
         and module.tp_size > 1
         and not (isinstance(module, RowParallelLinear) and name == "bias")
     )
-    if is_cut or rank == 0:
-        yield parameter
+    yield parameter, 1 if is_cut else num_ranks
 
 
 def repack_experts(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -38,6 +39,7 @@ BUCKETS = (1, 2**20, 2**30)
 """Every tensor by itself; several buckets; one for all."""
 EXPERTS = {
     "head_dim": 64,
+    "num_key_value_heads": 1,  # fewer than ranks: each has a copy
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 512,
@@ -109,18 +111,21 @@ def test_buckets_of_any_size_bring_the_weights_of_a_colocated_engine(
 
 
 def _plant(folder: Path, precision: str) -> list[str]:
-    """Change a bit of a tensor on its way into vLLM; which changes pass unnoticed.
+    """Change a bit of a tensor on its way into vLLM's last rank; which changes pass unnoticed.
 
-    Of every tensor at least one, and at least one in every place of an element.
+    Of every tensor at least one, and at least one in every place of an element. The last rank has
+    the last element of every tensor, of some alone, of some beside the others.
     """
     engine, missed = engine_for(folder, precision=precision), []
     weights = weights_of(folder, 1)
     num_bits = 8 * weights[0][1].element_size()
     load = vllm.load_weights
+    is_last = dist.get_rank() == dist.get_world_size() - 1
     for i in range(max(len(weights), num_bits)):
         (stale, tensor), bit = weights[i % len(weights)], i % num_bits
         other = _flipped(tensor, bit)
-        with patch.object(vllm, "load_weights", _substituting(load, stale, other)):
+        load_other = _substituting(load, stale, other) if is_last else load
+        with patch.object(vllm, "load_weights", load_other):
             try:
                 engine.update_weights(weights, policy_version=1)
             except WeightSyncError as error:
@@ -148,7 +153,7 @@ def _substituting(load: Callable[..., None], stale: str, other: Tensor) -> Calla
         llm: LLMEngine,
         tensors: Iterable[tuple[str, Tensor]],
         *,
-        note: Callable[[str, Tensor], None],
+        note: Callable[[str, Tensor, int], None],
     ) -> None:
         changed = ((name, other if name == stale else tensor) for name, tensor in tensors)
         load(llm, changed, note=note)
@@ -172,7 +177,7 @@ def test_no_changed_bit_is_missed(
 
 
 def _plant_in_replica(folder: Path, precision: str, num_ranks: int) -> list[str]:
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     os.environ |= vllm_environment(rank, num_ranks)
     return _plant(folder, precision) if num_ranks == 1 else _plant_over_ranks(folder, precision)
 
@@ -184,7 +189,7 @@ def _plant_over_ranks(folder: Path, precision: str) -> list[str]:
 
 
 def _engine_over_ranks(folder: Path, **settings: str) -> RolloutEngine:
-    size = torch.distributed.get_world_size()
+    size = dist.get_world_size()
     return build_engine(make_config(folder / "0", tensor_parallel_size=size, **settings))  # type: ignore[arg-type]
 
 
@@ -230,8 +235,8 @@ def test_digests_do_not_depend_on_order_cut_or_padding() -> None:
     sent.note("model.layers.11.mlp.up_proj.weight", whole)
     parts = [Digests(), Digests()]
     padded = torch.cat([whole.t()[:20], torch.zeros(3, 64)])
-    parts[0].note("model.layers.11.mlp.gate_up_proj.weight", padded)
-    parts[1].note("model.layers.11.mlp.gate_up_proj.weight", whole.t()[20:].float())
+    parts[0].note("model.layers.11.mlp.gate_up_proj.weight", padded, times=2)
+    parts[1].note("model.layers.11.mlp.gate_up_proj.weight", whole.t()[20:].float(), times=2)
     assert differing(sent, parts) == []
     swapped = whole.clone()  # a sum of bits alone would not see these two
     swapped.view(torch.int16)[0, 0] += 1
@@ -239,3 +244,20 @@ def test_digests_do_not_depend_on_order_cut_or_padding() -> None:
     assert digest(swapped) != digest(whole)
     assert differing(sent, parts[:1]) == ["model.layers.11.mlp"]
     assert differing(Digests(), parts[:1]) == ["model.layers.11.mlp"]
+
+
+@pytest.mark.parametrize("stale", range(4))
+def test_every_copy_counts(stale: int) -> None:
+    """On four ranks a norm that all have, and keys and values that two and two have."""
+    norm, heads = torch.ones(8), torch.arange(1.0, 17).view(2, 8)
+    sent = Digests()
+    sent.note("model.layers.0.input_layernorm.weight", norm)
+    sent.note("model.layers.0.self_attn.k_proj.weight", heads)
+    for changed in (0.0, 1.0):
+        parts = [Digests() for _ in range(4)]
+        for rank, part in enumerate(parts):
+            by = changed if rank == stale else 0.0
+            part.note("model.layers.0.input_layernorm.weight", norm + by, times=1)
+            part.note("model.layers.0.self_attn.qkv_proj.weight", heads[rank // 2] + by, times=2)
+        modules = ["model.layers.0.input_layernorm", "model.layers.0.self_attn"]
+        assert differing(sent, parts) == (modules if changed else [])

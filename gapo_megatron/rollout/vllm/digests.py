@@ -27,9 +27,9 @@ class Digests(Counter[str]):
     to the part of a layer, in which Hugging Face and vLLM name the same things.
     """
 
-    def note(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor, or a part of one, under its module."""
-        self[module_of(name)] += digest(tensor)
+    def note(self, name: str, tensor: Tensor, *, times: int = 1) -> None:
+        """Add a tensor, or a part of one, under its module, so many times."""
+        self[module_of(name)] += times * digest(tensor)
 
     def noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass tensors through, and add them."""
@@ -75,7 +75,13 @@ def differing(sent: Digests, loaded: Sequence[Digests]) -> list[str]:
 
     Args:
         sent: of whole tensors.
-        loaded: of what each rank of the replica has loaded.
+        loaded: of what each rank of the replica has loaded. A part that only one rank has counts
+            as many times as the replica has ranks, one that several have as many times fewer: so
+            that every copy of it counts, and all add up to that many times what was sent.
     """
     names = sorted({*sent, *(name for one in loaded for name in one)})
-    return [name for name in names if (sent[name] - sum(one[name] for one in loaded)) % 2**64 != 0]
+    return [
+        name
+        for name in names
+        if (len(loaded) * sent[name] - sum(one[name] for one in loaded)) % 2**64 != 0
+    ]

@@ -48,8 +48,12 @@ def reload_weights(
         WeightSyncError: the engine has loaded something else than was sent; names the modules.
     """
     sent, loaded = Digests(), Digests()
+
+    def note(name: str, part: Tensor, copies: int) -> None:
+        loaded.note(name, part, times=replicas.size // copies)
+
     tensors = sent.noted(checked(rules_for(hf_config), weights))
-    vllm.load_weights(llm, tensors, note=loaded.note)
+    vllm.load_weights(llm, tensors, note=note)
     by_rank = replicas.gather([loaded])
     for first in range(0, len(by_rank), replicas.size):
         if wrong := differing(sent, by_rank[first : first + replicas.size]):

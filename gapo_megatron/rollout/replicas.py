@@ -108,6 +108,19 @@ class Replicas:
         dist.all_gather_object(received, list(groups), group=self.gloo_group)
         return [group for part in received for group in part]
 
+    def gather_in_replica(self, one: T) -> list[T]:
+        """Gather an object of every rank of this replica, in the order of ranks, on each of them.
+
+        Args:
+            one: this rank's. Anything that pickles; no tokens.
+
+        Collectives: one gather of objects within the replica, where it has more than one rank.
+        """
+        received = [one] * self.size
+        if self.size > 1:
+            dist.all_gather_object(received, one, group=self._replica_group)
+        return received
+
     def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
         """Gather tables [n, C] int32 of all ranks, by rank, on every rank.
 

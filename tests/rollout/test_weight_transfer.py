@@ -19,8 +19,10 @@ from gapo_megatron.compat import vllm
 from gapo_megatron.compat.vllm import LLMEngine
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.rollout import broadcast
+from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.rollout.vllm.digests import Digests, differing, digest, hashes, module_of
+from gapo_megatron.rollout.vllm.weights import check_loaded
 from gapo_megatron.run.process_group import World
 from gapo_megatron.types import Sequences
 from tests.dist import run_distributed, run_sides
@@ -261,3 +263,47 @@ def test_every_copy_counts(stale: int) -> None:
             part.note("model.layers.0.self_attn.qkv_proj.weight", heads[rank // 2] + by, times=2)
         modules = ["model.layers.0.input_layernorm", "model.layers.0.self_attn"]
         assert differing(sent, parts) == (modules if changed else [])
+
+
+_arrived: list[int] = []
+
+
+class _Tracked(Digests):
+    """Leaves its rank in `_arrived` where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., Digests], tuple[int, dict[str, int]]]:
+        return _arrive, (dist.get_rank(), dict(self))
+
+
+def _arrive(rank: int, values: dict[str, int]) -> Digests:
+    _arrived.append(rank)
+    return Digests(values)
+
+
+def _check_over_replicas(size: int, stale: tuple[int, ...]) -> tuple[str, list[int]]:
+    """The error of this rank, and whose digests it has got."""
+    replicas = Replicas.create(size, gloo_group=dist.group.WORLD)
+    sent, loaded = Digests(), _Tracked()
+    sent.note("model.norm.weight", torch.ones(4))
+    loaded.note("model.norm.weight", torch.ones(4) * (1 + (replicas.rank in stale)))
+    try:
+        check_loaded(sent, loaded, replicas)
+    except WeightSyncError as error:
+        return str(error), _arrived
+    return "", _arrived
+
+
+@pytest.mark.parametrize(
+    ("size", "stale", "named"),
+    [(2, (), None), (2, (3,), 2), (2, (1, 2), 0), (1, (2,), 2), (4, (1,), 0)],
+)
+def test_an_engine_that_differs_ends_every_rank_and_digests_stay_in_a_replica(
+    size: int, stale: tuple[int, ...], named: int | None
+) -> None:
+    for rank, (error, arrived) in enumerate(run_distributed(_check_over_replicas, 4, size, stale)):
+        first = rank // size * size
+        assert arrived == (list(range(first, first + size)) if size > 1 else [])
+        if named is None:
+            assert error == ""
+        else:
+            assert f"rank {named} " in error and "model.norm" in error

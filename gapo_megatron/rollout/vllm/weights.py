@@ -41,11 +41,11 @@ def reload_weights(
         weights: see `Engine.update_weights`.
         replicas: of the engine.
 
-    Collectives: those of `weights`; a gather of a few numbers a layer over all ranks.
+    Collectives: those of `weights` and of `check_loaded`.
 
     Raises:
         ConversionError: a tensor is missing, extra, twice or misshapen; names it.
-        WeightSyncError: the engine has loaded something else than was sent; names the modules.
+        WeightSyncError: as `check_loaded`.
     """
     sent, loaded = Digests(), Digests()
 
@@ -54,12 +54,29 @@ def reload_weights(
 
     tensors = sent.noted(checked(rules_for(hf_config), weights))
     vllm.load_weights(llm, tensors, note=note)
-    by_rank = replicas.gather([loaded])
-    for first in range(0, len(by_rank), replicas.size):
-        if wrong := differing(sent, by_rank[first : first + replicas.size]):
+    check_loaded(sent, loaded, replicas)
+
+
+def check_loaded(sent: Digests, loaded: Digests, replicas: Replicas) -> None:
+    """Compare what every engine has loaded with what was sent to it.
+
+    Args:
+        sent: of whole tensors.
+        loaded: of what this rank has loaded; see `differing`.
+        replicas: of the engine.
+
+    Collectives: a gather of a few numbers a layer within the replica; one of a line over all ranks.
+
+    Raises:
+        WeightSyncError: an engine has loaded something else than was sent; names the first such
+            engine and its modules. On every rank.
+    """
+    wrong = differing(sent, replicas.gather_in_replica(loaded))
+    ours = f"{len(wrong)} modules: {', '.join(wrong[:5])}" if wrong else ""
+    for rank, modules in enumerate(replicas.gather([ours])):
+        if modules:
             raise WeightSyncError(
-                f"the engine of rank {first} has not loaded what was sent of "
-                f"{len(wrong)} modules: {', '.join(wrong[:5])}"
+                f"the engine of rank {rank} has not loaded what was sent of {modules}"
             )
 
 

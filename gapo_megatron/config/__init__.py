@@ -4,6 +4,7 @@ from gapo_megatron.config.loading import load_config, parse_config
 from gapo_megatron.config.run_sections import CheckpointConfig, MetricsConfig, ParallelConfig
 from gapo_megatron.config.schema import (
     CONFIG_NAME,
+    DTYPES,
     VERIFIED_SEQUENCES,
     BatchConfig,
     Config,
@@ -17,6 +18,7 @@ from gapo_megatron.config.schema import (
 
 __all__ = [
     "CONFIG_NAME",
+    "DTYPES",
     "VERIFIED_SEQUENCES",
     "BatchConfig",
     "CheckpointConfig",

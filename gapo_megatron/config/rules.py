@@ -45,7 +45,7 @@ def check_together(config: Config) -> None:
     if config.rollout.quantization and config.model.precision == "fp32":
         raise ValueError(
             f"rollout.quantization ({config.rollout.quantization!r}) needs model.precision "
-            "'bf16' or 'fp8', not 'fp32': vLLM quantises layers of 16-bit activations alone"
+            "'bf16', 'fp16' or 'fp8', not 'fp32': vLLM quantises 16-bit layers only"
         )
     if config.evaluation.every_steps and not config.data.eval_path:
         raise ValueError(

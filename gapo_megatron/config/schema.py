@@ -61,6 +61,8 @@ from gapo_megatron.isolation import SYSTEM_PYTHON, split_setting
 
 CONFIG_NAME = "config.toml"
 """File in the run folder with the resolved config of the newest start."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""Dtype of weights and activations by `model.precision`; fp8 is of each product's factors."""
 
 
 class ModelConfig(Section):
@@ -73,8 +75,9 @@ class ModelConfig(Section):
     """Hugging Face folder (config.json, tokenizer, safetensors) of the initial policy."""
     megatron_dir: Annotated[OptionalPath, INPUT_PATH] = ""
     """Megatron checkpoint to read the weights from. `hf_dir` then needs no weights of its own."""
-    precision: Annotated[Literal["fp32", "bf16", "fp8"], SAMPLED] = "bf16"
-    """bf16 and fp8 keep fp32 master weights; fp8 needs Transformer Engine."""
+    precision: Annotated[Literal["fp32", "bf16", "fp16", "fp8"], SAMPLED] = "bf16"
+    """All but fp32 keep fp32 master weights. fp16 has three bits more than bf16 and a narrower
+    range, so that its loss is scaled (docs/numerics.md); fp8 needs Transformer Engine."""
     fp8_recipe: Annotated[Literal["delayed", "tensorwise", "blockwise", "mxfp8"], SAMPLED] = (
         "tensorwise"
     )
@@ -94,6 +97,11 @@ class ModelConfig(Section):
                 f"fp8_recipe ({self.fp8_recipe!r}) needs precision 'fp8', not {self.precision!r}"
             )
         return self
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of weights and activations, in the words of torch and vLLM."""
+        return DTYPES[self.precision]
 
 
 class DataConfig(Section):

@@ -149,7 +149,7 @@ def _summarize(
     totals = metrics.add_over_ranks(
         sums, group_size=config.batch.rollouts_per_prompt, device=policy.device
     )
-    return metrics.summarize(
+    summary = metrics.summarize(
         totals,
         plan,
         config,
@@ -157,3 +157,7 @@ def _summarize(
         grad_norms=progress.grad_norms,
         learning_rate=progress.learning_rate,
     )
+    if policy.loss_scale is not None:
+        summary["optim/loss_scale"] = policy.loss_scale.value
+        summary["optim/overflows"] = float(policy.loss_scale.num_overflows)
+    return summary

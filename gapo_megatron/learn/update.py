@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from gapo_megatron.policy import optimizer as optim
 from gapo_megatron.policy.pipeline import ZeroGradient
 from gapo_megatron.policy.policy import Policy
 from gapo_megatron.types import Microbatch
+
+logger = logging.getLogger(__name__)
 
 Outputs = dict[str, Tensor]
 Loss = Callable[[Scored], tuple[Tensor, Outputs]]
@@ -52,44 +55,50 @@ def update(
     everything was finite, for the gradient's norm and for what `loss` reported. There is no
     optimizer step if the gradient's norm is zero (AdamW would follow old momenta and decay).
 
+    In fp16 the loss is scaled (`policy.loss_scale`). If the gradient overflows, there is no step
+    either: the scale is halved, and the pass is repeated, so that no mini-batch is lost.
+
     Args:
         policy: moved by one step.
         microbatches: this data-parallel rank's; as many as on every other rank. One of padding
             only (R = 0) is fine.
-        loss: called on the last pipeline stage for each micro-batch. Returns the scalar loss, every
+        loss: called on the last pipeline stage for each micro-batch of each pass, without effects
+            beside its result. Returns the scalar loss, every
             (global) denominator in it, and what to report; all on the policy's device. What it
             finds to be not finite it keeps in `Scored.flags`.
         learning_rate: instead of the configured schedule.
         skip_inactive: leave out what cannot change the weights (`_cut_backward`); worth it where a
             good part of the rows may be without gradient.
 
-    Collectives: those of `forward.run_pass`; with `skip_inactive` and expert parallelism, on the
-    last stage, one flag per micro-batch over the expert parallel group; the gradient reduction over
-    data and context parallel ranks (begun in the last backward pass with
-    `parallel.overlap_grad_reduce`); one flag over all ranks; the gradient norm; the parameter
-    all-gather.
+    Collectives: for each pass those of `forward.run_pass`; with `skip_inactive` and expert
+    parallelism, on the last stage, one flag per micro-batch over the expert parallel group; the
+    gradient reduction over data and context parallel ranks (begun in the last backward pass with
+    `parallel.overlap_grad_reduce`); the gradient norm; one flag over all ranks. At the end the
+    parameter all-gather.
 
     Raises:
-        DivergenceError: a log-prob, a loss or the gradient is not finite, or a flag is raised, on
-            every rank alike; weights, optimizer state and `num_updates` are what they were.
+        DivergenceError: a log-prob, a loss or the gradient is not finite (in fp16: at a scale of
+            1), or a flag is raised, on every rank alike; weights, optimizer state and `num_updates`
+            are what they were.
     """
-    config, flags = policy.config.optimizer, Flags()
+    config, scale = policy.config.optimizer, policy.loss_scale
     if learning_rate is None:
         learning_rate = optim.learning_rate(config, policy.num_updates)
-    losses: list[Tensor] = []
-
-    def head(scored: Scored) -> tuple[Tensor, Outputs]:
-        value, outputs = loss(scored)
-        losses.append(value.detach())
-        value, num_active = _cut_backward(policy, value, scored, skip_inactive=skip_inactive)
-        return value, outputs | {"active_rows": num_active}
-
     with cpu.device_scope():
-        policy.begin_update()
-        outputs = run_pass(policy, microbatches, head, flags, forward_only=False)
-        policy.optimizer.prepare_grads()
-        grad_norm = float(policy.optimizer.get_grad_norm())
-        _check_finite(policy, losses, grad_norm, flags)
+        while True:
+            grad_norm, outputs = _gradient(policy, microbatches, loss, skip_inactive=skip_inactive)
+            if math.isfinite(grad_norm):
+                break
+            assert scale is not None  # else `_gradient` has raised
+            scale.overflowed()
+            if policy.groups.rank == 0:
+                logger.info(
+                    "update %d: the gradient overflowed in fp16; repeated at loss scale %g",
+                    policy.num_updates,
+                    scale.value,
+                )
+        if scale is not None:
+            scale.updated()
         if grad_norm > 0:
             optim.set_learning_rate(policy.optimizer, learning_rate)
             optim.step(policy.optimizer, grad_norm=grad_norm, clip_grad=config.clip_grad)
@@ -97,6 +106,35 @@ def update(
     values = iter(to_host([value for output in outputs for value in output.values()]))
     outputs = [{name: next(values) for name in output} for output in outputs]
     return UpdateResult(grad_norm, learning_rate, outputs)
+
+
+def _gradient(
+    policy: Policy, microbatches: Sequence[Microbatch], loss: Loss, *, skip_inactive: bool
+) -> tuple[float, list[Outputs]]:
+    """One pass, forward and backward: gradients are prepared for a step.
+
+    Returns:
+        Norm of the whole gradient; not finite where it overflowed, and may be computed again at a
+        smaller scale of the loss. What `loss` reported, on the device.
+    """
+    flags = Flags()
+    losses: list[Tensor] = []
+
+    def head(scored: Scored) -> tuple[Tensor, Outputs]:
+        value, outputs = loss(scored)
+        losses.append(value.detach())
+        value, num_active = _cut_backward(policy, value, scored, skip_inactive=skip_inactive)
+        if policy.loss_scale is not None:
+            value = value * policy.loss_scale.value
+        return value, outputs | {"active_rows": num_active}
+
+    policy.begin_update()
+    outputs = run_pass(policy, microbatches, head, flags, forward_only=False)
+    policy.unscale_gradients()
+    policy.optimizer.prepare_grads()
+    grad_norm = float(policy.optimizer.get_grad_norm())
+    _check_finite(policy, losses, grad_norm, flags)
+    return grad_norm, outputs
 
 
 def _cut_backward(
@@ -172,12 +210,16 @@ def _has_backward(policy: Policy, num_active: int, *, read: bool) -> bool:
 
 
 def _check_finite(policy: Policy, losses: list[Tensor], grad_norm: float, flags: Flags) -> None:
-    """Raise DivergenceError on every rank if any rank's loss, flag or gradient says so."""
+    """Raise DivergenceError on every rank if any rank's loss, flag or gradient says so.
+
+    A gradient that a smaller scale of the loss may make finite is no error.
+    """
     is_bad = flags.any(policy.device).float()
     if losses:
         is_bad += (~torch.stack(losses).isfinite()).any()
     dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
-    if is_bad.item() or not math.isfinite(grad_norm):
+    may_be_smaller = policy.loss_scale is not None and policy.loss_scale.may_halve
+    if is_bad.item() or not (math.isfinite(grad_norm) or may_be_smaller):
         shown = ", ".join(f"{value:g}" for value in torch.stack(losses).tolist()) if losses else ""
         culprit = flags.error()
         found = "not finite here or on another rank" if culprit is None else str(culprit)

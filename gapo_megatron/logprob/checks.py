@@ -8,7 +8,7 @@ from gapo_megatron.errors import DivergenceError
 from gapo_megatron.logprob.row_plan import RowPlan
 from gapo_megatron.logprob.statistics import accumulation_dtype
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_tensors(

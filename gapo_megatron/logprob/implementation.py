@@ -25,7 +25,7 @@ _OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
 def choose_implementation(device: torch.device, dtype: torch.dtype, name: Name = "auto") -> Any:
     """The module whose `softmax_stats` and `grad_logits` serve hidden states of this kind.
 
-    `auto` is Triton for bfloat16 on NVIDIA Hopper, which its tiles are chosen for, where its
+    `auto` is Triton for 16 bits on NVIDIA Hopper, which its tiles are chosen for, where its
     kernels agree with float64 on this device (`self_check`, milliseconds, and seconds where they
     are not in Triton's cache), and torch elsewhere. The choice is made and logged once, with the
     reason.
@@ -70,17 +70,17 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def _choose(
     device: str, dtype: torch.dtype, capability: tuple[int, int] | None, name: Name
 ) -> Resolved:
-    suits_triton = (capability or (0, 0))[0] == 9 and dtype == torch.bfloat16
+    suits_triton = (capability or (0, 0))[0] == 9 and dtype.itemsize == 2
     resolved: Resolved
     if name != "auto":
         if name == "triton" and not suits_triton:
             raise ValueError(
-                "implementation ('triton') needs bfloat16 on a GPU of compute capability 9, not "
-                f"{dtype} on {device} {capability or ''}"
+                "implementation ('triton') needs bfloat16 or float16 on a GPU of compute "
+                f"capability 9, not {dtype} on {device} {capability or ''}"
             )
         resolved, reason = name, "model.head asks for it"
     elif not suits_triton:
-        resolved, reason = "torch", "Triton serves bfloat16 on compute capability 9"
+        resolved, reason = "torch", "Triton serves 16 bits on compute capability 9"
     else:
         fault = _why_not_triton(torch.device(device), dtype)
         resolved, reason = "torch" if fault else "triton", fault

@@ -64,8 +64,8 @@ def token_log_probs(
     matrix product allows (docs/numerics.md).
 
     Args:
-        hidden: [T, H] float32, bfloat16 or float64, the same on every tensor-parallel rank; with
-            `sequence_parallel` this rank's positions [T / tp, H], in rank order.
+        hidden: [T, H] float32, bfloat16, float16 or float64, the same on every tensor-parallel
+            rank; with `sequence_parallel` this rank's positions [T / tp, H], in rank order.
         weight: [V_local, H] like `hidden`: this rank's rows of the output layer.
         labels: [R] int64 token ids in 0..vocab_size-1, the same on every tensor-parallel rank.
             R = response tokens; may be 0.

@@ -136,8 +136,8 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     The factors have one dtype; total has it too, or the accumulation dtype.
     """
     with _exact_products(left):
-        if left.is_cuda and left.dtype == total.dtype == torch.bfloat16:
-            # Not one product: cuBLAS may add the parts of its sums in bfloat16.
+        if left.is_cuda and left.dtype == total.dtype and total.dtype.itemsize == 2:
+            # Not one product: cuBLAS may add the parts of its sums in 16 bits.
             total += torch.mm(left, right, out_dtype=torch.float32)
         elif left.dtype == total.dtype:
             total.addmm_(left, right)
@@ -215,7 +215,7 @@ def _exact_products(hidden: torch.Tensor) -> Iterator[None]:
 
 
 def _operand(matrix: torch.Tensor) -> torch.Tensor:
-    """Operand of a product: bfloat16 on CUDA, which multiplies it into float32; else float32."""
+    """Operand of a product: 16 bits on CUDA, which multiplies them into float32; else float32."""
     return matrix if matrix.is_cuda else matrix.to(accumulation_dtype(matrix.dtype))
 
 

@@ -77,6 +77,7 @@ def build_optimizer(
             adam_eps=config.eps,
             clip_grad=config.clip_grad,
             bf16=params_dtype == torch.bfloat16,
+            # Not fp16: it would scale the loss by itself (`policy.loss_scale`).
             params_dtype=params_dtype,
             use_distributed_optimizer=True,
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks, to_rank
 from gapo_megatron.policy.export import whole_parameters
 from gapo_megatron.policy.load import check_digests, find_weights, load_weights
+from gapo_megatron.policy.loss_scale import LossScale
 from gapo_megatron.policy.model import PolicyModel, build_model, read_hf_config
 from gapo_megatron.policy.offload import Offload, WeightOffload
 from gapo_megatron.policy.optimizer import (
@@ -61,9 +63,10 @@ class Policy:
         groups: this rank's place.
         device: where parameters live.
         model: the DDP-wrapped virtual stages.
-        optimizer: AdamW; fp32 master weights when parameters are bf16.
+        optimizer: AdamW; fp32 master weights when parameters have 16 bits.
         head: the code of log-probs, the same on every rank.
         num_updates: optimizer steps taken since the initial weights were loaded.
+        loss_scale: factor of the loss in fp16; None in other precisions.
         reduction: begins the reduction of gradients during the last backward pass; None: it waits.
     """
 
@@ -85,6 +88,7 @@ class Policy:
         self.optimizer = optimizer
         self.head = head
         self.num_updates = 0
+        self.loss_scale = LossScale() if config.model.precision == "fp16" else None
         self.reduction = GradientReduction(model) if config.parallel.overlap_grad_reduce else None
         self._rules = model[0].module.rules
         self._layers = layers_of_stages(config.parallel, self.hf_config.num_hidden_layers)
@@ -275,7 +279,7 @@ class Policy:
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     def sharded_state_dict(self, *, is_loading: bool = False) -> dict[str, Any]:
-        """Model, optimizer and update count for `megatron.core.dist_checkpointing`.
+        """Model, optimizer, update count and loss scale for `megatron.core.dist_checkpointing`.
 
         To be written: of what waits in host memory, that copy.
 
@@ -291,7 +295,10 @@ class Policy:
             )
         # Not before: the optimizer finds its parameters' names by who is who.
         self._weight_offload.make_readable(model)
-        return {"model": model, "optimizer": optimizer, "num_updates": self.num_updates}
+        state = {"model": model, "optimizer": optimizer, "num_updates": self.num_updates}
+        if self.loss_scale is not None:
+            state["loss_scale"] = asdict(self.loss_scale)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `dist_checkpointing.load` made of `sharded_state_dict(is_loading=True)`."""
@@ -301,6 +308,8 @@ class Policy:
                 stage.load_state_dict(state["model"][f"stage_{i}"])
             load_state(self.optimizer, state["optimizer"], config=self.config.optimizer)
         self.num_updates = state["num_updates"]
+        if self.loss_scale is not None:
+            self.loss_scale = LossScale(**state.get("loss_scale", {}))
 
     def make_room(self) -> None:
         """Give back the memory of what only an update needs, until the next one needs it.
@@ -336,6 +345,12 @@ class Policy:
         if self.reduction is not None:
             self.reduction.reset()
         self.optimizer.zero_grad()
+
+    def unscale_gradients(self) -> None:
+        """Divide the summed gradients by the loss scale, if there is one. Exact."""
+        if self.loss_scale is not None:
+            for wrapped in self.model:
+                wrapped.scale_gradients(1 / self.loss_scale.value)
 
     @contextlib.contextmanager
     def reference_weights(self) -> Iterator[None]:

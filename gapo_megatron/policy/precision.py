@@ -16,14 +16,17 @@ from gapo_megatron.models.fp8 import RECIPES
 def precision_settings(precision: str, *, fp8_recipe: str) -> dict[str, Any]:
     """TransformerConfig fields of `model.precision` and `model.fp8_recipe`.
 
-    bf16 and fp8 hold bf16 parameters beside fp32 master weights in the optimizer, and sum
-    gradients in fp32; fp8 runs the layers' matrix products in Transformer Engine, which quantises
-    both factors for each. The head is apart: it accumulates logits in fp32 always.
+    bf16, fp16 and fp8 hold 16-bit parameters (fp8: bf16) beside fp32 master weights in the
+    optimizer, and sum gradients in fp32; fp8 runs the layers' matrix products in Transformer
+    Engine, which quantises both factors for each. The head is apart: it accumulates logits in fp32
+    always.
 
     Whether this machine runs it is not asked: see `check_fp8`.
     """
     if precision == "fp32":
         return {"params_dtype": torch.float32, "pipeline_dtype": torch.float32}
+    if precision == "fp16":
+        return {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
     settings = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
     if precision == "bf16":
         return settings
@@ -38,7 +41,8 @@ def check_fp8(fp8_recipe: str) -> None:
     """
     if not torch.cuda.is_available() or not is_installed():
         raise ConfigError(
-            "model.precision ('fp8') needs a GPU and Transformer Engine; use 'bf16' or 'fp32' here"
+            "model.precision ('fp8') needs a GPU and Transformer Engine; use 'bf16', 'fp16' or "
+            "'fp32' here"
         )
     if reason := why_not(RECIPES[fp8_recipe].question):
         raise ConfigError(
@@ -55,8 +59,7 @@ def choose_head(config: ModelConfig, device: torch.device) -> Resolved:
     Raises:
         ConfigError: `model.head` names code that does not serve this device.
     """
-    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     try:
-        return choose_together(device, dtype, config.head)
+        return choose_together(device, getattr(torch, config.dtype), config.head)
     except ValueError as error:
         raise ConfigError(f"model.head ('{config.head}'): {error}") from None

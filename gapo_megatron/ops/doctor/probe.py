@@ -19,7 +19,7 @@ import torch
 
 from gapo_megatron import rewards
 from gapo_megatron.compat.transformer_engine import DEBUG_ENVIRONMENT, attention_in_use
-from gapo_megatron.config import Config, load_config, parse_config
+from gapo_megatron.config import DTYPES, Config, load_config, parse_config
 from gapo_megatron.errors import ConfigError, GapoError
 from gapo_megatron.hf.headers import find_files
 from gapo_megatron.hf.model_folder import check_model_folder
@@ -120,8 +120,7 @@ def rollout(precision: str) -> None:
     """
     from gapo_megatron.rollout.vllm.installation import installation
 
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    _print(**asdict(installation(dtype)))
+    _print(**asdict(installation(getattr(torch, DTYPES[precision]))))
 
 
 def config(path: str, world_size: int, ranks_per_node: int | None) -> None:

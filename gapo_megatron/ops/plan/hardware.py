@@ -52,7 +52,8 @@ class Gpu:
         """
         if precision == "fp8" and not self.fp8_flops:
             raise ConfigError(f"model.precision ('fp8'): a {self.name} has no fp8 products")
-        return {"fp32": self.fp32_flops, "bf16": self.bf16_flops, "fp8": self.fp8_flops}[precision]
+        flops = {"fp32": self.fp32_flops, "fp8": self.fp8_flops}
+        return flops.get(precision, self.bf16_flops)  # fp16 has the rate of bf16
 
     def group_bandwidth(self, size: int, *, stride: int) -> float:
         """Bytes per second in one direction that a ring over a process group moves for each member.

@@ -15,7 +15,7 @@ from gapo_megatron.models.fp8 import is_quantised
 from gapo_megatron.models.rules import Rule, shard_size
 from gapo_megatron.ops.plan.layout import Layout
 
-BYTES_PER_PARAMETER = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp8": (2, 4, 12)}
+BYTES_PER_PARAMETER = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp16": (2, 4, 12), "fp8": (2, 4, 12)}
 """Bytes by precision: weight, gradient (on every rank), optimizer state (cut by data parallel)."""
 FP8_COPY_BYTES = 2
 """Bytes of a weight's copies where Transformer Engine multiplies in fp8: one copy for the forward

@@ -124,7 +124,7 @@ def engine_args(
             "enable_sleep_mode": True,
             "sleep_mode_offload_cudagraph": True,  # otherwise graphs stay on the GPU
         }
-        # Logits in fp32, as the trainer's head has them: rounded to bf16 they are off by up to
+        # Logits in fp32, as the trainer's head has them: rounded to 16 bits they are off by up to
         # 0.06 from 16 on. One product with another output, not another copy of the weight.
         overrides["head_dtype"] = "float32"
     else:
@@ -141,7 +141,7 @@ def engine_args(
         load_format="auto" if load_weights else "dummy",
         skip_tokenizer_init=True,
         generation_config="vllm",  # sampling is what the config says, nothing else
-        dtype="float32" if config.model.precision == "fp32" else "bfloat16",
+        dtype=config.model.dtype,
         max_model_len=max_model_len,
         hf_overrides=overrides,
         tensor_parallel_size=rollout.tensor_parallel_size,

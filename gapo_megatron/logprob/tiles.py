@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
+from gapo_megatron.device.products import float32_products
 from gapo_megatron.logprob.statistics import MAXIMUM, WEIGHTED, accumulation_dtype, merge_stats
 
 BFLOAT16_ROWS = 128
@@ -198,20 +198,14 @@ def _is_bfloat16_on_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
 
 
-@contextlib.contextmanager
-def _exact_products(hidden: torch.Tensor) -> Iterator[None]:
-    """Products of float32 in full precision, whatever the process allows (vLLM may set TF32).
+def _exact_products(hidden: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Products of float32 in full precision.
 
     For bfloat16 on a CPU: let it multiply float32 copies with its bfloat16 instructions. Exact,
     because the copies hold bfloat16 values, and sums stay float32.
     """
-    backend: Any = torch.backends.cuda if hidden.is_cuda else torch.backends.mkldnn
-    before = backend.matmul.fp32_precision
-    backend.matmul.fp32_precision = "bf16" if _is_bfloat16_on_cpu(hidden) else "ieee"
-    try:
-        yield
-    finally:
-        backend.matmul.fp32_precision = before
+    is_bfloat16 = _is_bfloat16_on_cpu(hidden)
+    return float32_products(hidden.device, "bf16" if is_bfloat16 else "ieee")
 
 
 def _operand(matrix: torch.Tensor) -> torch.Tensor:

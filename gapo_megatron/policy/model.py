@@ -200,11 +200,11 @@ def _expert_settings(*, fused: bool) -> dict[str, Any]:
 
 
 def has_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
-    """Transformer Engine's layers are used: installed, on a GPU, and not in fp32.
+    """Transformer Engine's layers are used: installed, on a GPU, and in 16 bits.
 
     It has no fp32 attention for packed sequences.
     """
-    return device.type == "cuda" and dtype != torch.float32 and is_installed()
+    return device.type == "cuda" and dtype.itemsize == 2 and is_installed()
 
 
 class PolicyModel(HiddenStatesModel):

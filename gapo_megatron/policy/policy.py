@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -28,6 +28,7 @@ from gapo_megatron.policy.adapters import FULL_WEIGHTS, Adapter
 from gapo_megatron.policy.allocator import ExpandableSegments
 from gapo_megatron.policy.context import num_chunks, to_rank
 from gapo_megatron.policy.export import whole_parameters
+from gapo_megatron.policy.homes import Home, find_homes
 from gapo_megatron.policy.load import check_digests, find_weights, load_weights
 from gapo_megatron.policy.loss_scale import LossScale
 from gapo_megatron.policy.model import PolicyModel, build_model, read_hf_config
@@ -45,15 +46,6 @@ from gapo_megatron.policy.reduction import GradientReduction
 from gapo_megatron.types import Microbatch, Sequences
 
 
-class _Home(NamedTuple):
-    """Location of one of the architecture's parameters on this rank."""
-
-    stage: PolicyModel
-    name: str
-    """Name of the parameter in that stage."""
-    parameter: Tensor
-
-
 class Policy:
     """One rank's part of the policy.
 
@@ -63,6 +55,7 @@ class Policy:
         groups: this rank's place.
         device: where parameters live.
         model: the DDP-wrapped virtual stages.
+        stages: this rank's virtual stages, without their wrappers; one without virtual stages.
         optimizer: AdamW; fp32 master weights when parameters have 16 bits.
         head: the code of log-probs, the same on every rank.
         num_updates: optimizer steps taken since the initial weights were loaded.
@@ -84,7 +77,8 @@ class Policy:
         self.hf_config: PretrainedConfig = model[0].module.hf_config
         self.groups = groups
         self.device = device
-        self.model = model
+        self.model: list[Any] = [*model]
+        self.stages: list[PolicyModel] = [wrapped.module for wrapped in model]
         self.optimizer = optimizer
         self.head = head
         self.num_updates = 0
@@ -93,7 +87,7 @@ class Policy:
         self._rules = model[0].module.rules
         self._layers = layers_of_stages(config.parallel, self.hf_config.num_hidden_layers)
         self._adapter = adapter
-        self._homes = dict(self._find_homes())
+        self._homes = self._find_homes(self.stages, adapter)
         self._parameters = {name: home.parameter for name, home in self._homes.items()}
         weights = [weight for stage in self.stages for weight in stage.parameters()]
         self._trained = [weight for weight in weights if weight.requires_grad]
@@ -148,11 +142,6 @@ class Policy:
             model = [wrap_model(stage, groups, overlap_grad_reduce=overlap) for stage in stages]
             optimizer = build_optimizer(config.optimizer, model)
         return cls(config, groups, device, model, optimizer, head, adapter)
-
-    @property
-    def stages(self) -> list[PolicyModel]:
-        """This rank's virtual stages, without their wrappers; one without virtual stages."""
-        return [wrapped.module for wrapped in self.model]
 
     @property
     def sequence_multiple(self) -> int:
@@ -367,22 +356,23 @@ class Policy:
         finally:
             self._restore(current)
 
-    def _find_homes(self) -> Iterator[tuple[str, _Home]]:
-        """The architecture's parameters of this rank, under the rules' names.
+    def fill(self, stages: Sequence[PolicyModel]) -> None:
+        """Copy this rank's shards into as many other stages of the same layout, of any dtype.
 
-        These have global numbers, and are those of our layer spec. An adapter's own are left out.
+        An adapter's are merged into the weights.
         """
-        first_expert = self.groups.ep_rank * self._experts_per_rank
-        for stage, layers in zip(self.stages, self._layers[self.groups.pp_rank], strict=True):
-            for name, parameter in stage.named_parameters():
-                if (base_name := self._adapter.base_name(name)) is None:
-                    continue
-                rule, place = find_rule(self._rules, base_name)
-                if place.layer is not None:
-                    place = place._replace(layer=layers[place.layer])
-                if place.expert is not None:
-                    place = place._replace(expert=place.expert + first_expert)
-                yield rule.megatron_name(place), _Home(stage, name, parameter)
+        self._weight_offload.to_device()
+        for name, home in self._find_homes(stages, FULL_WEIGHTS).items():
+            home.parameter.detach().copy_(self._merged(name))
+
+    def _find_homes(self, stages: Sequence[PolicyModel], adapter: Adapter) -> dict[str, Home]:
+        return find_homes(
+            stages,
+            self._layers[self.groups.pp_rank],
+            self._rules,
+            first_expert=self.groups.ep_rank * self._experts_per_rank,
+            adapter=adapter,
+        )
 
     def _merged(self, name: str) -> Tensor:
         """The shard of a parameter that is exported, by the rules' name."""

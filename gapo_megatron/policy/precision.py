@@ -21,8 +21,12 @@ def precision_settings(precision: str, *, fp8_recipe: str) -> dict[str, Any]:
     Engine, which quantises both factors for each. The head is apart: it accumulates logits in fp32
     always.
 
+    `fp64` is no setting: it is what `fp32` is compared with (`policy.exact`).
+
     Whether this machine runs it is not asked: see `check_fp8`.
     """
+    if precision == "fp64":
+        return {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
     if precision == "fp32":
         return {"params_dtype": torch.float32, "pipeline_dtype": torch.float32}
     if precision == "fp16":

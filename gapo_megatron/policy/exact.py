@@ -1,0 +1,46 @@
+"""The policy's log-probs without its rounding: the same weights, wider activations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from gapo_megatron.compat import cpu
+from gapo_megatron.device.products import float32_products
+from gapo_megatron.policy.model import PolicyModel, build_model
+from gapo_megatron.policy.policy import Policy
+
+
+@contextlib.contextmanager
+def exact_arithmetic(policy: Policy) -> Iterator[None]:
+    """Within, `policy` computes in float32 in place of 16 bits, in float64 in place of float32.
+
+    For log-probs only. Parallel layout and order of operations stay the same; Transformer Engine's
+    layers, which have no such attention, are replaced by Megatron-core's. The weights are copied,
+    four (eight) bytes each: as many as a gradient, whose memory is free but between the beginning
+    of an update and `Policy.make_room`.
+    """
+    stages = exact_stages(policy)
+    kept = policy.model, policy.stages, policy.head
+    policy.model, policy.stages, policy.head = list(stages), stages, "torch"
+    try:
+        with float32_products(policy.device):
+            yield
+    finally:
+        policy.model, policy.stages, policy.head = kept
+
+
+def exact_stages(policy: Policy) -> list[PolicyModel]:
+    """This rank's virtual stages in wider numbers, filled with the policy's weights."""
+    with cpu.device_scope():
+        stages = build_model(
+            policy.hf_config,
+            policy.groups,
+            policy.device,
+            precision="fp64" if policy.config.model.precision == "fp32" else "fp32",
+            parallel=policy.config.parallel,
+        )
+    for stage in stages:
+        stage.requires_grad_(False)
+    policy.fill(stages)
+    return stages

@@ -78,7 +78,7 @@ def measure_run(
     """Seconds of every part per step, and of the whole step; medians without the first step."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         settings = [f"run.output_dir={folder}", f"run.num_steps={num_steps}"]
-        settings += ["evaluation.every_steps=0", "metrics.noise_floor_every_steps=0"]
+        settings += ["evaluation.every_steps=0", "metrics.rounding_every_steps=0"]
         config = load_config(config_path, [*settings, *overrides])
         if not (Path(config.model.hf_dir) / "config.json").exists():
             raise SystemExit("the demo's warm start is not there: run `make demo` first")

@@ -51,7 +51,7 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
     with Run.start(config, keep_weights=keep_weights) as run:
         for step in run.steps():  # evaluates and saves where due; ends when asked to
             rollouts = run.collect(step)  # prompts -> responses -> verdicts, as they end
-            batch = run.make_batch(step, rollouts)  # c, k and A of every sequence
+            batch = run.make_batch(rollouts)  # c, k and A of every sequence
             learned = run.learn(batch)  # without A = 0; old log-probs; an update per mini-batch
             synced = run.sync(step, batch)  # weights into the engine, proved by log-probs
             run.log(step, batch, learned, synced)

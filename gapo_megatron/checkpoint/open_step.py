@@ -19,6 +19,7 @@ import torch.distributed as dist
 from gapo_megatron.checkpoint import files
 from gapo_megatron.exchange import Channel, gather
 from gapo_megatron.facts import Facts
+from gapo_megatron.learn.rounding import Scores
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.types import Batch
 
@@ -175,9 +176,11 @@ def _kept_by_turns(batch: Batch) -> Batch:
 
 
 def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
+    fields = {"scores": None, **fields}  # one written before rounding was measured has none
     if missing := {one.name for one in dataclasses.fields(Progress)} - fields.keys():
         raise ValueError(f"without {', '.join(sorted(missing))}")
     progress = Progress(**fields)
+    progress.scores = fields["scores"] and _to_scores(fields["scores"])
     progress.old_log_probs = [
         one
         and [
@@ -192,3 +195,18 @@ def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
     for number in (*files.plain(progress.grad_norms, list), progress.learning_rate):
         files.plain(number, float, int)
     return progress
+
+
+def _to_scores(fields: Any) -> Scores:
+    """Log-probs that measure a step's rounding, on the CPU."""
+    dtypes = {"in_run": (torch.float32,), "exact": (torch.float32, torch.float64)}
+    if files.plain(fields, dict).keys() != dtypes.keys():
+        raise ValueError(f"{', '.join(map(str, fields))} in place of {', '.join(dtypes)}")
+    for name, kinds in dtypes.items():
+        for i, values in files.plain(fields[name], dict).items():
+            files.plain(i, int)
+            dtype = kinds[-1] if getattr(values, "dtype", None) == kinds[-1] else kinds[0]
+            files.column(values, dtype)
+    if fields["in_run"].keys() != fields["exact"].keys():
+        raise ValueError("log-probs with and without rounding of different sequences")
+    return Scores(**fields)

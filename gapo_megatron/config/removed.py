@@ -22,6 +22,16 @@ REMOVED = {
         instead="there is no such setting any more: every weight sync compares 4 sequences. "
         "Remove the line; rollout.verify_bound sets how far they may differ",
     ),
+    "metrics.noise_floor_every_steps": Removed(
+        defaults=(0, 50),
+        instead="the noise floor is no longer measured; metrics.rounding_every_steps says how "
+        "often a step's ratios are compared with those without rounding (docs/numerics.md)",
+    ),
+    "metrics.noise_floor_limit": Removed(
+        defaults=(1.0,),
+        instead="the noise floor is no longer measured, and no run is refused for it. Remove the "
+        "line; numerics/ratio_correlation says whether the clip decides on rounding",
+    ),
 }
 
 

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from gapo_megatron.config.metadata import INPUT_PATH, LAYOUT, LIFE, MEASURED, SEED
 from gapo_megatron.config.section import Section
 from gapo_megatron.config.types import (
-    Bound,
     Count,
     MadePath,
     OptionalPath,
@@ -140,7 +139,7 @@ class EvaluationConfig(Section):
 
 
 class MetricsConfig(Section):
-    """What is recorded besides metrics.jsonl, and the noise floor."""
+    """What is recorded besides metrics.jsonl, and how often rounding is measured."""
 
     role = LIFE
 
@@ -148,8 +147,6 @@ class MetricsConfig(Section):
     """Write TensorBoard event files."""
     wandb_project: WandbProject = ""
     """Weights & Biases project. Empty: off."""
-    noise_floor_every_steps: StepsOrZero = 50
-    """Measure the noise floor (docs/numerics.md) at step 0 and every so many steps. 0: never."""
-    noise_floor_limit: Bound = 1.0
-    """A new run does not start if its mean noise floor is above this many times the way to the edge
-    of the method's rule (eps_low, of a clip around 1): rounding would decide what is clipped."""
+    rounding_every_steps: StepsOrZero = 10
+    """Measure what rounding does to the ratios (docs/numerics.md) at step 0 and every so many
+    steps. 0: never."""

@@ -29,18 +29,31 @@ def plan_updates(batch: Batch, config: Config, *, data_parallel_size: int) -> Pl
     )
 
 
-NOISE_FLOOR_SEQUENCES = 8
-"""The noise floor scores so many on each data-parallel rank: enough for a mean, few beside the
-hundreds of a step."""
+ROUNDING_SEQUENCES = 16
+"""So many at least measure a step's rounding, and two of each data-parallel rank: enough for a
+correlation, few beside the hundreds of a step."""
 
 
-def choose_for_noise_floor(batch: Batch, *, data_parallel_size: int) -> torch.Tensor:
-    """[B] bool: valid sequences (all, if fewer), evenly spaced, so of different prompts."""
-    valid = batch.valid.nonzero().flatten()
-    count = min(NOISE_FLOOR_SEQUENCES * data_parallel_size, len(valid))
+def plan_rounding(
+    batch: Batch, config: Config, *, data_parallel_size: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Deal out the sequences that measure a step's rounding (`learn.rounding`).
+
+    Evenly spaced, so of different prompts, among those whose ratio is clipped or not (A != 0).
+
+    Returns:
+        As `plan_scoring`.
+    """
+    active = (batch.valid & (batch.advantages != 0)).nonzero().flatten()
+    count = min(max(ROUNDING_SEQUENCES, 2 * data_parallel_size), len(active))
     chosen = torch.zeros_like(batch.valid)
-    chosen[valid[torch.arange(count) * len(valid) // max(count, 1)]] = True
-    return chosen
+    chosen[active[torch.arange(count) * len(active) // max(count, 1)]] = True
+    return plan_scoring(
+        batch,
+        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+        data_parallel_size=data_parallel_size,
+        chosen=chosen,
+    )
 
 
 def wanted_sequences(
@@ -48,7 +61,7 @@ def wanted_sequences(
 ) -> list[list[int]]:
     """Sequences whose tokens each data-parallel rank must have: a pure function of the facts.
 
-    They are those that its updates compute, those of the noise floor, and the first ones, which
+    They are those that its updates compute, those that measure rounding, and the first ones, which
     every rank checks its engine's weights with.
 
     Args:
@@ -64,17 +77,11 @@ def wanted_sequences(
     Raises:
         ConfigError: as `batching.plan`.
     """
-    settings = {"data_parallel_size": data_parallel_size}
-    updates = plan_updates(batch, config, **settings)
-    noise_floor = plan_scoring(
-        batch,
-        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
-        chosen=choose_for_noise_floor(batch, **settings),
-        **settings,
-    )
+    updates = plan_updates(batch, config, data_parallel_size=data_parallel_size)
+    rounding = plan_rounding(batch, config, data_parallel_size=data_parallel_size)
     wanted = []
     for rank in range(data_parallel_size):
-        shares = [one.microbatches[rank] for one in updates.minibatches] + [noise_floor[rank]]
+        shares = [one.microbatches[rank] for one in updates.minibatches] + [rounding[rank]]
         found = {i for microbatches in shares for indices in microbatches for i in indices}
         wanted.append(found | {*range(min(VERIFIED_SEQUENCES, len(batch.facts)))})
     if every:

@@ -15,7 +15,7 @@ import torch
 from gapo_megatron.batching import sequence_lengths
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
-from gapo_megatron.learn import metrics
+from gapo_megatron.learn import metrics, rounding
 from gapo_megatron.learn.bounds import find_widths
 from gapo_megatron.learn.loss import LossInputs, MinibatchLoss, may_differ, may_lose_gradients
 from gapo_megatron.learn.score import log_probs
@@ -40,6 +40,8 @@ class Progress:
     """One for each update done."""
     learning_rate: float = 0.0
     """Learning rate of the last update done."""
+    scores: rounding.Scores | None = None
+    """Log-probs at those weights of the sequences that measure rounding; None: not measured."""
 
     @property
     def num_updates(self) -> int:
@@ -63,6 +65,7 @@ def learn(
     stopwatch: Stopwatch,
     *,
     progress: Progress | None = None,
+    measures_rounding: bool = False,
     must_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Take one optimizer step per mini-batch of `plan`.
@@ -73,16 +76,19 @@ def learn(
         batch: the same on every rank.
         plan: the same on every rank; this rank computes its data-parallel share.
         config: the run's settings: method, coefficients, rollouts per prompt, response limit.
-        stopwatch: counts the stages `old_log_probs` and `update`.
+        stopwatch: counts the stages `old_log_probs`, `update` and `rounding`.
         progress: progress of an earlier call that had to stop; resumed there, to the same bits.
             Updated in place.
+        measures_rounding: also compare the ratios with those without rounding (`learn.rounding`).
         must_stop: asked before every mini-batch, on every rank; the answer must be the same on all.
 
     Returns:
         Metrics of the step (`metrics.summarize`), the same bits on every rank; None if it had to
         stop (`progress` says where).
 
-    Collectives: per mini-batch those of `score.log_probs` (all mini-batches first), then those of
+    Collectives: where rounding is measured, first those of `rounding.Scores.of`, and last those of
+    `rounding.measure`. Per mini-batch those of `score.log_probs` (all mini-batches first), then
+    those of
     `update.update`, and before them, with `Method.bounds`, those of `bounds.find_widths`; at the
     end one all-gather of metrics over all ranks.
 
@@ -92,6 +98,9 @@ def learn(
     progress = progress or Progress()
     if must_stop():
         return None
+    if measures_rounding and not progress.old_log_probs:
+        with stopwatch("rounding"):
+            progress.scores = rounding.Scores.of(policy, batch, config)
     with stopwatch("old_log_probs"):
         packed = [
             [policy.pack(batch, indices) for indices in one.microbatches[policy.groups.dp_rank]]
@@ -114,7 +123,11 @@ def learn(
                 loss = replace(loss, widths=find_widths(policy, packed[i], loss))
             skips = may_lose_gradients(config, has_moved=has_moved)
             progress.add(update(policy, packed[i], loss, skip_inactive=skips), scored, lengths)
-    return _summarize(policy, plan, progress, config, lengths)
+    summary = _summarize(policy, plan, progress, config, lengths)
+    if progress.scores is not None:
+        with stopwatch("rounding"):
+            summary |= rounding.measure(policy, batch, progress.scores, config)
+    return summary
 
 
 def _score(

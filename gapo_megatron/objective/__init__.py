@@ -9,7 +9,7 @@ from gapo_megatron.objective.groups import group_advantages, group_counts, make_
 from gapo_megatron.objective.losses import (
     PolicyLoss,
     clipped_share,
-    edge_share,
+    decide,
     importance_weights,
     kl_penalty,
     policy_loss,
@@ -20,7 +20,7 @@ __all__ = [
     "Method",
     "PolicyLoss",
     "clipped_share",
-    "edge_share",
+    "decide",
     "group_advantages",
     "group_counts",
     "importance_weights",

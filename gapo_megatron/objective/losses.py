@@ -31,7 +31,7 @@ from gapo_megatron.device.flags import Flags
 from gapo_megatron.errors import ConfigError, DivergenceError
 from gapo_megatron.objective.clipping import upper_clip
 from gapo_megatron.objective.families import FAMILIES, MicrobatchTokens, Terms
-from gapo_megatron.objective.off_policy_mask import is_off_policy, mask_share
+from gapo_megatron.objective.off_policy_mask import is_off_policy
 from gapo_megatron.objective.ratio import bound, bounded_exp
 from gapo_megatron.objective.segments import segment_counts, segment_mean
 
@@ -111,6 +111,37 @@ def policy_loss(
     return _divide(_terms(tokens), tokens, denominators)
 
 
+def decide(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    *,
+    sequence_ids: torch.Tensor,
+    advantages: torch.Tensor,
+    num_correct: torch.Tensor,
+    group_size: int | torch.Tensor,
+    method: Method,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-ratios of two policies, and what the clip of `method` makes of them, without a loss.
+
+    Args:
+        log_probs: [T] of the policy that learns; T = response tokens of B sequences.
+        old_log_probs: [T] of the policy that the clip is around.
+        sequence_ids: as in `policy_loss`, like all that follow.
+        advantages: [B].
+        num_correct: [B] int64.
+        group_size: k, an int or [B] int64.
+        method: ratio, clip widths.
+
+    Returns:
+        Log of each ratio, float64, and whether it is clipped, bool, never where A = 0: both [B], or
+        [T] of a token ratio. Detached, no collectives, nothing waits for the device.
+    """
+    tokens = _tokens(
+        log_probs.detach(), old_log_probs, sequence_ids, advantages, num_correct, group_size, method
+    )
+    return tokens.ratio().log(), _terms(tokens).clipped
+
+
 def clipped_share(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
@@ -143,43 +174,6 @@ def clipped_share(
     if not tokens.per_token:
         return clipped
     return segment_mean(clipped, sequence_ids, len(advantages), tokens.counts)
-
-
-def edge_share(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    *,
-    sequence_ids: torch.Tensor,
-    advantages: torch.Tensor,
-    num_correct: torch.Tensor,
-    group_size: int | torch.Tensor,
-    method: Method,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """How far two policies are apart: as ratios, and in the unit of the rule of `method`.
-
-    Args:
-        log_probs: [T] of one policy; T = response tokens of B sequences.
-        old_log_probs: [T] of the policy that the clip is around.
-        sequence_ids: as in `policy_loss`, like all that follow.
-        advantages: [B].
-        num_correct: [B] int64.
-        group_size: k, an int or [B] int64.
-        method: ratio, clip widths.
-
-    Returns:
-        |ratio - 1|, [B] or [T] float64, and `Family.edge_share`, shaped alike: 1 where the rule
-        first acts; None for a rule without an edge. Detached, no collectives.
-    """
-    tokens = _tokens(
-        log_probs.detach(), old_log_probs, sequence_ids, advantages, num_correct, group_size, method
-    )
-    deviation = (tokens.ratio() - 1).abs()
-    find_share = FAMILIES[method.family].edge_share
-    share = None if find_share is None else find_share(tokens)
-    if method.off_policy_mask is not None:
-        of_mask = tokens.per_ratio(mask_share(tokens))
-        share = of_mask if share is None else torch.maximum(share, of_mask)
-    return deviation, share
 
 
 def _tokens(

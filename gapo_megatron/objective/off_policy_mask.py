@@ -20,15 +20,6 @@ from gapo_megatron.objective.segments import segment_mean
 def is_off_policy(tokens: MicrobatchTokens) -> torch.Tensor:
     """[B] bool: M_i = 0. Nothing waits for the device."""
     assert tokens.method.off_policy_mask is not None
-    return (tokens.advantages < 0) & (-_drift(tokens) > tokens.method.off_policy_mask)
-
-
-def mask_share(tokens: MicrobatchTokens) -> torch.Tensor:
-    """[B] float64: |mean log-ratio| as a share of delta (`Family.edge_share`)."""
-    assert tokens.method.off_policy_mask is not None
-    return _drift(tokens).abs() / tokens.method.off_policy_mask
-
-
-def _drift(tokens: MicrobatchTokens) -> torch.Tensor:
-    log_ratio = tokens.log_ratio.detach()
-    return segment_mean(log_ratio, tokens.sequence_ids, len(tokens.advantages), tokens.counts)
+    log_ratio, num_sequences = tokens.log_ratio.detach(), len(tokens.advantages)
+    drift = segment_mean(log_ratio, tokens.sequence_ids, num_sequences, tokens.counts)
+    return (tokens.advantages < 0) & (-drift > tokens.method.off_policy_mask)

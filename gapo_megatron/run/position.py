@@ -29,8 +29,6 @@ class Position:
     """Place in the data to resume from: after the prompts of an open step, else before them."""
     source_before: Mapping[str, Any] = field(default_factory=dict)
     """Place in the data before the prompts of the open step, or of the last one that was open."""
-    first_sampled: int = 0
-    """The first step that this process samples for."""
     num_given_back: int = 0
     """Tokens that were sampled ahead and given back, while no step was open to count them."""
     window: CorrelationWindow = field(default_factory=CorrelationWindow)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import VERIFIED_SEQUENCES, Config
 from gapo_megatron.exchange import GroupChannel
-from gapo_megatron.learn.noise_floor import watch_noise_floor
+from gapo_megatron.learn import rounding
 from gapo_megatron.learn.plan import plan_updates
 from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import make_batch
@@ -202,21 +202,17 @@ class Run:
         self.generation.carry(step)
         return collected
 
-    def make_batch(self, step: int, rollouts: Collected | None) -> Batch:
+    def make_batch(self, rollouts: Collected | None) -> Batch:
         """Give every sequence its group's c and k and its advantage. From here on a step is open.
 
         Args:
-            step: index of the step.
             rollouts: from `collect`; None where the step has its batch already.
 
         Returns:
             The step's batch: the same on every rank, but for its tokens, which are this rank's
             share.
 
-        Collectives: those of `Generation.bring_tokens`, then of `watch_noise_floor`.
-
-        Raises:
-            ConfigError: the noise floor is too high for the clip, see `watch_noise_floor`.
+        Collectives: those of `Generation.bring_tokens`.
         """
         position, config = self.position, self.config
         if rollouts is not None:
@@ -224,14 +220,6 @@ class Run:
             batch = self.generation.bring_tokens(batch)
             metrics = rollouts.metrics
             metrics |= count_by_correct(batch, group_size=config.batch.rollouts_per_prompt)
-            metrics |= watch_noise_floor(
-                self.policy,
-                batch,
-                config,
-                self.stopwatch,
-                step=step,
-                first_sampled=position.first_sampled,
-            )
             position.open(batch, metrics)
         assert position.open_step is not None, "a step without rollouts has its batch"
         return position.open_step.batch
@@ -259,6 +247,7 @@ class Run:
             config,
             self.stopwatch,
             progress=open_step.progress,
+            measures_rounding=rounding.is_due(self.position.step, config),
             must_stop=lambda: self._must_stop("old_log_probs", "update"),
         )
         if learned is None:
@@ -318,7 +307,7 @@ class Run:
         # An evaluation that is due comes before a step opens.
         may_open = position.open_step is None and not self._evaluation_is_due(step)
         if may_open and self.generation.has_batch(step):
-            self.make_batch(step, self.collect(step))
+            self.make_batch(self.collect(step))
         num_tokens = self.generation.give_up()
         if self.generation.samples_ahead:  # else the same samples come again
             position.give_back(num_tokens)
@@ -336,7 +325,7 @@ class Run:
         if self.generation.samples_ahead and position.step < self.config.run.num_steps:
             self._stop_if_asked_before(position.step)
             position.evaluated = self._evaluate_if_due(position.step)
-            self.make_batch(position.step, self.collect(position.step))
+            self.make_batch(self.collect(position.step))
 
     def _evaluation_is_due(self, step: int) -> bool:
         every_steps = self.config.evaluation.every_steps

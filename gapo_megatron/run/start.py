@@ -210,7 +210,6 @@ def resume(
         if resumed.ahead is not None:
             position.open_step = resumed.ahead.open_step
             source.load_state_dict(dict(resumed.ahead.source_state))
-        position.first_sampled = resumed.step + (position.open_step is not None)
     return position, resumed
 
 

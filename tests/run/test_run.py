@@ -45,7 +45,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
         "reward": {"kind": "exact"},
         "checkpoint": {"every_steps": 2},
         "evaluation": {"every_steps": 3},
-        "metrics": {"noise_floor_every_steps": 0},
+        "metrics": {"rounding_every_steps": 0},
     }
     merged = {name: {**tree.get(name, {}), **sections.get(name, {})} for name in {*tree, *sections}}
     return parse_config(merged, source="test")

@@ -64,7 +64,7 @@ def make_config(folder: Path, *, max_staleness: int) -> Config:
         },
         "objective": {"importance_weight_max": 2.0},
         "reward": {"kind": "exact"},
-        "metrics": {"noise_floor_every_steps": 0},
+        "metrics": {"rounding_every_steps": 0},
     }
     return parse_config(tree, source="test")
 

@@ -26,7 +26,6 @@ from gapo_megatron.objective.families.base import (
     Family,
     MicrobatchTokens,
     Terms,
-    band_share,
 )
 
 
@@ -52,4 +51,4 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     )
 
 
-ASPO = Family(_terms, clip_stops_gradient=True, edge_share=band_share)
+ASPO = Family(_terms, clip_stops_gradient=True)

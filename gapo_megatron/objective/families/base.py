@@ -102,14 +102,3 @@ class Family:
     clip_stops_gradient: bool
     """Whether a clipped ratio has a gradient of exactly 0: its backward pass can then be left out.
     False where the gradient only becomes small."""
-    edge_share: Callable[[MicrobatchTokens], torch.Tensor] | None
-    """How far each ratio, or whatever the rule decides on, is from where the policies agree, as a
-    share of the way to the nearest edge of the rule: float64, shaped like `ratio`, detached; 0 at
-    equal log-probs, 1 at the edge. The noise floor is read in this unit. None: the rule has no
-    edge at which rounding could decide."""
-
-
-def band_share(tokens: MicrobatchTokens) -> torch.Tensor:
-    """`Family.edge_share` of a band around 1: 1 where the nearer of its two edges is."""
-    width = torch.minimum(tokens.lower, tokens.upper)
-    return (tokens.ratio().detach() - 1).abs() / tokens.per_ratio(width)

@@ -14,7 +14,6 @@ from gapo_megatron.objective.families.base import (
     Family,
     MicrobatchTokens,
     Terms,
-    band_share,
 )
 
 
@@ -34,4 +33,4 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     )
 
 
-CISPO = Family(_terms, clip_stops_gradient=False, edge_share=band_share)
+CISPO = Family(_terms, clip_stops_gradient=False)

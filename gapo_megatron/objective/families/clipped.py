@@ -14,7 +14,6 @@ from gapo_megatron.objective.families.base import (
     Family,
     MicrobatchTokens,
     Terms,
-    band_share,
 )
 
 
@@ -42,4 +41,4 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     )
 
 
-CLIPPED = Family(_terms, clip_stops_gradient=True, edge_share=band_share)
+CLIPPED = Family(_terms, clip_stops_gradient=True)

@@ -57,9 +57,4 @@ def _bounds(tokens: MicrobatchTokens) -> tuple[torch.Tensor, torch.Tensor]:
     return low, high.clamp(max=tokens.method.ratio_max)
 
 
-def _edge_share(tokens: MicrobatchTokens) -> torch.Tensor:
-    low, high = _bounds(tokens)
-    return (tokens.ratio().detach() - 1).abs() / torch.minimum(1 - low, high - 1)
-
-
-DCPO = Family(_terms, clip_stops_gradient=True, edge_share=_edge_share)
+DCPO = Family(_terms, clip_stops_gradient=True)

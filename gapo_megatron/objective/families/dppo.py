@@ -49,9 +49,4 @@ def _growth(tokens: MicrobatchTokens) -> torch.Tensor:
     return log_probs.exp() - (log_probs - tokens.log_ratio.detach()).exp()
 
 
-def _edge_share(tokens: MicrobatchTokens) -> torch.Tensor:
-    width = torch.minimum(tokens.lower, tokens.upper)
-    return _growth(tokens).abs() / tokens.per_ratio(width)
-
-
-DPPO = Family(_terms, clip_stops_gradient=True, edge_share=_edge_share)
+DPPO = Family(_terms, clip_stops_gradient=True)

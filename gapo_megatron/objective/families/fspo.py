@@ -52,9 +52,4 @@ def _root_length(tokens: MicrobatchTokens) -> torch.Tensor:
     return tokens.counts.clamp(min=1).double().sqrt()
 
 
-def _edge_share(tokens: MicrobatchTokens) -> torch.Tensor:
-    width = torch.minimum(tokens.lower, tokens.upper) * _root_length(tokens)
-    return tokens.sum_tokens(tokens.log_ratio.detach()).abs() / width
-
-
-FSPO = Family(_terms, clip_stops_gradient=True, edge_share=_edge_share)
+FSPO = Family(_terms, clip_stops_gradient=True)

@@ -59,16 +59,10 @@ def _geometric_mean(log_ratio: torch.Tensor, tokens: MicrobatchTokens) -> torch.
     return bounded_exp(segment_mean(log_ratio, tokens.sequence_ids, num_sequences, tokens.counts))
 
 
-def _edge_share(tokens: MicrobatchTokens) -> torch.Tensor:
-    """|log_ratio| as a share of the narrower of the two bounds."""
-    low, high = _log_bounds(tokens)
-    return tokens.log_ratio.detach().abs() / torch.minimum(-low, high)
-
-
 def _log_bounds(tokens: MicrobatchTokens) -> tuple[torch.Tensor, torch.Tensor]:
     """[T] float64: log(1 - lower) and log(1 + upper)."""
     low, high = torch.log1p(-tokens.lower), torch.log1p(tokens.upper)
     return tokens.per_ratio(low), tokens.per_ratio(high)
 
 
-GMPO = Family(_terms, clip_stops_gradient=True, edge_share=_edge_share)
+GMPO = Family(_terms, clip_stops_gradient=True)

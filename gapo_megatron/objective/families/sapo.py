@@ -44,4 +44,4 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     )
 
 
-SAPO = Family(_terms, clip_stops_gradient=False, edge_share=None)
+SAPO = Family(_terms, clip_stops_gradient=False)

@@ -42,4 +42,4 @@ def _terms(tokens: MicrobatchTokens) -> Terms:
     )
 
 
-TOPR = Family(_terms, clip_stops_gradient=False, edge_share=None)
+TOPR = Family(_terms, clip_stops_gradient=False)

@@ -41,7 +41,7 @@ _TIMING_OF_SIDE = _TIMING_OF | {
 _TIMED = ("time/step_s", "perf/tokens_per_s")
 """Metrics that every timed step has, beside those of generation."""
 _WORLD_SIZE, _GENERATION_RANKS = "perf/world_size", "perf/generation_ranks"
-_NOT_A_STEP = ("evaluate", "checkpoint", "noise_floor")
+_NOT_A_STEP = ("evaluate", "checkpoint", "rounding")
 _WARM_UP_STEPS = 2
 """Left out where a run has more: compilation, first allocations."""
 _PRIOR_WEIGHT = 0.02

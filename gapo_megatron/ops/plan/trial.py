@@ -29,7 +29,7 @@ _QUIET = (
     "checkpoint.branch_from=",
     "metrics.tensorboard=false",
     "metrics.wandb_project=",
-    "metrics.noise_floor_every_steps=0",
+    "metrics.rounding_every_steps=0",
 )
 
 _LOG_LINES = 20

@@ -39,11 +39,6 @@ SKIPPED = {
     "skip/backward_token_share": "backward",
     "skip/head_backward_token_share": "head backward",
 }
-_EDGE = (
-    "edge: for methods that do not clip at a distance of the ratio from 1, the mean noise floor "
-    "divided by numerics/noise_floor_share (docs/numerics.md)."
-)
-FLOOR = "numerics/noise_floor_"
 MEMORY = {
     "memory/after_sleep/free_gib": "free, vLLM asleep",
     "memory/update_peak/free_gib": "free, at the peak",
@@ -270,68 +265,65 @@ def skipped_work(comparison: Comparison) -> Exhibit:
     )
 
 
-def noise_floor(comparison: Comparison) -> Exhibit:
-    """Noise floor: what rounding alone does to a ratio, beside the clips."""
-    rows = [row for arm in comparison.curves if (row := _floor_row(arm))]
+def rounding(comparison: Comparison) -> Exhibit:
+    """Rounding: how far a step moves its ratios, and how far rounding does, beside the clips."""
+    rows = [row for arm in comparison.curves if (row := _rounding_row(arm))]
     if not rows:
-        raise NoData("no run has measured it (metrics.noise_floor_every_steps)")
+        raise NoData("no run has measured it (metrics.rounding_every_steps)")
     figure, axis = _bars([str(row["arm"]) for row in rows])
     heights = np.arange(len(rows))
-    mean, largest = column(rows, "mean"), column(rows, "max")
-    axis.barh(
-        heights, largest - mean, left=mean, height=0.4, color="0.75", label="up to its maximum"
-    )
-    axis.plot(mean, heights, label="mean noise floor", **arm_style(0) | {"linestyle": ""})
+    for place, (name, label) in enumerate(
+        {"signal": "moved by the step", "rounding": "moved by rounding"}.items()
+    ):
+        look = arm_style(place) | {"linestyle": ""}
+        axis.plot(column(rows, name), heights, label=f"{label} (rms)", **look)
     # A method's two clips may be equal: one below the line of its bar, the other above.
-    for place, (name, side) in enumerate({"eps_low": 0.4, "eps_high_max": -0.4}.items(), start=1):
+    for place, (name, side) in enumerate({"eps_low": 0.4, "eps_high_max": -0.4}.items(), start=2):
         colour = arm_style(place)["color"]
         axis.vlines(column(rows, name), heights, heights + side, color=colour, lw=1.5, label=name)
-    # Rules whose widths are no distances from 1, or that have another edge besides.
-    if has_edge := any(row["edge"] is not None for row in rows):
-        look = {"color": arm_style(3)["color"], "lw": 1.5, "linestyle": ":", "label": "edge"}
-        axis.vlines(column(rows, "edge"), heights - 0.4, heights + 0.4, **look)
-    keys = ("mean", "max", "eps_low", "eps_high_max", "edge")
-    sizes = [v for key in keys for v in column(rows, key) if not np.isnan(v)]
-    ends = min(size for size in sizes if size > 0) / 2, 2 * max(sizes)
-    axis.set(xlabel="|ratio - 1| at equal weights", xscale="log", xlim=ends)
+    keys = ("signal", "rounding", "eps_low", "eps_high_max")
+    sizes = [v for key in keys for v in column(rows, key) if v > 0]
+    axis.set(xlabel="|log ratio|", xscale="log")
+    if sizes:
+        axis.set_xlim(min(sizes) / 2, 2 * max(sizes))
     axis.xaxis.set_major_locator(LogLocator(numticks=6))
     axis.xaxis.set_major_formatter("{x:.0e}")
     axis.minorticks_off()
     legend_below(figure, axis)
     return Exhibit(
-        aid="How far rounding alone moves a ratio from 1, beside the widths of the clip. Where the "
-        "mean is more than a tenth of a width, rounding decides part of what is clipped.",
+        aid="The log-ratios of a few sequences of each measured step, computed as the run does and "
+        "without rounding, on the same weights. Where rounding is as wide as the clip, the clip "
+        "decides partly on rounding.",
         rows=rows,
         figure=figure,
         notes=[
-            "Measured by computing the log-probs of the same rollouts twice, with the same weights "
-            "and packed differently. Mean and maximum are over sequences (for token ratios, over "
-            "tokens), measured steps and seeds.",
-            *([_EDGE] if has_edge else []),
+            "Root mean square over sequences (of token ratios: tokens), measured steps and seeds. "
+            "rounding: of the difference between the two log-ratios; correlation: between them, "
+            "mean over steps and seeds.",
+            "changed: share of the clip's decisions (A not 0) that differ between the two.",
         ],
     )
 
 
-def _floor_row(arm: Arm) -> Row | None:
-    """Noise floor of an arm, over all seeds and all steps that measured it."""
-    mean, largest, shares = (
-        [value for run in arm.runs for value in run.series(FLOOR + name).values()]
-        for name in ("mean", "max", "share")
-    )
-    if not mean:
+def _rounding_row(arm: Arm) -> Row | None:
+    """Signal and rounding of an arm, over all seeds and all steps that measured them."""
+
+    def values(name: str) -> np.ndarray:
+        series = (run.series(f"numerics/{name}").values() for run in arm.runs)
+        return np.array([value for one in series for value in one])
+
+    if not len(values("ratio_rounding")):
         return None
+    correlation, changed = values("ratio_correlation"), values("clip_decisions_changed")
     method = arm.method
-    # Runs from before this metric, and rules without an edge, have no share.
-    share = float(np.mean(shares)) if shares else None
-    is_ratio = method.is_band and method.off_policy_mask is None
     return {
         "arm": arm.label,
-        "mean": float(np.mean(mean)),
-        "max": max(largest),
-        "share": share,
+        "signal": float(np.sqrt(np.mean(values("ratio_signal") ** 2))),
+        "rounding": float(np.sqrt(np.mean(values("ratio_rounding") ** 2))),
+        "correlation": float(np.mean(correlation)) if len(correlation) else None,
+        "changed": float(np.mean(changed)) if len(changed) else None,
         "eps_low": method.eps_low if method.is_band else None,
         "eps_high_max": method.eps_high_max if method.is_band else None,
-        "edge": float(np.mean(mean)) / share if share and not is_ratio else None,
     }
 
 

@@ -21,7 +21,7 @@ from gapo_megatron.ops.report.clipping import (
     correlation,
     deviation_per_c,
 )
-from gapo_megatron.ops.report.costs import memory, noise_floor, skipped_work, step_time
+from gapo_megatron.ops.report.costs import memory, rounding, skipped_work, step_time
 from gapo_megatron.ops.report.exhibit import KINDS, Exhibit, Maker
 from gapo_megatron.ops.report.intervention import intervention
 from gapo_megatron.ops.report.learning import pass_at_k, reward
@@ -56,7 +56,7 @@ MAKERS: dict[str, Maker] = {
     "Time of a step, by stage": step_time,
     "Memory of the worst rank": memory,
     "Skipped work": skipped_work,
-    "Noise floor against the clips": noise_floor,
+    "Signal against rounding": rounding,
 }
 """Title -> maker, in the order of the page; a maker's name is that of its files."""
 

@@ -1,0 +1,230 @@
+"""What a step did to its ratios, beside what rounding did to them (docs/numerics.md).
+
+A few sequences are scored before a step's updates and after them, in the run's arithmetic and, on
+the same weights, in wider numbers (`policy.exact`). The first log-ratio is what the clip sees, the
+second what it would see without rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gapo_megatron.config import Config
+from gapo_megatron.config.methods import Method
+from gapo_megatron.learn.plan import plan_rounding
+from gapo_megatron.learn.score import score
+from gapo_megatron.objective import decide
+from gapo_megatron.policy import Policy
+from gapo_megatron.policy.exact import exact_arithmetic
+from gapo_megatron.types import Batch
+
+logger = logging.getLogger(__name__)
+
+LEAST_CORRELATION = 0.9
+"""Correlation of the ratios with those without rounding below which a run is warned."""
+
+_REMEDIES = {
+    "fp8": "set model.precision (fp8) to fp16, bf16 or fp32",
+    "bf16": "set model.precision (bf16) to fp16, or to fp32",
+    "fp16": "set model.precision (fp16) to fp32",
+    "fp32": "model.precision is fp32 already",
+}
+
+_SUMS = ("count", "x", "y", "xx", "yy", "xy", "errors", "engine_count", "engine")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probs of a few sequences at one state of the weights.
+
+    Position in the batch -> [num sampled tokens] float32 or float64 on the CPU, of this rank's
+    sequences; empty except on the last pipeline stage.
+    """
+
+    in_run: dict[int, Tensor] = field(default_factory=dict)
+    """In the run's arithmetic."""
+    exact: dict[int, Tensor] = field(default_factory=dict)
+    """On the same weights, without its rounding."""
+
+    @classmethod
+    def of(cls, policy: Policy, batch: Batch, config: Config) -> Self:
+        """Score the sequences that `plan_rounding` chooses, packed the same way each time.
+
+        Args:
+            policy: unchanged; the memory of its gradients is given back.
+            batch: the same on every rank but for its tokens.
+            config: the run's settings.
+
+        Collectives: those of `learn.score.score`, twice.
+
+        Raises:
+            DivergenceError: a log-prob is not finite.
+        """
+        groups = policy.groups
+        packing = plan_rounding(batch, config, data_parallel_size=groups.dp_size)[groups.dp_rank]
+        policy.make_room()
+        in_run = score(policy, batch, packing)
+        with exact_arithmetic(policy):
+            return cls(in_run, score(policy, batch, packing))
+
+
+def is_due(step: int, config: Config) -> bool:
+    """Whether `step` is measured: by `metrics.rounding_every_steps`."""
+    every = config.metrics.rounding_every_steps
+    return every > 0 and step % every == 0
+
+
+def measure(policy: Policy, batch: Batch, before: Scores, config: Config) -> dict[str, float]:
+    """Compare a step's ratios with what they would be without rounding; warn where they differ.
+
+    Args:
+        policy: at the weights that the step ends with; unchanged.
+        batch: the step's, as given to `Scores.of` before its updates.
+        before: from there.
+        config: the run's settings.
+
+    Returns:
+        `numerics/*` (docs/metrics.md), the same bits on every rank; of no sequence, nothing.
+
+    Collectives: those of `Scores.of`; one all-gather over all ranks.
+
+    Raises:
+        DivergenceError: a log-prob is not finite.
+    """
+    after = Scores.of(policy, batch, config)
+    method, group_size = config.objective.resolve(), config.batch.rollouts_per_prompt
+    local = torch.zeros(len(_SUMS) + 2 * (group_size + 1), dtype=torch.float64)
+    if after.in_run and policy.groups.is_first_copy:
+        local = _local_sums(batch, before, after, method, len(local))
+    sums = _sum_over_ranks(local.to(policy.device))
+    named = dict(zip(_SUMS, sums[: len(_SUMS)].tolist(), strict=True))
+    decided, changed = (part.tolist() for part in sums[len(_SUMS) :].view(2, group_size + 1))
+    if not named["count"]:
+        return {}
+    metrics = _summarize(named, method) | _changed_decisions(decided, changed)
+    if not _engine_had_these_weights(config):
+        metrics = {name: one for name, one in metrics.items() if "engine" not in name}
+    if policy.groups.rank == 0:
+        _log(metrics, config)
+    return metrics
+
+
+def _local_sums(batch: Batch, before: Scores, after: Scores, method: Method, length: int) -> Tensor:
+    """[length] float64: `_SUMS` over ratios, then by c how many were decided, and how many else."""
+    indices = [*after.in_run]
+    index = torch.tensor(indices)
+    counts = torch.tensor([len(after.in_run[i]) for i in indices])
+    facts = {
+        "sequence_ids": torch.arange(len(index)).repeat_interleave(counts),
+        "advantages": batch.advantages[index],
+        "num_correct": batch.num_correct[index],
+        "group_size": batch.group_size[index],
+    }
+
+    def joined(scores: dict[int, Tensor]) -> Tensor:
+        return torch.cat([scores[i] for i in indices])
+
+    seen, is_clipped = decide(joined(after.in_run), joined(before.in_run), **facts, method=method)
+    exact, would_be = decide(joined(after.exact), joined(before.exact), **facts, method=method)
+    products = [exact, seen, exact**2, seen**2, exact * seen, (seen - exact) ** 2]
+    engine = torch.stack([(_of_engine(batch, i) - before.exact[i]).mean() for i in indices])
+    sums = [len(exact), *map(_total, products), len(engine), _total(engine**2)]
+    per_token = len(seen) > len(index)
+    c = facts["num_correct"][facts["sequence_ids"]] if per_token else facts["num_correct"]
+    advantages = facts["advantages"]
+    has_signal = (advantages[facts["sequence_ids"]] if per_token else advantages) != 0
+    num_c = (length - len(_SUMS)) // 2
+    by_c = [
+        torch.bincount(c[mask], minlength=num_c).tolist()
+        for mask in (has_signal, has_signal & (is_clipped != would_be))
+    ]
+    return torch.tensor([*sums, *by_c[0], *by_c[1]], dtype=torch.float64)
+
+
+def _of_engine(batch: Batch, i: int) -> Tensor:
+    """[num sampled tokens of sequence i] float64, the rollout engine's own log-probs."""
+    return torch.from_numpy(batch.rollout_log_probs[i][batch.is_sampled(i)]).double()
+
+
+def _total(values: Tensor) -> float:
+    return math.fsum(values.tolist())
+
+
+def _sum_over_ranks(local: Tensor) -> Tensor:
+    """Added in rank order: the same bits everywhere. Collective."""
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, local)
+    total = torch.zeros_like(local)
+    for part in parts:
+        total += part
+    return total.cpu()
+
+
+def _summarize(sums: dict[str, float], method: Method) -> dict[str, float]:
+    """Root mean squares and the correlation, from sums over all ratios and sequences."""
+    n = sums["count"]
+    metrics = {
+        "numerics/ratio_signal": math.sqrt(sums["xx"] / n),
+        "numerics/ratio_rounding": math.sqrt(sums["errors"] / n),
+        "numerics/engine_rounding": math.sqrt(sums["engine"] / sums["engine_count"]),
+        "numerics/eps_low": method.eps_low,
+        "numerics/eps_high_max": method.eps_high_max,
+    }
+    if method.is_band:
+        for name in ("ratio", "engine"):
+            rounding = metrics[f"numerics/{name}_rounding"]
+            metrics[f"numerics/{name}_rounding_share"] = rounding / method.eps_low
+    spread = [n * sums[2 * key] - sums[key] ** 2 for key in "xy"]
+    if min(spread) > 0:
+        product = n * sums["xy"] - sums["x"] * sums["y"]
+        metrics["numerics/ratio_correlation"] = product / math.sqrt(spread[0] * spread[1])
+    return metrics
+
+
+def _changed_decisions(decided: Iterable[float], changed: Iterable[float]) -> dict[str, float]:
+    """Share of the ratios with A != 0 that the clip treats otherwise, of all and by c."""
+    decided, changed = [*decided], [*changed]
+    shares = {
+        f"numerics/clip_decisions_changed/c{c}": part / whole
+        for c, (whole, part) in enumerate(zip(decided, changed, strict=True))
+        if whole
+    }
+    if total := sum(decided):
+        shares["numerics/clip_decisions_changed"] = sum(changed) / total
+    return shares
+
+
+def _engine_had_these_weights(config: Config) -> bool:
+    """Whether the engine's log-probs are those of the policy that a step begins with."""
+    rollout = config.rollout
+    return not (rollout.max_staleness or config.batch.partial_rollouts) and rollout.top_p == 1
+
+
+def _log(metrics: dict[str, float], config: Config) -> None:
+    method = config.objective.resolve()
+    correlation = metrics.get("numerics/ratio_correlation")
+    changed = metrics.get("numerics/clip_decisions_changed", 0.0)
+    shown = "" if correlation is None else f", correlation {correlation:.3f}"
+    text = (
+        f"ratios: the step moved them by {metrics['numerics/ratio_signal']:.1e} (rms), rounding by "
+        f"{metrics['numerics/ratio_rounding']:.1e}{shown}; it changed {changed:.1%} of the clip's "
+        f"decisions (eps_low {method.eps_low:g}, eps_high_max {method.eps_high_max:g})"
+    )
+    if correlation is None or correlation >= LEAST_CORRELATION:
+        logger.info("%s", text)
+        return
+    logger.warning(
+        "%s. Below a correlation of %g the clip decides largely on rounding: %s, or widen "
+        "objective.eps_low and objective.eps_high_max (docs/numerics.md)",
+        text,
+        LEAST_CORRELATION,
+        _REMEDIES[config.model.precision],
+    )

@@ -1,0 +1,343 @@
+"""What rounding does to a step's ratios: what is compared, what it says, and on which ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from gapo_megatron.config import Config
+from gapo_megatron.learn import rounding
+from gapo_megatron.learn.plan import plan_rounding
+from gapo_megatron.learn.rounding import Scores, measure
+from gapo_megatron.objective import upper_clip
+from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
+from gapo_megatron.types import Batch
+from tests.dist import run_distributed, single_rank
+from tests.distributed.policy_setup import (
+    make_batch,
+    make_config,
+    read_weights,
+    reference_log_probs,
+    save_model,
+)
+from tests.messages import mentions
+
+K = 4
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp": {"pipeline_model_parallel_size": 2},
+    "cp": {"context_parallel_size": 2},
+    "dp": {},
+}
+GRPO = {"method": "grpo"}
+
+
+def batch_of(num_sequences: int = 24) -> Batch:
+    """c = 1, 2, 3 of k = 4 in turns, A of both signs; every fourth sequence has A = 0."""
+    index = torch.arange(num_sequences)
+    advantages = torch.where(index % 2 == 0, 0.5, -0.5).double()
+    advantages[index % 4 == 3] = 0
+    return replace(
+        make_batch(num_sequences),
+        advantages=advantages,
+        num_correct=1 + index % 3,
+        group_size=torch.full((num_sequences,), K),
+    )
+
+
+BATCH = batch_of()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    save_model(path, "qwen2_tied")
+    return path
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> Iterator[Policy]:
+    with single_rank():
+        yield build(config_of(folder))
+        destroy()
+
+
+def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
+    return make_config(folder, **{"batch": {"rollouts_per_prompt": K}} | sections)
+
+
+def build(config: Config, groups: ParallelGroups | None = None) -> Policy:
+    policy = Policy.build(config, groups or initialize(config.parallel), "cpu")
+    policy.load_hf_weights(read_weights(Path(config.model.hf_dir)))
+    return policy
+
+
+def moved(folder: Path, seed: int = 1) -> Iterator[tuple[str, Tensor]]:
+    """The weights after a step: each moved by a random thousandth of its size."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in read_weights(folder):
+        yield name, tensor * (1 + 1e-3 * torch.randn(tensor.shape, generator=generator))
+
+
+def over_a_step(
+    folder: Path, config: Config, groups: ParallelGroups | None = None
+) -> dict[str, float]:
+    """Metrics of a step that moves the weights by `moved`."""
+    policy = build(config, groups)
+    before = Scores.of(policy, BATCH, config)
+    policy.load_hf_weights(moved(folder))
+    return measure(policy, BATCH, before, config)
+
+
+def planted(policy: Policy, config: Config, noise: dict[int, float]) -> dict[str, float]:
+    """Metrics where rounding alone moved the log-ratio of each of these sequences by so much."""
+    before = Scores.of(policy, BATCH, config)
+    after = Scores(
+        {i: before.in_run[i] + noise.get(i, 0.0) for i in before.in_run},
+        {i: before.exact[i].clone() for i in before.exact},
+    )
+    return between(policy, config, before, after)
+
+
+def between(policy: Policy, config: Config, before: Scores, after: Scores) -> dict[str, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scores, "of", lambda *_: after)
+        return measure(policy, BATCH, before, config)
+
+
+# --- what is compared -----------------------------------------------------------------------------
+
+
+def test_sixteen_sequences_with_an_advantage_or_two_of_each_rank(folder: Path) -> None:
+    config = config_of(folder)
+    for size, expected in ((1, 16), (2, 16), (9, 18)):
+        shares = plan_rounding(BATCH, config, data_parallel_size=size)
+        found = [i for rank in shares for indices in rank for i in indices]
+        assert len(found) == len(set(found)) == expected
+        assert not any(i % 4 == 3 for i in found)
+        assert len({len(rank) for rank in shares}) == 1
+    few = replace(BATCH, valid=torch.arange(24) < 3)
+    assert len(plan_rounding(few, config, data_parallel_size=1)[0][0]) == 3
+
+
+def test_exact_log_probs_are_float64s_in_fp32_and_float32s_of_rounded_weights_in_16_bits(
+    policy: Policy,
+    folder: Path,
+) -> None:
+    for precision, dtype, bound in (
+        ("fp32", torch.float64, 1e-6),  # the rotary tables of both are float32
+        ("bf16", torch.bfloat16, 5e-5),
+        ("fp16", torch.float16, 5e-5),
+    ):
+        config = config_of(folder, model={"precision": precision})
+        scores = Scores.of(build(config, policy.groups), BATCH, config)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(weight.to(dtype))
+            expected = reference_log_probs(model.double(), BATCH)
+        for i, values in scores.exact.items():
+            assert values.dtype == (dtype if precision == "fp32" else torch.float32)
+            assert (values.double() - expected[i]).abs().max() < bound
+        assert scores.in_run.keys() == scores.exact.keys()
+        assert scores.in_run[0].dtype == torch.float32
+
+
+def test_the_policy_is_itself_afterwards(policy: Policy, folder: Path) -> None:
+    config = config_of(folder)
+    first = Scores.of(policy, BATCH, config)
+    second = Scores.of(policy, BATCH, config)
+    for kind in ("in_run", "exact"):
+        for i, values in getattr(first, kind).items():
+            assert torch.equal(values, getattr(second, kind)[i])
+    assert policy.stages[0].config.params_dtype == torch.float32
+
+
+def test_at_equal_weights_there_is_neither_signal_nor_rounding(
+    policy: Policy, folder: Path
+) -> None:
+    config = config_of(folder)
+    metrics = measure(policy, BATCH, Scores.of(policy, BATCH, config), config)
+    assert metrics["numerics/ratio_signal"] == metrics["numerics/ratio_rounding"] == 0
+    assert metrics["numerics/clip_decisions_changed"] == 0
+    assert "numerics/ratio_correlation" not in metrics
+
+
+@pytest.mark.parametrize("objective", [{}, GRPO], ids=["sequence", "token"])
+def test_sums_are_those_of_a_loop(policy: Policy, folder: Path, objective: dict[str, Any]) -> None:
+    config = config_of(folder, objective=objective)
+    before = Scores.of(policy, BATCH, config)
+    random = np.random.default_rng(0)
+
+    def shifted(scores: dict[int, Tensor], size: float) -> dict[int, Tensor]:
+        return {
+            i: values.double() + size * torch.from_numpy(random.normal(size=len(values)))
+            for i, values in scores.items()
+        }
+
+    exact = shifted(before.exact, 0.1)
+    after = Scores(
+        {
+            i: before.in_run[i] + v
+            for i, v in shifted({i: exact[i] - before.exact[i] for i in exact}, 0.05).items()
+        },
+        exact,
+    )
+    found = between(policy, config, before, after)
+    seen, would_be, engine = [], [], []
+    for i in before.in_run:
+        x = (after.exact[i] - before.exact[i]).double().numpy()
+        y = (after.in_run[i].double() - before.in_run[i].double()).numpy()
+        seen += [y.mean()] if not objective else [*y]
+        would_be += [x.mean()] if not objective else [*x]
+        engine.append((BATCH.rollout_log_probs[i] - before.exact[i].numpy()).mean())
+    y, x = np.array(seen), np.array(would_be)
+    eps_low = config.objective.resolve().eps_low
+    rounding_rms = math.sqrt(np.mean((y - x) ** 2))
+    expected = {
+        "ratio_signal": math.sqrt(np.mean(x**2)),
+        "ratio_rounding": rounding_rms,
+        "ratio_rounding_share": rounding_rms / eps_low,
+        "ratio_correlation": np.corrcoef(x, y)[0, 1],
+        "engine_rounding": math.sqrt(np.mean(np.square(engine))),
+        "engine_rounding_share": math.sqrt(np.mean(np.square(engine))) / eps_low,
+    }
+    for name, value in expected.items():
+        assert found[f"numerics/{name}"] == pytest.approx(value, rel=1e-9), name
+
+
+def test_a_decision_counts_where_only_rounding_crosses_the_edge(
+    policy: Policy, folder: Path
+) -> None:
+    """GAPO's upper edge depends on c; below 1 only a wrong response is clipped."""
+    config = config_of(folder)
+    method = config.objective.resolve()
+    chosen = [i for rank in plan_rounding(BATCH, config, data_parallel_size=1)[0] for i in rank]
+    noise, expected = {}, {}
+    for c in (1, 2, 3):
+        right = next(i for i in chosen if i % 2 == 0 and 1 + i % 3 == c)
+        edge = upper_clip(
+            torch.tensor([c]),
+            group_size=K,
+            eps_low=method.eps_low,
+            eps_high_max=method.eps_high_max,
+        )
+        inside = float(edge) * (0.9 if c == 2 else 1.1)
+        noise[right] = math.log1p(inside)
+        of_c = [i for i in chosen if 1 + i % 3 == c]
+        expected[f"numerics/clip_decisions_changed/c{c}"] = (c != 2) / len(of_c)
+    found = planted(policy, config, noise)
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert found["numerics/clip_decisions_changed"] == pytest.approx(2 / len(chosen))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"batch": {"rollouts_per_prompt": K, "oversampling": 1.5, "partial_rollouts": True}},
+        {"rollout": {"max_response_tokens": 64, "top_p": 0.9}},
+    ],
+)
+def test_what_the_engine_sampled_with_other_weights_is_not_its_rounding(
+    policy: Policy, folder: Path, sections: dict[str, Any]
+) -> None:
+    assert any("engine" in name for name in planted(policy, config_of(folder), {0: 1e-3}))
+    found = planted(policy, config_of(folder, **sections), {0: 1e-3})
+    assert found and not any("engine" in name for name in found)
+
+
+def test_a_batch_without_an_advantage_has_no_figures(policy: Policy, folder: Path) -> None:
+    batch = replace(BATCH, advantages=torch.zeros(24, dtype=torch.float64))
+    config = config_of(folder)
+    assert measure(policy, batch, Scores.of(policy, batch, config), config) == {}
+
+
+# --- what it finds --------------------------------------------------------------------------------
+
+
+def test_bf16_rounds_more_than_fp16_and_fp32_hardly(policy: Policy, folder: Path) -> None:
+    found = {
+        precision: over_a_step(
+            folder, config_of(folder, model={"precision": precision}), policy.groups
+        )
+        for precision in ("bf16", "fp16", "fp32")
+    }
+    rms = {name: one["numerics/ratio_rounding"] for name, one in found.items()}
+    # Three bits apart in every rounding; the batch is small.
+    assert rms["bf16"] > 4 * rms["fp16"] > 400 * rms["fp32"]
+    assert found["fp32"]["numerics/ratio_correlation"] > 1 - 1e-6
+
+
+def _of_layout(folder: Path, layout: dict[str, Any]) -> dict[str, float]:
+    found = over_a_step(folder, config_of(folder, parallel=layout))
+    destroy()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_finds_what_one_rank_does(folder: Path, layout: str) -> None:
+    (expected,) = run_distributed(_of_layout, 1, folder, {})
+    first, second = run_distributed(_of_layout, 2, folder, LAYOUTS[layout])
+    assert first == second and first.keys() == expected.keys()
+    for name, value in expected.items():
+        # Rounding of fp32 itself depends on how its sums are cut.
+        unit = 3e-3 if name.endswith("share") else 1.0  # eps_low
+        bound = {"abs": 1e-6 / unit} if "ratio_rounding" in name else {"rel": 1e-5}
+        assert first[name] == pytest.approx(value, **bound), name
+
+
+# --- when it is measured, and what it says --------------------------------------------------------
+
+
+def test_measured_at_every_so_many_steps(folder: Path) -> None:
+    for every, expected in ((0, []), (1, [*range(8)]), (3, [0, 3, 6])):
+        config = config_of(folder, metrics={"rounding_every_steps": every})
+        assert [step for step in range(8) if rounding.is_due(step, config)] == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "named", "not_named"),
+    [
+        ("bf16", ["fp16", "fp32"], ["fp8"]),
+        ("fp16", ["fp32"], ["bf16"]),
+        ("fp32", ["fp32"], ["bf16", "fp16"]),
+    ],
+)
+def test_warns_where_the_clip_decides_on_rounding(
+    policy: Policy,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    precision: str,
+    named: list[str],
+    not_named: list[str],
+) -> None:
+    config = config_of(folder, model={"precision": precision})
+    before = Scores.of(policy, BATCH, config)
+    signs = {i: 1.0 if n % 2 else -1.0 for n, i in enumerate(before.exact)}
+    others = {i: 1.0 if n % 4 < 2 else -1.0 for n, i in enumerate(before.exact)}  # uncorrelated
+
+    def warnings(share: float) -> list[str]:
+        caplog.clear()
+        exact = {i: v + 1e-2 * signs[i] for i, v in before.exact.items()}
+        seen = {i: v + 1e-2 * (signs[i] + share * others[i]) for i, v in before.in_run.items()}
+        between(policy, config, before, Scores(seen, exact))
+        return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+    # The correlation is 1 / sqrt(1 + share^2): 0.9 at 0.484.
+    assert warnings(0.47) == []
+    (message,) = warnings(0.5)
+    assert re.search(
+        mentions("model.precision", "objective.eps_low", "objective.eps_high_max", *named), message
+    )
+    assert not [word for word in not_named if word in message]

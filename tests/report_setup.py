@@ -15,7 +15,7 @@ from gapo_megatron.ops.report.runs import read_run
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.toml"
 NUM_STEPS = 40
 NUM_PROBLEMS = 5
-FLOOR_MEAN, FLOOR_MAX = 1e-7, 4e-7
+SIGNAL, ROUNDING = 4e-3, 1e-7
 
 
 def pass_at(method: str, seed: int, step: int) -> tuple[float, float]:
@@ -127,8 +127,9 @@ def _row(step: int, k: int, seed: int, method: str) -> dict[str, float | None]:
         "ratio/advantage_correlation_window": 0.9 - 0.1 * seed,
     }
     if step % 20 == 0:
-        row |= {"numerics/noise_floor_mean": FLOOR_MEAN * (1 + seed)}
-        row |= {"numerics/noise_floor_max": FLOOR_MAX * (1 + seed)}
+        row |= {"numerics/ratio_signal": SIGNAL * (1 + seed)}
+        row |= {"numerics/ratio_rounding": ROUNDING * (1 + seed)}
+        row |= {"numerics/ratio_correlation": 0.95, "numerics/clip_decisions_changed": 0.02}
     for c in range(k + 1):
         row[f"per_c/groups/c{c}"] = 32 / (k + 1)
         row[f"per_c/group_share/c{c}"] = 1 / (k + 1)

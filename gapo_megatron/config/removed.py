@@ -23,12 +23,12 @@ REMOVED = {
         "Remove the line; rollout.verify_bound sets how far they may differ",
     ),
     "metrics.noise_floor_every_steps": Removed(
-        defaults=(0, 50),
+        defaults=(0, 50, 100),  # as configs of this package had them
         instead="the noise floor is no longer measured; metrics.rounding_every_steps says how "
         "often a step's ratios are compared with those without rounding (docs/numerics.md)",
     ),
     "metrics.noise_floor_limit": Removed(
-        defaults=(1.0,),
+        defaults=(1.0, 100),
         instead="the noise floor is no longer measured, and no run is refused for it. Remove the "
         "line; numerics/ratio_correlation says whether the clip decides on rounding",
     ),

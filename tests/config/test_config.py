@@ -270,8 +270,8 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ("checkpoint.keep_last=0", "checkpoint.keep_last", "0", "greater than 0"),
         ("evaluation.temperature=0", "evaluation.temperature", "0", "equal to 0.01"),
         (
-            "metrics.noise_floor_every_steps=-1",
-            "metrics.noise_floor_every_steps",
+            "metrics.rounding_every_steps=-1",
+            "metrics.rounding_every_steps",
             "-1",
             "equal to 0",
         ),

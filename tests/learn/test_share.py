@@ -15,8 +15,7 @@ from gapo_megatron.config import VERIFIED_SEQUENCES, Config
 from gapo_megatron.exchange import GroupChannel
 from gapo_megatron.facts import Spread
 from gapo_megatron.learn.plan import (
-    choose_for_noise_floor,
-    plan_scoring,
+    plan_rounding,
     plan_updates,
     wanted_sequences,
 )
@@ -44,13 +43,8 @@ def facts_alone() -> tuple[Batch, list[Any]]:
 
 def needed(batch: Batch, config: Config, *, dp_size: int, dp_rank: int) -> set[int]:
     updates = plan_updates(batch, config, data_parallel_size=dp_size)
-    noise_floor = plan_scoring(
-        batch,
-        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
-        data_parallel_size=dp_size,
-        chosen=choose_for_noise_floor(batch, data_parallel_size=dp_size),
-    )
-    shares = [one.microbatches[dp_rank] for one in updates.minibatches] + [noise_floor[dp_rank]]
+    measured = plan_rounding(batch, config, data_parallel_size=dp_size)
+    shares = [one.microbatches[dp_rank] for one in updates.minibatches] + [measured[dp_rank]]
     return {i for microbatches in shares for indices in microbatches for i in indices}
 
 

@@ -72,9 +72,7 @@ def test_a_new_family_is_a_function_and_a_line_of_the_table(monkeypatch):
         sums = -tokens.counts * tokens.advantages * ratio
         return Terms(sums, ratio, nothing.bool(), nothing.detach(), nothing.detach())
 
-    monkeypatch.setitem(
-        FAMILIES, "unclipped", Family(terms, clip_stops_gradient=False, edge_share=None)
-    )
+    monkeypatch.setitem(FAMILIES, "unclipped", Family(terms, clip_stops_gradient=False))
     method = dataclasses.replace(METHODS["gspo"], name="toy", family="unclipped")
     log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     result = policy_loss(

@@ -1,6 +1,5 @@
 """M2PO's and BAPO's bounds against their algorithms, one token and one step at a time."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gapo_megatron.objective import METHODS, edge_share, policy_loss
+from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.objective.minibatch_bounds import (
     balanced_bounds,
     find_bounds,
@@ -197,20 +196,3 @@ def test_methods_that_find_bounds_clip_tokens():
             assert (method.ratio, method.family) == ("token", "clipped")
         assert (method.second_moment_max is not None) == (method.bounds == "second_moment")
         assert (method.positive_share_min is not None) == (method.bounds == "balanced")
-
-
-def test_the_nearest_edge_is_the_upper_one_where_the_band_starts_lopsided():
-    """1.2 is nearer than 0.6: the noise floor is read against it."""
-    case = {
-        "sequence_ids": torch.tensor([0]),
-        "advantages": torch.tensor([1.0]),
-        "num_correct": torch.tensor([1]),
-        "group_size": 2,
-    }
-    log_probs = torch.tensor([1.1], dtype=torch.float64).log()
-    _, share = edge_share(log_probs, torch.zeros(1), method=BAPO, **case)
-    assert share.tolist() == pytest.approx([0.5])
-    narrow = dataclasses.replace(BAPO, eps_low=0.05)
-    assert edge_share(log_probs, torch.zeros(1), method=narrow, **case)[1].tolist() == (
-        pytest.approx([2.0])
-    )

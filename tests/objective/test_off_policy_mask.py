@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gapo_megatron.objective import METHODS, policy_loss
-from gapo_megatron.objective.losses import clipped_share, edge_share
+from gapo_megatron.objective.losses import clipped_share
 
 DELTA = 1e-3
 FAMILIES = ("opsm", "gapo", "cispo", "sapo", "gmpo")
@@ -77,18 +77,6 @@ def test_both_sides_of_delta_and_both_signs(name, advantage, mean, dropped):
     own = rows == 0
     assert torch.equal(result.gradient_mass_lost[own], result.gradient_mass[own])
     assert torch.equal(result.gradient_mass_lost[~own], plain.gradient_mass_lost[~own])
-
-
-def test_its_edge_is_delta_or_the_familys_own_if_nearer():
-    new = torch.tensor([-4e-4, -6e-4, 0.1], dtype=torch.float64)
-    old = torch.zeros(3, dtype=torch.float64)
-    method = with_mask("opsm")
-    _, share = edge_share(new, old, sequence_ids=IDS, method=method, **COMMON)
-    assert share.tolist() == pytest.approx([0.5, 0.5, 100], rel=1e-9)
-    wide = dataclasses.replace(method, off_policy_mask=10.0)
-    _, share = edge_share(new, old, sequence_ids=IDS, method=wide, **COMMON)
-    # |exp(d) - 1| / 0.2, to second order; 0.1 is far from first order.
-    assert share.tolist() == pytest.approx([2e-3, 3e-3, 0.10517092 / 0.2], rel=1e-3)
 
 
 def test_what_is_dropped_counts_as_outside_the_clip():

@@ -2,7 +2,7 @@
 
 import torch
 
-from gapo_megatron.objective import edge_share, policy_loss
+from gapo_megatron.objective import policy_loss
 
 
 def _of_one(method, advantage, size):
@@ -32,12 +32,6 @@ def evaluate(method, advantage, new, old):
     log_probs = new.log().requires_grad_()
     result = loss_of(method, advantage, log_probs, old.log())
     return result, torch.autograd.grad(result.loss, log_probs)[0]
-
-
-def share_of_edge(method, new, old):
-    """`edge_share` of the same, as a list."""
-    new, old = (torch.as_tensor(values, dtype=torch.float64) for values in (new, old))
-    return edge_share(new.log(), old.log(), **_of_one(method, 0.5, len(new)))[1].tolist()
 
 
 def random_tokens(seed, size=200, scale=1.0):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gapo_megatron.objective import METHODS
-from tests.objective.families.response import compare, evaluate, random_tokens, share_of_edge
+from tests.objective.families.response import compare, evaluate, random_tokens
 
 ASPO = METHODS["aspo"]
 # Its two widths told apart.
@@ -48,11 +48,6 @@ def test_both_sides_of_every_bound_by_hand(advantage, ratio, weight, clipped):
 def test_nothing_is_learnt_where_the_advantage_is_zero():
     result, gradient = evaluate(ASPO, 0.0, [0.9, 0.01], [0.3, 0.3])
     assert not gradient.any() and not result.clipped.any() and not result.gradient_mass.any()
-
-
-def test_the_edge_is_that_of_the_band():
-    shares = share_of_edge(ASPO, [0.5, 0.6, 0.4], [0.5, 0.5, 0.5])
-    assert shares == pytest.approx([0, 1, 1], rel=1e-12)
 
 
 def authors(log_probs, old_log_probs, advantage):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gapo_megatron.objective import METHODS
-from tests.objective.families.response import compare, evaluate, loss_of, share_of_edge
+from tests.objective.families.response import compare, evaluate, loss_of
 
 DCPO = METHODS["dcpo"]
 # q = 0.8: hi = (1 + sqrt(2)) / 2, lo = (1 + sqrt(0.2)) / 2.
@@ -48,13 +48,6 @@ def test_both_sides_of_every_bound_by_hand(advantage, old, ratio, taken, clipped
     assert result.gradient_mass_lost.tolist() == pytest.approx([mass * clipped, 0], rel=1e-11)
     if clipped:
         assert gradient[0] == 0, "the gradient of a clipped token is exactly zero"
-
-
-def test_the_edge_is_the_nearer_bound_of_the_token():
-    # q = 0.8: 1 - lo = 0.276, hi - 1 = 0.207. q = 0.1: 0.5 and 1. q = 1e-3: 0.5 and 9.
-    old = [0.8, 0.8, 0.1, 0.1, 1e-3]
-    shares = share_of_edge(DCPO, [0.8 * HIGH, 0.8, 0.05, 0.2, 5.5e-3], old)
-    assert shares == pytest.approx([1, 0, 1, 2, 9], rel=1e-9)
 
 
 @pytest.mark.parametrize("advantage", [0.5, -0.5])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gapo_megatron.objective import METHODS
-from tests.objective.families.response import compare, evaluate, share_of_edge
+from tests.objective.families.response import compare, evaluate
 
 DPPO = METHODS["dppo_tv"]
 # Its two widths told apart.
@@ -46,14 +46,6 @@ def test_both_sides_of_every_bound_by_hand(advantage, old, new, weight):
     assert result.gradient_mass_lost.tolist() == pytest.approx([lost, 0], abs=1e-12)
     if weight is None:
         assert gradient[0] == 0, "the gradient of a masked token is exactly zero"
-
-
-def test_the_edge_is_a_difference_of_probabilities():
-    shares = share_of_edge(DPPO, [0.5, 0.65, 0.35, 0.02], [0.5, 0.5, 0.5, 0.005])
-    assert shares == pytest.approx([0, 1, 1, 0.1], rel=1e-12)
-    assert share_of_edge(WIDER_DOWN, [0.35], [0.5]) == pytest.approx([1], rel=1e-12), "the nearer"
-    narrow_down = dataclasses.replace(DPPO, eps_low=0.1)
-    assert share_of_edge(narrow_down, [0.6], [0.5]) == pytest.approx([1], rel=1e-12)
 
 
 def verl(log_probs, old_log_probs, advantage):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from gapo_megatron.objective import METHODS, policy_loss
-from gapo_megatron.objective.losses import edge_share
 from gapo_megatron.objective.ratio import MAX_LOG_RATIO
 
 GMPO = METHODS["gmpo"]
@@ -81,26 +80,6 @@ def test_a_runaway_response_stays_finite_and_is_pulled_back(log_ratio, advantage
     expected = 0.0 if is_held else -advantage * math.exp(bound) / 2
     assert gradient.tolist() == pytest.approx([expected] * 2, rel=1e-12)
     assert bool(result.gradient_mass.isfinite().all())
-
-
-@pytest.mark.parametrize(
-    ("eps_high", "edge"),
-    [(0.2, math.log(1.2)), (0.5, -math.log(0.8))],  # 0.182 of 0.223; 0.223 of 0.405
-    ids=["upper", "lower"],
-)
-def test_edge_share_goes_by_the_narrower_bound_in_logs(eps_high, edge):
-    method = dataclasses.replace(GMPO, eps_low=0.2, eps_high_max=eps_high)
-    new = torch.tensor([edge, -0.1, 0.0], dtype=torch.float64)
-    _, share = edge_share(
-        new,
-        torch.zeros(3, dtype=torch.float64),
-        sequence_ids=torch.tensor([0, 0, 0]),
-        advantages=torch.tensor([0.5]),
-        num_correct=torch.tensor([4]),
-        group_size=8,
-        method=method,
-    )
-    assert share.tolist() == pytest.approx([1.0, 0.1 / edge, 0.0], rel=1e-12)
 
 
 def test_it_is_of_tokens_only():

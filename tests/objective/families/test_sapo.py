@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from gapo_megatron.objective import METHODS, policy_loss
-from gapo_megatron.objective.losses import edge_share
 
 SAPO = METHODS["sapo"]
 
@@ -95,17 +94,3 @@ def test_runaway_log_ratios_stay_finite(advantage):
     assert bool((result.gradient_mass.isfinite() & result.gradient_mass_lost.isfinite()).all())
     assert log_probs.grad.tolist()[0] == 0, "37 widths above 1 the gate rounds to 0"
     assert result.clipped.tolist() == [True, False, False]
-
-
-def test_it_has_no_edge_but_a_mask_over_it_has():
-    arguments = {
-        "sequence_ids": torch.tensor([0, 0]),
-        "advantages": torch.tensor([0.5]),
-        "num_correct": torch.tensor([4]),
-        "group_size": 8,
-    }
-    new, old = torch.tensor([-1.1, -1.0]), torch.tensor([-1.0, -1.0])
-    assert edge_share(new, old, method=SAPO, **arguments)[1] is None
-    masked = dataclasses.replace(SAPO, off_policy_mask=0.1)
-    share = edge_share(new, old, method=masked, **arguments)[1]
-    assert share.tolist() == pytest.approx([0.5, 0.5], rel=1e-6)  # a float32 log-prob

@@ -292,7 +292,7 @@ def a_step(scale=1.0, *, prompts=256):
             "time/sleep_s": 0.125,
             "time/evaluate_s": 100.0,
             "time/checkpoint_s": 20.0,
-            "time/noise_floor_s": 4.0,
+            "time/rounding_s": 4.0,
             # A quarter of a second that no stage counts.
             "time/step_s": step_s,
             "perf/tokens_per_s": prompts * 8 * 600 / step_s,
@@ -331,7 +331,7 @@ def test_a_run_with_generation_ranks_is_read_by_both_clocks(tmp_path, staleness)
     both = {"time/wait_s": 3.0, "time/sync_s": 1.75, "time/step_s": 126.0, "perf/world_size": 6}
     both |= {"generation/rollout_s": 8.0, "generation/reward_s": 0.5, "generation/wait_s": 1.0}
     timings = timings | both | {"perf/generation_ranks": 2}
-    for own in ("time/rollout_s", "time/reward_s", "time/sleep_s", "time/noise_floor_s"):
+    for own in ("time/rollout_s", "time/reward_s", "time/sleep_s", "time/rounding_s"):
         del timings[own]
     timings |= {"time/checkpoint_s": 15.5}
     rows = [(metrics, timings | {"generation/sync_s": sync_s}) for sync_s in (0.0, 1.0, 0.0, 1.0)]

@@ -24,10 +24,10 @@ from gapo_megatron.ops.report.report import MAKERS, note_missing
 from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.series import NoData, windowed
 from tests.report_setup import (
-    FLOOR_MAX,
-    FLOOR_MEAN,
     NUM_PROBLEMS,
     NUM_STEPS,
+    ROUNDING,
+    SIGNAL,
     clipped,
     clocks_apart,
     deviation,
@@ -377,15 +377,16 @@ def test_memory_is_that_of_the_worst_seed(exhibits, study):
     assert [len(axis.lines) for axis in exhibit.figure.axes] == [len(study.curves)] * 2
 
 
-def test_noise_floor_stands_beside_the_clips(exhibits):
-    exhibit = exhibits["noise_floor"]
+def test_rounding_stands_beside_the_step_and_the_clips(exhibits):
+    exhibit = exhibits["rounding"]
     (row,) = rows_of(exhibit, arm="gapo")
-    mean, largest = 2 * FLOOR_MEAN, 3 * FLOOR_MAX
-    assert (row["mean"], row["max"]) == pytest.approx((mean, largest))
+    rms = math.sqrt((1 + 4 + 9) / 3)  # seeds 0 to 2 have once, twice, three times of it
+    assert (row["signal"], row["rounding"]) == pytest.approx((SIGNAL * rms, ROUNDING * rms))
+    assert (row["correlation"], row["changed"]) == pytest.approx((0.95, 0.02))
     axis = exhibit.figure.axes[0]
     assert [label.get_text() for label in axis.get_yticklabels()] == list(METHODS)
-    bar = axis.patches[0]
-    assert (bar.get_x(), bar.get_x() + bar.get_width()) == pytest.approx((mean, largest))
+    drawn = [one.get_xdata()[0] for one in axis.lines]
+    assert drawn == pytest.approx([SIGNAL * rms, ROUNDING * rms])
     clips = {one.get_label(): one.get_segments()[0] for one in axis.collections}
     assert clips["eps_low"][:, 0] == pytest.approx([0.01, 0.01])
     assert clips["eps_high_max"][:, 0] == pytest.approx([0.0167, 0.0167])
@@ -393,38 +394,23 @@ def test_noise_floor_stands_beside_the_clips(exhibits):
     assert clips["eps_high_max"][:, 1].max() <= clips["eps_low"][:, 1].min()
     left, right = axis.get_xlim()
     assert axis.get_xscale() == "log"
-    assert left < mean < 0.0167 < right
+    assert left < ROUNDING < 0.0167 < right
 
 
-def test_a_rule_that_decides_on_something_else_has_its_edge_drawn(tmp_path):
-    """Where the share of the way says that it is; widths that are no distance from 1 are not."""
-    runs = [
-        write_run(tmp_path / "band"),
-        write_run(tmp_path / "mask", "objective.off_policy_mask=1e-4", method="grpo"),
-        write_run(tmp_path / "none", method="cispo"),
-    ]
-    metrics = runs[1] / "metrics.jsonl"
-    shared = '"numerics/noise_floor_share": 0.25, "numerics/noise_floor_mean"'
-    metrics.write_text(metrics.read_text().replace('"numerics/noise_floor_mean"', shared))
-    exhibit = FIGURES["noise_floor"](Comparison.of([read_run(run) for run in runs]))
-    band, mask, none = exhibit.rows
-    assert (band["share"], band["edge"], band["eps_low"]) == (None, None, 0.01)
-    assert mask["share"] == 0.25 and mask["edge"] == pytest.approx(4 * mask["mean"])
-    assert mask["eps_low"] == 0.01
-    assert (none["share"], none["edge"], none["eps_low"], none["eps_high_max"]) == (None,) * 4
-    edge = next(one for one in exhibit.figure.axes[0].collections if one.get_label() == "edge")
-    assert [place[0, 0] for place in edge.get_segments() if place.size] == [mask["edge"]]
+def test_widths_that_are_no_distance_from_1_are_not_drawn(tmp_path):
+    runs = [write_run(tmp_path / "band"), write_run(tmp_path / "none", method="cispo")]
+    band, none = FIGURES["rounding"](Comparison.of([read_run(run) for run in runs])).rows
+    assert (band["eps_low"], none["eps_low"], none["eps_high_max"]) == (0.01, None, None)
 
 
-def test_a_floor_of_nothing_can_be_drawn(tmp_path):
-    folder = write_run(tmp_path / "run")
+def test_a_step_that_moves_nothing_can_be_drawn(tmp_path):
+    folder = write_run(tmp_path / "run", method="cispo")
     path = folder / "metrics.jsonl"
-    path.write_text(re.sub(r'("numerics/noise_floor_\w+"): [^,}]+', r"\1: 0.0", path.read_text()))
-    exhibit = FIGURES["noise_floor"](Comparison.of([read_run(folder)]))
-    assert exhibit.rows[0]["max"] == 0
+    path.write_text(re.sub(r'("numerics/ratio_\w+"): [^,}]+', r"\1: 0.0", path.read_text()))
+    exhibit = FIGURES["rounding"](Comparison.of([read_run(folder)]))
+    assert exhibit.rows[0]["rounding"] == 0
     with style.style():
         exhibit.figure.draw_without_rendering()
-    assert exhibit.figure.axes[0].get_xlim()[0] == pytest.approx(0.005)
 
 
 def test_files_hold_what_is_drawn(exhibits, tmp_path):

@@ -372,7 +372,7 @@ def test_what_is_given_back_counts_in_its_step_or_the_next(
 def test_an_open_step_comes_first_and_is_not_sampled_again(make_run: Any, train: Any) -> None:
     script = Script()
     opened = open_step(1, evaluated={"eval/pass@1": 0.75})
-    train(make_run(script, position=Position(step=3, open_step=opened, first_sampled=4)))
+    train(make_run(script, position=Position(step=3, open_step=opened)))
     assert script.events == [
         *("log 3", "sleep", "update 1", "log 3", "save 4"),
         *("evaluate 4", "log 4", "sleep", "export", "finished"),
@@ -518,7 +518,7 @@ def test_a_run_begins_at_step_0_and_leaves_its_config(
     position, source = resume(config, monkeypatch, None, rank=1)
     assert not any(tmp_path.iterdir()), "rank 0 writes"
     position, source = resume(config, monkeypatch, None)
-    assert (position.step, position.first_sampled, position.open_step) == (0, 0, None)
+    assert (position.step, position.open_step) == (0, None)
     assert remaining(source.state_dict()) == NUM_PROBLEMS
     assert load_config(tmp_path / "config.toml") == config
 
@@ -528,13 +528,13 @@ def test_a_resumed_run_goes_on_where_it_was(
 ) -> None:
     config = make_config(tmp_path)
     position, source = resume(config, monkeypatch, checkpointed())
-    assert (position.step, position.first_sampled) == (3, 3)
+    assert position.step == 3
     assert remaining(source.state_dict()) == NUM_PROBLEMS - 4
     assert len(position.window.state_dict()) == 1
     # The rest of an open step was sampled by the run before; the next is this one's first.
     opened = open_step(1)
     position, _ = resume(config, monkeypatch, checkpointed(open_step=opened))
-    assert (position.step, position.first_sampled, position.open_step) == (3, 4, opened)
+    assert (position.step, position.open_step) == (3, opened)
     # What was sampled ahead was so by other weights; where it is drawn on from is after it.
     after = PromptSource(PROBLEMS, seed=0)
     after.next_batch(6)
@@ -542,7 +542,7 @@ def test_a_resumed_run_goes_on_where_it_was(
     given_back = checkpointed(ahead=kept)
     cast(Any, given_back.trainer_state)["given_back"] = 7
     position, source = resume(config, monkeypatch, given_back)
-    assert (position.step, position.first_sampled) == (3, 4)
+    assert position.step == 3
     assert position.open_step is kept.open_step and position.num_given_back == 7
     assert remaining(source.state_dict()) == NUM_PROBLEMS - 6
     assert remaining(position.source_before) == NUM_PROBLEMS - 4
@@ -568,5 +568,5 @@ def test_time_is_asked_for_until_the_next_question_and_a_save(timed: Any) -> Non
     expected = timed.attempt.expected
     assert expected[-1].longest_s == 1 + 2 * (10 + 100) + 1000 + 1e6
     timed.stopwatch.recent |= {"old_log_probs": [1e4], "update": [1e5], "evaluate": [1.0]}
-    timed.learn(timed.make_batch(step, timed.collect(step)))
+    timed.learn(timed.make_batch(timed.collect(step)))
     assert expected[-1].longest_s == 1e4 + 1e5 + 1e6

@@ -227,7 +227,7 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, names: list
         ("run.seed=-1", "run.seed", "-1", "greater than or equal to 0"),
         ('run.seed="1"', "run.seed", "'1'", "integer"),
         ("run.output_dir=3", "run.output_dir", "3", "string"),
-        ("model.precision=fp16", "model.precision", "'fp16'", "'fp32', 'bf16' or 'fp8'"),
+        ("model.precision=half", "model.precision", "'half'", "'fp32', 'bf16', 'fp16' or 'fp8'"),
         (
             "model.fp8_recipe=rowwise",
             "model.fp8_recipe",

@@ -209,7 +209,7 @@ def test_logits_exist_one_tile_at_a_time(recorded_tiles: list[tuple[int, int]]) 
     assert max(x * w for x, w in recorded_tiles) <= 2**20
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_no_rows(dtype: torch.dtype) -> None:
     inputs = problem(0, 30, dtype=dtype)
     log_probs, entropy, grad_hidden, grad_weight = with_gradients(both, *inputs)

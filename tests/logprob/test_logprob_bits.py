@@ -11,7 +11,7 @@ from gapo_megatron.logprob import token_log_probs
 from gapo_megatron.objective.segments import segment_mean
 from tests.logprob_setup import many_blocks, problem
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 LENGTHS = (1, 2, 3, 40, 100, 5, 260, 17, 90)
 
 

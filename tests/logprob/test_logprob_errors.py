@@ -13,7 +13,7 @@ from tests.messages import mentions
     ("change", "named"),
     [
         ({"hidden": torch.zeros(4)}, ["hidden (4,)"]),
-        ({"hidden": torch.zeros(4, 8, dtype=torch.float16)}, ["hidden", "float16", "H"]),
+        ({"hidden": torch.zeros(4, 8, dtype=torch.int16)}, ["hidden", "int16", "H"]),
         ({"weight": torch.zeros(6, 9)}, ["weight (6, 9)", "[V_local, 8]"]),
         ({"weight": torch.zeros(6, 8, dtype=torch.bfloat16)}, ["weight", "bfloat16", "float32"]),
         ({"hidden": torch.zeros(4, 0), "weight": torch.zeros(6, 0)}, ["hidden (4, 0)", "H > 0"]),

@@ -36,11 +36,13 @@ def chosen(*arguments: Any) -> Any:
     [
         ("cpu", torch.bfloat16, None, "auto", tiles),
         ("cuda", torch.bfloat16, HOPPER, "auto", triton_kernels),
+        ("cuda", torch.float16, HOPPER, "auto", triton_kernels),
         ("cuda", torch.bfloat16, HOPPER, "torch", tiles),
         ("cuda", torch.bfloat16, HOPPER, "triton", triton_kernels),
         ("cuda", torch.float32, HOPPER, "auto", tiles),
         ("cuda", torch.float64, HOPPER, "auto", tiles),
         ("cuda", torch.bfloat16, AMPERE, "auto", tiles),
+        ("cuda", torch.float16, AMPERE, "auto", tiles),
         ("cuda", torch.bfloat16, (12, 0), "auto", tiles),
         ("cuda", torch.bfloat16, None, "auto", tiles),  # not NVIDIA
     ],

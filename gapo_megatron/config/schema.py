@@ -193,8 +193,8 @@ class RolloutConfig(Section):
     them again (docs/scaling.md). Empty: the trainer's precision, or bf16 where that is fp8."""
     verify_bound: Annotated[Bound | None, LIFE] = None
     """Largest mean difference per token between vLLM's and the trainer's log-probs after a weight
-    sync. Default: 1e-3 in fp32, 0.1 in bf16, 0.3 with experts or fp8 on either side
-    (docs/numerics.md)."""
+    sync. Default: 1e-3 in fp32 (1e-2 on CUDA), 0.02 in fp16, 0.1 in bf16, three times as much of
+    these two with experts, 0.3 with fp8 on either side (docs/numerics.md)."""
     generation_nodes: Annotated[CountOrZero, SIDES] = 0
     """Number of nodes, the last ones of the job, that only generate; the others only train
     (docs/scaling.md). 0: every rank generates and trains in turns."""

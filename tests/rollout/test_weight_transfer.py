@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gapo_megatron.compat import vllm
 from gapo_megatron.compat.vllm import LLMEngine
+from gapo_megatron.config import DTYPES
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.rollout import broadcast
 from gapo_megatron.rollout.replicas import Replicas
@@ -166,13 +167,13 @@ def _substituting(load: Callable[..., None], stale: str, other: Tensor) -> Calla
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("precision", "num_ranks"),
-    [("bf16", 1), pytest.param("fp32", 2, marks=pytest.mark.system)],
+    [("bf16", 1), ("fp16", 1), pytest.param("fp32", 2, marks=pytest.mark.system)],
 )
 def test_no_changed_bit_is_missed(
     tmp_path: Path, kind: str, precision: str, num_ranks: int
 ) -> None:
     """Embedding, norms, biases, every matrix, the router, every expert, the head."""
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    dtype = getattr(torch, DTYPES[precision])
     folder = save_versions(tmp_path, kind, dtype=dtype)
     for missed in run_distributed(_plant_in_replica, num_ranks, folder, precision, num_ranks):
         assert missed == []

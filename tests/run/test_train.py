@@ -80,7 +80,11 @@ learning_rate = 5e-3
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with task, tokenizer, configuration, and a model that solves some problems."""
-    root = tmp_path_factory.mktemp("train")
+    return prepare(tmp_path_factory.mktemp("train"), CONFIG)
+
+
+def prepare(root: Path, config: str) -> Path:
+    """Fill the folder; `config` is the text of its config.toml."""
     (root / "task").mkdir()
     arithmetic.write_task(root / "task", seed=0, num_eval=32, num_train=400, num_supervised=20000)
     # The easiest level alone (the shortest lines): a hundred supervised steps get somewhere.
@@ -105,7 +109,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )
     model.save_pretrained(root / "init")
-    (root / "config.toml").write_text(CONFIG.format(root=root))
+    (root / "config.toml").write_text(config.format(root=root))
     finish(Program("gapo_megatron.sft", root / "config.toml"))
     return root
 

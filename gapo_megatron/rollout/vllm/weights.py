@@ -85,12 +85,15 @@ def verify_bound(config: Config, hf_config: PretrainedConfig, device: torch.devi
 
     Mean difference of log-probs of a token: in fp32 some 1e-6 on a CPU, more on CUDA, where vLLM's
     attention in Triton may multiply in TF32 (not yet measured); in bf16 about 0.01 for sampled
-    tokens and a few times that for unlikely ones; as much again where rounding sends a token to
-    other experts, or products are in fp8. A wrong tensor changes whole units.
+    tokens and a few times that for unlikely ones, in fp16 an eighth of it; as much again where
+    rounding sends a token to other experts, or products are in fp8. A wrong tensor changes whole
+    units.
     """
     if config.rollout.verify_bound is not None:
         return config.rollout.verify_bound
     if config.model.precision == "fp32" and not config.rollout.quantization:
         return 1e-2 if device.type == "cuda" else 1e-3
-    is_fp8 = config.model.precision == "fp8" or bool(config.rollout.quantization)
-    return 0.3 if is_fp8 or num_experts(hf_config) else 0.1
+    if config.model.precision == "fp8" or config.rollout.quantization:
+        return 0.3
+    dense, with_experts = (0.02, 0.06) if config.model.precision == "fp16" else (0.1, 0.3)
+    return with_experts if num_experts(hf_config) else dense

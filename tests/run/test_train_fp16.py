@@ -1,0 +1,99 @@
+"""The whole program in fp16: vLLM in float16, a stop across an overflow, ranks that generate."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.programs import Program
+from tests.run import test_train
+from tests.run.test_train import assert_same_run, documented_names, finish, launched, metrics_of
+
+# The bound of a sync is the default one of fp16.
+CONFIG = test_train.CONFIG.replace("verify_bound = 1e-4\n", "").replace(
+    "num_steps = 6", "num_steps = 3"
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As of `test_train`, where the warm start is made in fp32."""
+    return test_train.prepare(tmp_path_factory.mktemp("fp16"), CONFIG)
+
+
+def arguments(root: Path, name: str, *overrides: str) -> tuple[object, ...]:
+    return (
+        *(root / "config.toml", f"run.output_dir={root}/{name}", "model.precision=fp16"),
+        *overrides,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole_run(root: Path) -> Path:
+    finish(Program("gapo_megatron.train", *arguments(root, "whole")))
+    return root / "whole"
+
+
+def test_a_run_in_fp16_trains_scales_its_loss_and_agrees_with_its_engine(
+    root: Path, whole_run: Path
+) -> None:
+    steps = [line for line in metrics_of(whole_run) if "loss/policy" in line]
+    assert [line["step"] for line in steps] == list(range(3))
+    for line in steps:
+        assert line["optim/loss_scale"] == 2.0**24 / 2 ** line["optim/overflows"]
+        # A mean over tokens, a quarter of the bound of a sync: 8e-4 measured, with two layers.
+        assert 0 < line["mismatch/mean_abs_log_prob_diff"] < 5e-3
+        assert 0 < line["sync/max_abs_log_prob_diff"] < 0.05
+    # Both mini-batches of the first step overflowed: what a stop between them must keep.
+    assert steps[0]["optim/overflows"] > 1
+    assert {"optim/loss_scale", "optim/overflows"} <= set(documented_names())
+    exported, base = (load_file(f / "model.safetensors") for f in (whole_run / "hf", root / "base"))
+    assert {tensor.dtype for tensor in exported.values()} == {torch.float16}
+    assert json.loads((whole_run / "hf/config.json").read_text())["dtype"] == "float16"
+    assert exported.keys() == base.keys()
+    moved = [name for name in base if not torch.equal(base[name].half(), exported[name])]
+    assert len(moved) > len(base) / 2
+    assert all(math.isfinite(float(tensor.sum())) for tensor in exported.values())
+
+
+def test_a_stop_between_overflows_of_one_step_repeats_the_run_bitwise(
+    root: Path, whole_run: Path
+) -> None:
+    stopped = root / "stopped"
+    attempts = [stopped / "attempts" / f"7.{restart}" for restart in range(2)]
+    command = arguments(root, "stopped")
+    asked = launched(attempts[0]) | {"STAGE": "step 0: update", "SIGNAL": "SIGUSR1"}
+    finish(Program("tests.signalled", *command, env=asked))
+    assert (stopped / "checkpoints/step_00000000_1").is_dir()
+    finish(Program("gapo_megatron.train", *command, env=launched(attempts[1])))
+    assert_same_run(stopped, whole_run)
+
+
+def test_a_rank_that_only_generates_changes_nothing(root: Path, whole_run: Path) -> None:
+    command = arguments(root, "two_sides", "rollout.generation_ranks=1")
+    finish(Program("gapo_megatron.train", *command, ranks=2))
+    assert_same_run(root / "two_sides", whole_run)
+
+
+def test_partial_rollouts_keep_their_log_probs(root: Path) -> None:
+    partial = ("batch.oversampling=1.5", "batch.partial_rollouts=true", "evaluation.every_steps=0")
+    finish(Program("gapo_megatron.train", *arguments(root, "partial", *partial)))
+    lines = metrics_of(root / "partial")
+    assert lines[-1]["rollout/carried_token_share"] > 0
+    # Each token is compared at the weights that sampled it.
+    assert all(line["mismatch/mean_abs_log_prob_diff"] < 5e-3 for line in lines)
+
+
+def test_a_warm_start_is_made_in_fp16(root: Path) -> None:
+    overrides = ("supervised.num_steps=2", "supervised.batch_sequences=4")
+    command = (root / "config.toml", "model.precision=fp16", f"model.hf_dir={root}/sft", *overrides)
+    finish(Program("gapo_megatron.sft", *command))
+    made, init = (load_file(root / name / "model.safetensors") for name in ("sft", "init"))
+    assert {tensor.dtype for tensor in made.values()} == {torch.float16}
+    changed = [name for name in init if not torch.equal(init[name].half(), made[name])]
+    assert len(changed) > len(init) / 2

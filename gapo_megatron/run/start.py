@@ -32,6 +32,7 @@ from gapo_megatron.io.files import write_atomically
 from gapo_megatron.io.metric_files import check_metrics
 from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
 from gapo_megatron.io.toml_tree import to_toml
+from gapo_megatron.learn.range_check import check_range
 from gapo_megatron.learn.share import Places
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.load import check_megatron_dir
@@ -230,15 +231,20 @@ class Trainer:
 def start_generation(
     trainer: Trainer, pool: rewards.Pool | None, startup: Stopwatch
 ) -> Colocated | GenerationRanks:
-    """Start what the rollouts come from.
+    """Start what the rollouts come from; in fp16 once the weights that it gets are in its range.
 
     Args:
         trainer: the rest of the run.
         pool: workers that judge on this rank; None where other ranks generate.
         startup: counts the parts.
 
-    Collectives, errors: those of `start_colocated` or `order_generation`.
+    Collectives, errors: in fp16 those of `check_range`; those of `start_colocated` or
+    `order_generation`.
     """
+    if trainer.config.model.precision == "fp16":
+        with startup("model"):
+            probe = prompts_as_sequences(trainer.inputs.problems, VERIFIED_SEQUENCES)
+            check_range(trainer.policy, probe)
     return (
         order_generation(trainer, startup)
         if pool is None

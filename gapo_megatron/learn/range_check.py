@@ -1,0 +1,135 @@
+"""Whether a model's activations lie within fp16's range, before a run in fp16 begins."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gapo_megatron.config.counts import layers_of_stages
+from gapo_megatron.errors import ConfigError, DivergenceError
+from gapo_megatron.learn.score import score
+from gapo_megatron.policy import Policy
+from gapo_megatron.types import Sequences
+
+logger = logging.getLogger(__name__)
+
+_LARGEST = torch.finfo(torch.float16).max
+_WARNS_ABOVE = _LARGEST / 4
+"""Training moves activations, and other prompts have other ones."""
+
+
+class _Place(NamedTuple):
+    """A module of a decoder layer. The order of places is that of execution."""
+
+    layer: int
+    """From 0, over all pipeline stages; the final norm's is the number of layers."""
+    order: int
+    """Number of the module within the layer, in the order in which their outputs are complete."""
+    module: str
+
+    def __str__(self) -> str:
+        return f"layer {self.layer}, {self.module}"
+
+
+class _Watch:
+    """Largest outputs of modules, on the device."""
+
+    def __init__(self) -> None:
+        self.largest: dict[tuple[int, str], Tensor] = {}
+
+    def note(self, layer: int, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        """Forward hook of a module. Nothing waits."""
+        parts = output if isinstance(output, tuple | list) else (output,)
+        for part in parts:
+            if isinstance(part, Tensor) and part.dtype == torch.float16 and part.numel():
+                new = part.detach().abs().amax()  # NaN if one is
+                old = self.largest.get((layer, name))
+                self.largest[layer, name] = new if old is None else torch.maximum(old, new)
+
+    def read(self) -> list[tuple[_Place, float]]:
+        """Places in the order of execution, with their largest outputs. Waits for the device."""
+        if not self.largest:
+            return []
+        values = torch.stack([*self.largest.values()]).tolist()
+        places = [_Place(layer, i, name) for i, (layer, name) in enumerate(self.largest)]
+        return sorted(zip(places, values, strict=True))
+
+
+@contextlib.contextmanager
+def _watching(policy: Policy) -> Iterator[_Watch]:
+    """Watch the modules of this rank's decoder layers, and the final norm."""
+    watch, hooks = _Watch(), []
+    num_layers = policy.hf_config.num_hidden_layers
+    layers = layers_of_stages(policy.config.parallel, num_layers)[policy.groups.pp_rank]
+    for stage, numbers in zip(policy.stages, layers, strict=True):
+        for number, layer in zip(numbers, stage.decoder.layers, strict=True):
+            for name, module in layer.named_modules():
+                note = partial(watch.note, number, name or "sum of its residual connections")
+                hooks.append(module.register_forward_hook(note))
+        if stage.post_process:
+            note = partial(watch.note, num_layers, "final norm")
+            hooks.append(stage.decoder.final_layernorm.register_forward_hook(note))
+    try:
+        yield watch
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_range(policy: Policy, probe: Sequences) -> None:
+    """Score a few sequences, and refuse a model whose activations leave fp16's range.
+
+    Largest outputs are kept on the device while the layers run, and read once.
+
+    Args:
+        policy: in fp16; unchanged.
+        probe: the same on every rank; with none there is nothing to do.
+
+    Collectives: those of `score`; one gather of what every rank has found, over all ranks.
+
+    Raises:
+        ConfigError: an output is not finite; names the first layer and module in the order of
+            execution, on every rank alike.
+        DivergenceError: every output is finite, but a log-prob is not; on every rank.
+    """
+    error = ""
+    with _watching(policy) as watch:
+        try:
+            score(policy, probe, [(i,) for i in range(len(probe))], temperature=1.0)
+        except DivergenceError as found_there:  # of the last stage's ranks alone
+            error = str(found_there)
+    values = watch.read()
+    found = (
+        next((place for place, value in values if not math.isfinite(value)), None),
+        max(((value, place) for place, value in values), default=None),
+        error,
+    )
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, found)
+    overflows, largest, errors = (
+        [one for one in part if one] for part in zip(*by_rank, strict=True)
+    )
+    if overflows:
+        raise ConfigError(
+            f"model.precision ('fp16'): {min(overflows)}: its output leaves the range of fp16 "
+            f"({_LARGEST:.0f}) for prompts of data.train_path; set it to 'bf16' or 'fp32'"
+        )
+    if errors:
+        raise DivergenceError(errors[0])
+    if largest and max(largest)[0] > _WARNS_ABOVE and policy.groups.rank == 0:
+        value, place = max(largest)
+        logger.warning(
+            "model.precision ('fp16'): outputs of %s reach %.0f, more than a quarter of the range "
+            "(%.0f); training, or other prompts, may leave it ('bf16' and 'fp32' have no such end)",
+            place,
+            value,
+            _LARGEST,
+        )

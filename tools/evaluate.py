@@ -367,7 +367,7 @@ def _parse() -> argparse.Namespace:
         help="wrap prompts as the tokenizer's user messages; as data.chat_template in training",
     )
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    engine.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
     engine.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     engine.add_argument("--enforce-eager", action="store_true", help="skip compilation")
     engine.add_argument(

@@ -105,7 +105,7 @@ def saved_state(policy: Policy) -> list[Tensor]:
     return [x.data.clone() for x in nested_values(state) if isinstance(x, ShardedTensor)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
 def test_what_the_engine_has_no_room_for_leaves_the_device(
     offload: str, precision: str, folder: Path, groups: ParallelGroups
@@ -114,7 +114,7 @@ def test_what_the_engine_has_no_room_for_leaves_the_device(
     for leaves in (False, True):
         sections = {"optimizer": {"offload": offload}, "model": {"precision": precision}}
         policy = build(folder, groups, **sections)
-        assert bool(optimizer_state(policy)["masters"]) == (precision == "bf16")
+        assert bool(optimizer_state(policy)["masters"]) == (precision != "fp32")
         if leaves:  # nothing to give back yet
             policy.make_room()
         train(policy)
@@ -390,13 +390,18 @@ def test_a_missing_tensor_is_named(folder: Path, groups: ParallelGroups) -> None
         policy.load_hf_weights(tensors)
 
 
+@pytest.mark.parametrize(
+    ("precision", "value"),  # finite, but not in this precision; the other is, in bfloat16 too
+    [("bf16", 3.4e38), ("fp16", 65536.0)],
+)
 def test_weights_that_are_not_finite_are_refused(
-    folder: Path, tmp_path: Path, groups: ParallelGroups
+    precision: str, value: float, folder: Path, tmp_path: Path, groups: ParallelGroups
 ) -> None:
-    policy = Policy.build(make_config(folder, model={"precision": "bf16"}), groups, "cpu")
+    policy = Policy.build(make_config(folder, model={"precision": precision}), groups, "cpu")
     tensors = dict(read_weights(folder))
-    tensors["model.norm.weight"][-1] = 3.4e38  # finite, but not in bfloat16
-    with pytest.raises(ConversionError, match=mentions("decoder.final_layernorm.weight", "bf16")):
+    tensors["model.norm.weight"][-1] = value
+    named = mentions("decoder.final_layernorm.weight", precision)
+    with pytest.raises(ConversionError, match=named):
         policy.load_hf_weights(tensors.items())
     policy.stages[0].decoder.final_layernorm.weight.data[-1] = torch.nan
     save(policy.stages[0], tmp_path / "saved")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import random
 import time
@@ -17,6 +18,7 @@ from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import Policy
+from gapo_megatron.policy.loss_scale import INITIAL
 from gapo_megatron.run.supervised import _supervised_step
 from gapo_megatron.types import Batch, Microbatch, Plan
 from tests.gpu.report import Report
@@ -130,6 +132,37 @@ def ten_learn_steps(setting: Setting, report: Report) -> None:
     report.figure("tokens/s, learning alone", num_tokens / seconds, "tokens/s")
     for name in ("optim/grad_norm", "skip/backward_token_share"):
         report.figure(f"{name}, last step", metrics[name])
+
+
+def fp16(setting: Setting, report: Report) -> None:
+    """Log-probs in fp16 and in bf16 beside those in fp32, at the same weights; updates in fp16."""
+    weights: Sequence[tuple[str, Tensor]] = []
+    found: dict[str, Tensor] = {}
+    length = setting.tokens(1024)
+    for precision in ("bf16", "fp32", "fp16"):
+        policy = setting.policy(setting.config(model={"precision": precision}))
+        weights = weights or _copies(policy)  # of bf16: the others hold them as they are
+        policy.load_hf_weights(weights)
+        packed = [setting.rows_of(policy, num_tokens=2 * length, length=length)]
+        (values,) = log_probs(policy, packed)
+        assert values is not None  # one stage
+        found[precision] = values.double().cpu()
+        if precision != "fp16":
+            del policy, packed, values
+            gc.collect()  # wrappers and hooks hold each other
+    off = {one: float((found[one] - found["fp32"]).abs().mean()) for one in ("bf16", "fp16")}
+    report.figure("bf16: mean difference from fp32", off["bf16"])
+    # On a GPU fp32 multiplies in fp32; what differs there is what 16 bits round.
+    nearer = 2 * off["fp16"] < off["bf16"]
+    report.claim("fp16: mean difference from fp32", off["fp16"], "half of bf16's", holds=nearer)
+    norms = [run_update(policy, packed) for _ in range(4)]
+    finite = all(math.isfinite(norm) and norm > 0 for norm in norms)
+    report.claim("gradient norms", norms[-1], "finite, not 0", holds=finite)
+    scale = policy.loss_scale
+    assert scale is not None
+    settled = 1 < scale.value == INITIAL / 2**scale.num_overflows
+    report.claim("loss scale", scale.value, f"above 1, at most {INITIAL:g}", holds=settled)
+    report.figure("passes repeated", scale.num_overflows)
 
 
 def _plan(policy: Policy, batch: Batch, config: Config, *, num_minibatches: int) -> Plan:

@@ -76,7 +76,9 @@ def test_in_the_interpreter(selected: str) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels have no compiler")
 @pytest.mark.parametrize("with_entropy", [False, pytest.param(True, marks=pytest.mark.system)])
 @pytest.mark.parametrize("name", ["_stats_kernel", "_grad_kernel"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_compiles_for_hopper(
+    dtype: str,
     name: str,
     with_entropy: bool,
     tmp_path: Path,
@@ -88,9 +90,9 @@ def test_compiles_for_hopper(
     monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
     kernel, tile = getattr(triton_kernels, name), triton_kernels._TILES[9, 2]
     matrices = {
-        "hidden": f"tensordesc<bf16[{tile.rows}, {tile.depth}]>",
-        "weight": f"tensordesc<bf16[{tile.columns}, {tile.depth}]>",
-        "dz": f"tensordesc<bf16[{tile.rows}, {tile.columns // 2}]>",
+        "hidden": f"tensordesc<{dtype}[{tile.rows}, {tile.depth}]>",
+        "weight": f"tensordesc<{dtype}[{tile.columns}, {tile.depth}]>",
+        "dz": f"tensordesc<{dtype}[{tile.rows}, {tile.columns // 2}]>",
     }
     numbers = dict.fromkeys(["num_rows", "num_columns", "hidden_size"], "i32")
     known = {**matrices, **numbers, "inverse_temperature": "fp32", "columns": "*i64"}

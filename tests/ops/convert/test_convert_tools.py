@@ -110,17 +110,24 @@ def test_a_folder_says_what_it_was_made_of_and_hands_that_to_nobody(root, tmp_pa
     assert "--verify none" in said["checks"]["logits"] == said["checks"]["round trip"]
 
 
-def test_dtype(root, tmp_path):
-    expected = {name: tensor.bfloat16() for name, tensor in weights(root / "qwen2").items()}
-    done = to_megatron(root / "qwen2", tmp_path / "half", "--dtype", "bf16", "--verify", "full")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_dtype(root, tmp_path, dtype):
+    option = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    name = str(dtype).removeprefix("torch.")
+    expected = {key: tensor.to(dtype) for key, tensor in weights(root / "qwen2").items()}
+    done = to_megatron(root / "qwen2", tmp_path / "half", "--dtype", option, "--verify", "full")
     assert done.exit_code == 0, done.err
-    assert done.out.count("bfloat16") == done.out.count("float32")
+    assert done.out.count(name) == done.out.count("float32")
     assert to_hf(tmp_path / "half", tmp_path / "back").exit_code == 0
     assert_equal(weights(tmp_path / "back"), expected)
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
-    done = to_hf(root / "qwen2-megatron", tmp_path / "cast", "--dtype", "bf16", "--verify", "full")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == name
+    done = to_hf(root / "qwen2-megatron", tmp_path / "cast", "--dtype", option, "--verify", "full")
     assert done.exit_code == 0, done.err
     assert_equal(weights(tmp_path / "cast"), expected)
+    # Again, from a folder that holds these: nothing is rounded.
+    assert to_megatron(tmp_path / "back", tmp_path / "again", "--verify", "full").exit_code == 0
+    assert to_hf(tmp_path / "again", tmp_path / "same", "--verify", "full").exit_code == 0
+    assert_equal(weights(tmp_path / "same"), expected)
 
 
 def test_max_shard_size(root, tmp_path):

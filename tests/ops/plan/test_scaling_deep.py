@@ -58,9 +58,13 @@ def in_second_stage(*cases: Any) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.system) for case in cases]
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_without_data_autograd_keeps_as_much_as_with(tmp_path: Path, recompute: str) -> None:
-    config = make(tmp_path, TINY, parallel_of(2, 1), recompute=recompute)
+@pytest.mark.parametrize(
+    ("recompute", "precision"), [("none", "bf16"), ("full", "bf16"), ("none", "fp16")]
+)
+def test_without_data_autograd_keeps_as_much_as_with(
+    tmp_path: Path, recompute: str, precision: str
+) -> None:
+    config = make(tmp_path, TINY, parallel_of(2, 1), recompute=recompute, precision=precision)
     found = step_one_rank(config, rank=1, world_size=2)
     with fake_groups(config.parallel, rank=1, world_size=2) as groups:
         policy = Policy.build(config, groups, "cpu")

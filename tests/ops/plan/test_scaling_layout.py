@@ -64,6 +64,7 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
 LAYOUTS: list[tuple[dict[str, Any], str, dict[str, Any], int, int]] = [
     (TINY, "fp32", parallel_of(1, 1), 1, 0),
     (TINY, "bf16", parallel_of(1, 1), 3, 2),
+    (TINY, "fp16", parallel_of(1, 1), 3, 2),
     (TINY, "bf16", parallel_of(2, 1, sp=True), 6, 5),
     (TINY, "bf16", parallel_of(1, 2), 4, 1),
     (TINY, "fp32", parallel_of(2, 2), 12, 11),
@@ -72,6 +73,7 @@ LAYOUTS: list[tuple[dict[str, Any], str, dict[str, Any], int, int]] = [
     (QWEN3, "bf16", parallel_of(1, 4), 20, 19),
     (TINY_EXPERTS, "fp32", parallel_of(1, 1, 2), 6, 5),
     (TINY_EXPERTS, "bf16", parallel_of(2, 1, 4, sp=True), 12, 7),
+    (TINY_EXPERTS, "fp16", parallel_of(2, 1, 4, sp=True), 12, 7),
     (TINY_EXPERTS, "bf16", parallel_of(2, 2, 2, sp=True), 20, 19),
     (TINY_EXPERTS, "bf16", parallel_of(1, 2), 10, 3),
     (UNTIED, "bf16", parallel_of(2, 2) | {"overlap_grad_reduce": True}, 8, 1),

@@ -76,6 +76,7 @@ def measured(policy: Policy, num_tokens: int) -> int:
         (WIDE, "fp32", "full", ALONE, 1),
         (WIDE, "bf16", "none", ALONE, 1),
         (WIDE, "bf16", "selective", ALONE, 1),
+        (WIDE, "fp16", "selective", ALONE, 1),
         (WIDE, "bf16", "full", ALONE, 1),
         (TINY, "bf16", "selective", ALONE, 1),
         (WIDE, "bf16", "none", parallel_of(2, 1), 2),

@@ -81,6 +81,13 @@ def test_fp8_is_for_the_products_of_the_layers():
     assert fp8.head_s(backward=True) == bf16.head_s(backward=True)
 
 
+def test_fp16_takes_the_time_of_bf16():
+    bf16, fp16 = (training(sections={"model": {"precision": p}}) for p in ("bf16", "fp16"))
+    for backward in (False, True):
+        assert stage_s(fp16, backward=backward) == stage_s(bf16, backward=backward)
+        assert fp16.head_s(backward=backward) == bf16.head_s(backward=backward)
+
+
 def test_the_heads_collectives():
     """Hidden states are gathered there and back, float32 gradients of active rows summed."""
     alone, plain, sequence = training(dp=8), training(tp=8, dp=8, sp=False), training(tp=8, dp=8)

@@ -4,11 +4,11 @@
 
 Any published model folder will do; docs/numerics.md has the figures of SmolLM2-135M-Instruct.
 
-Samples responses of a given length from the model, gives each group of 8 a planted verdict (c = 1,
-3, 5, 7 in turns), and takes one step of GAPO on them with the package's own `learn`: 4 mini-batches,
-AdamW at 1e-6. `learn.rounding` measures it, over all sequences in place of a few. Weights before
-the step are either as loaded, on the 16-bit grid, or, as later in a run, anywhere between two
-16-bit numbers: the master weights are moved by up to half the distance.
+Samples responses of a given length from the model, plants the verdicts of each group of 8 (c = 1,
+3, 5, 7 in turns), and takes one step of GAPO on them with the package's own `learn`: four
+mini-batches, AdamW at 1e-6. `learn.rounding` measures it, over all sequences in place of a few.
+Weights before the step are either as loaded, on the 16-bit grid, or, as later in a run, anywhere
+between two 16-bit numbers: the master weights are moved by up to half the distance.
 
 Arithmetics are values of `model.precision`; `+residual` keeps the residual stream in float32 (a
 patch of this benchmark: Megatron-core 0.16 has a field for it, and rounds the stream all the same).
@@ -57,6 +57,7 @@ QUESTIONS = (
     "How many minutes are there in three days? Show your work.",
     "Tom has 50 dollars and buys 3 books of 12 dollars each. What is left? Explain.",
 )
+ARITHMETICS = ["bf16", "bf16+residual", "fp16", "fp16+residual", "fp32"]
 COLUMNS = {
     "ratio_signal": "step, rms",
     "ratio_rounding": "rounding, rms",

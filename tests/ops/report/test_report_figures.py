@@ -394,7 +394,7 @@ def test_rounding_stands_beside_the_step_and_the_clips(exhibits):
     assert clips["eps_high_max"][:, 1].max() <= clips["eps_low"][:, 1].min()
     left, right = axis.get_xlim()
     assert axis.get_xscale() == "log"
-    assert left < ROUNDING * rms and 0.0167 < right
+    assert left < ROUNDING * rms and right > 0.0167
 
 
 def test_widths_that_are_no_distance_from_1_are_not_drawn(tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import megatron.core.pipeline_parallel.schedules as schedules
 import pytest
@@ -39,9 +40,9 @@ def test_everything_is_put_back() -> None:
     assert fingerprint() == before
     changed = {name for name in inside if inside[name] != before.get(name)}
     assert "megatron.core.pipeline_parallel.schedules.torch" in changed
-    # torch itself is not touched, three methods aside: vLLM and Inductor may run at any time.
+    # torch itself is not touched, four methods aside: vLLM and Inductor may run at any time.
     outside = {name for name in changed if not name.startswith("megatron.core")}
-    assert outside == {"Tensor.cuda", "Tensor.type", "Module.cuda"}
+    assert outside == {"Tensor.cuda", "Tensor.type", "Tensor.matmul", "Module.cuda"}
 
 
 def test_everything_is_put_back_after_an_exception() -> None:
@@ -74,6 +75,29 @@ def test_megatron_finds_a_device() -> None:
         assert torch.zeros(1).device.type == "cpu"
         with pytest.raises((AssertionError, RuntimeError)):  # the real one still has no GPU
             torch.zeros(1, device="cuda")
+
+
+def test_products_of_float16_are_exact_until_they_are_rounded() -> None:
+    """Megatron-core multiplies by `torch.matmul` forward and by the tensor's method backward."""
+    random = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(size, generator=random).half() for size in ((33, 64), (64, 17)))
+    expected = (left.double() @ right.double()).float().half()
+    products = []
+    real = torch.matmul
+
+    def watched(*factors: torch.Tensor, **options: Any) -> torch.Tensor:
+        products.append(factors[0].dtype)
+        return real(*factors, **options)
+
+    with cpu.emulation(), patch.object(torch, "matmul", watched):
+        found = [schedules.torch.matmul(left, right), left.matmul(right)]
+        bfloat16 = schedules.torch.matmul(left.bfloat16(), right.bfloat16())
+    assert products == [torch.float32, torch.float32, torch.bfloat16]
+    assert bfloat16.dtype == torch.bfloat16
+    for product in found:
+        # Sums in float32 are rounded to another neighbour once in a while.
+        assert product.dtype == torch.float16 and (product != expected).float().mean() < 0.01
+        torch.testing.assert_close(product, expected, rtol=2**-10, atol=1e-6)
 
 
 def test_the_emulated_random_state_is_apart_from_the_real_one() -> None:

@@ -77,7 +77,7 @@ class ModelConfig(Section):
     """Megatron checkpoint to read the weights from. `hf_dir` then needs no weights of its own."""
     precision: Annotated[Literal["fp32", "bf16", "fp16", "fp8"], SAMPLED] = "bf16"
     """All but fp32 keep fp32 master weights. fp16 has three bits more than bf16 and a narrower
-    range, so that its loss is scaled (docs/numerics.md); fp8 needs Transformer Engine."""
+    range, so that its loss is scaled (docs/scaling.md); fp8 needs Transformer Engine."""
     fp8_recipe: Annotated[Literal["delayed", "tensorwise", "blockwise", "mxfp8"], SAMPLED] = (
         "tensorwise"
     )

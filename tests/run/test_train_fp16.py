@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from tests.messages import mentions
 from tests.programs import Program
 from tests.run import test_train
 from tests.run.test_train import assert_same_run, documented_names, finish, launched, metrics_of
@@ -46,8 +49,8 @@ def test_a_run_in_fp16_trains_scales_its_loss_and_agrees_with_its_engine(
     assert [line["step"] for line in steps] == list(range(3))
     for line in steps:
         assert line["optim/loss_scale"] == 2.0**24 / 2 ** line["optim/overflows"]
-        # A mean over tokens, a quarter of the bound of a sync: 8e-4 measured, with two layers.
-        assert 0 < line["mismatch/mean_abs_log_prob_diff"] < 5e-3
+        # A mean over tokens: 8e-4 measured, 7e-3 in bf16.
+        assert 0 < line["mismatch/mean_abs_log_prob_diff"] < 3e-3
         assert 0 < line["sync/max_abs_log_prob_diff"] < 0.05
     # Both mini-batches of the first step overflowed: what a stop between them must keep.
     assert steps[0]["optim/overflows"] > 1
@@ -86,7 +89,19 @@ def test_partial_rollouts_keep_their_log_probs(root: Path) -> None:
     lines = metrics_of(root / "partial")
     assert lines[-1]["rollout/carried_token_share"] > 0
     # Each token is compared at the weights that sampled it.
-    assert all(line["mismatch/mean_abs_log_prob_diff"] < 5e-3 for line in lines)
+    assert all(line["mismatch/mean_abs_log_prob_diff"] < 3e-3 for line in lines)
+
+
+def test_a_model_beyond_the_range_is_refused_before_its_first_step(root: Path) -> None:
+    folder = shutil.copytree(root / "base", root / "beyond")
+    tensors = load_file(folder / "model.safetensors")
+    for part in ("gate_proj", "up_proj"):
+        tensors[f"model.layers.1.mlp.{part}.weight"] *= 500
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    command = arguments(root, "refused", f"model.hf_dir={folder}")
+    output = finish(Program("gapo_megatron.train", *command), exit_code=2)
+    assert re.search(mentions("model.precision ('fp16')", "layer 1", "linear_fc2"), output)
+    assert not (root / "refused/metrics.jsonl").exists()
 
 
 def test_a_warm_start_is_made_in_fp16(root: Path) -> None:

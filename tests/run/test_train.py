@@ -725,6 +725,15 @@ def documented_names() -> list[str]:
     return [name for cell in cells for name in re.findall("`(.+?)`", cell)]
 
 
+@pytest.fixture(scope="module")
+def fp16_run(root: Path) -> Path:
+    run_dir = root / "fp16"
+    settings = ("model.precision=fp16", "rollout.verify_bound=0.02", "run.num_steps=1")
+    command = (root / "config.toml", f"run.output_dir={run_dir}", *settings)
+    finish(Program("gapo_megatron.train", *command))
+    return run_dir
+
+
 @pytest.mark.system
 def test_the_document_has_the_names_that_runs_log_and_no_others(
     whole_run: Path,
@@ -734,10 +743,11 @@ def test_the_document_has_the_names_that_runs_log_and_no_others(
     oversampled_run: Path,
     partial_run: Path,
     run_given_back: Path,
+    fp16_run: Path,
 ) -> None:
     runs = (
         *(whole_run, branched_run, balanced_run, dynamic_run),
-        *(oversampled_run, partial_run, run_given_back),
+        *(oversampled_run, partial_run, run_given_back, fp16_run),
     )
     logged = {
         key

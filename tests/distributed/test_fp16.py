@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from gapo_megatron import checkpoint
 from gapo_megatron.errors import DivergenceError
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.score import log_probs
@@ -23,7 +22,7 @@ from gapo_megatron.policy import optimizer as optim
 from gapo_megatron.policy.loss_scale import LossScale
 from gapo_megatron.policy.optimizer import inner_optimizers
 from tests.dist import run_distributed, single_rank
-from tests.distributed import checkpoint_setup, conversion_setup
+from tests.distributed import conversion_setup
 from tests.distributed.policy_setup import (
     CP,
     EP,
@@ -366,40 +365,3 @@ def test_a_divergence_on_one_rank_is_one_on_every_rank(
     for rank in ranks[1]:
         assert rank["diverges"].norms == [0.0]
         assert rank["diverges"].scale == LossScale(1.0, 2, 0)
-
-
-def resume_across_overflows(hf_dir: str, run_dir: Path, layout: str) -> None:
-    """Three updates at a stretch, then the last two again from the checkpoint after the first."""
-    config = checkpoint_setup.make_config(hf_dir, layout=layout)
-    model = config.model.model_copy(update={"precision": "fp16"})
-    config = config.model_copy(update={"model": model})
-    policy = checkpoint_setup.build(config)
-    checkpoint_setup.train_one_update(policy, seed=0)
-    assert policy.loss_scale is not None and policy.loss_scale.num_overflows > 0
-    # Between the two checkpoints it overflows again, from where it was.
-    policy.loss_scale.value *= 4
-    kept = asdict(policy.loss_scale)
-    checkpoint_setup.save(run_dir, policy, config, step=1)
-    for seed in (1, 2):
-        checkpoint_setup.train_one_update(policy, seed=seed)
-    assert policy.loss_scale.num_overflows > kept["num_overflows"]
-    whole = checkpoint_setup.save(run_dir / "whole", policy, config, step=3)
-    expected, expected_scale = checkpoint_setup.tensors_on_disk(whole), policy.loss_scale
-    destroy()
-    resumed = checkpoint_setup.build(config)
-    assert checkpoint.load_latest(run_dir, policy=resumed, config=config) is not None
-    assert resumed.loss_scale == LossScale(**kept)
-    for seed in (1, 2):
-        checkpoint_setup.train_one_update(resumed, seed=seed)
-    assert resumed.loss_scale == expected_scale
-    again = checkpoint_setup.save(run_dir / "resumed", resumed, config, step=3)
-    checkpoint_setup.assert_bitwise(checkpoint_setup.tensors_on_disk(again), expected)
-    destroy()
-
-
-@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), (2, "dp2")])
-def test_resuming_across_an_overflow_is_bitwise(
-    num_ranks: int, layout: str, tmp_path: Path
-) -> None:
-    hf_dir = checkpoint_setup.make_model(tmp_path / "model", hidden_size=32)
-    run_distributed(resume_across_overflows, num_ranks, hf_dir, tmp_path / "run", layout)

@@ -89,7 +89,7 @@ def test_megatron_core_takes_every_recipe(
     assert not config.fp8_param and not config.fp8_dot_product_attention
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_without_fp8_there_is_no_recipe(tmp_path: Path, precision: str) -> None:
     save_model(tmp_path, "qwen2_untied")
     number_format = precision_settings(precision, fp8_recipe="tensorwise")

@@ -1,0 +1,51 @@
+"""Checkpoints of a policy in fp16: the loss scale is part of what a run resumes from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from gapo_megatron import checkpoint
+from gapo_megatron.policy import destroy
+from gapo_megatron.policy.loss_scale import LossScale
+from tests.dist import run_distributed
+from tests.distributed import checkpoint_setup
+
+
+def resume_across_overflows(hf_dir: str, run_dir: Path, layout: str) -> None:
+    """Three updates at a stretch, then the last two again from the checkpoint after the first."""
+    config = checkpoint_setup.make_config(hf_dir, layout=layout)
+    model = config.model.model_copy(update={"precision": "fp16"})
+    config = config.model_copy(update={"model": model})
+    policy = checkpoint_setup.build(config)
+    checkpoint_setup.train_one_update(policy, seed=0)
+    assert policy.loss_scale is not None and policy.loss_scale.num_overflows > 0
+    # Between the two checkpoints it overflows again, from where it was.
+    policy.loss_scale.value *= 4
+    kept = asdict(policy.loss_scale)
+    checkpoint_setup.save(run_dir, policy, config, step=1)
+    for seed in (1, 2):
+        checkpoint_setup.train_one_update(policy, seed=seed)
+    assert policy.loss_scale.num_overflows > kept["num_overflows"]
+    whole = checkpoint_setup.save(run_dir / "whole", policy, config, step=3)
+    expected, expected_scale = checkpoint_setup.tensors_on_disk(whole), policy.loss_scale
+    destroy()
+    resumed = checkpoint_setup.build(config)
+    assert checkpoint.load_latest(run_dir, policy=resumed, config=config) is not None
+    assert resumed.loss_scale == LossScale(**kept)
+    for seed in (1, 2):
+        checkpoint_setup.train_one_update(resumed, seed=seed)
+    assert resumed.loss_scale == expected_scale
+    again = checkpoint_setup.save(run_dir / "resumed", resumed, config, step=3)
+    checkpoint_setup.assert_bitwise(checkpoint_setup.tensors_on_disk(again), expected)
+    destroy()
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), (2, "dp2")])
+def test_resuming_across_an_overflow_is_bitwise(
+    num_ranks: int, layout: str, tmp_path: Path
+) -> None:
+    hf_dir = checkpoint_setup.make_model(tmp_path / "model", hidden_size=32)
+    run_distributed(resume_across_overflows, num_ranks, hf_dir, tmp_path / "run", layout)

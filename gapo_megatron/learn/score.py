@@ -1,8 +1,8 @@
 """Scoring: log-probs of given tokens at the current weights, without gradient. The one way to it.
 
-The old pass of `learn`, rollouts carried to the next step, the noise floor and the check after a
-weight sync all come here. `score` starts from sequences, `log_probs` from micro-batches that the
-caller has packed and will use again.
+The old pass of `learn`, rollouts carried to the next step, the measurement of rounding and the
+check after a weight sync all come here. `score` starts from sequences, `log_probs` from
+micro-batches that the caller has packed and will use again.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A step is told its moments; at its end all ranks send their figures in one collective:
 
     after_sleep   the engine has given up its memory, no pass has begun
-    update_peak   the most since then: carried log-probs, noise floor, old pass and updates
+    update_peak   the most since then: carried log-probs, old pass, updates, rounding
     after_wake    the engine has the new weights and its KV cache
 
 Of a device, `free` is what nobody has, not even torch's allocator: what the driver says. `reserved`

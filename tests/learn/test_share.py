@@ -1,4 +1,4 @@
-"""Which tokens a rank gets: plan, noise floor and weight check need no others."""
+"""Which tokens a rank gets: plan, rounding and weight check need no others."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Observation:
     workload: Workload
     measured: StepTime
     step_s: float
-    """Seconds of whole steps, less evaluation, checkpoints and the noise floor; a median."""
+    """Seconds of whole steps, less evaluation, checkpoints and measured rounding; a median."""
     other_s: float
     """Seconds of `step_s` in none of the stages: vLLM's going to sleep, the batching plan, and what
     nothing counts. A median, so that it is not exactly the difference of the others'."""

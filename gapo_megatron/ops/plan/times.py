@@ -24,7 +24,7 @@ _PROBE_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds by stage. Evaluation, checkpoints and the noise floor are no part of it."""
+    """Seconds by stage. Evaluation, checkpoints and measured rounding are no part of it."""
 
     generation_s: float
     reward_s: float

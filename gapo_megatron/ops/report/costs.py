@@ -291,15 +291,15 @@ def rounding(comparison: Comparison) -> Exhibit:
     axis.minorticks_off()
     legend_below(figure, axis)
     return Exhibit(
-        aid="The log-ratios of a few sequences of each measured step, computed as the run does and "
-        "without rounding, on the same weights. Where rounding is as wide as the clip, the clip "
-        "decides partly on rounding.",
+        aid="How far a step moves the log-ratio of a sequence, and how far rounding does, beside "
+        "the widths of the clip. Where rounding is as wide as the clip, it decides part of what "
+        "is clipped.",
         rows=rows,
         figure=figure,
         notes=[
-            "Root mean square over sequences (of token ratios: tokens), measured steps and seeds. "
-            "rounding: of the difference between the two log-ratios; correlation: between them, "
-            "mean over steps and seeds.",
+            "Root mean squares over sequences (for token ratios, over tokens), measured steps and "
+            "seeds. The log-ratio is computed twice on the same weights, in the run's arithmetic "
+            "and without its rounding; rounding is the difference, correlation is between the two.",
             "changed: share of the clip's decisions (A not 0) that differ between the two.",
         ],
     )

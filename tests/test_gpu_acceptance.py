@@ -59,6 +59,7 @@ def test_every_part_is_there() -> None:
         ("equal_bits", "nothing_to_score"),
         ("ten_sft_steps", "ten_learn_steps"),
         ("fp16",),
+        ("rounding",),
         ("memory", "speed"),
         ("speed_recomputed", "save_and_load"),
     ],

@@ -129,12 +129,15 @@ def test_a_file_fits_the_gpus_that_it_is_for(path: Path) -> None:
     assert host <= HOST_SHARE * gpu.host_memory_bytes
 
 
+def method_files(folder: Path) -> list[Path]:
+    """Files of an experiment that name a method each."""
+    return [path for path in folder.glob("*.toml") if path.stem not in ("base", "gapo_bf16")]
+
+
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=name_of)
 def test_experiment_has_the_papers_methods_at_the_papers_clips(folder: Path) -> None:
     found = {}
-    for path in folder.glob("*.toml"):
-        if path.stem == "base":
-            continue
+    for path in method_files(folder):
         method = load_config(path).objective.resolve()
         assert method.name == path.stem
         assert (method.ratio == "token") == (method.name in TOKEN_LEVEL)
@@ -156,7 +159,8 @@ def test_experiment_has_the_papers_hyperparameters(folder: Path) -> None:
         assert (optimizer.clip_grad, optimizer.warmup_steps) == (1.0, 0)
         assert (config.objective.kl_coef, config.objective.entropy_coef) == (0, 0)
         assert (rollout.temperature, rollout.top_p) == (1.0, 1.0)
-        assert config.model.precision == "bf16"
+        is_paper = path.stem == "gapo_bf16"  # the others see more of their ratios
+        assert config.model.precision == ("bf16" if is_paper else "fp16")
         assert config.data.max_prompt_tokens == 2048
         assert rollout.max_response_tokens == MAX_RESPONSE[folder.name]
         assert config.run.num_steps == 10 * NUM_PROMPTS[folder.name] // 256
@@ -165,13 +169,20 @@ def test_experiment_has_the_papers_hyperparameters(folder: Path) -> None:
 def test_methods_of_an_experiment_differ_in_nothing_else() -> None:
     """No copies: a method file sets its objective and its output folder, the base the rest."""
     for folder in EXPERIMENTS:
-        for path in folder.glob("*.toml"):
-            if path.stem == "base":
-                continue
+        for path in method_files(folder):
             tree = tomllib.loads(path.read_text())
             assert tree["base"] == "base.toml"
             assert set(tree) == {"base", "run", "objective"}, path
             assert tree["run"] == {"output_dir": f"runs/{folder.name}/{path.stem}"}
+
+
+def test_the_papers_precision_is_a_variant_that_differs_in_nothing_else() -> None:
+    for name in ("qwen_math_1_5b", "llama_3_2_3b", "ds_r1_1_5b"):
+        variant, usual = (
+            load_config(CONFIGS / name / f"{stem}.toml") for stem in ("gapo_bf16", "gapo")
+        )
+        changed = changes(usual.model_dump(mode="json"), variant)
+        assert set(changed) == {"model.precision"}
 
 
 def test_the_arena_is_the_papers_recipe_under_other_rules() -> None:

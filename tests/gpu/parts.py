@@ -54,6 +54,7 @@ PARTS = (
     Part("ten_sft_steps", "training", "the loss falls", 240),
     Part("ten_learn_steps", "training", "ten steps of GAPO", 240),
     Part("fp16", "training", "the policy in fp16 beside bf16 and fp32; its loss scale", 300),
+    Part("rounding", "training", "a step's log-ratios beside those without rounding", 300),
     Part("fp8", "engine", "the policy in fp8 beside bf16", 300, ("transformer_engine", "fp8")),
     Part("engine", "engine", "sync, sleep, wake, tokens/s, mismatch in bf16", 540, ("vllm",)),
     Part("engine_fp8", "engine", "the same with vLLM's weights in fp8", 540, ("vllm",)),

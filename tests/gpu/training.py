@@ -165,6 +165,32 @@ def fp16(setting: Setting, report: Report) -> None:
     report.figure("passes repeated", scale.num_overflows)
 
 
+def rounding(setting: Setting, report: Report) -> None:
+    """A step's log-ratios in bf16, fp16 and fp32, beside those without rounding."""
+    weights: Sequence[tuple[str, Tensor]] = []
+    rms = {}
+    for precision in ("bf16", "fp16", "fp32"):
+        sections = {"model": {"precision": precision}, "optimizer": {"learning_rate": 1e-6}}
+        config = setting.config(**sections)
+        policy = setting.policy(config)
+        weights = weights or _copies(policy)  # of bf16: the others hold them as they are
+        policy.load_hf_weights(weights)
+        batch = setting.batch(config, num_prompts=4)
+        packing = _plan(policy, batch, config, num_minibatches=2)
+        stopwatch = Stopwatch()
+        metrics = learn(policy, batch, packing, config, stopwatch, measures_rounding=True) or {}
+        for name in ("ratio_signal", "ratio_rounding", "ratio_correlation"):
+            report.figure(f"{precision}: {name}", metrics.get(f"numerics/{name}", math.nan))
+        report.figure(f"{precision}: measured in", stopwatch.seconds["rounding"], "s")
+        rms[precision] = metrics["numerics/ratio_rounding"]
+        del policy
+        gc.collect()  # wrappers and hooks hold each other
+    nearer = 2 * rms["fp16"] < rms["bf16"]
+    report.claim("fp16: rounding of log-ratios", rms["fp16"], "half of bf16's", holds=nearer)
+    nearer = 10 * rms["fp32"] < rms["fp16"]
+    report.claim("fp32: rounding of log-ratios", rms["fp32"], "a tenth of fp16's", holds=nearer)
+
+
 def _plan(policy: Policy, batch: Batch, config: Config, *, num_minibatches: int) -> Plan:
     return plan(
         sequence_lengths(batch),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -22,6 +22,7 @@ from gapo_megatron.config.methods import Method
 from gapo_megatron.learn.plan import plan_rounding
 from gapo_megatron.learn.score import score
 from gapo_megatron.objective import decide
+from gapo_megatron.objective.families import FAMILIES
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.exact import exact_arithmetic
 from gapo_megatron.types import Batch
@@ -76,8 +77,18 @@ class Scores:
             return cls(in_run, score(policy, batch, packing))
 
 
-def is_due(step: int, config: Config) -> bool:
-    """Whether `step` is measured: by `metrics.rounding_every_steps`."""
+def is_due(step: int, config: Config, device: torch.device) -> bool:
+    """Whether `step` is measured: by `metrics.rounding_every_steps`, where it can be.
+
+    Not where attention in wider numbers needs memory for every pair of tokens: on a GPU in float64,
+    and without Transformer Engine under context parallelism. Nor where the clip is around the
+    log-probs of an engine with older weights: the step did not move its ratios alone.
+    """
+    is_quadratic = config.model.precision == "fp32" or config.parallel.context_parallel_size > 1
+    if device.type == "cuda" and is_quadratic:
+        return False
+    if config.objective.old_log_probs == "rollout" and config.rollout.max_staleness:
+        return False
     every = config.metrics.rounding_every_steps
     return every > 0 and step % every == 0
 
@@ -101,6 +112,9 @@ def measure(policy: Policy, batch: Batch, before: Scores, config: Config) -> dic
     """
     after = Scores.of(policy, batch, config)
     method, group_size = config.objective.resolve(), config.batch.rollouts_per_prompt
+    if config.objective.old_log_probs == "rollout":  # then the clip is around the engine's
+        engine = {i: _of_engine(batch, i) for i in before.in_run}
+        before = replace(before, in_run=engine)
     local = torch.zeros(len(_SUMS) + 2 * (group_size + 1), dtype=torch.float64)
     if after.in_run and policy.groups.is_first_copy:
         local = _local_sums(batch, before, after, method, len(local))
@@ -109,7 +123,9 @@ def measure(policy: Policy, batch: Batch, before: Scores, config: Config) -> dic
     decided, changed = (part.tolist() for part in sums[len(_SUMS) :].view(2, group_size + 1))
     if not named["count"]:
         return {}
-    metrics = _summarize(named, method) | _changed_decisions(decided, changed)
+    metrics = _summarize(named, method)
+    if method.bounds == "fixed":  # the others find theirs for each mini-batch
+        metrics |= _changed_decisions(decided, changed)
     if not _engine_had_these_weights(config):
         metrics = {name: one for name, one in metrics.items() if "engine" not in name}
     if policy.groups.rank == 0:
@@ -208,17 +224,30 @@ def _engine_had_these_weights(config: Config) -> bool:
     return not (rollout.max_staleness or config.batch.partial_rollouts) and rollout.top_p == 1
 
 
+def _may_clip(config: Config) -> bool:
+    """Whether the rule acts on ratios that may differ from 1."""
+    method, batch = config.objective.resolve(), config.batch
+    may_differ = batch.num_minibatches > 1 or batch.partial_rollouts
+    stops = FAMILIES[method.family].clip_stops_gradient or method.off_policy_mask is not None
+    return stops and (may_differ or config.objective.old_log_probs == "rollout")
+
+
 def _log(metrics: dict[str, float], config: Config) -> None:
     method = config.objective.resolve()
     correlation = metrics.get("numerics/ratio_correlation")
-    changed = metrics.get("numerics/clip_decisions_changed", 0.0)
-    shown = "" if correlation is None else f", correlation {correlation:.3f}"
+    changed = metrics.get("numerics/clip_decisions_changed")
     text = (
         f"ratios: the step moved them by {metrics['numerics/ratio_signal']:.1e} (rms), rounding by "
-        f"{metrics['numerics/ratio_rounding']:.1e}{shown}; it changed {changed:.1%} of the clip's "
-        f"decisions (eps_low {method.eps_low:g}, eps_high_max {method.eps_high_max:g})"
+        f"{metrics['numerics/ratio_rounding']:.1e}"
     )
-    if correlation is None or correlation >= LEAST_CORRELATION:
+    if correlation is not None:
+        text += f", correlation {correlation:.3f}"
+    if changed is not None:
+        text += (
+            f"; it changed {changed:.1%} of the clip's decisions (eps_low {method.eps_low:g}, "
+            f"eps_high_max {method.eps_high_max:g})"
+        )
+    if correlation is None or correlation >= LEAST_CORRELATION or not _may_clip(config):
         logger.info("%s", text)
         return
     logger.warning(

@@ -78,8 +78,8 @@ def update(
 
     Raises:
         DivergenceError: a log-prob, a loss or the gradient is not finite (in fp16: at a scale of
-            1), or a flag is raised, on every rank alike; weights, optimizer state and `num_updates`
-            are what they were.
+            1, to which it was halved), or a flag is raised, on every rank alike; weights, optimizer
+            state and `num_updates` are what they were.
     """
     config, scale = policy.config.optimizer, policy.loss_scale
     if learning_rate is None:
@@ -97,9 +97,9 @@ def update(
                     policy.num_updates,
                     scale.value,
                 )
-        if scale is not None:
-            scale.updated()
         if grad_norm > 0:
+            if scale is not None:
+                scale.updated()
             optim.set_learning_rate(policy.optimizer, learning_rate)
             optim.step(policy.optimizer, grad_norm=grad_norm, clip_grad=config.clip_grad)
             policy.num_updates += 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
+
 from gapo_megatron.compat import cpu
 from gapo_megatron.device.products import float32_products
 from gapo_megatron.policy.model import PolicyModel, build_model
@@ -17,8 +19,8 @@ def exact_arithmetic(policy: Policy) -> Iterator[None]:
 
     For log-probs only. Parallel layout and order of operations stay the same; Transformer Engine's
     layers, which have no such attention, are replaced by Megatron-core's. The weights are copied,
-    four (eight) bytes each: as many as a gradient, whose memory is free but between the beginning
-    of an update and `Policy.make_room`.
+    four (eight) bytes each. Four are as many as a gradient, whose memory is free but between the
+    beginning of an update and `Policy.make_room`.
     """
     stages = exact_stages(policy)
     kept = policy.model, policy.stages, policy.head
@@ -28,11 +30,19 @@ def exact_arithmetic(policy: Policy) -> Iterator[None]:
             yield
     finally:
         policy.model, policy.stages, policy.head = kept
+        for stage in stages:  # at once, whoever still holds a tensor of them
+            for parameter in stage.parameters():
+                parameter.untyped_storage().resize_(0)
 
 
 def exact_stages(policy: Policy) -> list[PolicyModel]:
     """This rank's virtual stages in wider numbers, filled with the policy's weights."""
-    with cpu.device_scope():
+    # Megatron-core seeds the device's generator as it builds; others draw from it.
+    is_cuda = policy.device.type == "cuda"
+    with (
+        torch.random.fork_rng([policy.device] if is_cuda else [], enabled=is_cuda),
+        cpu.device_scope(),
+    ):
         stages = build_model(
             policy.hf_config,
             policy.groups,

@@ -298,7 +298,8 @@ class Policy:
             load_state(self.optimizer, state["optimizer"], config=self.config.optimizer)
         self.num_updates = state["num_updates"]
         if self.loss_scale is not None:
-            self.loss_scale = LossScale(**state["loss_scale"])
+            # A checkpoint of another precision has none: fp16 then begins here.
+            self.loss_scale = LossScale(**state.get("loss_scale", {}))
 
     def make_room(self) -> None:
         """Give back the memory of what only an update needs, until the next one needs it.

@@ -240,6 +240,8 @@ class Run:
         with self.stopwatch("plan"):
             dp_size = self.policy.groups.dp_size
             packing = plan_updates(batch, config, data_parallel_size=dp_size)
+        measures = rounding.is_due(self.position.step, config, self.policy.device)
+        stages = ("old_log_probs", "update", "rounding")[: 2 + measures]
         learned = learn(
             self.policy,
             batch,
@@ -247,8 +249,8 @@ class Run:
             config,
             self.stopwatch,
             progress=open_step.progress,
-            measures_rounding=rounding.is_due(self.position.step, config),
-            must_stop=lambda: self._must_stop("old_log_probs", "update"),
+            measures_rounding=measures,
+            must_stop=lambda: self._must_stop(*stages),
         )
         if learned is None:
             raise Stopped

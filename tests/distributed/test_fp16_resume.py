@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gapo_megatron import checkpoint
+from gapo_megatron.config import Config
 from gapo_megatron.policy import destroy
 from gapo_megatron.policy.loss_scale import LossScale
 from tests.dist import run_distributed
@@ -49,3 +50,28 @@ def test_resuming_across_an_overflow_is_bitwise(
 ) -> None:
     hf_dir = checkpoint_setup.make_model(tmp_path / "model", hidden_size=32)
     run_distributed(resume_across_overflows, num_ranks, hf_dir, tmp_path / "run", layout)
+
+
+def go_on_in_fp16(hf_dir: str, run_dir: Path) -> None:
+    """What the warning about bf16's rounding advises: its checkpoint, resumed in fp16."""
+    config = checkpoint_setup.make_config(hf_dir, layout="single")
+
+    def with_precision(precision: str) -> Config:
+        model = config.model.model_copy(update={"precision": precision})
+        run = config.run.model_copy(update={"allow_changes": ["model.precision"]})
+        return config.model_copy(update={"model": model, "run": run})
+
+    policy = checkpoint_setup.build(with_precision("bf16"))
+    checkpoint_setup.train_one_update(policy, seed=0)
+    checkpoint_setup.save(run_dir, policy, with_precision("bf16"), step=1)
+    destroy()
+    resumed = checkpoint_setup.build(with_precision("fp16"))
+    found = checkpoint.load_latest(run_dir, policy=resumed, config=with_precision("fp16"))
+    assert found is not None and resumed.num_updates == 1
+    assert resumed.loss_scale == LossScale()
+    destroy()
+
+
+def test_a_checkpoint_in_bf16_is_resumed_in_fp16(tmp_path: Path) -> None:
+    hf_dir = checkpoint_setup.make_model(tmp_path / "model", hidden_size=32)
+    run_distributed(go_on_in_fp16, 1, hf_dir, tmp_path / "run")

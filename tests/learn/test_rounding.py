@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.learn import rounding
-from gapo_megatron.learn.plan import plan_rounding
+from gapo_megatron.learn.plan import plan_rounding, plan_updates
 from gapo_megatron.learn.rounding import Scores, measure
+from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import upper_clip
-from gapo_megatron.policy import ParallelGroups, Policy, destroy, initialize
+from gapo_megatron.policy import ParallelGroups, Policy, destroy, exact, initialize
+from gapo_megatron.policy.exact import exact_stages
 from gapo_megatron.types import Batch
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import (
@@ -41,6 +44,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {},
 }
 GRPO = {"method": "grpo"}
+CPU = torch.device("cpu")
 
 
 def batch_of(num_sequences: int = 24) -> Batch:
@@ -154,9 +158,23 @@ def test_exact_log_probs_are_float64s_in_fp32_and_float32s_of_rounded_weights_in
         assert scores.in_run[0].dtype == torch.float32
 
 
-def test_the_policy_is_itself_afterwards(policy: Policy, folder: Path) -> None:
+def test_the_policy_is_itself_afterwards(
+    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the copy of its weights is gone, whoever still holds a tensor of it."""
     config = config_of(folder)
+    copies: list[Tensor] = []
+
+    def building(policy: Policy) -> list[Any]:
+        stages = exact_stages(policy)
+        copies.extend(one for stage in stages for one in stage.parameters())
+        assert all(one.untyped_storage().size() for one in copies)
+        return stages
+
+    monkeypatch.setattr(exact, "exact_stages", building)
     first = Scores.of(policy, BATCH, config)
+    assert copies and not any(one.untyped_storage().size() for one in copies)
+    copies.clear()
     second = Scores.of(policy, BATCH, config)
     for kind in ("in_run", "exact"):
         for i, values in getattr(first, kind).items():
@@ -257,6 +275,41 @@ def test_what_the_engine_sampled_with_other_weights_is_not_its_rounding(
     assert found and not any("engine" in name for name in found)
 
 
+def test_a_clip_around_the_engine_sees_its_rounding_too(policy: Policy, folder: Path) -> None:
+    """Nothing moved: what is left is the engine's distance from the trainer."""
+    config = config_of(folder, objective={"old_log_probs": "rollout"})
+    found = measure(policy, BATCH, Scores.of(policy, BATCH, config), config)
+    assert found["numerics/ratio_signal"] == 0
+    engine = found["numerics/engine_rounding"]
+    assert found["numerics/ratio_rounding"] == pytest.approx(engine, rel=1e-5)
+
+
+def test_bounds_of_a_mini_batch_make_no_decisions_here(policy: Policy, folder: Path) -> None:
+    found = planted(policy, config_of(folder, objective={"method": "bapo"}), {0: 0.5})
+    assert found and not any("decisions" in name for name in found)
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+def test_measuring_changes_nothing(policy: Policy, folder: Path, offload: str) -> None:
+    """Not the weights that a step ends with, wherever the optimizer's state waits meanwhile."""
+    found = []
+    for measures in (False, True):
+        sizes = {"rollouts_per_prompt": K, "rollout_prompts": 6, "minibatch_prompts": 3}
+        config = config_of(
+            folder, batch=sizes, optimizer={"learning_rate": 1e-3, "offload": offload}
+        )
+        stepped = build(config, policy.groups)
+        packing = plan_updates(BATCH, config, data_parallel_size=1)
+        metrics = learn(stepped, BATCH, packing, config, Stopwatch(), measures_rounding=measures)
+        assert metrics is not None
+        kept = {name: one for name, one in metrics.items() if "numerics" not in name}
+        assert (kept == metrics) != measures
+        found.append((kept, {n: t.clone() for n, t in stepped.iterate_hf_weights()}))
+    (plain, weights), (measured, others) = found
+    assert plain == measured
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
 def test_a_batch_without_an_advantage_has_no_figures(policy: Policy, folder: Path) -> None:
     batch = replace(BATCH, advantages=torch.zeros(24, dtype=torch.float64))
     config = config_of(folder)
@@ -303,7 +356,13 @@ def test_every_layout_finds_what_one_rank_does(folder: Path, layout: str) -> Non
 def test_measured_at_every_so_many_steps(folder: Path) -> None:
     for every, expected in ((0, []), (1, [*range(8)]), (3, [0, 3, 6])):
         config = config_of(folder, metrics={"rounding_every_steps": every})
-        assert [step for step in range(8) if rounding.is_due(step, config)] == expected
+        assert [step for step in range(8) if rounding.is_due(step, config, CPU)] == expected
+    assert not rounding.is_due(0, config, torch.device("cuda")), "float64 attention on a GPU"
+    bf16 = config_of(folder, model={"precision": "bf16"})
+    assert rounding.is_due(0, bf16, torch.device("cuda"))
+    in_context = {"parallel": {"context_parallel_size": 2}, "model": {"precision": "bf16"}}
+    assert not rounding.is_due(0, config_of(folder, **in_context), torch.device("cuda"))
+    assert rounding.is_due(0, config_of(folder, **in_context), CPU)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +386,7 @@ def test_warns_where_the_clip_decides_on_rounding(
     signs = {i: 1.0 if n % 2 else -1.0 for n, i in enumerate(before.exact)}
     others = {i: 1.0 if n % 4 < 2 else -1.0 for n, i in enumerate(before.exact)}  # uncorrelated
 
-    def warnings(share: float) -> list[str]:
+    def warnings(share: float, config: Config = config) -> list[str]:
         caplog.clear()
         exact = {i: v + 1e-2 * signs[i] for i, v in before.exact.items()}
         seen = {i: v + 1e-2 * (signs[i] + share * others[i]) for i, v in before.in_run.items()}
@@ -337,6 +396,10 @@ def test_warns_where_the_clip_decides_on_rounding(
     # The correlation is 1 / sqrt(1 + share^2): 0.9 at 0.484.
     assert warnings(0.47) == []
     (message,) = warnings(0.5)
+    # Where nothing can be clipped: one mini-batch, a rule without an edge.
+    one = config.batch.model_copy(update={"minibatch_prompts": config.batch.rollout_prompts})
+    assert warnings(0.5, config.model_copy(update={"batch": one})) == []
+    assert warnings(0.5, config_of(folder, objective={"method": "sapo"})) == []
     assert re.search(
         mentions("model.precision", "objective.eps_low", "objective.eps_high_max", *named), message
     )

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from gapo_megatron import train as program
 from gapo_megatron.checkpoint import Ahead, LoadedState, OpenStep, State
@@ -170,7 +171,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
         )
         stopwatch = Stopwatch()
         rollouter = cast(Any, ScriptedRollouter(script, inputs.source, keeps_open=keeps_open))
-        policy = cast(Any, SimpleNamespace(groups=SimpleNamespace(rank=0, dp_size=1)))
+        groups = SimpleNamespace(rank=0, dp_size=1)
+        policy = cast(Any, SimpleNamespace(groups=groups, device=torch.device("cpu")))
         engine = cast(
             Any,
             SimpleNamespace(

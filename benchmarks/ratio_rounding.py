@@ -181,8 +181,10 @@ def sample(hf_dir: str, num_tokens: int, seed: int, *, folder: Path) -> Batch:
 
 @torch.no_grad()
 def _generate(hf_dir: str, num_tokens: int, seed: int) -> tuple[np.ndarray, ...]:
-    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
-    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        hf_dir, dtype=torch.float32, trust_remote_code=False
+    )
     torch.manual_seed(seed)
     prompts, responses = [], []
     for question in QUESTIONS:

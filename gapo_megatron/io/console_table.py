@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -36,7 +35,8 @@ class ConsoleTable:
     timings.jsonl.
     """
 
-    def __init__(self, *, num_steps: int) -> None:
+    def __init__(self, *, num_steps: int, columns_are_set: bool) -> None:
+        self._columns_are_set = columns_are_set
         self._console = Console(file=sys.stdout, highlight=False)
         self._num_steps = num_steps
         self._num_shown = 0
@@ -83,8 +83,7 @@ class ConsoleTable:
 
     def _print_line(self, cells: Mapping[str, str]) -> None:
         """Print one line for grep, whole words alone: if COLUMNS is set, as many as fit into it."""
-        is_limited = os.environ.get("COLUMNS", "").isdigit()
-        width = self._console.width if is_limited else sys.maxsize
+        width = self._console.width if self._columns_are_set else sys.maxsize
         keys = (title.replace(" ", "_").replace("=", "") for title in cells)
         words = [f"{key}={cell}" for key, cell in zip(keys, cells.values(), strict=True)]
         print(" ".join(_fitting(words, width, gap=1)), flush=True)

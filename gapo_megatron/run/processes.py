@@ -132,6 +132,11 @@ def is_under_torchrun() -> bool:
     return bool(os.environ.get("TORCHELASTIC_RUN_ID"))
 
 
+def columns_are_set() -> bool:
+    """Whether the user says how wide output is."""
+    return os.environ.get("COLUMNS", "").isdigit()
+
+
 def visible_gpus() -> str:
     """CUDA_VISIBLE_DEVICES, for messages."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "unset")

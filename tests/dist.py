@@ -11,7 +11,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -57,7 +57,11 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
 
 
 def run_sides(
-    fn: Callable[..., Any], num_training: int, num_generation: int, *args: Any
+    fn: Callable[..., Any],
+    num_training: int,
+    num_generation: int,
+    *args: Any,
+    env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Call `fn(world, *args)` on ranks that `process_group.start` has brought up, by job rank.
 
@@ -66,14 +70,19 @@ def run_sides(
         num_training: ranks of the training side.
         num_generation: ranks that only generate; 0: there is one side.
         args: picklable.
+        env: more environment variables of the ranks.
 
     Returns, raises: as `run_distributed`.
     """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    return _run(
-        _call_on_side, num_training + num_generation, fn, num_training, num_generation, port, args
-    )
+    placed = {
+        "WORLD_SIZE": str(num_training + num_generation),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    env = {**placed, **(env or {})}
+    return _run(_call_on_side, num_training + num_generation, fn, num_generation, env, args)
 
 
 def _run(target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -155,18 +164,11 @@ def _call_on_side(
     rank: int,
     folder: str,
     fn: Callable[..., Any],
-    num_training: int,
     num_generation: int,
-    port: int,
+    env: Mapping[str, str],
     args: tuple[Any, ...],
 ) -> Any:
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(num_training + num_generation),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), **env}
     rollout = RolloutConfig(max_response_tokens=1, generation_ranks=num_generation)
     world = process_group.start(HANG_S, rollout=rollout, run_dir=Path(folder))
     with open(Path(folder) / f"stacks{rank}", "a") as stacks:  # `start` has a watch of its own

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gapo_megatron.config import Config, MetricsConfig
-from gapo_megatron.errors import ConfigError
+from gapo_megatron.errors import ConfigError, MachineError
 from gapo_megatron.io.console_table import ConsoleTable
 from gapo_megatron.io.documents import read_text
 from gapo_megatron.io.files import naming, real, write_atomically
@@ -182,13 +182,16 @@ def _open_truncated(path: Path, *, resume_step: int) -> Any:
 
     Raises:
         DataError: as of `lines_before`.
+        MachineError: it is a link into a folder that is not there.
     """
     kept, damage = lines_before(path, resume_step=resume_step)
     for error in damage:
         logger.warning("%s; dropped", error)
-    path = real(path)  # of a link, what it leads to
-    write_atomically(path, b"".join(kept))  # a kill in between loses no line
-    return open(path, "a", encoding="utf-8")
+    target = real(path)  # of a link, what it leads to
+    if not target.parent.is_dir():
+        raise MachineError(f"{path} is a link to {target}, whose folder is not there")
+    write_atomically(target, b"".join(kept))  # a kill in between loses no line
+    return open(target, "a", encoding="utf-8")
 
 
 def _open_tensorboard(run_dir: Path, config: MetricsConfig, resume_step: int) -> Any:

@@ -99,6 +99,12 @@ def test_a_damaged_line_that_does_not_come_again_is_refused(tmp_path, damage):
     assert [line["step"] for line in lines(path)] == [0, 1, 2]
 
 
+def test_a_link_into_a_folder_that_is_gone_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "gone" / "metrics.jsonl")
+    with pytest.raises(MachineError, match=mentions("metrics.jsonl", "link", "gone")):
+        MetricsWriter(tmp_path, config=make_config())
+
+
 def test_a_damaged_line_behind_a_link_is_refused_too(tmp_path):
     write_steps(tmp_path, range(3))
     path = tmp_path / "metrics.jsonl"

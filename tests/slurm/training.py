@@ -110,7 +110,7 @@ class Training:
 
     def steps(self, attempt: str) -> list[int]:
         """Steps, from 0, that an attempt finished."""
-        shown = re.findall(r"^step=(\d+)/", self.rank_log(0, attempt), re.MULTILINE)
+        shown = re.findall(r"^step=(\d+)/\d+ reward=", self.rank_log(0, attempt), re.MULTILINE)
         return [int(step) - 1 for step in shown]
 
     def describe(self) -> str:

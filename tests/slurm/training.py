@@ -194,7 +194,7 @@ class Training:
 
 def differing_files(run_dir: Path, reference: Path) -> list[str]:
     """What a run has computed otherwise than another one: metrics, evaluations, weights."""
-    names = ["metrics.jsonl", "finished.json", "hf/model.safetensors"]
+    names = ["metrics.jsonl", "hf/model.safetensors"]
     names += [f"evaluations/{path.name}" for path in (reference / "evaluations").iterdir()]
     return [n for n in names if (run_dir / n).read_bytes() != (reference / n).read_bytes()]
 

@@ -428,7 +428,9 @@ def test_the_memory_of_all_processes_is_counted_together(kind, what):
     program = TAKES_MEMORY.replace("WHAT", what)
     limits = PATIENT | {"memory_mib": 256}
     verdict = verify(fenced(program), json.dumps(SUM), limits=limits, sandbox=kind)
-    assert (verdict.outcome, "256 MiB" in verdict.reason) == (Outcome.WRONG, True)
+    # Pages that are only read need so many mappings that their own limit may come first.
+    limited = ("256 MiB", "mappings") if what == "read" else ("256 MiB",)
+    assert verdict.outcome is Outcome.WRONG and any(one in verdict.reason for one in limited)
 
 
 @pytest.mark.system

@@ -105,7 +105,7 @@ class Mailbox:
         self._secret = secret
 
     def post(self, name: str, value: bytes) -> None:
-        """Leave a value under a name that has had none.
+        """Leave a value under a name that has had none; it is in the store when this returns.
 
         Raises:
             ConfigError: the value, with its code, is longer than the store takes.
@@ -118,6 +118,8 @@ class Mailbox:
                 "(batch.rollout_prompts, batch.rollouts_per_prompt)"
             )
         self._store.set(name, sealed)  # type: ignore[arg-type]  # its stub knows text alone
+        # `set` does not wait for the store, which may serve another connection first.
+        self._store.check([name])
 
     def look(self, name: str) -> bytes | None:
         """The value of a name; None: there is none now. Never waits for one.

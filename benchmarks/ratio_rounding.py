@@ -5,14 +5,15 @@
 Any published model folder will do; docs/numerics.md has the figures of SmolLM2-135M-Instruct.
 
 Samples responses of a given length from the model, plants the verdicts of each group of 8 (c = 1,
-3, 5, 7 in turns), and takes one step of GAPO on them with the package's own `learn`: four
-mini-batches, AdamW at 1e-6. `learn.rounding` measures it, over all sequences in place of a few.
+3, 5, 7 in turns), and takes one step of GAPO on them with the package's own `learn`: a mini-batch
+of each group, AdamW. `learn.rounding` scores all sequences, in place of a few, before and after.
 Weights before the step are either as loaded, on the 16-bit grid, or, as later in a run, anywhere
 between two 16-bit numbers: the master weights are moved by up to half the distance.
 
 Arithmetics are values of `model.precision`; `+residual` keeps the residual stream in float32 (a
 patch of this benchmark: Megatron-core 0.16 has a field for it, and rounds the stream all the same).
-Finished cases are kept in the output file, and not run again. Prints means over seeds.
+The row `+scoring` is the same step with old log-probs from a pass without rounding. Finished cases
+are kept in the output file, and not run again. Prints means over seeds.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -42,28 +44,25 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.hf.weights import read_hf
 from gapo_megatron.learn import plan
+from gapo_megatron.learn.rounding import Scores
 from gapo_megatron.learn.step import learn
-from gapo_megatron.policy import ParallelGroups, Policy, attention, initialize
+from gapo_megatron.policy import Policy, attention, destroy, initialize
 from gapo_megatron.policy.optimizer import inner_optimizers
 from gapo_megatron.run import process_group
 from gapo_megatron.types import Batch
 
 K = 8
 NUM_CORRECT = (1, 3, 5, 7)
-NUM_MINIBATCHES = 4
 QUESTIONS = (
     "What is 17 + 25? Explain every step.",
     "A baker sells 14 loaves in the morning and twice as many in the afternoon. How many in all?",
     "How many minutes are there in three days? Show your work.",
     "Tom has 50 dollars and buys 3 books of 12 dollars each. What is left? Explain.",
 )
+STATES = ["loaded", "between"]
 ARITHMETICS = ["bf16", "bf16+residual", "fp16", "fp16+residual", "fp32"]
-COLUMNS = {
-    "ratio_signal": "step, rms",
-    "ratio_rounding": "rounding, rms",
-    "ratio_correlation": "correlation",
-    "clip_decisions_changed": "decided otherwise",
-}
+WIDTHS = (7e-5, 3e-4, 3e-3, 5e-3)
+"""Of a clip, on either side of 1: the paper's narrowest and widest bounds, and between them."""
 
 
 def main() -> None:
@@ -73,109 +72,150 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSONL file of finished cases")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512], help="of a response")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument(
-        "--arithmetic",
-        nargs="+",
-        default=["bf16", "bf16+residual", "fp16", "fp16+residual", "fp32"],
-    )
-    parser.add_argument("--state", nargs="+", default=["loaded", "between"])
-    parser.add_argument("--clip", nargs=2, type=float, default=[3e-3, 5e-3])
+    parser.add_argument("--arithmetic", nargs="+", choices=ARITHMETICS, default=ARITHMETICS)
+    parser.add_argument("--state", nargs="+", choices=STATES, default=STATES)
+    parser.add_argument("--groups", type=int, default=4, help="of 8 responses: updates of the step")
+    parser.add_argument("--learning-rate", type=float, default=1e-6)
     arguments = parser.parse_args()
     process_group.start(3600)
-    groups = initialize(config_of(arguments.hf_dir, "fp32", arguments.clip, 128).parallel)
     cases = itertools.product(
         arguments.tokens, arguments.seeds, arguments.arithmetic, arguments.state
     )
-    for case in cases:
-        run_once(case, arguments, groups)
+    for tokens, seed, arithmetic, state in cases:
+        case = Case(tokens, seed, arithmetic, state, arguments.groups, arguments.learning_rate)
+        run_once(case, arguments.hf_dir, arguments.output)
     print_table(read_rows(arguments.output))
 
 
-def run_once(case: tuple[int, int, str, str], arguments: Any, groups: ParallelGroups) -> None:
+@dataclass(frozen=True)
+class Case:
+    """A step that is measured."""
+
+    tokens: int
+    seed: int
+    arithmetic: str
+    state: str
+    groups: int
+    learning_rate: float
+
+    def config(self, hf_dir: str) -> Config:
+        """A mini-batch of each group."""
+        return parse_config(
+            {
+                "run": {"output_dir": "unused", "num_steps": 1},
+                "model": {"hf_dir": hf_dir, "precision": self.arithmetic.partition("+")[0]},
+                "data": {"train_path": "unused", "max_prompt_tokens": 128},
+                "rollout": {"max_response_tokens": self.tokens},
+                "reward": {"kind": "exact"},
+                "batch": {
+                    "rollout_prompts": self.groups,
+                    "rollouts_per_prompt": K,
+                    "minibatch_prompts": 1,
+                    "max_tokens_per_microbatch": max(2048, self.tokens + 128),
+                },
+                "objective": {"method": "gapo", "eps_low": 3e-3, "eps_high_max": 5e-3},
+                "optimizer": {"learning_rate": self.learning_rate},
+            },
+            source="ratio_rounding",
+        )
+
+
+def run_once(case: Case, hf_dir: str, output: Path) -> None:
     """Measure one case and append it, unless the file has it."""
-    key = dict(zip(("tokens", "seed", "arithmetic", "state"), case, strict=True))
-    key["clip"] = list(arguments.clip)
-    if any(all(row.get(k) == v for k, v in key.items()) for row in read_rows(arguments.output)):
+    key = asdict(case)
+    if any(key.items() <= row.items() for row in read_rows(output)):
         return
-    num_tokens, seed, arithmetic, state = case
     start = time.perf_counter()
-    batch = sample(arguments.hf_dir, num_tokens, seed, folder=arguments.output.parent)
-    config = config_of(arguments.hf_dir, arithmetic.partition("+")[0], arguments.clip, num_tokens)
-    policy = Policy.build(config, groups, "cpu")
-    policy.load_hf_weights(read_hf(arguments.hf_dir))
-    if state == "between":
-        move_between(policy, seed)
-    residual = (
-        wide_residual(policy) if arithmetic.endswith("+residual") else contextlib.nullcontext()
-    )
-    with residual, patch.object(plan, "ROUNDING_SEQUENCES", len(batch)):
+    batch = sample(hf_dir, case, folder=output.parent)
+    config = case.config(hf_dir)
+    policy = Policy.build(config, initialize(config.parallel), "cpu")
+    policy.load_hf_weights(read_hf(hf_dir))
+    if case.state == "between":
+        move_between(policy, case.seed)
+    scores: list[Scores] = []
+    score_all = Scores.of
+
+    def score(*arguments: Any) -> Scores:
+        scores.append(score_all(*arguments))
+        return scores[-1]
+
+    is_wide = case.arithmetic.endswith("+residual")
+    with (
+        wide_residual(policy) if is_wide else contextlib.nullcontext(),
+        patch.object(plan, "ROUNDING_SEQUENCES", len(batch)),
+        patch.object(Scores, "of", score),
+    ):
         packing = plan.plan_updates(batch, config, data_parallel_size=1)
         metrics = learn(policy, batch, packing, config, Stopwatch(), measures_rounding=True)
+    destroy()
     assert metrics is not None
+    before, after = scores
+    indices = sorted(before.in_run)
+    log_ratios = {
+        "seen": (after.in_run, before.in_run),
+        "exact": (after.exact, before.exact),
+        "scored_exactly": (after.in_run, before.exact),
+    }
     row = key | {
         "seconds": round(time.perf_counter() - start, 1),
         "clip_fraction": metrics["clip/fraction_sequences"],
+        "advantages": batch.advantages[indices].tolist(),
         **{
-            name.partition("/")[2]: v for name, v in metrics.items() if name.startswith("numerics/")
+            name: [float((new[i].double() - old[i].double()).mean()) for i in indices]
+            for name, (new, old) in log_ratios.items()
         },
     }
-    with arguments.output.open("a", encoding="utf-8") as file:
+    with output.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
-    print(json.dumps(row), file=sys.stderr)
+    summary = {name: f"{value:.3g}" for name, value in summarize(row).items()}
+    print(case, summary, file=sys.stderr)
 
 
-def config_of(hf_dir: str, precision: str, clip: list[float], num_tokens: int) -> Config:
-    """Four mini-batches of a group each."""
-    return parse_config(
-        {
-            "run": {"output_dir": "unused", "num_steps": 1},
-            "model": {"hf_dir": hf_dir, "precision": precision},
-            "data": {"train_path": "unused", "max_prompt_tokens": 128},
-            "rollout": {"max_response_tokens": num_tokens},
-            "reward": {"kind": "exact"},
-            "batch": {
-                "rollout_prompts": len(NUM_CORRECT),
-                "rollouts_per_prompt": K,
-                "minibatch_prompts": len(NUM_CORRECT) // NUM_MINIBATCHES,
-                "max_tokens_per_microbatch": max(2048, num_tokens + 128),
-            },
-            "objective": {"method": "gapo", "eps_low": clip[0], "eps_high_max": clip[1]},
+def summarize(row: dict[str, Any], seen: str = "seen") -> dict[str, float]:
+    """Of a finished case; `seen`: which log-ratio the clip is given."""
+    y, exact, advantages = (np.array(row[name]) for name in (seen, "exact", "advantages"))
+    signs = np.sign(advantages)
+
+    def is_clipped(log_ratio: np.ndarray, width: float) -> np.ndarray:
+        return np.asarray(signs * np.expm1(log_ratio) > width)
+
+    return {
+        "step, rms": float(np.sqrt(np.mean(exact**2))),
+        "rounding, rms": float(np.sqrt(np.mean((y - exact) ** 2))),
+        "correlation": float(np.corrcoef(y, exact)[0, 1]),
+        **{
+            f"otherwise at {width:g}, %": 100
+            * float(np.mean(is_clipped(y, width) != is_clipped(exact, width)))
+            for width in WIDTHS
         },
-        source="ratio_rounding",
-    )
+    }
 
 
-def sample(hf_dir: str, num_tokens: int, seed: int, *, folder: Path) -> Batch:
+def sample(hf_dir: str, case: Case, *, folder: Path) -> Batch:
     """Responses of so many tokens at temperature 1, kept in a file; verdicts are planted."""
+    num_tokens, seed = case.tokens, case.seed
     path = folder / f"responses_{num_tokens}_{seed}.npz"
     if not path.exists():
-        np.savez(
-            path,
-            **dict(
-                zip(
-                    ("prompts", "lengths", "responses"),
-                    _generate(hf_dir, num_tokens, seed),
-                    strict=True,
-                )
-            ),
-        )
+        prompts, lengths, responses = _generate(hf_dir, num_tokens, seed)
+        np.savez(path, prompts=prompts, lengths=lengths, responses=responses)
     kept = np.load(path)
-    lengths, responses = kept["lengths"], list(kept["responses"])
-    prompts = [row[:n] for row, n in zip(kept["prompts"], lengths, strict=True)]
+    rows = zip(kept["prompts"], kept["lengths"], strict=True)
+    contexts = [row[:n] for row, n in rows][: case.groups]
+    answers = list(kept["responses"][: K * case.groups])
     random = np.random.default_rng(seed)
     advantages, num_correct = [], []
-    for c in NUM_CORRECT:
+    for c in NUM_CORRECT[: case.groups]:
         is_right = random.permutation(K) < c
         advantages += [float(right) - c / K for right in is_right]
         num_correct += [c] * K
     return Batch(
-        prompt_ids=[prompt for prompt in prompts for _ in range(K)],
-        response_ids=responses,
-        rollout_log_probs=[np.zeros(num_tokens, dtype=np.float32) for _ in responses],
+        prompt_ids=[one for one in contexts for _ in range(K)],
+        response_ids=answers,
+        rollout_log_probs=[np.zeros(num_tokens, dtype=np.float32) for _ in answers],
         advantages=torch.tensor(advantages, dtype=torch.float64),
         num_correct=torch.tensor(num_correct),
-        group_size=torch.full((len(responses),), K),
-        valid=torch.ones(len(responses), dtype=torch.bool),
+        group_size=torch.full((len(answers),), K),
+        valid=torch.ones(len(answers), dtype=torch.bool),
     )
 
 
@@ -253,21 +293,23 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Means over seeds, with the smallest and the largest."""
-    table = Table("weights before", "arithmetic", "tokens", "seeds", *COLUMNS.values())
-    cases = dict.fromkeys((row["state"], row["arithmetic"], row["tokens"]) for row in rows)
-    for state, arithmetic, tokens in sorted(cases, key=lambda one: (one[0], one[2], one[1])):
-        found = [
-            row
-            for row in rows
-            if (row["state"], row["arithmetic"], row["tokens"]) == (state, arithmetic, tokens)
-        ]
-        cells = []
-        for name in COLUMNS:
-            values = [row[name] for row in found if name in row]
-            form = ".1e" if name in ("ratio_signal", "ratio_rounding") else ".3f"
-            cells.append(f"{np.mean(values):{form}} ({min(values):{form}} to {max(values):{form}})")
-        table.add_row(state, arithmetic, str(tokens), str(len(found)), *cells)
-    Console(width=160).print(table)
+    names = ("state", "tokens", "groups", "learning_rate", "arithmetic")
+    cases: dict[tuple[Any, ...], list[dict[str, float]]] = {}
+    for row in rows:
+        for seen, ending in (("seen", ""), ("scored_exactly", "+scoring")):
+            case = tuple(row[name] for name in names)
+            cases.setdefault((*case[:-1], case[-1] + ending), []).append(summarize(row, seen))
+    columns = [*next(iter(cases.values()))[0]]
+    table = Table("before", "tokens", "groups", "rate", "arithmetic", "seeds", *columns)
+    for case in sorted(cases):
+        found, cells = cases[case], []
+        for name in columns:
+            values = [one[name] for one in found]
+            form = {"rms": ".1e", "%": ".0f"}.get(name.split()[-1], ".3f")
+            low, mean, high = min(values), np.mean(values), max(values)
+            cells.append(f"{mean:{form}} ({low:{form}} to {high:{form}})")
+        table.add_row(*map(str, case), str(len(found)), *cells)
+    Console(width=240).print(table)
 
 
 if __name__ == "__main__":

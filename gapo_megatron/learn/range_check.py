@@ -84,7 +84,9 @@ def _watching(policy: Policy) -> Iterator[_Watch]:
             hook.remove()
 
 
-def check_range(policy: Policy, probe: Sequences) -> None:
+def check_range(
+    policy: Policy, probe: Sequences, *, of: str = "prompts of data.train_path"
+) -> None:
     """Score a few sequences, and refuse a model whose activations leave fp16's range.
 
     Largest outputs are kept on the device while the layers run, and read once.
@@ -92,6 +94,7 @@ def check_range(policy: Policy, probe: Sequences) -> None:
     Args:
         policy: in fp16; unchanged.
         probe: the same on every rank; with none there is nothing to do.
+        of: where its sequences come from.
 
     Collectives: those of `score`; one gather of what every rank has found, over all ranks.
 
@@ -120,7 +123,7 @@ def check_range(policy: Policy, probe: Sequences) -> None:
     if overflows:
         raise ConfigError(
             f"model.precision ('fp16'): {min(overflows)}: its output leaves the range of fp16 "
-            f"({_LARGEST:.0f}) for prompts of data.train_path; set it to 'bf16' or 'fp32'"
+            f"({_LARGEST:.0f}) for {of}; set it to 'bf16' or 'fp32'"
         )
     if errors:
         raise DivergenceError(errors[0])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from gapo_megatron.config import Config, ObjectiveConfig, SupervisedConfig
+from gapo_megatron.config import VERIFIED_SEQUENCES, Config, ObjectiveConfig, SupervisedConfig
 from gapo_megatron.config.roles import flat
 from gapo_megatron.data.schema import LengthError, check_length, encode_prompt, read_jsonl
 from gapo_megatron.data.tokenizer import load_tokenizer
@@ -20,6 +20,7 @@ from gapo_megatron.errors import DataError
 from gapo_megatron.hf.weights import write_hf
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.plan import plan_scoring
+from gapo_megatron.learn.range_check import check_range
 from gapo_megatron.learn.update import update
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.policy import Policy, initialize
@@ -49,6 +50,9 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
     )
     policy = Policy.build(start, groups, world.device)
     policy.load_initial_weights()
+    if config.model.precision == "fp16":
+        probe = _sequences(examples[:VERIFIED_SEQUENCES])
+        check_range(policy, probe, of="examples of supervised.train_path")
 
     batches = _shuffled_batches(examples, settings.batch_sequences, seed=config.run.seed)
     loss = float("nan")
@@ -150,8 +154,11 @@ def _shuffled_batches(
         random.permutation(len(examples)) for _ in itertools.count()
     )
     while True:
-        chosen = [examples[i] for i in itertools.islice(order, size)]
-        yield Sequences(
-            prompt_ids=[prompt for prompt, _ in chosen],
-            response_ids=[response for _, response in chosen],
-        )
+        yield _sequences([examples[i] for i in itertools.islice(order, size)])
+
+
+def _sequences(examples: list[tuple[np.ndarray, np.ndarray]]) -> Sequences:
+    return Sequences(
+        prompt_ids=[prompt for prompt, _ in examples],
+        response_ids=[response for _, response in examples],
+    )

@@ -27,7 +27,9 @@ from gapo_megatron.policy import ParallelGroups, Policy, destroy, exact, initial
 from gapo_megatron.policy.exact import exact_stages
 from gapo_megatron.types import Batch
 from tests.dist import run_distributed, single_rank
+from tests.distributed import conversion_setup
 from tests.distributed.policy_setup import (
+    VOCAB_SIZE,
     make_batch,
     make_config,
     read_weights,
@@ -42,6 +44,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp": {"pipeline_model_parallel_size": 2},
     "cp": {"context_parallel_size": 2},
     "dp": {},
+    "virtual pp": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "ep": {"expert_model_parallel_size": 2},
 }
 GRPO = {"method": "grpo"}
 CPU = torch.device("cpu")
@@ -61,6 +65,15 @@ def batch_of(num_sequences: int = 24) -> Batch:
 
 
 BATCH = batch_of()
+
+
+def model_of(layout: str, folder: Path) -> Path:
+    """A model that can be laid out so: experts, four layers, or the smallest."""
+    if layout == "ep":
+        conversion_setup.save_model(folder, "qwen3_moe", vocab_size=VOCAB_SIZE)
+    else:
+        save_model(folder, "qwen2_tied", num_layers=4 if layout == "virtual pp" else 2)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +352,8 @@ def _of_layout(folder: Path, layout: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_finds_what_one_rank_does(folder: Path, layout: str) -> None:
+def test_every_layout_finds_what_one_rank_does(tmp_path: Path, layout: str) -> None:
+    folder = model_of(layout, tmp_path)
     (expected,) = run_distributed(_of_layout, 1, folder, {})
     first, second = run_distributed(_of_layout, 2, folder, LAYOUTS[layout])
     assert first == second and first.keys() == expected.keys()

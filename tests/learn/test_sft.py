@@ -172,25 +172,40 @@ def negative_log_likelihood(folder: Path, tokenizer: PreTrainedTokenizerBase) ->
     return total / count
 
 
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path, initial: Path) -> None:
-    shutil.copytree(initial, tmp_path / "initial")
-    tensors = load_file(tmp_path / "initial/model.safetensors")
-    tensors["model.norm.weight"][-1] = torch.inf
-    save_file(tensors, tmp_path / "initial/model.safetensors", metadata={"format": "pt"})
+@pytest.mark.parametrize(
+    ("name", "value", "error", "named"),
+    [
+        ("norm", torch.inf, ConversionError, ("model.norm.weight", "initial/model", "inf")),
+        ("layers.1.mlp.up_proj", 6e4, ConfigError, ("'fp16'", "layer 1, mlp", "supervised.train")),
+    ],
+)
+def test_weights_that_are_not_finite_or_leave_fp16s_range_are_refused(
+    tmp_path: Path,
+    initial: Path,
+    name: str,
+    value: float,
+    error: type[Exception],
+    named: tuple[str, ...],
+) -> None:
+    folder = tmp_path / "initial"
+    shutil.copytree(initial, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"model.{name}.weight"][..., -1] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     settings = {
-        "initial_hf_dir": str(tmp_path / "initial"),
+        "initial_hf_dir": str(folder),
         "train_path": write(tmp_path / "lines.jsonl", *LINES),
         "num_steps": 1,
     }
-    run = config(model={"hf_dir": str(tmp_path / "out")}, supervised=settings)
-    named = mentions("model.norm.weight", tmp_path / "initial/model.safetensors", "inf")
-    with patch.dict(os.environ), pytest.raises(ConversionError, match=named):
+    out = tmp_path / "out"
+    run = config(model={"hf_dir": str(out), "precision": "fp16"}, supervised=settings)
+    with patch.dict(os.environ), pytest.raises(error, match=mentions(*named)):
         try:
             train_supervised(run)
         finally:
             destroy()
             dist.destroy_process_group()
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 def test_a_run_lowers_the_likelihoods_loss(

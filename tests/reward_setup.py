@@ -29,6 +29,10 @@ def verify(response: str, answer: str, *, suffix: str = "") -> Verdict:
             return Verdict(Outcome.CORRECT, str(child.returncode))
         case "sleep":
             time.sleep(float(argument))
+        case "compute":
+            until = time.process_time() + float(argument)
+            while time.process_time() < until:
+                pass
         case "await":
             while not os.path.exists(argument):
                 time.sleep(0.01)

@@ -223,9 +223,10 @@ class RewardConfig(Section):
     num_workers: Annotated[Workers, HOW] = 0
     """Verifier processes per rank. 0: the rank's share of the node's cores, at most 8."""
     timeout_s: Seconds | None = None
-    """Wall-clock time to judge one response (default 10 s). After it the verdict is unknown, and
-    the response leaves its group. For code: the time for all tests of a program (default 60 s);
-    after it the response is wrong."""
+    """Time to judge one response (default 10 s): CPU time of the worker, or wall-clock time in
+    which it uses none. After it the verdict is unknown, and the response leaves its group. For
+    code: wall-clock time of all tests of a program (default 60 s); after it the response is
+    wrong."""
     sandbox: Annotated[Text, HOW] = "bubblewrap"
     """Where code runs: `bubblewrap`, `apptainer:/PATH/OF/IMAGE`, `tcp://HOST:PORT` (a service on
     another machine) or `unsafe`, which runs the model's programs with your rights."""

@@ -29,7 +29,7 @@ class _BrokenOffError(Exception):
 
 
 def timeout_s(config: RewardConfig) -> int:
-    """Wall-clock seconds that one response may take."""
+    """Seconds that one response may take: see `RewardConfig`."""
     return config.timeout_s or {"code": 60}.get(config.kind, 10)
 
 

@@ -1,8 +1,10 @@
 """Worker processes that judge responses: whatever a verifier does, the trainer goes on.
 
 Workers are plain subprocesses (never forks: the trainer holds GPU and engine), each at the other
-end of a socket pair. The parent alone keeps the time. A worker that hangs, crashes or talks
-nonsense is killed and replaced, and the item it had becomes unknown, with the reason.
+end of a socket pair. The parent alone keeps the time: the CPU time of a worker that computes, which
+other processes of the machine do not change, and the wall-clock time of one that does not. A worker
+that hangs, crashes or talks nonsense is killed and replaced, and the item it had becomes unknown,
+with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from gapo_megatron.errors import RewardError
 from gapo_megatron.types import Outcome, Verdict
 
 START_TIMEOUT_S = 300.0
-"""For a new worker to import its verifier: about a second, more while the machine is busy."""
+"""For a new worker to import its verifier, which takes about a second: as `timeout_s` of `Pool`."""
+
+LOOK_S = 0.5
+"""Between two looks at the CPU time of a worker: it may exceed its limit by that much."""
 
 MAX_FAILED_STARTS = 3
 """In a row; with more, workers cannot start here. One may be killed in its start by chance."""
@@ -66,7 +71,8 @@ class Pool:
             verifier: name of a module with `verify(response, answer) -> Verdict`. Imported in the
                 workers alone; it should import neither torch nor transformers.
             num_workers: processes.
-            timeout_s: wall-clock seconds for one item, from when a worker has it whole.
+            timeout_s: seconds for one item, from when a worker has it whole: of its process's CPU
+                time, and of wall-clock time in which that uses none.
             options: further keyword arguments of `verify`; JSON.
         """
         assert num_workers > 0, f"num_workers ({num_workers}) must be positive"
@@ -177,7 +183,7 @@ class Pool:
         self.close()
 
     def _wait(self, until: float) -> None:
-        """Until a worker has something to say or reads on, or the next deadline."""
+        """Until a worker has something to say, reads on, or is to be looked at."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 writes = selectors.EVENT_WRITE if worker.outbox else 0
@@ -191,7 +197,7 @@ class Pool:
         for place, worker in enumerate(self._workers):
             worker.exchange()  # before its time is looked at: nobody may have listened for long
             if not worker.failure and not worker.verdict and time.monotonic() > worker.deadline:
-                worker.failure = f"took longer than {worker.limit_s:g} s"
+                worker.look()
             if worker.failure:
                 worker.verdict = Verdict(Outcome.UNKNOWN, worker.failure)
             if worker.verdict and worker.index is not None:
@@ -251,11 +257,30 @@ class _Worker:
     def rest(self) -> None:
         """Become free."""
         self.index, self.verdict = None, None
-        self.limit(math.inf)
+        self.deadline = math.inf
 
     def limit(self, limit_s: float) -> None:
-        """Allow so many seconds from now."""
-        self.limit_s, self.deadline = limit_s, time.monotonic() + limit_s
+        """Allow so many seconds from now, of CPU time, and of wall-clock time without any."""
+        self.limit_s = limit_s
+        self._cpu_s_before = self._cpu_s_seen = _cpu_s(self.process.pid)
+        self._computed_at = time.monotonic()
+        self._set_deadline()
+
+    def look(self) -> None:
+        """See whether it has computed, and fill `failure` if its time is over."""
+        cpu_s, now = _cpu_s(self.process.pid), time.monotonic()
+        if cpu_s > self._cpu_s_seen:
+            self._cpu_s_seen, self._computed_at = cpu_s, now
+        if cpu_s - self._cpu_s_before > self.limit_s:
+            self.failure = f"took more than {self.limit_s:g} s of CPU time"
+        elif now - self._computed_at > self.limit_s:
+            self.failure = f"computed nothing for more than {self.limit_s:g} s"
+        else:
+            self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        """When to look next: what computes late is seen a little late, what sleeps at once."""
+        self.deadline = min(time.monotonic() + LOOK_S, self._computed_at + self.limit_s)
 
     def send(self) -> None:
         """Send what can be without waiting."""
@@ -309,6 +334,13 @@ class _Worker:
             self.verdict = verdict
         else:
             self.failure = "the verifier sent something other than its verdict"
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of all threads of a process, in steps of 10 ms; not of its children."""
+    stat = Path(f"/proc/{pid}/stat").read_bytes()  # its name need not be text
+    user, system = stat.rpartition(b")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _python_path() -> str:

@@ -35,9 +35,10 @@ def pool():
 
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
-    """The pool's: time passes only where a test sets `now`."""
-    clock = SimpleNamespace(now=0.0)
+    """The pool's: time passes only where a test sets `now`, and its workers' only in `cpu_s`."""
+    clock = SimpleNamespace(now=0.0, cpu_s=0.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(module, "_cpu_s", lambda pid: clock.cpu_s)
     return clock
 
 
@@ -179,7 +180,88 @@ def test_an_item_is_late_when_its_time_is_over_and_no_sooner(clock, tmp_path):
         clock.now += 0.1
         [verdict] = pool._settle().values()
     assert verdict.outcome is Outcome.UNKNOWN
-    assert "150 s" in verdict.reason
+    assert "nothing" in verdict.reason and "150 s" in verdict.reason
+
+
+def test_only_its_own_time_makes_a_computing_worker_late(clock, tmp_path):
+    with Pool(OBEDIENT, num_workers=1, timeout_s=150) as pool:
+        pool.wait_until_ready()
+        clock.cpu_s = 40  # what it took before it had the item
+        pool.submit([(f"await {tmp_path}/go", "")])
+        pool.poll()
+        for _ in range(150):  # it has a hundredth of the machine
+            clock.now += 100
+            clock.cpu_s += 1
+            assert pool._settle() == {}
+        clock.now += 0.6
+        clock.cpu_s += 0.1
+        [verdict] = pool._settle().values()
+    assert verdict.outcome is Outcome.UNKNOWN
+    assert "CPU" in verdict.reason and "150 s" in verdict.reason
+
+
+def test_a_worker_that_computed_and_then_sleeps_is_late_from_then_on(clock, tmp_path):
+    with Pool(OBEDIENT, num_workers=1, timeout_s=150) as pool:
+        pool.wait_until_ready()
+        pool.submit([(f"await {tmp_path}/go", "")])
+        pool.poll()
+        clock.now, clock.cpu_s = 140, 100
+        assert pool._settle() == {}
+        clock.now += 150
+        assert pool._settle() == {}
+        clock.now += 0.1
+        [verdict] = pool._settle().values()
+    assert "nothing" in verdict.reason
+
+
+def test_the_pool_wakes_to_look_at_a_worker_that_says_nothing(clock, tmp_path, monkeypatch):
+    with Pool(OBEDIENT, num_workers=1, timeout_s=150) as pool:
+        pool.wait_until_ready()
+        select = module.selectors.DefaultSelector.select
+        timeouts = []
+
+        def passing(selector, timeout):
+            timeouts.append(timeout)
+            clock.now += timeout + 0.01
+            clock.cpu_s += timeout + 0.01
+            return select(selector, 0)
+
+        monkeypatch.setattr(module.selectors.DefaultSelector, "select", passing)
+        [verdict] = pool.judge([(f"await {tmp_path}/never", "")])
+    assert "CPU" in verdict.reason and max(timeouts) < 1.5 * module.LOOK_S
+    assert 150 < clock.cpu_s < 150 + 2 * module.LOOK_S
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("verifier", "timeout_s", "item"),
+    [
+        (OBEDIENT, 2, ("compute 1", "")),
+        ("gapo_megatron.rewards.math", 10, (r"\boxed{(x^2+y^2-1)^{40}=0}", "x^2+y^2=1")),
+    ],
+)
+def test_a_busy_machine_changes_no_verdict(verifier, timeout_s, item):
+    """One CPU, on which twenty other processes compute: a second of it takes twenty."""
+    cpus = os.sched_getaffinity(0)
+    busy, verdicts = [], []
+    try:
+        os.sched_setaffinity(0, {min(cpus)})
+        pools = [Pool(verifier, num_workers=1, timeout_s=timeout_s) for _ in range(2)]
+        with pools[0], pools[1]:
+            for pool in pools:
+                pool.wait_until_ready()
+            verdicts += pools[0].judge([item])
+            # Each in a session of its own, as the worker: the kernel may share time by session.
+            loop = [sys.executable, "-c", "while 1: pass"]
+            busy += [subprocess.Popen(loop, start_new_session=True) for _ in range(20)]
+            verdicts += pools[1].judge([item])
+    finally:
+        os.sched_setaffinity(0, cpus)
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert verdicts[0].outcome is not Outcome.UNKNOWN
+    assert verdicts[0] == verdicts[1]
 
 
 def _poll_until_judged(pool: Pool) -> None:
@@ -225,7 +307,8 @@ def test_a_worker_that_fails_between_polls_is_replaced_there(clock, command, rea
         before = _pids(pool)
         numbers = pool.submit([(command, ""), ("echo it", "")])
         pool.poll()
-        clock.now += 150.1 if command == "hang" else 0
+        if command == "hang":
+            clock.now, clock.cpu_s = clock.now + 150.1, clock.cpu_s + 150.1
         _poll_until_judged(pool)
         assert not _pids(pool) & before
         failed, other = pool.collect(numbers)

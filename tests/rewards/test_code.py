@@ -518,6 +518,29 @@ def test_all_tests_together_have_a_limit():
 
 
 @needs_sandbox
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"fn_name": "f", "inputs": [[1]] * 4, "outputs": [1] * 4},
+        {"test_list": ["assert f(1) == 1"] * 4},
+    ],
+)
+def test_a_call_has_a_limit_of_its_own(tests):
+    loop = judge("def f(x):\n    while True: pass", tests, cpu_s=1)
+    assert (loop.outcome, "1 s of CPU time" in loop.reason) == (Outcome.WRONG, True)
+    burns = "import time\ndef f(x):\n    t = time.process_time() + 0.9\n"
+    burns += "    while time.process_time() < t: pass\n    return x"
+    assert judge(burns, tests, cpu_s=1) == Verdict(Outcome.CORRECT)
+
+
+@needs_sandbox
+def test_programs_recurse_as_deep_as_livecodebench_lets_them():
+    tests = {"fn_name": "f", "inputs": [[100_000]], "outputs": [100_000]}
+    program = "def f(n): return 0 if n == 0 else 1 + f(n - 1)"
+    assert judge(program, tests) == Verdict(Outcome.CORRECT)
+
+
+@needs_sandbox
 def test_a_reference_solution_gives_the_expected_values():
     values = code.call_program("def f(x): return (x, {x})", "f", [[1], [2]])
     assert values == [(1, {1}), (2, {2})]
@@ -546,7 +569,7 @@ USUAL = [
     "io.StringIO('a').read() == StringIO('a').read() and open is not io",
     "sys.maxsize == maxsize and argv == sys.argv == ['program.py']",
     "string.ascii_lowercase == ascii_lowercase and Optional[List[int]] and typing.Any is Any",
-    "ListNode(1).val == TreeNode(1).val == 1",
+    "ListNode(1).val == TreeNode(1).val == 1 and hashlib.md5(b'').hexdigest()[:4] == 'd41d'",
 ]
 
 

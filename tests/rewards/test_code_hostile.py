@@ -57,6 +57,8 @@ ONE_FOR_EACH_WALL = {
     "full disk",
     "endless output",
     "network",
+    "buffers of socket pairs",
+    "service at a socket pair",
     "/etc/passwd",
     "the trainer's files",
     "a process of the machine",

@@ -451,7 +451,8 @@ def test_a_program_that_ends_between_two_looks_is_counted_too(monkeypatch):
 
 def test_honest_programs_find_what_they_need():
     program = """
-import concurrent.futures, fcntl, mmap, select, signal, sqlite3, subprocess, sys, tempfile
+import asyncio, concurrent.futures, fcntl, mmap, multiprocessing, select, shutil, signal, sqlite3
+import subprocess, sys, tempfile
 def f():
     yield subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True).stdout == b"1\\n"
     with concurrent.futures.ThreadPoolExecutor(4) as pool: yield sum(pool.map(int, "123")) == 6
@@ -459,6 +460,8 @@ def f():
     with tempfile.TemporaryFile() as file:
         file.write(b"x"); file.flush()
         yield mmap.mmap(file.fileno(), 1)[:] == b"x"
+        with open("copy", "wb") as copy: file.seek(0); shutil.copyfileobj(file, copy)
+        yield shutil.copyfile("copy", "again") == "again" and open("again").read() == "x"
         yield fcntl.fcntl(file, fcntl.F_GETFL) >= 0 and fcntl.fcntl(file, fcntl.F_DUPFD, 9) >= 9
     r, w = os.pipe()
     if os.fork() == 0: os.write(w, b"y"); os._exit(3)
@@ -466,6 +469,10 @@ def f():
     yield poll.poll() and os.read(r, 1) == b"y" and os.waitstatus_to_exitcode(os.wait()[1]) == 3
     zeros = mmap.mmap(-1, 2**22, mmap.MAP_PRIVATE)
     with open("/dev/zero", "rb") as file: yield file.read(3) == zeros[:3]
+    async def late(n): return await asyncio.sleep(0.01, n)
+    async def both(): return await asyncio.gather(late(1), asyncio.to_thread(int, "2"))
+    yield asyncio.run(both()) == [1, 2]
+    one, other = multiprocessing.Pipe(); one.send("z"); yield other.recv() == "z"
     yield signal.getsignal(signal.SIGCHLD) == 0
     signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 0.01)
     yield signal.pause() is None and signal.sigtimedwait({signal.SIGALRM}, 0) is None

@@ -27,7 +27,8 @@ class Limits:
     """What a program may use. Exceeding one of them is the program's failure."""
 
     cpu_s: int = 10
-    """CPU seconds of one test, of all processes together; of function tests, see `total_s`."""
+    """CPU seconds of one test, of all its processes together. Of one call of a function: of the
+    process that answers it, and up to one more; of all calls, see `total_s`."""
     wall_s: int = 20
     """Wall-clock seconds of one test or call."""
     total_s: int = 60

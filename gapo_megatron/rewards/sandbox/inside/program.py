@@ -21,7 +21,7 @@ from gapo_megatron.rewards.sandbox.inside.values import ListNode, TreeNode, deco
 MAX_OPEN_FILES = 64
 MAX_SIGNALS = 64  # that wait to be delivered, and timers that send them
 SIGNALS_LEFT_TO_JUDGE = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
-RECURSION_LIMIT = 50_000
+RECURSION_LIMIT = 600_000  # LiveCodeBench's
 STACK_BYTES = 64 * 2**20
 PR_SET_DUMPABLE = 4  # prctl(2)
 
@@ -33,6 +33,9 @@ COMMON_MODULES = (
 """What judges of programming contests import for every program, with all that is in them; where two
 have a name, the later has it. From `string` on it is the list of LeetCode and LiveCodeBench, in
 their order."""
+
+MODULES = (*COMMON_MODULES, "hashlib")
+"""What they import by its name, with the one more that those of HumanEval do."""
 
 
 class _ModuleAndMember(types.ModuleType):
@@ -61,7 +64,7 @@ def common_names() -> dict[str, Any]:
     names: dict[str, Any] = {}
     for name in COMMON_MODULES:
         exec(f"from {name} import *", names)
-    for name in COMMON_MODULES:
+    for name in MODULES:
         module = importlib.import_module(name)
         names[name] = _ModuleAndMember(module) if callable(getattr(module, name, 0)) else module
     return {name: value for name, value in names.items() if not hasattr(builtins, name)}
@@ -126,6 +129,7 @@ def serve_calls(program: dict[str, str], channel: Channel, limits: dict[str, int
     while True:
         request = channel.receive()
         try:
+            _limit_call(limits["cpu_s"])
             if namespace is None:
                 namespace = _load(program, "program")
             function = _find(request["function"], namespace)
@@ -134,6 +138,17 @@ def serve_calls(program: dict[str, str], channel: Channel, limits: dict[str, int
             channel.send({"value": encode(function(*args, **kwargs))})
         except BaseException as error:  # the program may raise SystemExit too
             channel.send({"error": f"{type(error).__name__}: {error}"[:500]})
+
+
+def _limit_call(cpu_s: int) -> None:
+    """End this process once it has used so many CPU seconds from now on, or one more.
+
+    The program can undo this, and then has until `wall_s`.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]  # `confine` has set it
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    bound = int(usage.ru_utime + usage.ru_stime) + cpu_s + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (min(bound, hard), hard))
 
 
 def _find(names: list[str], namespace: dict[str, Any]) -> Callable[..., Any]:

@@ -1,14 +1,16 @@
 """System calls that no program of a test needs, as a filter for the kernel (seccomp).
 
 Namespaces leave some doors: memory that no limit counts (memfd, System V segments, anonymous shared
-memory, which one mapped page of it holds, the buffers of socket pairs, huge pages, large pages that
-a pipe holds, access lists of files, memory policies of their pages, rules of Landlock, hash tables
-of futexes, buffers of /proc as long as the path of nested folders), what the kernel counts for the
-whole machine or for all of a user's processes (asynchronous I/O, keys, inotify, file locks),
-sockets of families that no namespace covers (vsock), user namespaces inside the sandbox with all of
-the kernel's mount code behind them, the limits and the priority of process 1, which is the same
-user's, and the time of children whose end nobody waits for. The filter shuts those; it does not try
-to list what is allowed.
+memory, which one mapped page of it holds, larger buffers of socket pairs and what is passed or
+spliced through them, huge pages, large pages that a pipe holds, access lists of files, memory
+policies of their pages, rules of Landlock, hash tables of futexes, buffers of /proc as long as the
+path of nested folders), what the kernel counts for the whole machine or for all of a user's
+processes (asynchronous I/O, keys, inotify, file locks), sockets of families that no namespace
+covers (vsock), user namespaces inside the sandbox with all of the kernel's mount code behind them,
+the limits and the priority of process 1, which is the same user's, and the time of children whose
+end nobody waits for. The filter shuts those; it does not try to list what is allowed. Of sockets it
+leaves connected pairs of streams, which asyncio and multiprocessing need: without an address they
+reach nobody else, and `serve` counts them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
 DENIED = {
     "socket": (41, 198),
-    "socketpair": (53, 199),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "setsockopt": (54, 208),  # larger buffers
+    "sendmsg": (46, 211),  # descriptors on their way, which no process has open
+    "sendmmsg": (307, 269),
+    "sendfile": (40, 71),  # a page of a file for each byte in a socket, which then holds it
+    "splice": (275, 76),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -115,6 +126,14 @@ def _refuse_bits(number: int, bits: int) -> list[_Instruction]:
 
 
 DENIED_IN_PART: dict[str, tuple[tuple[int, int], list[_Instruction]]] = {
+    # Of AF_UNIX and SOCK_STREAM, with any flag.
+    "socketpair": (
+        (53, 199),
+        [
+            *(_argument(0), (_JUMP_EQUAL, 1, 0, 1), _REFUSED),
+            *(_argument(1), (_AND, 0, 0, 0xF), (_JUMP_EQUAL, 1, 0, 1), _REFUSED, _ALLOWED),
+        ],
+    ),
     # Every CLONE_NEW* flag.
     "clone": ((56, 220), _refuse_bits(0, 0x7E020000)),
     # Its own limits a process may lower; a CPU limit on process 1 would end the sandbox.

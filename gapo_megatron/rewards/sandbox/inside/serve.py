@@ -27,6 +27,7 @@ from gapo_megatron.rewards.sandbox.inside.seccomp import install_filter
 WATCH_INTERVAL_S = 0.05
 MAX_FILES = 10_000
 MAX_MAPPINGS = 20_000
+MAX_SOCKETS = 128
 MAX_STDERR_BYTES = 4096
 FOLDER = os.getcwd()
 DEVICES = frozenset(os.listdir("/dev"))
@@ -122,8 +123,8 @@ def _watch(pid: int, channel: Channel, limits: dict[str, int], *, cpu_s: float) 
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGKILL and _num_oom_kills() > oom_kills:
         os._exit(OUT_OF_MEMORY)
-    if code == -signal.SIGXCPU:
-        return _excess_of_cpu(math.inf, cpu_s)
+    if code == -signal.SIGXCPU:  # of a call, `serve_calls`
+        return _excess_of_cpu(math.inf, limits["cpu_s"])
     return f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
 
 
@@ -142,6 +143,8 @@ def _excess(limits: dict[str, int], *, cpu_s: float, before: float) -> str:
         return f"wrote more than {limits['disk_mib']} MiB"
     if disk.f_files - disk.f_ffree > MAX_FILES:
         return f"made more than {MAX_FILES} files"
+    if _num_sockets() > MAX_SOCKETS:
+        return f"opened more than {MAX_SOCKETS} sockets"
     if sum(map(_num_mappings, processes)) > MAX_MAPPINGS:
         return f"made more than {MAX_MAPPINGS} memory mappings, or hides them"
     return ""
@@ -221,6 +224,12 @@ def _num_mappings(process: str) -> int:
             if found:
                 return found
     return 0
+
+
+def _num_sockets() -> int:
+    """Of the sandbox's own network. Each has a buffer in the kernel's memory."""
+    with open("/proc/net/unix", "rb") as file:
+        return sum(1 for _ in file) - 1  # the line of headings
 
 
 def _num_oom_kills() -> int:

@@ -227,6 +227,9 @@ class RewardConfig(Section):
     which it uses none. After it the verdict is unknown, and the response leaves its group. For
     code: wall-clock time of all tests of a program (default 60 s); after it the response is
     wrong."""
+    truncated: Literal["judged", "unknown"] = "judged"
+    """In training, the verdict on a response that reached `rollout.max_response_tokens`: `judged`
+    as any other (and mostly wrong), or always `unknown`: it leaves its group (docs/rewards.md)."""
     sandbox: Annotated[Text, HOW] = "bubblewrap"
     """Where code runs: `bubblewrap`, `apptainer:/PATH/OF/IMAGE`, `tcp://HOST:PORT` (a service on
     another machine) or `unsafe`, which runs the model's programs with your rights."""

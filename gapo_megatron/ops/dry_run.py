@@ -163,6 +163,7 @@ def _counts_table(config: Config, sides: Sides, *, is_assumed: bool) -> Table:
         **({begun_as: begun} if batch.oversampling > 1 else {}),
         "verdicts": f"{reward.kind}, at most {rewards.timeout_s(reward)} s each; workers per rank: "
         f"{reward.num_workers or 'its share of the cores, at most 8'}",
+        **({"truncated responses": "leave their group"} if reward.truncated == "unknown" else {}),
         **({"sandbox of programs": reward.sandbox} if reward.kind == "code" else {}),
         "one update": f"{batch.minibatch_prompts} prompts = {minibatch_sequences:,} "
         f"sequences, about {minibatch_sequences / layout.dp_size:g} a data-parallel rank",

@@ -20,6 +20,7 @@ def describe(
     problems: Sequence[int] | None = None,
     policy_version: int = 0,
     holder: int = 0,
+    judges_truncated: bool = True,
 ) -> tuple[Facts, list[Tokens]]:
     """Facts and tokens of the rollouts of some groups, group after group.
 
@@ -28,6 +29,8 @@ def describe(
         problems: number of each group's problem in the data; None: 0, 1, ...
         policy_version: version of the weights that sampled what is not carried.
         holder: this rank.
+        judges_truncated: False: a truncated response is unknown, whatever its verdict
+            (`reward.truncated`).
 
     Raises:
         RolloutError: a judged response is empty, its log-probs or its mask do not match it, or the
@@ -46,7 +49,8 @@ def describe(
             [verdict.outcome for verdict in group.verdicts] if isinstance(group, Group) else []
         )
         for sample, rollout in enumerate(group.rollouts):
-            outcome = outcomes[sample] if outcomes else Outcome.UNKNOWN
+            is_judged = bool(outcomes) and (judges_truncated or not rollout.truncated)
+            outcome = outcomes[sample] if is_judged else Outcome.UNKNOWN
             facts.problem[row] = number if problems is None else problems[number]
             facts.sample[row] = sample
             facts.oldest_version[row] = (

@@ -340,6 +340,7 @@ class Rollouter:
             problems=[self._source.number_of(group.prompt.id) for group in groups],
             policy_version=self._engine.policy_version,
             holder=self._engine.replicas.rank,
+            judges_truncated=self._config.reward.truncated == "judged",
         )
 
     def _to_groups(
@@ -360,8 +361,7 @@ class Rollouter:
 
     def _problems(self, groups: Spread) -> list[int]:
         """Number of each group's problem in the data."""
-        problems: list[int] = groups.facts.problem[:: self._group_size].tolist()
-        return problems
+        return [int(number) for number in groups.facts.problem[:: self._group_size]]
 
     def _settings(self, step: int) -> SamplingSettings:
         rollout = self._config.rollout

@@ -163,6 +163,8 @@ def test_experiment_has_the_papers_hyperparameters(folder: Path) -> None:
         assert config.model.precision == ("bf16" if is_paper else "fp16")
         assert config.data.max_prompt_tokens == 2048
         assert rollout.max_response_tokens == MAX_RESPONSE[folder.name]
+        is_deepcoder = folder.name == "deepcoder_1_5b"
+        assert config.reward.truncated == ("unknown" if is_deepcoder else "judged")
         assert config.run.num_steps == 10 * NUM_PROMPTS[folder.name] // 256
 
 

@@ -312,6 +312,33 @@ def test_a_step_draws_as_many_problems_as_are_asked_for(
     assert "oversampling" not in str(caught.value)
 
 
+@pytest.mark.parametrize("truncated", ["judged", "unknown"])
+def test_truncated_responses_leave_their_groups_where_the_config_says_so(truncated: str) -> None:
+    config = make_config(
+        Path("unused"),
+        batch={"rollout_prompts": 12, "minibatch_prompts": 12},
+        rollout={"max_response_tokens": 6},
+        reward={"truncated": truncated},
+    )
+    source = PromptSource([Prompt(str(i), (i,), "") for i in range(12)], seed=0)
+    setup = Setup(config, source)
+    sampled = setup.collect(0)
+    facts = sampled.facts
+    long = np.array(
+        [
+            length_of(source.problems[problem].id, sample) > 6
+            for problem, sample in zip(facts.problem, facts.sample, strict=True)
+        ]
+    )
+    correct = (facts.sample == 0) & (facts.problem % 3 > 0)
+    assert (correct & long).any() and (~correct & long).any() and not long.all()
+    assert facts.is_truncated.tolist() == long.tolist()
+    leave = long if truncated == "unknown" else np.zeros_like(long)
+    assert facts.outcome.tolist() == np.where(leave, 2, correct).tolist()
+    assert sampled.metrics["rollout/truncated"] == long.mean()
+    assert sampled.metrics["reward/mean"] == correct[~leave].mean()
+
+
 def test_an_engine_is_full_while_requests_wait() -> None:
     """And keeps its places, when a later call has fewer requests than they are."""
     occupancy = Occupancy()

@@ -11,6 +11,7 @@ import pytest
 
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.rewards import math, start_pool
+from gapo_megatron.rewards.math import expressions
 from gapo_megatron.rewards.math.effort import TooMuchWorkError, limited
 from gapo_megatron.types import Outcome
 from tests.messages import mentions
@@ -211,6 +212,37 @@ def test_what_is_no_error_of_the_comparison_is_raised(monkeypatch):
     monkeypatch.setattr(math, "_judge", lambda *_: pytest.fail("broken"))
     with pytest.raises(pytest.fail.Exception):
         math.verify("\\boxed{1+1}", "31")
+
+
+EXPANDS = [
+    ("(x^2+y^2-1)^{40}=0", "x^2+y^2=1"), ("(x+y+z)^{60}=1", "x+y+z=1"), ("(x+1)^{500}=0", "x=-1"),
+    ("(a+b+c+d)^{30}=0", "a+b+c+d=0"), (r"\sin((x+1)^{10000})=0", "x=0"),
+    ("(x+1)^{15}(y+1)^{15}=0", "x=y"), (r"\frac{1}{(x+y+1)^{30}}=1", "x+y=0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "reference"), EXPANDS)
+def test_what_expands_too_far_is_wrong_before_it_is_multiplied_out(monkeypatch, given, reference):
+    untouched = expressions.math_verify.verify
+    monkeypatch.setattr(expressions.math_verify, "verify", lambda *_, **__: pytest.fail("begun"))
+    assert math.verify(f"\\boxed{{{given}}}", reference).outcome is WRONG
+    monkeypatch.setattr(expressions.math_verify, "verify", untouched)
+    # Where the reference expands as far it is compared, and found equal as ever.
+    swapped = given.replace("x+1", "1+x").replace("x^2+y^2-1", "y^2+x^2-1")
+    assert math.verify(f"\\boxed{{{swapped}}}", given).outcome is CORRECT
+
+
+@pytest.mark.parametrize(
+    ("given", "reference"),
+    [
+        ("(x^2+y^2-1)^{9}=0", "x^2+y^2=1"),
+        ("(x+1)^{300}", "(1+x)^{300}"),
+        (r"(1+\sqrt2)^{300}", r"(\sqrt2+1)^{300}"),
+        ("2^{400}x", "4^{200}x"),
+    ],
+)
+def test_what_does_not_expand_far_or_is_decided_without_is_compared(given, reference):
+    assert math.verify(f"\\boxed{{{given}}}", reference).outcome is CORRECT
 
 
 def _spin():

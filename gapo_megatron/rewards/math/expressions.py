@@ -15,7 +15,7 @@ from latex2sympy2_extended.logic import And
 from sympy.core.relational import Relational
 
 from gapo_megatron.rewards.math import parsing, plain
-from gapo_megatron.rewards.math.sizes import TooLargeError, check_size
+from gapo_megatron.rewards.math.sizes import TooLargeError, check_size, expands_too_far
 
 
 def equal(given: str, reference: str) -> bool | None:
@@ -158,6 +158,8 @@ def _equal_values(ours: Any, theirs: Any) -> bool | None:
             return same
     if _same_conditions(ours, theirs):
         return True
+    if expands_too_far(ours) and not expands_too_far(theirs):
+        return False
     return bool(
         math_verify.verify(
             [theirs],

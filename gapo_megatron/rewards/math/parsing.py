@@ -11,14 +11,10 @@ import re
 from typing import Any
 
 import sympy
-from latex2sympy2_extended.latex2sympy2 import (
-    ConversionConfig,
-    NormalizationConfig,
-    latex2sympy,
-    normalize_latex,
-)
+from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
 from latex2sympy2_extended.logic import And
 
+from gapo_megatron.compat.latex2sympy import parse_latex
 from gapo_megatron.rewards.math import plain
 from gapo_megatron.rewards.math.spelling import FUNCTIONS
 
@@ -216,13 +212,8 @@ def _is_of_letter(value: Any) -> bool:
 
 
 def _latex(text: str, has_cases: bool) -> Any:
-    return latex2sympy(
-        normalize_latex(text, _AS_IT_IS),
-        is_real=True,  # one and the same for both, or no letter is equal to itself
-        convert_degrees=False,
-        normalization_config=None,
-        conversion_config=ConversionConfig(lowercase_symbols=not has_cases),
-    )
+    # Both sides with real letters, or no letter is equal to itself.
+    return parse_latex(normalize_latex(text, _AS_IT_IS), lowercase_symbols=not has_cases)
 
 
 __all__ = ["MOST_DEPTH", "as_set", "read"]

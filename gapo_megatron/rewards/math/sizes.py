@@ -14,6 +14,9 @@ MOST_TERMS = 10_000
 """Terms of a sum or product."""
 
 
+MOST_EXPANDED = 200
+"""Terms of an expression that is multiplied out: simplifying twice as many takes two seconds."""
+
 _LETTER_BITS = math.log2(3)
 _FRACTION_BITS = 8  # times as many has a power of the fractions that letters are replaced by
 
@@ -62,6 +65,31 @@ def _bits(value: Any) -> float:
     return bits
 
 
+def expands_too_far(value: Any) -> bool:
+    """Whether multiplying out would make more than `MOST_EXPANDED` terms of it, or of a part."""
+    return _terms(value) > MOST_EXPANDED
+
+
+def _terms(value: Any) -> float:
+    """About how many terms it has once it is multiplied out, or its largest part has; from above.
+
+    At most one more than `MOST_EXPANDED`.
+    """
+    counts = [_terms(one) for one in getattr(value, "args", ()) if isinstance(one, sympy.Basic)]
+    largest = max(counts, default=1)
+    if largest > MOST_EXPANDED:
+        return largest
+    if isinstance(value, sympy.Add):
+        largest = sum(counts)
+    elif isinstance(value, sympy.Mul):
+        largest = math.prod(counts)
+    elif isinstance(value, sympy.Pow) and value.exp.is_Integer and value.base.free_symbols:
+        power = abs(int(value.exp))
+        most = min(power, MOST_EXPANDED)  # with more it is too far in any case
+        largest = math.comb(most + counts[0] - 1, most)
+    return min(largest, MOST_EXPANDED + 1)
+
+
 def _size(value: Any, bits: float) -> float:
     """An upper bound of what a number of so many bits counts."""
     if value.is_Rational or value.is_Float:
@@ -69,4 +97,4 @@ def _size(value: Any, bits: float) -> float:
     return float(2.0 ** min(bits, 64))
 
 
-__all__ = ["MOST_BITS", "MOST_TERMS", "TooLargeError", "check_size"]
+__all__ = ["MOST_BITS", "MOST_TERMS", "TooLargeError", "check_size", "expands_too_far"]

@@ -8,7 +8,7 @@ from antlr4.atn.PredictionMode import PredictionMode  # type: ignore[import-unty
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 
 
-class _TwoStages(_Latex2Sympy):  # type: ignore[misc]
+class _TwoStages(_Latex2Sympy):
     def create_parser(self, latex_str: str) -> Any:
         parser = super().create_parser(latex_str)
         parser._interp.predictionMode = self.mode
@@ -24,7 +24,7 @@ class _TwoStages(_Latex2Sympy):  # type: ignore[misc]
 
 
 def parse_latex(text: str, *, lowercase_symbols: bool) -> Any:
-    """Return what `latex2sympy` returns, of real letters and normalised text, in half the time.
+    """Return what `latex2sympy` returns, of real letters and normalised text, in less time.
 
     SLL prediction gives the tree that LL prediction does, or an error of syntax (ANTLR's
     `PredictionMode`); then LL decides. What LL finds out by the context it finds out anew for every

@@ -70,7 +70,7 @@ def expands_too_far(value: Any) -> bool:
     return _terms(value) > MOST_EXPANDED
 
 
-def _terms(value: Any) -> float:
+def _terms(value: Any) -> int:
     """About how many terms it has once it is multiplied out, or its largest part has; from above.
 
     At most one more than `MOST_EXPANDED`.

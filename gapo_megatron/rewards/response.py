@@ -4,6 +4,7 @@ from __future__ import annotations
 
 
 def final_part(response: str) -> str:
-    """What follows the thoughts, which `</think>` ends; nothing if they begin and never end."""
+    """What follows the thoughts, which `</think>` ends, up to thoughts that begin and never end."""
     _, ended, final = response.rpartition("</think>")
-    return "" if "<think>" in response and not ended else final
+    final, began, _ = final.partition("<think>")
+    return "" if began and not ended else final

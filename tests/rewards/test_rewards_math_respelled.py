@@ -11,6 +11,7 @@ from gapo_megatron.config import RewardConfig
 from gapo_megatron.rewards import math, start_pool
 from gapo_megatron.types import Outcome, Verdict
 from tests.math_respellings import KINDS, Pair, pairs
+from tests.math_rules import RULES, ruled_pairs
 
 
 def test_every_kind_of_pair_is_judged_as_it_was_made():
@@ -23,11 +24,32 @@ def test_every_kind_of_pair_is_judged_as_it_was_made():
 @pytest.mark.timeout(600)
 def test_thousands_of_pairs_are_judged_as_they_were_made():
     made = list(pairs(2_400, seed=1))
-    with start_pool(RewardConfig(kind="math", timeout_s=60), num_workers=2) as pool:
-        verdicts = pool.judge([(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made])
+    verdicts = _judged(made)
     assert len(made) >= 2_000
     assert _misjudged(made, verdicts) == {}
     print(Counter((one.is_equal, v.outcome.value) for one, v in zip(made, verdicts, strict=True)))
+
+
+def test_respellings_by_rules_of_notation_are_judged_as_they_were_made():
+    made = list(ruled_pairs(200, seed=0))
+    verdicts = [math.verify(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made]
+    assert {one.kind for one in made} == {rule.__name__.strip("_") for rule in RULES}
+    assert _misjudged(made, verdicts) == {}
+
+
+@pytest.mark.system
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_thousands_of_respellings_by_rules_are_judged_as_they_were_made(seed):
+    made = list(ruled_pairs(4_000, seed=seed))
+    verdicts = _judged(made)
+    assert len(made) >= 4_000
+    assert _misjudged(made, verdicts) == {}
+
+
+def _judged(made: list[Pair]) -> list[Verdict]:
+    with start_pool(RewardConfig(kind="math", timeout_s=60), num_workers=2) as pool:
+        return pool.judge([(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made])
 
 
 def _misjudged(made: Iterable[Pair], verdicts: Iterable[Verdict]) -> dict[Pair, str]:

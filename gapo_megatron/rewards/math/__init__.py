@@ -12,7 +12,7 @@ from gapo_megatron.rewards.math import expressions
 from gapo_megatron.rewards.math.boxes import boxes, closing_brace, without_boxes
 from gapo_megatron.rewards.math.comparison import compare, equal_lists, forget, is_read, split
 from gapo_megatron.rewards.math.effort import TooMuchWorkError, limited
-from gapo_megatron.rewards.math.spelling import clean
+from gapo_megatron.rewards.math.spelling import clean, in_radians
 from gapo_megatron.rewards.response import final_part
 from gapo_megatron.types import Outcome, Verdict
 
@@ -76,12 +76,17 @@ def verify(response: str, answer: str) -> Verdict:
 
 
 def _judge(found: list[str | None], reference: str) -> Verdict:
-    verdict = compare(clean(without_boxes(found[-1] or "")), reference)
+    last = without_boxes(found[-1] or "")
+    verdict = compare(clean(last), reference)
     # An answer of several parts may have been given in as many boxes.
     num_parts = len(split(reference))
     if verdict.outcome is not Outcome.CORRECT and 1 < num_parts <= len(found):
         parts = [clean(box or "") for box in found[-num_parts:]]
         if equal_lists(", ".join(parts), reference):
+            return Verdict(Outcome.CORRECT)
+    if verdict.outcome is not Outcome.CORRECT and "\\pi" in reference:
+        angle = in_radians(last)
+        if angle and compare(angle, reference).outcome is Outcome.CORRECT:
             return Verdict(Outcome.CORRECT)
     return verdict
 

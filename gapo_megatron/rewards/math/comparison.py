@@ -96,7 +96,14 @@ _PREFIX = re.compile(
     r"\s*(?P<sign>[:=]?)\s*(?P<rest>.*\S)",
     re.DOTALL,
 )
-_IS_PREFIX = re.compile(r"(?:\b(?:is|are|equals|have|has|[Oo]ption|[Cc]hoice)|:|=)\s*$")
+_INTRODUCTION = re.compile(
+    r"\s*(?:(?:so|thus|hence|therefore|the|final|correct|right|exact|answers?|values?|results?"
+    r"|solutions?|total|number|sum|product|probability|area|volume|length|perimeter|distance"
+    r"|minimum|maximum|least|greatest|smallest|largest|of|it|to|must|we|i|is),?\s*)*"
+    r"(?:is|are|be|equals?|equal to|have|has|get|option|choice)\s*",
+    re.IGNORECASE,
+)
+_NUMERIC = re.compile(r"(?:[\d\s.,+*/^!(){}%-]|\\(?:frac|sqrt|cdot|times|pi|binom)(?![a-zA-Z]))+")
 _CHANGES = re.compile(r"\b(?:not|no|less|more|greater|least|most|than|fewer|under|over|minus|if)\b")
 
 
@@ -111,17 +118,25 @@ def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
         if match is None or _PREFIX.fullmatch(other):
             continue
         words = match["text"] or match["bare"] or ""
-        introduces = match["sign"] or _IS_PREFIX.search(words) or not words.strip()
+        is_named = (match["sign"] or words.rstrip()[-1:] in (":", "=")) and not _CHANGES.search(
+            words
+        )
+        introduces = is_named or not words.strip() or _INTRODUCTION.fullmatch(words)
         is_name = match["sign"] == "=" or not words.strip()  # and not the beginning of a sentence
-        if introduces and not _CHANGES.search(words) and not (is_name and "=" in other):
+        if introduces and not (is_name and "=" in other):
             rest = match["rest"]
             simpler.append((rest, other) if mine is given else (other, rest))
+    if domain := _DOMAIN.search(reference):  # which an answer may leave out, but not change
+        ours = _DOMAIN.search(given)
+        if ours is None or ours["set"].split() == domain["set"].split():
+            simpler.append((_DOMAIN.sub("", given), _DOMAIN.sub("", reference)))
     if given.startswith(("=", "\\approx")) and not reference.startswith("\\approx"):
         simpler.append((given.removeprefix("=").removeprefix("\\approx").strip(), reference))
     if "=" in given and "=" not in reference and len(split(given)) == 1:
-        last = given.rpartition("=")[2].strip()
-        first = given.partition("=")[0]
-        if last and not re.search(r"[<>]|\\(?:le|ge|ne|in)(?![a-zA-Z])|!$", first):
+        first, *_, last = sides = [side.strip() for side in given.split("=")]
+        numbers = [side for side in sides[:-1] if _NUMERIC.fullmatch(side)]  # 43 = 42 is no 42
+        is_true = all(compare(one, reference).outcome is Outcome.CORRECT for one in numbers)
+        if last and is_true and not re.search(r"[<>]|\\(?:le|ge|ne|in)(?![a-zA-Z])|!$", first):
             simpler.append((last, reference))
     if given.startswith("(") and (match := _SPACED_THOUSANDS.fullmatch(given)):
         simpler.append((re.sub(r"(?<=\d),(?=\d{3})", "", match[0]), reference))
@@ -129,6 +144,11 @@ def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
     return [(g, r) for g, r in stripped if g and r and (g, r) != (given, reference)]
 
 
+_DOMAIN = re.compile(
+    r",?\s*(?:\\text\s*\{[\s,(]*for (?:all|every|any|each)\s*\}|\\forall(?![a-zA-Z]))\s*[a-z]"
+    r"\s*\\in(?![a-zA-Z])\s*\\mathbb\s*"
+    r"(?P<set>\{?\s*[RQZNC]\s*\}?\s*(?:[_^]\s*(?:\{[^{}]*\}|\S))?)\s*$"
+)
 _SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*(?:\{[^{}]*\})?[^{}]*\}|\\text\s*\{[^{}]*\})")
 _WORD = re.compile(
     rf"(?<![a-zA-Z\\])(?!(?:{FUNCTIONS}|sqrt|pi|inf|infinity)(?![a-zA-Z]))[a-zA-Z]{{4,}}"
@@ -197,6 +217,8 @@ def is_read(reference: str) -> bool:
         return True
     if choice := plain.labelled(reference):
         return is_read(choice[1])
+    if _DOMAIN.search(reference):
+        return is_read(_DOMAIN.sub("", reference))
     value, unit = split_unit(reference)
     if unit:
         return is_read(value)

@@ -38,7 +38,7 @@ def equal(given: str, reference: str) -> bool | None:
         check_size(ours)
     except TooLargeError:
         return False
-    if _unfinished(ours) and not _unfinished(theirs):
+    if (_unfinished(ours) and not _unfinished(theirs)) or _is_false(ours):
         return False
     for text, one, other in ((given, ours, theirs), (reference, theirs, ours)):
         if text.startswith("\\{") and isinstance(one, sympy.FiniteSet) and _is_point(other):
@@ -79,9 +79,9 @@ def readings(reference: str) -> tuple[str, str] | None:
 
 
 def _has_cases(text: str) -> bool:
-    """Whether a letter occurs in both cases: R - r."""
+    """Whether a letter occurs in both cases, R - r, or would be imaginary as a small one, I."""
     letters = set(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", text)))
-    return any(letter.upper() in letters for letter in letters if letter.islower())
+    return "I" in letters or any(one.upper() in letters for one in letters if one.islower())
 
 
 _DEFINITION = re.compile(
@@ -130,6 +130,15 @@ def _renamed(text: str, old: str, new: str) -> str | None:
 def _unfinished(value: Any) -> bool:
     """Whether it has what would have to be worked out first, which may take for ever."""
     return bool(getattr(value, "has", None)) and value.has(sympy.Integral, sympy.Limit)
+
+
+def _is_false(value: Any) -> bool:
+    """Whether it has an equation of two numbers that are not equal: x = 43 = 42."""
+    equations = value._unsorted_args if isinstance(value, And) else [value]
+    return any(
+        isinstance(one, sympy.Eq) and not one.free_symbols and not _equal_values(one.lhs, one.rhs)
+        for one in equations
+    )
 
 
 def _equal_values(ours: Any, theirs: Any) -> bool | None:
@@ -218,6 +227,10 @@ def _same_number(given: Any, reference: Any) -> bool | None:
 
 def _parts(ours: Any, theirs: Any) -> list[tuple[Any, Any]] | None:
     """Pairs that must be equal, of what has parts in an order: tuples, intervals, matrices."""
+    if isinstance(ours, sympy.MatrixBase) is not isinstance(theirs, sympy.MatrixBase):
+        columns = _column(ours), _column(theirs)
+        if columns[0] and columns[1] and len(columns[0]) == len(columns[1]):
+            return list(zip(*columns, strict=True))
     if isinstance(ours, sympy.Tuple) and isinstance(theirs, sympy.Tuple):
         return list(zip(ours, theirs, strict=True)) if len(ours) == len(theirs) else None
     if isinstance(ours, sympy.MatrixBase) and isinstance(theirs, sympy.MatrixBase):
@@ -229,6 +242,15 @@ def _parts(ours: Any, theirs: Any) -> list[tuple[Any, Any]] | None:
     ):
         return [(ours.start, theirs.start), (ours.end, theirs.end)]
     return None
+
+
+def _column(value: Any) -> list[Any]:
+    """Entries of a vector, written as a column or as a point, which may look like an interval."""
+    if isinstance(value, sympy.MatrixBase):
+        return list(value) if value.shape[1] == 1 else []
+    if isinstance(value, sympy.Interval):
+        return [value.start, value.end] if value.left_open and value.right_open else []
+    return list(value) if isinstance(value, sympy.Tuple) else []
 
 
 def _has_decimals(*values: Any) -> bool:

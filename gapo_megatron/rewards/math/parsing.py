@@ -16,6 +16,7 @@ from latex2sympy2_extended.logic import And
 
 from gapo_megatron.compat.latex2sympy import parse_latex
 from gapo_megatron.rewards.math import plain
+from gapo_megatron.rewards.math.functions import bracketed
 from gapo_megatron.rewards.math.spelling import FUNCTIONS
 
 MOST_DEPTH = 20
@@ -57,8 +58,10 @@ def read(text: str, has_cases: bool) -> Any:
         text = builder[2]
     for joint, join in ((_OR, sympy.Union), (_BOTH, sympy.Intersection)):
         parts = joint.split(text)
-        if len(parts) < 2 or not all(map(_RELATION.search, parts)):
+        if len(parts) < 2 or not all(_RELATION.search(part) or "=" in part for part in parts):
             continue
+        if not any(map(_RELATION.search, parts)):
+            continue  # x = 1 or x = 2 is a list
         letters = set(
             re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+(?:\s*\{?[R]\}?)?", "", "".join(parts)))
         )
@@ -93,6 +96,8 @@ def _prepare(text: str) -> str | None:
     text = _PLAIN_ROOT.sub(r"\\sqrt{\1}", text)
     text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
     text = re.sub(r"_\s*\{\s*\\(max|min)\s*\}", r"_{\1}", text)
+    text = _EXPONENT_FIRST.sub(r"\2\1", re.sub(r"([\^_])\s*e(?![a-zA-Z])", r"\1{e}", text))
+    text = _MIXED.sub(_mixed, text)
     text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
     text = re.sub(
         r"_\s*\{\s*\\text\s*\{\s*(\w+)\s*\}\s*\}|_\s*\\text\s*\{\s*(\w+)\s*\}", r"_{\1\2}", text
@@ -101,22 +106,31 @@ def _prepare(text: str) -> str | None:
         return None
     text = re.sub(r"(?<![a-zA-Z\\])([eE])(?=\s*_)", r"\\text{\1}", text)  # no number with an index
     text = _without_differentials(text)
+    text = _CAPITAL_I.sub(lambda match: match["no_factor"] or r"\text{I}", text)  # not imaginary
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
     if deepest > MOST_DEPTH:
         return None
-    return _without_idle_braces(text)
+    return _without_idle_braces(bracketed(text))
+
+
+_EXPONENT_FIRST = re.compile(r"(?<=[a-zA-Z])(\^(?:\{[^{}]*\}|\w))(_(?:\{[^{}]*\}|\w))")
+_MIXED = re.compile(r"(?<![\w.^}])(\d+)\s*(\\frac\s*\{(\d+)\}\s*\{(\d+)\})")
+
+
+def _mixed(match: re.Match[str]) -> str:
+    """3 3/4 as the sum that it is; with roots, or 3 4/3, it is a product."""
+    return f"({match[1]}+{match[2]})" if int(match[3]) < int(match[4]) else match[0]
 
 
 _CALCULUS = re.compile(
     r"\\i*(?:int|oint)(?![a-zA-Z])|\\d?frac\s*\{\s*d[^{}]*\}\s*\{\s*d\s*(?:[a-zA-Z]|\\[a-zA-Z])"
 )
-_DIFFERENTIAL = re.compile(
-    r"(?P<no_factor>_\s*\{[^{}]*\}|\\(?:begin|end|text|mathrm|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+)"
-    r"|d(?=\s*(?P<of>[a-zA-Z]|\\[a-zA-Z]+))"
-)
+_NO_FACTOR = r"_\s*\{[^{}]*\}|\\(?:begin|end|text|mathrm|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+"
+_DIFFERENTIAL = re.compile(rf"(?P<no_factor>{_NO_FACTOR})|d(?=\s*(?P<of>[a-zA-Z]|\\[a-zA-Z]+))")
+_CAPITAL_I = re.compile(rf"(?P<no_factor>{_NO_FACTOR}|_\s*I)|I")
 _VARIABLE = re.compile(r"[r-zR-Z]|\\(?:theta|phi)")
 
 
@@ -175,7 +189,7 @@ _IMAGINARY = sympy.Symbol("i", real=True)
 
 def _parse(text: str, has_cases: bool) -> Any:
     plain_number = plain.number(text)
-    if plain_number and not (plain_number.unit or plain_number.is_percent or plain_number.bound):
+    if plain_number and not (plain_number.unit or plain_number.is_percent):
         value = plain_number.value * plain_number.magnitude  # at once: the parser takes its time
         exact = sympy.Rational(value.numerator, value.denominator)
         return exact.evalf() if plain_number.is_decimal else exact
@@ -184,13 +198,21 @@ def _parse(text: str, has_cases: bool) -> Any:
         return None
     try:
         value = _latex(prepared, has_cases)
+        if "!!" in prepared and not _NESTED_FACTORIAL.search(prepared):
+            value = value.replace(
+                _is_twice_factorial, lambda n: sympy.factorial2(n.args[0].args[0])
+            )
     except Exception:  # of a syntax error latex2sympy raises just that, of a bad value anything
         parts = re.split(r"(?<![\\<>!])=", prepared)
         if len(parts) < 3 or "," in prepared or ";" in prepared:
             return None
         try:
-            value = _latex(parts[-1], has_cases)  # a chain of equations: the last is meant
+            values = [_latex(part, has_cases) for part in parts[1:]]
         except Exception:
+            return None
+        value = values[-1]  # a chain of equations: the last is meant, if it says one thing
+        numbers = [one.evalf() for one in values if not getattr(one, "free_symbols", True)]
+        if any(abs(one - numbers[-1]) > abs(numbers[-1]) * 1e-6 for one in numbers):
             return None
     if value is None or value in (sympy.nan, sympy.zoo):
         return None
@@ -204,6 +226,14 @@ def _parse(text: str, has_cases: bool) -> Any:
     if isinstance(value, sympy.Basic) and value.has(sympy.Derivative):
         value = value.replace(_is_of_letter, lambda one: sympy.Symbol(str(one), real=True))
     return value
+
+
+_NESTED_FACTORIAL = re.compile(r"!\s*\)+\s*!|!!!")
+
+
+def _is_twice_factorial(value: Any) -> bool:
+    """Whether it is n!!, which math-verify takes for (n!)!."""
+    return isinstance(value, sympy.factorial) and isinstance(value.args[0], sympy.factorial)
 
 
 def _is_of_letter(value: Any) -> bool:

@@ -8,7 +8,13 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from gapo_megatron.rewards.math.spelling import TEXT
-from gapo_megatron.rewards.math.units import Unit, read_unit, split_unit
+from gapo_megatron.rewards.math.units import (
+    Unit,
+    is_unit,
+    read_unit,
+    split_magnitude,
+    split_unit,
+)
 
 
 class Number(NamedTuple):
@@ -20,21 +26,8 @@ class Number(NamedTuple):
     is_percent: bool
     magnitude: int
     """1,000 where the unit begins with thousand; else 1."""
-    bound: str
-    """Words that make a bound of it, `or less`: unlike a unit they are part of the value."""
     unit: str
 
-
-_MAGNITUDES = {
-    **{"dozen": 12, "hundred": 10**2, "thousand": 10**3},
-    **{"million": 10**6, "billion": 10**9, "trillion": 10**12},
-}
-_BOUND = re.compile(r"\b(?:less|fewer|more|greater|least|most|than|or|not|under|over)\b")
-_NO_UNIT = re.compile(
-    r"[\d=<>^+:]|\b(?:squared|cubed|factorial|mod|modulo|base|halve|half|third|fourth|fifth|tenth"
-    r"|hundredth|thousandth|root|choose|times|plus|minus|and|pi|by)s?\b|\bhalves\b",
-    re.IGNORECASE,
-)
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?:[ ]\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
@@ -47,7 +40,6 @@ _NUMBER = re.compile(
                   \s*(?:\{{\s*(?P<bottom>\d+)\s*\}}|(?P<bottom1>\d))
             |(?<!\d)(?P<top2>\d+)\s*/\s*(?P<bottom2>\d+)))
     \s*(?P<percent>%)?
-    (?:\s*\\text\s*\{{\s*(?P<unit>[^{{}}]*)\}}(?P<unit_power>\s*\^(?:\{{\s*\d\s*\}}|\d))?)?
     """,
     re.VERBOSE,
 )
@@ -59,19 +51,15 @@ def number(text: str) -> Number | None:
     """A plain number: integer, decimal, fraction, mixed, power of ten; with a unit or percent."""
     if len(text) > _MOST_DIGITS:
         return None
-    match = _NUMBER.fullmatch(text)
-    unit = ""
-    if match is None or (match["unit"] and _NO_UNIT.search(match["unit"])):
-        value_text, unit = split_unit(text)
+    match, unit = _NUMBER.fullmatch(text), ""
+    if match is None:
+        value_text, unit = split_unit(text, with_magnitude=True)
         match = _NUMBER.fullmatch(value_text)
-        if match is None or (match["unit"] and unit):
+        if match is None:
             return None
     part = match.groupdict()
-    if part["unit"]:
-        if _NO_UNIT.search(part["unit"]):
-            return None
-        unit = part["unit"].strip() + (part["unit_power"] or "").replace("{", "").replace("}", "")
-    percent = bool(part["percent"]) or unit == "percent"
+    magnitude, unit = split_magnitude(unit)
+    percent = bool(part["percent"]) or unit in ("percent", "%")
     if part["decimal"]:
         power = int((part["power"] or part["exponent"] or "0").strip("{ }"))
         if abs(power) > _MOST_DIGITS:
@@ -91,13 +79,8 @@ def number(text: str) -> Number | None:
     is_decimal = "." in (part["decimal"] or "") and not part["repeated"]
     if part["sign"] == "-":
         value = -value
-    first, _, others = unit.partition(" ")
-    magnitude = _MAGNITUDES.get(first.lower(), 1)
-    bound = " ".join(_BOUND.findall(unit))
-    if magnitude > 1:
-        unit = others
     unit = unit or (part["currency"] or part["currency1"] or "").replace("\\", "").strip()
-    return Number(value, is_decimal, percent, magnitude, bound, unit)
+    return Number(value, is_decimal, percent, magnitude, unit)
 
 
 def equal_numbers(given: str, reference: str) -> bool | None:
@@ -105,8 +88,6 @@ def equal_numbers(given: str, reference: str) -> bool | None:
     one, other = number(given), number(reference)
     if one is None or other is None:
         return None
-    if one.bound != other.bound:
-        return False
     units = read_unit(one.unit), read_unit(other.unit)
     scale = Fraction(1)
     if units[0] and units[1]:
@@ -114,8 +95,8 @@ def equal_numbers(given: str, reference: str) -> bool | None:
             return False
         scale = units[0].size / units[1].size
     values = {one.value * one.magnitude * scale / other.magnitude}
-    if 1 in (one.magnitude, other.magnitude) and scale == 1:
-        values.add(one.value)  # as a unit it may be left out
+    if one.magnitude == scale == 1:
+        values.add(one.value)  # the reference's may be left out, as a unit
     if one.is_percent is not other.is_percent:
         values.add(one.value / 100 if one.is_percent else one.value * 100)
     if not (one.is_decimal or other.is_decimal):
@@ -183,7 +164,7 @@ def equal_quantities(given: str, reference: str) -> bool | None:
     if theirs is None or ours is None:
         named, bare = (ours, reference) if theirs is None else (theirs, given)
         numbers = [number(part) for part in _JOIN.split(bare)]
-        if named is None or not all(numbers):
+        if named is None or not all(numbers) or not all(is_unit(words) for _, words in named):
             return None
         values = [one.value for one in numbers if one]  # without words: in that order
         return values == [value for value, _ in named]
@@ -192,7 +173,7 @@ def equal_quantities(given: str, reference: str) -> bool | None:
     return sorted((v, _stem(u)) for v, u in theirs) == sorted((v, _stem(u)) for v, u in ours)
 
 
-_JOIN = re.compile(r"\s*[,;]\s+|\s*\\text\s*\{\s*and\s*\}\s*|\s+and\s+")
+_JOIN = re.compile(r"\s*[,;]\s+|[,;](?!\d{3}(?!\d))|\s*\\text\s*\{\s*and\s*\}\s*|\s+and\s+")
 
 
 def _stem(words: str) -> str:
@@ -206,6 +187,7 @@ _NUMERAL = re.compile(
 _BASE_IN_WORDS = re.compile(r"\s*(?:\\text\s*\{)?[\s(]*(?:in )?base[\s-]*\}?\s*(\w+)[\s)}]*$")
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
           "ten": 10, "twelve": 12, "sixteen": 16}  # fmt: skip
+_LARGEST_BASE = 36  # that has digits, 0 to Z
 
 
 def numeral(text: str) -> tuple[str, int | None] | None:
@@ -219,7 +201,9 @@ def numeral(text: str) -> tuple[str, int | None] | None:
         return None
     name = match["base"] or match["base1"]
     base = _BASES.get(name, 0) if name.isalpha() else int(re.sub(r"[^-\d]", "", name) or 0)
-    fits = all(int(digit, 36) < abs(base) for digit in match["digits"].lstrip("-"))
+    fits = abs(base) <= _LARGEST_BASE and all(
+        int(digit, 36) < abs(base) for digit in match["digits"].lstrip("-")
+    )
     return (match["digits"], base) if fits else None
 
 

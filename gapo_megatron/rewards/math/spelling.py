@@ -5,36 +5,14 @@ from __future__ import annotations
 import re
 
 from gapo_megatron.rewards.math.boxes import closing_brace, strip_box
+from gapo_megatron.rewards.math.functions import argument_end, functions
+from gapo_megatron.rewards.math.signs import fold
 
-_UNICODE = str.maketrans(
-    {
-        **{"\u2212": "-", "\u2013": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot ", "÷": "/"},
-        **{"π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm "},
-        **{
-            "\u222a": "\\cup ",
-            "∩": "\\cap ",
-            "∈": "\\in ",
-            "∅": "\\emptyset ",
-            "Ø": "\\emptyset ",
-            "…": "\\ldots ",
-        },
-        **{"²": "^2", "³": "^3", "½": "\\frac{1}{2}", "√": "\\sqrt ", "\u2032": "'", "\u2019": "'"},
-        # Full-width forms, as Chinese has them.
-        **{
-            "\uff0c": ",",
-            "\uff1b": ";",
-            "\uff08": "(",
-            "\uff09": ")",
-            "\uff1a": ":",
-            "\uff05": "%",
-        },
-    }
-)
 # A backslash behind another ends a row of a matrix.
 _SPACE = re.compile(r"(?<!\\)\\[,;: >]|\\(?:q?quad|thinspace|enspace)(?![a-zA-Z])|~|\s")
 _NO_MEANING = re.compile(
     r"\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])"
-    r"|(?<!\\)(?:\\[()\[\]]|\$)|\\[hv]space\s*\{[^{}]*\}|\\label\s*\{[^{}]*\}"
+    r"|(?<!\\)(?:\\[()\[\]]|\$)|\\(?:[hv]space|[hv]?phantom)\s*\{[^{}]*\}|\\label\s*\{[^{}]*\}"
 )
 _SYNONYMS = {
     "le": "leq|leqslant", "ge": "geq|geqslant", "ne": "neq",
@@ -49,7 +27,11 @@ _SYNONYM = re.compile("|".join(f"(\\\\(?:{names})(?![a-zA-Z]))" for names in _SY
 _SYNONYM_OF = [f"\\{name}" for name in _SYNONYMS]
 _PLAIN_SIGNS = {"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne ", "**": "^", "\\|": "|", "\\%": "%"}
 _PLAIN_SIGN = re.compile("|".join(map(re.escape, _PLAIN_SIGNS)))
-_BAR = re.compile(r"\\(?:[lr]?vert|mid)(?![a-zA-Z])")
+_BRACKETS = {
+    "|": re.compile(r"\\(?:[lr]?vert|mid)(?![a-zA-Z])"),
+    "(": re.compile(r"\\langle(?![a-zA-Z])\s*"),
+    ")": re.compile(r"\s*\\rangle(?![a-zA-Z])"),
+}
 
 FUNCTIONS = (
     "arcsinh|arccosh|arctanh|arcsin|arccos|arctan|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc"
@@ -94,7 +76,7 @@ _ALL_REAL = re.compile(r"(?:\\text\s*\{)?\s*all real(?:s| numbers)\s*\}?", re.IG
 def clean(text: str) -> str:
     """The text in one spelling, without what has no meaning."""
     text = strip_box(text) if "boxed" in text or "fbox" in text else text
-    text = text.translate(_UNICODE) if not text.isascii() else text
+    text = fold(text)
     text = re.sub(r"(?<!\\)\\!\s*", "", text)
     text = re.sub(r"(?<=\d)\{,\}(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"\{,\}\s*", ",", text)
@@ -105,7 +87,8 @@ def clean(text: str) -> str:
     text = strip_braces(text)
     if "\\" in text:
         text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1] + " ", text)
-        text = _BAR.sub("|", text)
+        for bracket, names in _BRACKETS.items():
+            text = names.sub(bracket, text)
         text = _CONSTANT.sub(lambda name: name[1] or name[2], text)
         text = _NAMED_FUNCTION.sub(_named, text)
         text = _IN_FONT.sub(_without_font, text)
@@ -178,16 +161,25 @@ def _without_text(match: re.Match[str]) -> str:
         return f"{counted[1]}\\text{{{words}}}".removesuffix("\\text{}")
     if "_" in inside and not re.search(r"[a-zA-Z]{3}|\s", inside):
         return inside
+    inside = _FULL_STOP.sub(r"\1", inside)
     return f"\\text{{{inside}}}"
 
 
+_FULL_STOP = re.compile(r"^([^.]{2,})\.\s*$")
 _DEGREES = re.compile(
     r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|[°\u00ba]"
 )
 _TEMPERATURE = re.compile(r"\0\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))")
 _DEGREES_TEXT = re.compile(r"(?<=\d)\s*\\text\s*\{\s*degrees?\s*\}")
 _TRIGONOMETRIC = re.compile(r"\\?(?<![a-zA-Z])(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
-_ARGUMENT_END = re.compile(r"[-+=<>,;)\]}|]|\\(?:cdot|times|le|ge|ne|text|sin|cos|tan|cot|sec|csc)")
+_PLAIN_TRIGONOMETRIC = re.compile(r"(?<![a-zA-Z\\])(sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+
+
+def in_radians(text: str) -> str:
+    """An angle in degrees, cleaned and without a sign of them; nothing if it is none."""
+    parts = _DEGREES.split(fold(text).strip(" .$"))
+    is_angle = len(parts) == 2 and parts[0].strip() and not parts[1].strip()
+    return f"({clean(parts[0])})\\cdot \\frac{{\\pi}}{{180}}" if is_angle else ""
 
 
 def _clean_degrees(text: str) -> str:
@@ -197,40 +189,14 @@ def _clean_degrees(text: str) -> str:
     text = _TEMPERATURE.sub(r"\\text{ °\1\2}", _DEGREES.sub("\0", text))
     if _TRIGONOMETRIC.search(text):
         text = _DEGREES_TEXT.sub("\0", text)
-        parts, end = [], 0
-        for function in _TRIGONOMETRIC.finditer(text):
-            if function.start() < end:
-                continue
-            start = _skip_exponent(text, function.end())
-            stop = _argument_end(text, start)
-            argument = text[start:stop].strip()
+        text = _PLAIN_TRIGONOMETRIC.sub(r"\\\1 ", text)
+        for function in reversed(functions(text)):
+            end = argument_end(text, function)
+            argument = text[function.end() : end].strip()
             if "\0" in argument:
                 radians = argument.replace("\0", "\\cdot \\frac{\\pi}{180}")
-                parts += [text[end:start], f"({radians})"]
-                end = stop
-        text = "".join((*parts, text[end:]))
+                text = f"{text[: function.end()]}({radians}){text[end:]}"
     return text.replace("\0", " ")
-
-
-def _skip_exponent(text: str, start: int) -> int:
-    r"""Index behind the ^2 of \sin^2 x."""
-    match = re.compile(r"\s*\^\s*(?:\{[^{}]*\}|-?\w)\s*").match(text, start)
-    return match.end() if match else start
-
-
-def _argument_end(text: str, start: int) -> int:
-    match = re.compile(r"\s*([({])").match(text, start)
-    if match:
-        depth = 0
-        for index in range(match.start(1), len(text)):
-            depth += (text[index] in "({") - (text[index] in ")}")
-            if depth == 0:
-                return index + 1
-        return len(text)
-    start = re.compile(r"\s*-?").match(text, start).end()  # type: ignore[union-attr]
-    while (found := _ARGUMENT_END.search(text, start)) and text[found.start() - 1] in "{(":
-        start = found.end()
-    return found.start() if found else len(text)
 
 
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\s+|.", re.DOTALL)
@@ -303,4 +269,4 @@ class _Braces:
         return "".join(parts)
 
 
-__all__ = ["FUNCTIONS", "TEXT", "brace", "clean", "strip_braces"]
+__all__ = ["FUNCTIONS", "TEXT", "brace", "clean", "in_radians", "strip_braces"]

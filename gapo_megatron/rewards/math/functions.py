@@ -1,0 +1,110 @@
+r"""Where the argument of a function ends.
+
+math-verify takes `\ln 2 \cdot 3` for `\ln 6`, and `\sin A \sin B` for the sine of a product. By the
+conventions of printed mathematics the argument is a bracketed group; or else a coefficient
+(numbers, `\pi`, roots and fractions of numbers) with the letters, the group, the root, the fraction
+or the function behind it. Any operator ends it. A stroke belongs to the argument before a number
+(`\sin \pi/3`) except to a logarithm's (`\ln x/2` is half of it).
+"""
+
+from __future__ import annotations
+
+import re
+
+from gapo_megatron.rewards.math.boxes import closing_brace
+
+_NAMES = (
+    "arcsinh|arccosh|arctanh|arcsin|arccos|arctan|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc"
+    "|log|ln|exp"
+)
+_NESTED = r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
+_SCRIPT = rf"\s*[\^_]\s*(?:{_NESTED}|\\[a-zA-Z]+|-?\w)"
+_HEAD = re.compile(rf"\\({_NAMES})(?![a-zA-Z])((?:{_SCRIPT})*)\s*")
+_BEHIND = rf"(?:{_SCRIPT}|\s*[!\0]|')*"
+_COEFFICIENT = re.compile(
+    rf"\s*(?:\d+(?:\.\d+)?|\\pi(?![a-zA-Z])|\\sqrt\s*(?:\[\d\]\s*)?\{{\d+\}}"
+    rf"|\\frac\s*\{{\d+\}}\s*\{{\d+\}}){_BEHIND}"
+)
+_GREEK = (
+    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau"
+    "|upsilon|phi|chi|psi|omega"
+)
+_LETTERS = re.compile(rf"(?:\s*(?:[a-zA-Z]|\\(?:{_GREEK})(?![a-zA-Z])){_BEHIND})+")
+_COMMAND = re.compile(rf"\s*\\(?:frac\s*{_NESTED}|sqrt\s*(?:\[[^\]]*\])?|binom\s*{_NESTED})\s*")
+_OPEN = re.compile(r"\s*([({|])")
+_BRACKET = re.compile(r"\\.|[()]", re.DOTALL)
+_POSTFIX = re.compile(_BEHIND)
+_OVER_NUMBER = re.compile(r"\s*/\s*\d+(?![\d.]*\s*(?:[a-zA-Z(]|\\(?:pi|frac|sqrt)))")
+
+
+def bracketed(text: str) -> str:
+    r"""`text` with the arguments of its functions in parentheses: `\ln(2) \cdot 3`."""
+    if "\\int" in text:
+        return text  # where dx ends an argument
+    for head in reversed(list(_HEAD.finditer(text))):
+        end = argument_end(text, head)
+        argument = text[head.end() : end].strip()
+        if not argument:
+            continue
+        whole = {"{": closing_brace, "(": _closing_parenthesis}.get(argument[0])
+        if whole is not None and whole(argument, 0) == len(argument):
+            argument = argument[1:-1]
+        scripts = "".join(sorted(re.findall(_SCRIPT, head[2]), key=lambda one: "^" in one[:2]))
+        text = f"{text[: head.start()]}\\{head[1]}{scripts}({argument}){text[end:]}"
+    return text
+
+
+def functions(text: str) -> list[re.Match[str]]:
+    """The functions in it, each with its exponent and index, from left to right."""
+    return list(_HEAD.finditer(text))
+
+
+def argument_end(text: str, head: re.Match[str]) -> int:
+    """Index behind the argument of a function of `functions`."""
+    if (end := _group_end(text, head.end())) is not None:
+        return end
+    end = start = head.end() + (text[head.end() : head.end() + 1] in ("-", "+"))
+    while coefficient := _COEFFICIENT.match(text, end):
+        end = coefficient.end()
+    if letters := _LETTERS.match(text, end):
+        end = letters.end()
+    elif inner := _HEAD.match(text, end + len(text[end:]) - len(text[end:].lstrip())):
+        end = argument_end(text, inner) if end == start else end
+    elif command := _COMMAND.match(text, end):
+        group = closing_brace(text, command.end()) if text.startswith("{", command.end()) else 0
+        end = _behind(text, group) if group else end
+    elif (group_end := _group_end(text, end)) is not None:
+        end = group_end
+    over = _OVER_NUMBER.match(text, end) if head[1] not in ("log", "ln") and end > start else None
+    return over.end() if over else end if end > start else head.end()
+
+
+def _group_end(text: str, start: int) -> int | None:
+    opening = _OPEN.match(text, start)
+    if opening is None:
+        return None
+    place = opening.start(1)
+    if opening[1] == "|":
+        end = text.find("|", place + 1) + 1
+    else:
+        close = closing_brace if opening[1] == "{" else _closing_parenthesis
+        end = close(text, place)
+    degrees = re.compile(r"\s*\0").match(text, end) if end else None
+    return degrees.end() if degrees else end or None
+
+
+def _behind(text: str, start: int) -> int:
+    postfix = _POSTFIX.match(text, start)
+    return postfix.end() if postfix else start
+
+
+def _closing_parenthesis(text: str, start: int) -> int:
+    depth = 0
+    for bracket in _BRACKET.finditer(text, start):
+        depth += {"(": 1, ")": -1}.get(bracket[0], 0)
+        if depth == 0:
+            return bracket.end()
+    return 0
+
+
+__all__ = ["argument_end", "bracketed", "functions"]

@@ -1,0 +1,61 @@
+"""Words of what is counted: behind a number they may be left out, for they do not change it.
+
+Taken from GSM8K's solutions (what stands behind the last number, twice or more) and from what
+DeepScaleR's problems ask for after "how many". A word that can change a value (hundreds,
+eighths, zeros, roots, dozens, quarters) is none, wherever else it occurs.
+"""
+
+_NOUNS = """
+acorns adults alligators animals ants apples apps arrangements articles artworks bags balloons
+balls bananas bandages barrels bars baseballs basketballs baskets batches beads beakers bees
+beetles berries bills birds biscuits bits blocks blueberries boats bones books bottles bouquets
+boxes boys bracelets bricks brothers brownies bugs buildings bunnies buses bushels bushes
+buttons bytes cakes calls calories campers candies candles candy cans caps cards carnations cars
+cartons cases cats cells chairs characters chickens children chips chocolate chocolates choices
+chords circles clips clothes coins colorings colors colours combinations comics computers
+containers cookies corn couples cousins cows crackers crates crayons crickets cupcakes customers
+cuts daisies dates decorations desserts diagonals diamonds dice digits dishes distributions
+divisors dogs dolls donuts doors dots doughnuts dresses driveways ducks earrings ears edges eggs
+elements elephants emails employees entries envelopes episodes erasers eyes faces factors
+families feathers females fireworks fish fishes flags flavors flights floors flowers flyers
+followers friends fries frogs fruit fruits functions gallons games gb geese gifts girls glasses
+gnomes goals goats gold goldfish grains grandchildren grapes groups guests gumballs guppies
+handshakes hats heads hens hexagons holes homes horses houses insects instances integers items
+jars jellybeans jellyfish jewels jumps kb kernels keys kids kittens knights lambs laps leaves
+legos legs lemons lessons letters levels liars lights lines lions loads loaves lockers logs
+lollipops machines mangoes mappings marbles markers marks marshmallows matches matchsticks mb
+meals meatballs medals members men messages methods mice minnows mistakes moves movies muffins
+mushrooms nails necklaces newspapers nights notebooks novels numbers nuts objects oranges
+orderings orders oreos outcomes outfits oysters packages packs pages paintings pairs pancakes
+papers parents parts passengers passwords pastries paths patterns peaches peanuts pebbles
+pencils pens people permutations person pesos petals pets phones photos pictures pieces pies
+pills pizza pizzas planks plans plants plates players points polygons polynomials portions
+positions possibilities posters potatoes presents primes problems programs puppies pyramids
+quadruples questions rabbits racers rats rectangles regions revolutions rhombuses rocks rolls
+rooms roses rounds routes rows sandwiches scarves scoops seashells seats sections seeds segments
+selections sequences servings sets sharks sheep sheets shells shirts shoes shots sides singers
+skateboards skips slices snacks socks sodas solutions songs spokes spoons spots squares stairs
+stamps stars states steaks steps stickers sticks strawberries straws strings stripes students
+subsets sweets tables tablespoons tadpoles tanks teachers teams teaspoons teeth tents terms
+texts tickets tiles tins tires tissues toads tokens tomatoes toothpicks touchdowns towels toys
+trees triangles triples triplets trips trucks tubs turns turtles units values vegetables
+vehicles vertices videos visitors voters votes water watermelons ways whales wheels whiskers
+windows wins women words workers
+"""
+_MODIFIERS = """
+additional baby black blue colored cubic different distinct extra female gold green ice large
+lattice male new ordered pink possible red silver small sq square stuffed unique unordered video
+white wooden yellow
+"""
+_LINKS = "a an at every for in of on per the"
+_ENDINGS = "altogether away deep high left leftover long old remaining tall wide"
+
+NOUNS = frozenset(_NOUNS.split())
+MODIFIERS = frozenset(_MODIFIERS.split())
+"""Before such a noun."""
+LINKS = frozenset(_LINKS.split())
+"""Between two of them: miles per hour, eggs a day, cups of water."""
+ENDINGS = frozenset(_ENDINGS.split())
+"""Behind them, or alone: 5 left. `total` is also a modifier, `each` also a link."""
+
+__all__ = ["ENDINGS", "LINKS", "MODIFIERS", "NOUNS"]

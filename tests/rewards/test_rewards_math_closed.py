@@ -1,0 +1,147 @@
+"""What a verifier does not know is no unit and no value: closed by default. And whole arguments."""
+
+# ruff: noqa: RUF001 (signs that look like others are the subject)
+from __future__ import annotations
+
+import pytest
+
+from gapo_megatron.rewards import math
+from gapo_megatron.rewards.response import final_part
+from gapo_megatron.types import Outcome
+
+# By class: equal pairs and different ones, (reference, given).
+CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
+    "unicode": (
+        [
+            ("x^4", "x⁴"), ("10^{-3}", "10⁻³"), ("2^{x+1}", "2ˣ⁺¹"), ("2^{34}", "2³⁴"),
+            (r"\frac{3}{4}", "¾"), ("0.75", "¾"), ("3.75", "3¾"), ("-3.75", "-3¾"),
+            (r"\frac{15}{4}x", "3¾x"), (r"\frac{15}{4}x", r"3\frac{3}{4}x"), ("0.75", "3⁄4"),
+            (r"\sqrt{12}", "√12"), (r"\sqrt{12}", "2√3"), (r"\sqrt{2-\sqrt3}", "√(2-√3)"),
+            (r"\sqrt{x+1}", "√(x+1)"), (r"\sqrt[3]{5}", "∛5"), (r"\sqrt{\frac12}", r"√\frac12"),
+            (r"\sqrt{\sqrt{5}}", "√√5"), (r"2\sqrt{\pi}", "2√π"), (r"\sqrt{1024}", "√1,024"),
+            ("42", "４２"), ("42", "٤٢"), ("42", "४२"), ("x^2", "𝑥²"), ("a_1+1", "1+a₁"),
+            (r"2\alpha+1", "1+2α"), (r"x\in\mathbb{R}", "x∈ℝ"), ("50000", r"5\text{万}"),
+            ("50000", "5万"), ("12345", "12 345"), ("42", "4\u200b2"), (r"\frac{1}{3}", "⅓"),
+            (r"15\text{ cm}^2", r"15\text{ cm²}"), (r"\emptyset", "∅"), (r"2\pi", "2π"),
+        ],
+        [
+            ("10", "10⁶"), ("3", "3¾"), ("42", "42⁴"), ("5", "5万"), ("5", "5分之一"),
+            ("3", "√13"), ("0", "√10"), ("2", "√12"), ("8", "2³⁴"), ("42", "42₃"), ("42", "42٣"),
+            ("42", "42①"), ("42", "42é"), ("42", "42‰"), ("42", "①42"), ("5", r"5\text{万}"),
+            ("5", r"5\text{ 亿}"), (r"\frac{9}{4}x", "3¾x"), (r"\frac{9}{4}x", r"3\frac34 x"),
+            ("6", "2\u20623\u2062"), ("23", "2\u20623"), (r"\sqrt{2}-x", "√(2-x)"), ("3", "∛3"),
+            ("x", "x⁴"), ("x^{23}", "x²3"), ("42", "42\u0305"), ("42", "42ª"),
+        ],
+    ),
+    "words behind a value": (
+        [
+            ("5", r"5\text{ apples}"), ("18", "18 eggs per day"), ("7", r"7\text{ years old}"),
+            ("20", r"20\text{ different ways}"), ("6", r"6\text{ miles per hour}"),
+            ("4", r"4\text{ dollars each}"), ("9", r"9\text{ in total}"), ("9", "9 left"),
+            ("12", r"12\text{ cubic feet of water}"), ("3", r"3\text{ N}"), ("3", r"3\text{ MeV}"),
+            ("8", r"8\text{ sq. units}"), (r"9\text{ cm}^2", r"9\text{ cm squared}"),
+            (r"3\text{ eighths}", r"3\text{ eighths}"), (r"5\text{ blorks}", "5 blorks"),
+            (r"10\text{ or less}", r"10\text{ or less}"),
+            ("7,4", r"7\text{ goats and }4\text{ hens}"),
+            ("7,4", "7 goats and 4 hens"), ("24", r"2\text{ dozen}"), (r"2\text{ million}", "2"),
+            ("2000000", r"2\text{ million}"), ("500000", r"5\text{ hundred thousand}"),
+            ("5", r"\text{So the answer is }5"), ("5", r"\text{Area: }5"),
+        ],
+        [
+            *(("3", f"3\\text{{ {word}}}") for word in (
+                "eighths", "sixths", "sevenths", "twelfths", "hundreds", "millions", "million",
+                "below zero", "quarters", "halves", "doubled", "lakh", "crore", "dozen", "blorks",
+                "is wrong", "point five", "and a half", "squared", "cubed", "square", "M", "k",
+                "bn", "times ten", "less", "or less", "apples short", "million apples", "!",
+            )),
+            ("3", "3 eighths"), ("3", "3 blorks"), ("42", "42 dozen"), ("5", r"5\text{ is wrong}"),
+            ("42", "42_{43}"), ("42", r"\phantom{42}"), ("42", r"4\phantom{2}"), ("42", "43=42"),
+            ("42", "x=43=42"), (r"3\pi", r"3\pi\text{ eighths}"), (r"3\pi", r"3\pi\text{ million}"),
+            ("3", r"\text{Twice the answer is }3"), ("3", r"\text{The answer is never }3"),
+            (r"3\text{ eighths}", "3"), (r"5\text{ blorks}", "5"), ("42", r"42\%\%"),
+            (r"9\text{ cm}", r"9\text{ cm squared}"), ("7,4", "7 blorks and 4 hens"), ("x", "x/s"),
+            (r"2\text{ million}", r"2\text{ billion}"),
+            (r"10\text{ or less}", r"10\text{ or more}"),
+        ],
+    ),
+    "arguments of functions": (
+        [
+            (r"2R\sin A\sin B", r"2R \sin A \cdot \sin B"), (r"x\ln x", r"\ln x \cdot x"),
+            (r"\log_2 3\log_3 5", r"\log_2 3\cdot\log_3 5"), (r"\log_2 3\log_3 5", r"\log_2 5"),
+            (r"3\ln 2", r"\ln 2\cdot 3"), (r"3\ln 2", r"\ln 2 \times 3"), (r"\ln 2", r"\log_e 2"),
+            (r"\frac{\ln 3}{\ln 2}", r"\ln 3/\ln 2"), (r"\frac{\ln x}{2}", r"\ln x/2"),
+            (r"\sin\frac{x}{2}", r"\sin x/2"), (r"\sin\frac{\pi}{3}", r"\sin\pi/3"),
+            (r"x^2\tan x", r"\tan x\cdot x^2"), (r"x\arcsin x", r"\sin^{-1} x\cdot x"),
+            (r"\sin x+\sin x\cos x", r"\sin x(1+\cos x)"), (r"\sin(2x+2)", r"\sin 2(x+1)"),
+            (r"x\ln|x|", r"\ln|x|\cdot x"), (r"\frac12\sin 2x", r"\sin x\cos x"),
+            (r"\sqrt2\sin\frac{\pi}{7}", r"\sin\frac{\pi}{7}\sqrt2"),
+            (r"\log_3^2 x", r"\log^2_3 x"),
+            (r"y\sin x", r"\sin{x}y"), (r"\ln(\sin x)", r"\ln\sin x"), (r"\ln(n!)", r"\ln n!"),
+            (r"\arctan(2\sqrt2)", r"\arctan 2\sqrt{2}"), ("1", r"2\sin 30^\circ"),
+            (r"e^{x\ln x}", r"e^{\ln x\cdot x}"), (r"\sin(\alpha\beta)", r"\sin\alpha\beta"),
+        ],
+        [
+            (r"\ln 6", r"\ln 2\cdot 3"), (r"\sin x\cdot x", r"\sin(x^2)"), (r"\sin 1", r"\sin x/x"),
+            (r"\sin(x^2)", r"\sin x\cdot x"), (r"2R\sin A\sin B", r"2R\sin(A\sin B)"),
+            (r"\log_{10}^2 x", r"\log^2_3 x"), (r"\ln\frac{x}{2}", r"\ln x/2"),
+            (r"\sin(xy)", r"\sin{x}y"), (r"x\ln x", r"\ln(x^2)"), (r"\ln|x^2|", r"\ln|x|\cdot x"),
+        ],
+    ),
+    "other spellings": (
+        [
+            (r"\text{Yes}", r"\text{Yes.}"), (r"\text{Friday}", r"\text{Friday.}"),
+            ("e^e", "e^{e}"), ("2^e", "2^{e}"), ("v^2_0", "v_0^2"), (r"\sqrt{x}", "x^{0.5}"),
+            (r"\langle 1,2\rangle", "(1,2)"),
+            (r"f(x)=1\text{ for all }x\in\mathbb{Q}_{>0}", "f(x)=1"),
+            (r"f(x)=1\text{ for all }x\in\mathbb{Q}_{>0}", r"f(x)=1,\ \forall x\in\mathbb{Q}_{>0}"),
+            (r"(-\infty,-2]\cup\{1\}", r"x\le-2\text{ or }x=1"), (r"\frac{\pi}{6}", r"30^\circ"),
+            (r"(1,2)", r"\begin{pmatrix}1\\2\end{pmatrix}"), (r"\frac{\pi}{6}", "30°"),
+            (r"\begin{pmatrix}1\\2\\3\end{pmatrix}", "(1,2,3)"), ("(2n-1)!!", "(2n-1)!!"),
+            (r"I=\frac{q}{\sqrt{LC}}", r"\frac{q}{\sqrt{LC}}"), ("42", r"6\cdot 7=42"),
+            (r"\frac{q}{\sqrt{LC}}", r"I=\frac{q}{\sqrt{LC}}"), ("2", r"17 \bmod 5 = 2"),
+            ("105", "7!!"), ("720", "(3!)!"),
+        ],
+        [
+            (r"\text{Yes}", r"\text{No.}"), (r"\sqrt{x}", "x^{0.4}"), ("v^2_0", "v_0^3"),
+            (r"f(x)=1\text{ for all }x\in\mathbb{Q}_{>0}", "f(x)=2"), ("e^e", "e^2"),
+            (r"f(x)=x\text{ for all }x\in\mathbb{Q}", r"f(x)=x\text{ for all }x\in\mathbb{Z}"),
+            (r"(-\infty,-2]\cup\{1\}", r"x\le-2\text{ or }x=2"), (r"\frac{\pi}{6}", r"60^\circ"),
+            (r"\frac{\pi}{6}", "30"), (r"(1,2)", r"\begin{pmatrix}2\\1\end{pmatrix}"),
+            ("(1,2)", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+            ("[1,2]", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+            ("5040", "(3!)!"), ("720", "3!!"), ("42", r"6\cdot 8=42"), ("-1", "I^2"),
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_equal_members_of_the_class_are_correct(name):
+    outcomes = {pair: _judge(*pair) for pair in CLASSES[name][0]}
+    assert {pair: one for pair, one in outcomes.items() if one is not Outcome.CORRECT} == {}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_different_members_of_the_class_are_not_correct(name):
+    outcomes = {pair: _judge(*pair) for pair in CLASSES[name][1]}
+    assert [pair for pair, one in outcomes.items() if one is Outcome.CORRECT] == []
+    assert len([one for one in outcomes.values() if one is Outcome.UNKNOWN]) <= 1
+
+
+def test_thoughts_that_begin_after_the_answer_and_never_end_do_not_count():
+    response = "<think>a</think>\\boxed{42} <think>or \\boxed{41}"
+    assert math.verify(response, "42").outcome is Outcome.CORRECT
+    assert math.verify(response, "41").outcome is Outcome.WRONG
+    assert final_part("<think>a") == ""
+
+
+def _judge(reference: str, given: str) -> Outcome:
+    return math.verify(f"Therefore $\\boxed{{{given}}}$.", reference).outcome
+
+
+@pytest.mark.parametrize(
+    "reference", [r"3\text{ eighths}", r"5\text{ blorks}", r"10\text{ or less}"]
+)
+def test_a_reference_with_words_of_no_list_is_no_data(reference):
+    with pytest.raises(ValueError, match="cannot be read"):
+        math.check_reference(reference)

@@ -2,12 +2,14 @@
 
     python benchmarks/verdicts.py [--responses 2048] [--workers 2]
     python benchmarks/verdicts.py --failures
+    python benchmarks/verdicts.py --alone
 
 A rollout batch is made of DeepScaleR's reference answers: groups of 8 in which half are right, some
 of these in another spelling, and half are the answers of other problems, each at the end of a
 solution of some thousand characters. `--failures` judges every reference answer against itself
 instead, an expression against every reference (which has to be parsed then), and every answer of
-the batch, and lists whatever is not as it should be.
+the batch, and lists whatever is not as it should be. `--alone` judges the generated pairs of the
+tests by math-verify alone and by this verifier, and counts the wrong verdicts of both kinds.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import json
 import random
 import re
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -39,7 +42,11 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=2048, help="of the batch")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--failures", action="store_true", help="list them; measure nothing")
+    parser.add_argument("--alone", action="store_true", help="compare with math-verify alone")
     arguments = parser.parse_args()
+    if arguments.alone:
+        compare_alone(num_workers=arguments.workers)
+        return
     answers = _read_answers(arguments.data)
     batch, expected = make_batch(answers, num_responses=arguments.responses)
     if arguments.failures:
@@ -98,6 +105,32 @@ def measure(batch: list[Item], *, num_workers: int) -> None:
     console = Console(width=120)
     console.print(table)
     console.print(f"workers ready after {started - begin:.2f} s")
+
+
+def compare_alone(*, num_workers: int) -> None:
+    """Right answers missed and wrong ones accepted, of the tests' generated pairs."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout
+    from tests.math_respellings import pairs
+    from tests.math_rules import ruled_pairs
+
+    sets = {"respellings, seed 1": list(pairs(2_400, seed=1))}
+    sets |= {f"rules, seed {seed}": list(ruled_pairs(4_000, seed=seed)) for seed in (1, 2)}
+    with start_pool(RewardConfig(kind="math"), num_workers=num_workers) as pool:
+        for name, made in sets.items():
+            items = [(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made]
+            ours = [verdict.outcome is Outcome.CORRECT for verdict in pool.judge(items)]
+            alone = [
+                math_verify.verify(math_verify.parse(f"\\boxed{{{gold}}}"), math_verify.parse(text))
+                for text, gold in items
+            ]
+            for who, verdicts in (("math-verify alone", alone), ("this verifier", ours)):
+                both = list(zip(made, verdicts, strict=True))
+                missed = sum(pair.is_equal and not correct for pair, correct in both)
+                accepted = sum(correct and not pair.is_equal for pair, correct in both)
+                print(
+                    f"{name:20} {who:18} {len(made):,} pairs: {missed} right ones missed, "
+                    f"{accepted} wrong ones accepted"
+                )
 
 
 def list_failures(

@@ -109,7 +109,8 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             (r"\frac{\pi}{6}", "30"), (r"(1,2)", r"\begin{pmatrix}2\\1\end{pmatrix}"),
             ("(1,2)", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
             ("[1,2]", r"\begin{pmatrix}1\\2\end{pmatrix}"),
-            ("5040", "(3!)!"), ("720", "3!!"), ("42", r"6\cdot 8=42"), ("-1", "I^2"),
+            ("5040", "(3!)!"), ("720", "3!!"), ("18", "(3!)!+5!!"),
+            ("720", "3!!!"), ("42", r"6\cdot 8=42"), ("-1", "I^2"),
         ],
     ),
 }  # fmt: skip

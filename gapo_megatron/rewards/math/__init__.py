@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 from gapo_megatron.rewards.math import expressions
-from gapo_megatron.rewards.math.boxes import boxes, closing_brace, without_boxes
+from gapo_megatron.rewards.math.boxes import boxes, closing_bracket, without_boxes
 from gapo_megatron.rewards.math.comparison import compare, equal_lists, forget, is_read, split
 from gapo_megatron.rewards.math.effort import TooMuchWorkError, limited
 from gapo_megatron.rewards.math.spelling import clean, in_radians
@@ -139,7 +139,7 @@ def _read_reference(answer: str) -> str:
             f"it is a worked solution, with {answer[answer.rindex(_SOLUTION) :][:40]!r} at its "
             "end: put only the final answer there"
         )
-    is_closed = closing_brace(f"{{{answer}}}", 0) == len(answer) + 2
+    is_closed = closing_bracket(f"{{{answer}}}", 0) == len(answer) + 2
     found = boxes(answer) if is_closed else []
     reference = clean(", ".join(map(str, found)) if len(found) > 1 else answer) if is_closed else ""
     if not reference:

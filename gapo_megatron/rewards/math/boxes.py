@@ -6,7 +6,8 @@ import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BARE = re.compile(r"[^\s$\\{}]+")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BRACKET = re.compile(r"\\.|[(){}\[\]]", re.DOTALL)
+_CLOSING = {"{": "}", "(": ")", "[": "]"}
 
 
 def boxes(text: str) -> list[str | None]:
@@ -20,18 +21,18 @@ def boxes(text: str) -> list[str | None]:
             if bare := _BARE.match(text, box.end()):
                 found.append(bare[0])
             continue
-        end = closing_brace(text, box.end())
+        end = closing_bracket(text, box.end())
         found.append(text[box.end() + 1 : end - 1] if end else None)
         if not end:
             break
     return found
 
 
-def closing_brace(text: str, start: int) -> int:
-    """Index after the brace that closes the one at `start`; 0 if there is none."""
-    depth = 0
-    for token in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(token[0], 0)
+def closing_bracket(text: str, start: int) -> int:
+    """Index after the brace, or bracket, that closes the one at `start`; 0 if there is none."""
+    opening, depth = text[start], 0
+    for token in _BRACKET.finditer(text, start):
+        depth += (token[0] == opening) - (token[0] == _CLOSING[opening])
         if depth == 0:
             return token.end()
     return 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from gapo_megatron.rewards.math.boxes import closing_brace
+from gapo_megatron.rewards.math.boxes import closing_bracket
 
 _NAMES = (
     "arcsinh|arccosh|arctanh|arcsin|arccos|arctan|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc"
@@ -32,22 +32,20 @@ _GREEK = (
 _LETTERS = re.compile(rf"(?:\s*(?:[a-zA-Z]|\\(?:{_GREEK})(?![a-zA-Z])){_BEHIND})+")
 _COMMAND = re.compile(rf"\s*\\(?:frac\s*{_NESTED}|sqrt\s*(?:\[[^\]]*\])?|binom\s*{_NESTED})\s*")
 _OPEN = re.compile(r"\s*([({|])")
-_BRACKET = re.compile(r"\\.|[()]", re.DOTALL)
 _POSTFIX = re.compile(_BEHIND)
 _OVER_NUMBER = re.compile(r"\s*/\s*\d+(?![\d.]*\s*(?:[a-zA-Z(]|\\(?:pi|frac|sqrt)))")
 
 
 def bracketed(text: str) -> str:
     r"""`text` with the arguments of its functions in parentheses: `\ln(2) \cdot 3`."""
-    if "\\int" in text:
-        return text  # where dx ends an argument
+    if "\\" not in text or "\\int" in text:
+        return text  # dx ends an argument there
     for head in reversed(list(_HEAD.finditer(text))):
         end = argument_end(text, head)
         argument = text[head.end() : end].strip()
         if not argument:
             continue
-        whole = {"{": closing_brace, "(": _closing_parenthesis}.get(argument[0])
-        if whole is not None and whole(argument, 0) == len(argument):
+        if argument[0] in "({" and closing_bracket(argument, 0) == len(argument):
             argument = argument[1:-1]
         scripts = "".join(sorted(re.findall(_SCRIPT, head[2]), key=lambda one: "^" in one[:2]))
         text = f"{text[: head.start()]}\\{head[1]}{scripts}({argument}){text[end:]}"
@@ -71,7 +69,7 @@ def argument_end(text: str, head: re.Match[str]) -> int:
     elif inner := _HEAD.match(text, end + len(text[end:]) - len(text[end:].lstrip())):
         end = argument_end(text, inner) if end == start else end
     elif command := _COMMAND.match(text, end):
-        group = closing_brace(text, command.end()) if text.startswith("{", command.end()) else 0
+        group = closing_bracket(text, command.end()) if text.startswith("{", command.end()) else 0
         end = _behind(text, group) if group else end
     elif (group_end := _group_end(text, end)) is not None:
         end = group_end
@@ -84,11 +82,7 @@ def _group_end(text: str, start: int) -> int | None:
     if opening is None:
         return None
     place = opening.start(1)
-    if opening[1] == "|":
-        end = text.find("|", place + 1) + 1
-    else:
-        close = closing_brace if opening[1] == "{" else _closing_parenthesis
-        end = close(text, place)
+    end = text.find("|", place + 1) + 1 if opening[1] == "|" else closing_bracket(text, place)
     degrees = re.compile(r"\s*\0").match(text, end) if end else None
     return degrees.end() if degrees else end or None
 
@@ -96,15 +90,6 @@ def _group_end(text: str, start: int) -> int | None:
 def _behind(text: str, start: int) -> int:
     postfix = _POSTFIX.match(text, start)
     return postfix.end() if postfix else start
-
-
-def _closing_parenthesis(text: str, start: int) -> int:
-    depth = 0
-    for bracket in _BRACKET.finditer(text, start):
-        depth += {"(": 1, ")": -1}.get(bracket[0], 0)
-        if depth == 0:
-            return bracket.end()
-    return 0
 
 
 __all__ = ["argument_end", "bracketed", "functions"]

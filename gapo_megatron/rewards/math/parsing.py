@@ -35,7 +35,7 @@ _AS_IT_IS = NormalizationConfig(
 _PLAIN_FUNCTION = re.compile(rf"(?<![\\a-zA-Z])({FUNCTIONS}|pi)(?![a-zA-Z])")
 _PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)")
 _REFUSED = re.compile(
-    r"\\ldots|[\d)}]\s*_(?!\{?\\text)|(?<![\^_\d])\d+\s+\d|\d\.\d*\.\d|[?#@]|\\text(?!\s*\{)|\d'"
+    r"\\ldots|!!!|[\d)}]\s*_(?!\{?\\text)|(?<![\^_\d])\d+\s+\d|\d\.\d*\.\d|[?#@]|\\text(?!\s*\{)|\d'"
     r"|\\not(?![a-zA-Z])|,0\d"
 )
 _OR = re.compile(
@@ -228,7 +228,7 @@ def _parse(text: str, has_cases: bool) -> Any:
     return value
 
 
-_NESTED_FACTORIAL = re.compile(r"!\s*\)+\s*!|!!!")
+_NESTED_FACTORIAL = re.compile(r"!\s*\)+\s*!")
 
 
 def _is_twice_factorial(value: Any) -> bool:

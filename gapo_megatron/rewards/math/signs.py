@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from gapo_megatron.rewards.math.boxes import closing_brace
+from gapo_megatron.rewards.math.boxes import closing_bracket
 
 _LATEX = {
     "\u2212\u2013\u2011\u2010": "-", "\u00d7\u2715": "\\times ", "·⋅\u2219\u2062": "\\cdot ",
@@ -41,7 +41,6 @@ _SAME = ("<font>", "<wide>", "<narrow>", "<noBreak>")
 
 _ROOTS = {"√": "\\sqrt", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]"}
 _RADICAND = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|[a-zA-Z]")
-_CLOSING = {"(": ")", "[": "]"}
 
 
 def fold(text: str) -> str:
@@ -92,18 +91,13 @@ def _folded(sign: str) -> str:
 
 def _with_radicand(text: str) -> str:
     """`text` with braces around what a root before it is taken of."""
-    closing = _CLOSING.get(text[:1])
-    if closing:
-        depth = 0
-        for bracket in re.finditer(re.escape(text[0]) + "|" + re.escape(closing), text):
-            depth += 1 if bracket[0] == text[0] else -1
-            if depth == 0:
-                return f"{{{text[1 : bracket.start()]}}}{text[bracket.end() :]}"
+    end = closing_bracket(text, 0) if text.startswith(("(", "[", "{")) else 0
+    if end:
+        return f"{{{text[1 : end - 1]}}}{text[end:]}"
     number = _RADICAND.match(text)
     if number:
         return f"{{{number[0]}}}{text[number.end() :]}"
-    end = closing_brace(text, 0) if text.startswith("{") else 0
-    return text if end else f" {text}"
+    return f" {text}"
 
 
 __all__ = ["fold"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from gapo_megatron.rewards.math.boxes import closing_brace, strip_box
+from gapo_megatron.rewards.math.boxes import closing_bracket, strip_box
 from gapo_megatron.rewards.math.functions import argument_end, functions
 from gapo_megatron.rewards.math.signs import fold
 
@@ -27,11 +27,7 @@ _SYNONYM = re.compile("|".join(f"(\\\\(?:{names})(?![a-zA-Z]))" for names in _SY
 _SYNONYM_OF = [f"\\{name}" for name in _SYNONYMS]
 _PLAIN_SIGNS = {"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne ", "**": "^", "\\|": "|", "\\%": "%"}
 _PLAIN_SIGN = re.compile("|".join(map(re.escape, _PLAIN_SIGNS)))
-_BRACKETS = {
-    "|": re.compile(r"\\(?:[lr]?vert|mid)(?![a-zA-Z])"),
-    "(": re.compile(r"\\langle(?![a-zA-Z])\s*"),
-    ")": re.compile(r"\s*\\rangle(?![a-zA-Z])"),
-}
+_BRACKET = re.compile(r"\\(?:(langle)|(rangle)|([lr]?vert|mid))(?![a-zA-Z])")
 
 FUNCTIONS = (
     "arcsinh|arccosh|arctanh|arcsin|arccos|arctan|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc"
@@ -53,7 +49,6 @@ _CONSTANT = re.compile(
 )
 _MATHEMATICS = re.compile(r"(?:\\[$%]|[-+\d\s.,/:()])*\d(?:\\[$%]|[-+\d\s.,/:()^{}])*")
 
-_WORD_NUMBER = re.compile(r"(?<=\d) ?((?:hundred|thousand|[mb]illion|trillion)(?![a-zA-Z]))")
 _ORDINAL = re.compile(
     r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\s*\{\s*(?:st|nd|rd|th)\s*\}|(?<=\d)(?:st|nd|rd|th)\b)\s*\}?"
 )
@@ -87,8 +82,7 @@ def clean(text: str) -> str:
     text = strip_braces(text)
     if "\\" in text:
         text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1] + " ", text)
-        for bracket, names in _BRACKETS.items():
-            text = names.sub(bracket, text)
+        text = _BRACKET.sub(lambda name: ("(", ")", "|")[(name.lastindex or 1) - 1], text)
         text = _CONSTANT.sub(lambda name: name[1] or name[2], text)
         text = _NAMED_FUNCTION.sub(_named, text)
         text = _IN_FONT.sub(_without_font, text)
@@ -101,7 +95,6 @@ def clean(text: str) -> str:
     text = _clean_degrees(text.rstrip(" .,;"))
     text = _FOR_ALL.sub("", text)
     text = _ORDINAL.sub("", text)
-    text = _WORD_NUMBER.sub(r"\\text{ \1}", text)
     if _ALL_REAL.fullmatch(text.strip()):
         text = "\\mathbb{R}"
     elif _NONE.fullmatch(text.strip()):
@@ -115,7 +108,7 @@ def clean(text: str) -> str:
 def strip_braces(text: str) -> str:
     """What stands in braces around all of it."""
     text = text.strip()
-    while text.startswith("{") and closing_brace(text, 0) == len(text):
+    while text.startswith("{") and closing_bracket(text, 0) == len(text):
         text = text[1:-1].strip()
     return text
 
@@ -171,7 +164,6 @@ _DEGREES = re.compile(
 )
 _TEMPERATURE = re.compile(r"\0\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))")
 _DEGREES_TEXT = re.compile(r"(?<=\d)\s*\\text\s*\{\s*degrees?\s*\}")
-_TRIGONOMETRIC = re.compile(r"\\?(?<![a-zA-Z])(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _PLAIN_TRIGONOMETRIC = re.compile(r"(?<![a-zA-Z\\])(sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 
 
@@ -187,9 +179,9 @@ def _clean_degrees(text: str) -> str:
     if not (_DEGREES.search(text) or _DEGREES_TEXT.search(text)):
         return text
     text = _TEMPERATURE.sub(r"\\text{ °\1\2}", _DEGREES.sub("\0", text))
-    if _TRIGONOMETRIC.search(text):
+    text = _PLAIN_TRIGONOMETRIC.sub(r"\\\1 ", text)
+    if functions(text):
         text = _DEGREES_TEXT.sub("\0", text)
-        text = _PLAIN_TRIGONOMETRIC.sub(r"\\\1 ", text)
         for function in reversed(functions(text)):
             end = argument_end(text, function)
             argument = text[function.end() : end].strip()

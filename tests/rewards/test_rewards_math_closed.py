@@ -146,3 +146,12 @@ def _judge(reference: str, given: str) -> Outcome:
 def test_a_reference_with_words_of_no_list_is_no_data(reference):
     with pytest.raises(ValueError, match="cannot be read"):
         math.check_reference(reference)
+
+
+@pytest.mark.parametrize("box", ["5 " + "apples " * 270, "\\ln " * 480 + "x"])
+def test_long_tails_and_chains_of_functions_are_told_before_they_are_worked_on(monkeypatch, box):
+    monkeypatch.setattr(math, "MOST_CPU_S", 60)
+    verdict = math.verify(f"\\boxed{{{box}}}", "3")
+    assert verdict.outcome is Outcome.WRONG
+    assert "TooMuchWorkError" not in verdict.reason
+    assert "RecursionError" not in verdict.reason

@@ -107,13 +107,14 @@ def _prepare(text: str) -> str | None:
     text = re.sub(r"(?<![a-zA-Z\\])([eE])(?=\s*_)", r"\\text{\1}", text)  # no number with an index
     text = _without_differentials(text)
     text = _CAPITAL_I.sub(lambda match: match["no_factor"] or r"\text{I}", text)  # not imaginary
+    text = bracketed(text)
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
     if deepest > MOST_DEPTH:
         return None
-    return _without_idle_braces(bracketed(text))
+    return _without_idle_braces(text)
 
 
 _EXPONENT_FIRST = re.compile(r"(?<=[a-zA-Z])(\^(?:\{[^{}]*\}|\w))(_(?:\{[^{}]*\}|\w))")

@@ -87,6 +87,7 @@ _PIECE = (
 )
 _EACH = re.compile(_PIECE)
 _TAIL = re.compile(rf"(?:{_PIECE})+\s*$")
+_MOST_PIECES = 12  # more are no unit, and each might be one behind the rest
 _VALUE_END = re.compile(r"[\w)}\].!|%]$")
 
 
@@ -96,7 +97,8 @@ def split_unit(text: str, *, with_magnitude: bool = False) -> tuple[str, str]:
     A unit begins with `million` and the like only `with_magnitude`.
     """
     tail = _TAIL.search(text)
-    for piece in _EACH.finditer(text, tail.start()) if tail else ():
+    pieces = list(_EACH.finditer(text, tail.start())) if tail else []
+    for piece in pieces if len(pieces) <= _MOST_PIECES else ():
         value, unit = text[: piece.start()].rstrip(), _plain(text[piece.start() :])
         if not _VALUE_END.search(value) or value.endswith(("\\le", "\\ge", "\\ne", "\\in")):
             continue

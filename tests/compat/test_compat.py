@@ -69,6 +69,7 @@ STANDARD = {"_asdict", "_exit", "_fields", "_replace"}
 OTHERS = {
     "logprob/operator.py: main_grad",
     "rewards/math/expressions.py: _prec",
+    "rewards/math/expressions.py: _unsorted_args",
     "rewards/math/parsing.py: _unsorted_args",
 }
 BY_NAME = {"delattr", "getattr", "hasattr", "setattr"}

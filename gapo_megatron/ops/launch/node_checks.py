@@ -32,6 +32,7 @@ MIN_MEMORY_SHARE = 0.25
 MIN_FREE_GIB = 10.0
 """Disk space for a run, where its user says nothing."""
 PACKAGES = (
+    "antlr4",
     "langdetect",
     "latex2sympy2_extended",
     "math_verify",

@@ -264,7 +264,8 @@ class Run:
     @property
     def steps(self) -> list[str]:
         """The steps done, and in which attempt."""
-        lines = (self.folder / "steps.log").read_text().splitlines()
+        log = self.folder / "steps.log"
+        lines = log.read_text().splitlines() if log.exists() else []
         return [line[: line.index(" ")] + line[line.rindex(".") :] for line in lines]
 
 

@@ -67,6 +67,7 @@ def test_a_sandbox_that_dies_says_nothing_about_the_program():
     with ProcessSandbox(Limits(), kind="bubblewrap", python=SYSTEM_PYTHON) as box:
         box.send({"program": "input()", "prelude": ""})
         os.killpg(box._process.pid, signal.SIGKILL)
+        box._process.wait()  # till then what is inside may answer
         with pytest.raises(SandboxError, match="ended with code -9"):
             box.ask({"stdin": ""})
 

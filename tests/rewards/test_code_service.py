@@ -382,7 +382,9 @@ def test_a_queue_costs_a_program_none_of_its_time(secret, clock, monkeypatch):
             return future
 
         with start_sandbox(Limits(**PATIENT), sandbox=sandbox, python="") as box:
-            box.send({"program": "print(7)", "prelude": ""})  # it has the place when this returns
+            box.send({"program": "print(7)", "prelude": ""})
+            # It has the place, and the service waits for its client alone: the clock may go on.
+            assert box.ask({"stdin": ""}) == {"stdout": "7\n", "failure": ""}
             monkeypatch.setattr(served._places, "submit", noted)
             verdict = pool.submit(judge, GOOD_SUM, SUM, sandbox=sandbox)
             assert queued.wait(HANG_S)

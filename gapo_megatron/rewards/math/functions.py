@@ -13,13 +13,13 @@ import re
 
 from gapo_megatron.rewards.math.boxes import closing_bracket
 
-_NAMES = (
+NAMES = (
     "arcsinh|arccosh|arctanh|arcsin|arccos|arctan|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc"
     "|log|ln|exp"
 )
 _NESTED = r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
 _SCRIPT = rf"\s*[\^_]\s*(?:{_NESTED}|\\[a-zA-Z]+|-?\w)"
-_HEAD = re.compile(rf"\\({_NAMES})(?![a-zA-Z])((?:{_SCRIPT})*)\s*")
+_HEAD = re.compile(rf"\\({NAMES})(?![a-zA-Z])((?:{_SCRIPT})*)\s*")
 _BEHIND = rf"(?:{_SCRIPT}|\s*[!\0]|')*"
 _COEFFICIENT = re.compile(
     rf"\s*(?:\d+(?:\.\d+)?|\\pi(?![a-zA-Z])|\\sqrt\s*(?:\[\d\]\s*)?\{{\d+\}}"
@@ -92,4 +92,4 @@ def _behind(text: str, start: int) -> int:
     return postfix.end() if postfix else start
 
 
-__all__ = ["argument_end", "bracketed", "functions"]
+__all__ = ["NAMES", "argument_end", "bracketed", "functions"]

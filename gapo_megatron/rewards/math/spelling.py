@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from gapo_megatron.rewards.math.boxes import closing_bracket, strip_box
-from gapo_megatron.rewards.math.functions import argument_end, functions
+from gapo_megatron.rewards.math.functions import NAMES, argument_end, functions
 from gapo_megatron.rewards.math.signs import fold
 
 # A backslash behind another ends a row of a matrix.
@@ -29,10 +29,7 @@ _PLAIN_SIGNS = {"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne ", "**": "^", "\\|": "
 _PLAIN_SIGN = re.compile("|".join(map(re.escape, _PLAIN_SIGNS)))
 _BRACKET = re.compile(r"\\(?:(langle)|(rangle)|([lr]?vert|mid))(?![a-zA-Z])")
 
-FUNCTIONS = (
-    "arcsinh|arccosh|arctanh|arcsin|arccos|arctan|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc"
-    "|log|ln|exp|gcd|lcm|max|min|det"
-)
+FUNCTIONS = f"{NAMES}|gcd|lcm|max|min|det"
 _WRAPPERS = (
     "text|textbf|textit|textrm|textnormal|textsf|textsc|mbox|hbox|mathrm|mathbf|mathit|mathsf"
 )

@@ -216,36 +216,38 @@ def equal_numerals(given: str, reference: str) -> bool | None:
 
 
 _TIME = re.compile(
-    r"(?:0?(\d{1,2}) ?(?:: ?(\d\d))?)?\s*(?:o'?clock)?\s*(?:([ap])\.?\s*m\.?|(noon|midnight))?\.?",
+    r"(?:0?(?P<hour>\d{1,2}) ?(?:: ?(?P<minute>\d\d) ?(?:: ?(?P<second>\d\d))?)?)?"
+    r"\s*(?:o'?clock)?\s*(?:(?P<half>[ap])\.?\s*m\.?|(?P<word>noon|midnight))?\.?",
     re.IGNORECASE,
 )
 
 
-def _time(text: str) -> tuple[int, int, str] | None:
-    """Hour of twelve, minute, half of the day where it is known."""
+def _time(text: str) -> tuple[tuple[int, int, int], str] | None:
+    """Hour of twelve, minute and second; half of the day where it is known."""
     match = _TIME.fullmatch(TEXT.sub(r" \1 ", text).strip())
-    if match is None or not (match[2] or match[3] or match[4]):
+    if match is None or not (match["minute"] or match["half"] or match["word"]):
         return None
-    if not (match[1] or match[4]):
+    if not (match["hour"] or match["word"]):
         return None
-    hour, minute = int(match[1] or 12), int(match[2] or 0)
-    half = match[3].lower() if match[3] else {"noon": "p", "midnight": "a"}.get(match[4] or "", "")
-    if hour > 24 or minute > 59:
+    hour = int(match["hour"] or 12)
+    minute, second = int(match["minute"] or 0), int(match["second"] or 0)
+    half = (match["half"] or {"noon": "p", "midnight": "a"}.get(match["word"] or "", "")).lower()
+    if hour > 24 or minute > 59 or second > 59:
         return None
-    if hour > 12 or (hour == 0 and match[2]):
+    if hour > 12 or (hour == 0 and match["minute"]):
         half = half or ("p" if 12 < hour < 24 else "a")
-    return hour % 12, minute, half
+    return (hour % 12, minute, second), half
 
 
 def equal_times(given: str, reference: str) -> bool | None:
     """Times of day, with or without a.m. and p.m.; bare 1:20 may be a ratio."""
     ours, theirs = _time(given), _time(reference)
-    is_time = theirs and (theirs[2] or re.search(r":\s?0\d", reference))
+    is_time = theirs and (theirs[1] or re.search(r":\s?0\d", reference))
     if not is_time or theirs is None:
         return None
     if ours is None:
         return None if ":" not in reference else False
-    return ours[:2] == theirs[:2] and (ours[2] == theirs[2] or "" in (ours[2], theirs[2]))
+    return ours[0] == theirs[0] and (ours[1] == theirs[1] or "" in (ours[1], theirs[1]))
 
 
 _LETTER = re.compile(r"[A-Za-z]")

@@ -225,8 +225,8 @@ class RewardConfig(Section):
     timeout_s: Seconds | None = None
     """Time to judge one response (default 10 s): CPU time of the worker, or wall-clock time in
     which it uses none. After it the verdict is unknown, and the response leaves its group. For
-    code: wall-clock time of all tests of a program (default 60 s); after it the response is
-    wrong."""
+    code: all tests of a program (default 60 s), counted in the same way; after it the response
+    is wrong."""
     truncated: Literal["judged", "unknown"] = "judged"
     """In training, the verdict on a response that reached `rollout.max_response_tokens`: `judged`
     as any other (and mostly wrong), or always `unknown`: it leaves its group (docs/rewards.md)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -19,6 +20,7 @@ from gapo_megatron.rewards import Pool
 from gapo_megatron.rewards import pool as module
 from gapo_megatron.types import Outcome
 from tests.messages import mentions
+from tests.sandbox_setup import needs_sandbox
 from tests.waiting import HANG_S, wait_until
 
 OBEDIENT = "tests.reward_setup"
@@ -232,21 +234,44 @@ def test_the_pool_wakes_to_look_at_a_worker_that_says_nothing(clock, tmp_path, m
     assert 150 < clock.cpu_s < 150 + 2 * module.LOOK_S
 
 
+COMPUTES = """```python
+import time
+while time.process_time() < 1: pass
+print(input())
+```"""
+
+
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("verifier", "timeout_s", "item"),
+    ("verifier", "timeout_s", "options", "item", "outcome"),
     [
-        (OBEDIENT, 2, ("compute 1", "")),
-        ("gapo_megatron.rewards.math", 10, (r"\boxed{(x^2+y^2-1)^{40}=0}", "x^2+y^2=1")),
+        (OBEDIENT, 2, {}, ("compute 1", ""), Outcome.CORRECT),
+        (
+            "gapo_megatron.rewards.math",
+            10,
+            {},
+            (r"\boxed{(x^2+y^2-1)^{40}=0}", "x^2+y^2=1"),
+            Outcome.WRONG,
+        ),
+        pytest.param(
+            "gapo_megatron.rewards.code",
+            60,
+            {"limits": {"wall_s": 3, "total_s": 3}},
+            (COMPUTES, json.dumps({"inputs": ["7"], "outputs": ["7"]})),
+            Outcome.CORRECT,
+            marks=needs_sandbox,
+        ),
     ],
 )
-def test_a_busy_machine_changes_no_verdict(verifier, timeout_s, item):
+def test_a_busy_machine_changes_no_verdict(verifier, timeout_s, options, item, outcome):
     """One CPU, on which twenty other processes compute: a second of it takes twenty."""
     cpus = os.sched_getaffinity(0)
     busy, verdicts = [], []
     try:
         os.sched_setaffinity(0, {min(cpus)})
-        pools = [Pool(verifier, num_workers=1, timeout_s=timeout_s) for _ in range(2)]
+        pools = [
+            Pool(verifier, num_workers=1, timeout_s=timeout_s, options=options) for _ in range(2)
+        ]
         with pools[0], pools[1]:
             for pool in pools:
                 pool.wait_until_ready()
@@ -260,8 +285,7 @@ def test_a_busy_machine_changes_no_verdict(verifier, timeout_s, item):
         for process in busy:
             process.kill()
             process.wait()
-    assert verdicts[0].outcome is not Outcome.UNKNOWN
-    assert verdicts[0] == verdicts[1]
+    assert [verdict.outcome for verdict in verdicts] == [outcome, outcome]
 
 
 def _poll_until_judged(pool: Pool) -> None:

@@ -30,9 +30,10 @@ class Limits:
     """CPU seconds of one test, of all its processes together. Of one call of a function: of the
     process that answers it, and up to one more; of all calls, see `total_s`."""
     wall_s: int = 20
-    """Wall-clock seconds of one test or call."""
+    """Seconds of one test or call: of wall-clock time, but where a process of the program can run,
+    of its CPU time (`Meter`)."""
     total_s: int = 60
-    """Wall-clock seconds of all tests of a program, and its CPU seconds in function tests."""
+    """The same of all tests of a program, and its CPU seconds in function tests."""
     memory_mib: int = 1024
     """Memory limit for each process, and for all processes together."""
     num_processes: int = 32

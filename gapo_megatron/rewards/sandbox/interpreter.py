@@ -27,7 +27,7 @@ ENVIRONMENT = {
 PIPE_BYTES = 2**16
 """What the kernel keeps of a pipe that nobody reads."""
 
-_INSIDE = ("channel", "values", "seccomp", "program", "asserts", "serve")
+_INSIDE = ("channel", "processes", "values", "seccomp", "program", "asserts", "serve")
 """Our modules in the sandbox; each imports only those before it."""
 
 # They come on standard input: a sandbox need not see, or be able to read, the folder they lie in.

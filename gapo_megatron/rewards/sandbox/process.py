@@ -28,6 +28,7 @@ from gapo_megatron.rewards.sandbox.interpreter import (
     host_environment,
     start_command,
 )
+from gapo_megatron.rewards.sandbox.meter import Meter
 
 END_TIMEOUT_S = 5.0
 """For a process to end after its channel has."""
@@ -61,7 +62,7 @@ class ProcessSandbox(Sandbox):
         self._client = client
         self._received = bytearray()
         self._left_s: float = START_TIMEOUT_S
-        """Seconds left of the program's time: only waiting for it counts."""
+        """Seconds left for all tests of the program, as its meter counts them."""
         walls: list[str] = []
         if kind == "bubblewrap":
             walls = bubblewrap.walls(limits, python=python)
@@ -91,6 +92,7 @@ class ProcessSandbox(Sandbox):
         with contextlib.suppress(BrokenPipeError):  # the first line says why
             self._process.stdin.write(interpreter.line)
         os.set_blocking(self._process.stdin.fileno(), False)
+        self._meter = Meter(self._process.pid)
         self._is_ready = False
 
     def await_start(self) -> None:
@@ -113,8 +115,9 @@ class ProcessSandbox(Sandbox):
         data = memoryview(line)
         assert self._process.stdin
         writing = self._process.stdin.fileno()
+        left_s: float = self._limits.wall_s
         while data:
-            self._wait(writing, select.POLLOUT, self._limits.wall_s)
+            left_s = self._wait(writing, select.POLLOUT, left_s)
             try:
                 data = data[os.write(writing, data) :]
             except BrokenPipeError:
@@ -142,15 +145,14 @@ class ProcessSandbox(Sandbox):
         if self._folder:
             self._folder.cleanup()
 
-    def _read_line(self, timeout_s: float) -> bytes:
+    def _read_line(self, left_s: float) -> bytes:
         assert self._process.stdout
         reading = self._process.stdout.fileno()
-        until = time.monotonic() + timeout_s
         received = bytes(self._received)
         while b"\n" not in received:
             if len(self._received) > self._limits.line_bytes():
                 raise ProgramError(f"returned more than {self._limits.output_mib} MiB")
-            self._wait(reading, select.POLLIN, until - time.monotonic())
+            left_s = self._wait(reading, select.POLLIN, left_s)
             received = os.read(reading, 2**16)
             if not received:
                 self._ended()
@@ -158,19 +160,26 @@ class ProcessSandbox(Sandbox):
         line, _, self._received = self._received.partition(b"\n")
         return bytes(line)
 
-    def _wait(self, number: int, event: int, timeout_s: float) -> None:
-        limit = "total_s" if self._left_s <= timeout_s else "wall_s"
-        start = time.monotonic()
+    def _wait(self, number: int, event: int, left_s: float) -> float:
+        """Wait for the sandbox; what is left then of `left_s`, the seconds of one test."""
         poll = select.poll()
         poll.register(number, event)
         if self._client is not None:
             poll.register(self._client, select.POLLRDHUP)
-        happened = dict(poll.poll(max(0.0, 1000 * min(timeout_s, self._left_s))))
-        self._left_s -= time.monotonic() - start
-        if self._client in happened:
-            raise SandboxError("the client has gone")
-        if not happened:
-            raise ProgramError(f"took longer than {getattr(self._limits, limit)} s")
+        while True:
+            start = time.monotonic()
+            happened = dict(poll.poll(1000 * self._meter.next_look_s))
+            self._meter.wait(time.monotonic() - start)
+            if self._client in happened:
+                raise SandboxError("the client has gone")
+            if happened:
+                return left_s
+            used_s = self._meter.look()
+            left_s -= used_s
+            self._left_s -= used_s
+            if min(left_s, self._left_s) <= 0:
+                limit = "total_s" if self._left_s <= left_s else "wall_s"
+                raise ProgramError(f"took longer than {getattr(self._limits, limit)} s")
 
     def _ended(self) -> None:
         """Say whose end it was: our process ends with 0 after the program, and only then."""

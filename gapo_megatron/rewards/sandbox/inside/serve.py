@@ -16,6 +16,7 @@ from io import FileIO
 
 from gapo_megatron.rewards.sandbox.inside.asserts import check
 from gapo_megatron.rewards.sandbox.inside.channel import OUT_OF_MEMORY, Channel
+from gapo_megatron.rewards.sandbox.inside.processes import descendants, stat
 from gapo_megatron.rewards.sandbox.inside.program import (
     SIGNALS_LEFT_TO_JUDGE,
     become_program,
@@ -134,7 +135,9 @@ def _excess(limits: dict[str, int], *, cpu_s: float, before: float) -> str:
     bound = limits["memory_mib"] * 2**20
     if sum(map(_resident_bytes, processes)) > bound and sum(map(_own_bytes, processes)) > bound:
         return f"used more than {limits['memory_mib']} MiB of memory"
-    if failure := _excess_of_cpu(_cpu_reaped() - before + sum(map(_cpu, processes)), cpu_s):
+    if failure := _excess_of_cpu(
+        _cpu_reaped() - before + sum(stat(one)[1] for one in processes), cpu_s
+    ):
         return failure
     if os.getpid() != 1:  # its folder is one of the machine's
         return ""
@@ -158,23 +161,7 @@ def _processes() -> list[str]:
     """All that the program started: whoever loses its parent becomes our child."""
     if os.getpid() == 1:
         return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-    found = [str(os.getpid())]
-    for process in found:  # grows as children are added
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            for thread in os.listdir(f"/proc/{process}/task"):
-                with open(f"/proc/{process}/task/{thread}/children") as file:
-                    found += file.read().split()
-    return found[1:]
-
-
-def _cpu(process: str) -> float:
-    """Seconds, of its own and of children it has waited for; 0 if it has ended meanwhile."""
-    try:
-        with open(f"/proc/{process}/stat", "rb") as file:  # its name need not be text
-            times = file.read().rpartition(b")")[2].split()[11:15]
-    except OSError:
-        return 0.0
-    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+    return descendants(os.getpid())
 
 
 def _resident_bytes(process: str) -> int:

@@ -26,11 +26,13 @@ from gapo_megatron.rewards.sandbox import (
     ProgramError,
     SandboxError,
     base,
+    meter,
     process,
     split_setting,
 )
 from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.rewards.sandbox.inside import seccomp
+from gapo_megatron.rewards.sandbox.inside.processes import descendants, stat
 from gapo_megatron.rewards.sandbox.inside.seccomp import compile_filter
 from gapo_megatron.rewards.sandbox.process import ProcessSandbox
 from gapo_megatron.types import Outcome, Verdict
@@ -550,23 +552,47 @@ def test_only_what_is_waited_for_the_program_is_its_time(monkeypatch):
             **{name: getattr(select, name) for name in ("POLLIN", "POLLOUT", "POLLRDHUP")},
         ),
     )
-    limits = Limits(total_s=50, wall_s=40)
+    monkeypatch.setattr(meter, "stat", lambda _: (False, 0.0))  # they sleep
+    limits = Limits(total_s=50, wall_s=600)
     with ProcessSandbox(limits, kind="bubblewrap", python=SYSTEM_PYTHON) as box:
         box.send({"program": "def f(): pass", "prelude": ""})
         box.send({"calls": True})
-        call = {"function": ["f"], "args": [], "kwargs": {}}
         for _ in range(2):
-            box.send(call)
+            box.send({"function": ["f"], "args": [], "kwargs": {}})
             waits.each_s = 20
             assert box.receive() == {"value": None}
             waits.each_s = 0
             waits.now += 1000  # between two calls
-        assert waits.allowed_s[-1] == 30
-        box.send(call)
-        waits.is_over = True
+        num_waits = len(waits.allowed_s)
+        waits.each_s, waits.is_over = 9, True
         with pytest.raises(ProgramError, match="50 s"):
             box.receive()
-        assert waits.allowed_s[-1] == 10
+        assert len(waits.allowed_s) == num_waits + 2  # 49 s, 58 s
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+@pytest.mark.parametrize(
+    ("body", "is_asleep"), [("time.sleep(99)", True), ("while True: pass", False)]
+)
+def test_wall_clock_time_counts_while_all_sleep_and_cpu_time_while_one_can_run(
+    body, is_asleep, is_child
+):
+    program = f"import os, time\nprint(flush=True)\n{body}"
+    if is_child:
+        program = "import os\nif os.fork(): os.wait(); os._exit(0)\n" + program
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline()
+        children = [str(process.pid), *descendants(process.pid)]
+        try:
+            if is_asleep:
+                wait_until(lambda: not any(stat(one)[0] for one in children), "that all sleep")
+            watch = meter.Meter(process.pid)
+            watch.wait(3600)
+            assert (watch.look() == 3600) is is_asleep
+        finally:
+            for one in reversed(children):
+                os.kill(int(one), signal.SIGKILL)
 
 
 def test_the_filter_names_each_architecture_and_no_other():

@@ -126,10 +126,11 @@ def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
         if introduces and not (is_name and "=" in other):
             rest = match["rest"]
             simpler.append((rest, other) if mine is given else (other, rest))
-    if domain := _DOMAIN.search(reference):  # which an answer may leave out, but not change
-        ours = _DOMAIN.search(given)
-        if ours is None or ours["set"].split() == domain["set"].split():
-            simpler.append((_DOMAIN.sub("", given), _DOMAIN.sub("", reference)))
+    (ours, _, our_set), (theirs, _, their_set) = (
+        one.partition("\\forall") for one in (given, reference)
+    )
+    if their_set and our_set in ("", their_set):  # a domain may be left out, but not changed
+        simpler.append((ours, theirs))
     if given.startswith(("=", "\\approx")) and not reference.startswith("\\approx"):
         simpler.append((given.removeprefix("=").removeprefix("\\approx").strip(), reference))
     if "=" in given and "=" not in reference and len(split(given)) == 1:
@@ -144,11 +145,6 @@ def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
     return [(g, r) for g, r in stripped if g and r and (g, r) != (given, reference)]
 
 
-_DOMAIN = re.compile(
-    r",?\s*(?:\\text\s*\{[\s,(]*for (?:all|every|any|each)\s*\}|\\forall(?![a-zA-Z]))\s*[a-z]"
-    r"\s*\\in(?![a-zA-Z])\s*\\mathbb\s*"
-    r"(?P<set>\{?\s*[RQZNC]\s*\}?\s*(?:[_^]\s*(?:\{[^{}]*\}|\S))?)\s*$"
-)
 _SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*(?:\{[^{}]*\})?[^{}]*\}|\\text\s*\{[^{}]*\})")
 _WORD = re.compile(
     rf"(?<![a-zA-Z\\])(?!(?:{FUNCTIONS}|sqrt|pi|inf|infinity)(?![a-zA-Z]))[a-zA-Z]{{4,}}"
@@ -217,8 +213,8 @@ def is_read(reference: str) -> bool:
         return True
     if choice := plain.labelled(reference):
         return is_read(choice[1])
-    if _DOMAIN.search(reference):
-        return is_read(_DOMAIN.sub("", reference))
+    if "\\forall" in reference:
+        return is_read(reference.partition("\\forall")[0])
     value, unit = split_unit(reference)
     if unit:
         return is_read(value)

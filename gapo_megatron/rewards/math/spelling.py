@@ -12,94 +12,78 @@ from gapo_megatron.rewards.math.signs import fold
 _SPACE = re.compile(r"(?<!\\)\\[,;: >]|\\(?:q?quad|thinspace|enspace)(?![a-zA-Z])|~|\s")
 _NO_MEANING = re.compile(
     r"\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])"
-    r"|(?<!\\)(?:\\[()\[\]]|\$)|\\(?:[hv]space|[hv]?phantom)\s*\{[^{}]*\}|\\label\s*\{[^{}]*\}"
+    r"|(?<!\\)(?:\\!\s*|\\[()\[\]]|\$)"
+    r"|\\(?:[hv]space|[hv]?phantom)\s*\{[^{}]*\}|\\label\s*\{[^{}]*\}"
 )
 _SYNONYMS = {
-    "le": "leq|leqslant", "ge": "geq|geqslant", "ne": "neq",
-    "emptyset": "varnothing", "ldots": "dots|cdots|dotsc|dotsb|dotsm",
-    "log_{10}": "lg", "tan": "tg", "cot": "ctg|cotg", "arctan": "arctg|atan", "arcsin": "asin",
-    "arccos": "acos", "frac": "[dtc]frac", "binom": "[dt]binom", "cdot": "cdotp",
-    "text{ or }": "lor|vee", "text{ and }": "land|wedge", "in": "isin",
-    "{": "lbrace", "}": "rbrace", "cup": "bigcup", "cap": "bigcap", "setminus": "backslash",
-    "infty": "infin", "mathbb{R}": "R|Reals|reals",
+    "\\le ": "leq|leqslant", "\\ge ": "geq|geqslant", "\\ne ": "neq",
+    "\\emptyset ": "varnothing", "\\ldots ": "dots|cdots|dotsc|dotsb|dotsm",
+    "\\log_{10} ": "lg", "\\tan ": "tg", "\\cot ": "ctg|cotg", "\\arctan ": "arctg|atan",
+    "\\arcsin ": "asin", "\\arccos ": "acos", "\\frac ": "[dtc]frac", "\\binom ": "[dt]binom",
+    "\\cdot ": "cdotp", " or ": "lor|vee", " and ": "land|wedge", "\\in ": "isin",
+    "\\{ ": "lbrace", "\\} ": "rbrace", "\\cup ": "bigcup", "\\cap ": "bigcap",
+    "\\setminus ": "backslash", "\\infty ": "infin", "\\mathbb{R} ": "R|Reals|reals",
+    "(": "langle", ")": "rangle", "|": "[lr]?vert|mid",
 }  # fmt: skip
 _SYNONYM = re.compile("|".join(f"(\\\\(?:{names})(?![a-zA-Z]))" for names in _SYNONYMS.values()))
-_SYNONYM_OF = [f"\\{name}" for name in _SYNONYMS]
-_PLAIN_SIGNS = {"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne ", "**": "^", "\\|": "|", "\\%": "%"}
-_PLAIN_SIGN = re.compile("|".join(map(re.escape, _PLAIN_SIGNS)))
-_BRACKET = re.compile(r"\\(?:(langle)|(rangle)|([lr]?vert|mid))(?![a-zA-Z])")
+_SYNONYM_OF = list(_SYNONYMS)
+_PLAIN_SIGNS = {
+    **{"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne ", "**": "^", "\\|": "|", "\\%": "%"},
+    "...": "\\ldots ",
+}
 
 FUNCTIONS = f"{NAMES}|gcd|lcm|max|min|det"
-_WRAPPERS = (
-    "text|textbf|textit|textrm|textnormal|textsf|textsc|mbox|hbox|mathrm|mathbf|mathit|mathsf"
-)
+_FUNCTIONS = frozenset(FUNCTIONS.split("|"))
+TEXT = re.compile(r"\\text\{([^{}]*)\}")
+"""Words in a cleaned text."""
+
 _NESTED = r"[^{}]*(?:\{[^{}]*\}[^{}]*)*"
 _IN_FONT = re.compile(
-    r"\\(?:mathrm|mathbf|mathit|mathsf|mathnormal|boldsymbol|bm|textbf|textit|pmb|operatorname\*?)"
-    rf"\s*\{{({_NESTED})\}}"
+    r"\\(?P<font>text(?:bf|it|rm|normal|sf|sc)?|[mh]box|math(?:rm|bf|it|sf|normal)|boldsymbol|bm|pmb"
+    rf"|operatorname\*?)\s*\{{(?P<inside>{_NESTED})\}}|\\(?:math)?rm\s+(?P<letter>[ei])(?![a-zA-Z])"
 )
+_TEXT_FONTS = ("text", "textrm", "textnormal", "textsf", "textsc", "mbox", "hbox")
 _OVER = re.compile(rf"\{{({_NESTED})\\over(?![a-zA-Z])({_NESTED})\}}")
-TEXT = re.compile(rf"\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}")
-_NAMED_FUNCTION = re.compile(rf"\\(?:{_WRAPPERS}|operatorname\*?)\s*\{{\s*({FUNCTIONS})\s*\}}")
-_CONSTANT = re.compile(
-    rf"\\(?:{_WRAPPERS}|operatorname)\s*\{{\s*([ei])\s*\}}|\\(?:math)?rm\s+([ei])(?![a-zA-Z])"
-)
-_MATHEMATICS = re.compile(r"(?:\\[$%]|[-+\d\s.,/:()])*\d(?:\\[$%]|[-+\d\s.,/:()^{}])*")
-
 _ORDINAL = re.compile(
-    r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\s*\{\s*(?:st|nd|rd|th)\s*\}|(?<=\d)(?:st|nd|rd|th)\b)\s*\}?"
+    r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)\b)\s*\}?"
 )
-_BRACED_SIGN = re.compile(r"(\\[a-zA-Z]+\s*|[\^_]\s*)?\{([:;=<>])\}")
+_BRACED_SIGN = re.compile(r"(\\[a-zA-Z]+\s*|[\^_]\s*)?\{([:;=<>,])\}\s*")
 _FOR_ALL = re.compile(
-    r",?\s*(?:\\text\s*\{[\s,(]*for (?:all|every|any|each)(?: real)?(?: numbers?)?\s*\}"
-    r"|\\forall(?![a-zA-Z]))"
-    r"\s*[a-z]\s*(?:\\in(?![a-zA-Z])\s*\\mathbb\s*(?:\{\s*R\s*\}|R)\s*)?\)?\s*(?=[,;]|$)"
+    r",?\s*(?:\\text\{[\s,(]*for (?:all|every|any|each)(?: real)?(?: numbers?)?\s*\}"
+    r"|\\forall(?![a-zA-Z]))\s*[a-z]\s*"
+    r"(?P<domain>\\in(?![a-zA-Z])\s*\\mathbb\s*\{?\s*(?P<set>[RQZNC])\s*\}?(?:\s*[_^].*)?)?\)?\s*(?=[,;]|$)"
 )
-_ELLIPSIS = re.compile(r"\.\s?\.\s?\.+")
-_CUT_DECIMAL = re.compile(r"(?<=\.\d{3})(\d*)\s*\\ldots\s*$")
-_NONE = re.compile(
-    r"(?:\\text\s*\{)?\s*(?:(?:the )?empty set"
-    r"|(?:there (?:is|are) )?no (?:real )?solutions?(?: exists?)?)\s*\}?",
+_SET_IN_WORDS = re.compile(
+    r"(?P<none>\\\{ ?\\\}|(?:the )?empty set|(?:there (?:is|are) )?no (?:real )?solutions?"
+    r"(?: exists?)?)|(?P<all>all real(?:s| numbers))",
     re.IGNORECASE,
 )
-_ALL_REAL = re.compile(r"(?:\\text\s*\{)?\s*all real(?:s| numbers)\s*\}?", re.IGNORECASE)
+_CUT_DECIMAL = re.compile(r"(?<=\.\d{3})(\d*)\s*\\ldots\s*$")
 
 
 def clean(text: str) -> str:
     """The text in one spelling, without what has no meaning."""
     text = strip_box(text) if "boxed" in text or "fbox" in text else text
-    text = fold(text)
-    text = re.sub(r"(?<!\\)\\!\s*", "", text)
-    text = re.sub(r"(?<=\d)\{,\}(?=\d{3}(?!\d))", ",", text)
-    text = re.sub(r"\{,\}\s*", ",", text)
+    text = _NO_MEANING.sub("", _SPACE.sub(" ", fold(text)))
     text = _BRACED_SIGN.sub(lambda sign: sign[0] if sign[1] else sign[2], text)
-    text = _NO_MEANING.sub("", _SPACE.sub(" ", text))
     if "\\over" in text:
         text = _OVER.sub(r"\\frac{\1}{\2}", f"{{{text}}}")
     text = strip_braces(text)
     if "\\" in text:
-        text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1] + " ", text)
-        text = _BRACKET.sub(lambda name: ("(", ")", "|")[(name.lastindex or 1) - 1], text)
-        text = _CONSTANT.sub(lambda name: name[1] or name[2], text)
-        text = _NAMED_FUNCTION.sub(_named, text)
+        text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1], text)
         text = _IN_FONT.sub(_without_font, text)
-        text = re.sub(r"\(\\text\s*\{\s*([A-Z])\s*\}\)", r"(\1)", text)
-        text = TEXT.sub(_without_text, text)
-        text = re.sub(r"\\\{\s*\\\}", r"\\emptyset ", text)
-    text = _PLAIN_SIGN.sub(lambda sign: _PLAIN_SIGNS[sign[0]], text)
-    text = _ELLIPSIS.sub(r"\\ldots ", text)
+    for sign, latex in _PLAIN_SIGNS.items():
+        text = text.replace(sign, latex)
     text = _CUT_DECIMAL.sub(r"\1", text)
     text = _clean_degrees(text.rstrip(" .,;"))
-    text = _FOR_ALL.sub("", text)
+    text = _FOR_ALL.sub(_domain, text)
     text = _ORDINAL.sub("", text)
-    if _ALL_REAL.fullmatch(text.strip()):
-        text = "\\mathbb{R}"
-    elif _NONE.fullmatch(text.strip()):
-        text = "\\emptyset"
+    if in_words := _SET_IN_WORDS.fullmatch(TEXT.sub(r"\1", text).strip()):
+        text = "\\emptyset" if in_words["none"] else "\\mathbb{R}"
     if any(name in text for name in ("\\frac", "\\sqrt", "\\binom", "^\\", "^ \\")):
         text = brace(text)
     text = re.sub(r"\{(\d{1,3}(?:,\d{3})+)\}", lambda number: number[0].replace(",", ""), text)
-    return strip_braces(re.sub(r"\s+", " ", text).lstrip(" ,;").rstrip(" .,;"))
+    return strip_braces(" ".join(text.split()).lstrip(" ,;").rstrip(" .,;"))
 
 
 def strip_braces(text: str) -> str:
@@ -110,58 +94,60 @@ def strip_braces(text: str) -> str:
     return text
 
 
-def _named(match: re.Match[str]) -> str:
-    """A function, but behind a number a unit: 30 min, 5 sec."""
-    before = match.string[: match.start()].rstrip()
-    is_unit = match[1] in ("min", "sec") and (before[-1:].isdigit() or before.endswith("}"))
-    return f"\\text{{{match[1]}}}" if is_unit else f"\\{match[1]} "
+def _domain(match: re.Match[str]) -> str:
+    r"""Nothing for what holds for all numbers anyway; else `\forall` and the set."""
+    is_all = match["set"] in (None, "R")
+    return "" if is_all else f"\\forall{match['domain'].replace(' ', '')}"
 
 
 def _without_font(match: re.Match[str]) -> str:
-    """Single letters and mathematics look no different; words are text."""
-    inside = match[1]
-    is_mathematics = "\\" in inside or "{" in inside
-    if match[0].startswith("\\mathrm") and not is_mathematics:
-        return match[0]
-    if not re.search(r"[a-zA-Z]{2}", re.sub(r"\\[a-zA-Z]+", "", inside)):
-        is_label = re.fullmatch(r"\s*\(?[A-Za-z][).:]+\s*", inside)
-        return f"\\text{{{inside}}}" if is_label else inside
-    return match[0] if is_mathematics else f"\\text{{{inside}}}"
-
-
-_ONE = r"(?:\(?[A-Z]\)?|-?\d[\d./]*)"
-_LIST = re.compile(rf"\s*{_ONE}(?:\s*(?:,\s*(?:and\b\s*)?|and\b\s*){_ONE})+\s*")
-_STATED = re.compile(
-    r"(.*\b(?:is|are|equals|[Oo]ption|[Cc]hoice):?)\s+(\(?[A-Z]\)?|-?\d[\d,.]*)\.?\s*", re.DOTALL
-)
-_COUNTED = re.compile(r"\s*(-?\d[\d,.]*)(\s+[a-zA-Z].*)", re.DOTALL)
-
-
-def _without_text(match: re.Match[str]) -> str:
-    """Numbers and empty text are no words; everything else is, in one kind of text."""
-    inside = match[1]
-    if not inside.strip() or _MATHEMATICS.fullmatch(inside):
-        return f" {inside} "
-    if _LIST.fullmatch(inside):
+    """Letters and mathematics look no different, functions are commands; words are text."""
+    if match["letter"]:
+        return match["letter"]
+    inside = _IN_FONT.sub(_without_font, match["inside"])
+    word = inside.strip()
+    if word in ("e", "i"):
+        return word
+    if word in _FUNCTIONS:  # but behind a number it is a unit: 30 min, 5 sec
+        before = match.string[: match.start()].rstrip()
+        is_unit = word in ("min", "sec") and (before[-1:].isdigit() or before.endswith("}"))
+        return f"\\text{{{word}}}" if is_unit else f"\\{word} "
+    around = match.string[match.start() - 1 : match.start()] + match.string[match.end() :][:1]
+    if around == "()" and len(word) == 1 and word.isupper():
+        return word
+    if match["font"] in _TEXT_FONTS:
+        return f"\\text{{{inside}}}" if "{" in inside else _without_text(inside)
+    if "\\" in inside or "{" in inside:
         return inside
-    if stated := _STATED.fullmatch(inside):
-        return f"\\text{{{stated[1]}}} {stated[2]}"
-    if counted := _COUNTED.fullmatch(inside):
-        words = re.sub(r"\s(\d[\d,.]*)(?=\s|$)", r" } \1\\text{", counted[2])
-        return f"{counted[1]}\\text{{{words}}}".removesuffix("\\text{}")
-    if "_" in inside and not re.search(r"[a-zA-Z]{3}|\s", inside):
-        return inside
-    inside = _FULL_STOP.sub(r"\1", inside)
-    return f"\\text{{{inside}}}"
+    is_label = len(word.strip("().:")) == 1 and word[-1] in ").:"
+    is_word = is_label or match["font"] == "mathrm" or re.search(r"[a-zA-Z]{2}", inside)
+    return _without_text(inside) if is_word else inside
 
 
-_FULL_STOP = re.compile(r"^([^.]{2,})\.\s*$")
+_ONE = r"(?:(?:\\?\$)?-?\d[\d./]*|\(?[A-Z]\)?(?=\s*$|,|\s+(?:and|or)\b))"
+_VALUES = re.compile(rf"(?<!\S)({_ONE}(?:,\s*{_ONE})*,?)(?!\S)")
+
+
+def _without_text(inside: str) -> str:
+    r"""Numbers and lists in it are no words: `\text{3 out of 4}` is `3\text{ out of }4`."""
+    is_number = any(map(str.isdecimal, inside)) and not any(map(str.isalpha, inside))
+    if is_number or not inside.strip() or inside.strip(" ,").lower() in ("and", "or"):
+        return f" {inside.lower()} "
+    if inside.count(".") == 1 and len(inside.strip()) > 2:
+        inside = inside.rstrip(" .")
+    pieces = _VALUES.split(inside)
+    if not "".join(pieces[::2]).strip():
+        return inside if "," in inside else f"\\text{{{inside}}}"  # a letter: a choice, or a unit
+    if len(pieces) == 1:
+        return f"\\text{{{inside}}}"
+    return "".join(one if place % 2 else _without_text(one) for place, one in enumerate(pieces))
+
+
 _DEGREES = re.compile(
-    r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|[°\u00ba]"
+    r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|°"
+    r"|(?<=\d)\s*\\text\s*\{\s*degrees?\s*\}"
 )
-_TEMPERATURE = re.compile(r"\0\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))")
-_DEGREES_TEXT = re.compile(r"(?<=\d)\s*\\text\s*\{\s*degrees?\s*\}")
-_PLAIN_TRIGONOMETRIC = re.compile(r"(?<![a-zA-Z\\])(sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_TEMPERATURE = re.compile(r"\0\s*(?:\\text\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))")
 
 
 def in_radians(text: str) -> str:
@@ -173,89 +159,63 @@ def in_radians(text: str) -> str:
 
 def _clean_degrees(text: str) -> str:
     """Angles in functions in radians; elsewhere a degree is a unit that may be left out."""
-    if not (_DEGREES.search(text) or _DEGREES_TEXT.search(text)):
-        return text
     text = _TEMPERATURE.sub(r"\\text{ °\1\2}", _DEGREES.sub("\0", text))
-    text = _PLAIN_TRIGONOMETRIC.sub(r"\\\1 ", text)
-    if functions(text):
-        text = _DEGREES_TEXT.sub("\0", text)
-        for function in reversed(functions(text)):
-            end = argument_end(text, function)
-            argument = text[function.end() : end].strip()
-            if "\0" in argument:
-                radians = argument.replace("\0", "\\cdot \\frac{\\pi}{180}")
-                text = f"{text[: function.end()]}({radians}){text[end:]}"
+    if "\0" not in text:
+        return text
+    for function in reversed(functions(text)):
+        end = argument_end(text, function)
+        argument = text[function.end() : end].strip()
+        if "\0" in argument:
+            radians = argument.replace("\0", "\\cdot \\frac{\\pi}{180}")
+            text = f"{text[: function.end()]}({radians}){text[end:]}"
     return text.replace("\0", " ")
 
 
-_TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\s+|.", re.DOTALL)
-_ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1}
+_ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "\\text": 1}
+_TAKES = re.compile(r"\\(?:frac|binom|sqrt)(?![a-zA-Z])|\^(?=\s*\\[a-zA-Z])")
+_TOKEN = re.compile(r"\\[a-zA-Z]+|\\?.", re.DOTALL)
 
 
 def brace(text: str) -> str:
     r"""Write braces around arguments as TeX reads them: `2^\frac13` is `2^{\frac{1}{3}}`."""
-    tokens = [match[0] for match in _TOKEN.finditer(text)]
-    return "".join(_Braces(tokens).rest())
+    for head in reversed(list(_TAKES.finditer(text))):  # so that arguments within have theirs
+        index, end = _index(text, head.end()) if head[0] == "\\sqrt" else ("", head.end())
+        parts = [head[0], index]
+        for _ in range(_ARGUMENTS.get(head[0], 1)):
+            argument, end = _argument(text, end)
+            parts.append(argument)
+        text = f"{text[: head.start()]}{''.join(parts)}{text[end:]}"
+    return text
 
 
-class _Braces:
-    def __init__(self, tokens: list[str]) -> None:
-        self.tokens = tokens
-        self.place = 0
+def _index(text: str, start: int) -> tuple[str, int]:
+    """Which root, in square brackets, and where that ends."""
+    place = _next(text, start)
+    end = closing_bracket(text, place) if text.startswith("[", place) else 0
+    return (text[place:end], end) if end else ("", start)
 
-    def rest(self) -> list[str]:
-        parts = []
-        while self.place < len(self.tokens):
-            parts.append(self.next(is_argument=False))
-        return parts
 
-    def next(self, *, is_argument: bool) -> str:
-        """The next token, with what belongs to it."""
-        token = self.tokens[self.place]
-        self.place += 1
-        if token in _ARGUMENTS:
-            index = self._index() if token == "\\sqrt" else ""
-            arguments = [self._argument() for _ in range(_ARGUMENTS[token])]
-            return token + index + "".join(arguments)
-        if token == "{" and is_argument:
-            return self._group()
-        if token == "^" and self._peek().startswith("\\") and self._peek() not in ("\\{", "\\}"):
-            return "^" + self._argument()
-        return token
+def _argument(text: str, start: int) -> tuple[str, int]:
+    """A group, a command with its arguments or a sign, in braces, and where that ends."""
+    place = _next(text, start)
+    if place == len(text) or text[place] in "})(]":
+        return "", start
+    if text[place] == "{":
+        end = closing_bracket(text, place) or len(text)
+        return text[place:end], end
+    token = _TOKEN.match(text, place)
+    assert token is not None, (text, place)
+    end = token.end()
+    if token[0] == "\\sqrt":
+        end = _index(text, end)[1]
+    for _ in range(_ARGUMENTS.get(token[0], 0)):
+        end = _argument(text, end)[1]
+    return f"{{{text[place:end]}}}", end
 
-    def _peek(self) -> str:
-        while self.place < len(self.tokens) and self.tokens[self.place].isspace():
-            self.place += 1
-        return self.tokens[self.place] if self.place < len(self.tokens) else ""
 
-    def _argument(self) -> str:
-        if self._peek() in ("", "}", ")", "(", "]"):
-            return ""
-        inside = self.next(is_argument=True)
-        return inside if inside.startswith("{") else f"{{{inside}}}"
-
-    def _group(self) -> str:
-        parts = ["{"]
-        while self.place < len(self.tokens):
-            if self.tokens[self.place] == "}":
-                self.place += 1
-                parts.append("}")
-                break
-            # A group within is not an argument, yet its own arguments need braces.
-            is_group = self.tokens[self.place] == "{"
-            parts.append(self.next(is_argument=is_group))
-        return "".join(parts)
-
-    def _index(self) -> str:
-        if self._peek() != "[":
-            return ""
-        parts = []
-        while self.place < len(self.tokens):
-            parts.append(self.tokens[self.place])
-            self.place += 1
-            if parts[-1] == "]":
-                break
-        return "".join(parts)
+def _next(text: str, start: int) -> int:
+    """Where the next sign is that is no space."""
+    return len(text) - len(text[start:].lstrip())
 
 
 __all__ = ["FUNCTIONS", "TEXT", "brace", "clean", "in_radians", "strip_braces"]

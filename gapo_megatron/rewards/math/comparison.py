@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 
 from gapo_megatron.rewards.math import expressions, plain
-from gapo_megatron.rewards.math.spelling import FUNCTIONS, TEXT, strip_braces
+from gapo_megatron.rewards.math.parsing import RELATION
+from gapo_megatron.rewards.math.spelling import FUNCTIONS, TEXT, THOUSANDS, strip_braces
 from gapo_megatron.rewards.math.units import differ, split_unit
 from gapo_megatron.types import Outcome, Verdict
 
@@ -79,9 +80,8 @@ def _equal_choices(given: str, reference: str) -> bool | None:
         return None
     ours = plain.labelled(given)
     if ours is None:
-        letter = re.fullmatch(r"(?:\\text\s*\{)?\s*\(?([A-Za-z])[).]?\s*\}?", given)
-        if letter:
-            return letter[1].upper() == theirs[0]
+        if letter := plain.letter(given):
+            return letter.upper() == theirs[0]
         outcome = compare(given, theirs[1]).outcome
     else:
         if ours[0] != theirs[0]:
@@ -90,9 +90,8 @@ def _equal_choices(given: str, reference: str) -> bool | None:
     return None if outcome is Outcome.UNKNOWN else outcome is Outcome.CORRECT
 
 
-_SPACED_THOUSANDS = re.compile(r"\((?:[^,]|(?<=\d),(?=\d{3}(?!\d))|,\s)*\)")  # (1,000, 2,000)
 _PREFIX = re.compile(
-    r"(?:\\text\s*\{(?P<text>[^{}]*)\}|(?P<bare>(?:[A-Z][a-z]+|answer)(?: [a-z]+)*)\s*(?=[:=]))"
+    r"(?:\\text\{(?P<text>[^{}]*)\}|(?P<bare>(?:[A-Z][a-z]+|answer)(?: [a-z]+)*)\s*(?=[:=]))"
     r"\s*(?P<sign>[:=]?)\s*(?P<rest>.*\S)",
     re.DOTALL,
 )
@@ -110,8 +109,9 @@ _CHANGES = re.compile(r"\b(?:not|no|less|more|greater|least|most|than|fewer|unde
 def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
     """The two without what only introduces the value: (B) 12, Area = 5, 17 mod 5 = 2."""
     simpler = []
-    is_letter = re.fullmatch(r"(?:\\text\s*\{)?\s*\(?[A-Za-z]\)?\s*\}?", reference)
-    if (choice := plain.labelled(given)) and not plain.labelled(reference) and not is_letter:
+    if (choice := plain.labelled(given)) and not (
+        plain.labelled(reference) or plain.letter(reference)
+    ):
         simpler.append((choice[1], reference))
     for mine, other in ((given, reference), (reference, given)):
         match = _PREFIX.fullmatch(mine)
@@ -137,41 +137,35 @@ def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
         first, *_, last = sides = [side.strip() for side in given.split("=")]
         numbers = [side for side in sides[:-1] if _NUMERIC.fullmatch(side)]  # 43 = 42 is no 42
         is_true = all(compare(one, reference).outcome is Outcome.CORRECT for one in numbers)
-        if last and is_true and not re.search(r"[<>]|\\(?:le|ge|ne|in)(?![a-zA-Z])|!$", first):
+        if last and is_true and not RELATION.search(first):
             simpler.append((last, reference))
-    if given.startswith("(") and (match := _SPACED_THOUSANDS.fullmatch(given)):
-        simpler.append((re.sub(r"(?<=\d),(?=\d{3})", "", match[0]), reference))
     stripped = [tuple(strip_braces(one).rstrip(" .,;") for one in pair) for pair in simpler]
     return [(g, r) for g, r in stripped if g and r and (g, r) != (given, reference)]
 
 
-_SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*(?:\{[^{}]*\})?[^{}]*\}|\\text\s*\{[^{}]*\})")
 _WORD = re.compile(
     rf"(?<![a-zA-Z\\])(?!(?:{FUNCTIONS}|sqrt|pi|inf|infinity)(?![a-zA-Z]))[a-zA-Z]{{4,}}"
 )
 
 
-_AND_OR = re.compile(r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}", re.IGNORECASE)
+_COMMAND = re.compile(r"(?:\\[a-zA-Z]+|_)\s*(?:\{[^{}\\]*\})?")
 
 
 def _words(text: str) -> bool:
     """Whether there is more to it than mathematics."""
-    text = _AND_OR.sub(" ", _SUBSCRIPT.sub("", text))
     without = TEXT.sub("", text)
-    return without != text or bool(
-        any(
-            _is_word(match[0])
-            for match in _WORD.finditer(re.sub(r"\\[a-zA-Z]+\s*(?:\{[^{}\\]*\})?", "", without))
-        )
+    return without != text or any(
+        _is_word(match[0]) for match in _WORD.finditer(_COMMAND.sub("", without))
     )
 
 
 def _is_word(letters: str) -> bool:
     """Four letters or more that are read aloud: a product of variables has few vowels."""
-    return bool(re.search(r"[aeiou]", letters)) and letters[1:].islower() and len(set(letters)) > 2
+    vowels = set("aeiou").intersection(letters)
+    return bool(vowels) and letters[1:].islower() and len(set(letters)) > 2
 
 
-_PHRASE = re.compile(r"\\text\s*\{([^{}]*)\}|(?<![a-zA-Z\\])([a-zA-Z]{4,})|\b(and|or|if|for|is)\b")
+_PHRASE = re.compile(r"\\text\{([^{}]*)\}|(?<![a-zA-Z\\])([a-zA-Z]{4,})|\b(and|or|if|for|is)\b")
 
 
 def _phrase(text: str) -> tuple[tuple[str, ...], list[str]]:
@@ -180,13 +174,10 @@ def _phrase(text: str) -> tuple[tuple[str, ...], list[str]]:
     for match in _PHRASE.finditer(text):
         parts.append(text[end : match.start()])
         end = match.end()
-        words.append((match[1] or match[2] or match[3] or "").casefold().strip(" ,.;:"))
-        if words[-1]:
-            digits = re.findall(r"\d+", words[-1])
-            parts[-1] += " ".join(digits)
+        words += (match[1] or match[2] or match[3] or "").casefold().split()
     parts.append(text[end:])
-    merged: list[str] = [w for word in words for w in re.findall(r"[^\W\d]+", word)]
-    return tuple(merged), [part.strip(" ,;:.") for part in parts if part.strip(" ,;:.")]
+    bare = [[one.strip(" ,;:.") for one in found] for found in (words, parts)]
+    return tuple(filter(None, bare[0])), list(filter(None, bare[1]))
 
 
 def _compare_phrases(given: str, reference: str, wrong: Verdict) -> Verdict:
@@ -236,8 +227,7 @@ def _unreadable(reference: str) -> Verdict:
 _SEPARATOR = re.compile(
     r"""(?P<open>[(\[{]|\\\{|\\begin(?![a-zA-Z])|\\langle(?![a-zA-Z]))
     |(?P<close>[)\]}]|\\\}|\\end(?![a-zA-Z])|\\rangle(?![a-zA-Z]))
-    |(?P<comma>[,;]\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|(?:and|or)(?![a-zA-Z]))?
-       |\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z]))
+    |(?P<comma>[,;](?:\s*(?:and|or)(?![a-zA-Z]))?|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z]))
     |\\.""",
     re.VERBOSE | re.DOTALL | re.IGNORECASE,
 )
@@ -246,27 +236,21 @@ _SEPARATOR = re.compile(
 def split(text: str, *, is_list: bool = False) -> list[str]:
     """Parts of a list, with or without the braces of a set; tuples and intervals are one part.
 
-    A comma before three digits belongs to a number, but where `is_list`, or in braces without
-    another comma that does not.
+    A comma before three digits belongs to a number, but where `is_list`, or in braces.
     """
-    inside = re.fullmatch(r"\\\{(.*)\\\}", text, re.DOTALL)
-    if inside and "\\}" not in inside[1]:
-        text = inside[1]
-        is_list = is_list or ", " not in text  # else 1,000, 2,000
+    if text.startswith("\\{") and text.find("\\}") == len(text) - 2:
+        text, is_list = text[2:-2], True
     if not is_list and plain.number(text):
         return [text]
     parts, depth, start = [], 0, 0
     for token in _SEPARATOR.finditer(text):
         depth += bool(token["open"]) - bool(token["close"])
-        in_number = _IN_NUMBER.match(text, max(0, token.start() - 1))
+        in_number = THOUSANDS.match(text, token.start())
         if token["comma"] and depth == 0 and (is_list or not in_number):
             parts.append(text[start : token.start()])
             start = token.end()
     parts = [part.lstrip(" ,;").rstrip(" .,;") for part in (*parts, text[start:])]
     return [value for part in parts if part for value in _both_signs(part)]
-
-
-_IN_NUMBER = re.compile(r"\d,\d{3}(?!\d)")
 
 
 def _both_signs(text: str) -> list[str]:
@@ -285,15 +269,12 @@ def _labels(parts: Sequence[str]) -> list[str]:
     return labels if len(set(labels)) == len(parts) else []
 
 
-_ALTERNATIVE = re.compile(r"\bor\b", re.IGNORECASE)
-
-
 def equal_lists(given: str, reference: str) -> bool | None:
     """In any order, unless the reference alone says what is what: x = 1, y = 2 is not 2, 1."""
     ours, theirs = split(given), split(reference)
     if len(theirs) > len(ours):
         ours = split(given, is_list=True)  # 100,200 where two numbers are expected
-    if len(ours) == 1 and len(theirs) > 1 and _ALTERNATIVE.search(reference):
+    if len(ours) == 1 and len(theirs) > 1 and " or " in reference:
         one, *others = theirs  # 3/2 or 1.5: one value in two spellings
         if all(compare(other, one).outcome is Outcome.CORRECT for other in others):
             return compare(given, one).outcome is Outcome.CORRECT

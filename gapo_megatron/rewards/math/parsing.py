@@ -45,7 +45,7 @@ _AND_OR = re.compile(
     r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))"
 )
 _BOTH = re.compile(r",|\\text\s*\{\s*,?\s*and\s*\}|(?<![a-zA-Z\\])and(?![a-zA-Z])", re.IGNORECASE)
-_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![a-zA-Z])")
+RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![a-zA-Z])")
 _BUILDER = re.compile(
     r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\||:)\s*(.+)\\\}", re.DOTALL
 )
@@ -54,13 +54,13 @@ _BUILDER = re.compile(
 @functools.lru_cache(maxsize=4096)
 def read(text: str, has_cases: bool) -> Any:
     """The sympy object of all of `text`; None if there is none."""
-    if (builder := _BUILDER.fullmatch(text)) and _RELATION.search(builder[2]):
+    if (builder := _BUILDER.fullmatch(text)) and RELATION.search(builder[2]):
         text = builder[2]
     for joint, join in ((_OR, sympy.Union), (_BOTH, sympy.Intersection)):
         parts = joint.split(text)
-        if len(parts) < 2 or not all(_RELATION.search(part) or "=" in part for part in parts):
+        if len(parts) < 2 or not all(RELATION.search(part) or "=" in part for part in parts):
             continue
-        if not any(map(_RELATION.search, parts)):
+        if not any(map(RELATION.search, parts)):
             continue  # x = 1 or x = 2 is a list
         letters = set(
             re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+(?:\s*\{?[R]\}?)?", "", "".join(parts)))
@@ -247,4 +247,4 @@ def _latex(text: str, has_cases: bool) -> Any:
     return parse_latex(normalize_latex(text, _AS_IT_IS), lowercase_symbols=not has_cases)
 
 
-__all__ = ["MOST_DEPTH", "as_set", "read"]
+__all__ = ["MOST_DEPTH", "RELATION", "as_set", "read"]

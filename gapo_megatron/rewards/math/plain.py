@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from gapo_megatron.rewards.math.spelling import TEXT
+from gapo_megatron.rewards.math.spelling import TEXT, THOUSANDS
 from gapo_megatron.rewards.math.units import (
     Unit,
     is_unit,
@@ -29,7 +29,7 @@ class Number(NamedTuple):
     unit: str
 
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?:[ ]\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
     rf"""(?P<currency>(?:\\?\$|[€£¥])\s*)?(?P<sign>[-+]?)\s*(?P<currency1>(?:\\?\$|[€£¥])\s*)?(?:
         (?P<decimal>{_DIGITS})(?:\\overline\{{\s*(?P<repeated>\d+)\s*\}})?
@@ -64,7 +64,7 @@ def number(text: str) -> Number | None:
         power = int((part["power"] or part["exponent"] or "0").strip("{ }"))
         if abs(power) > _MOST_DIGITS:
             return None
-        digits = re.sub(r"[, ]", "", part["decimal"])
+        digits = part["decimal"].replace(",", "")
         value = Fraction(digits)
         if repeated := part["repeated"]:
             places = len(digits.partition(".")[2])
@@ -115,22 +115,23 @@ _QUANTITY = re.compile(
 )
 
 
+_DOLLARS = re.compile(r"\\?\$\s*(\d[\d,.]*\d|\d)")
+
+
 def quantities(text: str) -> list[tuple[Fraction, str]] | None:
     """Numbers with words behind each, at least two: 6 feet 3 inches, 2 boys and 4 girls."""
     if not re.search(r"[a-zA-Z]{2}|\\text", text):
         return None
-    bare = TEXT.sub(r" \1 ", re.sub(r"\\?\$\s*(\d[\d,.]*\d|\d)", r"\1 dollars", text))
-    bare = re.sub(r"\s+", " ", bare).strip()
+    bare = _DOLLARS.sub(r"\1 dollars", _bare(text))
     found, end = [], 0
     for match in _QUANTITY.finditer(bare):
-        if match.start() != end or re.search(r"\b(?:or|than|not)\b", match["unit"]):
+        if match.start() != end or {"or", "than", "not"}.intersection(match["unit"].split()):
             return None
         end = match.end()
         value = number(match["number"].strip(" ,."))
         if value is None:
             return None
-        unit = re.sub(r"(?:,? and|[ .])+$", "", match["unit"])
-        found.append((value.value, unit))
+        found.append((value.value, match["unit"].rstrip(" .")))
     return found if len(found) > 1 and end == len(bare) and all(u for _, u in found) else None
 
 
@@ -163,7 +164,8 @@ def equal_quantities(given: str, reference: str) -> bool | None:
         return sums[0][0] == sums[1][0] and sums[0][1].dimensions == sums[1][1].dimensions
     if theirs is None or ours is None:
         named, bare = (ours, reference) if theirs is None else (theirs, given)
-        numbers = [number(part) for part in _JOIN.split(bare)]
+        bare = THOUSANDS.sub("", bare).replace(" and ", ",").replace(";", ",")
+        numbers = [number(part.strip()) for part in bare.split(",")]
         if named is None or not all(numbers) or not all(is_unit(words) for _, words in named):
             return None
         values = [one.value for one in numbers if one]  # without words: in that order
@@ -173,18 +175,14 @@ def equal_quantities(given: str, reference: str) -> bool | None:
     return sorted((v, _stem(u)) for v, u in theirs) == sorted((v, _stem(u)) for v, u in ours)
 
 
-_JOIN = re.compile(r"\s*[,;]\s+|[,;](?!\d{3}(?!\d))|\s*\\text\s*\{\s*and\s*\}\s*|\s+and\s+")
-
-
 def _stem(words: str) -> str:
     return " ".join(word.removesuffix("s") for word in words.casefold().split())
 
 
 _NUMERAL = re.compile(
-    r"(?:\\text\{)?\(?(?P<digits>-?[0-9A-Z]*[0-9][0-9A-Z]*)[)}]*"
-    r"_\s*(?:(?P<base>\d+)|\{?\s*(?:\\text\{)?\s*\(?(?P<base1>-?\d+|\w+)\)?\s*\}?\s*\}?)"
+    r"\(?(?P<digits>-?[0-9A-Z]*[0-9][0-9A-Z]*)\)?"
+    r"(?:_\{?\(?(?P<base>-?\d+|[a-z]+)\)?\}?)?"
 )
-_BASE_IN_WORDS = re.compile(r"\s*(?:\\text\s*\{)?[\s(]*(?:in )?base[\s-]*\}?\s*(\w+)[\s)}]*$")
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
           "ten": 10, "twelve": 12, "sixteen": 16}  # fmt: skip
 _LARGEST_BASE = 36  # that has digits, 0 to Z
@@ -192,19 +190,17 @@ _LARGEST_BASE = 36  # that has digits, 0 to Z
 
 def numeral(text: str) -> tuple[str, int | None] | None:
     """Digits and base of 1011_2; no base where none is written."""
-    text = _BASE_IN_WORDS.sub(r"_{\1}", text) if "base" in text else text
-    text = re.sub(r"(?<!_)(?<!_\{)\\text\{([0-9A-Z]+)\}", r"\1", text).replace(" ", "")
-    if re.fullmatch(r"-?[0-9A-Z]*[0-9][0-9A-Z]*", text):
-        return text, None
-    match = _NUMERAL.fullmatch(text)
+    match = _NUMERAL.fullmatch(TEXT.sub(r"\1", text).replace(" ", ""))
     if match is None:
         return None
-    name = match["base"] or match["base1"]
-    base = _BASES.get(name, 0) if name.isalpha() else int(re.sub(r"[^-\d]", "", name) or 0)
+    digits, name = match.groups()
+    if name is None:
+        return digits, None
+    base = _BASES.get(name, 0) if name.isalpha() else int(name)
     fits = abs(base) <= _LARGEST_BASE and all(
-        int(digit, 36) < abs(base) for digit in match["digits"].lstrip("-")
+        int(digit, 36) < abs(base) for digit in digits.lstrip("-")
     )
-    return (match["digits"], base) if fits else None
+    return (digits, base) if fits else None
 
 
 def equal_numerals(given: str, reference: str) -> bool | None:
@@ -224,7 +220,7 @@ _TIME = re.compile(
 
 def _time(text: str) -> tuple[tuple[int, int, int], str] | None:
     """Hour of twelve, minute and second; half of the day where it is known."""
-    match = _TIME.fullmatch(TEXT.sub(r" \1 ", text).strip())
+    match = _TIME.fullmatch(_bare(text))
     if match is None or not (match["minute"] or match["half"] or match["word"]):
         return None
     if not (match["hour"] or match["word"]):
@@ -242,7 +238,7 @@ def _time(text: str) -> tuple[tuple[int, int, int], str] | None:
 def equal_times(given: str, reference: str) -> bool | None:
     """Times of day, with or without a.m. and p.m.; bare 1:20 may be a ratio."""
     ours, theirs = _time(given), _time(reference)
-    is_time = theirs and (theirs[1] or re.search(r":\s?0\d", reference))
+    is_time = theirs and (theirs[1] or ":0" in reference.replace(" ", ""))
     if not is_time or theirs is None:
         return None
     if ours is None:
@@ -250,26 +246,28 @@ def equal_times(given: str, reference: str) -> bool | None:
     return ours[0] == theirs[0] and (ours[1] == theirs[1] or "" in (ours[1], theirs[1]))
 
 
-_LETTER = re.compile(r"[A-Za-z]")
-_CHOICE = re.compile(
-    r"\(?([A-Z])(?:\)|[.:](?!\S)|$)(?!\s*(?:[,;&/]|(?:and|or)\b|\(?[A-Z](?:[).:]|$))).*"
-)
+_LETTER = re.compile(r"(?:\\text\{)?\s*\(?([A-Za-z])[).:]?\s*\}?")
 _LABELLED = re.compile(
-    r"(?:\\text\s*\{\s*\(?([A-Za-z])\s*[).:]+\s*\}\s*:?"
-    r"|\\text\s*\{\s*([A-Z])\s*\}\s*[.:)]"
+    r"(?:\\text\{\s*\(?([A-Za-z])\s*[).:]+\s*\}\s*:?"
+    r"|\\text\{\s*([A-Z])\s*\}\s*[.:)]"
     r"|\(([A-H])\)(?=[\s\\\d.-])"
-    r"|([A-H])[.:)](?=\s))\s*:?\s*(?P<rest>.*\S)"
+    r"|([A-H])[.:)](?=\s))(?!\s*:?\s*(?:and\b|or\b|[,;&/]|\(?[A-Z](?:[).:]|$)))"  # no other letter
+    r"\s*:?\s*(?P<rest>.*\S)"
 )
+
+
+def letter(text: str) -> str | None:
+    r"""The letter of a choice that stands alone: B, (B), \text{B.}."""
+    match = _LETTER.fullmatch(text)
+    return match[1] if match else None
 
 
 def labelled(text: str) -> tuple[str, str] | None:
     r"""Letter and value of a choice: \text{(B)} 12."""
-    inside = re.fullmatch(r"\\text\s*\{([^{}]*)\}", text)
-    match = _LABELLED.fullmatch(inside[1].strip() if inside else text)
+    match = _LABELLED.fullmatch(text)
     if match is None:
         return None
-    letter = next(group for group in match.groups() if group)
-    return letter.upper(), match["rest"]
+    return next(filter(None, match.groups())).upper(), match["rest"]
 
 
 _ALL_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
@@ -277,26 +275,31 @@ _ALL_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 
 def is_worded(text: str) -> bool:
     """Whether it is words, or a time of day."""
-    bare = TEXT.sub(r" \1 ", text).strip()
-    return bool(_ALL_WORDS.fullmatch(bare) or _time(text))
+    return bool(_ALL_WORDS.fullmatch(_bare(text)) or _time(text))
 
 
 def equal_words(given: str, reference: str) -> bool | None:
     """Words without regard to case; the letter of a choice."""
-    one, other = (TEXT.sub(r" \1 ", text).strip() for text in (given, reference))
-    if re.fullmatch(r"\(?[A-Z]\)?", other):
-        if choice := _CHOICE.fullmatch(one):
-            return choice[1] == other.strip("()")
-        if other != reference.strip():  # in text: no variable
-            return False if one.casefold() != other.strip("()").casefold() else None
-    if _LETTER.fullmatch(one) and _LETTER.fullmatch(other):
-        return one == other if other.islower() or other > "E" else one.upper() == other
+    one, other = _bare(given), _bare(reference)
+    ours, theirs = letter(given), letter(reference)
+    if theirs and not ours and theirs.isupper():
+        if choice := labelled(given) or labelled(one):
+            return choice[0] == theirs
+        if "\\text" in reference:  # no variable
+            return False
+    if theirs and ours:  # of a choice in either case
+        return ours == theirs or ("A" <= theirs <= "E" and ours.upper() == theirs)
     if not _ALL_WORDS.fullmatch(other):
         return None
-    if re.sub(r"[\s-]+", " ", one).casefold() == re.sub(r"[\s-]+", " ", other).casefold():
+    if one.casefold().replace("-", " ").split() == other.casefold().replace("-", " ").split():
         return True
     # Short and bare it may be a product: ab is ba.
     return False if "\\" in reference or len(other) > 4 else None
+
+
+def _bare(text: str) -> str:
+    """Words out of their text, with single spaces."""
+    return " ".join(TEXT.sub(r" \1 ", text).split())
 
 
 __all__ = [
@@ -308,6 +311,7 @@ __all__ = [
     "equal_words",
     "is_worded",
     "labelled",
+    "letter",
     "number",
     "numeral",
     "quantities",

@@ -29,7 +29,7 @@ _SYNONYM = re.compile("|".join(f"(\\\\(?:{names})(?![a-zA-Z]))" for names in _SY
 _SYNONYM_OF = list(_SYNONYMS)
 _PLAIN_SIGNS = {
     **{"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne ", "**": "^", "\\|": "|", "\\%": "%"},
-    "...": "\\ldots ",
+    **{"...": "\\ldots ", "\\{\\}": "\\emptyset ", "\\{ \\}": "\\emptyset "},
 }
 
 FUNCTIONS = f"{NAMES}|gcd|lcm|max|min|det"
@@ -54,10 +54,13 @@ _FOR_ALL = re.compile(
     r"(?P<domain>\\in(?![a-zA-Z])\s*\\mathbb\s*\{?\s*(?P<set>[RQZNC])\s*\}?(?:\s*[_^].*)?)?\)?\s*(?=[,;]|$)"
 )
 _SET_IN_WORDS = re.compile(
-    r"(?P<none>\\\{ ?\\\}|(?:the )?empty set|(?:there (?:is|are) )?no (?:real )?solutions?"
+    r"(?P<none>(?:the )?empty set|(?:there (?:is|are) )?no (?:real )?solutions?"
     r"(?: exists?)?)|(?P<all>all real(?:s| numbers))",
     re.IGNORECASE,
 )
+_SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])")
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+"""A comma in a number, or between two."""
 _CUT_DECIMAL = re.compile(r"(?<=\.\d{3})(\d*)\s*\\ldots\s*$")
 
 
@@ -78,11 +81,14 @@ def clean(text: str) -> str:
     text = _clean_degrees(text.rstrip(" .,;"))
     text = _FOR_ALL.sub(_domain, text)
     text = _ORDINAL.sub("", text)
+    text = text.replace("_{\\max}", "_{max}").replace("_{\\min}", "_{min}")
     if in_words := _SET_IN_WORDS.fullmatch(TEXT.sub(r"\1", text).strip()):
         text = "\\emptyset" if in_words["none"] else "\\mathbb{R}"
     if any(name in text for name in ("\\frac", "\\sqrt", "\\binom", "^\\", "^ \\")):
         text = brace(text)
-    text = re.sub(r"\{(\d{1,3}(?:,\d{3})+)\}", lambda number: number[0].replace(",", ""), text)
+    text = _SPACED_THOUSANDS.sub(lambda number: number[0].replace(" ", ""), text)
+    if ", " in text:  # that one ends a part, so the others are within numbers: 1,000, 2,000
+        text = THOUSANDS.sub("", text)
     return strip_braces(" ".join(text.split()).lstrip(" ,;").rstrip(" .,;"))
 
 
@@ -106,17 +112,19 @@ def _without_font(match: re.Match[str]) -> str:
         return match["letter"]
     inside = _IN_FONT.sub(_without_font, match["inside"])
     word = inside.strip()
+    before = match.string[: match.start()].rstrip(" ")
+    if before.endswith(("_", "_{")):
+        return word if before.endswith("{") else f"{{{word}}}"
     if word in ("e", "i"):
         return word
     if word in _FUNCTIONS:  # but behind a number it is a unit: 30 min, 5 sec
-        before = match.string[: match.start()].rstrip()
         is_unit = word in ("min", "sec") and (before[-1:].isdigit() or before.endswith("}"))
         return f"\\text{{{word}}}" if is_unit else f"\\{word} "
-    around = match.string[match.start() - 1 : match.start()] + match.string[match.end() :][:1]
-    if around == "()" and len(word) == 1 and word.isupper():
+    is_in_brackets = before.endswith("(") and match.string.startswith(")", match.end())
+    if is_in_brackets and len(word) == 1 and word.isupper():
         return word
     if match["font"] in _TEXT_FONTS:
-        return f"\\text{{{inside}}}" if "{" in inside else _without_text(inside)
+        return _without_text(inside)
     if "\\" in inside or "{" in inside:
         return inside
     is_label = len(word.strip("().:")) == 1 and word[-1] in ").:"
@@ -218,4 +226,4 @@ def _next(text: str, start: int) -> int:
     return len(text) - len(text[start:].lstrip())
 
 
-__all__ = ["FUNCTIONS", "TEXT", "brace", "clean", "in_radians", "strip_braces"]
+__all__ = ["FUNCTIONS", "TEXT", "THOUSANDS", "brace", "clean", "in_radians", "strip_braces"]

@@ -170,7 +170,8 @@ _PHRASE = re.compile(r"\\text\{([^{}]*)\}|(?<![a-zA-Z\\])([a-zA-Z]{4,})|\b(and|o
 
 def _phrase(text: str) -> tuple[tuple[str, ...], list[str]]:
     """Words, and the mathematics between them."""
-    words, parts, end = [], [], 0
+    words: list[str] = []
+    parts, end = [], 0
     for match in _PHRASE.finditer(text):
         parts.append(text[end : match.start()])
         end = match.end()

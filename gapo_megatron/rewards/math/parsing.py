@@ -17,7 +17,7 @@ from latex2sympy2_extended.logic import And
 from gapo_megatron.compat.latex2sympy import parse_latex
 from gapo_megatron.rewards.math import plain
 from gapo_megatron.rewards.math.functions import bracketed
-from gapo_megatron.rewards.math.spelling import FUNCTIONS
+from gapo_megatron.rewards.math.spelling import FUNCTIONS, THOUSANDS, brace
 
 MOST_DEPTH = 20
 """Brackets inside each other: parsing time grows fast with it. DeepScaleR's references reach 6."""
@@ -32,19 +32,14 @@ _AS_IT_IS = NormalizationConfig(
 )
 
 
-_PLAIN_FUNCTION = re.compile(rf"(?<![\\a-zA-Z])({FUNCTIONS}|pi)(?![a-zA-Z])")
-_PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)")
+_PLAIN_FUNCTION = re.compile(rf"(?<![\\a-zA-Z])({FUNCTIONS}|sqrt|pi)(?![a-zA-Z])")
 _REFUSED = re.compile(
-    r"\\ldots|!!!|[\d)}]\s*_(?!\{?\\text)|(?<![\^_\d])\d+\s+\d|\d\.\d*\.\d|[?#@]|\\text(?!\s*\{)|\d'"
+    r"\\ldots|!!!|[\d)}]\s*_|(?<![\^_\d])\d+\s+\d|\d\.\d*\.\d|[?#@]|\\text(?!\s*\{)|\d'"
     r"|\\not(?![a-zA-Z])|,0\d"
 )
-_OR = re.compile(
-    r"\\text\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])|\\cup(?![a-zA-Z])", re.IGNORECASE
-)
-_AND_OR = re.compile(
-    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))"
-)
-_BOTH = re.compile(r",|\\text\s*\{\s*,?\s*and\s*\}|(?<![a-zA-Z\\])and(?![a-zA-Z])", re.IGNORECASE)
+_OR = re.compile(r"(?<![a-zA-Z\\])or(?![a-zA-Z])|\\cup(?![a-zA-Z])", re.IGNORECASE)
+_AND_OR = re.compile(r"\s*,?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
+_BOTH = re.compile(r",|(?<![a-zA-Z\\])and(?![a-zA-Z])", re.IGNORECASE)
 RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![a-zA-Z])")
 _BUILDER = re.compile(
     r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\||:)\s*(.+)\\\}", re.DOTALL
@@ -62,12 +57,10 @@ def read(text: str, has_cases: bool) -> Any:
             continue
         if not any(map(RELATION.search, parts)):
             continue  # x = 1 or x = 2 is a list
-        letters = set(
-            re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+(?:\s*\{?[R]\}?)?", "", "".join(parts)))
-        )
-        if len(letters) > 1:
+        conditions = [read(part.strip(" ,;"), has_cases) for part in parts]
+        if len(set().union(*(getattr(one, "free_symbols", ()) for one in conditions))) > 1:
             continue
-        sets = [as_set(read(part.strip(" ,;"), has_cases)) for part in parts]
+        sets = [as_set(one) for one in conditions]
         joined = None if None in sets else join(*sets)
         if joined is not None and joined is not sympy.S.EmptySet:
             return joined
@@ -93,28 +86,21 @@ def as_set(value: Any) -> Any:
 def _prepare(text: str) -> str | None:
     """What math-verify reads as it should; None if there is something it would leave out."""
     text = _join_thousands(text).removesuffix("%")  # 50% is 50
-    text = _PLAIN_ROOT.sub(r"\\sqrt{\1}", text)
     text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
-    text = re.sub(r"_\s*\{\s*\\(max|min)\s*\}", r"_{\1}", text)
-    text = _EXPONENT_FIRST.sub(r"\2\1", re.sub(r"([\^_])\s*e(?![a-zA-Z])", r"\1{e}", text))
+    text = brace(text) if "\\sqrt " in text else text
+    text = _EXPONENT_FIRST.sub(r"\2\1", text)
     text = _MIXED.sub(_mixed, text)
     text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
-    text = re.sub(
-        r"_\s*\{\s*\\text\s*\{\s*(\w+)\s*\}\s*\}|_\s*\\text\s*\{\s*(\w+)\s*\}", r"_{\1\2}", text
-    )
     if _REFUSED.search(text):
         return None
-    text = re.sub(r"(?<![a-zA-Z\\])([eE])(?=\s*_)", r"\\text{\1}", text)  # no number with an index
-    text = _without_differentials(text)
-    text = _CAPITAL_I.sub(lambda match: match["no_factor"] or r"\text{I}", text)  # not imaginary
-    text = bracketed(text)
+    text = bracketed(_with_plain_letters(text))
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
     if deepest > MOST_DEPTH:
         return None
-    return _without_idle_braces(text)
+    return text
 
 
 _EXPONENT_FIRST = re.compile(r"(?<=[a-zA-Z])(\^(?:\{[^{}]*\}|\w))(_(?:\{[^{}]*\}|\w))")
@@ -129,60 +115,43 @@ def _mixed(match: re.Match[str]) -> str:
 _CALCULUS = re.compile(
     r"\\i*(?:int|oint)(?![a-zA-Z])|\\d?frac\s*\{\s*d[^{}]*\}\s*\{\s*d\s*(?:[a-zA-Z]|\\[a-zA-Z])"
 )
-_NO_FACTOR = r"_\s*\{[^{}]*\}|\\(?:begin|end|text|mathrm|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+"
-_DIFFERENTIAL = re.compile(rf"(?P<no_factor>{_NO_FACTOR})|d(?=\s*(?P<of>[a-zA-Z]|\\[a-zA-Z]+))")
-_CAPITAL_I = re.compile(rf"(?P<no_factor>{_NO_FACTOR}|_\s*I)|I")
-_VARIABLE = re.compile(r"[r-zR-Z]|\\(?:theta|phi)")
-
-
-def _without_differentials(text: str) -> str:
-    r"""With d as the factor that it is: math-verify has 8 times dt for 8dt, dsqrt for d\sqrt2.
-
-    It stays what it is in integrals and derivatives, and where there are dx and dy.
-    """
-    found = [match["of"] for match in _DIFFERENTIAL.finditer(text)]
-    if _CALCULUS.search(text) or len({of for of in found if of and _VARIABLE.fullmatch(of)}) > 1:
-        return text
-    return _DIFFERENTIAL.sub(lambda match: match["no_factor"] or r"\text{d}", text)
-
-
-_THOUSANDS = re.compile(
-    r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])|(?<![\d.])\d{1,3}(?: \d{3})+(?!\d)"
+_NO_FACTOR = (
+    r"_\s*\{[^{}]*\}|\\(?:begin|end|text|mathrm|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+|_\s*I"
 )
+_OWN_LETTER = re.compile(
+    rf"{_NO_FACTOR}|(?P<letter>I|[eE](?=\s*_)|d(?=\s*(?P<of>[a-zA-Z]|\\[a-zA-Z]+)))"
+)
+_VARIABLES = frozenset((*"rstuvwxyzRSTUVWXYZ", "\\theta", "\\phi"))
+
+
+def _with_plain_letters(text: str) -> str:
+    r"""With I, e_1 and a factor d as the letters that they are to the writer.
+
+    math-verify takes I for the imaginary unit, the e of e_1 for a number, 8dt for 8 times dt and
+    d\sqrt2 for dsqrt. d stays a differential in integrals and derivatives, and beside another one.
+    """
+    found = {match["of"] for match in _OWN_LETTER.finditer(text)}
+    has_differentials = _CALCULUS.search(text) or len(_VARIABLES & found) > 1
+
+    def plain_letter(match: re.Match[str]) -> str:
+        is_own = match["letter"] and not (match["of"] and has_differentials)
+        return f"\\text{{{match['letter']}}}" if is_own else match[0]
+
+    return _OWN_LETTER.sub(plain_letter, text)
+
+
+_COMMA = re.compile(rf"\\?[{{}}]|[()\[\]]|{THOUSANDS.pattern}")
 
 
 def _join_thousands(text: str) -> str:
     """Numbers without separators, but between parentheses, where a comma ends an element."""
     parts, depth, end = [], 0, 0
-    for token in re.finditer(r"\\[{}]|[()\[\]]|" + _THOUSANDS.pattern, text):
-        if token[0] in ("(", "[", "\\{"):
-            depth += 1
-        elif token[0] in (")", "]", "\\}"):
-            depth -= 1
-        elif depth == 0 or " " in token[0]:
-            parts += [text[end : token.start()], token[0].replace(",", "").replace(" ", "")]
+    for token in _COMMA.finditer(text):
+        depth += (token[0] in ("(", "[", "\\{")) - (token[0] in (")", "]", "\\}"))
+        if token[0] == "," and depth == 0:
+            parts.append(text[end : token.start()])
             end = token.end()
     return "".join((*parts, text[end:]))
-
-
-_IDLE_BRACES = re.compile(r"(?<![\\^_\w}\]])\{([^{}]*)\}|(?<=\d)\{([^{}]*)\}")
-
-
-def _without_idle_braces(text: str) -> str:
-    """Braces that are nobody's argument as parentheses: math-verify makes sets of them."""
-
-    def group(match: re.Match[str]) -> str:
-        inside = match[1] if match[1] is not None else match[2]
-        before = text[: match.start()].rstrip()
-        if before.endswith(("^", "_", "}", "]")) or re.search(r"\\[a-zA-Z]+$", before):
-            return match[0]
-        if not inside.strip():
-            return " "
-        if re.search(r"[-+,]", inside):
-            return f"\\{{{inside}\\}}" if "," in inside else f"({inside})"
-        return f" {inside} "
-
-    return _IDLE_BRACES.sub(group, text)
 
 
 _IMAGINARY = sympy.Symbol("i", real=True)
@@ -199,12 +168,12 @@ def _parse(text: str, has_cases: bool) -> Any:
         return None
     try:
         value = _latex(prepared, has_cases)
-        if "!!" in prepared and not _NESTED_FACTORIAL.search(prepared):
+        if "!!" in prepared and "!)" not in prepared:  # in (3!)! nothing is left out
             value = value.replace(
                 _is_twice_factorial, lambda n: sympy.factorial2(n.args[0].args[0])
             )
     except Exception:  # of a syntax error latex2sympy raises just that, of a bad value anything
-        parts = re.split(r"(?<![\\<>!])=", prepared)
+        parts = prepared.split("=")
         if len(parts) < 3 or "," in prepared or ";" in prepared:
             return None
         try:
@@ -227,9 +196,6 @@ def _parse(text: str, has_cases: bool) -> Any:
     if isinstance(value, sympy.Basic) and value.has(sympy.Derivative):
         value = value.replace(_is_of_letter, lambda one: sympy.Symbol(str(one), real=True))
     return value
-
-
-_NESTED_FACTORIAL = re.compile(r"!\s*\)+\s*!")
 
 
 def _is_twice_factorial(value: Any) -> bool:

@@ -84,7 +84,7 @@ def clean(text: str) -> str:
     text = text.replace("_{\\max}", "_{max}").replace("_{\\min}", "_{min}")
     if in_words := _SET_IN_WORDS.fullmatch(TEXT.sub(r"\1", text).strip()):
         text = "\\emptyset" if in_words["none"] else "\\mathbb{R}"
-    if any(name in text for name in ("\\frac", "\\sqrt", "\\binom", "^\\", "^ \\")):
+    if any(name in text for name in ("\\frac", "\\sqrt", "\\binom", "^\\", "^ \\", "^e", "_e")):
         text = brace(text)
     text = _SPACED_THOUSANDS.sub(lambda number: number[0].replace(" ", ""), text)
     if ", " in text:  # that one ends a part, so the others are within numbers: 1,000, 2,000
@@ -180,7 +180,9 @@ def _clean_degrees(text: str) -> str:
 
 
 _ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "\\text": 1}
-_TAKES = re.compile(r"\\(?:frac|binom|sqrt)(?![a-zA-Z])|\^(?=\s*\\[a-zA-Z])")
+_TAKES = re.compile(
+    r"\\(?:frac|binom|sqrt)(?![a-zA-Z])|\^(?=\s*\\[a-zA-Z])|[\^_](?=\s*e(?![a-zA-Z]))"
+)
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\\?.", re.DOTALL)
 
 
@@ -206,11 +208,12 @@ def _index(text: str, start: int) -> tuple[str, int]:
 def _argument(text: str, start: int) -> tuple[str, int]:
     """A group, a command with its arguments or a sign, in braces, and where that ends."""
     place = _next(text, start)
-    if place == len(text) or text[place] in "})(]":
+    if place == len(text) or text[place] in "})]":
         return "", start
-    if text[place] == "{":
+    if text[place] in "{(":
         end = closing_bracket(text, place) or len(text)
-        return text[place:end], end
+        group = text[place:end]
+        return group if group[0] == "{" else f"{{{group}}}", end
     token = _TOKEN.match(text, place)
     assert token is not None, (text, place)
     end = token.end()

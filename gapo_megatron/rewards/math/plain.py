@@ -251,8 +251,7 @@ _LABELLED = re.compile(
     r"(?:\\text\{\s*\(?([A-Za-z])\s*[).:]+\s*\}\s*:?"
     r"|\\text\{\s*([A-Z])\s*\}\s*[.:)]"
     r"|\(([A-H])\)(?=[\s\\\d.-])"
-    r"|([A-H])[.:)](?=\s))(?!\s*:?\s*(?:and\b|or\b|[,;&/]|\(?[A-Z](?:[).:]|$)))"  # no other letter
-    r"\s*:?\s*(?P<rest>.*\S)"
+    r"|([A-H])[.:)](?=\s))\s*:?\s*(?P<rest>.*\S)"
 )
 
 
@@ -283,7 +282,7 @@ def equal_words(given: str, reference: str) -> bool | None:
     one, other = _bare(given), _bare(reference)
     ours, theirs = letter(given), letter(reference)
     if theirs and not ours and theirs.isupper():
-        if choice := labelled(given) or labelled(one):
+        if (choice := labelled(given) or labelled(one)) and not _names_another(choice[1]):
             return choice[0] == theirs
         if "\\text" in reference:  # no variable
             return False
@@ -295,6 +294,12 @@ def equal_words(given: str, reference: str) -> bool | None:
         return True
     # Short and bare it may be a product: ab is ba.
     return False if "\\" in reference or len(other) > 4 else None
+
+
+def _names_another(text: str) -> bool:
+    """Whether what stands behind the letter of a choice is another letter: (A) or (B)."""
+    is_joined = text.startswith((",", ";", "&", "/", "and ", "or "))
+    return bool(is_joined or letter(text) or labelled(text))
 
 
 def _bare(text: str) -> str:

@@ -3,8 +3,8 @@ r"""Where the argument of a function ends.
 math-verify takes `\ln 2 \cdot 3` for `\ln 6`, and `\sin A \sin B` for the sine of a product. By the
 conventions of printed mathematics the argument is a bracketed group; or else a coefficient
 (numbers, `\pi`, roots and fractions of numbers) with the letters, the group, the root, the fraction
-or the function behind it. Any operator ends it. A stroke belongs to the argument before a number
-(`\sin \pi/3`) except to a logarithm's (`\ln x/2` is half of it).
+or the function behind it. Any operator ends it, and behind a letter a power of e. A stroke belongs
+to the argument before a number (`\sin \pi/3`) except to a logarithm's (`\ln x/2` is half of it).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _GREEK = (
     "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau"
     "|upsilon|phi|chi|psi|omega"
 )
-_LETTERS = re.compile(rf"(?:\s*(?:[a-zA-Z]|\\(?:{_GREEK})(?![a-zA-Z])){_BEHIND})+")
+_LETTER = rf"\s*(?:[a-zA-Z]|\\(?:{_GREEK})(?![a-zA-Z])){_BEHIND}"
+_LETTERS = re.compile(rf"{_LETTER}(?:(?!\s*e\s*\^){_LETTER})*")
 _COMMAND = re.compile(rf"\s*\\(?:frac\s*{_NESTED}|sqrt\s*(?:\[[^\]]*\])?|binom\s*{_NESTED})\s*")
 _OPEN = re.compile(r"\s*([({|])")
 _POSTFIX = re.compile(_BEHIND)

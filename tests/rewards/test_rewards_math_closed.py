@@ -90,6 +90,27 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             (r"\sin(xy)", r"\sin{x}y"), (r"x\ln x", r"\ln(x^2)"), (r"\ln|x^2|", r"\ln|x|\cdot x"),
         ],
     ),
+    "signs that the parser drops or reads as another": (
+        [
+            ("A^T", "A^{T}"), ("2^{T+1}", r"2\cdot 2^T"), ("P(1+r)^T", "P(r+1)^T"),
+            (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}^T"),
+            (r"x^\circ", r"\frac{\pi x}{180}"), (r"90^\circ-x^\circ", r"-x^\circ+90^\circ"),
+            (r"\langle 1,2\rangle", "(1,2)"), (r"\frac{\Delta x}{2}", r"\Delta x/2"),
+            ("120", "5!=120"), ("120", r"5!=120\text{ ways}"), (r"x\ne3", "x != 3"),
+            (r"\frac13", r"0.\bar3"), (r"\frac16", r"0.1\dot{6}"), ("12/99", r"0.\dot1\dot2"),
+            (r"(-\infty,2]", r"(-\infty;2]"), (r"[2,5)\cup(7,9)", r"[2;5)\cup(7;9)"),
+        ],
+        [
+            ("2^T", "2"), ("A^T", "A"), ("42", "42^T"), ("x^Ty", "xy"), ("P(1+r)^T", "P(1+r)"),
+            ("x+1", r"x+1|_{x=0}"), ("x^2", r"x^2|^{3}"), (r"\pi", r"\pi^\circ"),
+            ("2x", r"2x^\circ"), (r"\frac{\pi}{6}", r"\frac{\pi}{6}^\circ"), (r"\pi", r"\Pi"),
+            (r"\delta", r"\Delta"), (r"\gamma", r"\Gamma"), ("(0,1)", r"(0,1\rangle"),
+            ("[0,1)", r"[0,1\rangle"),
+            ("5", "2{3}"), ("42", r"x=43\\ y=42"), ("42", r"43\\=42"), (r"x\ne3", "x!=3"),
+            (r"\frac{16}{3}", r"5\overline{3}"), ("121", "5!=121"), ("120", "5 != 120"),
+            (r"\frac13", r"0.\bar4"), ("[2,5)", "[2;5]"),
+        ],
+    ),
     "other spellings": (
         [
             (r"\text{Yes}", r"\text{Yes.}"), (r"\text{Friday}", r"\text{Friday.}"),

@@ -79,9 +79,11 @@ def readings(reference: str) -> tuple[str, str] | None:
 
 
 def _has_cases(text: str) -> bool:
-    """Whether a letter occurs in both cases, R - r, or would be imaginary as a small one, I."""
+    r"""Whether a letter occurs in both cases, R - r, or is another as a small one: I, \Pi."""
     letters = set(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", text)))
-    return "I" in letters or any(one.upper() in letters for one in letters if one.islower())
+    if "I" in letters or re.search(r"\\[A-Z]", text):
+        return True
+    return any(one.upper() in letters for one in letters if one.islower())
 
 
 _DEFINITION = re.compile(

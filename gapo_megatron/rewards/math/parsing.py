@@ -34,8 +34,8 @@ _AS_IT_IS = NormalizationConfig(
 
 _PLAIN_FUNCTION = re.compile(rf"(?<![\\a-zA-Z])({FUNCTIONS}|sqrt|pi)(?![a-zA-Z])")
 _REFUSED = re.compile(
-    r"\\ldots|!!!|[\d)}]\s*_|(?<![\^_\d])\d+\s+\d|\d\.\d*\.\d|[?#@]|\\text(?!\s*\{)|\d'"
-    r"|\\not(?![a-zA-Z])|,0\d"
+    r"\\ldots|!!!|[\d)}]\s*_|(?<![\^_\d])\d+(?:\s+|\s*\{\s*)\d|\d\.\d*\.\d|[?#@]|\\text(?!\s*\{)|\d'"
+    r"|\\not(?![a-zA-Z])|,0\d|\\Gamma(?!\s*\()"
 )
 _OR = re.compile(r"(?<![a-zA-Z\\])or(?![a-zA-Z])|\\cup(?![a-zA-Z])", re.IGNORECASE)
 _AND_OR = re.compile(r"\s*,?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
@@ -86,12 +86,14 @@ def as_set(value: Any) -> Any:
 def _prepare(text: str) -> str | None:
     """What math-verify reads as it should; None if there is something it would leave out."""
     text = _join_thousands(text).removesuffix("%")  # 50% is 50
+    text = _SEMICOLON.sub(r"\1,\2", text)
     text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
     text = brace(text) if "\\sqrt " in text else text
     text = _EXPONENT_FIRST.sub(r"\2\1", text)
     text = _MIXED.sub(_mixed, text)
     text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
-    if _REFUSED.search(text):
+    text = _EXPONENT_T.sub(r"^\1 T", text)
+    if _REFUSED.search(text) or text.count("|") % 2:  # x|_{x=0} is no absolute value
         return None
     text = bracketed(_with_plain_letters(text))
     depth = deepest = 0
@@ -104,6 +106,9 @@ def _prepare(text: str) -> str | None:
 
 
 _EXPONENT_FIRST = re.compile(r"(?<=[a-zA-Z])(\^(?:\{[^{}]*\}|\w))(_(?:\{[^{}]*\}|\w))")
+_SEMICOLON = re.compile(r"([(\[][^()\[\],;]*);([^()\[\],;]*[)\]])")
+# Without the space it is a transposition, which is left out where there is no matrix.
+_EXPONENT_T = re.compile(r"(?<!matrix\})\^(\{?)T")
 _MIXED = re.compile(r"(?<![\w.^}])(\d+)\s*(\\frac\s*\{(\d+)\}\s*\{(\d+)\})")
 
 

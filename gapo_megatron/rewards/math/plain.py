@@ -30,9 +30,12 @@ class Number(NamedTuple):
 
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+_REPEATED = (  # \overline{12}, \bar3, \dot12\dot3
+    r"\\(?:overline|bar|dot)\s*(?:\d|\{\s*\d+\s*\})(?:\d*\\dot\s*(?:\d|\{\s*\d\s*\}))?"
+)
 _NUMBER = re.compile(
     rf"""(?P<currency>(?:\\?\$|[€£¥])\s*)?(?P<sign>[-+]?)\s*(?P<currency1>(?:\\?\$|[€£¥])\s*)?(?:
-        (?P<decimal>{_DIGITS})(?:\\overline\{{\s*(?P<repeated>\d+)\s*\}})?
+        (?P<decimal>{_DIGITS})(?P<repeated>{_REPEATED})?
             (?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?P<power>-?\d+|\{{\s*-?\d+\s*\}})
                |[eE](?P<exponent>[-+]?\d+))?
         |(?P<whole>\d+)?\s*(?:
@@ -66,7 +69,9 @@ def number(text: str) -> Number | None:
             return None
         digits = part["decimal"].replace(",", "")
         value = Fraction(digits)
-        if repeated := part["repeated"]:
+        if repeated := re.sub(r"\D", "", part["repeated"] or ""):
+            if "." not in digits:
+                return None
             places = len(digits.partition(".")[2])
             value += Fraction(int(repeated), 10**places * (10 ** len(repeated) - 1))
         value *= Fraction(10) ** power

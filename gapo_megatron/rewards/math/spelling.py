@@ -23,12 +23,13 @@ _SYNONYMS = {
     "\\cdot ": "cdotp", " or ": "lor|vee", " and ": "land|wedge", "\\in ": "isin",
     "\\{ ": "lbrace", "\\} ": "rbrace", "\\cup ": "bigcup", "\\cap ": "bigcap",
     "\\setminus ": "backslash", "\\infty ": "infin", "\\mathbb{R} ": "R|Reals|reals",
-    "(": "langle", ")": "rangle", "|": "[lr]?vert|mid",
+    "|": "[lr]?vert|mid",
 }  # fmt: skip
 _SYNONYM = re.compile("|".join(f"(\\\\(?:{names})(?![a-zA-Z]))" for names in _SYNONYMS.values()))
 _SYNONYM_OF = list(_SYNONYMS)
 _PLAIN_SIGNS = {
-    **{"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne ", "**": "^", "\\|": "|", "\\%": "%"},
+    **{"<=": "\\le ", ">=": "\\ge ", "**": "^", "\\|": "|", "\\%": "%"},
+    **{" !=": "\\ne ", "!=": "! ="},  # 5!=120 has a factorial
     **{"...": "\\ldots ", "\\{\\}": "\\emptyset ", "\\{ \\}": "\\emptyset "},
 }
 
@@ -44,6 +45,9 @@ _IN_FONT = re.compile(
 )
 _TEXT_FONTS = ("text", "textrm", "textnormal", "textsf", "textsc", "mbox", "hbox")
 _OVER = re.compile(rf"\{{({_NESTED})\\over(?![a-zA-Z])({_NESTED})\}}")
+# Two backslashes before a name may also be a command, escaped twice.
+_ROW_END = re.compile(r"\\\\(?![a-zA-Z]{2,}(?![a-zA-Z]|\s*=)|[{}])\s*&?\s*(=?)")
+_ANGLED = re.compile(r"\\langle(?![a-zA-Z])([^\[\]]*?)\\rangle(?![a-zA-Z])")
 _ORDINAL = re.compile(
     r"(?<=\d)\s*\^?\s*\{?\s*(?:\\text\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)\b)\s*\}?"
 )
@@ -73,8 +77,10 @@ def clean(text: str) -> str:
         text = _OVER.sub(r"\\frac{\1}{\2}", f"{{{text}}}")
     text = strip_braces(text)
     if "\\" in text:
+        if "\\begin" not in text:  # a row that begins with = goes on, another is a part
+            text = _ROW_END.sub(lambda end: end[1] or ", ", text)
         text = _SYNONYM.sub(lambda name: _SYNONYM_OF[(name.lastindex or 1) - 1], text)
-        text = _IN_FONT.sub(_without_font, text)
+        text = _IN_FONT.sub(_without_font, _ANGLED.sub(r"(\1)", text))
     for sign, latex in _PLAIN_SIGNS.items():
         text = text.replace(sign, latex)
     text = _CUT_DECIMAL.sub(r"\1", text)
@@ -155,6 +161,7 @@ _DEGREES = re.compile(
     r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|°"
     r"|(?<=\d)\s*\\text\s*\{\s*degrees?\s*\}"
 )
+_OF_LETTER = re.compile(r"([a-zA-Z]|\\pi[^a-zA-Z,;\0]*)\0")
 _TEMPERATURE = re.compile(r"\0\s*(?:\\text\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))")
 
 
@@ -166,7 +173,7 @@ def in_radians(text: str) -> str:
 
 
 def _clean_degrees(text: str) -> str:
-    """Angles in functions in radians; elsewhere a degree is a unit that may be left out."""
+    """In radians in functions and behind letters; elsewhere a unit that may be left out."""
     text = _TEMPERATURE.sub(r"\\text{ °\1\2}", _DEGREES.sub("\0", text))
     if "\0" not in text:
         return text
@@ -176,7 +183,7 @@ def _clean_degrees(text: str) -> str:
         if "\0" in argument:
             radians = argument.replace("\0", "\\cdot \\frac{\\pi}{180}")
             text = f"{text[: function.end()]}({radians}){text[end:]}"
-    return text.replace("\0", " ")
+    return _OF_LETTER.sub(r"\1\\cdot \\frac{\\pi}{180}", text).replace("\0", " ")
 
 
 _ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "\\text": 1}

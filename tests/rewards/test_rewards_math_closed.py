@@ -111,6 +111,21 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             (r"\frac13", r"0.\bar4"), ("[2,5)", "[2;5]"),
         ],
     ),
+    "sizes, colours and alignment": (
+        [
+            ("3", r"\textcolor{red}{3}"), ("3", r"\color{red}3"), ("23", r"2\textcolor{red}{3}"),
+            ("3", r"\underline{3}"), ("3", r"{\bf 3}"), ("3", r"\Large{3}"), ("3", r"{\Large 3}"),
+            ("x^3", r"x^{\bf 3}"), ("3", r"\begin{aligned}x&=3\end{aligned}"),
+            ("3", r"\begin{align*}x &= 1+2 \\ &= 3\end{align*}"),
+            ("x=1,y=2", r"\begin{aligned}&y=2\\&x=1\end{aligned}"), ("120", r"10\choose 3"),
+            ("120", r"{10\choose 3}"), (r"2\binom nk", r"2{n\choose k}"),
+        ],
+        [
+            ("3", r"\textcolor{red}{4}"), ("6", r"2\textcolor{red}{3}"), ("5", r"2{\bf 3}"),
+            ("42", r"\begin{aligned}x&=43\\y&=42\end{aligned}"), ("4", r"\underline{3}"),
+            ("3", r"\begin{aligned}x&=4\\&=3\end{aligned}"), (r"\frac{10}{3}", r"10\choose 3"),
+        ],
+    ),
     "other spellings": (
         [
             (r"\text{Yes}", r"\text{Yes.}"), (r"\text{Friday}", r"\text{Friday.}"),

@@ -11,9 +11,12 @@ from gapo_megatron.rewards.math.signs import fold
 # A backslash behind another ends a row of a matrix.
 _SPACE = re.compile(r"(?<!\\)\\[,;: >]|\\(?:q?quad|thinspace|enspace)(?![a-zA-Z])|~|\s")
 _NO_MEANING = re.compile(
-    r"\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])"
+    r"\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits"
+    r"|bf(?:series)?|it|sf|tiny|small|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])"
     r"|(?<!\\)(?:\\!\s*|\\[()\[\]]|\$)"
     r"|\\(?:[hv]space|[hv]?phantom)\s*\{[^{}]*\}|\\label\s*\{[^{}]*\}"
+    r"|\\color\s*\{[^{}]*\}(?!\s*\{)"
+    r"|\\(?:begin|end)\s*\{(?:align(?:ed|\*)?|split|gathered)\}\s*&?"
 )
 _SYNONYMS = {
     "\\le ": "leq|leqslant", "\\ge ": "geq|geqslant", "\\ne ": "neq",
@@ -28,7 +31,7 @@ _SYNONYMS = {
 _SYNONYM = re.compile("|".join(f"(\\\\(?:{names})(?![a-zA-Z]))" for names in _SYNONYMS.values()))
 _SYNONYM_OF = list(_SYNONYMS)
 _PLAIN_SIGNS = {
-    **{"<=": "\\le ", ">=": "\\ge ", "**": "^", "\\|": "|", "\\%": "%"},
+    **{"<=": "\\le ", ">=": "\\ge ", "**": "^", "\\|": "|", "\\%": "%", "&=": "="},
     **{" !=": "\\ne ", "!=": "! ="},  # 5!=120 has a factorial
     **{"...": "\\ldots ", "\\{\\}": "\\emptyset ", "\\{ \\}": "\\emptyset "},
 }
@@ -41,10 +44,11 @@ TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _NESTED = r"[^{}]*(?:\{[^{}]*\}[^{}]*)*"
 _IN_FONT = re.compile(
     r"\\(?P<font>text(?:bf|it|rm|normal|sf|sc)?|[mh]box|math(?:rm|bf|it|sf|normal)|boldsymbol|bm|pmb"
-    rf"|operatorname\*?)\s*\{{(?P<inside>{_NESTED})\}}|\\(?:math)?rm\s+(?P<letter>[ei])(?![a-zA-Z])"
+    r"|operatorname\*?|underline|(?:text)?color\s*\{[^{}]*\})"
+    rf"\s*\{{(?P<inside>{_NESTED})\}}|\\(?:math)?rm\s+(?P<letter>[ei])(?![a-zA-Z])"
 )
 _TEXT_FONTS = ("text", "textrm", "textnormal", "textsf", "textsc", "mbox", "hbox")
-_OVER = re.compile(rf"\{{({_NESTED})\\over(?![a-zA-Z])({_NESTED})\}}")
+_OVER = re.compile(rf"\{{({_NESTED})\\(over|choose)(?![a-zA-Z])({_NESTED})\}}")
 # Two backslashes before a name may also be a command, escaped twice.
 _ROW_END = re.compile(r"\\\\(?![a-zA-Z]{2,}(?![a-zA-Z]|\s*=)|[{}])\s*&?\s*(=?)")
 _ANGLED = re.compile(r"\\langle(?![a-zA-Z])([^\[\]]*?)\\rangle(?![a-zA-Z])")
@@ -73,8 +77,8 @@ def clean(text: str) -> str:
     text = strip_box(text) if "boxed" in text or "fbox" in text else text
     text = _NO_MEANING.sub("", _SPACE.sub(" ", fold(text)))
     text = _BRACED_SIGN.sub(lambda sign: sign[0] if sign[1] else sign[2], text)
-    if "\\over" in text:
-        text = _OVER.sub(r"\\frac{\1}{\2}", f"{{{text}}}")
+    if "\\over" in text or "\\choose" in text:
+        text = _OVER.sub(_from_between, f"{{{text}}}")
     text = strip_braces(text)
     if "\\" in text:
         if "\\begin" not in text:  # a row that begins with = goes on, another is a part
@@ -104,6 +108,11 @@ def strip_braces(text: str) -> str:
     while text.startswith("{") and closing_bracket(text, 0) == len(text):
         text = text[1:-1].strip()
     return text
+
+
+def _from_between(match: re.Match[str]) -> str:
+    command = "\\frac" if match[2] == "over" else "\\binom"
+    return f"{command}{{{match[1]}}}{{{match[3]}}}"
 
 
 def _domain(match: re.Match[str]) -> str:

@@ -39,7 +39,7 @@ def pairs(count: int, *, seed: int) -> Iterator[Pair]:
 
 def _respell(rng: random.Random, text: str, reference: str) -> str:
     """The same answer with other spacing, commands, brackets or words around it."""
-    not_value = re.compile(r"[=<>]|\\le|\\ge|\\in\b|[a-z]{3} |text|:|\d [a-z]{2}")
+    not_value = re.compile(r"[=<>]|[A-E][.)]|\\le|\\ge|\\in\b|[a-z]{3} |text|:|\d [a-z]{2}")
     is_value = not (not_value.search(text) or "=" in reference)
     for _ in range(rng.randint(0, 2)):
         change = rng.choice(_CHANGES)

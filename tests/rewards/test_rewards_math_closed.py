@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 
 from gapo_megatron.rewards import math
+from gapo_megatron.rewards.math import parsing
+from gapo_megatron.rewards.math.spelling import clean
 from gapo_megatron.rewards.response import final_part
 from gapo_megatron.types import Outcome
 
@@ -108,7 +110,7 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("[0,1)", r"[0,1\rangle"),
             ("5", "2{3}"), ("42", r"x=43\\ y=42"), ("42", r"43\\=42"), (r"x\ne3", "x!=3"),
             (r"\frac{16}{3}", r"5\overline{3}"), ("121", "5!=121"), ("120", "5 != 120"),
-            (r"\frac13", r"0.\bar4"), ("[2,5)", "[2;5]"),
+            ("5", "(A) (B) 5"), (r"\frac13", r"0.\bar4"), ("[2,5)", "[2;5]"),
         ],
     ),
     "sizes, colours and alignment": (
@@ -194,3 +196,11 @@ def test_long_tails_and_chains_of_functions_are_told_before_they_are_worked_on(m
     assert verdict.outcome is Outcome.WRONG
     assert "TooMuchWorkError" not in verdict.reason
     assert "RecursionError" not in verdict.reason
+
+
+@pytest.mark.parametrize("box", ["½" * 60, "x⁴" * 90, "x=" * 200, "f'" * 90, "|x|" * 8])
+def test_what_has_too_many_signs_is_refused_before_it_is_parsed(monkeypatch, box):
+    monkeypatch.setattr(parsing, "parse_latex", lambda *_, **__: pytest.fail("begun"))
+    assert parsing.read(clean(f"{box}+1"), has_cases=False) is None
+    with pytest.raises(pytest.fail.Exception, match="begun"):
+        parsing.read(clean(f"{box[:6]}+1"), has_cases=False)

@@ -22,6 +22,12 @@ from gapo_megatron.rewards.math.spelling import FUNCTIONS, THOUSANDS, brace
 MOST_DEPTH = 20
 """Brackets inside each other: parsing time grows fast with it. DeepScaleR's references reach 6."""
 
+MOST_TOKENS = 300
+"""Numbers, commands, other signs: the parser takes seconds for 1,000. The references reach 103."""
+
+MOST_BARS = 12
+"""Any of them may open or close, and the parser tries each. The references reach 4."""
+
 _AS_IT_IS = NormalizationConfig(
     basic_latex=True,
     units=False,
@@ -93,7 +99,10 @@ def _prepare(text: str) -> str | None:
     text = _MIXED.sub(_mixed, text)
     text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
     text = _EXPONENT_T.sub(r"^\1 T", text)
-    if _REFUSED.search(text) or text.count("|") % 2:  # x|_{x=0} is no absolute value
+    bars = text.count("|")
+    if _REFUSED.search(text) or bars % 2 or bars > MOST_BARS:  # x|_{x=0} is no absolute value
+        return None
+    if len(_TOKEN.findall(text)) > MOST_TOKENS:
         return None
     text = bracketed(_with_plain_letters(text))
     depth = deepest = 0
@@ -105,6 +114,7 @@ def _prepare(text: str) -> str | None:
     return text
 
 
+_TOKEN = re.compile(r"\\[a-zA-Z]+|\d+|[^\s\d]")
 _EXPONENT_FIRST = re.compile(r"(?<=[a-zA-Z])(\^(?:\{[^{}]*\}|\w))(_(?:\{[^{}]*\}|\w))")
 _SEMICOLON = re.compile(r"([(\[][^()\[\],;]*);([^()\[\],;]*[)\]])")
 # Without the space it is a transposition, which is left out where there is no matrix.

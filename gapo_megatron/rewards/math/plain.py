@@ -269,7 +269,7 @@ def letter(text: str) -> str | None:
 def labelled(text: str) -> tuple[str, str] | None:
     r"""Letter and value of a choice: \text{(B)} 12."""
     match = _LABELLED.fullmatch(text)
-    if match is None:
+    if match is None or _LABELLED.fullmatch(match["rest"]):  # (A) (B) 5 says nothing
         return None
     return next(filter(None, match.groups())).upper(), match["rest"]
 
@@ -304,7 +304,7 @@ def equal_words(given: str, reference: str) -> bool | None:
 def _names_another(text: str) -> bool:
     """Whether what stands behind the letter of a choice is another letter: (A) or (B)."""
     is_joined = text.startswith((",", ";", "&", "/", "and ", "or "))
-    return bool(is_joined or letter(text) or labelled(text))
+    return bool(is_joined or letter(text))
 
 
 def _bare(text: str) -> str:

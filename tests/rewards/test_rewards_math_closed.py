@@ -66,6 +66,50 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             (r"10\text{ or less}", r"10\text{ or more}"),
         ],
     ),
+    "units that fit their value": (
+        [
+            (r"42\pi", "42pi"), ("42pi", r"42\pi"), (r"5\text{ logs}", "5"), ("x=50", r"x=50\%"),
+            (r"60\text{ feet}", "60'"), ("60''", r"60\text{ seconds}"), ("5'", r"60\text{ inches}"),
+            (r"50\sqrt{2}", r"50\sqrt2\%"), (r"\frac{100p}{1+p}\%", r"\frac{100p}{p+1}"),
+            ("90-x", r"(90-x)^\circ"), ("90-x", r"90^\circ-x"), ("(60,30)", r"(60^\circ,30^\circ)"),
+            ("5", "5 kg"), ("2mg", "2gm"), (r"2\text{ mg}", "2"), ("x=5", r"x=5\text{ m}"),
+            (r"2\pi\text{ m}", r"2\pi"), (r"60^\circ", r"60\text{ degrees}"), ("3", r"3\ \Omega"),
+            (r"3\ \Omega", r"3\text{ ohms}"), ("3", r"3\text{ μm}"), ("3", r"3\ \mu\text{m}"),
+            ("3", r"3\text{ atm}"), ("3", r"3\text{ dB}"), ("3", r"3\text{ T}"),
+            *((r"20^\circ\text{C}", given) for given in (
+                r"20\text{ degrees Celsius}", r"20\text{ degrees C}", r"20\text{°C}", r"20^\circ",
+                r"20^\circ C", r"20\text{°}", "20",
+            )),
+            (r"\frac12", r"\frac12\text{.}"), ("-3", r"-3\text{.}"), ("3", r"3\mathrm{.}"),
+            (r"2\text{ centuries}", r"200\text{ years}"),
+        ],
+        [
+            ("42", "42pi"), ("42", r"42\text{pi}"), ("0.5", "0.5 pi"), ("42pi", "42"),
+            ("42", "42log"), ("42", "42be"), ("42", "42mov"), ("42", "42fac"), ("42", "42 prime"),
+            ("A", "A'"), ("x", "x''"), ("ABC", "ABC'"), (r"\ln x", r"\ln x'"), ("P'", "P"),
+            ("x^3", "(x^3)'"), ("e^x", "(e^x)''"), ("[0,1]", "[0,1]'"), ("x_1", "x_1'"),
+            (r"60^\circ", "60'"), ("60'", "60''"), (r"60\text{ feet}", "60''"), ("60'", "60%"),
+            (r"60^\circ", r"60\text{ rad}"), (r"60\text{ cm}", r"60\%"), (r"\$60", r"60\%"),
+            (r"20^\circ\text{C}", r"20^\circ\text{F}"), ("3x^2", r"3x^2\%"), ("1:2", r"1:2\%"),
+            (r"\pi", r"\pi^\circ"), ("x", r"x^\circ"), (r"\frac{\pi}{6}", r"\frac{\pi}{6}^\circ"),
+            ("2mg", "2"), ("2rs", "2"), (r"\pi r^2", r"\pi r^2\text{ h}"), ("3", r"3x\Omega"),
+            (r"\pi r^2\text{ h}", r"\pi r^2"), ("y=3x^2", r"y=3x^2\%"),
+        ],
+    ),
+    "nouns": (
+        [
+            *(("1", f"1\\text{{ {noun}}}") for noun in (
+                "child", "baby", "city", "vertex", "pie", "box", "die", "real root", "person",
+            )),
+            *(("8", f"8\\text{{ {nouns}}}") for nouns in (
+                "monkeys", "cities", "real solutions", "positive integers", "roots",
+                "prime numbers", "integer solutions", "grams of sugar", "cups of flour", "of them",
+                "(approximately)", "positive divisors", "of the cubes",
+            )),
+            (r"\frac34", r"\frac34\text{ of the pizza}"),
+        ],
+        [("8", r"8\text{ negative}"), ("8", r"8\text{ negative cm}"), ("8", r"8\text{ mov}")],
+    ),
     "arguments of functions": (
         [
             (r"2R\sin A\sin B", r"2R \sin A \cdot \sin B"), (r"x\ln x", r"\ln x \cdot x"),

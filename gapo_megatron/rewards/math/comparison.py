@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from gapo_megatron.rewards.math import expressions, plain
 from gapo_megatron.rewards.math.parsing import RELATION
 from gapo_megatron.rewards.math.spelling import FUNCTIONS, TEXT, THOUSANDS, strip_braces
-from gapo_megatron.rewards.math.units import differ, split_unit
+from gapo_megatron.rewards.math.units import has_letters, ratio, split_unit
 from gapo_megatron.types import Outcome, Verdict
 
 _CORRECT = Verdict(Outcome.CORRECT)
@@ -70,7 +70,10 @@ def _compare_as_written(given: str, reference: str, wrong: Verdict) -> Verdict:
 
 
 def _equal_units(given: str, reference: str) -> bool | None:
-    return False if differ(split_unit(given)[1], split_unit(reference)[1]) else None
+    """False where the units contradict, or the answer has percent behind letters of its own."""
+    (value, ours), (_, theirs) = split_unit(given), split_unit(reference)
+    is_own = ours == "%" != theirs and has_letters(value)
+    return False if is_own or ratio(ours, theirs) != 1 else None
 
 
 def _equal_choices(given: str, reference: str) -> bool | None:

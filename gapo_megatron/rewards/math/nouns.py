@@ -2,8 +2,14 @@
 
 Taken from GSM8K's solutions (what stands behind the last number, twice or more) and from what
 DeepScaleR's problems ask for after "how many". A word that can change a value (hundreds,
-eighths, zeros, roots, dozens, quarters) is none, wherever else it occurs.
+eighths, zeros, dozens, quarters) is none, wherever else it occurs.
 """
+
+from __future__ import annotations
+
+import re
+
+from gapo_megatron.rewards.math.functions import NAMES
 
 _NOUNS = """
 acorns adults alligators animals ants apples apps arrangements articles artworks bags balloons
@@ -41,21 +47,41 @@ texts tickets tiles tins tires tissues toads tokens tomatoes toothpicks touchdow
 trees triangles triples triplets trips trucks tubs turns turtles units values vegetables
 vehicles vertices videos visitors voters votes water watermelons ways whales wheels whiskers
 windows wins women words workers
+area babies bikes buckets cake child cities cubes die flour goose juice leaf loaf man mango milk
+money monkeys mouse pentagons potato rice roots scarf sugar them tomato tooth vertex volume
+woman
 """
 _MODIFIERS = """
-additional baby black blue colored cubic different distinct extra female gold green ice large
+additional black blue colored cubic different distinct extra female gold green ice large
 lattice male new ordered pink possible red silver small sq square stuffed unique unordered video
 white wooden yellow
 """
+_NUMERIC = "complex negative nonnegative nonreal positive prime rational real whole"
 _LINKS = "a an at every for in of on per the"
-_ENDINGS = "altogether away deep high left leftover long old remaining tall wide"
+_ENDINGS = "altogether approximately away deep high left leftover long old remaining tall wide"
 
 NOUNS = frozenset(_NOUNS.split())
 MODIFIERS = frozenset(_MODIFIERS.split())
 """Before such a noun."""
+NUMERIC = frozenset(_NUMERIC.split())
+"""Before a noun of numbers, and no measure: 3 positive roots, but not 3 negative metres."""
 LINKS = frozenset(_LINKS.split())
 """Between two of them: miles per hour, eggs a day, cups of water."""
 ENDINGS = frozenset(_ENDINGS.split())
 """Behind them, or alone: 5 left. `total` is also a modifier, `each` also a link."""
+_FUNCTIONS = frozenset(NAMES.split("|"))
 
-__all__ = ["ENDINGS", "LINKS", "MODIFIERS", "NOUNS"]
+
+def plural(noun: str) -> str:
+    """As a rule; what is irregular stands in the lists."""
+    if re.search(r"[^aeiou]y$", noun):
+        return f"{noun[:-1]}ies"
+    return f"{noun}es" if re.search(r"(?:[sxz]|[cs]h)$", noun) else f"{noun}s"
+
+
+def is_noun(word: str) -> bool:
+    """Whether the list has it or its plural; logs are wood, and log is a function."""
+    return word in NOUNS or (word not in _FUNCTIONS and plural(word) in NOUNS)
+
+
+__all__ = ["ENDINGS", "LINKS", "MODIFIERS", "NOUNS", "NUMERIC", "is_noun", "plural"]

@@ -40,9 +40,10 @@ _AS_IT_IS = NormalizationConfig(
 
 _PLAIN_FUNCTION = re.compile(rf"(?<![\\a-zA-Z])({FUNCTIONS}|sqrt|pi)(?![a-zA-Z])")
 _REFUSED = re.compile(
-    r"\\ldots|!!!|[\d)}]\s*_|(?<![\^_\d])\d+(?:\s+|\s*\{\s*)\d|\d\.\d*\.\d|[?#@]|\\text(?!\s*\{)|\d'"
+    r"\\ldots|!!!|[\d)}]\s*_|(?<![\^_\d])\d+(?:\s+|\s*\{\s*)\d|\d\.\d*\.\d|[?#@°']|\\text(?!\s*\{)"
     r"|\\not(?![a-zA-Z])|,0\d|\\Gamma(?!\s*\()"
 )
+_DEGREES = re.compile(r"(?<=[\d)}])\s*°(?!\s*[CF])")
 _OR = re.compile(r"(?<![a-zA-Z\\])or(?![a-zA-Z])|\\cup(?![a-zA-Z])", re.IGNORECASE)
 _AND_OR = re.compile(r"\s*,?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
 _BOTH = re.compile(r",|(?<![a-zA-Z\\])and(?![a-zA-Z])", re.IGNORECASE)
@@ -93,6 +94,8 @@ def _prepare(text: str) -> str | None:
     """What math-verify reads as it should; None if there is something it would leave out."""
     text = _join_thousands(text).removesuffix("%")  # 50% is 50
     text = _SEMICOLON.sub(r"\1,\2", text)
+    if "\\pi" not in text:  # 60° is 60
+        text = _DEGREES.sub(" ", text)
     text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
     text = brace(text) if "\\sqrt " in text else text
     text = _EXPONENT_FIRST.sub(r"\2\1", text)

@@ -11,6 +11,7 @@ from gapo_megatron.rewards.math.spelling import TEXT, THOUSANDS
 from gapo_megatron.rewards.math.units import (
     Unit,
     is_unit,
+    ratio,
     read_unit,
     split_magnitude,
     split_unit,
@@ -84,7 +85,8 @@ def number(text: str) -> Number | None:
     is_decimal = "." in (part["decimal"] or "") and not part["repeated"]
     if part["sign"] == "-":
         value = -value
-    unit = unit or (part["currency"] or part["currency1"] or "").replace("\\", "").strip()
+    unit = unit or (part["percent"] or part["currency"] or part["currency1"] or "")
+    unit = unit.replace("\\", "").strip()
     return Number(value, is_decimal, percent, magnitude, unit)
 
 
@@ -93,12 +95,9 @@ def equal_numbers(given: str, reference: str) -> bool | None:
     one, other = number(given), number(reference)
     if one is None or other is None:
         return None
-    units = read_unit(one.unit), read_unit(other.unit)
-    scale = Fraction(1)
-    if units[0] and units[1]:
-        if units[0].dimensions != units[1].dimensions:
-            return False
-        scale = units[0].size / units[1].size
+    scale = ratio(one.unit, other.unit)
+    if scale is None:
+        return False
     values = {one.value * one.magnitude * scale / other.magnitude}
     if one.magnitude == scale == 1:
         values.add(one.value)  # the reference's may be left out, as a unit

@@ -152,9 +152,9 @@ _VALUES = re.compile(rf"(?<!\S)({_ONE}(?:,\s*{_ONE})*,?)(?!\S)")
 
 
 def _without_text(inside: str) -> str:
-    r"""Numbers and lists in it are no words: `\text{3 out of 4}` is `3\text{ out of }4`."""
-    is_number = any(map(str.isdecimal, inside)) and not any(map(str.isalpha, inside))
-    if is_number or not inside.strip() or inside.strip(" ,").lower() in ("and", "or"):
+    r"""Numbers, signs and lists in it are no words: `\text{3 out of 4}` is `3\text{ out of }4`."""
+    is_word = any(map(str.isalpha, inside))
+    if not is_word or inside.strip(" ,").lower() in ("and", "or"):
         return f" {inside.lower()} "
     if inside.count(".") == 1 and len(inside.strip()) > 2:
         inside = inside.rstrip(" .")
@@ -171,7 +171,6 @@ _DEGREES = re.compile(
     r"|(?<=\d)\s*\\text\s*\{\s*degrees?\s*\}"
 )
 _OF_LETTER = re.compile(r"([a-zA-Z]|\\pi[^a-zA-Z,;\0]*)\0")
-_TEMPERATURE = re.compile(r"\0\s*(?:\\text\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))")
 
 
 def in_radians(text: str) -> str:
@@ -182,8 +181,8 @@ def in_radians(text: str) -> str:
 
 
 def _clean_degrees(text: str) -> str:
-    """In radians in functions and behind letters; elsewhere a unit that may be left out."""
-    text = _TEMPERATURE.sub(r"\\text{ °\1\2}", _DEGREES.sub("\0", text))
+    """In radians in functions and behind letters; elsewhere a unit."""
+    text = _DEGREES.sub("\0", text)
     if "\0" not in text:
         return text
     for function in reversed(functions(text)):
@@ -192,7 +191,7 @@ def _clean_degrees(text: str) -> str:
         if "\0" in argument:
             radians = argument.replace("\0", "\\cdot \\frac{\\pi}{180}")
             text = f"{text[: function.end()]}({radians}){text[end:]}"
-    return _OF_LETTER.sub(r"\1\\cdot \\frac{\\pi}{180}", text).replace("\0", " ")
+    return _OF_LETTER.sub(r"\1\\cdot \\frac{\\pi}{180}", text).replace("\0", "°")
 
 
 _ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "\\text": 1}

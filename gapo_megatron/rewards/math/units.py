@@ -11,7 +11,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from gapo_megatron.rewards.math.nouns import ENDINGS, LINKS, MODIFIERS, NOUNS
+from gapo_megatron.rewards.math.nouns import ENDINGS, LINKS, MODIFIERS, NUMERIC, is_noun, plural
 
 # Base quantities: of each the names, with their size in the first. Prefixed forms are written out,
 # so that no product of letters passes for a unit.
@@ -19,8 +19,8 @@ _TABLE: dict[str, dict[str, str]] = {
     "length": {
         "1": "m meter metre", "1/1000": "mm millimeter millimetre", "1/100": "cm centimeter "
         "centimetre", "1/10": "dm decimeter decimetre", "1000": "km kilometer kilometre",
-        "1/1000000": "micrometer micron", "1/1000000000": "nm nanometer nanometre",
-        "254/10000": "in inch inche", "3048/10000": "ft foot feet", "9144/10000": "yd yard",
+        "1/1000000": "micrometer micron μm", "1/1000000000": "nm nanometer nanometre",
+        "254/10000": "in inch", "3048/10000": "ft foot feet", "9144/10000": "yd yard",
         "1609344/1000": "mi mile",
     },
     "mass": {
@@ -36,33 +36,40 @@ _TABLE: dict[str, dict[str, str]] = {
         "1": "l liter litre", "1/1000": "ml milliliter millilitre", "1/100": "cl centiliter",
     },
     "gallon": {"1": "gallon gal", "1/4": "quart qt", "1/8": "pint", "1/16": "cup"},
-    "dollar": {"1": "dollar buck usd $", "1/100": "cent ¢ penny pennie", "1/20": "nickel",
+    "dollar": {"1": "dollar buck usd $", "1/100": "cent ¢ penny", "1/20": "nickel",
                "1/10": "dime"},
     "euro": {"1": "euro eur €"}, "sterling": {"1": "£ gbp"}, "rupee": {"1": "rupee rs inr"},
     "yen": {"1": "yen ¥"}, "yuan": {"1": "yuan rmb 元"}, "ruble": {"1": "ruble rouble"},
     "celsius": {"1": "°c celsius"}, "fahrenheit": {"1": "°f fahrenheit"},
     "angle": {"1": "degree deg"}, "radian": {"1": "radian rad"},
     "current": {"1": "ampere amp A", "1/1000": "mA"}, "voltage": {"1": "volt V", "1000": "kV"},
-    "resistance": {"1": "ohm"}, "power": {"1": "watt W", "1000": "kilowatt kw", "1000000": "MW"},
+    "resistance": {"1": "ohm Ω", "1000": "kΩ"},
+    "power": {"1": "watt W", "1000": "kilowatt kw", "1000000": "MW"},
     "force": {"1": "newton N", "1000": "kN"}, "energy": {"1": "joule J", "1000": "kilojoule kj"},
     "electronvolt": {"1": "eV", "1000": "keV", "1000000": "MeV", "1000000000": "GeV"},
     "calorie": {"1": "calorie cal", "1000": "kilocalorie kcal"},
     "frequency": {"1": "hertz hz", "1000": "kHz", "1000000": "MHz", "1000000000": "GHz"},
-    "pressure": {"1": "pascal Pa", "1000": "kPa", "1000000": "MPa"}, "charge": {"1": "coulomb"},
+    "pressure": {"1": "pascal Pa", "1000": "kPa", "1000000": "MPa", "101325": "atm"},
+    "charge": {"1": "coulomb"}, "field": {"1": "tesla T"}, "level": {"1": "decibel dB"},
     "kelvin": {"1": "kelvin"}, "mole": {"1": "mol mole"}, "acre": {"1": "acre"},
     "hectare": {"1": "hectare"}, "percent": {"1": "percent %"},
 }  # fmt: skip
 _UNITS = {
-    name: (dimension, Fraction(size))
+    spelling: (dimension, Fraction(size))
     for dimension, sizes in _TABLE.items()
     for size, names in sizes.items()
     for name in names.split()
+    for spelling in ((name, plural(name)) if len(name) > 1 else (name,))
 }
+_MEANINGS = {"'": ("foot", "minute"), "''": ("inch", "second"), "°": ("degree", "°c", "°f")}
+"""Signs of several units: what the other side's unit tells, and never another."""
+
 _SPEEDS = {
     "mph": "mi/h", "kmh": "km/h", "kmph": "km/h", "kph": "km/h", "mps": "m/s", "fps": "ft/s",
     "sqcm": "cm^2", "sqm": "m^2", "sqft": "ft^2", "cc": "cm^3", "kwh": "kilowatt h",
 }  # fmt: skip
-_BARE_ONLY_IN_TEXT = {"in", "min", "rad", "ton"}
+_ONLY_IN_TEXT = {"in", "min", "rad", "ton"}
+_BARE_OF_TWO = {"cm", "ft", "in", "kg", "km", "mm", "oz", "yd"}  # others are products: mg, rs
 MAGNITUDES = {
     **{"dozen": 12, "hundred": 10**2, "thousand": 10**3, "万": 10**4, "亿": 10**8},
     **{"million": 10**6, "billion": 10**9, "trillion": 10**12},
@@ -77,13 +84,13 @@ class Unit(NamedTuple):
 
 
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?"
-_WRAPPED = rf"\\text\s*\{{[^{{}}]*\}}{_POWER}"
+_WRAPPED = rf"(?:\\mu\s*)?\\text\s*\{{[^{{}}]*\}}{_POWER}"
 _FRACTION = rf"\\frac\s*\{{\s*{_WRAPPED}\s*\}}\s*\{{\s*{_WRAPPED}\s*\}}"
 _PIECE = (
     rf"\s*(?:(?:(?:/|\\cdot(?![a-zA-Z])|\*)\s*)?(?:{_WRAPPED}|{_FRACTION})"
     # A single letter outside of text is a factor, but in km/h; and two behind a letter, \pi hr.
     rf"|(?:(?<=[\d%)}}])|(?<=\d\s)|(?<![a-zA-Z\\])(?=[a-zA-Z]{{3}}|[ckm]m\b))[a-zA-Z]{{2,}}\b\.?{_POWER}(?:\s*(?:/|per)\s*[a-zA-Z]+\b\.?{_POWER})?"
-    r"|%(?!\s*%)|[€£¥¢°万亿元]|\\?\$|'{1,2}(?!'))"
+    r"|%(?!\s*%)|°(?:\s*[CF](?![a-zA-Z]))?|(?<=\d\s)\\Omega(?![a-zA-Z])|[€£¥¢万亿元]|\\?\$|'{1,2}(?!'))"
 )
 _EACH = re.compile(_PIECE)
 _TAIL = re.compile(rf"(?:{_PIECE})+\s*$")
@@ -104,14 +111,35 @@ def split_unit(text: str, *, with_magnitude: bool = False) -> tuple[str, str]:
             continue
         if value.count("{") - value.count("\\{") != value.count("}") - value.count("\\}"):
             continue
-        if value.endswith("%") and unit.startswith("%"):
-            continue
-        if unit in _BARE_ONLY_IN_TEXT and "\\" not in piece[0]:
+        if not _fits(value, unit, is_bare="\\" not in piece[0]):
             continue
         magnitude, rest = split_magnitude(unit) if with_magnitude else (1, unit)
         if is_unit(rest) or (magnitude > 1 and not rest):
             return value, unit
     return text, ""
+
+
+_PLAIN_NUMBER = re.compile(r"[-+]?[\d.,]*\d")
+_SHORT = re.compile(r"[a-zA-Z]{2}(?![a-zA-Z])")
+
+
+def _fits(value: str, unit: str, *, is_bare: bool) -> bool:
+    r"""Whether this unit may stand behind this value: x' is no foot, r^2\text{ h} no hour."""
+    if unit in ("'", "''"):
+        return bool(_PLAIN_NUMBER.fullmatch(value))
+    if unit == "°":  # an angle of \pi degrees is none of \pi
+        return not value[-1].isalpha() and "\\pi" not in value
+    if unit.startswith("%"):
+        return not value.endswith("%")
+    if len(unit) == 1 and has_letters(value):
+        return False
+    short = _SHORT.match(unit)
+    return not is_bare or not (unit in _ONLY_IN_TEXT or (short and short[0] not in _BARE_OF_TWO))
+
+
+def has_letters(value: str) -> bool:
+    """Whether there are letters in it, behind the last equals sign, or it is a ratio."""
+    return bool(re.search(r"[a-zA-Z:]", re.sub(r"\\[a-zA-Z]+", "", value.rpartition("=")[2])))
 
 
 def split_magnitude(unit: str) -> tuple[int, str]:
@@ -124,20 +152,22 @@ def split_magnitude(unit: str) -> tuple[int, str]:
 
 def is_unit(text: str) -> bool:
     """Whether the lists have all of it: measures, or nouns that are counted."""
-    return text in ("'", "''") or read_unit(text) is not None or _is_counted(text)
+    return text in _MEANINGS or read_unit(text) is not None or _is_counted(text)
 
 
-_COUNTED = re.compile(r"[MT]*N(?:[LB]+[MT]*N)*[EBT]*|[EBT]+")
+_ITEM = "(?:[MTN]*U|[MTNA]*N)"
+_COUNTED = re.compile(rf"{_ITEM}(?:[LB]+{_ITEM})*[EBT]*|[EBT]+")
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_counted(text: str) -> bool:
     """Nouns with what may stand around one: different ways, eggs per day, miles in total."""
     kinds = ""
-    for written in text.replace("in total", "total").replace(".", " ").split():
+    text = re.sub("^of (?:the )?", "", text.replace("in total", "total"))
+    for written in re.findall(r"[^\s.()]+", text):
         word = written.lower()
-        is_noun = _find(written) or any(word + end in NOUNS for end in ("", "s", "es"))
-        lists = {"M": word in MODIFIERS, "L": word in LINKS, "E": word in ENDINGS, "N": is_noun}
+        lists = {"M": word in MODIFIERS, "L": word in LINKS, "E": word in ENDINGS}
+        lists |= {"U": bool(_find(written)), "A": word in NUMERIC, "N": is_noun(word)}
         lists |= {"B": word == "each", "T": word == "total"}
         kinds += next((kind for kind, has in lists.items() if has), "?")
     return bool(_COUNTED.fullmatch(kinds))
@@ -148,13 +178,15 @@ def _plain(unit: str) -> str:
     unit = re.sub(r"\\frac\s*\{(.*)\}\s*\{(.*)\}", r"\1/\2", unit)
     unit = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", unit).replace("\\cdot", " ")
     unit = re.sub(r"\^\s*\{\s*(-?\d)\s*\}", r"^\1", unit).replace("\\$", "$")
+    unit = re.sub(r"\\mu\s*", "μ", unit).replace("\\Omega", "Ω")
     return " ".join(unit.replace("万", "万 ").replace("亿", "亿 ").split()).strip(" .,")
 
 
 _PART = re.compile(
-    r"(/|\bper\b)|([a-z]+|°[cf]|[%$€£¥¢元])\.?(?:\s*\^\s*(-?\d))?|(.)", re.IGNORECASE
+    r"(/|\bper\b)|([a-zμΩ]+|°[cf]|[%$€£¥¢元])\.?(?:\s*\^\s*(-?\d))?|(.)", re.IGNORECASE
 )
 _RAISED = re.compile(r"([a-z]+) (squared|cubed)\b", re.IGNORECASE)
+_TEMPERATURE = re.compile(r"(?:°|\bdegrees?)\s*([cf])(?:elsius|ahrenheit)?\b", re.IGNORECASE)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -163,6 +195,7 @@ def read_unit(text: str) -> Unit | None:
     size, dimensions = Fraction(1), dict[str, int]()
     sign, power_before = 1, 1
     text = _RAISED.sub(lambda unit: f"{unit[1]}^{2 if unit[2] == 'squared' else 3}", text)
+    text = _TEMPERATURE.sub(r"°\1", text)
     for old, new in _SPEEDS.items():
         text = re.sub(rf"\b{old}\b", new, text, flags=re.IGNORECASE)
     for match in _PART.finditer(text):
@@ -196,18 +229,27 @@ def read_unit(text: str) -> Unit | None:
 
 def _find(name: str) -> tuple[str, Fraction] | None:
     """By its letters; in any case where it has two or more: M is no metre."""
-    for one in (name, name.lower()) if len(name) > 1 or name == "L" else (name,):
-        for ending in ("", "s", "es") if len(name) > 2 else ("",):
-            stem = one[: len(one) - len(ending)] if one.endswith(ending) else ""
-            if stem in _UNITS:
-                return _UNITS[stem]
-    return None
+    return _UNITS.get(name) or (_UNITS.get(name.lower()) if len(name) > 1 or name == "L" else None)
 
 
-def differ(one: str, other: str) -> bool:
-    """Whether both are known, and measure different things or in different sizes."""
-    first, second = read_unit(one), read_unit(other)
-    return first is not None and second is not None and first != second
+def ratio(one: str, other: str) -> Fraction | None:
+    """How many of the other unit it is; 1 where one is not known, None where they contradict."""
+    first, second = (
+        [read_unit(name) for name in _MEANINGS.get(unit, (unit,))] for unit in (one, other)
+    )
+    pairs = [(ours, theirs) for ours in first for theirs in second]
+    sizes = {a.size / b.size for a, b in pairs if a and b and a.dimensions == b.dimensions}
+    if any(None in pair for pair in pairs):
+        return Fraction(1)
+    return sizes.pop() if len(sizes) == 1 else None
 
 
-__all__ = ["Unit", "differ", "is_unit", "read_unit", "split_magnitude", "split_unit"]
+__all__ = [
+    "Unit",
+    "has_letters",
+    "is_unit",
+    "ratio",
+    "read_unit",
+    "split_magnitude",
+    "split_unit",
+]

@@ -9,7 +9,7 @@ from gapo_megatron.rewards import math
 from gapo_megatron.rewards.math import parsing
 from gapo_megatron.rewards.math.spelling import clean
 from gapo_megatron.rewards.response import final_part
-from gapo_megatron.types import Outcome
+from gapo_megatron.types import Outcome, Verdict
 
 # By class: equal pairs and different ones, (reference, given).
 CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
@@ -211,7 +211,37 @@ def test_equal_members_of_the_class_are_correct(name):
 def test_different_members_of_the_class_are_not_correct(name):
     outcomes = {pair: _judge(*pair) for pair in CLASSES[name][1]}
     assert [pair for pair, one in outcomes.items() if one is Outcome.CORRECT] == []
-    assert len([one for one in outcomes.values() if one is Outcome.UNKNOWN]) <= 1
+    unknown = [pair for pair, one in outcomes.items() if one is Outcome.UNKNOWN]
+    assert len([pair for pair in unknown if "on no list" not in _verdict(*pair).reason]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("reference", "given"),
+    [
+        ("3", r"3\text{ dromedaries}"), ("3", "3 dromedaries"), (r"3\text{ dromedaries}", "3"),
+        (r"3\text{ dromedaries}", r"3\text{ blorks}"), ("3", r"x = 3\text{ dromedaries}"),
+        (r"\frac12", r"0.5\text{ of the lot entire}"), (r"2\sqrt{3}", r"\sqrt{12}\text{ blorks}"),
+    ],
+)  # fmt: skip
+def test_words_of_no_list_behind_the_right_value_are_unknown_and_shown(reference, given):
+    verdict = _verdict(reference, given)
+    assert verdict.outcome is Outcome.UNKNOWN
+    assert any(
+        words in verdict.reason for words in ("'dromedaries'", "'blorks'", "'of the lot entire'")
+    )
+    for changed in (given.replace("3", "4"), given.replace("{ ", "{ hundred ")):
+        if changed != given and "sqrt" not in given:
+            assert _judge(reference, changed) is Outcome.WRONG
+
+
+@pytest.mark.parametrize("words", [
+    "eighths", "eleventh", "twentieths", "half", "thirds", "dozen", "hundreds", "million",
+    "percentiles", "or less", "point five", "blorks over two", "M", "bn", "xyz", "pi",
+])  # fmt: skip
+def test_words_that_make_another_value_are_wrong(words):
+    assert _judge("3", f"3\\text{{ {words}}}") is Outcome.WRONG
+    may_be_left_out = words in ("dozen", "million")
+    assert may_be_left_out or _judge(f"3\\text{{ {words}}}", "3") is Outcome.WRONG
 
 
 def test_thoughts_that_begin_after_the_answer_and_never_end_do_not_count():
@@ -221,8 +251,12 @@ def test_thoughts_that_begin_after_the_answer_and_never_end_do_not_count():
     assert final_part("<think>a") == ""
 
 
+def _verdict(reference: str, given: str) -> Verdict:
+    return math.verify(f"Therefore $\\boxed{{{given}}}$.", reference)
+
+
 def _judge(reference: str, given: str) -> Outcome:
-    return math.verify(f"Therefore $\\boxed{{{given}}}$.", reference).outcome
+    return _verdict(reference, given).outcome
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,10 @@ def _judged(made: list[Pair]) -> list[Verdict]:
 
 
 def _misjudged(made: Iterable[Pair], verdicts: Iterable[Verdict]) -> dict[Pair, str]:
-    """Wrong verdicts, and unknown ones: of these references every answer can be judged."""
+    """Wrong verdicts, and unknown ones: of these only words of no list are to blame."""
     return {
         pair: verdict.outcome.value
         for pair, verdict in zip(made, verdicts, strict=True)
         if verdict.outcome is not (Outcome.CORRECT if pair.is_equal else Outcome.WRONG)
+        and (pair.is_equal or "on no list" not in verdict.reason)
     }

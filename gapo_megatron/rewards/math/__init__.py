@@ -66,7 +66,8 @@ def verify(response: str, answer: str) -> Verdict:
     try:
         with limited(MOST_CPU_S):
             verdict = _judge(found, reference)
-        return _unreadable(answer) if verdict.outcome is Outcome.UNKNOWN else verdict
+        is_silent = verdict.outcome is Outcome.UNKNOWN and not verdict.reason
+        return _unreadable(answer) if is_silent else verdict
     except _FAILURES as error:
         forget()
         reason = f"{type(error).__name__} {error}".strip()

@@ -7,12 +7,15 @@ import re
 from collections.abc import Sequence
 
 from gapo_megatron.rewards.math import expressions, plain
+from gapo_megatron.rewards.math.nouns import CHANGES_VALUE
 from gapo_megatron.rewards.math.parsing import RELATION
 from gapo_megatron.rewards.math.spelling import FUNCTIONS, TEXT, THOUSANDS, strip_braces
-from gapo_megatron.rewards.math.units import has_letters, ratio, split_unit
+from gapo_megatron.rewards.math.units import has_letters, is_unit, ratio, split_unit
 from gapo_megatron.types import Outcome, Verdict
 
 _CORRECT = Verdict(Outcome.CORRECT)
+_UNREADABLE = Verdict(Outcome.UNKNOWN)
+"""The reference cannot be read: `verify` shows it as it was written."""
 _MEANINGLESS_SPACE = re.compile(r"(?<!\d) | (?!\d)")  # 3 1/2 is not 31/2
 _READABLE = re.compile(r"[^\W_]|\\(?:infty|emptyset|mathbb|[a-zA-Z]{3,})")
 
@@ -31,6 +34,12 @@ def compare(given: str, reference: str) -> Verdict:
     for simpler in _without_labels(given, reference):
         if compare(*simpler).outcome is Outcome.CORRECT:
             return _CORRECT
+    for mine, other in ((given, reference), (reference, given)):
+        value, words = _unlisted(mine)
+        pair = (value, other) if mine is given else (other, value)
+        if words and compare(*pair).outcome is not Outcome.WRONG:
+            reason = f"the words {words!r} behind the value of {mine!r} are on no list"
+            return Verdict(Outcome.UNKNOWN, reason)
     if verdict.outcome is Outcome.UNKNOWN and is_judge(reference):
         return wrong  # it is the answer that cannot be read
     return verdict
@@ -65,7 +74,7 @@ def _compare_as_written(given: str, reference: str, wrong: Verdict) -> Verdict:
         return _compare_phrases(given, reference, wrong)
     equal = expressions.equal(given, reference)
     if equal is None:
-        return _unreadable(reference)
+        return _UNREADABLE
     return _CORRECT if equal else wrong
 
 
@@ -168,6 +177,22 @@ def _is_word(letters: str) -> bool:
     return bool(vowels) and letters[1:].islower() and len(set(letters)) > 2
 
 
+_WORDS_BEHIND = re.compile(
+    r"(?P<value>.*[\d)}\]%°!|])\s*(?:\\text\{([a-zA-Z ]+)\}|(?<=\s)([a-zA-Z]{4}[a-zA-Z ]*))",
+    re.DOTALL,
+)
+
+
+def _unlisted(text: str) -> tuple[str, str]:
+    """The value and plain words behind it, of which nobody can say whether they change it."""
+    match = _WORDS_BEHIND.fullmatch(text)
+    words = (match[2] or match[3]).strip() if match else ""
+    is_known = is_unit(words) or plain.is_worded(text) or CHANGES_VALUE.search(words)
+    if not match or is_known or not _WORD.search(words) or _words(match["value"]):
+        return text, ""
+    return match["value"], words
+
+
 _PHRASE = re.compile(r"\\text\{([^{}]*)\}|(?<![a-zA-Z\\])([a-zA-Z]{4,})|\b(and|or|if|for|is)\b")
 
 
@@ -194,7 +219,7 @@ def _compare_phrases(given: str, reference: str, wrong: Verdict) -> Verdict:
             return _CORRECT
         if Outcome.WRONG in outcomes:
             return wrong
-    return _unreadable(reference)
+    return _UNREADABLE
 
 
 def is_read(reference: str) -> bool:
@@ -222,10 +247,6 @@ def is_judge(reference: str) -> bool:
         return True
     words, parts = _phrase(reference)
     return bool(words and parts) and all(part != reference and is_read(part) for part in parts)
-
-
-def _unreadable(reference: str) -> Verdict:
-    return Verdict(Outcome.UNKNOWN, f"the reference answer {reference!r} cannot be read")
 
 
 _SEPARATOR = re.compile(

@@ -71,6 +71,16 @@ ENDINGS = frozenset(_ENDINGS.split())
 """Behind them, or alone: 5 left. `total` is also a modifier, `each` also a link."""
 _FUNCTIONS = frozenset(NAMES.split("|"))
 
+CHANGES_VALUE = re.compile(
+    r"\b(?:\w*(?:hundred|thousand|[mbtr]illion)(?:th)?s?|dozens?|scores?|gross|tens|lakhs?|crores?"
+    r"|\w*(?:four|fif|six|even|eigh|nin|ten|elf|een|tie)ths?|half|halves|thirds?|quarters?"
+    r"|percent\w*|double[sd]?|triple[sd]?|squared?|cubed?|factorial|infinity|negative|minus|plus"
+    r"|times|point|mod|over|under|above|below|and|or|not|no|less|more|fewer|most|least|than"
+    r"|zeros?|one|two|three|four|five|six|seven|eight|nine|ten)\b",
+    re.IGNORECASE,
+)
+"""Words that make another value of it, 3 eighths: where they are, it is wrong, and not unknown."""
+
 
 def plural(noun: str) -> str:
     """As a rule; what is irregular stands in the lists."""
@@ -84,4 +94,13 @@ def is_noun(word: str) -> bool:
     return word in NOUNS or (word not in _FUNCTIONS and plural(word) in NOUNS)
 
 
-__all__ = ["ENDINGS", "LINKS", "MODIFIERS", "NOUNS", "NUMERIC", "is_noun", "plural"]
+__all__ = [
+    "CHANGES_VALUE",
+    "ENDINGS",
+    "LINKS",
+    "MODIFIERS",
+    "NOUNS",
+    "NUMERIC",
+    "is_noun",
+    "plural",
+]

@@ -81,7 +81,7 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
                 r"20^\circ C", r"20\text{°}", "20",
             )),
             (r"\frac12", r"\frac12\text{.}"), ("-3", r"-3\text{.}"), ("3", r"3\mathrm{.}"),
-            (r"2\text{ centuries}", r"200\text{ years}"),
+            (r"2\text{ centuries}", r"200\text{ years}"), (r"50\%", r"50\text{ per cent}"),
         ],
         [
             ("42", "42pi"), ("42", r"42\text{pi}"), ("0.5", "0.5 pi"), ("42pi", "42"),
@@ -108,7 +108,10 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             )),
             (r"\frac34", r"\frac34\text{ of the pizza}"),
         ],
-        [("8", r"8\text{ negative}"), ("8", r"8\text{ negative cm}"), ("8", r"8\text{ mov}")],
+        [
+            ("8", r"8\text{ negative}"), ("8", r"8\text{ negative cm}"), ("8", r"8\text{ mov}"),
+            ("8", r"8\text{ square root}"), ("8", r"8\text{ cube roots}"),
+        ],
     ),
     "arguments of functions": (
         [
@@ -220,6 +223,7 @@ def test_different_members_of_the_class_are_not_correct(name):
     [
         ("3", r"3\text{ dromedaries}"), ("3", "3 dromedaries"), (r"3\text{ dromedaries}", "3"),
         (r"3\text{ dromedaries}", r"3\text{ blorks}"), ("3", r"x = 3\text{ dromedaries}"),
+        ("3", r"\text{Answer: }3\text{ blorks}"),
         (r"\frac12", r"0.5\text{ of the lot entire}"), (r"2\sqrt{3}", r"\sqrt{12}\text{ blorks}"),
     ],
 )  # fmt: skip
@@ -260,10 +264,16 @@ def _judge(reference: str, given: str) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "reference", [r"3\text{ eighths}", r"5\text{ blorks}", r"10\text{ or less}"]
+    "reference", [r"3\text{ eighths}", r"5\text{ blorks}", r"10\text{ or less}", "A\\cup B'"]
 )
 def test_a_reference_with_words_of_no_list_is_no_data(reference):
     with pytest.raises(ValueError, match="cannot be read"):
+        math.check_reference(reference)
+
+
+@pytest.mark.parametrize("reference", ["2 mg", "5 hr"])
+def test_a_reference_with_two_letters_behind_a_space_is_read_in_two_ways(reference):
+    with pytest.raises(ValueError, match="two ways"):
         math.check_reference(reference)
 
 

@@ -32,13 +32,14 @@ def compare(given: str, reference: str) -> Verdict:
     if verdict.outcome is Outcome.CORRECT:
         return verdict
     for simpler in _without_labels(given, reference):
-        if compare(*simpler).outcome is Outcome.CORRECT:
-            return _CORRECT
+        found = compare(*simpler)
+        if found.outcome is Outcome.CORRECT or (found.outcome is Outcome.UNKNOWN and found.reason):
+            return found
     for mine, other in ((given, reference), (reference, given)):
         value, words = _unlisted(mine)
         pair = (value, other) if mine is given else (other, value)
         if words and compare(*pair).outcome is not Outcome.WRONG:
-            reason = f"the words {words!r} behind the value of {mine!r} are on no list"
+            reason = f"the words {words!r} behind the value are on no list: {mine!r}"
             return Verdict(Outcome.UNKNOWN, reason)
     if verdict.outcome is Outcome.UNKNOWN and is_judge(reference):
         return wrong  # it is the answer that cannot be read

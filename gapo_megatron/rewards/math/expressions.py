@@ -63,8 +63,8 @@ def forget() -> None:
 
 
 _TWO_READINGS = (
-    # A letter behind a number and a space is a unit or a factor; math-verify's bars are long.
-    (re.compile(r"(.*[\d}])\s+([mgshlLNJWVAKCF])"), r"\1", r"\1 \\cdot \2"),
+    # Letters behind a number and a space are a unit or factors; math-verify's bars are long.
+    (re.compile(r"(.*[\d}])\s+([mgshlLNJWVAKCF]|hr|lb|m[gils]|rs)"), r"\1", r"\1 \\cdot \2"),
     (re.compile(r"(.*?)(\d+)/(\d+)\s*([a-zA-Z].*)"), r"\1\\frac{\2}{\3}\4", r"\1\\frac{\2}{\3\4}"),
     (re.compile(r"(\w+)\^(\w+)\^(\w+)"), r"\1^{\2^{\3}}", r"(\1^{\2})^{\3}"),
 )

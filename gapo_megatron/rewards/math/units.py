@@ -164,6 +164,7 @@ def _is_counted(text: str) -> bool:
     """Nouns with what may stand around one: different ways, eggs per day, miles in total."""
     kinds = ""
     text = re.sub("^of (?:the )?", "", text.replace("in total", "total"))
+    text = re.sub("(?:square|cube) root", "?", text)  # changes the value, as do no other roots
     for written in re.findall(r"[^\s.()]+", text):
         word = written.lower()
         lists = {"M": word in MODIFIERS, "L": word in LINKS, "E": word in ENDINGS}
@@ -179,6 +180,7 @@ def _plain(unit: str) -> str:
     unit = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", unit).replace("\\cdot", " ")
     unit = re.sub(r"\^\s*\{\s*(-?\d)\s*\}", r"^\1", unit).replace("\\$", "$")
     unit = re.sub(r"\\mu\s*", "μ", unit).replace("\\Omega", "Ω")
+    unit = unit.replace("per cent", "percent")
     return " ".join(unit.replace("万", "万 ").replace("亿", "亿 ").split()).strip(" .,")
 
 

@@ -175,6 +175,16 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("3", r"\begin{aligned}x&=4\\&=3\end{aligned}"), (r"\frac{10}{3}", r"10\choose 3"),
         ],
     ),
+    "lists": (
+        [
+            (r"\frac34", r"\frac34\text{ or }75\%"), ("0.75", r"75\%\text{ or }\frac34"),
+            ("x=1,y=2", "1,2"), ("7,4", "4,7"),
+        ],
+        [
+            ("x=1,y=2", "2,1,1"), ("x=1,y=2", "1,2,2"), ("x=1,y=2", "2,1,2"), ("7,4", "4,7,7"),
+            ("42", r"42\text{ or }43"), ("0.5", r"0.5\text{ or }50"),
+        ],
+    ),
     "other spellings": (
         [
             (r"\text{Yes}", r"\text{Yes.}"), (r"\text{Friday}", r"\text{Friday.}"),

@@ -300,13 +300,17 @@ def equal_lists(given: str, reference: str) -> bool | None:
     ours, theirs = split(given), split(reference)
     if len(theirs) > len(ours):
         ours = split(given, is_list=True)  # 100,200 where two numbers are expected
-    if len(ours) == 1 and len(theirs) > 1 and " or " in reference:
-        one, *others = theirs  # 3/2 or 1.5: one value in two spellings
-        if all(compare(other, one).outcome is Outcome.CORRECT for other in others):
-            return compare(given, one).outcome is Outcome.CORRECT
+    for text, (first, *others), single in ((reference, theirs, ours), (given, ours, theirs)):
+        # 3/2 or 1.5: one value in two spellings
+        is_one = others and len(single) == 1 and " or " in text
+        if is_one and all(compare(other, first).outcome is Outcome.CORRECT for other in others):
+            pair = (given, first) if text is reference else (first, reference)
+            return compare(*pair).outcome is Outcome.CORRECT
     if len(theirs) < 2 or len(ours) != len(theirs):
+        # To math-verify they are sets, and 60, 60 is 60, 60, 60.
         repeats = len(set(theirs)) < len(theirs) and "=" not in reference
-        return False if repeats else None  # 60, 60 is not 60, 60, 60, which as sets are the same
+        are_lists = min(len(ours), len(theirs)) > 1 and not RELATION.search(given + reference)
+        return False if repeats or are_lists else None
     if _labels(theirs) and not _labels(ours):
         outcomes = [compare(*pair).outcome for pair in zip(ours, theirs, strict=True)]
     else:

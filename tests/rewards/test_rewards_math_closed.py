@@ -274,9 +274,13 @@ def _judge(reference: str, given: str) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "reference", [r"3\text{ eighths}", r"5\text{ blorks}", r"10\text{ or less}", "A\\cup B'"]
+    "reference",
+    [
+        *(r"3\text{ eighths}", r"5\text{ blorks}", r"10\text{ or less}", "A\\cup B'"),
+        r"(\pm1,\pm2)",
+    ],
 )
-def test_a_reference_with_words_of_no_list_is_no_data(reference):
+def test_a_reference_with_words_of_no_list_or_two_signs_is_no_data(reference):
     with pytest.raises(ValueError, match="cannot be read"):
         math.check_reference(reference)
 
@@ -285,6 +289,11 @@ def test_a_reference_with_words_of_no_list_is_no_data(reference):
 def test_a_reference_with_two_letters_behind_a_space_is_read_in_two_ways(reference):
     with pytest.raises(ValueError, match="two ways"):
         math.check_reference(reference)
+
+
+@pytest.mark.parametrize("given", ["(1,2),(-1,-2)", "(1,2),(-1,-2),(1,-2),(-1,2)"])
+def test_a_reference_with_two_signs_judges_nobody(given):
+    assert _judge(r"(\pm1,\pm2)", given) is Outcome.UNKNOWN
 
 
 @pytest.mark.parametrize("box", ["5 " + "apples " * 270, "\\ln " * 480 + "x"])

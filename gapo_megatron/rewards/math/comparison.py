@@ -280,7 +280,7 @@ def split(text: str, *, is_list: bool = False) -> list[str]:
 
 
 def _both_signs(text: str) -> list[str]:
-    if "\\pm" not in text:
+    if text.count("\\pm") != 1:  # of two, each may have its own sign: that is not read
         return [text]
     upper = text.replace("\\pm", "+").replace("\\mp", "-")
     return [upper, text.replace("\\pm", "-").replace("\\mp", "+")]

@@ -217,9 +217,10 @@ def test_what_is_no_error_of_the_comparison_is_raised(monkeypatch):
 
 
 EXPANDS = [
-    ("(x^2+y^2-1)^{40}=0", "x^2+y^2=1"), ("(x+y+z)^{60}=1", "x+y+z=1"), ("(x+1)^{500}=0", "x=-1"),
-    ("(a+b+c+d)^{30}=0", "a+b+c+d=0"), (r"\sin((x+1)^{10000})=0", "x=0"),
-    ("(x+1)^{15}(y+1)^{15}=0", "x=y"), (r"\frac{1}{(x+y+1)^{30}}=1", "x+y=0"),
+    ("(x^2+y^2-1)^{400}=0", "x^2+y^2=1"), ("(x+y+z)^{60}=1", "x+y+z=1"),
+    ("(x+1)^{500}=0", "x=-1"), ("(a+b+c+d)^{300}=0", "a+b+c+d=0"),
+    (r"\sin((x+1)^{10000})=0", "x=0"), ("(x+1)^{15}(y+1)^{15}=0", "x=y"),
+    (r"\frac{1}{(x+y+1)^{30}}=1", "x+y=0"),
 ]  # fmt: skip
 
 
@@ -237,7 +238,12 @@ def test_what_expands_too_far_is_wrong_before_it_is_multiplied_out(monkeypatch, 
 @pytest.mark.parametrize(
     ("given", "reference"),
     [
-        ("(x^2+y^2-1)^{9}=0", "x^2+y^2=1"),
+        ("(x^2+y^2-1)^{40}=0", "x^2+y^2=1"),
+        ("(a+b+c+d)^{30}=0", "a+b+c+d=0"),
+        ("(x-2)^2(x-3)=0", "x^2-5x+6=0"),
+        ("x(y-1)^2=0", "x^2(y-1)=0"),
+        ("(x-1)(x^2+1)(y-1)=0", "(x-1)(y-1)=0"),
+        ("0.5x^2+0.5y^2=0.5", "x^2+y^2=1"),
         ("(x+1)^{300}", "(1+x)^{300}"),
         (r"(1+\sqrt2)^{300}", r"(\sqrt2+1)^{300}"),
         ("2^{400}x", "4^{200}x"),
@@ -245,6 +251,21 @@ def test_what_expands_too_far_is_wrong_before_it_is_multiplied_out(monkeypatch, 
 )
 def test_what_does_not_expand_far_or_is_decided_without_is_compared(given, reference):
     assert math.verify(f"\\boxed{{{given}}}", reference).outcome is CORRECT
+
+
+@pytest.mark.parametrize(
+    ("given", "reference"),
+    [
+        ("(x-2)(y-1)=0", "x(y-1)=0"),
+        ("x^2+y^2=2", "x^2+y^2=1"),
+        ("x(x^2+y^2-1)=0", "x^2+y^2=1"),
+        ("x<3", "3<x"),
+        (r"1<x\le3", "1<x<3"),
+        ("1<y<3", "1<x<3"),
+    ],
+)
+def test_polynomials_with_other_zeros_and_other_half_lines_are_not_equal(given, reference):
+    assert math.verify(f"\\boxed{{{given}}}", reference).outcome is WRONG
 
 
 def _spin():

@@ -13,6 +13,7 @@ import math_verify
 import sympy
 from latex2sympy2_extended.logic import And
 from sympy.core.relational import Relational
+from sympy.polys.polyerrors import CoercionFailed
 
 from gapo_megatron.rewards.math import parsing, plain
 from gapo_megatron.rewards.math.sizes import TooLargeError, check_size, expands_too_far
@@ -148,6 +149,11 @@ def _equal_values(ours: Any, theirs: Any) -> bool | None:
         return True
     if (parts := _parts(ours, theirs)) is not None:
         return all(_equal_values(*pair) for pair in parts)
+    # As math-verify has it: y = 5 is 5, but 5 is not 2y = 5.
+    if isinstance(ours, sympy.Eq) and _is_expression(theirs):
+        return _equal_values(ours.rhs, theirs)
+    if isinstance(theirs, sympy.Eq) and theirs.lhs.is_Symbol and _is_expression(ours):
+        return _equal_values(ours, theirs.rhs)
     close = _close_numbers(ours, theirs)
     if close is False or (close and _has_decimals(ours, theirs)):
         return close
@@ -326,8 +332,42 @@ def _same_equation(ours: Any, theirs: Any) -> bool | None:
         factor = one.subs(point) / other.subs(point)
         if _same_at_random(one, factor * other):
             return True
+    if (same := _same_zeros(one, other)) is not None:
+        return same
     # Both without a solution are the same to math-verify.
     return None if len(one.free_symbols) > 1 or sympy.solve(theirs) else False
+
+
+def _same_zeros(one: Any, other: Any) -> bool | None:
+    """Whether two polynomials of the same letters are zero at the same points.
+
+    Told by their roots in each letter, with the others at random. None if they are no polynomials
+    with rational coefficients, or too large ones, or differ in complex roots alone.
+    """
+    if _has_decimals(one, other):  # which may be rounded
+        return None
+    letters = sorted(one.free_symbols, key=str)
+    rng = random.Random(0)
+    for letter in letters:
+        point = {
+            other: sympy.Rational(rng.randint(-2900, 2900), 1009)
+            for other in letters
+            if other != letter
+        }
+        values = [value.subs(point) for value in (one, other)]
+        if any(map(expands_too_far, values)):
+            return None
+        try:
+            ours, theirs = (sympy.Poly(one, letter, domain="QQ").sqf_part() for one in values)
+        except (sympy.PolynomialError, CoercionFailed):
+            return None
+        common = ours.gcd(theirs)
+        alone = [line.quo(common) for line in (ours, theirs)]
+        if any(line.count_roots() for line in alone):
+            return False
+        if any(line.degree() > 0 for line in alone):
+            return None
+    return True
 
 
 __all__ = ["equal", "forget", "is_readable", "readings"]

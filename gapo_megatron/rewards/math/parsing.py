@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
 from latex2sympy2_extended.logic import And
+from sympy.core.relational import Relational
 
 from gapo_megatron.compat.latex2sympy import parse_latex
 from gapo_megatron.rewards.math import plain
@@ -83,11 +84,31 @@ def as_set(value: Any) -> Any:
     if isinstance(value, sympy.Eq) and isinstance(value.rhs, sympy.Set):
         return value.rhs
     if isinstance(value, And):
+        sets = [_half_line(one) for one in value._unsorted_args]
+        if sets and None not in sets and len(value.free_symbols) == 1:
+            return sympy.Intersection(*sets)
         value = sympy.And(*value._unsorted_args)
     try:
-        return value.as_set()
+        return _half_line(value) or value.as_set()
     except (AttributeError, NotImplementedError, TypeError, ValueError):
         return None
+
+
+def _half_line(value: Any) -> Any:
+    """The numbers that are larger, or smaller, than one; None for other conditions.
+
+    sympy's solver takes a hundred times as long.
+    """
+    if not isinstance(value, Relational) or isinstance(value, sympy.Eq | sympy.Ne):
+        return None
+    if value.rhs.is_Symbol:
+        value = value.reversed
+    bound = value.rhs
+    if not (value.lhs.is_Symbol and bound.is_number and bound.is_extended_real):
+        return None
+    if isinstance(value, sympy.StrictLessThan | sympy.LessThan):
+        return sympy.Interval(-sympy.oo, bound, True, isinstance(value, sympy.StrictLessThan))
+    return sympy.Interval(bound, sympy.oo, isinstance(value, sympy.StrictGreaterThan), True)
 
 
 def _prepare(text: str) -> str | None:

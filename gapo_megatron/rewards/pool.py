@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gapo_megatron.errors import RewardError
+from gapo_megatron.rewards.processes import descendants, stat
 from gapo_megatron.types import Outcome, Verdict
 
 START_TIMEOUT_S = 300.0
@@ -32,6 +33,9 @@ START_TIMEOUT_S = 300.0
 
 LOOK_S = 0.5
 """Between two looks at the CPU time of a worker: it may exceed its limit by that much."""
+
+LEAST_SHARE = 0.01
+"""Of a CPU: a worker that gets less, with all that it started, waits for something else."""
 
 MAX_FAILED_STARTS = 3
 """In a row; with more, workers cannot start here. One may be killed in its start by chance."""
@@ -262,19 +266,20 @@ class _Worker:
     def limit(self, limit_s: float) -> None:
         """Allow so many seconds from now, of CPU time, and of wall-clock time without any."""
         self.limit_s = limit_s
-        self._cpu_s_before = self._cpu_s_seen = _cpu_s(self.process.pid)
+        self._cpu_s_before, self._cpu_s_seen = _cpu_s(self.process.pid)
         self._computed_at = time.monotonic()
         self._set_deadline()
 
     def look(self) -> None:
         """See whether it has computed, and fill `failure` if its time is over."""
-        cpu_s, now = _cpu_s(self.process.pid), time.monotonic()
-        if cpu_s > self._cpu_s_seen:
-            self._cpu_s_seen, self._computed_at = cpu_s, now
+        (cpu_s, cpu_s_of_all), now = _cpu_s(self.process.pid), time.monotonic()
+        computed_s, passed_s = cpu_s_of_all - self._cpu_s_seen, now - self._computed_at
+        if computed_s > 0 and computed_s >= LEAST_SHARE * passed_s:
+            self._cpu_s_seen, self._computed_at = cpu_s_of_all, now
         if cpu_s - self._cpu_s_before > self.limit_s:
             self.failure = f"took more than {self.limit_s:g} s of CPU time"
         elif now - self._computed_at > self.limit_s:
-            self.failure = f"computed nothing for more than {self.limit_s:g} s"
+            self.failure = f"used (next to) no CPU time for more than {self.limit_s:g} s"
         else:
             self._set_deadline()
 
@@ -336,11 +341,12 @@ class _Worker:
             self.failure = "the verifier sent something other than its verdict"
 
 
-def _cpu_s(pid: int) -> float:
-    """CPU seconds of all threads of a process, in steps of 10 ms; not of its children."""
-    stat = Path(f"/proc/{pid}/stat").read_bytes()  # its name need not be text
-    user, system = stat.rpartition(b")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+def _cpu_s(pid: int) -> tuple[float, float]:
+    """CPU seconds of a process, and with all that it started, in steps of 10 ms."""
+    text = Path(f"/proc/{pid}/stat").read_bytes()  # its name need not be text
+    user, system = text.rpartition(b")")[2].split()[11:13]
+    cpu_s_of_all = sum(stat(one)[1] for one in (str(pid), *descendants(pid)))
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), cpu_s_of_all
 
 
 def _python_path() -> str:

@@ -20,6 +20,7 @@ from gapo_megatron.config import RewardConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards.code import verify
 from gapo_megatron.rewards.pool import Pool
+from gapo_megatron.rewards.processes import descendants, stat
 from gapo_megatron.rewards.sandbox import (
     SYSTEM_PYTHON,
     Limits,
@@ -32,7 +33,6 @@ from gapo_megatron.rewards.sandbox import (
 )
 from gapo_megatron.rewards.sandbox.check import check_sandbox
 from gapo_megatron.rewards.sandbox.inside import seccomp
-from gapo_megatron.rewards.sandbox.inside.processes import descendants, stat
 from gapo_megatron.rewards.sandbox.inside.seccomp import compile_filter
 from gapo_megatron.rewards.sandbox.process import ProcessSandbox
 from gapo_megatron.types import Outcome, Verdict

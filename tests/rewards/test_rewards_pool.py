@@ -18,6 +18,7 @@ import pytest
 from gapo_megatron.errors import RewardError
 from gapo_megatron.rewards import Pool
 from gapo_megatron.rewards import pool as module
+from gapo_megatron.rewards.processes import descendants
 from gapo_megatron.types import Outcome
 from tests.messages import mentions
 from tests.sandbox_setup import needs_sandbox
@@ -40,7 +41,7 @@ def clock(monkeypatch) -> SimpleNamespace:
     """The pool's: time passes only where a test sets `now`, and its workers' only in `cpu_s`."""
     clock = SimpleNamespace(now=0.0, cpu_s=0.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(module, "_cpu_s", lambda pid: clock.cpu_s)
+    monkeypatch.setattr(module, "_cpu_s", lambda pid: (clock.cpu_s, clock.cpu_s))
     return clock
 
 
@@ -182,7 +183,7 @@ def test_an_item_is_late_when_its_time_is_over_and_no_sooner(clock, tmp_path):
         clock.now += 0.1
         [verdict] = pool._settle().values()
     assert verdict.outcome is Outcome.UNKNOWN
-    assert "nothing" in verdict.reason and "150 s" in verdict.reason
+    assert "no CPU time" in verdict.reason and "150 s" in verdict.reason
 
 
 def test_only_its_own_time_makes_a_computing_worker_late(clock, tmp_path):
@@ -213,7 +214,37 @@ def test_a_worker_that_computed_and_then_sleeps_is_late_from_then_on(clock, tmp_
         assert pool._settle() == {}
         clock.now += 0.1
         [verdict] = pool._settle().values()
-    assert "nothing" in verdict.reason
+    assert "no CPU time" in verdict.reason
+
+
+def test_a_worker_that_wakes_now_and_then_is_late_too(clock, tmp_path):
+    with Pool(OBEDIENT, num_workers=1, timeout_s=150) as pool:
+        pool.wait_until_ready()
+        pool.submit([(f"await {tmp_path}/go", "")])
+        pool.poll()
+        for _ in range(149):
+            clock.now += 1
+            clock.cpu_s += 0.009
+            assert pool._settle() == {}
+        clock.now += 1.1
+        [verdict] = pool._settle().values()
+    assert "no CPU time" in verdict.reason
+
+
+def test_a_worker_computes_where_a_process_that_it_started_does(tmp_path):
+    loop = [sys.executable, "-c", "print(flush=True)\nwhile 1: pass"]
+    program = f"import subprocess\nsubprocess.run({loop})"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout and process.stdout.readline()
+            before = module._cpu_s(process.pid)
+            wait_until(
+                lambda: module._cpu_s(process.pid)[1] > before[1] + 0.05, "what the child computes"
+            )
+            assert module._cpu_s(process.pid)[0] < before[1] + 0.05
+        finally:
+            for one in (*map(int, descendants(process.pid)), process.pid):
+                os.kill(one, signal.SIGKILL)
 
 
 def test_the_pool_wakes_to_look_at_a_worker_that_says_nothing(clock, tmp_path, monkeypatch):
@@ -250,7 +281,7 @@ print(input())
             "gapo_megatron.rewards.math",
             10,
             {},
-            (r"\boxed{(x^2+y^2-1)^{40}=0}", "x^2+y^2=1"),
+            (r"\boxed{2^x=x^2+\sin x}", "x^2=2^x"),
             Outcome.WRONG,
         ),
         pytest.param(

@@ -27,8 +27,14 @@ ENVIRONMENT = {
 PIPE_BYTES = 2**16
 """What the kernel keeps of a pipe that nobody reads."""
 
-_INSIDE = ("channel", "processes", "values", "seccomp", "program", "asserts", "serve")
-"""Our modules in the sandbox; each imports only those before it."""
+_INSIDE = (
+    "processes",
+    *(
+        f"sandbox.inside.{name}"
+        for name in ["channel", "values", "seccomp", "program", "asserts", "serve"]
+    ),
+)
+"""Our modules in the sandbox, of `rewards`; each imports only those before it."""
 
 # They come on standard input: a sandbox need not see, or be able to read, the folder they lie in.
 _START = """
@@ -66,10 +72,11 @@ def ask_interpreter(*command: str, as_nobody: bool = False) -> Interpreter:
     Raises:
         SandboxError: it does not run, or is none.
     """
-    folder = Path(__file__).with_name("inside")
+    rewards = Path(__file__).parents[1]
+    paths = {name: f"{name.replace('.', '/')}.py" for name in _INSIDE}
     sources = [
-        (f"{__package__}.inside.{name}", f"inside/{name}.py", (folder / f"{name}.py").read_text())
-        for name in _INSIDE
+        (f"gapo_megatron.rewards.{name}", path, (rewards / path).read_text())
+        for name, path in paths.items()
     ]
     try:
         answer = subprocess.run(

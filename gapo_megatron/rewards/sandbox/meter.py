@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from gapo_megatron.rewards.sandbox.inside.processes import descendants, stat
+from gapo_megatron.rewards.processes import descendants, stat
 
 _LOOK_S = (0.1, 0.4)
 """Seconds between two looks: at random, so that no program computes at the looks alone."""

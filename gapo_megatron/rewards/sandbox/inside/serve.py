@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable
 from io import FileIO
 
+from gapo_megatron.rewards.processes import descendants, stat
 from gapo_megatron.rewards.sandbox.inside.asserts import check
 from gapo_megatron.rewards.sandbox.inside.channel import OUT_OF_MEMORY, Channel
-from gapo_megatron.rewards.sandbox.inside.processes import descendants, stat
 from gapo_megatron.rewards.sandbox.inside.program import (
     SIGNALS_LEFT_TO_JUDGE,
     become_program,

@@ -9,7 +9,8 @@ of these in another spelling, and half are the answers of other problems, each a
 solution of some thousand characters. `--failures` judges every reference answer against itself
 instead, an expression against every reference (which has to be parsed then), and every answer of
 the batch, and lists whatever is not as it should be. `--alone` judges the generated pairs of the
-tests by math-verify alone and by this verifier, and counts the wrong verdicts of both kinds.
+tests by math-verify alone, by it on answers in one spelling, and by this verifier, and counts the
+wrong verdicts of both kinds.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from rich.table import Table
 
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.rewards import start_pool
+from gapo_megatron.rewards.math.boxes import boxes
+from gapo_megatron.rewards.math.spelling import clean
 from gapo_megatron.types import Outcome
 
 GROUP_SIZE = 8
@@ -123,9 +126,15 @@ def compare_alone(*, num_pairs: int, num_workers: int) -> None:
         for name, made in sets.items():
             items = [(f"So $\\boxed{{{one.given}}}$.", one.reference) for one in made]
             ours = [verdict.outcome is Outcome.CORRECT for verdict in pool.judge(items)]
-            alone = [_alone(text, gold) for text, gold in items]
-            for who, verdicts in (("math-verify alone", alone), ("this verifier", ours)):
-                both = list(zip(made, verdicts, strict=True))
+            verdicts = {
+                "math-verify alone": [_alone(text, gold) for text, gold in items],
+                "one spelling first": [
+                    _alone(_spelled(text), _spelled(gold)) for text, gold in items
+                ],
+                "this verifier": ours,
+            }
+            for who, correct_or_not in verdicts.items():
+                both = list(zip(made, correct_or_not, strict=True))
                 missed = sum(pair.is_equal and not correct for pair, correct in both)
                 accepted = sum(correct and not pair.is_equal for pair, correct in both)
                 print(
@@ -136,9 +145,15 @@ def compare_alone(*, num_pairs: int, num_workers: int) -> None:
 
 def _alone(response: str, reference: str) -> bool:
     """math-verify's verdict, without its limits of wall time, which a busy machine would reach."""
-    gold = math_verify.parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
+    boxed = reference if "\\boxed" in reference else f"\\boxed{{{reference}}}"
+    gold = math_verify.parse(boxed, parsing_timeout=None)
     given = math_verify.parse(response, parsing_timeout=None)
     return bool(math_verify.verify(gold, given, timeout_seconds=None))
+
+
+def _spelled(text: str) -> str:
+    """The answer as `spelling` and `signs` write it: what a thin layer would do."""
+    return f"\\boxed{{{clean((boxes(text) or [text])[-1] or '')}}}"
 
 
 def list_failures(

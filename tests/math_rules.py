@@ -33,22 +33,10 @@ _RAISED = str.maketrans("0123456789-+n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ")
 _LOWERED = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 _ZEROS = "\uff10\u0660\u0966\u09e6\u06f0\U0001d7ce\U0001d7e2"  # of digits in other scripts
 _VULGAR = {
-    (1, 2): "½",
-    (1, 3): "⅓",
-    (2, 3): "⅔",
-    (1, 4): "¼",
-    (3, 4): "¾",
-    (1, 5): "⅕",
-    (2, 5): "⅖",
-    (3, 5): "⅗",
-    (4, 5): "⅘",
-    (1, 6): "⅙",
-    (5, 6): "⅚",
-    (1, 8): "⅛",
-    (3, 8): "⅜",
-    (5, 8): "⅝",
+    (1, 2): "½", (1, 3): "⅓", (2, 3): "⅔", (1, 4): "¼", (3, 4): "¾", (1, 5): "⅕", (2, 5): "⅖",
+    (3, 5): "⅗", (4, 5): "⅘", (1, 6): "⅙", (5, 6): "⅚", (1, 8): "⅛", (3, 8): "⅜", (5, 8): "⅝",
     (7, 8): "⅞",
-}
+}  # fmt: skip
 _WORDS = (
     "halves thirds quarters fifths eighths twelfths hundredths hundreds thousands millions"
     " thousand million billion trillion lakh crore dozen dozens doubled tripled squared cubed"
@@ -57,6 +45,14 @@ _WORDS = (
 _PHRASES = (
     "below zero,is wrong,is not it,or more,or less,at most,and a half,point five,times ten"
     ",over two,more than that,to the fourth,mod 7"
+)
+_UNITS = (
+    "cm,meters,hours,dollars,students,apples,ways,kg,points,square units,miles per hour,marbles"
+    ",days,cm²"
+)
+_BEFORE = (
+    "Wrong,Minus,Half,Negative,Not equal to,Twice the answer,All except,Not,Half of it,At least"
+    ",Over,Less than,More than,One less than,Double,The opposite of,A third of,No,Incorrect"
 )
 _CHANGING_WORDS = [*_WORDS.split(), *_PHRASES.split(",")]
 
@@ -173,24 +169,7 @@ def _vulgar(rng: random.Random) -> tuple[str, list[str], list[str]]:
 
 def _behind(rng: random.Random) -> tuple[str, list[str], list[str]]:
     n = rng.randint(2, 9_999)
-    unit = rng.choice(
-        [
-            "cm",
-            "meters",
-            "hours",
-            "dollars",
-            "students",
-            "apples",
-            "ways",
-            "kg",
-            "points",
-            "square units",
-            "miles per hour",
-            "marbles",
-            "days",
-            "cm²",
-        ]
-    )
+    unit = rng.choice(_UNITS.split(","))
     equal = [f"{n}\\text{{ {unit}}}", f"\\text{{{n} {unit}}}"]
     sign = rng.choice("⁶⁴₃¾½万亿千①‰éªжξ一")
     word = rng.choice([*_CHANGING_WORDS, _invented(rng)])
@@ -296,7 +275,98 @@ def _pair(rng: random.Random) -> tuple[str, list[str], list[str]]:
     return f"({a},\\sqrt{{{b}}})", equal, different
 
 
+def _before(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    n, x = rng.randint(2, 9_999), rng.choice("xyzt")
+    word = rng.choice([*_BEFORE.split(","), _invented(rng).capitalize()])
+    equal = [
+        f"\\text{{The answer is }}{n}", f"\\text{{Answer: }}{n}", f"\\text{{Area}} = {n}",
+        f"{x} = {n}", f"{x}_1 = {n}", f"f({x}) = {n}", f"\\text{{The total is: }}{n}", f"AB = {n}",
+        f"= {n}",
+    ]  # fmt: skip
+    different = [
+        f"\\text{{{word}: }}{n}", f"{word}: {n}", f"\\text{{{word} }}{n}",
+        f"\\text{{{word}}} = {n}", f"{x} \\text{{ is {word.lower()}}} = {n}", f"{x} \\not= {n}",
+        f"{x} \\ne {n}", f"{n + 1} = {n}", f"\\log_2 8 = {n + (n == 3)}", f"\\sin 0 = {n}",
+        f"{n} \\approx {n + 5}", f"{n} = {n} + 1",
+        f"\\lfloor {n + 1}.5 \\rfloor = {n}", f"\\infty = {n}", f"{x} > {n}", f"- {n}",
+    ]  # fmt: skip
+    return str(n), equal, different
+
+
+def _constant(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    n = rng.randint(2, 99)
+    equal = [f"{n}pi", f"{n} pi", f"{n}*pi", f"pi*{n}", f"{n}π", f"\\pi \\cdot {n}"]
+    different = [f"{n}", f"{n}e", f"{n}i", f"{n}\\pi^2", f"{n}log", f"\\pi^{{{n}}}", f"{n}\\pi^T"]
+    return f"{n}\\pi", equal, different
+
+
+def _bare_constant(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    n = rng.randint(2, 999)
+    different = [f"{n}{one}" for one in ("pi", " pi", "\\text{pi}", "log", " e", "i", "^T", "^n")]
+    return str(n), [f"{n}.0", f"{n}^1", f"+{n}"], different
+
+
+def _primes(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    a, b, x = rng.randint(2, 9), rng.randint(2, 20), rng.choice("xyzt")
+    equal = [f"{b}+{a}{x}", f"{a}·{x}+{b}", f"({a}{x}+{b})"]
+    different = [
+        f"({a}{x}+{b})'",
+        f"{a}{x}'+{b}",
+        f"{a}{x}+{b}'",
+        f"({a}{x}+{b})''",
+        f"{a}{x}''+{b}",
+    ]
+    return f"{a}{x}+{b}", equal, different
+
+
+def _exponent(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    n, letter = rng.randint(2, 9), rng.choice("Ttnk")
+    equal = [f"(1+r)^{letter} \\cdot {n}", f"{n}\\cdot(1+r)^{{{letter}}}", f"{n}(r+1)^{letter}"]
+    different = [
+        f"{n}(1+r)",
+        f"{n}(1+r)^m",
+        f"{n}^{letter}(1+r)",
+        f"{n}(1+r)_{letter}",
+        f"{n}(1+r)'",
+    ]
+    return f"{n}(1+r)^{{{letter}}}", equal, different
+
+
+def _exponential(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    a, x, f = rng.randint(2, 9), rng.choice("xt"), rng.choice(["\\sin", "\\cos", "\\ln"])
+    power = f"e^{{{a}{x}}}"
+    equal = [f"{f} {x} {power}", f"{f}({x}){power}", f"{f} {x}\\,{power}", f"{power}\\cdot{f} {x}"]
+    different = [f"{f}({x}{power})", f"e^{{{a}}}{f} {x}", f"{power}{f} {a}{x}", f"{power}+{f} {x}"]
+    return f"{power}{f} {x}", equal, different
+
+
+def _named(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    a, b = rng.sample(range(2, 99), 2)
+    equal = [f"x={a},y={b}", f"y={b}, x={a}", f"x={a}\\text{{ and }}y={b}", f"{a}, {b}"]
+    different = [
+        f"{b}, {a}", f"{b},{a},{a}", f"{a},{b},{b}", f"{b},{a},{b}", f"x={b},y={a}",
+        f"x={a}, y={a}",
+        f"x={a},y\\not={b}", f"{a}, {b}, {a + b}", f"x={a}", f"\\{{{a}\\}}",
+    ]  # fmt: skip
+    return f"x={a}, y={b}", equal, different
+
+
+def _angle(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    n = rng.randint(2, 179)
+    equal = [f"{n}°", f"{n}\\text{{ degrees}}", f"{n}^{{\\circ}}", f"{n}\\degree"]
+    different = [
+        f"{n}'",
+        f"{n}''",
+        f"{n}\\text{{ rad}}",
+        f"{n}\\%",
+        f"{n}\\text{{ cm}}",
+        f"{n}°{n}'",
+    ]
+    return f"{n}^\\circ", equal, different
+
+
 RULES: list[Rule] = [
     *(_digits, _separators, _raised, _polynomial, _root, _nested_root, _vulgar, _behind),
-    *(_behind_symbols, _product, _logarithm, _over, _index, _pair, _behind),
+    *(_behind_symbols, _product, _logarithm, _over, _index, _pair, _behind, _before, _before),
+    *(_constant, _bare_constant, _primes, _exponent, _exponential, _named, _angle),
 ]

@@ -15,7 +15,7 @@ _NO_MEANING = re.compile(
     r"|bf(?:series)?|it|sf|tiny|small|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])"
     r"|(?<!\\)(?:\\!\s*|\\[()\[\]]|\$)"
     r"|\\(?:[hv]space|[hv]?phantom)\s*\{[^{}]*\}|\\label\s*\{[^{}]*\}"
-    r"|\\color\s*\{[^{}]*\}(?!\s*\{)"
+    r"|\\color\s*\{[^{}]*\}(?!\s*\{)|(?<![\\^_a-zA-Z}\] ])\{\s*\}"
     r"|\\(?:begin|end)\s*\{(?:align(?:ed|\*)?|split|gathered)\}\s*&?"
 )
 _SYNONYMS = {

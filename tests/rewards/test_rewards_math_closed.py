@@ -82,6 +82,7 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             )),
             (r"\frac12", r"\frac12\text{.}"), ("-3", r"-3\text{.}"), ("3", r"3\mathrm{.}"),
             (r"2\text{ centuries}", r"200\text{ years}"), (r"50\%", r"50\text{ per cent}"),
+            (r"\frac{180}{\pi}", r"\frac{180}{\pi}^\circ"), ("100e^{-2}", r"100e^{-2}\text{ m}"),
         ],
         [
             ("42", "42pi"), ("42", r"42\text{pi}"), ("0.5", "0.5 pi"), ("42pi", "42"),
@@ -94,6 +95,7 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             (r"\pi", r"\pi^\circ"), ("x", r"x^\circ"), (r"\frac{\pi}{6}", r"\frac{\pi}{6}^\circ"),
             ("2mg", "2"), ("2rs", "2"), (r"\pi r^2", r"\pi r^2\text{ h}"), ("3", r"3x\Omega"),
             (r"\pi r^2\text{ h}", r"\pi r^2"), ("y=3x^2", r"y=3x^2\%"),
+            ("3x^2", r"3x^2\text{ percent}"), (r"(\pi,2)", r"(\pi^\circ,2)"),
         ],
     ),
     "nouns": (

@@ -82,7 +82,7 @@ def _compare_as_written(given: str, reference: str, wrong: Verdict) -> Verdict:
 def _equal_units(given: str, reference: str) -> bool | None:
     """False where the units contradict, or the answer has percent behind letters of its own."""
     (value, ours), (_, theirs) = split_unit(given), split_unit(reference)
-    is_own = ours == "%" != theirs and has_letters(value)
+    is_own = ours in ("%", "percent") and not theirs and has_letters(value)
     return False if is_own or ratio(ours, theirs) != 1 else None
 
 

@@ -19,6 +19,7 @@ from gapo_megatron.compat.latex2sympy import parse_latex
 from gapo_megatron.rewards.math import plain
 from gapo_megatron.rewards.math.functions import bracketed
 from gapo_megatron.rewards.math.spelling import FUNCTIONS, THOUSANDS, brace
+from gapo_megatron.rewards.math.units import RADIANS
 
 MOST_DEPTH = 20
 """Brackets inside each other: parsing time grows fast with it. DeepScaleR's references reach 6."""
@@ -115,7 +116,7 @@ def _prepare(text: str) -> str | None:
     """What math-verify reads as it should; None if there is something it would leave out."""
     text = _join_thousands(text).removesuffix("%")  # 50% is 50
     text = _SEMICOLON.sub(r"\1,\2", text)
-    if "\\pi" not in text:  # 60° is 60
+    if not RADIANS.search(text):  # 60° is 60
         text = _DEGREES.sub(" ", text)
     text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
     text = brace(text) if "\\sqrt " in text else text

@@ -119,6 +119,7 @@ def split_unit(text: str, *, with_magnitude: bool = False) -> tuple[str, str]:
     return text, ""
 
 
+RADIANS = re.compile(r"(?<!\}\{)\\pi(?![a-zA-Z])")  # but 180/pi
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.,]*\d")
 _SHORT = re.compile(r"[a-zA-Z]{2}(?![a-zA-Z])")
 
@@ -128,7 +129,7 @@ def _fits(value: str, unit: str, *, is_bare: bool) -> bool:
     if unit in ("'", "''"):
         return bool(_PLAIN_NUMBER.fullmatch(value))
     if unit == "°":  # an angle of \pi degrees is none of \pi
-        return not value[-1].isalpha() and "\\pi" not in value
+        return not value[-1].isalpha() and not RADIANS.search(value)
     if unit.startswith("%"):
         return not value.endswith("%")
     if len(unit) == 1 and has_letters(value):
@@ -138,8 +139,8 @@ def _fits(value: str, unit: str, *, is_bare: bool) -> bool:
 
 
 def has_letters(value: str) -> bool:
-    """Whether there are letters in it, behind the last equals sign, or it is a ratio."""
-    return bool(re.search(r"[a-zA-Z:]", re.sub(r"\\[a-zA-Z]+", "", value.rpartition("=")[2])))
+    """Whether letters but e are in it, behind the last equals sign, or it is a ratio."""
+    return bool(re.search(r"[a-df-zA-Z:]", re.sub(r"\\[a-zA-Z]+", "", value.rpartition("=")[2])))
 
 
 def split_magnitude(unit: str) -> tuple[int, str]:
@@ -247,6 +248,7 @@ def ratio(one: str, other: str) -> Fraction | None:
 
 
 __all__ = [
+    "RADIANS",
     "Unit",
     "has_letters",
     "is_unit",

@@ -40,7 +40,7 @@ _AS_IT_IS = NormalizationConfig(
 )
 
 
-_PLAIN_FUNCTION = re.compile(rf"(?<![\\a-zA-Z])({FUNCTIONS}|sqrt|pi)(?![a-zA-Z])")
+_PLAIN_FUNCTION = re.compile(rf"(?<![\\a-zA-Z])(?<!_\{{)({FUNCTIONS}|sqrt|pi)(?![a-zA-Z])")
 _REFUSED = re.compile(
     r"\\ldots|!!!|[\d)}]\s*_|(?<![\^_\d])\d+(?:\s+|\s*\{\s*)\d|\d\.\d*\.\d|[?#@°']|\\text(?!\s*\{)"
     r"|\\(?:not|pm|mp)(?![a-zA-Z])|,0\d|\\Gamma(?!\s*\()"

@@ -67,7 +67,7 @@ _SET_IN_WORDS = re.compile(
     re.IGNORECASE,
 )
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])")
-THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+THOUSANDS = re.compile(r"(?<=\d)(?<!\^\d),(?=\d{3}(?!\d))")
 """A comma in a number, or between two."""
 _CUT_DECIMAL = re.compile(r"(?<=\.\d{3})(\d*)\s*\\ldots\s*$")
 
@@ -97,8 +97,9 @@ def clean(text: str) -> str:
     if any(name in text for name in ("\\frac", "\\sqrt", "\\binom", "^\\", "^ \\", "^e", "_e")):
         text = brace(text)
     text = _SPACED_THOUSANDS.sub(lambda number: number[0].replace(" ", ""), text)
-    if ", " in text:  # that one ends a part, so the others are within numbers: 1,000, 2,000
-        text = THOUSANDS.sub("", text)
+    joined, in_numbers = THOUSANDS.subn("", text)
+    if ", " in text and text.count(", ") + in_numbers == text.count(","):
+        text = joined  # 1,000, 2,000: what ends a part has a space behind it
     return strip_braces(" ".join(text.split()).lstrip(" ,;").rstrip(" .,;"))
 
 
@@ -147,7 +148,7 @@ def _without_font(match: re.Match[str]) -> str:
     return _without_text(inside) if is_word else inside
 
 
-_ONE = r"(?:(?:\\?\$)?-?\d[\d./]*|\(?[A-Z]\)?(?=\s*$|,|\s+(?:and|or)\b))"
+_ONE = r"(?:(?:\\?\$)?-?\d[\d./]*|(?<!\d )\(?[A-Z]\)?(?=\s*$|,|\s+(?:and|or)\b))"
 _VALUES = re.compile(rf"(?<!\S)({_ONE}(?:,\s*{_ONE})*,?)(?!\S)")
 
 

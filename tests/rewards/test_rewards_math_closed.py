@@ -145,7 +145,6 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
         [
             ("A^T", "A^{T}"), ("2^{T+1}", r"2\cdot 2^T"), ("P(1+r)^T", "P(r+1)^T"),
             (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}^T"),
-            (r"x^\circ", r"\frac{\pi x}{180}"), (r"90^\circ-x^\circ", r"-x^\circ+90^\circ"),
             (r"\langle 1,2\rangle", "(1,2)"), (r"\frac{\Delta x}{2}", r"\Delta x/2"),
             ("120", "5!=120"), ("120", r"5!=120\text{ ways}"), (r"x\ne3", "x != 3"),
             (r"\frac13", r"0.\bar3"), (r"\frac16", r"0.1\dot{6}"), ("12/99", r"0.\dot1\dot2"),

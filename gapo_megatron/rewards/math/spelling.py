@@ -171,7 +171,6 @@ _DEGREES = re.compile(
     r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|°"
     r"|(?<=\d)\s*\\text\s*\{\s*degrees?\s*\}"
 )
-_OF_LETTER = re.compile(r"([a-zA-Z]|\\pi[^a-zA-Z,;\0]*)\0")
 
 
 def in_radians(text: str) -> str:
@@ -182,7 +181,7 @@ def in_radians(text: str) -> str:
 
 
 def _clean_degrees(text: str) -> str:
-    """In radians in functions and behind letters; elsewhere a unit."""
+    """Angles in functions in radians; elsewhere a degree is a unit."""
     text = _DEGREES.sub("\0", text)
     if "\0" not in text:
         return text
@@ -192,7 +191,7 @@ def _clean_degrees(text: str) -> str:
         if "\0" in argument:
             radians = argument.replace("\0", "\\cdot \\frac{\\pi}{180}")
             text = f"{text[: function.end()]}({radians}){text[end:]}"
-    return _OF_LETTER.sub(r"\1\\cdot \\frac{\\pi}{180}", text).replace("\0", "°")
+    return text.replace("\0", "°")
 
 
 _ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "\\text": 1}

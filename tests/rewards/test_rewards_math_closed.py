@@ -176,6 +176,60 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("3", r"\begin{aligned}x&=4\\&=3\end{aligned}"), (r"\frac{10}{3}", r"10\choose 3"),
         ],
     ),
+    "names before a value": (
+        [
+            *(("5", f"{name} = 5") for name in (
+                r"\text{Area}", r"\text{Total cost}", "Answer", "AB", r"\mathrm{AB}", "[ABC]",
+                r"\text{Area of }\triangle ABC", r"S_{\triangle ABC}", r"\text{Area}(ABC)",
+                r"n(A\cup B)", r"|A\cup B|", "|AB|", "BC^2", "P(A|B)", r"P(X\ge 2)",
+                r"P(\text{red or blue})",
+                r"\text{Number of distinct ways}", r"\overline{AB}", r"\angle ABC", "m+n", "abc",
+                "E[X]", r"\text{Var}(X)", "V_{\\text{cone}}", r"f_{\max}", r"\max f", "f(g(2))",
+                r"\gcd(a,b)", r"\int_0^1 g(x)\,dx", r"\lim_{x\to 0} f(x)", r"3\star 4", "x^2", "2x",
+            )),
+            ("5", r"\text{The answer is: }5"), ("5", r"\text{Total cost: }\$5"), ("B", "Answer: B"),
+            ("5", r"\text{Final Answer: }5"), ("B", r"\text{Answer: B}"), ("x+1", "f(x)=x+1"),
+            (r"\pi r^2", r"A=\pi r^2"), (r"60^\circ", r"\mathrm{m}\angle ABC=60^\circ"),
+        ],
+        [
+            *(("42", f"{name}42") for name in (
+                r"\text{wrong: }", "Wrong: ", "Minus: ", "Half: ", "Negative: ", "not: ", "Not: ",
+                r"\text{Not equal to: }", r"\text{Twice the answer}: ", "Square of the answer: ",
+                r"\text{at least: }", r"\text{Case 1: }", r"\text{not}=",
+                r"\text{half of the answer}=",
+                r"x\text{ is not}=", r"-\text{answer}=", r"2\text{ answer}=", r"\text{answer}-1=",
+                r"\text{answer}^2=", "不=", "?=", r"\nexists x=", r"\lnot x=", "not=", "half=",
+                r"\foo=",
+                r"x\not=", r"x\not = ", r"x\stackrel{/}{=}", r"x\overset{\text{not}}{=}",
+                r"x\rlap{/}=", "x /= ", r"\text{not}(x)=",
+            )),
+            ("B", r"\text{all except: }B"), (r"\{1,2\}", r"x\not= 1,2"), ("x=42", "x^2=42"),
+            ("x=42", "-x=42"),
+        ],
+    ),
+    "sides of a chain": (
+        [
+            ("42", r"6\cdot7=42"), ("42", r"420\text{ mm}=42\text{ cm}"), ("1024", "N=2^{10}=1024"),
+            ("4", r"\log_2 16=4"), ("55", r"\sum_{k=1}^{10} k=55"), ("0.25", r"\frac14=25\%"),
+            (r"\frac{\pi^2}{6}", r"\sum_{k=1}^\infty\frac1{k^2}=\frac{\pi^2}{6}"), ("5", "= 5"),
+            ("330", r"{11\choose 7}=330"), (r"\frac{99}{70}", r"\sqrt2\approx{\frac{99}{70}}"),
+            ("x^2+2x+1", "(x+1)^2=x^2+2x+1"), (r"\frac13", r"\frac13\approx 0.333"),
+            (r"\frac13", r"x=\frac13\approx 33.3\%"), ("1.41", r"\sqrt2\approx 1.41"),
+            ("1.41", r"x\approx 1.41"), (r"5\pi", r"5\pi\text{ cm}\approx 15.7\text{ cm}"),
+            (r"x\ne 3", r"x\not=3"),
+        ],
+        [
+            *(("42", f"{side}=42") for side in (
+                r"\log_2 8", r"\sin 0", "|{-43}|", r"\lfloor 43.5\rfloor", r"43\text{ cm}",
+                r"\gcd(12,8)", r"\infty", r"17\bmod 5", r"\sum_{k=1}^{10} k", r"x=43\text{ cm}",
+            )),
+            ("42", r"\$43=\$42"), ("42", r"42\text{ m}=42\text{ cm}"), ("x^2", "x^3=x^2"),
+            ("2x", "3x=2x"), ("x^2", "x(x+1)=x^2"), ("42", r"42\approx 100"),
+            ("42", r"43\approx 42"),
+            ("42", r"42\approxeq 100"), (r"\frac13", r"\frac13\approx 0.4"),
+            ("0.4", r"\frac13\approx 0.4"),
+        ],
+    ),
     "lists": (
         [
             (r"\frac34", r"\frac34\text{ or }75\%"), ("0.75", r"75\%\text{ or }\frac34"),

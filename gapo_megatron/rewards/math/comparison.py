@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from gapo_megatron.rewards.math import expressions, plain
+from gapo_megatron.rewards.math.labels import is_name, is_word, names_value
 from gapo_megatron.rewards.math.nouns import CHANGES_VALUE
 from gapo_megatron.rewards.math.parsing import RELATION
 from gapo_megatron.rewards.math.spelling import FUNCTIONS, TEXT, THOUSANDS, strip_braces
@@ -69,7 +70,8 @@ def _compare_as_written(given: str, reference: str, wrong: Verdict) -> Verdict:
         if (equal := decide(given, reference)) is not None:
             return _CORRECT if equal else wrong
     ours, theirs = split_unit(given), split_unit(reference)
-    if (ours[1] or theirs[1]) and ours[0] and theirs[0]:
+    is_chain = "=" in given and "=" not in reference  # of which each side has its own unit
+    if (ours[1] or theirs[1]) and ours[0] and theirs[0] and not is_chain:
         return compare(ours[0], theirs[0])
     if _words(given) or _words(reference):
         return _compare_phrases(given, reference, wrong)
@@ -108,15 +110,26 @@ _PREFIX = re.compile(
     r"\s*(?P<sign>[:=]?)\s*(?P<rest>.*\S)",
     re.DOTALL,
 )
-_INTRODUCTION = re.compile(
-    r"\s*(?:(?:so|thus|hence|therefore|the|final|correct|right|exact|answers?|values?|results?"
-    r"|solutions?|total|number|sum|product|probability|area|volume|length|perimeter|distance"
-    r"|minimum|maximum|least|greatest|smallest|largest|of|it|to|must|we|i|is),?\s*)*"
-    r"(?:is|are|be|equals?|equal to|have|has|get|option|choice)\s*",
-    re.IGNORECASE,
-)
-_NUMERIC = re.compile(r"(?:[\d\s.,+*/^!(){}%-]|\\(?:frac|sqrt|cdot|times|pi|binom)(?![a-zA-Z]))+")
-_CHANGES = re.compile(r"\b(?:not|no|less|more|greater|least|most|than|fewer|under|over|minus|if)\b")
+
+
+def _stated(given: str, reference: str) -> list[str]:
+    r"""The value of a chain, x = 42 \approx 42.0: its last exact and its rounded side.
+
+    Nothing where a side is neither a name nor equal to the others: 43 = 42 is no 42.
+    """
+    exact, _, rounded = given.partition("\\approx")
+    # Not at the equals sign of an index.
+    *sides, last = (side.strip() for side in re.split(r"=(?![^{}]*\})", exact))
+    for side in sides:
+        is_label = not side or is_name(side, reference)
+        if not is_label and compare(side, last).outcome is not Outcome.CORRECT:
+            return []
+    if not rounded.strip():
+        return [last]
+    values = _stated(rounded.strip(), reference)
+    if not last or is_name(last, reference):
+        return values
+    return [last, *values] if values and expressions.rounds(last, strip_braces(values[0])) else []
 
 
 def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
@@ -131,12 +144,9 @@ def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
         if match is None or _PREFIX.fullmatch(other):
             continue
         words = match["text"] or match["bare"] or ""
-        is_named = (match["sign"] or words.rstrip()[-1:] in (":", "=")) and not _CHANGES.search(
-            words
-        )
-        introduces = is_named or not words.strip() or _INTRODUCTION.fullmatch(words)
-        is_name = match["sign"] == "=" or not words.strip()  # and not the beginning of a sentence
-        if introduces and not (is_name and "=" in other):
+        introduces = names_value(words, is_named=bool(match["sign"]))
+        is_left = match["sign"] == "=" or not words.strip()  # and not the beginning of a sentence
+        if introduces and not (is_left and "=" in other):
             rest = match["rest"]
             simpler.append((rest, other) if mine is given else (other, rest))
     (ours, _, our_set), (theirs, _, their_set) = (
@@ -144,14 +154,9 @@ def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
     )
     if their_set and our_set in ("", their_set):  # a domain may be left out, but not changed
         simpler.append((ours, theirs))
-    if given.startswith(("=", "\\approx")) and not reference.startswith("\\approx"):
-        simpler.append((given.removeprefix("=").removeprefix("\\approx").strip(), reference))
-    if "=" in given and "=" not in reference and len(split(given)) == 1:
-        first, *_, last = sides = [side.strip() for side in given.split("=")]
-        numbers = [side for side in sides[:-1] if _NUMERIC.fullmatch(side)]  # 43 = 42 is no 42
-        is_true = all(compare(one, reference).outcome is Outcome.CORRECT for one in numbers)
-        if last and is_true and not RELATION.search(first):
-            simpler.append((last, reference))
+    is_chain = "=" in given or ("\\approx" in given and "\\approx" not in reference)
+    if is_chain and ("=" not in reference or given.startswith("=")) and len(split(given)) == 1:
+        simpler += [(value, reference) for value in _stated(given, reference)]
     stripped = [tuple(strip_braces(one).rstrip(" .,;") for one in pair) for pair in simpler]
     return [(g, r) for g, r in stripped if g and r and (g, r) != (given, reference)]
 
@@ -168,14 +173,8 @@ def _words(text: str) -> bool:
     """Whether there is more to it than mathematics."""
     without = TEXT.sub("", text)
     return without != text or any(
-        _is_word(match[0]) for match in _WORD.finditer(_COMMAND.sub("", without))
+        is_word(match[0]) for match in _WORD.finditer(_COMMAND.sub("", without))
     )
-
-
-def _is_word(letters: str) -> bool:
-    """Four letters or more that are read aloud: a product of variables has few vowels."""
-    vowels = set("aeiou").intersection(letters)
-    return bool(vowels) and letters[1:].islower() and len(set(letters)) > 2
 
 
 _WORDS_BEHIND = re.compile(
@@ -310,6 +309,8 @@ def equal_lists(given: str, reference: str) -> bool | None:
         # To math-verify they are sets, and 60, 60 is 60, 60, 60.
         repeats = len(set(theirs)) < len(theirs) and "=" not in reference
         are_lists = min(len(ours), len(theirs)) > 1 and not RELATION.search(given + reference)
+        if len(ours) < len(theirs) and all("," in part for part in ours):
+            are_lists = False  # (5,2), (7,2) may be p=5, q=2; p=7, q=2
         return False if repeats or are_lists else None
     if _labels(theirs) and not _labels(ours):
         outcomes = [compare(*pair).outcome for pair in zip(ours, theirs, strict=True)]

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import random
 import re
+from fractions import Fraction
 from typing import Any
 
 import math_verify
 import sympy
 from latex2sympy2_extended.logic import And
+from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.polys.polyerrors import CoercionFailed
 
 from gapo_megatron.rewards.math import parsing, plain
 from gapo_megatron.rewards.math.sizes import TooLargeError, check_size, expands_too_far
+from gapo_megatron.rewards.math.units import split_unit
 
 
 def equal(given: str, reference: str) -> bool | None:
@@ -41,6 +44,8 @@ def equal(given: str, reference: str) -> bool | None:
         return False
     if (_unfinished(ours) and not _unfinished(theirs)) or _is_false(ours):
         return False
+    if "=" in given and "=" not in reference and isinstance(ours, sympy.Eq | And):
+        return False  # `comparison` tells from its sides what value it states
     for text, one, other in ((given, ours, theirs), (reference, theirs, ours)):
         if text.startswith("\\{") and isinstance(one, sympy.FiniteSet) and _is_point(other):
             return False  # to math-verify {1, 2} is (1, 2)
@@ -55,6 +60,39 @@ def is_readable(text: str) -> bool:
     except TooLargeError:
         return False
     return value is not None
+
+
+def names(text: str, reference: str) -> bool:
+    """Whether an expression may be the name of any value: it has letters that `reference` has not.
+
+    So may an integral, a limit and a series: to work them out may take for ever.
+    """
+    has_cases = _has_cases(text + reference)
+    value, other = parsing.read(text, has_cases), parsing.read(reference, has_cases)
+    if not isinstance(value, sympy.Basic) or isinstance(value, sympy.Eq | And):
+        return False
+    if _unfinished(value) or (value.has(sympy.Sum) and value.has(sympy.oo)):
+        return True
+    others = _names_in(other) if isinstance(other, sympy.Basic) else set()
+    return bool(_names_in(value) - others)
+
+
+def _names_in(value: Any) -> set[Any]:
+    """Letters and functions that are no known ones."""
+    return value.free_symbols | {one.func for one in value.atoms(AppliedUndef)}
+
+
+def rounds(exact: str, rounded: str) -> bool:
+    """Whether a number is another one, rounded to the digits that are written."""
+    value, number = parsing.read(split_unit(exact)[0], False), plain.number(rounded)
+    if number is None or not _are_numbers(value):
+        return False
+    scale = 100 if number.is_percent and "%" not in exact else 1
+    places = len(decimals[1]) if (decimals := re.search(r"\.(\d+)", rounded)) else 0
+    error = abs(value.evalf() * scale / number.magnitude - sympy.Rational(str(number.value)))
+    is_fraction = number.value.denominator > 1 and not number.is_decimal  # 22/7
+    most = abs(number.value) / 1000 if is_fraction else Fraction(1, 2 * 10**places)
+    return bool(error.is_real and error <= sympy.Rational(str(most)))
 
 
 def forget() -> None:
@@ -271,7 +309,7 @@ def _is_expression(value: Any) -> bool:
 
 _STEPS = (
     sympy.floor, sympy.ceiling, sympy.Mod, sympy.sign, sympy.Sum, sympy.Product, sympy.Derivative,
-    sympy.Integral, sympy.Limit, sympy.core.function.AppliedUndef, sympy.UnevaluatedExpr,
+    sympy.Integral, sympy.Limit, AppliedUndef, sympy.UnevaluatedExpr,
 )  # fmt: skip
 
 
@@ -308,7 +346,7 @@ def _is_branched(value: Any, point: dict[Any, Any]) -> bool:
 def _is_solved(equation: Any) -> bool:
     """Whether it says what a letter, or a function, is."""
     left = equation.lhs
-    is_name = left.is_Symbol or isinstance(left, sympy.core.function.AppliedUndef)
+    is_name = left.is_Symbol or isinstance(left, AppliedUndef)
     return is_name and not (left.is_Symbol and equation.rhs.has(left))
 
 
@@ -370,4 +408,4 @@ def _same_zeros(one: Any, other: Any) -> bool | None:
     return True
 
 
-__all__ = ["equal", "forget", "is_readable", "readings"]
+__all__ = ["equal", "forget", "is_readable", "names", "readings", "rounds"]

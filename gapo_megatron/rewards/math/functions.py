@@ -25,11 +25,11 @@ _COEFFICIENT = re.compile(
     rf"\s*(?:\d+(?:\.\d+)?|\\pi(?![a-zA-Z])|\\sqrt\s*(?:\[\d\]\s*)?\{{\d+\}}"
     rf"|\\frac\s*\{{\d+\}}\s*\{{\d+\}}){_BEHIND}"
 )
-_GREEK = (
+GREEK = (
     "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau"
     "|upsilon|phi|chi|psi|omega"
 )
-_LETTER = rf"\s*(?:[a-zA-Z]|\\(?:{_GREEK})(?![a-zA-Z])){_BEHIND}"
+_LETTER = rf"\s*(?:[a-zA-Z]|\\(?:{GREEK})(?![a-zA-Z])){_BEHIND}"
 _LETTERS = re.compile(rf"{_LETTER}(?:(?!\s*e\s*\^){_LETTER})*")
 _COMMAND = re.compile(rf"\s*\\(?:frac\s*{_NESTED}|sqrt\s*(?:\[[^\]]*\])?|binom\s*{_NESTED})\s*")
 _OPEN = re.compile(r"\s*([({|])")
@@ -93,4 +93,4 @@ def _behind(text: str, start: int) -> int:
     return postfix.end() if postfix else start
 
 
-__all__ = ["NAMES", "argument_end", "bracketed", "functions"]
+__all__ = ["GREEK", "NAMES", "argument_end", "bracketed", "functions"]

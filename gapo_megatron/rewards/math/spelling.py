@@ -26,13 +26,14 @@ _SYNONYMS = {
     "\\cdot ": "cdotp", " or ": "lor|vee", " and ": "land|wedge", "\\in ": "isin",
     "\\{ ": "lbrace", "\\} ": "rbrace", "\\cup ": "bigcup", "\\cap ": "bigcap",
     "\\setminus ": "backslash", "\\infty ": "infin", "\\mathbb{R} ": "R|Reals|reals",
-    "|": "[lr]?vert|mid",
+    "\\mod ": "bmod", "|": "[lr]?vert|mid",
 }  # fmt: skip
 _SYNONYM = re.compile("|".join(f"(\\\\(?:{names})(?![a-zA-Z]))" for names in _SYNONYMS.values()))
 _SYNONYM_OF = list(_SYNONYMS)
 _PLAIN_SIGNS = {
     **{"<=": "\\le ", ">=": "\\ge ", "**": "^", "\\|": "|", "\\%": "%", "&=": "="},
-    **{" !=": "\\ne ", "!=": "! ="},  # 5!=120 has a factorial
+    **{"\\not =": "\\ne ", "\\not=": "\\ne ", " !=": "\\ne "},
+    **{"!=": "! ="},  # 5!=120 has a factorial
     **{"...": "\\ldots ", "\\{\\}": "\\emptyset ", "\\{ \\}": "\\emptyset "},
 }
 

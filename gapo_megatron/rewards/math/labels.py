@@ -1,0 +1,107 @@
+"""What may stand before a value: words of a list that name it, and the other sides of an equation.
+
+Any other word may change the value (wrong, half, all except), and any other sign: it is no label.
+"""
+
+from __future__ import annotations
+
+import re
+
+from gapo_megatron.rewards.math import expressions
+from gapo_megatron.rewards.math.functions import GREEK
+from gapo_megatron.rewards.math.nouns import NOUNS
+from gapo_megatron.rewards.math.parsing import RELATION
+from gapo_megatron.rewards.math.spelling import FUNCTIONS
+from gapo_megatron.rewards.math.units import read_unit
+
+_WORDS = """
+a age all amount an angle ans answer area average base center centre circle circumference correct
+cost deg degree density diameter difference different digit dimension discount distance distinct
+domain energy equation exact expected final force formula gcd greatest height hence i im income
+integer interest interval it largest lcm least length loss mass max maximum mean median min minimum
+mode must number of order payment perimeter period point positive possible power pressure price
+principal probability product profit radius range rank rate ratio re rectangle region remainder
+result revenue right salary savings score shaded side size slope smallest so solution speed sum
+surface tax temperature term the therefore thus time total tr triangle units value var variance
+velocity vertex volume wage we weight width work
+"""
+_ENDINGS = "are be choice equal equals get has have is option to"
+_COMMANDS = """
+angle ast begin bmod cap cdot circ cup diamond div ell end frac infty int lceil ldots lfloor lim
+measuredangle mod oplus otimes prod rceil rfloor sqrt star sum text times to triangle
+"""
+
+_VALUE_ENDINGS = frozenset(_ENDINGS.split())
+"""The last word before a value, but for a colon or an equals sign."""
+_VALUE_WORDS = NOUNS | _VALUE_ENDINGS | frozenset(_WORDS.split())
+_KNOWN = frozenset((*_COMMANDS.split(), *GREEK.split("|"), *FUNCTIONS.split("|"), "binom", "pi"))
+
+
+_OF_LETTERS = re.compile(r"(?:(?<=\bof)|(?<=angle)) (?:[A-Z]{1,4}|[a-z])\b")  # Area of ABCD
+
+
+def names_value(text: str, *, is_named: bool) -> bool:
+    """Whether words only introduce the value behind them; `is_named` if a sign stands between."""
+    words = [word.strip(".,:=()").lower() for word in _OF_LETTERS.sub("", text).split()]
+    if not is_named and words and text.rstrip()[-1] not in ":=" and words[-1] not in _VALUE_ENDINGS:
+        return False
+    return all(
+        not word or _VALUE_WORDS & {word, word.removesuffix("s")} or read_unit(word)
+        for word in words
+    )
+
+
+_ARGUMENT = re.compile(  # P(A|B) is some P, \text{AB} is AB; but 3\text{ N} has a unit
+    r"(?<![a-zA-Z\\])((?![ei])[a-zA-Z]\}?)\s*\([^()]*\)|\\gcd\s*\([^()]*[a-z][^()]*\)"
+    r"|(?<![\d})])(?<![\d})]\s)\\text\{\s*((?!NO)[A-Z]{1,2}|[a-z])\s*\}"
+)
+_DECORATION = re.compile(
+    r"\\(?:bar|hat|tilde|vec|overline|widehat|widetilde|overrightarrow|mathbb|mathcal|det|deg|dim"
+    r"|Re|Im|Pr|therefore|(?:max|min)(?!\s*[({])|(?:sum|prod)(?!\s*_))(?![a-zA-Z])|\\#"
+)
+_NAMED = re.compile(
+    r"\\text\{([^{}]*)\}|(?<![a-zA-Z\\])([a-zA-Z]{4,}|[Nn]ot?)(?![a-zA-Z])|_\{[a-z]{3,}\}"
+)
+_SOME_NAME = "\\Upsilon "
+_WORDED = re.compile(
+    r"(?:[A-Za-z\s(){}',]|_\{?\d+\}?|_|\\(?:Upsilon|Omega|triangle|angle)(?![a-zA-Z]))*"
+)
+_OPERATOR = re.compile(r"\\(?:cup|cap|circ|star|ast|oplus|otimes|diamond)(?![a-zA-Z])")
+
+
+def is_name(text: str, reference: str) -> bool:
+    """Whether a side of an equation names a value: AB, P(A), Area, m + n, x^2.
+
+    Which of them was asked for is not known here, so -x = 42 and x^2 = 42 also say 42.
+    """
+    if text in ("e", "i", "\\gamma", "\\Gamma"):  # alone no known numbers
+        return True
+    text = _ARGUMENT.sub(
+        lambda match: match[1] or match[2] or "\\Omega ", _DECORATION.sub("", text)
+    )
+    text = _NAMED.sub(_name, text)
+    if _SOME_NAME in text and not _WORDED.fullmatch(text):
+        return False  # twice the answer
+    text = _OPERATOR.sub(lambda _: f"+{_SOME_NAME}+", text)
+    commands = re.findall(r"\\([a-zA-Z]+)", text)
+    is_known = all(_KNOWN & {one, one.lower().removeprefix("var")} for one in commands)
+    return is_known and not RELATION.search(text) and expressions.names(text, reference)
+
+
+def _name(match: re.Match[str]) -> str:
+    """A letter for words of the list and for an index; nothing that is read for other words."""
+    words = match[1] or match[2]
+    if words is None:
+        return "_{\\Omega}"
+    if match[2] and len(words) > 3 and not is_word(words):
+        return words
+    return _SOME_NAME if names_value(words, is_named=True) else "?"
+
+
+def is_word(letters: str) -> bool:
+    """Four letters or more that are read aloud: a product of variables has few vowels."""
+    vowels = set("aeiou").intersection(letters)
+    return bool(vowels) and letters[1:].islower() and len(set(letters)) > 2
+
+
+__all__ = ["is_name", "is_word", "names_value"]

@@ -266,13 +266,15 @@ class _Worker:
     def limit(self, limit_s: float) -> None:
         """Allow so many seconds from now, of CPU time, and of wall-clock time without any."""
         self.limit_s = limit_s
-        self._cpu_s_before, self._cpu_s_seen = _cpu_s(self.process.pid)
+        # What it started before counts as begun now: to look at all of that takes longer.
+        self._cpu_s_before = self._cpu_s_seen = _cpu_s(self.process.pid)
         self._computed_at = time.monotonic()
         self._set_deadline()
 
     def look(self) -> None:
         """See whether it has computed, and fill `failure` if its time is over."""
-        (cpu_s, cpu_s_of_all), now = _cpu_s(self.process.pid), time.monotonic()
+        pid, now = self.process.pid, time.monotonic()
+        cpu_s, cpu_s_of_all = _cpu_s(pid), _cpu_s_of_all(pid)
         computed_s, passed_s = cpu_s_of_all - self._cpu_s_seen, now - self._computed_at
         if computed_s > 0 and computed_s >= LEAST_SHARE * passed_s:
             self._cpu_s_seen, self._computed_at = cpu_s_of_all, now
@@ -341,12 +343,16 @@ class _Worker:
             self.failure = "the verifier sent something other than its verdict"
 
 
-def _cpu_s(pid: int) -> tuple[float, float]:
-    """CPU seconds of a process, and with all that it started, in steps of 10 ms."""
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of all threads of a process, in steps of 10 ms; not of its children."""
     text = Path(f"/proc/{pid}/stat").read_bytes()  # its name need not be text
     user, system = text.rpartition(b")")[2].split()[11:13]
-    cpu_s_of_all = sum(stat(one)[1] for one in (str(pid), *descendants(pid)))
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), cpu_s_of_all
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _cpu_s_of_all(pid: int) -> float:
+    """CPU seconds of a process with all that it started."""
+    return sum(stat(one)[1] for one in (str(pid), *descendants(pid)))
 
 
 def _python_path() -> str:

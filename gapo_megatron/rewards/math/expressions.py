@@ -5,7 +5,6 @@ That is their values. `parsing` has math-verify read them, `sizes` says what wou
 
 from __future__ import annotations
 
-import random
 import re
 from fractions import Fraction
 from typing import Any
@@ -15,9 +14,14 @@ import sympy
 from latex2sympy2_extended.logic import And
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
-from sympy.polys.polyerrors import CoercionFailed
 
 from gapo_megatron.rewards.math import parsing, plain
+from gapo_megatron.rewards.math.points import (
+    has_decimals,
+    is_expression,
+    same_at_random,
+    same_equation,
+)
 from gapo_megatron.rewards.math.sizes import TooLargeError, check_size, expands_too_far
 from gapo_megatron.rewards.math.units import split_unit
 
@@ -188,12 +192,12 @@ def _equal_values(ours: Any, theirs: Any) -> bool | None:
     if (parts := _parts(ours, theirs)) is not None:
         return all(_equal_values(*pair) for pair in parts)
     # As math-verify has it: y = 5 is 5, but 5 is not 2y = 5.
-    if isinstance(ours, sympy.Eq) and _is_expression(theirs):
+    if isinstance(ours, sympy.Eq) and is_expression(theirs):
         return _equal_values(ours.rhs, theirs)
-    if isinstance(theirs, sympy.Eq) and theirs.lhs.is_Symbol and _is_expression(ours):
+    if isinstance(theirs, sympy.Eq) and theirs.lhs.is_Symbol and is_expression(ours):
         return _equal_values(ours, theirs.rhs)
     close = _close_numbers(ours, theirs)
-    if close is False or (close and _has_decimals(ours, theirs)):
+    if close is False or (close and has_decimals(ours, theirs)):
         return close
     if (
         close is not False
@@ -201,14 +205,14 @@ def _equal_values(ours: Any, theirs: Any) -> bool | None:
         and (same := _same_number(ours, theirs)) is not None
     ):
         return same
-    if _is_expression(ours) and _is_expression(theirs):
-        same = _same_at_random(ours, theirs)
+    if is_expression(ours) and is_expression(theirs):
+        same = same_at_random(ours, theirs)
         if same is not None:
             return same
     if isinstance(ours, sympy.Eq) and isinstance(theirs, sympy.Eq):
         if ours.lhs == theirs.lhs and all(_is_solved(one) for one in (ours, theirs)):
             return _equal_values(ours.rhs, theirs.rhs)
-        same = _same_equation(ours, theirs)
+        same = same_equation(ours, theirs)
         if same is not None:
             return same
     if _same_conditions(ours, theirs):
@@ -299,113 +303,11 @@ def _column(value: Any) -> list[Any]:
     return list(value) if isinstance(value, sympy.Tuple) else []
 
 
-def _has_decimals(*values: Any) -> bool:
-    return any(atom.is_Float for value in values for atom in value.atoms())
-
-
-def _is_expression(value: Any) -> bool:
-    return isinstance(value, sympy.Expr) and not value.is_Matrix
-
-
-_STEPS = (
-    sympy.floor, sympy.ceiling, sympy.Mod, sympy.sign, sympy.Sum, sympy.Product, sympy.Derivative,
-    sympy.Integral, sympy.Limit, AppliedUndef, sympy.UnevaluatedExpr,
-)  # fmt: skip
-
-
-def _same_at_random(ours: Any, theirs: Any) -> bool | None:
-    """By values at some points: False if they differ; None if that does not tell."""
-    letters = sorted(ours.free_symbols | theirs.free_symbols, key=str)
-    if not letters:
-        return None
-    if ours.has(*_STEPS) or theirs.has(*_STEPS) or _has_decimals(ours, theirs):
-        return None
-    rng = random.Random(0)
-    agreed = 0
-    for sign in (1, 1, 1, 1, -1):
-        point = {letter: sign * sympy.Rational(rng.randint(1100, 2900), 1009) for letter in letters}
-        if sign < 0 and any(_is_branched(one, point) for one in (ours, theirs)):
-            continue
-        values = [one.subs(point).evalf(30) for one in (ours, theirs)]
-        if not all(value.is_number and value.is_finite for value in values):
-            continue
-        error = abs(values[0] - values[1])
-        if error > 10**-15 * max(1, abs(values[1])):
-            return False
-        agreed += 1
-    return True if agreed >= 3 else None
-
-
-def _is_branched(value: Any, point: dict[Any, Any]) -> bool:
-    """Whether a root or logarithm of something negative is in it, whose sign is a convention."""
-    inside = [one.base for one in value.atoms(sympy.Pow) if not one.exp.is_integer]
-    inside += [one.args[0] for one in value.atoms(sympy.log)]
-    return any(not one.subs(point).evalf().is_nonnegative for one in inside)
-
-
 def _is_solved(equation: Any) -> bool:
     """Whether it says what a letter, or a function, is."""
     left = equation.lhs
     is_name = left.is_Symbol or isinstance(left, AppliedUndef)
     return is_name and not (left.is_Symbol and equation.rhs.has(left))
-
-
-def _same_equation(ours: Any, theirs: Any) -> bool | None:
-    """True where one is a multiple of the other; False where solving cannot tell them apart."""
-    if not all(_is_expression(side) for one in (ours, theirs) for side in (one.lhs, one.rhs)):
-        return None
-    one, other = ours.lhs - ours.rhs, theirs.lhs - theirs.rhs
-    if one.free_symbols != other.free_symbols:
-        return None
-    if _same_at_random(one, other) or _same_at_random(one, -other):
-        return True
-    if not other.free_symbols or one.has(*_STEPS) or other.has(*_STEPS):
-        return None
-    point = {
-        letter: sympy.Rational(1234, 1009) + place
-        for place, letter in enumerate(sorted(one.free_symbols, key=str))
-    }
-    at_point = other.subs(point).evalf(40)
-    if at_point.is_finite and at_point != 0:
-        factor = one.subs(point) / other.subs(point)
-        if _same_at_random(one, factor * other):
-            return True
-    if (same := _same_zeros(one, other)) is not None:
-        return same
-    # Both without a solution are the same to math-verify.
-    return None if len(one.free_symbols) > 1 or sympy.solve(theirs) else False
-
-
-def _same_zeros(one: Any, other: Any) -> bool | None:
-    """Whether two polynomials of the same letters are zero at the same points.
-
-    Told by their roots in each letter, with the others at random. None if they are no polynomials
-    with rational coefficients, or too large ones, or differ in complex roots alone.
-    """
-    if _has_decimals(one, other):  # which may be rounded
-        return None
-    letters = sorted(one.free_symbols, key=str)
-    rng = random.Random(0)
-    for letter in letters:
-        point = {
-            other: sympy.Rational(rng.randint(-2900, 2900), 1009)
-            for other in letters
-            if other != letter
-        }
-        values = [value.subs(point) for value in (one, other)]
-        if any(map(expands_too_far, values)):
-            return None
-        try:
-            ours, theirs = (sympy.Poly(one, letter, domain="QQ").sqf_part() for one in values)
-        except (sympy.PolynomialError, CoercionFailed):
-            return None
-        common = ours.gcd(theirs)
-        alone = [line.quo(common) for line in (ours, theirs)]
-        if any(line.count_roots() for line in alone):
-            return False
-        if any(line.degree() > 0 for line in alone):
-            return None
-    return True
 
 
 __all__ = ["equal", "forget", "is_readable", "names", "readings", "rounds"]

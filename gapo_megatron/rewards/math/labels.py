@@ -9,7 +9,7 @@ import re
 
 from gapo_megatron.rewards.math import expressions
 from gapo_megatron.rewards.math.functions import GREEK
-from gapo_megatron.rewards.math.nouns import NOUNS
+from gapo_megatron.rewards.math.nouns import MODIFIERS, NOUNS, NUMERIC, is_noun
 from gapo_megatron.rewards.math.parsing import RELATION
 from gapo_megatron.rewards.math.spelling import FUNCTIONS
 from gapo_megatron.rewards.math.units import read_unit
@@ -34,6 +34,7 @@ measuredangle mod oplus otimes prod rceil rfloor sqrt star sum text times to tri
 _VALUE_ENDINGS = frozenset(_ENDINGS.split())
 """The last word before a value, but for a colon or an equals sign."""
 _VALUE_WORDS = NOUNS | _VALUE_ENDINGS | frozenset(_WORDS.split())
+_MODIFIERS = MODIFIERS | NUMERIC
 _KNOWN = frozenset((*_COMMANDS.split(), *GREEK.split("|"), *FUNCTIONS.split("|"), "binom", "pi"))
 
 
@@ -46,8 +47,11 @@ def names_value(text: str, *, is_named: bool) -> bool:
     if not is_named and words and text.rstrip()[-1] not in ":=" and words[-1] not in _VALUE_ENDINGS:
         return False
     return all(
-        not word or _VALUE_WORDS & {word, word.removesuffix("s")} or read_unit(word)
-        for word in words
+        not word
+        or _VALUE_WORDS & {word, word.removesuffix("s")}
+        or read_unit(word)
+        or (word in _MODIFIERS and (behind in _MODIFIERS or is_noun(behind)))  # real roots
+        for word, behind in zip(words, [*words[1:], ""], strict=True)
     )
 
 

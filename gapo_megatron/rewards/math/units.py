@@ -69,7 +69,8 @@ _SPEEDS = {
     "sqcm": "cm^2", "sqm": "m^2", "sqft": "ft^2", "cc": "cm^3", "kwh": "kilowatt h",
 }  # fmt: skip
 _ONLY_IN_TEXT = {"in", "min", "rad", "ton"}
-_BARE_OF_TWO = {"cm", "ft", "in", "kg", "km", "mm", "oz", "yd"}  # others are products: mg, rs
+# Others are products of letters: mg, rs.
+_BARE_OF_TWO = {"cm", "ft", "in", "kg", "km", "lb", "mm", "oz", "yd", "mL", "KB", "MB", "GB"}
 MAGNITUDES = {
     **{"dozen": 12, "hundred": 10**2, "thousand": 10**3, "万": 10**4, "亿": 10**8},
     **{"million": 10**6, "billion": 10**9, "trillion": 10**12},

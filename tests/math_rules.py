@@ -287,7 +287,7 @@ def _before(rng: random.Random) -> tuple[str, list[str], list[str]]:
         f"\\text{{{word}: }}{n}", f"{word}: {n}", f"\\text{{{word} }}{n}",
         f"\\text{{{word}}} = {n}", f"{x} \\text{{ is {word.lower()}}} = {n}", f"{x} \\not= {n}",
         f"{x} \\ne {n}", f"{n + 1} = {n}", f"\\log_2 8 = {n + (n == 3)}", f"\\sin 0 = {n}",
-        f"{n} \\approx {n + 5}", f"{n} = {n} + 1",
+        f"{n} \\approx {n + 5}", f"\\frac{{{3 * n - 1}}}{{3}} \\approx {n}", f"{n} = {n} + 1",
         f"\\lfloor {n + 1}.5 \\rfloor = {n}", f"\\infty = {n}", f"{x} > {n}", f"- {n}",
     ]  # fmt: skip
     return str(n), equal, different
@@ -343,12 +343,21 @@ def _exponential(rng: random.Random) -> tuple[str, list[str], list[str]]:
 def _named(rng: random.Random) -> tuple[str, list[str], list[str]]:
     a, b = rng.sample(range(2, 99), 2)
     equal = [f"x={a},y={b}", f"y={b}, x={a}", f"x={a}\\text{{ and }}y={b}", f"{a}, {b}"]
+    equal += [f"({a},{b})", f"(x,y)=({a},{b})", f"⟨{a}, {b}⟩"]
     different = [
-        f"{b}, {a}", f"{b},{a},{a}", f"{a},{b},{b}", f"{b},{a},{b}", f"x={b},y={a}",
+        f"({b},{a})", f"(x,y)=({b},{a})", f"⟨{b}, {a}⟩", f"{b}, {a}",
+        f"{b},{a},{a}", f"{a},{b},{b}", f"{b},{a},{b}", f"x={b},y={a}",
         f"x={a}, y={a}",
         f"x={a},y\\not={b}", f"{a}, {b}, {a + b}", f"x={a}", f"\\{{{a}\\}}",
     ]  # fmt: skip
     return f"x={a}, y={b}", equal, different
+
+
+def _choices(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    a, b, c = rng.sample("ABCD", 3)
+    equal = [f"{a}, {b}", f"({b}) and ({a})", f"\\text{{{a} and {b}}}", f"({a}), ({b})"]
+    different = [a, f"({b})", f"{a}, {c}", f"{a}, {b}, {c}", f"\\text{{({a}) and ({c})}}"]
+    return f"\\text{{({a}) and ({b})}}", equal, different
 
 
 def _angle(rng: random.Random) -> tuple[str, list[str], list[str]]:
@@ -368,5 +377,5 @@ def _angle(rng: random.Random) -> tuple[str, list[str], list[str]]:
 RULES: list[Rule] = [
     *(_digits, _separators, _raised, _polynomial, _root, _nested_root, _vulgar, _behind),
     *(_behind_symbols, _product, _logarithm, _over, _index, _pair, _behind, _before, _before),
-    *(_constant, _bare_constant, _primes, _exponent, _exponential, _named, _angle),
+    *(_constant, _bare_constant, _primes, _exponent, _exponential, _named, _choices, _angle),
 ]

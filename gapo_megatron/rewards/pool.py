@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gapo_megatron.errors import RewardError
-from gapo_megatron.rewards.processes import descendants, stat
+from gapo_megatron.rewards.processes import cpu_seconds, descendants
 from gapo_megatron.types import Outcome, Verdict
 
 START_TIMEOUT_S = 300.0
@@ -352,7 +352,7 @@ def _cpu_s(pid: int) -> float:
 
 def _cpu_s_of_all(pid: int) -> float:
     """CPU seconds of a process with all that it started."""
-    return sum(stat(one)[1] for one in (str(pid), *descendants(pid)))
+    return sum(map(cpu_seconds, (str(pid), *descendants(pid))))
 
 
 def _python_path() -> str:

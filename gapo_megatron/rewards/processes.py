@@ -17,17 +17,32 @@ def descendants(pid: int) -> list[str]:
     return found[1:]
 
 
-def stat(process: str) -> tuple[bool, float]:
-    """Whether it can run, and its CPU seconds, with those of children that it has waited for.
-
-    Of a process that has ended meanwhile: no, and 0.
-    """
+def cpu_seconds(process: str) -> float:
+    """With those of children that it has waited for; 0 if it has ended meanwhile."""
     try:
-        with open(f"/proc/{process}/stat", "rb") as file:  # its name need not be text
-            fields = file.read().rpartition(b")")[2].split()
+        return sum(map(int, _stat(process)[11:15])) / os.sysconf("SC_CLK_TCK")
     except OSError:
-        return False, 0.0
-    return fields[0] == b"R", sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        return 0.0
 
 
-__all__ = ["descendants", "stat"]
+def can_run(process: str) -> bool:
+    """Whether one of its threads can; not if it lets others go first, or has ended meanwhile."""
+    with (
+        contextlib.suppress(OSError),  # a kernel without such groups
+        open(f"/proc/{process}/autogroup") as file,
+    ):
+        if int(file.read().split()[-1]) > 0:
+            return False
+    with contextlib.suppress(OSError):
+        threads = os.listdir(f"/proc/{process}/task")
+        return any(_stat(f"{process}/task/{thread}")[0] == b"R" for thread in threads)
+    return False
+
+
+def _stat(path: str) -> list[bytes]:
+    """What stands behind the name, which need not be text."""
+    with open(f"/proc/{path}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
+__all__ = ["can_run", "cpu_seconds", "descendants"]

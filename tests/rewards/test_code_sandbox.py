@@ -20,7 +20,7 @@ from gapo_megatron.config import RewardConfig
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.rewards.code import verify
 from gapo_megatron.rewards.pool import Pool
-from gapo_megatron.rewards.processes import descendants, stat
+from gapo_megatron.rewards.processes import can_run, descendants
 from gapo_megatron.rewards.sandbox import (
     SYSTEM_PYTHON,
     Limits,
@@ -552,7 +552,7 @@ def test_only_what_is_waited_for_the_program_is_its_time(monkeypatch):
             **{name: getattr(select, name) for name in ("POLLIN", "POLLOUT", "POLLRDHUP")},
         ),
     )
-    monkeypatch.setattr(meter, "stat", lambda _: (False, 0.0))  # they sleep
+    monkeypatch.setattr(meter, "can_run", lambda _: False)
     limits = Limits(total_s=50, wall_s=600)
     with ProcessSandbox(limits, kind="bubblewrap", python=SYSTEM_PYTHON) as box:
         box.send({"program": "def f(): pass", "prelude": ""})
@@ -570,9 +570,26 @@ def test_only_what_is_waited_for_the_program_is_its_time(monkeypatch):
         assert len(waits.allowed_s) == num_waits + 2  # 49 s, 58 s
 
 
+LOWERS_ITS_GROUP = """
+os.setsid()
+with open("/proc/self/autogroup", "w") as file: file.write("19")
+print(flush=True)
+while True: pass"""
+THREAD = "import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()"
+has_groups = pytest.mark.skipif(
+    not Path("/proc/self/autogroup").exists(), reason="no groups of processes in this kernel"
+)
+
+
 @pytest.mark.parametrize("is_child", [False, True])
 @pytest.mark.parametrize(
-    ("body", "is_asleep"), [("time.sleep(99)", True), ("while True: pass", False)]
+    ("body", "is_asleep"),
+    [
+        ("time.sleep(99)", True),
+        ("while True: pass", False),
+        (THREAD, False),
+        pytest.param(LOWERS_ITS_GROUP, True, marks=has_groups),
+    ],
 )
 def test_wall_clock_time_counts_while_all_sleep_and_cpu_time_while_one_can_run(
     body, is_asleep, is_child
@@ -585,8 +602,7 @@ def test_wall_clock_time_counts_while_all_sleep_and_cpu_time_while_one_can_run(
         assert process.stdout and process.stdout.readline()
         children = [str(process.pid), *descendants(process.pid)]
         try:
-            if is_asleep:
-                wait_until(lambda: not any(stat(one)[0] for one in children), "that all sleep")
+            wait_until(lambda: any(map(can_run, children)) is not is_asleep, "that it has begun")
             watch = meter.Meter(process.pid)
             watch.wait(3600)
             assert (watch.look() == 3600) is is_asleep

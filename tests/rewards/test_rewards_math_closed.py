@@ -208,6 +208,22 @@ CLASSES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             ("x=42", "-x=42"),
         ],
     ),
+    "one answer, in its order": (
+        [
+            ("1.41", r"\sqrt2\approx 1.41"), ("e", r"x=e\approx2.718"), (r"8\pi", r"2\pi(4)"),
+            (r"10\pi", r"2\pi(5)=10\pi"), (r"\text{(A) and (C)}", "A, C"), ("(B) 12", "B"),
+            ("x=1,y=2", "(1,2)"), ("a=3,b=4", "(a,b)=(3,4)"), ("(1,2)", "y=2,x=1"),
+            ("42", r"\mathbf{u}\cdot\mathbf{v}=42"), ("42", r"\text{Discriminant}=42"),
+        ],
+        [
+            ("1", r"\frac23\approx1"), ("3", r"\pi\approx3"), ("50", r"0.496\approx50\%"),
+            (r"12\pi", r"2\pi(5)=12\pi"), ("8", r"8\text{ negative units}"),
+            (r"\text{(A) and (C)}", "A"), (r"\textbf{(B)}\text{ and }\textbf{(D)}", "B"),
+            ("(A) (C)", "A"), ("(A) 3, (B) 4", "A"), (r"\text{(a) }3\text{ (b) }4", "a"),
+            ("x=1,y=2", "(2,1)"), ("x=1,y=2", r"\langle2,1\rangle"), ("a=3,b=4", "(a,b)=(4,3)"),
+            ("a=3,b=4,c=5", "(5,4,3)"), ("(1,2)", "y=1,x=2"), ("42", r"\text{Foobar: }42"),
+        ],
+    ),
     "sides of a chain": (
         [
             ("42", r"6\cdot7=42"), ("42", r"420\text{ mm}=42\text{ cm}"), ("1024", "N=2^{10}=1024"),

@@ -40,7 +40,7 @@ def compare(given: str, reference: str) -> Verdict:
         value, words = _unlisted(mine)
         pair = (value, other) if mine is given else (other, value)
         if words and compare(*pair).outcome is not Outcome.WRONG:
-            reason = f"the words {words!r} behind the value are on no list: {mine!r}"
+            reason = f"the words {words!r} beside the value are on no list: {mine!r}"
             return Verdict(Outcome.UNKNOWN, reason)
     if verdict.outcome is Outcome.UNKNOWN and is_judge(reference):
         return wrong  # it is the answer that cannot be read
@@ -127,9 +127,12 @@ def _stated(given: str, reference: str) -> list[str]:
     if not rounded.strip():
         return [last]
     values = _stated(rounded.strip(), reference)
-    if not last or is_name(last, reference):
+    if not last or (last != "e" and is_name(last, reference)):
         return values
-    return [last, *values] if values and expressions.rounds(last, strip_braces(values[0])) else []
+    if not values or not expressions.rounds(last, strip_braces(values[0])):
+        return []
+    number = plain.number(reference)  # 2/3 \approx 1 is no 1, though 2/3 \approx 0.667 is 0.667
+    return [last, *values] if number and number.value.denominator > 1 else [last]
 
 
 def _without_labels(given: str, reference: str) -> list[tuple[str, str]]:
@@ -184,7 +187,12 @@ _WORDS_BEHIND = re.compile(
 
 
 def _unlisted(text: str) -> tuple[str, str]:
-    """The value and plain words behind it, of which nobody can say whether they change it."""
+    """The value and plain words beside it, of which nobody can say whether they change it."""
+    label = _PREFIX.fullmatch(text)
+    words = (label["text"] or label["bare"] or "").strip() if label else ""
+    if label and (label["sign"] or words.endswith((":", "="))):
+        is_known = names_value(words, is_named=True) or CHANGES_VALUE.search(words)
+        return (text, "") if is_known else (strip_braces(label["rest"]), words)
     match = _WORDS_BEHIND.fullmatch(text)
     words = (match[2] or match[3]).strip() if match else ""
     is_known = is_unit(words) or plain.is_worded(text) or CHANGES_VALUE.search(words)
@@ -305,6 +313,18 @@ def equal_lists(given: str, reference: str) -> bool | None:
         if is_one and all(compare(other, first).outcome is Outcome.CORRECT for other in others):
             pair = (given, first) if text is reference else (first, reference)
             return compare(*pair).outcome is Outcome.CORRECT
+    if (labels := _labels(theirs)) and len(theirs) > len(ours) == 1:
+        names, _, point = ours[0].rpartition("=")
+        if names.startswith("(") and names.replace(" ", "") != f"({','.join(labels)})":
+            return False  # (b,a) = (1,2) is not a = 1, b = 2
+        ours = _coordinates(point.strip()) if names[:1] in ("", "(") else ours
+    elif len(theirs) == 1 < len(ours) and all(len(label) == 1 for label in _labels(ours) or ("",)):
+        theirs = _coordinates(reference)  # in the order of the letters
+        ours = [part.partition("=")[2].strip() for part in sorted(ours)]
+        outcomes = [compare(*pair).outcome for pair in zip(ours, theirs, strict=False)]
+        if len(theirs) == len(ours):
+            return all(outcome is Outcome.CORRECT for outcome in outcomes)
+        ours, theirs = split(given), split(reference)
     if len(theirs) < 2 or len(ours) != len(theirs):
         # To math-verify they are sets, and 60, 60 is 60, 60, 60.
         repeats = len(set(theirs)) < len(theirs) and "=" not in reference
@@ -319,6 +339,12 @@ def equal_lists(given: str, reference: str) -> bool | None:
     if Outcome.WRONG in outcomes:
         return False
     return True if set(outcomes) == {Outcome.CORRECT} else None
+
+
+def _coordinates(text: str) -> list[str]:
+    """Those of a point; of anything else, itself."""
+    is_point = text[:1] in ("(", "[") and text[-1:] in (")", "]")
+    return split(text[1:-1], is_list=True) if is_point else [text]
 
 
 def _take_equal(others: list[str], part: str) -> Outcome:

@@ -24,6 +24,12 @@ principal probability product profit radius range rank rate ratio re rectangle r
 result revenue right salary savings score shaded side size slope smallest so solution speed sum
 surface tax temperature term the therefore thus time total tr triangle units value var variance
 velocity vertex volume wage we weight width work
+acceleration altitude bill budget centroid coefficient commission common cone constant coordinate
+count current cylinder derivative determinant deviation diagonal discriminant earning edge exponent
+expense first foci focus frequency gcf hcf hexagon hypotenuse index intersection last left lhs
+magnitude midpoint money multiple net ordered original pair parallelogram percentage prism pyramid
+quadrilateral quotient remaining resistance rhombus rhs sale selling sequence series set sphere
+standard step tip trapezoid voltage
 """
 _ENDINGS = "are be choice equal equals get has have is option to"
 _COMMANDS = """

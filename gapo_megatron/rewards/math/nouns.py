@@ -56,7 +56,7 @@ additional black blue colored cubic different distinct extra female gold green i
 lattice male new ordered pink possible red silver small sq square stuffed unique unordered video
 white wooden yellow
 """
-_NUMERIC = "complex negative nonnegative nonreal positive prime rational real whole"
+_NUMERIC = "complex nonnegative nonreal positive prime rational real whole"
 _LINKS = "a an at every for in of on per the"
 _ENDINGS = "altogether approximately away deep high left leftover long old remaining tall wide"
 

@@ -116,6 +116,7 @@ def _prepare(text: str) -> str | None:
     """What math-verify reads as it should; None if there is something it would leave out."""
     text = _join_thousands(text).removesuffix("%")  # 50% is 50
     text = _SEMICOLON.sub(r"\1,\2", text)
+    text = text.replace("\\pi (", "\\pi(").replace("\\pi(", "\\pi \\cdot (")  # no function
     if not RADIANS.search(text):  # 60° is 60
         text = _DEGREES.sub(" ", text)
     text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)

@@ -268,7 +268,9 @@ def letter(text: str) -> str | None:
 def labelled(text: str) -> tuple[str, str] | None:
     r"""Letter and value of a choice: \text{(B)} 12."""
     match = _LABELLED.fullmatch(text)
-    if match is None or _LABELLED.fullmatch(match["rest"]):  # (A) (B) 5 says nothing
+    if match is None:
+        return None
+    if _names_another(match["rest"]) or _LABELLED.search(match["rest"]):  # (A) and (B), (A) 3 (B) 4
         return None
     return next(filter(None, match.groups())).upper(), match["rest"]
 

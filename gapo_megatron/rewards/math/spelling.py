@@ -76,7 +76,7 @@ _CUT_DECIMAL = re.compile(r"(?<=\.\d{3})(\d*)\s*\\ldots\s*$")
 def clean(text: str) -> str:
     """The text in one spelling, without what has no meaning."""
     text = strip_box(text) if "boxed" in text or "fbox" in text else text
-    text = _NO_MEANING.sub("", _SPACE.sub(" ", fold(text)))
+    text = _NO_MEANING.sub("", " ".join(_SPACE.sub(" ", fold(text)).split()))
     text = _BRACED_SIGN.sub(lambda sign: sign[0] if sign[1] else sign[2], text)
     if "\\over" in text or "\\choose" in text:
         text = _OVER.sub(_from_between, f"{{{text}}}")
@@ -130,6 +130,8 @@ def _without_font(match: re.Match[str]) -> str:
     inside = _IN_FONT.sub(_without_font, match["inside"])
     word = inside.strip()
     before = match.string[: match.start()].rstrip(" ")
+    if re.search(r"\\[a-zA-Z]+$", before):  # the letters of a command are not one with others
+        inside = f" {inside}"
     if before.endswith(("_", "_{")):
         return word if before.endswith("{") else f"{{{word}}}"
     if word in ("e", "i"):

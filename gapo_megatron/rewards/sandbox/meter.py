@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from gapo_megatron.rewards.processes import descendants, stat
+from gapo_megatron.rewards.processes import can_run, cpu_seconds, descendants
 
 _LOOK_S = (0.1, 0.4)
 """Seconds between two looks: at random, so that no program computes at the looks alone."""
@@ -15,7 +15,7 @@ class Meter:
 
     Looks tell which. Where a process can run, what counts is the CPU time since the last look, and
     no more than the wall-clock time. None can be kept from running but by the machine: a program
-    may not change its priority (`seccomp`).
+    may not change its priority (`seccomp`), and one that lowers its group's counts as asleep.
     """
 
     def __init__(self, pid: int) -> None:
@@ -40,12 +40,12 @@ class Meter:
 
         To be called while the judge waits: between two tests no process of the program is there.
         """
-        seen = [stat(process) for process in (str(self._pid), *descendants(self._pid))]
-        cpu_s = sum(seconds for _, seconds in seen)
+        processes = [str(self._pid), *descendants(self._pid)]
+        seconds = sum(map(cpu_seconds, processes))
         used_s = self._waited_s
-        if any(can_run for can_run, _ in seen):
-            used_s = min(used_s, max(0.0, cpu_s - self._cpu_s))
-        self._cpu_s = max(cpu_s, self._cpu_s)
+        if any(map(can_run, processes)):
+            used_s = min(used_s, max(0.0, seconds - self._cpu_s))
+        self._cpu_s = max(seconds, self._cpu_s)
         self._waited_s, self.next_look_s = 0.0, random.uniform(*_LOOK_S)
         return used_s
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from io import FileIO
 
-from gapo_megatron.rewards.processes import descendants, stat
+from gapo_megatron.rewards.processes import cpu_seconds, descendants
 from gapo_megatron.rewards.sandbox.inside.asserts import check
 from gapo_megatron.rewards.sandbox.inside.channel import OUT_OF_MEMORY, Channel
 from gapo_megatron.rewards.sandbox.inside.program import (
@@ -135,9 +135,7 @@ def _excess(limits: dict[str, int], *, cpu_s: float, before: float) -> str:
     bound = limits["memory_mib"] * 2**20
     if sum(map(_resident_bytes, processes)) > bound and sum(map(_own_bytes, processes)) > bound:
         return f"used more than {limits['memory_mib']} MiB of memory"
-    if failure := _excess_of_cpu(
-        _cpu_reaped() - before + sum(stat(one)[1] for one in processes), cpu_s
-    ):
+    if failure := _excess_of_cpu(_cpu_reaped() - before + sum(map(cpu_seconds, processes)), cpu_s):
         return failure
     if os.getpid() != 1:  # its folder is one of the machine's
         return ""

@@ -35,7 +35,7 @@ LOOK_S = 0.5
 """Between two looks at the CPU time of a worker: it may exceed its limit by that much."""
 
 LEAST_SHARE = 0.01
-"""Of a CPU: a worker that gets less, with all that it started, waits for something else."""
+"""Of a CPU. A worker that uses less, together with all that it started, is taken to hang."""
 
 MAX_FAILED_STARTS = 3
 """In a row; with more, workers cannot start here. One may be killed in its start by chance."""
@@ -281,7 +281,9 @@ class _Worker:
         if cpu_s - self._cpu_s_before > self.limit_s:
             self.failure = f"took more than {self.limit_s:g} s of CPU time"
         elif now - self._computed_at > self.limit_s:
-            self.failure = f"used (next to) no CPU time for more than {self.limit_s:g} s"
+            self.failure = (
+                f"used less than {LEAST_SHARE:.0%} of a CPU for more than {self.limit_s:g} s"
+            )
         else:
             self._set_deadline()
 
@@ -344,10 +346,8 @@ class _Worker:
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU seconds of all threads of a process, in steps of 10 ms; not of its children."""
-    text = Path(f"/proc/{pid}/stat").read_bytes()  # its name need not be text
-    user, system = text.rpartition(b")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds of a process; not of its children."""
+    return cpu_seconds(str(pid), with_children=False)
 
 
 def _cpu_s_of_all(pid: int) -> float:

@@ -603,6 +603,9 @@ def test_wall_clock_time_counts_while_all_sleep_and_cpu_time_while_one_can_run(
         children = [str(process.pid), *descendants(process.pid)]
         try:
             wait_until(lambda: any(map(can_run, children)) is not is_asleep, "that it has begun")
+            if body == THREAD:  # the state of a process is that of its main thread
+                stat = Path(f"/proc/{children[-1]}/stat")
+                wait_until(lambda: ") S " in stat.read_text(), "that the main thread waits")
             watch = meter.Meter(process.pid)
             watch.wait(3600)
             assert (watch.look() == 3600) is is_asleep

@@ -184,7 +184,7 @@ def test_an_item_is_late_when_its_time_is_over_and_no_sooner(clock, tmp_path):
         clock.now += 0.1
         [verdict] = pool._settle().values()
     assert verdict.outcome is Outcome.UNKNOWN
-    assert "no CPU time" in verdict.reason and "150 s" in verdict.reason
+    assert "1% of a CPU" in verdict.reason and "150 s" in verdict.reason
 
 
 def test_only_its_own_time_makes_a_computing_worker_late(clock, tmp_path):
@@ -215,7 +215,7 @@ def test_a_worker_that_computed_and_then_sleeps_is_late_from_then_on(clock, tmp_
         assert pool._settle() == {}
         clock.now += 0.1
         [verdict] = pool._settle().values()
-    assert "no CPU time" in verdict.reason
+    assert "1% of a CPU" in verdict.reason
 
 
 def test_a_worker_that_wakes_now_and_then_is_late_too(clock, tmp_path):
@@ -229,7 +229,7 @@ def test_a_worker_that_wakes_now_and_then_is_late_too(clock, tmp_path):
             assert pool._settle() == {}
         clock.now += 1.1
         [verdict] = pool._settle().values()
-    assert "no CPU time" in verdict.reason
+    assert "1% of a CPU" in verdict.reason
 
 
 def test_a_worker_computes_where_a_process_that_it_started_does(tmp_path):

@@ -318,13 +318,11 @@ def equal_lists(given: str, reference: str) -> bool | None:
         if names.startswith("(") and names.replace(" ", "") != f"({','.join(labels)})":
             return False  # (b,a) = (1,2) is not a = 1, b = 2
         ours = _coordinates(point.strip()) if names[:1] in ("", "(") else ours
-    elif len(theirs) == 1 < len(ours) and all(len(label) == 1 for label in _labels(ours) or ("",)):
-        theirs = _coordinates(reference)  # in the order of the letters
-        ours = [part.partition("=")[2].strip() for part in sorted(ours)]
-        outcomes = [compare(*pair).outcome for pair in zip(ours, theirs, strict=False)]
-        if len(theirs) == len(ours):
-            return all(outcome is Outcome.CORRECT for outcome in outcomes)
-        ours, theirs = split(given), split(reference)
+    elif max(map(len, _labels(ours)), default=0) == 1 and len(ours) > len(theirs):
+        values = [part.partition("=")[2].strip() for part in sorted(ours)]  # x before y
+        if len(coordinates := _coordinates(reference)) == len(values):
+            pairs = zip(values, coordinates, strict=True)
+            return all(compare(*pair).outcome is Outcome.CORRECT for pair in pairs)
     if len(theirs) < 2 or len(ours) != len(theirs):
         # To math-verify they are sets, and 60, 60 is 60, 60, 60.
         repeats = len(set(theirs)) < len(theirs) and "=" not in reference

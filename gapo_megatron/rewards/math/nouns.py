@@ -64,7 +64,7 @@ NOUNS = frozenset(_NOUNS.split())
 MODIFIERS = frozenset(_MODIFIERS.split())
 """Before such a noun."""
 NUMERIC = frozenset(_NUMERIC.split())
-"""Before a noun of numbers, and no measure: 3 positive roots, but not 3 negative metres."""
+"""Before a noun of numbers, and no measure: 3 positive roots, but not 3 positive metres."""
 LINKS = frozenset(_LINKS.split())
 """Between two of them: miles per hour, eggs a day, cups of water."""
 ENDINGS = frozenset(_ENDINGS.split())

@@ -37,7 +37,8 @@ def can_run(process: str) -> bool:
         contextlib.suppress(OSError),  # a kernel without such groups
         open(f"/proc/{process}/autogroup") as file,
     ):
-        if int(file.read().split()[-1]) > 0:
+        group = file.read().split()  # nothing in the session that the kernel started with
+        if group and int(group[-1]) > 0:
             return False
     with contextlib.suppress(OSError):
         threads = os.listdir(f"/proc/{process}/task")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 
 from gapo_megatron.config import RewardConfig
 from gapo_megatron.errors import ConfigError
+from gapo_megatron.rewards import processes
 from gapo_megatron.rewards.code import verify
 from gapo_megatron.rewards.pool import Pool
 from gapo_megatron.rewards.processes import can_run, descendants
@@ -612,6 +614,14 @@ def test_wall_clock_time_counts_while_all_sleep_and_cpu_time_while_one_can_run(
         finally:
             for one in reversed(children):
                 os.kill(int(one), signal.SIGKILL)
+
+
+def test_a_process_without_a_group_can_run(monkeypatch):
+    def opened(path, *mode):
+        return io.StringIO() if path.endswith("/autogroup") else open(path, *mode)
+
+    monkeypatch.setattr(processes, "open", opened, raising=False)
+    assert can_run("self")
 
 
 def test_the_filter_names_each_architecture_and_no_other():

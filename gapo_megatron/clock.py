@@ -22,7 +22,7 @@ class Patient(Protocol):
     """What knows whether a stop was asked for (`run.attempt.Attempt`)."""
 
     def patience(self, expected: Expectation) -> Callable[[float], bool]:
-        """When to break off work of that length: a function of its elapsed seconds."""
+        """When to abort work of that length: a function of its elapsed seconds."""
 
 
 class Stopwatch:

@@ -1,22 +1,22 @@
-"""Tokens travel once: from the rank that has a sequence, point to point, to those that compute it.
+"""Arrays travel once: from the rank that holds a sequence, point to point, to those that need it.
 
-Between two ranks there is one message at most, a flat buffer of bytes without any description:
-both sides know what is in it from the facts, which every rank has. A message holds its sequences'
-prompts, responses (int32), log-probs, carried log-probs (float32) and, of sequences with tokens
-that the environment gave, masks (a byte a token), each kind of all sequences in turn.
+Between two ranks there is one message at most, a flat buffer of bytes without any description: both
+sides know its layout from lengths that every rank has. A message holds its sequences' arrays column
+after column: of tokens (`token_columns`) prompts, responses (int32), log-probs, carried log-probs
+(float32), and masks of the responses that have one (a byte a token).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.facts import Facts, Tokens
+from gapo_megatron.rollouts import COLUMNS, ROW, Rollouts, Tokens
 
 
 class Work(Protocol):
@@ -94,9 +94,34 @@ class Posted:
             self.messages.pop()
 
 
+class Column(NamedTuple):
+    """One array of each of B sequences."""
+
+    dtype: Any
+    lengths: np.ndarray
+    """[B] int: elements; 0 where the sequence has none. The same on every rank."""
+
+
+AnyRollouts = TypeVar("AnyRollouts", bound=Rollouts)
+
+
+def token_columns(table: np.ndarray) -> dict[str, Column]:
+    """Layout of the tokens of a table's sequences: `Rollouts.tokens`."""
+    num_tokens = table["num_response_tokens"]
+    lengths = {
+        "prompt_ids": table["num_prompt_tokens"],
+        "response_ids": num_tokens,
+        "rollout_log_probs": num_tokens,
+        "carried_log_probs": table["num_carried_tokens"],
+        "response_masks": np.where(table["num_sampled_tokens"] < num_tokens, num_tokens, 0),
+    }
+    return {name: Column(dtype, lengths[name]) for name, dtype in COLUMNS.items()}
+
+
 def post(
-    held: Mapping[int, Tokens],
-    facts: Facts,
+    arrays: Tokens,
+    columns: Mapping[str, Column],
+    holder: np.ndarray,
     wanted: Sequence[Sequence[int]],
     *,
     channel: Channel,
@@ -105,8 +130,9 @@ def post(
     """Begin to send every other rank the sequences that it wants and this rank holds.
 
     Args:
-        held: by number those that this rank has, all with `facts.holder` = its rank among them.
-        facts: the same on every rank.
+        arrays: this rank's.
+        columns: their layout, the same on every rank.
+        holder: [B] int, the rank of the channel that sends each sequence; the same on every rank.
         wanted: per rank of the channel the numbers of the sequences it wants, ascending; the same
             on every rank. A rank at the end that wants nothing may be left out.
         channel: joins the ranks that hold and those that want.
@@ -116,82 +142,111 @@ def post(
         The messages; keep them until their `wait` has returned. Nothing here waits for a receiver.
     """
     messages: list[tuple[Work, torch.Tensor]] = []
-    here = {*np.flatnonzero(facts.holder == channel.rank).tolist()}
+    here = {*np.flatnonzero(holder == channel.rank).tolist()}
     for rank, numbers in enumerate(wanted):
         if rank == channel.rank:
             continue
         # A set: a thousand ranks want a handful each, too few for an array to pay.
         mine = sorted(here.intersection(numbers))
         if mine:
-            buffer = torch.from_numpy(pack([held[i] for i in mine], facts.take(mine)))
+            buffer = torch.from_numpy(_pack(arrays, columns, mine))
             messages.append((channel.send(buffer, to=rank, tag=tag), buffer))
     return Posted(messages)
 
 
 def receive(
-    facts: Facts, wanted: Sequence[int], *, channel: Channel, tag: int
-) -> dict[int, Tokens]:
+    columns: Mapping[str, Column],
+    holder: np.ndarray,
+    wanted: Sequence[int],
+    *,
+    channel: Channel,
+    tag: int,
+) -> dict[str, dict[int, np.ndarray]]:
     """Receive the sequences that this rank wants and others hold.
 
     Args:
-        facts: the same on every rank.
-        wanted: numbers of the sequences that this rank wants, ascending, as those who send know it.
+        columns: as of `post`, like `holder`.
+        holder: [B] int.
+        wanted: numbers of the sequences that this rank wants, ascending, as the senders know it.
         channel: as of `post`.
         tag: the same as the sender's.
 
     Returns:
-        By number. Those that this rank holds itself are left out.
+        Arrays by column and number, without those of sequences that this rank holds itself.
     """
     numbers = np.asarray(wanted, dtype=np.int64)
     arriving = []
-    for source in np.unique(facts.holder[numbers]).tolist():
+    for source in np.unique(holder[numbers]).tolist():
         if source == channel.rank:
             continue
-        theirs = numbers[facts.holder[numbers] == source]
-        buffer = torch.empty(message_bytes(facts.take(theirs)), dtype=torch.uint8)
+        theirs = numbers[holder[numbers] == source]
+        buffer = torch.empty(int(_sizes(columns, theirs).sum()), dtype=torch.uint8)
         work = channel.receive(buffer, source=source, tag=tag)
         arriving.append((work, theirs, buffer))
-    received: dict[int, Tokens] = {}
+    received: dict[str, dict[int, np.ndarray]] = {name: {} for name in columns}
     for work, theirs, buffer in arriving:
         work.wait()
-        tokens = unpack(buffer.numpy(), facts.take(theirs))
-        received |= zip(theirs.tolist(), tokens, strict=True)
+        for name, found in _unpack(buffer.numpy(), columns, theirs).items():
+            received[name] |= found
     return received
 
 
 def deal(
-    held: Mapping[int, Tokens],
-    facts: Facts,
+    arrays: Tokens,
+    columns: Mapping[str, Column],
+    holder: np.ndarray,
     wanted: Sequence[Sequence[int]],
     *,
     channel: Channel,
     tag: int,
-) -> dict[int, Tokens]:
-    """Post and receive: every rank of the channel calls it with the same `facts` and `wanted`.
+) -> dict[str, dict[int, np.ndarray]]:
+    """Post and receive: every rank of the channel calls it with the same arguments but `arrays`.
 
     Returns:
-        The sequences `wanted[channel.rank]`, by number and in that order.
+        The sequences `wanted[channel.rank]`, by column and number.
     """
-    posted = post(held, facts, wanted, channel=channel, tag=tag)
+    posted = post(arrays, columns, holder, wanted, channel=channel, tag=tag)
     mine = wanted[channel.rank]
-    received = receive(facts, mine, channel=channel, tag=tag)
+    received = receive(columns, holder, mine, channel=channel, tag=tag)
     posted.wait()
-    return {i: received[i] if i in received else held[i] for i in mine}
+    own = [i for i in mine if holder[i] == channel.rank]
+    return {
+        name: {i: held[i] for i in own if columns[name].lengths[i] or i in held} | received[name]
+        for name, held in arrays.items()
+    }
 
 
-def gather(
-    held: Mapping[int, Tokens], facts: Facts, *, channel: Channel, tag: int
-) -> dict[int, Tokens]:
-    """Bring all sequences to rank 0 of the channel; elsewhere the result is empty."""
-    wanted = [range(len(facts)), *[range(0)] * (channel.size - 1)]
-    return deal(held, facts, wanted, channel=channel, tag=tag)
-
-
-def gather_rows(rows: np.ndarray, group: dist.ProcessGroup | None) -> list[np.ndarray]:
-    """Gather int32 tables of the same columns and any number of rows from all ranks.
+def deal_tokens(
+    rollouts: AnyRollouts, wanted: Sequence[Sequence[int]], *, channel: Channel, tag: int
+) -> AnyRollouts:
+    """The same rollouts with the tokens of `wanted[channel.rank]` here, and no others.
 
     Args:
-        rows: [n, C] int32, this rank's.
+        rollouts: the same on every rank but for the tokens, which `holder` in the table locates.
+        wanted: as of `post`.
+        channel: joins all ranks.
+        tag: the same on every rank.
+
+    Collectives: one message at most between any two ranks.
+    """
+    table = rollouts.table
+    tokens = deal(
+        rollouts.tokens, token_columns(table), table["holder"], wanted, channel=channel, tag=tag
+    )
+    return rollouts.with_tokens(tokens)
+
+
+def gather_tokens(rollouts: AnyRollouts, *, channel: Channel, tag: int) -> AnyRollouts:
+    """The same rollouts with all tokens on rank 0 of the channel, and none elsewhere."""
+    wanted = [range(len(rollouts)), *[range(0)] * (channel.size - 1)]
+    return deal_tokens(rollouts, wanted, channel=channel, tag=tag)
+
+
+def gather_tables(table: np.ndarray, group: dist.ProcessGroup | None) -> list[np.ndarray]:
+    """Gather tables of any number of rows from all ranks.
+
+    Args:
+        table: [n] of `rollouts.ROW`, this rank's.
         group: a gloo group; None: the default one, of gloo.
 
     Returns:
@@ -202,68 +257,46 @@ def gather_rows(rows: np.ndarray, group: dist.ProcessGroup | None) -> list[np.nd
     """
     num_ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
-    dist.all_gather(sizes, torch.tensor([len(rows)]), group=group)
+    dist.all_gather(sizes, torch.tensor([len(table)]), group=group)
     counts = [int(size) for size in sizes]
-    padded = torch.zeros((max(1, *counts), rows.shape[1]), dtype=torch.int32)
-    padded[: len(rows)] = torch.from_numpy(rows)
+    padded = torch.zeros((max(1, *counts), ROW.itemsize), dtype=torch.uint8)
+    padded[: len(table)] = torch.from_numpy(table.view(np.uint8).reshape(len(table), ROW.itemsize))
     tables = [torch.empty_like(padded) for _ in range(num_ranks)]
     dist.all_gather(tables, padded, group=group)
-    return [table[:count].numpy() for table, count in zip(tables, counts, strict=True)]
+    pairs = zip(tables, counts, strict=True)
+    return [part[:count].numpy().view(ROW)[:, 0] for part, count in pairs]
 
 
-def message_bytes(facts: Facts) -> int:
-    """Bytes of one message with these sequences."""
-    return int(_sizes(facts).sum())
-
-
-def pack(tokens: Sequence[Tokens], facts: Facts) -> np.ndarray:
-    """One message, [n] uint8; `facts` are those of `tokens`."""
-    masks = [
-        one.response_mask
-        for one, is_masked in zip(tokens, _is_masked(facts).tolist(), strict=True)
-        if is_masked and one.response_mask is not None
-    ]
+def _pack(arrays: Tokens, columns: Mapping[str, Column], numbers: Sequence[int]) -> np.ndarray:
+    """One message, [n] uint8."""
     parts = [
-        *(one.prompt_ids for one in tokens),
-        *(one.response_ids for one in tokens),
-        *(one.rollout_log_probs for one in tokens),
-        *(one.carried_log_probs for one in tokens),
-        *masks,
+        np.ascontiguousarray(arrays[name][i]).view(np.uint8)
+        for name, column in columns.items()
+        for i in numbers
+        if column.lengths[i]
     ]
-    none = np.empty(0, dtype=np.uint8)
-    packed = np.concatenate([none, *(np.ascontiguousarray(part).view(np.uint8) for part in parts)])
-    assert len(packed) == message_bytes(facts), "tokens that are not those of their facts"
+    packed = np.concatenate([np.empty(0, dtype=np.uint8), *parts])
+    assert len(packed) == _sizes(columns, numbers).sum(), "arrays that do not have their lengths"
     return packed
 
 
-def unpack(buffer: np.ndarray, facts: Facts) -> list[Tokens]:
-    """The sequences of a message: views of `buffer`, one for each row of `facts`."""
-    edges = _sizes(facts).cumsum()
-    assert len(buffer) == (edges[-1] if len(edges) else 0), "a message that is not of these facts"
-    parts = np.split(buffer, edges[:-1])
-    count = len(facts)
-    masks = iter(parts[4 * count :])
-    is_masked = _is_masked(facts).tolist()
-    return [
-        Tokens(
-            parts[i].view(np.int32),
-            parts[count + i].view(np.int32),
-            parts[2 * count + i].view(np.float32),
-            parts[3 * count + i].view(np.float32),
-            next(masks).view(bool) if is_masked[i] else None,
-        )
-        for i in range(count)
-    ]
+def _unpack(
+    buffer: np.ndarray, columns: Mapping[str, Column], numbers: np.ndarray
+) -> dict[str, dict[int, np.ndarray]]:
+    """The arrays of a message, by column and number: views of `buffer`."""
+    edges = _sizes(columns, numbers).cumsum()
+    parts = iter(np.split(buffer, edges[:-1]))
+    return {
+        name: {i: next(parts).view(column.dtype) for i in numbers.tolist()}
+        for name, column in columns.items()
+    }
 
 
-def _is_masked(facts: Facts) -> np.ndarray:
-    masked: np.ndarray = facts.num_sampled_tokens < facts.num_response_tokens
-    return masked
-
-
-def _sizes(facts: Facts) -> np.ndarray:
+def _sizes(columns: Mapping[str, Column], numbers: Sequence[int] | np.ndarray) -> np.ndarray:
     """Bytes of every part of a message, in order."""
-    words = [facts.num_prompt_tokens, facts.num_response_tokens, facts.num_response_tokens]
-    words.append(facts.num_carried_tokens)
-    masks = facts.num_response_tokens[_is_masked(facts)]
-    return np.concatenate([*(4 * part.astype(np.int64) for part in words), masks.astype(np.int64)])
+    index = np.asarray(numbers, dtype=np.int64)
+    sizes = [
+        np.dtype(column.dtype).itemsize * column.lengths[index].astype(np.int64)
+        for column in columns.values()
+    ]
+    return np.concatenate(sizes)

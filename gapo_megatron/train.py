@@ -1,6 +1,6 @@
-"""Train with GAPO: `python -m gapo_megatron.train CONFIG.toml [section.key=value ...] [--dry-run]`.
+"""Train a policy: `python -m gapo_megatron.train CONFIG.toml [section.key=value ...] [--dry-run]`.
 
-The command line, what can be refused before torch is imported, and the loop; the rest is `Run`'s.
+The loop, the checks that need no torch, and the command line; the stages are methods of `Run`.
 """
 
 from __future__ import annotations
@@ -9,32 +9,23 @@ import argparse
 import re
 import runpy
 import sys
-from pathlib import Path
 
-from gapo_megatron import rewards
 from gapo_megatron.config import Config, load_config
-from gapo_megatron.config.rules import check_paths, input_paths
-from gapo_megatron.hf.folder import check_replaceable, is_marked
-from gapo_megatron.hf.model_folder import check_model_folder
-from gapo_megatron.io.run_folder import check_writable, has_finished
-from gapo_megatron.models.checks import check_shapes
-from gapo_megatron.models.cpu_engine import check_engine_here
+from gapo_megatron.run.early_checks import check_before_imports
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.imports import without_garbage_collection
-from gapo_megatron.run.metrics import check_sinks
-from gapo_megatron.run.processes import choose_cuda_queues, is_first, quiet_libraries, world_size
-from gapo_megatron.run.restart import adopt_export, check_not_lost
+from gapo_megatron.run.processes import choose_cuda_queues, quiet_libraries, world_size
 
 
 def train(config: Config, *, keep_weights: bool = True) -> None:
-    """Run `config` to its last step, from the newest whole checkpoint of its output folder if any.
+    """Train to the last step, from the newest whole checkpoint of the run's folder, if any.
 
-    Without one, `checkpoint.branch_from` names that of another run to begin with. Asked to stop, or
-    out of the job's time, it saves and ends early, to be started again.
+    Without one it begins with the checkpoint that `checkpoint.branch_from` names, or anew. When a
+    stop is asked for, or the job's time runs out, it saves and ends; the next start resumes.
 
     Args:
-        config: of the run.
-        keep_weights: False: it is run for its timings, and writes no checkpoint and no model.
+        config: the run's settings.
+        keep_weights: False: run for timings only, without checkpoints and model.
 
     Collectives: creates the process group; every rank runs every stage, in this order.
 
@@ -46,46 +37,25 @@ def train(config: Config, *, keep_weights: bool = True) -> None:
     quiet_libraries()
     # Torch, transformers, Megatron-core, vLLM: seconds that nothing above needs.
     with without_garbage_collection():
-        from gapo_megatron.run.run import Run
+        from gapo_megatron.run.run import GenerationSide, Run
 
-    with Run.start(config, keep_weights=keep_weights) as run:
-        for step in run.steps():  # evaluates and saves where due; ends when asked to
+    run = Run.start(config, keep_weights=keep_weights)
+    if isinstance(run, GenerationSide):  # this rank only generates
+        return run.serve()
+    if run is None:  # finished already
+        return
+    with run:
+        for step in run.steps():  # ends when asked to
+            run.evaluate_if_due(step)
             rollouts = run.collect(step)  # prompts -> responses -> verdicts, as they end
-            batch = run.make_batch(rollouts)  # c, k and A of every sequence
+            batch = run.make_batch(rollouts)  # c, k and A of every sequence; who computes what
+            run.save_ahead_if_due()  # a batch that was sampled ahead belongs to the checkpoint
             learned = run.learn(batch)  # without A = 0; old log-probs; an update per mini-batch
-            synced = run.sync(step, batch)  # weights into the engine, proved by log-probs
+            synced = run.sync(step, batch)  # weights into the engine, verified by log-probs
+            run.sample_ahead(step)  # on generation ranks, meanwhile
             run.log(step, batch, learned, synced)
-
-
-def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
-    """Refuse what can be told without torch; `Run.start` checks the rest.
-
-    Raises:
-        ConfigError: names what cannot be used, is gone, or does not fit the model.
-    """
-    check_paths(config)
-    check_writable(config.run.output_dir, is_first=is_first())
-    check_sinks(config.metrics)
-    rewards.check(config.reward)
-    if keep_weights and is_first():
-        _check_export(config)
-        check_not_lost(config)
-    model = config.model
-    facts = check_model_folder(model.hf_dir, weights=not model.megatron_dir, field="model.hf_dir")
-    check_shapes(facts, config.parallel, model)
-    check_engine_here(facts, field="model.hf_dir", folder=model.hf_dir)
-
-
-def _check_export(config: Config) -> None:
-    """Refuse a run whose trained model would replace something else than the run's last one."""
-    run_dir = Path(config.run.output_dir)
-    export = run_dir / "hf"
-    adopt_export(run_dir)
-    # A version that did not mark it made it, if the run was finished.
-    is_ours = is_marked(export, made_by="train", or_unmarked=has_finished(run_dir))
-    check_replaceable(
-        export, field="run.output_dir/hf", inputs=input_paths(config), is_ours=is_ours
-    )
+            run.save_if_due()
+        run.evaluate_if_due(config.run.num_steps)
 
 
 def main() -> None:
@@ -103,7 +73,8 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line: `config`, `overrides`, `dry_run` and `rank`, (rank, world size)."""
     parser = argparse.ArgumentParser(
         prog="python -m gapo_megatron.train",
-        description="Train by a config, from the newest checkpoint of its output folder if any.",
+        description="Train a policy with GAPO or a baseline. Resumes the newest checkpoint of "
+        "run.output_dir, if there is one.",
     )
     parser.add_argument("config", help="TOML file; see configs/")
     parser.add_argument(

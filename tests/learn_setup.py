@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -18,18 +18,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.learn import loss as loss_module
 from gapo_megatron.learn import step as learn_module
+from gapo_megatron.learn.plan import plan_step
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import UpdateResult
-from gapo_megatron.objective import PolicyLoss
+from gapo_megatron.objective import PolicyLoss, make_batch
 from gapo_megatron.policy import Policy, destroy, initialize
-from gapo_megatron.types import Carried, Group, Outcome, Plan, Prompt, Rollout, Verdict
-from tests.batches import make_batch
+from gapo_megatron.rollouts import Batch, Rollouts
+from gapo_megatron.types import Episode, Prompt
+from tests.batches import make_rollouts
 from tests.distributed import policy_setup
 from tests.peers.reference import gapo_update, in_float64, response_log_probs
 
@@ -41,32 +42,63 @@ VERDICTS = (
     *("wwww", "cwww", "wcuw", "wccc", "cwcw"),
 )
 NUM_MINIBATCHES = 2
-_OUTCOMES = {"c": Outcome.CORRECT, "w": Outcome.WRONG, "u": Outcome.UNKNOWN}
+AnyRollouts = TypeVar("AnyRollouts", bound=Rollouts)
+_JUDGED = ("problem", "sample", "is_finished", "outcome")
 
 
-def make_groups(verdicts: Sequence[str] = VERDICTS, *, seed: int = 0) -> list[Group]:
-    """Random prompts of 1-8 and responses of 1-24 tokens."""
+def make_groups(verdicts: Sequence[str] = VERDICTS, *, seed: int = 0) -> list[tuple[Episode, ...]]:
+    """As many responses of 1-24 tokens as verdicts, to prompts of 1-8; all of random tokens."""
     random = np.random.default_rng(seed)
 
     def tokens(longest: int) -> np.ndarray:
         length = random.integers(1, longest + 1)
         return random.integers(0, policy_setup.VOCAB_SIZE, length).astype(np.int32)
 
-    def rollout() -> Rollout:
+    def episode(prompt: Prompt, sample: int) -> Episode:
         ids = tokens(24)
-        return Rollout(ids, -4 * random.random(len(ids), dtype=np.float32), truncated=False)
+        return Episode(prompt, sample, ids, -4 * random.random(len(ids), dtype=np.float32))
 
+    def group(number: int, size: int) -> tuple[Episode, ...]:
+        prompt = Prompt(f"p{number}", tuple(tokens(8).tolist()), answer="")
+        return tuple(episode(prompt, sample) for sample in range(size))
+
+    return [group(number, len(letters)) for number, letters in enumerate(verdicts)]
+
+
+def make_judged(verdicts: Sequence[str] = VERDICTS, *, seed: int = 0) -> Rollouts:
+    """The groups of `make_groups` with these verdicts."""
+    return make_rollouts(make_groups(verdicts, seed=seed), verdicts)
+
+
+def minibatches(rollouts: Rollouts) -> list[Rollouts]:
+    """The mini-batches of a step."""
+    numbers = np.arange(rollouts.num_groups)
     return [
-        Group(
-            prompt=Prompt(f"p{number}", tuple(tokens(8).tolist()), answer=""),
-            rollouts=tuple(rollout() for _ in row),
-            verdicts=tuple(Verdict(_OUTCOMES[letter]) for letter in row),
-        )
-        for number, row in enumerate(verdicts)
+        rollouts.take_groups(part.tolist()) for part in np.array_split(numbers, NUM_MINIBATCHES)
     ]
 
 
-def carry_some(groups: Sequence[Group], config: Config) -> list[Group]:
+def with_columns(rollouts: Rollouts, **columns: Sequence[Any]) -> Rollouts:
+    """The same responses with other arrays in some columns, one for each row; counted anew."""
+    held = {
+        name: [arrays.get(i) for i in rollouts.rows_here]
+        for name, arrays in rollouts.tokens.items()
+    }
+    counted: Rollouts = Rollouts.of(**(held | columns))
+    return counted.changed(**{name: rollouts.table[name] for name in _JUDGED})
+
+
+def spread(rollouts: AnyRollouts, holder: np.ndarray) -> AnyRollouts:
+    """The rollouts as this rank has them where each row's tokens are on one rank, `holder`."""
+    rank = dist.get_rank()
+    here = {
+        name: {row: array for row, array in arrays.items() if holder[row] == rank}
+        for name, arrays in rollouts.tokens.items()
+    }
+    return rollouts.changed(holder=holder).with_tokens(here)
+
+
+def carry_some(rollouts: Rollouts, config: Config) -> Rollouts:
     """Of every second rollout half of the tokens, of every fourth all are from earlier steps.
 
     Their log-probs then were other than now: ratios within the clip and beyond it.
@@ -74,58 +106,55 @@ def carry_some(groups: Sequence[Group], config: Config) -> list[Group]:
     random = np.random.default_rng(5)
     model = in_float64(load_model(Path(config.model.hf_dir)))
 
-    def carry(prompt: Prompt, number: int, rollout: Rollout) -> Rollout:
-        length = len(rollout.token_ids)
-        if not (count := (0, length // 2, 0, length)[number % 4]):
-            return rollout
+    def then(row: int) -> np.ndarray:
+        length = len(rollouts.response_ids[row])
+        count = (0, length // 2, 0, length)[row % GROUP_SIZE]
+        if not count:
+            return np.empty(0, dtype=np.float32)
         with torch.no_grad():
             (now,) = response_log_probs(
                 model,
-                [list(prompt.token_ids)],
-                [rollout.token_ids.tolist()],
+                [rollouts.prompt_ids[row].tolist()],
+                [rollouts.response_ids[row].tolist()],
                 config.rollout.temperature,
             )
-        then = now.numpy()[:count] + random.normal(0, 0.02, count)
-        return replace(rollout, carried=Carried(0, then.astype(np.float32)))
+        noise = random.normal(0, 0.02, count)
+        return (now.numpy()[:count] + noise).astype(np.float32)
 
-    return [
-        replace(
-            group,
-            rollouts=tuple(carry(group.prompt, *one) for one in enumerate(group.rollouts)),
-        )
-        for group in groups
-    ]
+    return with_columns(rollouts, carried_log_probs=[then(row) for row in rollouts.rows_here])
 
 
-def mask_some(groups: Sequence[Group]) -> list[Group]:
+def mask_some(rollouts: Rollouts) -> Rollouts:
     """Two rollouts of three have tokens that an environment gave: within, or first and last."""
     random = np.random.default_rng(6)
 
-    def mask(number: int, rollout: Rollout) -> Rollout:
-        length = len(rollout.token_ids)
+    def mask(row: int) -> np.ndarray:
+        length, number = len(rollouts.response_ids[row]), row // GROUP_SIZE + row % GROUP_SIZE
         is_sampled = np.ones(length, dtype=bool)
         if number % 3 and length > 2:
             is_sampled = random.random(length) < 0.6
             is_sampled[0] = is_sampled[-1] = number % 3 == 1
             is_sampled[length // 2] = True
-        return replace(put_in_masked(rollout, is_sampled, 0.0), response_mask=is_sampled)
+        return is_sampled
 
-    return [
-        replace(group, rollouts=tuple(mask(*one) for one in enumerate(group.rollouts, number)))
-        for number, group in enumerate(groups)
-    ]
+    masks = [mask(row) for row in rollouts.rows_here]
+    return put_in_masked(with_columns(rollouts, response_masks=masks), 0.0)
 
 
-def put_in_masked(rollout: Rollout, is_sampled: np.ndarray, value: float) -> Rollout:
-    """The rollout with `value` for every log-prob of a token that the model did not sample."""
+def put_in_masked(rollouts: Rollouts, value: float) -> Rollouts:
+    """The rollouts with `value` for every log-prob of a token that the model did not sample."""
 
-    def put(log_probs: np.ndarray) -> np.ndarray:
-        return np.where(is_sampled[: len(log_probs)], log_probs, np.float32(value))
+    def put(arrays: Mapping[int, np.ndarray]) -> list[np.ndarray]:
+        return [
+            np.where(rollouts.is_sampled(row)[: len(arrays[row])], arrays[row], np.float32(value))
+            for row in rollouts.rows_here
+        ]
 
-    carried = rollout.carried
-    if carried is not None:
-        carried = replace(carried, old_log_probs=put(carried.old_log_probs))
-    return replace(rollout, log_probs=put(rollout.log_probs), carried=carried)
+    return with_columns(
+        rollouts,
+        rollout_log_probs=put(rollouts.rollout_log_probs),
+        carried_log_probs=put(rollouts.carried_log_probs),
+    )
 
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
@@ -133,7 +162,12 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
     defaults: dict[str, dict[str, Any]] = {
         "data": {"max_prompt_tokens": 8},
         "rollout": {"max_response_tokens": 24, "temperature": 0.8},
-        "batch": {"rollouts_per_prompt": GROUP_SIZE, "max_tokens_per_microbatch": 48},
+        "batch": {
+            "rollout_prompts": len(VERDICTS),
+            "minibatch_prompts": len(VERDICTS) // NUM_MINIBATCHES,
+            "rollouts_per_prompt": GROUP_SIZE,
+            "max_tokens_per_microbatch": 48,
+        },
         # Moves the ratios of the second mini-batch by as much as the clips are wide.
         "optimizer": {"learning_rate": 3e-4},
     }
@@ -169,48 +203,45 @@ class Report:
     after: dict[str, Tensor]
 
 
+def planned(batch: Batch, config: Config, *, data_parallel_size: int = 1) -> Batch:
+    """The batch with the plan of its step."""
+    plan = plan_step(
+        batch,
+        config.batch,
+        needs_every_sequence=config.objective.needs_every_sequence,
+        data_parallel_size=data_parallel_size,
+    )
+    return replace(batch, plan=plan)
+
+
 def run_learn(
-    config: Config,
-    groups: Sequence[Group],
-    *,
-    num_minibatches: int,
-    num_steps: int = 1,
-    stop_in: Path | None = None,
+    config: Config, rollouts: Rollouts, *, num_steps: int = 1, stop_in: Path | None = None
 ) -> Report:
     """Steps on this rank, from verdicts to weights. The default process group must be up.
 
     With `stop_in`, a folder, the step is stopped after its first update, and goes on from there.
     """
-    parallel = initialize(config.parallel)
-    policy = Policy.build(config, parallel, "cpu")
+    groups = initialize(config.parallel)
+    policy = Policy.build(config, groups, "cpu")
     policy.load_hf_weights(policy_setup.read_weights(Path(config.model.hf_dir)))
-    batch = make_batch(groups, config.objective.resolve())
-    packing: Plan = plan(
-        sequence_lengths(batch),
-        batch.advantages,
-        num_response_tokens=batch.num_response_tokens,
-        valid=batch.valid,
-        num_minibatches=num_minibatches,
-        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
-        data_parallel_size=parallel.dp_size,
-        keep_zero_advantage=config.objective.needs_every_sequence,
-    )
+    batch = make_batch(rollouts, config.objective.resolve())
+
+    def go_on(opened: OpenStep, **options: Any) -> dict[str, float] | None:
+        batch = planned(opened.batch, config, data_parallel_size=groups.dp_size)
+        return learn(policy, batch, config, Stopwatch(), progress=opened.progress, **options)
+
     with record(policy) as updates:
         for _ in range(num_steps):
             opened = OpenStep(batch, metrics={}, evaluated={})
             if stop_in is not None:
                 answers = iter([False, True])
-                arguments = (policy, batch, packing, config, Stopwatch())
-                stopped = learn(
-                    *arguments, progress=opened.progress, must_stop=partial(next, answers)
-                )
+                stopped = go_on(opened, must_stop=partial(next, answers))
                 assert stopped is None and opened.progress.num_updates == 1
                 opened.save(stop_in)
                 dist.barrier()
                 opened = OpenStep.load(stop_in, policy.device, num_updates=1)
-            metrics = learn(
-                policy, opened.batch, packing, config, Stopwatch(), progress=opened.progress
-            )
+            metrics = go_on(opened)
+            assert metrics is not None
     report = Report(updates, metrics, after=copies(policy))
     destroy()
     return report
@@ -282,7 +313,7 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
 
 @dataclass
 class Expected:
-    """What the reference says about one mini-batch; sequences by position in the mini-batch."""
+    """What the reference says about one mini-batch; sequences by row of the mini-batch."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -310,7 +341,7 @@ def load_model(folder: Path, weights: dict[str, Tensor] | None = None) -> nn.Mod
 
 
 def expected_update(
-    model: nn.Module, groups: Sequence[Group], *, old: nn.Module, config: Config
+    model: nn.Module, rollouts: Rollouts, *, old: nn.Module, config: Config
 ) -> Expected:
     """The reference's update of a mini-batch at `model`'s weights, sampled at those of `old`.
 
@@ -322,26 +353,23 @@ def expected_update(
     method = config.objective.resolve()
     temperature = config.rollout.temperature
     old = in_float64(old)
-    valid = [[i for i, r in enumerate(group.rewards) if r == r] for group in groups]
-    num_tokens = sum(
-        int(group.rollouts[i].is_sampled.sum())
-        for group, rows in zip(groups, valid, strict=True)
-        for i in rows
-    )
+    is_valid = ~np.isnan(rollouts.rewards)
+    num_tokens = int(rollouts.table["num_sampled_tokens"][is_valid].sum())
     result = Expected(0.0, {}, {}, {}, {})
-    for number, (group, rows) in enumerate(zip(groups, valid, strict=True)):
-        prompts = [list(group.prompt.token_ids)] * len(rows)
-        responses = [group.rollouts[i].token_ids.tolist() for i in rows]
+    for number in range(rollouts.num_groups):
+        rows = [row for row in rollouts.rows_of([number]) if is_valid[row]]
+        prompts = [rollouts.prompt_ids[row].tolist() for row in rows]
+        responses = [rollouts.response_ids[row].tolist() for row in rows]
         with torch.no_grad():
             old_log_probs = response_log_probs(old, prompts, responses, temperature)
-        for values, i in zip(old_log_probs, rows, strict=True):
-            if carried := group.rollouts[i].carried:
-                values[: len(carried.old_log_probs)] = torch.from_numpy(carried.old_log_probs)
-        masks = [torch.from_numpy(group.rollouts[i].is_sampled) for i in rows]
+        for values, row in zip(old_log_probs, rows, strict=True):
+            carried = torch.from_numpy(rollouts.carried_log_probs[row])
+            values[: len(carried)] = carried
+        masks = [torch.from_numpy(rollouts.is_sampled(row)) for row in rows]
         old_log_probs = [one[mask] for one, mask in zip(old_log_probs, masks, strict=True)]
         weights = None
         if (largest := config.objective.importance_weight_max) is not None:
-            engines = [group.rollouts[i].log_probs[group.rollouts[i].is_sampled] for i in rows]
+            engines = [rollouts.rollout_log_probs[row][rollouts.is_sampled(row)] for row in rows]
             weights = [
                 min(math.exp(float((ours - torch.from_numpy(theirs)).mean())), largest)
                 for ours, theirs in zip(old_log_probs, engines, strict=True)
@@ -350,7 +378,7 @@ def expected_update(
             model,
             prompts=prompts,
             responses=responses,
-            rewards=[group.rewards[i] for i in rows],
+            rewards=rollouts.rewards[rows].tolist(),
             group_size=len(rows),
             old_log_probs=old_log_probs,
             eps_low=method.eps_low,
@@ -363,12 +391,11 @@ def expected_update(
         result.loss += share * update.loss
         for name, gradient in update.gradients.items():
             result.gradients[name] = result.gradients.get(name, 0) + share * gradient
-        for row, i in enumerate(rows):
-            position = number * GROUP_SIZE + i
-            result.log_probs[position] = update.log_probs[row]
-            if update.advantages[row] != 0:
+        for i, row in enumerate(rows):
+            result.log_probs[row] = update.log_probs[i]
+            if update.advantages[i] != 0:
                 if weights is not None:
-                    result.importance_weights[position] = weights[row]
-                result.ratios[position] = update.ratios[row]
-                result.clipped[position] = update.clipped[row]
+                    result.importance_weights[row] = weights[i]
+                result.ratios[row] = update.ratios[i]
+                result.clipped[row] = update.clipped[i]
     return result

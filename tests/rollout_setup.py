@@ -26,7 +26,7 @@ from vllm import EngineArgs
 
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.rollout import generate as generate_module
-from gapo_megatron.rollout.generate import Watch
+from gapo_megatron.rollout.generate import Hooks
 from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.rollout.vllm.arguments import engine_args
@@ -131,17 +131,17 @@ def make_prompts(count: int, length: int = 9) -> list[Prompt]:
 
 
 def generate(engine: RolloutEngine, prompts: list[Prompt], **changes: Any):
-    """Changes are those of the settings, of the watch or of the generation itself."""
+    """Changes are those of the settings, of the hooks or of the generation itself."""
     settings = {"num_samples": 4, "seed": 7, "step": 0, "max_response_tokens": 24}
     of = {
         kind: {one.name: changes.pop(one.name) for one in fields(kind) if one.name in changes}
-        for kind in (SamplingSettings, Watch)
+        for kind in (SamplingSettings, Hooks)
     }
     return generate_module.generate(
         engine,
         prompts,
         SamplingSettings(**settings | of[SamplingSettings]),
-        watch=Watch(**of[Watch]),
+        hooks=Hooks(**of[Hooks]),
         **changes,
     )
 

@@ -16,7 +16,7 @@ from gapo_megatron.errors import RolloutError
 from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.progress import Heartbeat
 from gapo_megatron.rollout.replicas import Replicas
-from gapo_megatron.types import Sequences
+from gapo_megatron.rollouts import Rollouts
 from tests.waiting import HANG_S
 
 Script = Callable[[Request], Sequence[int]]
@@ -74,8 +74,8 @@ class LoneReplicas(Replicas):
     def gather(self, groups: Sequence[Any]) -> list[Any]:
         return list(groups)
 
-    def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
-        return self.gather([rows])
+    def gather_tables(self, table: np.ndarray) -> list[np.ndarray]:
+        return self.gather([table])
 
     @property
     def channel(self) -> Any:
@@ -194,9 +194,9 @@ class ScriptedEngine:
         num_running = min(len(self._open), self._num_places)
         return num_running, len(self._open) - num_running
 
-    def score(self, sequences: Sequences) -> list[np.ndarray]:
+    def score(self, rollouts: Rollouts) -> list[np.ndarray]:
         self._require_awake("score")
-        counts = sequences.num_response_tokens.tolist()
+        counts = rollouts.num_response_tokens.tolist()
         return [np.full(count, self._log_prob, np.float32) for count in counts]
 
     def update_weights(

@@ -15,9 +15,10 @@ PURE = ["objective", "rewards", "batching", "evaluate", "logprob", "models", "hf
 # From the bottom to the top: each imports only what stands before it. Those of one line know
 # nothing of each other.
 LAYERS = [
-    ["errors", "facts", "clock", "isolation"],
-    ["types", "exchange"],
+    ["errors", "clock", "isolation"],
     ["types"],
+    ["rollouts"],
+    ["exchange"],
     ["io"],
     ["compat", "device"],
     ["config"],
@@ -134,6 +135,12 @@ def test_the_sandbox_is_used_by_what_judges_alone() -> None:
     assert packages_of(files_with(r"rewards\.sandbox")) == {"rewards"}
 
 
+def test_verifiers_know_episodes_and_no_table() -> None:
+    """Their workers start without torch."""
+    known = {other for _, package, other in imports_between_packages() if package == "rewards"}
+    assert known <= {"compat", "config", "errors", "io", "isolation", "types"}
+
+
 def test_only_the_rollout_imports_vllm() -> None:
     files = importers_of("vllm")
     assert packages_of(files) <= {"rollout", "compat"}
@@ -162,7 +169,8 @@ def test_the_loop_knows_the_run_alone() -> None:
     assert len(text.splitlines()) <= 150
     heavy = [node.module for node in ast.walk(loop) if isinstance(node, ast.ImportFrom)]
     assert heavy == ["gapo_megatron.run.run"]
-    assert not any(isinstance(node, ast.If | ast.Try | ast.While) for node in ast.walk(loop))
+    (steps,) = (node for node in ast.walk(loop) if isinstance(node, ast.For))
+    assert not any(isinstance(node, ast.If | ast.Try | ast.While) for node in ast.walk(steps))
 
 
 def test_one_file_reads_the_environment_of_a_run() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from gapo_megatron.errors import RolloutError
 from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.replicas import Replicas
-from gapo_megatron.types import Sequences
+from gapo_megatron.rollouts import Rollouts
 
 _TOKEN = 7
 """The only one that it says."""
@@ -181,9 +181,9 @@ class TimedEngine:
     def num_requests(self) -> tuple[int, int]:
         return len(self._places), len(self._waiting)
 
-    def score(self, sequences: Sequences) -> list[np.ndarray]:
+    def score(self, rollouts: Rollouts) -> list[np.ndarray]:
         self._require_awake("score")
-        return [np.zeros(n, np.float32) for n in sequences.num_response_tokens.tolist()]
+        return [np.zeros(n, np.float32) for n in rollouts.num_response_tokens.tolist()]
 
     def update_weights(
         self,

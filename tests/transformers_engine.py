@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.rollout.engine import Completion, Request
 from gapo_megatron.rollout.replicas import Replicas
-from gapo_megatron.types import Sequences
+from gapo_megatron.rollouts import Rollouts
 from tests.scripted_engine import LoneReplicas
 
 
@@ -73,16 +73,15 @@ class TransformersEngine:
     def num_requests(self) -> tuple[int, int]:
         return len(self._open), 0
 
-    def score(self, sequences: Sequences) -> list[np.ndarray]:
+    def score(self, rollouts: Rollouts) -> list[np.ndarray]:
         self._require_awake("score")
         scored = []
-        for i, (prompt, response) in enumerate(
-            zip(sequences.prompt_ids, sequences.response_ids, strict=True)
-        ):
+        for i in range(len(rollouts)):
+            prompt, response = rollouts.prompt_ids[i], rollouts.response_ids[i]
             tokens = torch.from_numpy(np.concatenate([prompt, response])).long()
             log_probs = self._logits(tokens.tolist()).log_softmax(-1)
             rows = torch.arange(len(prompt) - 1, len(tokens) - 1)
-            scored.append(log_probs[rows, tokens[rows + 1]].numpy()[sequences.is_sampled(i)])
+            scored.append(log_probs[rows, tokens[rows + 1]].numpy()[rollouts.is_sampled(i)])
         return scored
 
     def update_weights(

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gapo_megatron.rollout.requests import num_sampled
 from gapo_megatron.types import Episode, Prompt
 
 
 class TwoTurn:
     """Appends `given` once; the episode ends at the second EOS.
 
-    It reads off the mask whether it has spoken: an episode goes on wherever it was broken off.
+    It reads off the mask whether it has spoken: an episode goes on wherever it was interrupted.
     """
 
     def __init__(self, given: Sequence[int], *, first: Sequence[int] = ()) -> None:
@@ -25,14 +24,13 @@ class TwoTurn:
         return (*self._first, *prompt.token_ids)
 
     def respond(self, episode: Episode) -> Sequence[int] | None:
-        return self._given if episode.rollout.response_mask is None else None
+        return self._given if episode.response_mask is None else None
 
     def judge(self, episode: Episode) -> tuple[str, str]:
         """The tokens of the last turn, to be compared as numbers."""
-        rollout = episode.rollout
         first = 0
-        if rollout.response_mask is not None:
-            first = int(np.flatnonzero(~rollout.response_mask)[-1]) + 1
-        said = rollout.token_ids[first:].tolist()
-        assert len(said) <= num_sampled(rollout)
+        if episode.response_mask is not None:
+            first = int(np.flatnonzero(~episode.response_mask)[-1]) + 1
+        said = episode.token_ids[first:].tolist()
+        assert len(said) <= episode.num_sampled_tokens
         return " ".join(map(str, said)), episode.prompt.answer

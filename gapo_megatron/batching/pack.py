@@ -10,12 +10,13 @@ import torch
 
 from gapo_megatron.device.transfer import to_device, to_host
 from gapo_megatron.errors import DataError
-from gapo_megatron.types import Microbatch, Sequences
+from gapo_megatron.rollouts import Batch, Rollouts
+from gapo_megatron.types import Microbatch
 
-NO_SEQUENCES = Sequences(prompt_ids=[], response_ids=[])
+NO_SEQUENCES = Rollouts.of([], [])
 
 
-def sequence_lengths(batch: Sequences) -> torch.Tensor:
+def sequence_lengths(batch: Rollouts) -> torch.Tensor:
     """Tokens fed to the model per sequence, [B] int64: prompt + response - 1.
 
     The last response token is predicted, never read: it needs no forward pass.
@@ -24,7 +25,7 @@ def sequence_lengths(batch: Sequences) -> torch.Tensor:
 
 
 def unpack(
-    batch: Sequences,
+    batch: Rollouts,
     microbatches: Sequence[Sequence[int]],
     values: Sequence[torch.Tensor | None],
 ) -> dict[int, torch.Tensor]:
@@ -53,7 +54,7 @@ def unpack(
 
 
 def pack(
-    batch: Sequences,
+    batch: Rollouts,
     indices: Sequence[int],
     *,
     align: int = 1,
@@ -122,14 +123,19 @@ def pack(
         "labels": labels,
         "sequence_ids": sequence_ids,
     }
+    if isinstance(batch, Batch):
+        arrays |= _loss_arrays(batch, indices)
     tensors: dict[str, Any] = dict(zip(arrays, to_device([*arrays.values()], device), strict=True))
     return Microbatch(
-        **tensors, max_seqlen=int(lengths.max()), indices=tuple(int(i) for i in indices)
+        **tensors,
+        max_seqlen=int(lengths.max()),
+        indices=tuple(int(i) for i in indices),
+        row_edges=(0, len(labels)),
     )
 
 
 def _rows(
-    batch: Sequences, indices: Sequence[int], *, first_rows: np.ndarray
+    batch: Rollouts, indices: Sequence[int], *, first_rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Positions, labels and sequence numbers [R] int64 of what the head scores."""
     responses = [batch.response_ids[i] for i in indices]
@@ -138,13 +144,39 @@ def _rows(
     row_index = np.arange(lengths.sum()) + np.repeat(first_rows - first_labels, lengths)
     labels = np.concatenate([*responses, np.zeros(0, dtype=np.int64)], dtype=np.int64)
     sequence_ids = np.repeat(np.arange(len(indices)), lengths)
-    if not batch.response_masks:
-        return row_index, labels, sequence_ids
-    is_sampled = np.concatenate([np.zeros(0, bool), *(batch.response_masks[i] for i in indices)])
+    is_sampled = _concatenated([batch.is_sampled(i) for i in indices], np.bool_)
     return row_index[is_sampled], labels[is_sampled], sequence_ids[is_sampled]
 
 
-def _check_tokens(batch: Sequences, indices: Sequence[int], vocab_size: int) -> None:
+def _loss_arrays(batch: Batch, indices: Sequence[int]) -> dict[str, np.ndarray]:
+    """What the loss reads of these sequences, [S] or [R] (`Microbatch`)."""
+    index = np.asarray(indices, dtype=np.int64)
+    table = batch.table[index]
+    is_sampled = _concatenated([batch.is_sampled(i) for i in indices], np.bool_)
+    log_probs = _concatenated([batch.rollout_log_probs[i] for i in indices], np.float32)
+    arrays = {
+        "advantages": batch.advantages.numpy()[index],
+        "num_correct": batch.num_correct.numpy()[index],
+        "group_size": batch.group_size.numpy()[index],
+        "num_response_tokens": table["num_sampled_tokens"].astype(np.int64),
+        "is_carried": table["num_carried_tokens"] > 0,
+        "rollout_log_probs": log_probs[is_sampled],
+    }
+    if batch.has_carried:
+        carried = [batch.carried_log_probs[i] for i in indices]
+        lengths = table["num_response_tokens"].tolist()
+        padded = [np.pad(one, (0, n - len(one))) for one, n in zip(carried, lengths, strict=True)]
+        is_carried = [np.arange(n) < len(one) for one, n in zip(carried, lengths, strict=True)]
+        arrays["carried_log_probs"] = _concatenated(padded, np.float32)[is_sampled]
+        arrays["is_carried_row"] = _concatenated(is_carried, np.bool_)[is_sampled]
+    return arrays
+
+
+def _concatenated(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *arrays])
+
+
+def _check_tokens(batch: Rollouts, indices: Sequence[int], vocab_size: int) -> None:
     for i in indices:
         for name, tokens in (("prompt", batch.prompt_ids[i]), ("response", batch.response_ids[i])):
             outside = tokens[(tokens < 0) | (tokens >= vocab_size)]

@@ -1,16 +1,13 @@
 """Checkpoints that survive a kill at any moment, and resume onto any parallel layout."""
 
-from gapo_megatron.checkpoint.ahead import Ahead
 from gapo_megatron.checkpoint.branch import BranchPoint, begin_branch, check_branch, record_branch
 from gapo_megatron.checkpoint.open_step import OpenStep
 from gapo_megatron.checkpoint.resume import check_resume, load_latest
 from gapo_megatron.checkpoint.save import save
-from gapo_megatron.checkpoint.state import LoadedState, State
+from gapo_megatron.checkpoint.state import State
 
 __all__ = [
-    "Ahead",
     "BranchPoint",
-    "LoadedState",
     "OpenStep",
     "State",
     "begin_branch",

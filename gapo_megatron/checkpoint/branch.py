@@ -14,7 +14,6 @@ import re
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from transformers import PretrainedConfig
@@ -22,7 +21,7 @@ from transformers import PretrainedConfig
 from gapo_megatron.checkpoint.owner import Owner
 from gapo_megatron.checkpoint.resume import require_same_model
 from gapo_megatron.checkpoint.save import model_identity
-from gapo_megatron.checkpoint.trainer_state import TRAINER_STATE_NAME, read_trainer_state
+from gapo_megatron.checkpoint.state import TRAINER_STATE_NAME, State
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import broken_rules, changes
 from gapo_megatron.errors import CheckpointError, ConfigError
@@ -40,14 +39,14 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """A checkpoint of another run that this one is to begin with; checked, but for its files."""
+    """A checkpoint of another run that this one begins with; its files are not checked yet."""
 
     path: Path
     manifest: Manifest
     branch: Branch
 
-    def trainer_state(self) -> dict[str, Any]:
-        """The loop's own state there, as given to `save`.
+    def state(self) -> State:
+        """Where the run was there.
 
         Raises:
             CheckpointError: the file is damaged or gone.
@@ -59,7 +58,7 @@ class BranchPoint:
             damage = manifest.find_damage(self.path, {name: self.manifest.files[name]})
         if damage:
             raise CheckpointError(f"cannot branch from {self.path}: {damage}")
-        return read_trainer_state(self.path, step=self.manifest.step)
+        return State.load(self.path, step=self.manifest.step)
 
 
 def check_branch(config: Config, hf_config: PretrainedConfig | None) -> BranchPoint | None:

@@ -1,4 +1,4 @@
-"""Groups that go on at the next step, with all that has been sampled of them."""
+"""Groups that the next step continues, with all tokens sampled so far."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from gapo_megatron.config import Config
 from gapo_megatron.config.roles import changes, role_of
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.hf.manifest import Manifest
-from gapo_megatron.types import Carried, OpenGroup, Prompt, Rollout
+from gapo_megatron.types import Episode, Prompt
 
 OPEN_GROUPS_NAME = "open_groups.pt"
 
 
-def save_open_groups(folder: Path, groups: Sequence[OpenGroup]) -> None:
+def save_open_groups(folder: Path, groups: Sequence[Sequence[Episode]]) -> None:
     """Write them, all their tokens here; no file where there are none. For rank 0 alone."""
     if groups:
         content = [
-            {"prompt": asdict(group.prompt), "rollouts": list(map(_to_fields, group.rollouts))}
+            {"prompt": asdict(group[0].prompt), "rollouts": list(map(_to_fields, group))}
             for group in groups
         ]
         files.write(folder / OPEN_GROUPS_NAME, {"groups": content})
 
 
-def load_open_groups(folder: Path) -> list[OpenGroup]:
+def load_open_groups(folder: Path) -> list[tuple[Episode, ...]]:
     """Read what `save_open_groups` wrote, whatever layout wrote it. No collective.
 
     Raises:
@@ -40,13 +40,13 @@ def load_open_groups(folder: Path) -> list[OpenGroup]:
         return []
     with files.reading(path) as content:
         return [
-            OpenGroup(_to_prompt(one["prompt"]), tuple(map(_from_fields, one["rollouts"])))
+            _to_group(_to_prompt(one["prompt"]), one["rollouts"])
             for one in files.plain(content["groups"], list)
         ]
 
 
 def require_same_sampling(path: Path, found: Manifest, config: Config) -> None:
-    """Refuse to go on otherwise with the open groups of the checkpoint in `path`, if it has any.
+    """Refuse other sampling settings for the open groups of the checkpoint in `path`, if any.
 
     Raises:
         ConfigError: names field, both values and the rule.
@@ -62,19 +62,19 @@ def require_same_sampling(path: Path, found: Manifest, config: Config) -> None:
             )
 
 
-def _to_fields(rollout: Rollout) -> dict[str, Any]:
-    carried, mask = rollout.carried, rollout.response_mask
-    num_carried = len(carried.old_log_probs) if carried else 0
-    assert num_carried == len(rollout.token_ids), (
-        f"{num_carried} of {len(rollout.token_ids)} tokens"
+def _to_fields(episode: Episode) -> dict[str, Any]:
+    old, mask = episode.carried_log_probs, episode.response_mask
+    num_carried = 0 if old is None else len(old)
+    assert num_carried == len(episode.token_ids), (
+        f"{num_carried} of {len(episode.token_ids)} tokens"
     )
     return {
-        "token_ids": torch.from_numpy(rollout.token_ids),
-        "log_probs": torch.from_numpy(rollout.log_probs),
-        "truncated": rollout.truncated,
-        "finished": rollout.finished,
-        "oldest_version": carried and carried.oldest_version,
-        "old_log_probs": carried and torch.from_numpy(carried.old_log_probs),
+        "token_ids": torch.from_numpy(episode.token_ids),
+        "log_probs": torch.from_numpy(episode.log_probs),
+        "truncated": episode.truncated,
+        "finished": episode.finished,
+        "oldest_version": None if old is None else episode.oldest_version,
+        "old_log_probs": None if old is None else torch.from_numpy(old),
         "response_mask": None if mask is None else torch.from_numpy(mask),
     }
 
@@ -88,22 +88,29 @@ def _to_prompt(fields: dict[str, Any]) -> Prompt:
     return prompt
 
 
-def _from_fields(fields: dict[str, Any]) -> Rollout:
+def _to_group(prompt: Prompt, rollouts: Sequence[dict[str, Any]]) -> tuple[Episode, ...]:
+    return tuple(_to_episode(prompt, i, fields) for i, fields in enumerate(rollouts))
+
+
+def _to_episode(prompt: Prompt, sample: int, fields: dict[str, Any]) -> Episode:
     token_ids = files.column(fields["token_ids"], torch.int32)
-    carried = None
-    if fields["old_log_probs"] is not None:
-        old = files.column(fields["old_log_probs"], torch.float32, length=len(token_ids))
-        carried = Carried(files.plain(fields["oldest_version"], int), old.numpy())
+    old, oldest_version = fields["old_log_probs"], 0
+    if old is not None:
+        old = files.column(old, torch.float32, length=len(token_ids)).numpy()
+        oldest_version = files.plain(fields["oldest_version"], int)
     elif len(token_ids):
         raise ValueError("tokens without old log-probs")
     mask = fields.get("response_mask")  # one written before there were masks has none
     if mask is not None:
         mask = files.column(mask, torch.bool, length=len(token_ids)).numpy()
-    return Rollout(
+    return Episode(
+        prompt,
+        sample,
         token_ids=token_ids.numpy(),
         log_probs=files.column(fields["log_probs"], torch.float32, length=len(token_ids)).numpy(),
         truncated=files.plain(fields["truncated"], bool),
         finished=files.plain(fields["finished"], bool),
-        carried=carried,
         response_mask=mask,
+        carried_log_probs=old,
+        oldest_version=oldest_version,
     )

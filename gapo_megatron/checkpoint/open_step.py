@@ -1,8 +1,7 @@
-"""A step that a stop has cut in two: its rollouts are kept, and the updates done are not repeated.
+"""A step that a stop has cut in two: its rollouts are kept, and finished updates are not repeated.
 
-Beside the weights, which have moved, this takes the batch, the log-probs at the weights that
-generated it, and the metrics summed so far; then the other updates give the bits they would have
-given.
+The weights have moved, so a checkpoint also holds the batch, its old log-probs and the metrics
+summed so far: the remaining updates then give the same bits as without the stop.
 """
 
 from __future__ import annotations
@@ -17,22 +16,15 @@ import torch
 import torch.distributed as dist
 
 from gapo_megatron.checkpoint import files
-from gapo_megatron.exchange import Channel, gather
-from gapo_megatron.facts import Facts
+from gapo_megatron.exchange import Channel, gather_tokens
 from gapo_megatron.learn.rounding import Scores
 from gapo_megatron.learn.step import Progress
-from gapo_megatron.types import Batch
+from gapo_megatron.rollouts import COLUMNS, ROW, Batch, Rollouts
 
 _TAG = 5
 BATCH_NAME = "batch.pt"
-_ARRAYS = {
-    "prompt_ids": torch.int32,
-    "response_ids": torch.int32,
-    "rollout_log_probs": torch.float32,
-    "carried_log_probs": torch.float32,
-    "response_masks": torch.bool,
-}
-_COLUMNS = {
+_TORCH_TYPES = {np.int32: torch.int32, np.float32: torch.float32, np.bool_: torch.bool}
+_PER_SEQUENCE = {
     "advantages": torch.float64,
     "num_correct": torch.int64,
     "group_size": torch.int64,
@@ -58,11 +50,8 @@ class OpenStep:
 
         Collectives: messages from all ranks to rank 0.
         """
-        batch, facts = self.batch, self.batch.facts
-        mine = np.flatnonzero(facts.holder == channel.rank).tolist()
-        held = {i: batch.tokens(i) for i in mine}
-        tokens = gather(held, facts, channel=channel, tag=_TAG)
-        return replace(self, batch=batch.with_tokens(tokens)) if tokens else self
+        gathered = gather_tokens(self.batch, channel=channel, tag=_TAG)
+        return replace(self, batch=gathered) if channel.rank == 0 else self
 
     def save(self, folder: Path) -> None:
         """Write this rank's progress; rank 0 the rest. No collective."""
@@ -72,12 +61,20 @@ class OpenStep:
 
     def shared(self) -> dict[str, Any]:
         """All but the progress, with all tokens, as a file holds it; see `from_shared`."""
-        fields = {name: getattr(self.batch, name) for name in _ARRAYS | _COLUMNS}
-        for name in _ARRAYS:
-            fields[name] = [torch.from_numpy(array) for array in fields[name]]
+        batch, rows = self.batch, range(len(self.batch))
+        masks = [batch.is_sampled(i) for i in rows] if batch.response_masks else []
+        held = {
+            "prompt_ids": [batch.prompt_ids[i] for i in rows],
+            "response_ids": [batch.response_ids[i] for i in rows],
+            "rollout_log_probs": [batch.rollout_log_probs[i] for i in rows],
+            "carried_log_probs": [batch.carried_log_probs[i] for i in rows if batch.has_carried],
+            "response_masks": masks,
+        }
+        fields: dict[str, Any] = {name: getattr(batch, name) for name in _PER_SEQUENCE}
+        fields |= {name: [*map(torch.from_numpy, arrays)] for name, arrays in held.items()}
         return {
             "batch": fields,
-            "facts": torch.from_numpy(self.batch.facts.table),
+            "facts": torch.from_numpy(batch.table.view(np.int32).reshape(len(batch), -1)),
             "metrics": self.metrics,
             "evaluated": self.evaluated,
         }
@@ -103,7 +100,7 @@ class OpenStep:
 
         Args:
             folder: the checkpoint's folder.
-            device: for what this rank goes on with.
+            device: where log-probs go.
             num_updates: number of updates in the checkpoint's manifest.
 
         Raises:
@@ -126,22 +123,22 @@ def progress_name(rank: int) -> str:
 
 
 def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
-    """The batch with all its tokens; `table` is None in a file of before there were facts."""
+    """The batch with all its tokens; `table` is None in a file of before there were tables."""
     # One written before there were carried tokens, or masks, has none.
     fields = {"carried_log_probs": [], "response_masks": [], **fields}
-    tokens, responses, log_probs, carried, masks = (
-        [files.column(one, dtype).numpy() for one in files.plain(fields.pop(name), list)]
-        for name, dtype in _ARRAYS.items()
+    prompts, responses, log_probs, carried, masks = (
+        [
+            files.column(one, _TORCH_TYPES[dtype]).numpy()
+            for one in files.plain(fields.pop(name), list)
+        ]
+        for name, dtype in COLUMNS.items()
     )
     columns: dict[str, Any] = {
-        name: files.column(one, _COLUMNS[name], length=len(responses))
+        name: files.column(one, _PER_SEQUENCE[name], length=len(responses))
         for name, one in fields.items()
     }
-    batch = Batch(
-        tokens, responses, log_probs, carried_log_probs=carried, response_masks=masks, **columns
-    )
     lengths = [*map(len, responses)]
-    if len(tokens) != len(lengths) or [*map(len, log_probs)] != lengths:
+    if len(prompts) != len(lengths) or [*map(len, log_probs)] != lengths:
         raise ValueError("prompts, responses and log-probs differ in number or length")
     if masks and ([*map(len, masks)] != lengths or not all(mask.any() for mask in masks)):
         raise ValueError("response masks that are not those of the responses")
@@ -149,30 +146,30 @@ def _to_batch(fields: dict[str, Any], table: Any) -> Batch:
         len(one) <= length for one, length in zip(carried, lengths, strict=True)
     ):
         raise ValueError("more carried tokens than a response has")
+    rollouts = Rollouts.of(
+        prompts, responses, log_probs, carried_log_probs=carried, response_masks=masks
+    )
     if table is not None:
-        batch = replace(batch, facts=_to_facts(table, batch.facts))
-    return _kept_by_turns(batch)
+        rollouts = replace(rollouts, table=_to_table(table, rollouts.table))
+    # Every rank has all tokens now: reassign their ownership round-robin.
+    rollouts = rollouts.changed(holder=np.arange(len(rollouts)) % dist.get_world_size())
+    return Batch(rollouts.table, rollouts.tokens, **columns)
 
 
-def _to_facts(table: Any, found: Facts) -> Facts:
-    """The facts of `table`, provided that they are of the tokens that have the facts `found`."""
-    if not isinstance(table, torch.Tensor) or (table.dtype, table.shape) != (
+def _to_table(words: Any, found: np.ndarray) -> np.ndarray:
+    """The table that a file holds as int32 words, provided its lengths are those of `found`."""
+    num_words = ROW.itemsize // 4
+    if not isinstance(words, torch.Tensor) or (words.dtype, words.shape) != (
         torch.int32,
-        found.table.shape,
+        (len(found), num_words),
     ):
-        raise ValueError(f"{table!r:.40} in place of the facts of {len(found)} sequences")
-    facts = Facts(table.numpy())
+        raise ValueError(f"{words!r:.40} in place of the facts of {len(found)} sequences")
+    table = np.ascontiguousarray(words.numpy()).view(ROW)[:, 0]
     for kind in ("prompt", "response", "sampled", "carried"):
         name = f"num_{kind}_tokens"
-        if (getattr(facts, name) != getattr(found, name)).any():
+        if (table[name] != found[name]).any():
             raise ValueError(f"facts whose {name} are not those of the tokens")
-    return facts
-
-
-def _kept_by_turns(batch: Batch) -> Batch:
-    """Whoever has sampled them, every rank has all tokens now: each keeps its part of them."""
-    holders = np.arange(len(batch.facts)) % dist.get_world_size()
-    return replace(batch, facts=batch.facts.changed(holder=holders))
+    return table
 
 
 def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
@@ -181,11 +178,11 @@ def _to_progress(fields: dict[str, Any], device: torch.device) -> Progress:
         raise ValueError(f"without {', '.join(sorted(missing))}")
     progress = Progress(**fields)
     progress.scores = fields["scores"] and _to_scores(fields["scores"])
+    # None for what was not computed, in files that older versions wrote.
     progress.old_log_probs = [
-        one
-        and [
+        [
             values if values is None else files.column(values, torch.float32).to(device)
-            for values in files.plain(one, list)
+            for values in files.plain([] if one is None else one, list)
         ]
         for one in files.plain(progress.old_log_probs, list)
     ]

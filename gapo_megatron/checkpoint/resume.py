@@ -13,7 +13,6 @@ from megatron.core import __version__ as megatron_version
 from transformers import PretrainedConfig
 
 from gapo_megatron.checkpoint import rng
-from gapo_megatron.checkpoint.ahead import AHEAD_NAME, Ahead
 from gapo_megatron.checkpoint.changes import record_changes, require_allowed
 from gapo_megatron.checkpoint.open_groups import (
     OPEN_GROUPS_NAME,
@@ -22,8 +21,7 @@ from gapo_megatron.checkpoint.open_groups import (
 )
 from gapo_megatron.checkpoint.open_step import BATCH_NAME, OpenStep, progress_name
 from gapo_megatron.checkpoint.save import layout, model_identity
-from gapo_megatron.checkpoint.state import LoadedState
-from gapo_megatron.checkpoint.trainer_state import TRAINER_STATE_NAME, read_trainer_state
+from gapo_megatron.checkpoint.state import AHEAD_NAME, TRAINER_STATE_NAME, State
 from gapo_megatron.config import Config
 from gapo_megatron.config.roles import changes
 from gapo_megatron.errors import CheckpointError, ConversionError
@@ -32,6 +30,7 @@ from gapo_megatron.hf.manifest import Manifest
 from gapo_megatron.hf.unpickle import read_common, read_metadata
 from gapo_megatron.io.metric_files import METRICS_NAME, last_step
 from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
+from gapo_megatron.objective.diagnostics import CorrelationWindow
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.load import find_damage_together, first_problem, load_sharded
 
@@ -39,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 
 def check_resume(run_dir: str | Path, hf_config: PretrainedConfig, config: Config) -> None:
-    """Refuse a run folder whose newest checkpoint the run cannot go on from; reads one small file.
+    """Refuse a run folder whose newest checkpoint cannot be resumed; reads one small file.
 
     For use before any model is built. A damaged manifest passes: `load_latest` deals with it.
 
     Raises:
         CheckpointError: it is another model's; names the fields that differ.
-        ConfigError: it has open groups, and the run would go on with them otherwise; or the run
-            would learn otherwise, and `run.allow_changes` does not say so.
+        ConfigError: it has open groups, and settings of their sampling have changed; or settings of
+            what is learned have, and `run.allow_changes` does not name them.
     """
     if newest := manifest.newest_manifest(checkpoints_dir(run_dir)):
         folder, found = newest
@@ -62,7 +61,7 @@ def load_latest(
     policy: Policy,
     config: Config,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
-) -> LoadedState | None:
+) -> State | None:
     """Load the newest whole checkpoint into `policy`, whatever parallel layout wrote it.
 
     A damaged checkpoint, or one that cannot be read, is skipped with a warning that names the file,
@@ -79,7 +78,7 @@ def load_latest(
         on_bytes: called with the bytes that have been compared with their digest, which takes long.
 
     Returns:
-        Step and trainer state, the same on every rank; None when there is no checkpoint.
+        Where the run is, the same on every rank; None when there is no checkpoint.
 
     Collectives, over all ranks: a broadcast of the candidates; per candidate a broadcast of its
     manifest and gathers of damage reports (every rank reads its share of the files), and of the
@@ -119,9 +118,9 @@ def load_latest(
     return state
 
 
-def _log_resumed(path: Path, found: Manifest, state: LoadedState) -> None:
+def _log_resumed(path: Path, found: Manifest, state: State) -> None:
     logger.info("resumed from %s", path)
-    if AHEAD_NAME in found.files and state.ahead is None:
+    if AHEAD_NAME in found.files and state.open_step is None:
         logger.warning(
             "the batch of step %d, sampled ahead with other settings, is given back", found.step
         )
@@ -130,16 +129,16 @@ def _log_resumed(path: Path, found: Manifest, state: LoadedState) -> None:
 def _set_aside(refused: Iterable[Path]) -> None:
     for path in refused:
         aside = manifest.set_aside(path)
-        logger.warning("set aside as %s until the run is as far again", aside)
+        logger.warning("set aside as %s until the run has reached that step again", aside)
 
 
 def _try(
     path: Path, policy: Policy, config: Config, on_bytes: Callable[[int], None]
-) -> tuple[Manifest | None, LoadedState | None, str]:
+) -> tuple[Manifest | None, State | None, str]:
     """Load one candidate: its manifest and state, or why not, the same on every rank. Collective.
 
     Raises:
-        CheckpointError, ConfigError: it is whole, and this run must not go on from it.
+        CheckpointError, ConfigError: it is whole, and this run must not resume it.
     """
     found, reason = _inspect(path, layout(policy.groups), config, on_bytes)
     if found is None or reason is not None:
@@ -167,7 +166,7 @@ def _why_not_go_on_within(found: Manifest, sizes: Mapping[str, int], config: Con
 
 def _load(
     path: Path, found: Manifest, policy: Policy, config: Config
-) -> tuple[LoadedState | None, str | None]:
+) -> tuple[State | None, str | None]:
     """Load one candidate, or say what is wrong with it, the same on every rank. Collective.
 
     All but the tensors is read before anything is changed. After a failure among the tensors, the
@@ -182,18 +181,16 @@ def _load(
         _check_contents(path, found, is_same_layout=is_same_layout)
         if is_same_layout:
             random_state = rng.read(path / rng.file_name(dist.get_rank()))
-        state = LoadedState(
-            step=found.step,
-            trainer_state=read_trainer_state(path, step=found.step),
-            path=path,
-            branch=branch,
-            open_step=None
-            if found.open_updates is None
-            else OpenStep.load(path, policy.device, num_updates=found.open_updates),
-            ahead=None if AHEAD_NAME not in found.files or changed else Ahead.load(path),
-            changes_objective=any(name.startswith("objective.") for name in changed),
-            open_groups=load_open_groups(path) if OPEN_GROUPS_NAME in found.files else [],
-        )
+        state = State.load(path, step=found.step)
+        state.branch = branch
+        if found.open_updates is not None:
+            state.open_step = OpenStep.load(path, policy.device, num_updates=found.open_updates)
+        elif AHEAD_NAME in found.files and not changed:
+            state.load_ahead(path)
+        if OPEN_GROUPS_NAME in found.files:
+            state.open_groups = load_open_groups(path)
+        if any(name.startswith("objective.") for name in changed):
+            state.window = CorrelationWindow()  # its steps are those of one objective
     except (CheckpointError, ConversionError) as error:
         problem = str(error)
     if problem := first_problem(problem):
@@ -297,12 +294,12 @@ def require_same_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, 
 
 
 def _warn_of_lost_metrics(run_dir: Path, found: Manifest) -> None:
-    """Say that lines of steps before the checkpoint are not there; nobody writes them again."""
+    """Warn that metrics of steps before the checkpoint are missing: they are not written again."""
     path, first = run_dir / METRICS_NAME, found.branch.step if found.branch else 0
     last = last_step(path)
     if found.step > first and (last is None or last < found.step - 1):
         logger.warning(
-            "%s %s, though %d steps are done: its lines do not come again",
+            "%s %s, though %d steps are done: the missing lines are not written again",
             path,
             "is gone or empty" if last is None else f"ends with step {last}",
             found.step,

@@ -25,7 +25,6 @@ from gapo_megatron.checkpoint import rng
 from gapo_megatron.checkpoint.open_groups import save_open_groups
 from gapo_megatron.checkpoint.owner import Owner
 from gapo_megatron.checkpoint.state import State
-from gapo_megatron.checkpoint.trainer_state import write_trainer_state
 from gapo_megatron.compat import cpu
 from gapo_megatron.compat.megatron_checkpoint import save_sharded
 from gapo_megatron.config import Config
@@ -51,7 +50,7 @@ def save(
 
     Args:
         run_dir: the run's output folder, on a file system all ranks share.
-        state: step, place in the data, and what is open.
+        state: its tokens and open groups are on rank 0.
         policy: model, optimizer and update count are saved, each rank its own shards.
         config: kept in the manifest for comparison at resume; says which checkpoints to keep.
         attempt: publishes only while it owns the run.
@@ -67,7 +66,8 @@ def save(
         FencedError: on rank 0, when a newer attempt has taken the run; nothing is published.
     """
     folder = checkpoints_dir(run_dir)
-    final = manifest.step_dir(folder, state.step, state.num_open_updates)
+    open_updates = None if state.is_ahead else state.num_open_updates
+    final = manifest.step_dir(folder, state.step, open_updates)
     # An attempt that lost the run may still be writing: no two share a folder.
     temporary = final.with_name(f".tmp_{final.name}.{attempt.name}")
     with _write_errors(final):
@@ -87,7 +87,7 @@ def save(
                 layout=layout(policy.groups),
                 megatron_version=megatron_version,
                 files=files,
-                open_updates=state.num_open_updates,
+                open_updates=open_updates,
                 branch=state.branch,
             )
             manifest.write_manifest(temporary, document)
@@ -191,14 +191,11 @@ def _write(folder: Path, state: State, policy: Policy) -> None:
     """Every file but the manifest. Collective."""
     write_state(policy.sharded_state_dict(), folder, policy.groups)
     rng.save(folder / rng.file_name(dist.get_rank()))
-    if dist.get_rank() == 0:
-        write_trainer_state(folder, state.trainer_state, step=state.step)
-    if state.open_step is not None:
+    if state.open_step is not None and not state.is_ahead:
         state.open_step.save(folder)
     if dist.get_rank() == 0:
+        state.write_shared(folder)
         save_open_groups(folder, state.open_groups)
-        if state.ahead is not None:
-            state.ahead.save(folder)
 
 
 def _describe_files(folder: Path) -> dict[str, manifest.FileEntry]:

@@ -1,48 +1,179 @@
-"""Run state that a checkpoint holds beside weights, optimizer and random generators."""
+"""Where a run is: what a checkpoint holds beside weights, optimizer and random generators."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from gapo_megatron.checkpoint.ahead import Ahead
+from pydantic import Field, TypeAdapter, ValidationError
+
+from gapo_megatron.checkpoint import files
 from gapo_megatron.checkpoint.open_step import OpenStep
-from gapo_megatron.hf.manifest import Branch
-from gapo_megatron.types import OpenGroup
+from gapo_megatron.errors import CheckpointError
+from gapo_megatron.hf.manifest import Branch, first_flaw
+from gapo_megatron.io.documents import read_json
+from gapo_megatron.objective.diagnostics import CorrelationWindow
+from gapo_megatron.rollouts import Batch
+from gapo_megatron.types import Episode
+
+TRAINER_STATE_NAME = "trainer_state.json"
+AHEAD_NAME = "ahead.pt"
+"""The next step's batch, sampled ahead: the weights that sampled it are gone, and a checkpoint
+between two steps has to hold it."""
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass
 class State:
-    """Position of a run: finished steps, the loop's own state, open step and open groups."""
+    """Where a run is, between two steps or within one; the loop changes it, checkpoints store it.
 
-    step: int
-    """Steps finished, which is the index of the next one."""
-    trainer_state: Mapping[str, Any]
-    """The loop's own state (`trainer_state`): plain JSON values, the same on every rank."""
+    A step is open from the moment its batch is made until it is logged. Before, a stop discards its
+    rollouts; from then on it keeps them, and the updates that are done.
+    """
+
+    step: int = 0
+    """Steps finished: the index of the one under way, or of the next."""
+    source: Mapping[str, Any] = field(default_factory=dict)
+    """Data position (`PromptSource.state_dict`): after the prompts of an open step, else before the
+    next one's."""
+    source_before: Mapping[str, Any] = field(default_factory=dict)
+    """Data position before the prompts of the open step, or of the last one."""
+    open_step: OpenStep | None = None
+    """Batch of the step under way and results so far; None between steps and while it samples. When
+    saved, rank 0 has all tokens; after a load every rank has them."""
+    samples_ahead: bool = False
+    """Whether batches may be sampled before the weights of their step exist."""
+    evaluated: dict[str, float] = field(default_factory=dict)
+    """Metrics of the evaluation before the step under way; empty without one. Stored with the open
+    step."""
+    num_given_back: int = 0
+    """Tokens that were sampled ahead and discarded, while no step was open to count them."""
+    window: CorrelationWindow = field(default_factory=CorrelationWindow)
+    """Steps that windowed metrics look back on."""
     branch: Branch | None = None
     """The run and checkpoint that this run branched from; None for a run that began by itself. All
     checkpoints of a branched run record it."""
-    open_step: OpenStep | None = None
-    """The step under way when a stop came; None between steps."""
-    ahead: Ahead | None = None
-    """The next step's batch, where it was sampled ahead; never beside an open step."""
-    open_groups: Sequence[OpenGroup] = ()
-    """Groups with unfinished responses, resumed by the next step; rank 0 alone saves them, and
-    every rank loads them all."""
+    open_groups: Sequence[tuple[Episode, ...]] = ()
+    """Groups with unfinished responses, resumed by the next step. When saved, on rank 0 alone;
+    after a load on every rank."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the open step is the next one, sampled ahead, and no update of it is done."""
+        return (
+            self.samples_ahead
+            and self.open_step is not None
+            and not self.open_step.progress.num_updates
+        )
 
     @property
     def num_open_updates(self) -> int | None:
-        """Updates that the open step has done; None between steps."""
+        """Updates that the open step has done; None where none is open."""
         return None if self.open_step is None else self.open_step.progress.num_updates
 
+    def open(self, batch: Batch) -> None:
+        """Open the step under way."""
+        self.open_step = OpenStep(batch, dict(batch.metrics), self.evaluated)
+        num_tokens, self.num_given_back = self.num_given_back, 0
+        self.give_back(num_tokens)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedState(State):
-    """State that a resumed run continues from; the policy has been loaded already."""
+    def give_back(self, num_tokens: int) -> None:
+        """Count discarded tokens that were sampled ahead: in the open step, or in the next one."""
+        if self.open_step is None:
+            self.num_given_back += num_tokens
+        elif num_tokens:
+            metrics, name = self.open_step.metrics, "rollout/given_back_tokens"
+            metrics[name] = metrics.get(name, 0.0) + num_tokens
 
-    path: Path
-    """The checkpoint's folder."""
-    changes_objective: bool = False
-    """Whether earlier steps had another objective: in a branch, or by the user's choice."""
+    def finish_step(self) -> None:
+        """Proceed to the next step."""
+        self.step, self.open_step, self.evaluated = self.step + 1, None, {}
+
+    def write_shared(self, folder: Path) -> None:
+        """Write what rank 0 alone writes, but for the open step and the open groups."""
+        # Sampled ahead, a batch is another file: without it the checkpoint is one between steps.
+        ahead = self.open_step if self.is_ahead else None
+        document: dict[str, Any] = {
+            "source": self.source_before if ahead else self.source,
+            "window": self.window.state_dict(),
+            "step": self.step,
+        }
+        if self.num_given_back:
+            document["given_back"] = self.num_given_back
+        text = json.dumps(document, allow_nan=False)
+        assert json.loads(text) == document, f"not plain JSON values: {document}"
+        (folder / TRAINER_STATE_NAME).write_text(text, encoding="utf-8")
+        if ahead:
+            files.write(folder / AHEAD_NAME, ahead.shared() | {"source": json.dumps(self.source)})
+
+    def load_ahead(self, folder: Path) -> None:
+        """Read a batch that was sampled ahead, in any parallel layout. No collective.
+
+        Raises:
+            CheckpointError: the file is missing, damaged or misshapen; names it.
+        """
+        with files.reading(folder / AHEAD_NAME) as shared:
+            source = json.loads(files.plain(shared["source"], str))
+            try:
+                _SOURCE.validate_json(json.dumps(source), strict=True)
+            except ValidationError as error:
+                raise ValueError(first_flaw(error)) from None
+            self.open_step = OpenStep.from_shared(shared)
+            self.source, self.samples_ahead = source, True
+
+    @classmethod
+    def load(cls, folder: Path, *, step: int) -> State:
+        """Read `TRAINER_STATE_NAME`; the rest is as of a run between two steps. No collective.
+
+        Args:
+            folder: the checkpoint's folder.
+            step: the step in the checkpoint's manifest.
+
+        Raises:
+            CheckpointError: the file is missing, damaged or misshapen, or is of another step.
+        """
+        path = folder / TRAINER_STATE_NAME
+        try:
+            document = read_json(path, error=CheckpointError)
+            found = _SHAPE.validate_json(json.dumps(document), strict=True)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+        except ValidationError as error:
+            raise CheckpointError(f"{path}: {first_flaw(error)}") from None
+        if found.step not in (None, step):
+            raise CheckpointError(
+                f"{path} is of step {found.step}, and the manifest of step {step}"
+            )
+        state = cls(step, document["source"], document["source"], num_given_back=found.given_back)
+        state.window.load_state_dict(document["window"])
+        return state
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """`data.source.PromptSource.state_dict`."""
+
+    epoch: _Count
+    remaining: list[_Count]
+    dataset: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """The content of `TRAINER_STATE_NAME`."""
+
+    source: _Source
+    window: list[list[tuple[Annotated[float, Field(ge=0, lt=2**31)], float, float, float]]]
+    """`objective.diagnostics.CorrelationWindow.state_dict`."""
+    step: _Count | None = None
+    """Steps finished; not in files that older versions wrote."""
+    given_back: _Count = 0
+    """`State.num_given_back`."""
+
+
+_SHAPE = TypeAdapter(_Document)
+_SOURCE = TypeAdapter(_Source)

@@ -18,10 +18,10 @@ from gapo_megatron.evaluate.paper import Sampling
 from gapo_megatron.evaluate.samples import Sample, Solved, read_ids, seed_folder, write_samples
 from gapo_megatron.rewards import instructions
 from gapo_megatron.rollout.engine import Engine
-from gapo_megatron.rollout.generate import Watch, generate
+from gapo_megatron.rollout.generate import Hooks, generate
 from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.requests import SamplingSettings
-from gapo_megatron.types import Outcome, Prompt, Rollout, Verdict
+from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,11 +131,11 @@ def sample_task(
             len(piece),
         )
         mine = replicas.share(piece)
-        rollouts = generate(engine, mine, settings, watch=Watch(shows_progress=True))
-        assert rollouts is not None, "generation cannot break off: nobody asks it to"
-        mine, rollouts = replicas.part(mine), replicas.part(rollouts)
-        samples = _judge(replicas, mine, rollouts, task, pool=pool)
-        if mine:
+        groups = generate(engine, mine, settings, hooks=Hooks(shows_progress=True))
+        assert groups is not None, "generation without should_abort is never aborted"
+        groups = replicas.part(groups)
+        samples = _judge(replicas, groups, task, pool=pool)
+        if groups:
             write_samples(folder, samples)
         num_done += len(piece)
     replicas.gather([None])  # everything is kept once every rank has come here
@@ -152,8 +152,7 @@ def _pieces(
 
 def _judge(
     replicas: Replicas,
-    prompts: Sequence[Prompt],
-    rollouts: Sequence[Sequence[Rollout]],
+    groups: Sequence[Sequence[Episode]],
     task: Task,
     *,
     pool: rewards.Pool,
@@ -162,33 +161,33 @@ def _judge(
     follows = task.benchmark.kind == "instructions"
     if follows:  # judged one by one, strict and loose
         answers = {name: tuple(instructions.split(one)) for name, (one,) in answers.items()}
-    pairs = [(p, r) for p, group in zip(prompts, rollouts, strict=True) for r in group]
+    episodes = [one for group in groups for one in group]
     texts = task.tokenizer.batch_decode(
-        [rollout.token_ids.tolist() for _, rollout in pairs], skip_special_tokens=True
+        [one.token_ids.tolist() for one in episodes], skip_special_tokens=True
     )
     questions = [
         (text, answer)
-        for text, (prompt, _) in zip(texts, pairs, strict=True)
-        for answer in answers[prompt.id]
+        for text, one in zip(texts, episodes, strict=True)
+        for answer in answers[one.prompt.id]
     ]
     # In step with the other ranks, none of which then waits for long without a sign of life.
     verdicts = iter(pool.judge(questions, may_end=lambda done: all(replicas.gather([done]))))
     samples = []
-    for text, (prompt, rollout) in zip(texts, pairs, strict=True):
-        own = [next(verdicts) for _ in answers[prompt.id]]
+    for text, one in zip(texts, episodes, strict=True):
+        own = [next(verdicts) for _ in answers[one.prompt.id]]
         samples.append(
             Sample(
                 response=text,
                 verdict=all_of(own[: len(own) // 2]) if follows else any_of(own),
-                num_tokens=len(rollout.token_ids),
-                truncated=rollout.truncated,
-                instructions=tuple(one.outcome for one in own) if follows else (),
+                num_tokens=len(one.token_ids),
+                truncated=one.truncated,
+                instructions=tuple(verdict.outcome for verdict in own) if follows else (),
             )
         )
     judged = iter(samples)
     return [
-        Solved(prompt.id, prompt.level, tuple(next(judged) for _ in group))
-        for prompt, group in zip(prompts, rollouts, strict=True)
+        Solved(group[0].prompt.id, group[0].prompt.level, tuple(next(judged) for _ in group))
+        for group in groups
     ]
 
 

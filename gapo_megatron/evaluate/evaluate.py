@@ -13,9 +13,9 @@ from gapo_megatron.evaluate.counts import Counts, write_counts
 from gapo_megatron.evaluate.pass_at_k import mean_pass_at_k
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.environment import Environment
-from gapo_megatron.rollout.generate import Watch, begin, generate
-from gapo_megatron.rollout.requests import SamplingSettings, num_sampled
-from gapo_megatron.types import Group, Outcome, Prompt
+from gapo_megatron.rollout.generate import Hooks, begin, generate
+from gapo_megatron.rollout.requests import SamplingSettings
+from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
 
 def evaluate(
@@ -26,7 +26,7 @@ def evaluate(
     environment: Environment,
     config: Config,
     output: Path | None = None,
-    should_abandon: Callable[[float], bool] | None = None,
+    should_abort: Callable[[float], bool] | None = None,
 ) -> dict[str, float] | None:
     """Sample every held-out problem and measure pass@1 and pass@k, over all and by level.
 
@@ -40,13 +40,13 @@ def evaluate(
         environment: the episodes' environment, the same as in training.
         config: sections evaluation, rollout, run.
         output: file for the counts by problem; None on ranks that write nothing.
-        should_abandon: see `rollout.generate.Watch` and `rewards.score`.
+        should_abort: see `rollout.generate.Hooks` and `rewards.score`.
 
     Returns:
         `eval/pass@1`, `eval/pass@{k}` for k = samples_per_prompt, the same as
         `eval/{level}/pass@k`, `eval/unknown_verdicts` (share of samples),
         `eval/response_tokens` (mean) and `eval/truncated` (share), equal on every rank; None if
-        it was broken off.
+        it was aborted.
 
     Collectives: those of `rollout.generate` and `Replicas.gather`, on every rank.
     """
@@ -62,18 +62,16 @@ def evaluate(
         temperature=config.evaluation.temperature,
         top_p=config.rollout.top_p,
     )
-    watch = Watch(on_ended=judging.add, should_abandon=should_abandon, shows_progress=True)
-    rollouts = generate(engine, mine, settings, respond=environment.respond, watch=watch)
-    if rollouts is None:
+    hooks = Hooks(on_ended=judging.add, should_abort=should_abort, shows_progress=True)
+    groups = generate(engine, mine, settings, respond=environment.respond, hooks=hooks)
+    if groups is None:
         return None
-    mine, rollouts = replicas.part(mine), replicas.part(rollouts)
-    verdicts = rewards.score(
-        judging, mine, rollouts, gather=replicas.gather, should_abandon=should_abandon
-    )
+    groups = replicas.part(groups)
+    verdicts = rewards.score(judging, groups, gather=replicas.gather, should_abort=should_abort)
     if verdicts is None:
         return None
-    groups = [Group(*one) for one in zip(mine, rollouts, verdicts, strict=True)]
-    problems = replicas.gather([(_count(group), _lengths(group)) for group in groups])
+    pairs = zip(groups, verdicts, strict=True)
+    problems = replicas.gather([(_count(*pair), _lengths(pair[0])) for pair in pairs])
     counts = [count for count, _ in problems]
     if output is not None:
         write_counts(counts, output)
@@ -86,11 +84,11 @@ def evaluation_seed(run_seed: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _count(group: Group) -> dict[str, Any]:
-    outcomes = [verdict.outcome for verdict in group.verdicts]
+def _count(group: Sequence[Episode], verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    outcomes = [verdict.outcome for verdict in verdicts]
     return {
-        "id": group.prompt.id,
-        "level": group.prompt.level,
+        "id": group[0].prompt.id,
+        "level": group[0].prompt.level,
         "num_samples": len(outcomes) - outcomes.count(Outcome.UNKNOWN),
         "num_correct": outcomes.count(Outcome.CORRECT),
     }
@@ -112,11 +110,10 @@ def _metrics(counts: Counts, num_samples: int) -> dict[str, float]:
     return metrics
 
 
-def _lengths(group: Group) -> tuple[int, int, int]:
-    """Responses, tokens of theirs that the model sampled, truncated responses."""
-    rollouts = group.rollouts
-    num_truncated = sum(rollout.truncated for rollout in rollouts)
-    return len(rollouts), sum(map(num_sampled, rollouts)), num_truncated
+def _lengths(group: Sequence[Episode]) -> tuple[int, int, int]:
+    """Responses, their sampled tokens, truncated responses."""
+    num_truncated = sum(one.truncated for one in group)
+    return len(group), sum(one.num_sampled_tokens for one in group), num_truncated
 
 
 def _response_metrics(lengths: Sequence[tuple[int, int, int]]) -> dict[str, float]:

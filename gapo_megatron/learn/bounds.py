@@ -1,4 +1,4 @@
-"""Clip widths that a mini-batch finds for itself (`Method.bounds`), before its update."""
+"""Clip widths from a mini-batch's own ratios (`Method.bounds`), found before its update."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from gapo_megatron.policy.parallel import schedule_groups
 from gapo_megatron.policy.pipeline import PlannedCommunicator, ZeroGradient
 from gapo_megatron.policy.policy import Policy
 from gapo_megatron.policy.reduction import GradientReduction
-from gapo_megatron.types import Microbatch, Share
+from gapo_megatron.types import Microbatch
 
 _NO_TOKENS = torch.zeros([], dtype=torch.int)
 
@@ -86,9 +86,7 @@ def run_pass(
         microbatches = [*microbatches, *fillers]
 
     def forward(iterator: Iterator[tuple[int, Microbatch]], model: Any) -> tuple[Tensor, Any]:
-        index, whole = next(iterator)
-        share = _share(policy, whole)
-        microbatch = share.microbatch
+        index, microbatch = next(iterator)
         hidden = model(
             input_ids=microbatch.tokens,
             position_ids=microbatch.position_ids,
@@ -98,12 +96,12 @@ def run_pass(
 
         def after(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             flags.where = f"micro-batch {index}"
-            row_plan = _plan_rows(share, flags)
-            values = _log_probs(policy, hidden, share, row_plan, temperature)
-            log_probs, entropy = _join(policy, values, share.rows, len(whole.labels))
+            row_plan = _plan_rows(microbatch, flags)
+            values = _log_probs(policy, hidden, microbatch, row_plan, temperature)
+            log_probs, entropy = _join(policy, values, microbatch)
             if index >= num_given:
                 return without_backward(policy, log_probs.sum()), _NO_TOKENS, None
-            loss, report = head(Scored(index, log_probs, entropy, flags, share.rows, row_plan))
+            loss, report = head(Scored(index, log_probs, entropy, flags, microbatch.rows, row_plan))
             # Three values: Megatron-core then neither averages nor divides.
             return loss, _NO_TOKENS, report
 
@@ -117,7 +115,7 @@ def run_pass(
             data_iterator=[iter(enumerate(microbatches)) for _ in policy.model],
             model=policy.model,
             num_microbatches=len(microbatches),
-            seq_length=max(m.tokens.shape[1] for m in microbatches),
+            seq_length=max(m.tokens.shape[1] for m in microbatches) * groups.cp_size,
             micro_batch_size=1,
             forward_only=forward_only,
             **communication,
@@ -134,24 +132,23 @@ def without_backward(policy: Policy, loss: Tensor) -> Tensor:
     return ZeroGradient.apply(loss.detach(), received(policy.stages[-1]))
 
 
-def _share(policy: Policy, whole: Microbatch) -> Share:
-    """This rank's share; one that `batching.pack` alone has made is the whole."""
-    if whole.share is not None:
-        return whole.share
-    assert policy.groups.cp_size == 1 and not policy.config.parallel.sequence_parallel, (
-        "ranks share this micro-batch: it must come from Policy.pack"
-    )
-    return Share(whole, None, (0, len(whole.labels)))
-
-
-def _plan_rows(share: Share, flags: Flags) -> RowPlan:
+def _plan_rows(microbatch: Microbatch, flags: Flags) -> RowPlan:
     """Row counts for the head operator, which would otherwise wait for the device to know them."""
-    indices, sequence_ids = share.microbatch.indices, share.microbatch.sequence_ids
-    return RowPlan(flags, share.row_edges, sequence_of=lambda row: indices[int(sequence_ids[row])])
+
+    def sequence_of(row: int) -> int:
+        rows = microbatch.rows
+        whole_row = row if rows is None else int(rows[row])
+        return microbatch.indices[int(microbatch.sequence_ids[whole_row])]
+
+    return RowPlan(flags, microbatch.row_edges, sequence_of=sequence_of)
 
 
 def _log_probs(
-    policy: Policy, hidden: Tensor, share: Share, row_plan: RowPlan, temperature: float | None
+    policy: Policy,
+    hidden: Tensor,
+    microbatch: Microbatch,
+    row_plan: RowPlan,
+    temperature: float | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropy (if wanted) [R_local] from hidden states [T / cp (/ tp), 1, H]."""
     groups = policy.groups
@@ -160,8 +157,8 @@ def _log_probs(
     result: Any = token_log_probs(
         hidden[:, 0],
         weight,
-        share.microbatch.labels,
-        row_index=share.microbatch.row_index,
+        microbatch.labels,
+        row_index=microbatch.row_index,
         temperature=policy.config.rollout.temperature if temperature is None else temperature,
         vocab_start=groups.tp_rank * weight.shape[0],
         vocab_size=policy.hf_config.vocab_size,
@@ -179,10 +176,11 @@ def _log_probs(
 
 
 def _join(
-    policy: Policy, values: tuple[Tensor, Tensor | None], rows: Tensor | None, num_rows: int
+    policy: Policy, values: tuple[Tensor, Tensor | None], microbatch: Microbatch
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropy [R] of all rows: context parallel ranks have scored the others."""
     log_probs, entropy = values
+    rows, num_rows = microbatch.rows, len(microbatch.sequence_ids)
     if rows is not None:
         log_probs = join_rows(log_probs, rows, num_rows, policy.groups)
         if entropy is not None:
@@ -197,7 +195,7 @@ def _communication(
     groups, config = policy.groups, policy.stages[0].config
     if groups.pp_size == 1:
         return {}
-    num_shards = groups.cp_size * (groups.tp_size if config.sequence_parallel else 1)
+    num_shards = groups.tp_size if config.sequence_parallel else 1
     shapes = [(m.tokens.shape[1] // num_shards, 1, config.hidden_size) for m in microbatches]
     return {
         "p2p_communicator": PlannedCommunicator(

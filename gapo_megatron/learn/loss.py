@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
 from gapo_megatron.config import Config
-from gapo_megatron.device.transfer import to_device
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.learn.metrics import Sums
 from gapo_megatron.objective import (
@@ -26,71 +23,10 @@ from gapo_megatron.objective import (
     policy_loss,
 )
 from gapo_megatron.objective.families import FAMILIES
-from gapo_megatron.types import Batch, Microbatch, Minibatch
+from gapo_megatron.types import Microbatch, Minibatch
 
-
-@dataclass(frozen=True)
-class LossInputs:
-    """Inputs of one micro-batch's loss: values of its B sequences and R rows, on the device."""
-
-    sequence_ids: torch.Tensor
-    """[R] int64 in 0..B-1."""
-    advantages: torch.Tensor
-    """[B] float64."""
-    num_correct: torch.Tensor
-    """[B] int64, like the two that follow."""
-    group_size: torch.Tensor
-    num_response_tokens: torch.Tensor
-    is_carried: torch.Tensor
-    """[B] bool: earlier steps sampled the sequence's first tokens."""
-    rollout_log_probs: torch.Tensor
-    """[R] float32: the rollout engine's own."""
-    carried_log_probs: torch.Tensor | None = None
-    """[R] float32: of the tokens that earlier steps sampled, what they had then; None: no batch of
-    several steps."""
-    is_carried_row: torch.Tensor | None = None
-    """[R] bool: which tokens those are."""
-
-    @classmethod
-    def of(cls, batch: Batch, microbatch: Microbatch, device: torch.device) -> LossInputs:
-        """Copy what the loss needs of one micro-batch, once, before the schedule starts."""
-        index = list(microbatch.indices)
-        lengths = [len(batch.response_ids[i]) for i in index]
-        responses = _sampled(batch, index, [batch.response_ids[i] for i in index])
-        log_probs = _sampled(batch, index, [batch.rollout_log_probs[i] for i in index])
-        no_values = np.zeros(0, np.float32)
-        carried = [
-            batch.carried_log_probs[i] if batch.carried_log_probs else no_values for i in index
-        ]
-        arrays = {
-            "advantages": batch.advantages.numpy()[index],
-            "num_correct": batch.num_correct.numpy()[index],
-            "group_size": batch.group_size.numpy()[index],
-            "num_response_tokens": np.array([len(ids) for ids in responses], dtype=np.int64),
-            "is_carried": np.array([len(values) > 0 for values in carried], dtype=bool),
-            "rollout_log_probs": np.concatenate([no_values, *log_probs]),
-        }
-        if batch.carried_log_probs:
-            padded = [np.zeros(length, np.float32) for length in lengths]
-            for values, first in zip(padded, carried, strict=True):
-                values[: len(first)] = first
-            is_old = [np.arange(n) < len(c) for n, c in zip(lengths, carried, strict=True)]
-            then, is_then = _sampled(batch, index, padded), _sampled(batch, index, is_old)
-            arrays["carried_log_probs"] = np.concatenate([no_values, *then])
-            arrays["is_carried_row"] = np.concatenate([np.empty(0, bool), *is_then])
-        placed: dict[str, Any] = dict(
-            zip(arrays, to_device([*arrays.values()], device), strict=True)
-        )
-        return cls(microbatch.sequence_ids, **placed)
-
-
-def _sampled(
-    batch: Batch, index: Sequence[int], values: Sequence[np.ndarray]
-) -> Sequence[np.ndarray]:
-    """Drop the values of tokens that the environment gave."""
-    if not batch.response_masks:
-        return values
-    return [one[batch.response_masks[i]] for i, one in zip(index, values, strict=True)]
+LogProbs = Sequence[torch.Tensor | None]
+"""Log-probs of a mini-batch: [R] float32 per micro-batch, None off the last pipeline stage."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +34,15 @@ class MinibatchLoss:
     """The loss of micro-batch i of one mini-batch, with every denominator in it: ranks only add."""
 
     minibatch: Minibatch
-    microbatches: Sequence[LossInputs]
-    """One for each micro-batch on the last pipeline stage, none elsewhere."""
+    microbatches: Sequence[Microbatch]
+    """As packed from the batch, with what the loss reads."""
     is_first: bool
     """Whether the weights are still those that the step began with."""
-    old_log_probs: Sequence[torch.Tensor | None] | None
-    """The trainer's log-probs at those weights per micro-batch, [R] float32; None as a whole: not
-    computed; in the first mini-batch they are the current ones, detached."""
-    ref_log_probs: Sequence[torch.Tensor | None] | None
-    """Reference log-probs per micro-batch, [R] float32; None as a whole: no KL term."""
+    old_log_probs: LogProbs
+    """The trainer's, at those weights; empty: not computed. In the first mini-batch they are the
+    current ones, detached."""
+    ref_log_probs: LogProbs
+    """The reference's; empty: no KL term."""
     config: Config
     widths: tuple[float, float] | None = None
     """Lower and upper clip width that the mini-batch found for itself (`learn.bounds`); None: the
@@ -170,20 +106,20 @@ class MinibatchLoss:
 
         Carried tokens have those of the weights that sampled them.
         """
-        if self.old_log_probs is None:
-            if not self.is_first:
-                return None
-            old = log_probs.detach()
-        else:
+        if self.old_log_probs:
             found = self.old_log_probs[index]
             assert found is not None  # losses, like log-probs, exist on the last stage only
             old = found
+        elif self.is_first:
+            old = log_probs.detach()
+        else:
+            return None
         given = self.microbatches[index]
         if given.is_carried_row is not None and given.carried_log_probs is not None:
             old = torch.where(given.is_carried_row, given.carried_log_probs, old)
         return old
 
-    def _engine_sums(self, at_begin: torch.Tensor, given: LossInputs) -> Sums:
+    def _engine_sums(self, at_begin: torch.Tensor, given: Microbatch) -> Sums:
         """What lies between the policy that sampled and the trainer's as the step began."""
         sums = _mismatch(at_begin, given.rollout_log_probs)
         if self._is_around_engine:
@@ -228,7 +164,7 @@ class MinibatchLoss:
         """KL and entropy terms: means over the valid response tokens of the mini-batch."""
         objective = self.config.objective
         denominator = max(self.minibatch.num_tokens_global, 1)
-        if self.ref_log_probs is not None:
+        if self.ref_log_probs:
             reference = self.ref_log_probs[scored.index]
             assert reference is not None
             kl = kl_penalty(scored.log_probs, reference).sum()

@@ -17,7 +17,7 @@ from gapo_megatron.config.counts import layers_of_stages
 from gapo_megatron.errors import ConfigError, DivergenceError
 from gapo_megatron.learn.score import score
 from gapo_megatron.policy import Policy
-from gapo_megatron.types import Sequences
+from gapo_megatron.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +84,7 @@ def _watching(policy: Policy) -> Iterator[_Watch]:
             hook.remove()
 
 
-def check_range(
-    policy: Policy, probe: Sequences, *, of: str = "prompts of data.train_path"
-) -> None:
+def check_range(policy: Policy, probe: Rollouts, *, of: str = "prompts of data.train_path") -> None:
     """Score a few sequences, and refuse a model whose activations leave fp16's range.
 
     Largest outputs are kept on the device while the layers run, and read once.

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from gapo_megatron.config import Config
 from gapo_megatron.config.methods import Method
-from gapo_megatron.learn.plan import plan_rounding
 from gapo_megatron.learn.score import score
 from gapo_megatron.objective import decide
 from gapo_megatron.objective.families import FAMILIES
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.exact import exact_arithmetic
-from gapo_megatron.types import Batch
+from gapo_megatron.rollouts import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -56,21 +55,20 @@ class Scores:
     """On the same weights, without its rounding."""
 
     @classmethod
-    def of(cls, policy: Policy, batch: Batch, config: Config) -> Self:
-        """Score the sequences that `plan_rounding` chooses, packed the same way each time.
+    def of(cls, policy: Policy, batch: Batch) -> Self:
+        """Score the sequences that the plan chooses (`Plan.rounding`).
 
         Args:
             policy: unchanged; the memory of its gradients is given back.
-            batch: the same on every rank but for its tokens.
-            config: the run's settings.
+            batch: planned; the same on every rank but for its tokens.
 
         Collectives: those of `learn.score.score`, twice.
 
         Raises:
             DivergenceError: a log-prob is not finite.
         """
-        groups = policy.groups
-        packing = plan_rounding(batch, config, data_parallel_size=groups.dp_size)[groups.dp_rank]
+        assert batch.plan is not None
+        packing = batch.plan.rounding[policy.groups.dp_rank]
         policy.make_room()
         in_run = score(policy, batch, packing)
         with exact_arithmetic(policy):
@@ -110,7 +108,7 @@ def measure(policy: Policy, batch: Batch, before: Scores, config: Config) -> dic
     Raises:
         DivergenceError: a log-prob is not finite.
     """
-    after = Scores.of(policy, batch, config)
+    after = Scores.of(policy, batch)
     method, group_size = config.objective.resolve(), config.batch.rollouts_per_prompt
     if config.objective.old_log_probs == "rollout":  # then the clip is around the engine's
         engine = {i: _of_engine(batch, i) for i in before.in_run}

@@ -16,27 +16,29 @@ from gapo_megatron.batching import unpack
 from gapo_megatron.device.flags import Flags
 from gapo_megatron.learn.forward import Scored, run_pass
 from gapo_megatron.policy.policy import Policy
-from gapo_megatron.types import Microbatch, Sequences
+from gapo_megatron.rollouts import Rollouts
+from gapo_megatron.types import Microbatch
 
 
 def score(
     policy: Policy,
-    sequences: Sequences,
+    rollouts: Rollouts,
     microbatches: Sequence[Sequence[int]],
     *,
     temperature: float | None = None,
 ) -> dict[int, Tensor]:
-    """Log-probs of the sampled response tokens of `sequences`, packed as asked.
+    """Log-probs of the sampled response tokens of `rollouts`, packed as asked.
 
     Args:
         policy: unchanged.
-        sequences: the same on every rank of a tensor, context or pipeline parallel group.
-        microbatches: positions in `sequences`, this data-parallel rank's; as many micro-batches as
-            on every other rank, `()` for one that computes nothing.
+        rollouts: hold these tokens; the same on every rank of a tensor, context or pipeline
+            parallel group.
+        microbatches: rows of `rollouts`, this data-parallel rank's; as many micro-batches as on
+            every other rank, `()` for one that computes nothing.
         temperature: sampling temperature; None: `rollout.temperature`.
 
     Returns:
-        Position in `sequences` -> [num sampled tokens] float32 on the CPU, in the order of
+        Row of `rollouts` -> [num sampled tokens] float32 on the CPU, in the order of
         `microbatches`; empty except on the last pipeline stage.
 
     Collectives: those of `log_probs`.
@@ -47,9 +49,9 @@ def score(
     """
     if not microbatches:
         return {}
-    packed = [policy.pack(sequences, indices) for indices in microbatches]
+    packed = [policy.pack(rollouts, indices) for indices in microbatches]
     values = log_probs(policy, packed, temperature=temperature)
-    return unpack(sequences, microbatches, values)
+    return unpack(rollouts, microbatches, values)
 
 
 def log_probs(

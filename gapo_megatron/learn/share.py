@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from gapo_megatron.config import Config
-from gapo_megatron.exchange import Channel, deal
-from gapo_megatron.facts import Tokens
+from gapo_megatron.exchange import Channel, deal_tokens
 from gapo_megatron.learn.plan import wanted_sequences
 from gapo_megatron.policy import ParallelGroups
-from gapo_megatron.types import Batch
+from gapo_megatron.rollouts import Batch
 
 _TAG = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class DataParallelRanks:
     """Which rank computes which data-parallel share."""
 
     dp_ranks: tuple[int, ...]
@@ -28,7 +26,9 @@ class Places:
     """Per data-parallel rank the rank that reports its log-probs: last stage, first copy."""
 
     @classmethod
-    def gather(cls, groups: ParallelGroups, gloo_group: dist.ProcessGroup | None) -> Places:
+    def gather(
+        cls, groups: ParallelGroups, gloo_group: dist.ProcessGroup | None
+    ) -> DataParallelRanks:
         """Collectives: one all-gather of two integers over all ranks; call it once."""
         reports = groups.is_last_stage and groups.is_first_copy
         own = torch.tensor([groups.dp_rank, int(reports)])
@@ -41,38 +41,29 @@ class Places:
             tuple(scorers[dp_rank] for dp_rank in range(groups.dp_size)),
         )
 
-    def wanted(self, batch: Batch, config: Config) -> list[Sequence[int]]:
-        """What every rank gets of a batch that other ranks have sampled: together all of it.
+    def wanted(self, batch: Batch, *, every: bool) -> list[Sequence[int]]:
+        """Sequences that every rank must have (`wanted_sequences`).
 
-        A pure function of the facts, by which sender and receiver know what is in a message.
+        A pure function of the table: sender and receiver know from it what a message holds.
         """
-        by_dp_rank = wanted_sequences(
-            batch, config, data_parallel_size=len(self.scorers), every=True
-        )
-        return self.by_rank(by_dp_rank)
+        assert batch.plan is not None, "shares follow from the plan"
+        return self.by_rank(wanted_sequences(batch.plan, num_sequences=len(batch), every=every))
 
     def by_rank(self, by_dp_rank: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """What every rank wants, from what every data-parallel rank wants."""
         return [by_dp_rank[dp_rank] for dp_rank in self.dp_ranks]
 
 
-def bring_tokens(
-    batch: Batch, held: Mapping[int, Tokens], config: Config, *, places: Places, channel: Channel
-) -> Batch:
-    """Give every rank the tokens of its share; what it has itself sampled stays as well.
+def bring_tokens(batch: Batch, *, ranks: DataParallelRanks, channel: Channel) -> Batch:
+    """Bring every rank the tokens of its share; a rank keeps those that it holds.
 
     Args:
-        batch: facts alone, the same on every rank.
-        held: by number what this rank has.
-        config: the run's settings, which make the plan.
-        places: which rank computes what.
+        batch: planned; the same on every rank but for its tokens.
+        ranks: which rank computes what.
         channel: joins all ranks.
 
     Collectives: one message at most between any two ranks.
-
-    Raises:
-        ConfigError: as of `wanted_sequences`.
     """
-    wanted = wanted_sequences(batch, config, data_parallel_size=len(places.scorers))
-    tokens = deal(held, batch.facts, places.by_rank(wanted), channel=channel, tag=_TAG)
-    return batch.with_tokens({**held, **tokens})
+    brought = deal_tokens(batch, ranks.wanted(batch, every=False), channel=channel, tag=_TAG)
+    both = {name: {**held, **brought.tokens[name]} for name, held in batch.tokens.items()}
+    return batch.with_tokens(both)

@@ -10,22 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from gapo_megatron.batching import sequence_lengths
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.learn import metrics, rounding
 from gapo_megatron.learn.bounds import find_widths
-from gapo_megatron.learn.loss import LossInputs, MinibatchLoss, may_differ, may_lose_gradients
+from gapo_megatron.learn.loss import LogProbs, MinibatchLoss, may_differ, may_lose_gradients
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.policy import Policy
-from gapo_megatron.types import Batch, Microbatch, Plan
-
-LogProbs = list[torch.Tensor | None] | None
-"""Log-probs of a mini-batch: [R] float32 per micro-batch, None off the last stage; None: not
-computed."""
+from gapo_megatron.rollouts import Batch
+from gapo_megatron.types import Microbatch, Plan
 
 
 @dataclass
@@ -33,7 +29,8 @@ class Progress:
     """How far this rank has come with a batch: what a stop must save beside weights and batch."""
 
     old_log_probs: list[LogProbs] = field(default_factory=list)
-    """Log-probs per mini-batch at the weights that the step began with; empty before the pass."""
+    """Per mini-batch, at the weights that the step began with; empty before the pass. An empty one
+    was not computed."""
     sums: metrics.Sums = field(default_factory=dict)
     """Metrics of the updates done."""
     grad_norms: list[float] = field(default_factory=list)
@@ -60,7 +57,6 @@ class Progress:
 def learn(
     policy: Policy,
     batch: Batch,
-    plan: Plan,
     config: Config,
     stopwatch: Stopwatch,
     *,
@@ -68,13 +64,13 @@ def learn(
     measures_rounding: bool = False,
     must_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Take one optimizer step per mini-batch of `plan`.
+    """Take one optimizer step per mini-batch of the batch's plan.
 
     Args:
         policy: at the weights that generated the last tokens of `batch` (newer ones with
             `rollout.max_staleness`), moved by the updates of `progress`; the others follow.
-        batch: the same on every rank.
-        plan: the same on every rank; this rank computes its data-parallel share.
+        batch: planned; the same on every rank but for its tokens, of which this rank holds its
+            data-parallel share.
         config: the run's settings: method, coefficients, rollouts per prompt, response limit.
         stopwatch: counts the stages `old_log_probs`, `update` and `rounding`.
         progress: progress of an earlier call that had to stop; resumed there, to the same bits.
@@ -88,19 +84,20 @@ def learn(
 
     Collectives: where rounding is measured, first those of `rounding.Scores.of`, and last those of
     `rounding.measure`. Per mini-batch those of `score.log_probs` (all mini-batches first), then
-    those of
-    `update.update`, and before them, with `Method.bounds`, those of `bounds.find_widths`; at the
-    end one all-gather of metrics over all ranks.
+    those of `update.update`, and before them, with `Method.bounds`, those of
+    `bounds.find_widths`; at the end one all-gather of metrics over all ranks.
 
     Raises:
         DivergenceError: a loss or gradient is not finite; the weights are those before that update.
     """
-    progress = progress or Progress()
+    progress, plan = progress or Progress(), batch.plan
+    assert plan is not None, "the batch is not planned"
     if must_stop():
         return None
+    # Scored before the updates and after them, the same way: what rounding does to the ratios.
     if measures_rounding and not progress.old_log_probs:
         with stopwatch("rounding"):
-            progress.scores = rounding.Scores.of(policy, batch, config)
+            progress.scores = rounding.Scores.of(policy, batch)
     with stopwatch("old_log_probs"):
         packed = [
             [policy.pack(batch, indices) for indices in one.microbatches[policy.groups.dp_rank]]
@@ -113,16 +110,15 @@ def learn(
         if i and must_stop():
             return None
         with stopwatch("update"):
-            # The loss is computed on the last pipeline stage only.
-            scored = packed[i] if policy.groups.is_last_stage else []
-            inputs = [LossInputs.of(batch, one, policy.device) for one in scored]
             old = progress.old_log_probs[i]
-            loss = MinibatchLoss(plan.minibatches[i], inputs, i == 0, old, reference[i], config)
-            has_moved = old is not None or bool(batch.carried_log_probs)
+            loss = MinibatchLoss(plan.minibatches[i], packed[i], i == 0, old, reference[i], config)
+            has_moved = bool(old) or batch.has_carried
             if has_bounds and may_differ(config, has_moved=has_moved):
                 loss = replace(loss, widths=find_widths(policy, packed[i], loss))
             skips = may_lose_gradients(config, has_moved=has_moved)
-            progress.add(update(policy, packed[i], loss, skip_inactive=skips), scored, lengths)
+            result = update(policy, packed[i], loss, skip_inactive=skips)
+            # The loss is computed on the last pipeline stage only.
+            progress.add(result, packed[i] if policy.groups.is_last_stage else [], lengths)
     summary = _summarize(policy, plan, progress, config, lengths)
     if progress.scores is not None:
         with stopwatch("rounding"):
@@ -146,10 +142,10 @@ def _score(
     """
     if not progress.old_log_probs:
         needs_pass = config.objective.old_log_probs == "trainer"
-        others = [log_probs(policy, one) if needs_pass else None for one in packed[1:]]
-        progress.old_log_probs = [None, *others]
+        others = [log_probs(policy, one) if needs_pass else [] for one in packed[1:]]
+        progress.old_log_probs = [[], *others]
     if config.objective.kl_coef == 0:
-        return [None] * len(packed)
+        return [[]] * len(packed)
     with policy.reference_weights():
         return [log_probs(policy, microbatches) for microbatches in packed]
 

@@ -163,7 +163,7 @@ def _cut_backward(
     if not _has_backward(policy, num_active, read=skip_inactive):
         loss = without_backward(policy, loss)
     elif not has_gradient:
-        # For the ranks whose tokens its experts serve: all the way, with zeros.
+        # A zero backward pass, so that expert-parallel peers do not hang.
         loss = ZeroGradient.apply(loss.detach(), scored.log_probs)
     return loss, is_active.sum().double()
 

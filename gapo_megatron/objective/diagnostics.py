@@ -15,7 +15,7 @@ import torch
 
 from gapo_megatron.objective.losses import PolicyLoss
 from gapo_megatron.objective.segments import segment_sum
-from gapo_megatron.types import Batch
+from gapo_megatron.rollouts import Batch
 
 WINDOW = 200
 """Steps of the paper's windowed correlation."""
@@ -229,7 +229,7 @@ def count_by_correct(batch: Batch, *, group_size: int) -> dict[str, float]:
     )
     has_advantage, is_positive = (batch.advantages != 0).numpy(), (batch.advantages > 0).numpy()
     all_tokens = batch.num_response_tokens.numpy().astype(np.float64)
-    surprisal = -batch.facts.log_prob_sum
+    surprisal = -batch.table["log_prob_sum"]
     # A tells right from wrong except where a group's verdicts are all alike.
     correct = is_positive | (num_correct == size)
     # Every valid rollout of a group adds 1/k of the group: the sums need no list of groups.

@@ -6,7 +6,7 @@ import torch
 
 from gapo_megatron.config.methods import Method
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.types import Batch, Facts, Held
+from gapo_megatron.rollouts import Batch, Rollouts
 
 
 def group_counts(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,37 +70,35 @@ def group_advantages(
     return torch.where(informative, deviation * scale, 0)
 
 
-def make_batch(facts: Facts, method: Method) -> Batch:
+def make_batch(rollouts: Rollouts, method: Method) -> Batch:
     """Give every sequence of a rollout batch its group's c and k and its advantage.
 
     Args:
-        facts: G groups with the same number of rollouts k, all finished; the same on every rank.
+        rollouts: G groups of the same size, all finished; the table is the same on every rank.
         method: decides how rewards become advantages.
 
     Returns:
-        B = G x k sequences, without tokens (`Batch.with_tokens`).
+        B = G x rollouts per prompt sequences, with the tokens that `rollouts` holds.
 
     Raises:
         ConfigError: k < 2.
     """
-    assert len(facts), "a batch needs at least one group"
-    assert facts.is_finished.all(), "a batch is of finished rollouts"
-    group_length = facts.group_size
-    rewards = torch.from_numpy(facts.rewards).view(-1, group_length)
+    assert len(rollouts), "a batch needs at least one group"
+    assert rollouts.table["is_finished"].all(), "a batch is of finished rollouts"
+    num_rows = rollouts.rollouts_per_prompt
+    rewards = torch.from_numpy(rollouts.rewards).view(-1, num_rows)
     advantages = group_advantages(
         rewards, normalize_std=method.normalize_std, focal_gamma=method.focal_gamma
     )
     num_correct, group_size = group_counts(rewards)
-    nothing = Held(len(facts), {})
     return Batch(
-        prompt_ids=nothing,
-        response_ids=nothing,
-        rollout_log_probs=nothing,
+        rollouts.table,
+        rollouts.tokens,
+        metrics=rollouts.metrics,
         advantages=advantages.flatten(),
-        num_correct=num_correct.repeat_interleave(group_length),
-        group_size=group_size.repeat_interleave(group_length),
+        num_correct=num_correct.repeat_interleave(num_rows),
+        group_size=group_size.repeat_interleave(num_rows),
         valid=~rewards.isnan().flatten(),
-        facts=facts,
     )
 
 

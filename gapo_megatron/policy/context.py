@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gapo_megatron.device.transfer import to_device
 from gapo_megatron.policy.parallel import ParallelGroups
-from gapo_megatron.types import Microbatch, Share
+from gapo_megatron.types import Microbatch
 
 
 def num_chunks(cp_size: int) -> int:
@@ -45,44 +45,36 @@ def held_positions(cu_seqlens: Tensor, *, cp_rank: int, cp_size: int) -> Tensor:
     return firsts.repeat_interleave(lengths) + offsets - begins
 
 
-def cut(whole: Microbatch, groups: ParallelGroups) -> tuple[Microbatch, Tensor | None]:
-    """This rank's share of a micro-batch.
+def cut(whole: Microbatch, groups: ParallelGroups) -> Microbatch:
+    """This rank's part of a micro-batch: tokens, positions, rows and labels.
 
     Args:
         whole: the same on all ranks of the context parallel group.
         groups: this rank's place.
-
-    Returns:
-        The share: tokens, positions and labels of what this rank holds; boundaries stay those of
-        whole sequences. And which of the R rows it scores, [R_local] int64; None: all.
     """
     if groups.cp_size == 1:
-        return whole, None
+        return whole
     held = held_positions(whole.cu_seqlens, cp_rank=groups.cp_rank, cp_size=groups.cp_size)
     place = torch.full_like(whole.tokens[0], -1)
     place[held] = torch.arange(len(held), device=held.device)
     rows = (place[whole.row_index] >= 0).nonzero().flatten()
-    share = dataclasses.replace(
+    return dataclasses.replace(
         whole,
         tokens=whole.tokens[:, held],
         position_ids=whole.position_ids[:, held],
         row_index=place[whole.row_index[rows]],
         labels=whole.labels[rows],
-        sequence_ids=whole.sequence_ids[rows],
+        rows=rows,
     )
-    return share, rows
-
-
-_TENSORS = ("tokens", "position_ids", "cu_seqlens", "row_index", "labels", "sequence_ids")
 
 
 def to_rank(
     whole: Microbatch, groups: ParallelGroups, *, num_shards: int, device: torch.device
 ) -> Microbatch:
-    """Put a micro-batch and this rank's share of it on the device, in one copy.
+    """Put this rank's part of a micro-batch on the device, in one copy.
 
-    Whatever depends on values, such as how many rows a rank scores, is decided here, on the host: a
-    device would have to be waited for.
+    What depends on values, such as the number of rows a rank scores, is decided here on the host:
+    the host would have to wait for a device.
 
     Args:
         whole: on the CPU.
@@ -90,23 +82,16 @@ def to_rank(
         num_shards: ranks that share the positions (sequence parallelism); divides them.
         device: where the tensors go.
     """
-    share, rows = cut(whole, groups)
-    starts = np.arange(num_shards + 1) * (share.tokens.shape[1] // num_shards)
-    row_edges = np.searchsorted(share.row_index.numpy(), starts)
-    parts = [whole] if rows is None else [whole, share]
-    on_host = [getattr(part, name) for part in parts for name in _TENSORS]
-    if rows is not None:
-        on_host.append(rows)
-    placed = iter(to_device([tensor.numpy() for tensor in on_host], device))
-
-    def with_tensors(part: Microbatch) -> Microbatch:
-        tensors: dict[str, Any] = {name: next(placed) for name in _TENSORS}
-        return dataclasses.replace(part, **tensors)
-
-    whole = with_tensors(whole)
-    share = whole if rows is None else with_tensors(share)
-    held = Share(share, next(placed, None), tuple(int(edge) for edge in row_edges))
-    return dataclasses.replace(whole, share=held)
+    part = cut(whole, groups)
+    starts = np.arange(num_shards + 1) * (part.tokens.shape[1] // num_shards)
+    row_edges = np.searchsorted(part.row_index.numpy(), starts)
+    tensors = {
+        one.name: value.numpy()
+        for one in dataclasses.fields(part)
+        if isinstance(value := getattr(part, one.name), Tensor)
+    }
+    placed: Any = dict(zip(tensors, to_device([*tensors.values()], device), strict=True))
+    return dataclasses.replace(part, **placed, row_edges=tuple(int(edge) for edge in row_edges))
 
 
 def join_rows(values: Tensor, rows: Tensor, num_rows: int, groups: ParallelGroups) -> Tensor:
@@ -114,7 +99,7 @@ def join_rows(values: Tensor, rows: Tensor, num_rows: int, groups: ParallelGroup
 
     Args:
         values: [R_local] of this rank's rows.
-        rows: which ones, from `cut`.
+        rows: which ones (`Microbatch.rows`).
         num_rows: R.
         groups: this rank's place.
 

@@ -43,7 +43,8 @@ from gapo_megatron.policy.optimizer import (
 from gapo_megatron.policy.parallel import ParallelGroups
 from gapo_megatron.policy.precision import check_fp8, choose_head
 from gapo_megatron.policy.reduction import GradientReduction
-from gapo_megatron.types import Microbatch, Sequences
+from gapo_megatron.rollouts import Rollouts
+from gapo_megatron.types import Microbatch
 
 
 class Policy:
@@ -153,7 +154,7 @@ class Policy:
         ranks = self.groups.tp_size if self.config.parallel.sequence_parallel else 1
         return ranks * fp8_multiple(self.config.model) * num_chunks(self.groups.cp_size)
 
-    def pack(self, batch: Sequences, indices: Sequence[int]) -> Microbatch:
+    def pack(self, batch: Rollouts, indices: Sequence[int]) -> Microbatch:
         """Pack sequences of `batch` as this policy's layout takes them: `batching.pack`."""
         whole = pack(
             batch,
@@ -282,7 +283,7 @@ class Policy:
             optimizer = self.optimizer.sharded_state_dict(
                 model, is_loading=is_loading, metadata=dict(CHECKPOINT_METADATA)
             )
-        # Not before: the optimizer finds its parameters' names by who is who.
+        # Not before: the optimizer finds its parameters' names by object identity.
         self._weight_offload.make_readable(model)
         state = {"model": model, "optimizer": optimizer, "num_updates": self.num_updates}
         if self.loss_scale is not None:

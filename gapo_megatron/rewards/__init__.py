@@ -15,7 +15,7 @@ from gapo_megatron.errors import DataError
 from gapo_megatron.rewards.pool import Pool
 from gapo_megatron.rewards.sandbox import Limits, start_timeout_s
 from gapo_megatron.rewards.sandbox.check import check_sandbox
-from gapo_megatron.types import Episode, Outcome, Prompt, Rollout, Verdict
+from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 
 if TYPE_CHECKING:  # the workers import this too, and start without what they do not need
     from gapo_megatron.config import RewardConfig
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the workers import this too, and start without what they do
 logger = logging.getLogger(__name__)
 
 
-class _BrokenOffError(Exception):
+class _AbortedError(Exception):
     pass
 
 
@@ -155,24 +155,22 @@ class Judging:
 
 def score(
     judging: Judging,
-    prompts: Sequence[Prompt],
-    rollouts: Sequence[Sequence[Rollout]],
+    groups: Sequence[Sequence[Episode]],
     *,
     gather: Callable[[Sequence[tuple[bool, bool]]], list[tuple[bool, bool]]] = list,
-    should_abandon: Callable[[float], bool] | None = None,
+    should_abort: Callable[[float], bool] | None = None,
 ) -> list[tuple[Verdict, ...]] | None:
-    """Wait for the verdicts on these rollouts; others that are under judgement are dropped.
+    """Wait for the verdicts on these episodes; others that are being judged are dropped.
 
     Args:
         judging: has been given all of them.
-        prompts: problems, of those that this rank judges.
-        rollouts: their rollouts, in the same order.
+        groups: finished episodes of problems that this rank judges.
         gather: of the ranks that judge at the same time: all their lists, as one. None ends before
             the last has its verdicts, so that none waits for long without a sign of life.
-        should_abandon: asked every few seconds, with those since the call: whether to break off.
+        should_abort: asked every few seconds, with those since the call: whether to abort.
 
     Returns:
-        One verdict per rollout, shaped as `rollouts`; None on every rank if any broke off.
+        One verdict per episode, shaped as `groups`; None on every rank if any aborted.
 
     Collectives: `gather`, as often on every rank.
 
@@ -182,22 +180,18 @@ def score(
     start = time.monotonic()
 
     def may_end(is_done: bool) -> bool:
-        wants_out = should_abandon is not None and should_abandon(time.monotonic() - start)
+        wants_out = should_abort is not None and should_abort(time.monotonic() - start)
         answers = gather([(is_done, wants_out)])
         if all(is_done for is_done, _ in answers):
             return True
         if any(wants_out for _, wants_out in answers):
-            raise _BrokenOffError
+            raise _AbortedError
         return False
 
-    numbers = [
-        judging.numbers[prompt.id, sample]
-        for prompt, group in zip(prompts, rollouts, strict=True)
-        for sample in range(len(group))
-    ]
+    numbers = [judging.numbers[one.prompt.id, one.sample] for group in groups for one in group]
     try:
         verdicts = judging.pool.collect(numbers, may_end=may_end)
-    except _BrokenOffError:
+    except _AbortedError:
         return None
     unknown = Counter(v.reason for v in verdicts if v.outcome is Outcome.UNKNOWN)
     if unknown:
@@ -209,7 +203,7 @@ def score(
             reason,
         )
     remaining = iter(verdicts)
-    return [tuple(next(remaining) for _ in group) for group in rollouts]
+    return [tuple(next(remaining) for _ in group) for group in groups]
 
 
 __all__ = [

@@ -4,7 +4,7 @@ A tensor that is no larger than a bucket travels in one, with others, and the re
 views of it. A larger one travels by itself, from the sender's memory straight to the receiver's.
 An engine may hold what it is given: vLLM keeps the tensors of a fused module (query, key and value;
 gate and up; all experts of a layer) until the last of them has come. So every bucket arrives in
-memory of its own, which is freed when nobody holds any of its tensors. Memory beside the weights:
+memory of its own, which is freed when none of its tensors is referenced. Memory beside the weights:
 
 - sender: two buckets;
 - receiver: what the engine holds, in whole buckets, and the two that arrive and are handed out; a
@@ -61,7 +61,7 @@ class _Header:
     tensors: list[tuple[str, str, list[int], int]] = field(default_factory=list)
     """(name, dtype, shape, offset in bytes) of each tensor."""
     error: str = ""
-    """Why the sender breaks off."""
+    """Why the sender aborts."""
 
 
 def send(
@@ -104,7 +104,7 @@ def receive(route: Route) -> Iterator[tuple[str, Tensor]]:
     """Yield the (name, tensor) that `send` is given, bit for bit and in its order.
 
     Call it on every rank of a route but the first, and run it through to its end: the sender waits
-    for that. Whoever takes a tensor may hold it as long as it likes; it then holds its bucket.
+    for that. A receiver may hold a tensor as long as it likes; this keeps its bucket alive.
 
     Args:
         route: the groups that they travel over.
@@ -112,7 +112,7 @@ def receive(route: Route) -> Iterator[tuple[str, Tensor]]:
     Collectives: those of `send`.
 
     Raises:
-        WeightSyncError: the sender broke off (names its error), does not take part within the
+        WeightSyncError: the sender aborted (names its error), does not take part within the
             groups' time limit, or is at another place of another broadcast. The tensors so far are
             no weights of any version.
     """
@@ -209,7 +209,7 @@ class _Receiver:
             header = self._next_header()
             _wait(works, f"what came before header {header.number}")
             if header.kind == "error":
-                raise WeightSyncError(f"weights: the sender broke off: {header.error}")
+                raise WeightSyncError(f"weights: the sender aborted: {header.error}")
             if header.kind == "end":
                 self._confirm()
                 yield from _handed_out(ready)

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from gapo_megatron.rollout.replicas import Replicas
-from gapo_megatron.types import Sequences
+from gapo_megatron.rollouts import Rollouts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,15 +103,16 @@ class Engine(Protocol):
     def num_requests(self) -> tuple[int, int]:
         """Requests that run, and requests that wait for a place or for room in the cache."""
 
-    def score(self, sequences: Sequences) -> list[np.ndarray]:
+    def score(self, rollouts: Rollouts) -> list[np.ndarray]:
         """Log-probs the engine gives to tokens it is shown, at temperature 1.
 
         Args:
-            sequences: B of them, no prompt empty; the engine must hold no request.
+            rollouts: B sequences with their tokens, no prompt empty; the engine must hold no
+                request.
 
         Returns:
-            B arrays of float32, one value for each response token that is sampled
-            (`Sequences.is_sampled`).
+            B arrays of float32, one value for each response token that the model sampled
+            (`Rollouts.is_sampled`).
 
         Collectives: the engine's own, within the replica.
         """
@@ -128,7 +129,7 @@ class Engine(Protocol):
         Args:
             tensors: (Hugging Face name, whole tensor), every tensor of the model once, those of one
                 module next to each other; the same on every rank. Streamed; the engine may
-                hold what it is given until the call returns, and nobody overwrites it meanwhile.
+                hold what it is given until the call returns; callers do not overwrite it meanwhile.
             policy_version: becomes the engine's.
             on_received: called once the tensors are of no more use, before the engine takes memory
                 for its KV cache.

@@ -15,12 +15,12 @@ class Environment(Protocol):
     episode or appends tokens, after which the model goes on. `judge` says what the verifier reads.
 
     Tokens stay tokens: what the model sampled is never tokenised again, and what is appended is
-    kept as it is, with `Rollout.response_mask` False and log-prob 0. The token limit
+    kept as it is, with `Episode.response_mask` False and log-prob 0. The token limit
     (`rollout.max_response_tokens`) counts both: a response that reaches it is truncated, and
     `respond` is not asked. Tokens that leave no room for one more of the model are not appended,
     and the response is truncated.
 
-    `rollout.response_mask` tells the turns apart: None until the environment has appended tokens,
+    `Episode.response_mask` tells the turns apart: None until the environment has appended tokens,
     then False at these. The EOS of each turn stays among the tokens.
 
     An environment keeps nothing of an episode between two calls. All it may depend on is in the

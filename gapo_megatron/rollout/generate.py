@@ -1,4 +1,4 @@
-"""Generation with any engine: which requests it gets, until when, and what becomes of them.
+"""Generation with any engine: its requests, when to stop, and the episodes they become.
 
 All ranks generate at the same time, each replica for its own prompts (`Replicas.share`).
 """
@@ -12,30 +12,30 @@ from dataclasses import dataclass, replace
 from gapo_megatron.errors import DataError, RolloutError
 from gapo_megatron.rollout.engine import Completion, Engine
 from gapo_megatron.rollout.environment import Environment
-from gapo_megatron.rollout.progress import End, GenerationProgress, Occupancy
+from gapo_megatron.rollout.progress import Ending, GenerationProgress, Occupancy
 from gapo_megatron.rollout.requests import Respond, Responses, SamplingSettings, end
-from gapo_megatron.types import Episode, Prompt, Rollout
+from gapo_megatron.types import Episode, Prompt
 
 # Decoding steps between two questions whether to go on: a broadcast within the replica.
 _STEPS_PER_QUESTION = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
-    """Who follows a generation while it runs."""
+class Hooks:
+    """Callbacks of a generation."""
 
     on_ended: Callable[[Sequence[Episode]], object] = lambda episodes: None
     """Receives the episodes that have ended since its last call, often none, each once: first those
-    that were finished before, then after every decoding step and, with `should_abandon`, now and
+    that were finished before, then after every decoding step and, with `should_abort`, now and
     then while other replicas still generate. An exception in it ends the generation."""
-    should_abandon: Callable[[float], bool] | None = None
+    should_abort: Callable[[float], bool] | None = None
     """Whether to abort the generation, given the seconds since its start. Every rank calls it now
     and then; the first rank of each replica decides for the replica. It is also called while only
     other replicas generate; its answer then has no effect."""
     occupancy: Occupancy | None = None
-    """Occupancy to add to: how full the replicas were; needs `should_abandon`."""
-    on_broken_off: Callable[[int], object] = lambda num_tokens: None
-    """Receives how many tokens this replica has sampled in a generation that was broken off."""
+    """Adds up how full the replicas were; needs `should_abort`."""
+    on_aborted: Callable[[int], object] = lambda num_tokens: None
+    """Receives the number of tokens that this replica sampled in an aborted generation."""
     shows_progress: bool = False
     """Whether rank 0 shows a progress bar with tokens/s."""
 
@@ -51,10 +51,10 @@ def generate(
     settings: SamplingSettings,
     *,
     respond: Respond = end,
-    begun: Mapping[str, tuple[Rollout, ...]] | None = None,
+    begun: Mapping[str, tuple[Episode, ...]] | None = None,
     num_groups: int | None = None,
-    watch: Watch | None = None,
-) -> list[tuple[Rollout, ...]] | None:
+    hooks: Hooks | None = None,
+) -> list[tuple[Episode, ...]] | None:
     """Sample responses for this replica's prompts.
 
     Every request has its own seed (`request_seed`), so a response depends neither on its company
@@ -65,19 +65,18 @@ def generate(
         prompts: this replica's share, ids all different; the same on all of its ranks.
         settings: how responses are drawn, and how many per prompt.
         respond: the environment's answer when a response has reached EOS; by default it ends there.
-        begun: by id of the prompts that earlier calls have begun: their rollouts so far. Those that
-            are not finished are continued, from prompt + tokens so far, and seeded anew.
-        num_groups: prompts of this replica after whose last response it ends; by default all. Which
-            ones depends on the lengths of the responses and on their company: on the number of
-            replicas, and on what fits into their KV caches.
-        watch: who is told of ended episodes, and may break off.
+        begun: by prompt id, the episodes of prompts that earlier calls have begun. Unfinished ones
+            are continued from prompt + tokens so far, with a new seed.
+        num_groups: stop once this many prompts of this replica are complete; by default all. Which
+            ones depends on the lengths of the responses and on batching: on the number of replicas
+            and the size of their KV caches.
+        hooks: callbacks; one of them may abort the generation.
 
     Returns:
-        One tuple of `num_samples` rollouts per prompt, in order. With `num_groups` those that it
-        ended without are as far as they have come, not `finished`. None on every rank if any
-        replica broke off.
+        `num_samples` episodes per prompt, in order. With `num_groups` the episodes of incomplete
+        prompts may be unfinished. None on every rank if any replica aborted.
 
-    Collectives: the engine's own; with `should_abandon` also a broadcast now and then within the
+    Collectives: the engine's own; with `should_abort` also a broadcast now and then within the
     replica, a sum of one integer a second over all ranks (`Heartbeat`), and one gather over all
     ranks.
 
@@ -87,16 +86,16 @@ def generate(
         RolloutError: the engine is asleep, or did not return what was asked for.
     """
     _check_prompts(engine, prompts, settings.max_response_tokens)
-    watch = watch or Watch()
+    hooks = hooks or Hooks()
     responses = Responses(prompts, begun or {}, settings, respond)
-    watch.on_ended([one for one in responses.episodes if one.rollout.finished])
+    hooks.on_ended([one for group in responses.groups for one in group if one.finished])
     wanted = len(prompts) if num_groups is None else num_groups
-    run = _Run(engine, responses, wanted, watch)
+    run = _Run(engine, responses, wanted, hooks)
     run.decode()
-    if watch.should_abandon is not None and run.others_broke_off():
-        watch.on_broken_off(run.num_tokens)
+    if hooks.should_abort is not None and run.any_aborted():
+        hooks.on_aborted(run.num_tokens)
         return None
-    return [tuple(group) for group in responses.rollouts]
+    return [tuple(group) for group in responses.groups]
 
 
 def _check_prompts(engine: Engine, prompts: Sequence[Prompt], max_response_tokens: int) -> None:
@@ -116,30 +115,30 @@ def _check_prompts(engine: Engine, prompts: Sequence[Prompt], max_response_token
 
 
 class _Run:
-    """One generation: the requests of one replica until it has what is wanted.
+    """One generation: the requests of one replica until enough prompts are complete.
 
     Attributes:
         num_tokens: sampled so far.
     """
 
-    def __init__(self, engine: Engine, responses: Responses, wanted: int, watch: Watch) -> None:
+    def __init__(self, engine: Engine, responses: Responses, wanted: int, hooks: Hooks) -> None:
         self._engine = engine
         self._responses = responses
         self.num_tokens = 0
         self._wanted = wanted
-        self._watch = watch
-        self._occupancy = watch.occupancy or Occupancy()
+        self._hooks = hooks
+        self._occupancy = hooks.occupancy or Occupancy()
         self._heart = engine.replicas.heartbeat()
         self._start = time.monotonic()
-        self._end = End(broken_off=False, taken_s=0.0, seconds=0.0)
+        self._end = Ending(aborted=False, taken_s=0.0, seconds=0.0)
 
     def decode(self) -> None:
-        """Take decoding steps until enough groups are whole, or it is told to break off.
+        """Take decoding steps until enough groups are complete, or until it is aborted.
 
         Leaves no request in the engine.
         """
         requests = self._responses.requests()
-        shown = self._watch.shows_progress and self._engine.replicas.is_first_rank
+        shown = self._hooks.shows_progress and self._engine.replicas.is_first_rank
         left: Sequence[Completion] = ()
         try:
             for request in requests:
@@ -149,13 +148,13 @@ class _Run:
         finally:
             left = self._engine.abort()
         self.num_tokens += sum(len(one.token_ids) for one in left)
-        if not self._end.broken_off:
+        if not self._end.aborted:
             for completion in left:
                 self._responses.take(completion)
 
-    def others_broke_off(self) -> bool:
-        """Wait for the other replicas; whether any replica, this one included, broke off."""
-        ask, hand_over = self._watch.should_abandon, self._watch.on_ended
+    def any_aborted(self) -> bool:
+        """Wait for the other replicas; whether any replica, this one included, was aborted."""
+        ask, hand_over = self._hooks.should_abort, self._hooks.on_ended
         assert ask is not None
         self._heart.wait_for_all(
             on_beat=lambda: ask(time.monotonic() - self._start),
@@ -165,14 +164,14 @@ class _Run:
         ends = self._engine.replicas.gather([self._end])
         self._occupancy.taken_s += sum(one.taken_s for one in ends)
         self._occupancy.capacity_s += len(ends) * max(one.seconds for one in ends)
-        return any(one.broken_off for one in ends)
+        return any(one.aborted for one in ends)
 
-    def _take_steps(self, num_open: int, bar: GenerationProgress) -> End:
+    def _take_steps(self, num_open: int, bar: GenerationProgress) -> Ending:
         engine, responses = self._engine, self._responses
         last, taken_s, num_steps = self._start, 0.0, 0
         while num_open and responses.num_whole < self._wanted:
-            if num_steps % _STEPS_PER_QUESTION == 0 and self._must_break_off():
-                return End(True, taken_s, last - self._start)
+            if num_steps % _STEPS_PER_QUESTION == 0 and self._must_abort():
+                return Ending(True, taken_s, last - self._start)
             num_steps += 1
             completions = engine.poll()
             # How full the engine was in this step: what has just ended still took its place.
@@ -188,17 +187,17 @@ class _Run:
                 else:  # the environment has answered: the model goes on
                     engine.add(episode)
             num_open -= len(ended)
-            self._watch.on_ended(ended)
+            self._hooks.on_ended(ended)
             now = time.monotonic()
             taken_s, last = taken_s + share * (now - last), now
             if completions:
                 num_tokens = sum(len(one.token_ids) for one in completions)
                 self.num_tokens += num_tokens
                 bar.advance(len(ended), num_tokens)
-        return End(False, taken_s, last - self._start)
+        return Ending(False, taken_s, last - self._start)
 
-    def _must_break_off(self) -> bool:
-        ask = self._watch.should_abandon
+    def _must_abort(self) -> bool:
+        ask = self._hooks.should_abort
         if ask is None:
             return False
         self._heart.beat(ended=False)

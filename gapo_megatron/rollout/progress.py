@@ -106,13 +106,13 @@ class Occupancy:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """How a generation ended on one rank; all ranks are told."""
+class Ending:
+    """How a generation ended on one rank."""
 
-    broken_off: bool
-    """Whether it was asked to stop before it had what was wanted."""
+    aborted: bool
+    """Whether it was aborted before enough prompts were complete."""
     taken_s: float
-    """Seconds of taken places, as in `Occupancy`, but of this call alone."""
+    """As `Occupancy.taken_s`, of this call and rank alone."""
     seconds: float
 
 

@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from gapo_megatron.exchange import Channel, GroupChannel, gather_rows
+from gapo_megatron.exchange import Channel, GroupChannel, gather_tables
 from gapo_megatron.rollout.progress import Heartbeat
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ class Replicas:
     """Every `size` neighbouring ranks form a replica: one engine, whose ranks run in lockstep.
 
     Each replica generates for its slice of the prompts (`share`). What follows, every rank does
-    for its own part of them (`part`). Of the results `gather_rows` gives every rank the facts;
+    for its own part of them (`part`). Of the results `gather_tables` gives every rank the table;
     tokens stay, and travel over `channel` to those that compute them.
 
     Attributes:
@@ -121,12 +121,12 @@ class Replicas:
             dist.all_gather_object(received, one, group=self._replica_group)
         return received
 
-    def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Gather tables [n, C] int32 of all ranks, by rank, on every rank.
+    def gather_tables(self, table: np.ndarray) -> list[np.ndarray]:
+        """Gather the tables of all ranks, by rank, on every rank.
 
-        Collectives: two, whatever n is (`exchange.gather_rows`).
+        Collectives: two, whatever their length (`exchange.gather_tables`).
         """
-        return gather_rows(rows, self.gloo_group)
+        return gather_tables(table, self.gloo_group)
 
     def agree(self, answer: bool) -> bool:
         """The answer of the replica's first rank: its ranks must take every step together.

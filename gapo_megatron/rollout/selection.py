@@ -1,68 +1,64 @@
-"""Which groups of a batch teach, and what is measured of them: from facts alone."""
+"""Which groups of a batch are informative, and metrics of a step's rollouts: from the table."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from gapo_megatron.config import BatchConfig
-from gapo_megatron.facts import Facts
+from gapo_megatron.rollouts import Rollouts
 
 
-def informative(facts: Facts, group_size: int) -> np.ndarray:
+def informative(rollouts: Rollouts) -> np.ndarray:
     """[G] bool: groups whose valid rollouts differ in their reward; in others A = 0 for all."""
-    rewards = facts.rewards.reshape(-1, group_size)
+    rewards = rollouts.rewards.reshape(-1, max(rollouts.rollouts_per_prompt, 1))
     has_both: np.ndarray = (rewards == 0).any(axis=1) & (rewards == 1).any(axis=1)
     return has_both
 
 
-def choose(facts: Facts, group_size: int, wanted: int) -> list[int]:
+def choose(rollouts: Rollouts, wanted: int) -> list[int]:
     """Numbers of `wanted` groups in their order: the first informative ones, then others."""
-    teaches = informative(facts, group_size)
-    by_worth = sorted(range(len(teaches)), key=lambda i: not teaches[i])
+    is_informative = informative(rollouts)
+    by_worth = sorted(range(len(is_informative)), key=lambda i: not is_informative[i])
     return sorted(by_worth[:wanted])
 
 
-def num_tokens(facts: Facts) -> int:
-    """Number of tokens that the model sampled."""
-    return int(facts.num_sampled_tokens.sum(dtype=np.int64))
-
-
 def rollout_metrics(
-    facts: Facts, step: int, batch: BatchConfig, *, num_rounds: int, num_lost_tokens: int
+    rollouts: Rollouts, step: int, batch: BatchConfig, *, num_rounds: int, num_lost_tokens: int
 ) -> dict[str, float]:
-    """Mean reward, response length and share of truncated responses; what sampling them took.
+    """Mean reward, response length and share of truncated responses; cost of sampling them.
 
     Args:
-        facts: all groups of the step, those that dynamic sampling replaced included.
+        rollouts: all groups of the step, those that dynamic sampling replaced included.
         step: index of the step.
-        batch: says what else there is to tell, see docs/metrics.md.
-        num_rounds: of dynamic sampling.
-        num_lost_tokens: sampled for groups that were broken off and do not stay open.
+        batch: section `batch`; its options decide on further metrics (docs/metrics.md).
+        num_rounds: rounds of dynamic sampling.
+        num_lost_tokens: sampled for groups that were aborted and do not stay open.
     """
-    rewards_known = [r for r in facts.rewards.tolist() if r == r]
+    rewards_known = [r for r in rollouts.rewards.tolist() if r == r]
+    num_tokens, num_rollouts = rollouts.num_sampled, len(rollouts)
     metrics = {
         "reward/mean": sum(rewards_known) / max(len(rewards_known), 1),
-        "rollout/response_length/mean": num_tokens(facts) / len(facts),
-        "rollout/truncated": int(facts.is_truncated.sum()) / len(facts),
+        "rollout/response_length/mean": num_tokens / num_rollouts,
+        "rollout/truncated": int(rollouts.table["is_truncated"].sum()) / num_rollouts,
     }
     if batch.dynamic_sampling_rounds:
-        num_groups = len(facts) // batch.rollouts_per_prompt
         metrics["rollout/sampling_rounds"] = float(num_rounds)
-        metrics["rollout/replaced_group_share"] = 1 - batch.rollout_prompts / num_groups
+        metrics["rollout/replaced_group_share"] = 1 - batch.rollout_prompts / rollouts.num_groups
     if batch.partial_rollouts:
-        metrics |= _carried_metrics(facts, step)
+        metrics |= _carried_metrics(rollouts, step)
     elif batch.oversampling > 1:
-        lost_share = num_lost_tokens / (num_lost_tokens + num_tokens(facts))
+        lost_share = num_lost_tokens / (num_lost_tokens + num_tokens)
         metrics["rollout/lost_token_share"] = lost_share
     return metrics
 
 
-def _carried_metrics(facts: Facts, step: int) -> dict[str, float]:
-    """How much of the batch earlier steps have sampled, and how long ago."""
-    num_carried = int(facts.num_carried_sampled.sum(dtype=np.int64))
-    versions = facts.oldest_version[facts.num_carried_tokens > 0]
+def _carried_metrics(rollouts: Rollouts, step: int) -> dict[str, float]:
+    """Share of the batch's tokens that earlier steps have sampled, and the age of the oldest."""
+    table = rollouts.table
+    num_carried = int(table["num_carried_sampled"].sum(dtype=np.int64))
+    versions = table["oldest_version"][table["num_carried_tokens"] > 0]
     oldest = int(versions.min()) if len(versions) else step
     return {
-        "rollout/carried_token_share": num_carried / num_tokens(facts),
+        "rollout/carried_token_share": num_carried / rollouts.num_sampled,
         "rollout/oldest_version_gap": float(step - oldest),
     }

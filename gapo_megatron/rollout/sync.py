@@ -12,7 +12,8 @@ from gapo_megatron.policy import Policy
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.transport import Transport, in_place
 from gapo_megatron.rollout.verify import WeightCheck, verify_weights
-from gapo_megatron.types import Batch, Prompt, Sequences
+from gapo_megatron.rollouts import Batch, Rollouts
+from gapo_megatron.types import Prompt
 
 _PROBE_TOKENS = 256
 """Scored tokens of a sequence at most: enough to see a wrong weight, few enough to cost nothing."""
@@ -21,7 +22,7 @@ _PROBE_TOKENS = 256
 def sync(
     policy: Policy,
     engine: Engine,
-    probe: Sequences,
+    probe: Rollouts,
     *,
     policy_version: int,
     transport: Transport = in_place,
@@ -60,7 +61,7 @@ def sync(
 
 
 def score_probe(
-    policy: Policy, probe: Sequences, gloo_group: dist.ProcessGroup | None
+    policy: Policy, probe: Rollouts, gloo_group: dist.ProcessGroup | None
 ) -> list[np.ndarray]:
     """The trainer's log-probs of a few sequences, a sequence at a time, at temperature 1.
 
@@ -81,12 +82,13 @@ def score_probe(
     return holder[0]
 
 
-def first_sequences(batch: Batch, count: int) -> Sequences:
+def first_sequences(batch: Batch, count: int) -> Rollouts:
     """A probe: the first `count` sequences of a batch, which every rank has the tokens of."""
-    return _probe(batch.prompt_ids[:count], batch.response_ids[:count])
+    rows = range(min(count, len(batch)))
+    return _probe([batch.prompt_ids[i] for i in rows], [batch.response_ids[i] for i in rows])
 
 
-def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Sequences:
+def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Rollouts:
     """A probe before the first rollout: prompts, the first token given and the others scored.
 
     One-token prompts cannot be scored; if there are no longer ones, the check is skipped.
@@ -96,6 +98,6 @@ def prompts_as_sequences(prompts: Sequence[Prompt], count: int) -> Sequences:
     return _probe([ids[:1] for ids in tokens], [ids[1:] for ids in tokens])
 
 
-def _probe(prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray]) -> Sequences:
-    # Without masks: the engine scores every token of a response, whoever it is from.
-    return Sequences(prompt_ids, [ids[:_PROBE_TOKENS] for ids in response_ids])
+def _probe(prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray]) -> Rollouts:
+    # Without masks: the engine scores every token of a response, also appended ones.
+    return Rollouts.of(prompt_ids, [ids[:_PROBE_TOKENS] for ids in response_ids])

@@ -10,7 +10,7 @@ import numpy as np
 
 from gapo_megatron.errors import WeightSyncError
 from gapo_megatron.rollout.engine import Engine
-from gapo_megatron.types import Sequences
+from gapo_megatron.rollouts import Rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,12 @@ class WeightCheck:
     """Difference at the worst token."""
 
 
-def verify_weights(
-    engine: Engine, sequences: Sequences, log_probs: Sequence[np.ndarray]
-) -> WeightCheck:
+def verify_weights(engine: Engine, probe: Rollouts, log_probs: Sequence[np.ndarray]) -> WeightCheck:
     """Compare the engine's log-probs of a few sequences with the trainer's.
 
     Args:
         engine: generating, after a sync.
-        sequences: B of them; the same on every rank.
+        probe: B sequences with their tokens; the same on every rank.
         log_probs: B arrays of float32, one value per sampled response token: the trainer's, at
             temperature 1; the same on every rank.
 
@@ -44,7 +42,7 @@ def verify_weights(
             `verify_bound`, or a value is not finite; names rank, sequence, worst position, and both
             values there.
     """
-    found = engine.replicas.gather([_compare(engine.score(sequences), log_probs)])
+    found = engine.replicas.gather([_compare(engine.score(probe), log_probs)])
     worst = max(range(len(found)), key=lambda rank: found[rank].mean_abs_diff)
     result = found[worst]
     if not result.mean_abs_diff <= engine.verify_bound:

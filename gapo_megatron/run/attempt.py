@@ -176,22 +176,22 @@ class Attempt:
         return bool(self._asked)
 
     def patience(self, expected: Expectation) -> Callable[[float], bool]:
-        """When to break off work that cannot be saved half done: a function of its elapsed seconds.
+        """When to abort work that cannot be saved half done: a function of its elapsed seconds.
 
-        Once a stop is asked for, breaking off costs the elapsed time again, going on the time that
-        is left: the cheaper one, but going on must fit into the margin.
+        Once a stop is asked for: abort if redoing the work is cheaper than finishing it, or if
+        finishing does not fit into the stop margin.
 
         Args:
             expected: expectation for the whole work; 0 if it never ran.
         """
 
-        def should_abandon(elapsed_s: float) -> bool:
+        def should_abort(elapsed_s: float) -> bool:
             if not self.stop_asked():
                 return False
             left_s = expected.longest_s - elapsed_s
             return not 0 <= left_s <= min(elapsed_s, self._stop_margin_s)
 
-        return should_abandon
+        return should_abort
 
     def must_stop(self, needed: Expectation) -> bool:
         """Whether to save and end now, decided by rank 0 for all.
@@ -207,7 +207,7 @@ class Attempt:
         Raises:
             FencedError: on rank 0, when a newer attempt has taken the run.
             ConfigError: on rank 0, when the time limit is too short from the start: stopping and
-                starting again would go on for ever.
+                the restarts would never end.
         """
         self.alive()
         reasons = [""]
@@ -243,7 +243,7 @@ class Attempt:
         return dict(recent)
 
     def require_ownership(self) -> None:
-        """Refuse to go on when a newer attempt has taken the run folder. No collective.
+        """Raise FencedError if a newer attempt has taken the run folder. No collective.
 
         Slurm cannot reach the processes of a node that lost its network: they live on while the job
         runs elsewhere, and must not write.
@@ -341,7 +341,7 @@ def _hear_end_signals(heard: int) -> None:
         if number not in END_SIGNALS:
             continue
         rule = "saves and ends; a second one ends at once" if is_first else "ends at once"
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # it is not read any more
             os.write(2, f"{signal.Signals(number).name}: {rule}\n".encode())
         # torchrun sends one SIGTERM when another rank has failed, then SIGKILL: no stacks there.
         if not is_first or (number == signal.SIGTERM and processes.is_under_torchrun()):

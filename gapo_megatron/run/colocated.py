@@ -11,17 +11,17 @@ from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.evaluate.evaluate import evaluate
-from gapo_megatron.facts import Tokens
 from gapo_megatron.learn.carry import carry
-from gapo_megatron.learn.share import Places, bring_tokens
+from gapo_megatron.learn.share import DataParallelRanks, bring_tokens
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.rollout.sync import sync
 from gapo_megatron.rollout.verify import WeightCheck
+from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.run.attempt import Attempt
-from gapo_megatron.run.generation import Collected, evaluation_path
-from gapo_megatron.types import Batch, OpenGroup, Prompt, Sequences
+from gapo_megatron.run.generation import evaluation_path
+from gapo_megatron.types import Episode, Prompt
 
 
 @dataclass
@@ -37,13 +37,12 @@ class Colocated:
     held_out: Sequence[Prompt]
     attempt: Attempt
     stopwatch: Stopwatch
-    places: Places
+    dp_ranks: DataParallelRanks
     samples_ahead = False
-    _held: Mapping[int, Tokens] | None = None
 
     @property
     def source_state(self) -> Mapping[str, Any]:
-        """Place in the data, also of a batch that was broken off."""
+        """Data position, also of a batch that was aborted."""
         return self.source.state_dict()
 
     @property
@@ -62,51 +61,45 @@ class Colocated:
                 environment=self.rollouter.environment,
                 config=self.config,
                 output=evaluation_path(self.config, step) if self.attempt.leads else None,
-                should_abandon=self.attempt.patience(self.stopwatch.expect("evaluate")),
+                should_abort=self.attempt.patience(self.stopwatch.expect("evaluate")),
             )
 
-    def collect(self, step: int) -> Collected | None:
+    def collect(self, step: int) -> Rollouts | None:
         """Sample and judge, then put the engine to sleep: `Generation.collect`."""
-        sampled = self.rollouter.collect(step, attempt=self.attempt, stopwatch=self.stopwatch)
-        if sampled is None:
-            return None
-        self._held = sampled.held
-        with self.stopwatch("sleep"):
-            self.engine.sleep()
-        return Collected(sampled.facts, sampled.metrics)
+        rollouts = self.rollouter.collect(step, attempt=self.attempt, stopwatch=self.stopwatch)
+        if rollouts is not None:
+            with self.stopwatch("sleep"):
+                self.engine.sleep()
+        return rollouts
 
     def carry(self, step: int) -> None:
-        """Score what is still open at the weights that sampled it: `Generation.carry`."""
+        """Score open groups at the weights that sampled them: `Generation.carry`."""
         if len(self.rollouter.open_groups):
             with self.stopwatch("carry"):
                 self.rollouter.open_groups = carry(
                     self.policy,
                     self.rollouter.open_groups,
-                    self.config,
+                    max_tokens_per_microbatch=self.config.batch.max_tokens_per_microbatch,
                     policy_version=step,
-                    places=self.places,
+                    ranks=self.dp_ranks,
                     channel=self.rollouter.channel,
                 )
 
     def bring_tokens(self, batch: Batch) -> Batch:
         """Send what this rank has sampled, receive its share: `Generation.bring_tokens`."""
-        assert self._held is not None, "the tokens are those of a batch that was collected"
-        held, self._held = self._held, None
         with self.stopwatch("exchange"):
-            return bring_tokens(
-                batch, held, self.config, places=self.places, channel=self.rollouter.channel
-            )
+            return bring_tokens(batch, ranks=self.dp_ranks, channel=self.rollouter.channel)
 
-    def sync(self, probe: Sequences, *, policy_version: int) -> WeightCheck:
+    def sync(self, probe: Rollouts, *, policy_version: int) -> WeightCheck:
         """Wake the engine with the policy's weights: `Generation.sync`."""
         with self.stopwatch("sync"):
             return sync(self.policy, self.engine, probe, policy_version=policy_version)
 
-    def resume(self, open_groups: Sequence[OpenGroup]) -> None:
-        """Go on with groups of a checkpoint: `Generation.resume`."""
+    def resume(self, open_groups: Sequence[tuple[Episode, ...]]) -> None:
+        """Continue groups of a checkpoint: `Generation.resume`."""
         self.rollouter.resume(open_groups)
 
-    def gather_open_groups(self) -> Sequence[OpenGroup]:
+    def gather_open_groups(self) -> Sequence[tuple[Episode, ...]]:
         """Groups with unfinished responses, on rank 0: `Generation.gather_open_groups`."""
         return self.rollouter.gather_open_groups()
 
@@ -117,7 +110,7 @@ class Colocated:
         """Nothing is sampled ahead."""
         return False
 
-    def give_up(self) -> int:
+    def discard_ahead(self) -> int:
         """Nothing is sampled ahead."""
         return 0
 

@@ -3,31 +3,31 @@
 `run/generation_side.py` is the other end. With `rollout.max_staleness` k = 0 a batch is ordered
 once its weights have been sent: generation and training alternate. With k >= 1 weights are sent
 after every k-th step, and then every batch up to k steps ahead is ordered: it is sampled meanwhile.
-Which weights sample which batch depends on k alone, never on who is faster: a run repeats itself.
+Which weights sample which batch depends on k alone, never on timing: runs are reproducible.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from gapo_megatron import exchange
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
-from gapo_megatron.facts import Facts
-from gapo_megatron.learn.share import Places
+from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.policy import Policy
 from gapo_megatron.rollout.sync import score_probe
 from gapo_megatron.rollout.verify import WeightCheck
+from gapo_megatron.rollouts import ROW, Batch, Rollouts
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.bridge import Bridge
-from gapo_megatron.run.generation import Collected
 from gapo_megatron.run.orders import STOP, Order, pack_probe, unpack
-from gapo_megatron.types import Batch, OpenGroup, Sequences
+from gapo_megatron.types import Episode
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ class GenerationRanks:
     _num_erased: int = 0
     """Orders whose messages are no longer there."""
     _num_given_back: int = 0
-    """Tokens of batches that were broken off."""
+    """Tokens of batches that were aborted."""
     _collected: int = -1
     """Number of the order of the batch that was collected last."""
 
     def __post_init__(self) -> None:
         """Tell the generation side where to begin. Collective."""
-        self._places = Places.gather(self.policy.groups, self.gloo_group)
-        dp_ranks, scorers = self._places.dp_ranks, self._places.scorers
+        self._ranks = DataParallelRanks.gather(self.policy.groups, self.gloo_group)
+        dp_ranks, scorers = self._ranks.dp_ranks, self._ranks.scorers
         begin = Order("begin", source_state=self.source_state, dp_ranks=dp_ranks, scorers=scorers)
         self._order(begin)
 
@@ -86,45 +86,46 @@ class GenerationRanks:
         metrics: dict[str, float] | None = unpack(answer)
         return metrics
 
-    def collect(self, step: int) -> Collected | None:
+    def collect(self, step: int) -> Rollouts | None:
         """Wait for the batch of a step: `Generation.collect`."""
         self.sample_ahead()
         with self.stopwatch("wait"):
             number = self._samples.pop(step)
             answer = unpack(self._wait(f"answer/{number}"))
-            if answer["is_broken_off"]:
+            if answer["is_aborted"]:
                 self._num_given_back += answer["num_tokens"]
                 return None
-            about, facts = self._from_first(f"batch/{number}", f"facts/{number}")
+            about, rows = self._from_first(f"batch/{number}", f"table/{number}")
         batch = unpack(about)
         self._collected, self.source_state = number, batch["source_state"]
         self.stopwatch.notes |= batch["clocks"]
         metrics: dict[str, float] = batch["metrics"]
         if self.samples_ahead:
             metrics["rollout/version_gap"] = float(step - batch["policy_version"])
-        return Collected(Facts.from_bytes(facts), metrics)
+        return Rollouts(np.frombuffer(rows, dtype=ROW).copy(), metrics=metrics)
 
     def carry(self, step: int) -> None:
         """Nothing: no group stays open."""
 
     def bring_tokens(self, batch: Batch) -> Batch:
         """Receive this rank's share: `Generation.bring_tokens`."""
-        facts = batch.facts
+        table = batch.table
         with self.stopwatch("exchange"):
-            wanted = self._places.wanted(batch, self.config)
+            wanted = self._ranks.wanted(batch, every=True)
             tokens = exchange.receive(
-                facts,
+                exchange.token_columns(table),
+                table["holder"],
                 wanted[self.policy.groups.rank],
                 channel=self.bridge.messages,
                 tag=self._collected,
             )
-        # From here on the trainers have them: a checkpoint asks the first that wanted it.
-        holder = facts.holder.copy()
+        # The lowest wanting rank owns a sequence: a checkpoint gathers the tokens from there.
+        holder = table["holder"].copy()
         for rank in reversed(range(len(wanted))):
             holder[wanted[rank]] = rank
-        return replace(batch, facts=facts.changed(holder=holder)).with_tokens(tokens)
+        return batch.changed(holder=holder).with_tokens(tokens)
 
-    def sync(self, probe: Sequences, *, policy_version: int) -> WeightCheck | None:
+    def sync(self, probe: Rollouts, *, policy_version: int) -> WeightCheck | None:
         """Send the weights once the generation side has come to them: `Generation.sync`."""
         if not self._is_due(policy_version):
             return None
@@ -140,11 +141,11 @@ class GenerationRanks:
         self.version, self._num_synced = policy_version, number
         return check
 
-    def resume(self, open_groups: Sequence[OpenGroup]) -> None:
+    def resume(self, open_groups: Sequence[tuple[Episode, ...]]) -> None:
         """Nothing: no group stays open."""
         assert not open_groups, "partial rollouts are refused with ranks that only generate"
 
-    def gather_open_groups(self) -> Sequence[OpenGroup]:
+    def gather_open_groups(self) -> Sequence[tuple[Episode, ...]]:
         """None."""
         return ()
 
@@ -159,10 +160,10 @@ class GenerationRanks:
         """Whether it was ordered before the weights that were sent last: `Generation.has_batch`."""
         number = self._samples.get(step, self._num_synced)
         is_there = number < self._num_synced
-        return is_there and not unpack(self._wait(f"answer/{number}"))["is_broken_off"]
+        return is_there and not unpack(self._wait(f"answer/{number}"))["is_aborted"]
 
-    def give_up(self) -> int:
-        """Break off what is sampled ahead, and count it: `Generation.give_up`."""
+    def discard_ahead(self) -> int:
+        """Abort what is sampled ahead: `Generation.discard_ahead`."""
         if self._samples and self.attempt.leads:
             self.bridge.mail.post(STOP, b"")
         for number in self._samples.values():
@@ -170,7 +171,10 @@ class GenerationRanks:
         self._samples.clear()
         num_tokens, self._num_given_back = self._num_given_back, 0
         if num_tokens and self.attempt.leads:
-            logger.info("%d tokens were sampled in vain; their problems come again", num_tokens)
+            logger.info(
+                "%d tokens that were sampled ahead are discarded; their problems are drawn again",
+                num_tokens,
+            )
         return num_tokens
 
     def leave_memory(self) -> None:
@@ -184,8 +188,8 @@ class GenerationRanks:
     def _is_due(self, version: int) -> bool:
         """Whether the weights of `version` are sent.
 
-        They are after every `max_staleness`-th step, after the last one, and where no batch is left
-        that older weights may sample.
+        They are sent after every `max_staleness`-th step, after the last one, and where older
+        weights may sample no further batch.
         """
         every, last = self.config.rollout.max_staleness, self.config.run.num_steps
         return version % max(every, 1) == 0 or version == last or self.next_step <= version

@@ -1,8 +1,8 @@
 """Ranks that only generate: they execute the trainer's orders with the code that runs colocated.
 
-`run/generation_ranks.py` is the trainer's end. Nothing here decides anything: it draws the problems
-that a colocated run would draw, samples, judges, sends the tokens to the trainers that compute
-them, and says so.
+`run/generation_ranks.py` is the trainer's end, which decides. These ranks draw the problems that a
+colocated run would draw, sample, judge, send the tokens to the trainers that compute them, and post
+an answer.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gapo_megatron import exchange, rewards
 from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.evaluate.evaluate import evaluate
-from gapo_megatron.learn.share import Places
+from gapo_megatron.learn.plan import plan_step
+from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.objective import make_batch
 from gapo_megatron.rollout.engine import Engine
-from gapo_megatron.rollout.rollouter import Rollouter, Sampled
+from gapo_megatron.rollout.rollouter import Rollouter
 from gapo_megatron.rollout.verify import verify_weights
+from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.bridge import Bridge
 from gapo_megatron.run.generation import evaluation_path
@@ -38,8 +40,8 @@ _FIRST_WEIGHTS = 1
 
 
 @dataclass
-class Patience:
-    """As `Attempt.patience`; also gives up what the trainer says that it no longer wants."""
+class StopSignal:
+    """As `Attempt.patience`; also aborts what the trainer no longer wants."""
 
     attempt: Attempt
     bridge: Bridge
@@ -47,8 +49,8 @@ class Patience:
     _is_unwanted: bool = False
 
     def patience(self, expected: Expectation) -> Callable[[float], bool]:
-        """When to break off: a function of the elapsed seconds."""
-        should_abandon = self.attempt.patience(expected)
+        """Whether to abort: a function of the elapsed seconds."""
+        should_abort = self.attempt.patience(expected)
 
         def answer(elapsed_s: float) -> bool:
             now = time.monotonic()
@@ -56,7 +58,7 @@ class Patience:
                 self._next_look_s = now + _LOOK_EVERY_S
                 self._is_unwanted = self._is_unwanted or self.bridge.mail.look(STOP) is not None
             # Asked first: it says that this rank is alive.
-            return should_abandon(elapsed_s) or self._is_unwanted
+            return should_abort(elapsed_s) or self._is_unwanted
 
         return answer
 
@@ -75,19 +77,19 @@ class GenerationSide:
     pool: rewards.Pool
     is_first: bool
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    _places: Places | None = None
+    _ranks: DataParallelRanks | None = None
     """Which trainer computes what."""
     _posted: list[exchange.Posted] = field(default_factory=list)
     """Tokens on their way to the trainers."""
 
     def __post_init__(self) -> None:
-        self._patient = Patience(self.attempt, self.bridge)
+        self._patient = StopSignal(self.attempt, self.bridge)
 
     def serve(self) -> None:
-        """Execute orders until the trainer ends the run.
+        """Execute orders until the trainer ends the run, and end with it.
 
         Collectives: over this side those of what is ordered; with the trainers the broadcast of the
-        weights.
+        weights, and the end.
 
         Raises:
             WeightSyncError: the engine does not compute what the policy computes.
@@ -106,11 +108,13 @@ class GenerationSide:
                 break
             tasks[order.task](number, order)
         self.pool.close()
+        self.attempt.end("finished")
+        self.bridge.close()
 
     def _begin(self, number: int, order: Order) -> None:
         assert order.source_state is not None
         self.source.load_state_dict(dict(order.source_state))
-        self._places = Places(tuple(order.dp_ranks), tuple(order.scorers))
+        self._ranks = DataParallelRanks(tuple(order.dp_ranks), tuple(order.scorers))
 
     def _receive_weights(self, number: int, order: Order) -> None:
         with self.stopwatch("sync"):
@@ -135,42 +139,53 @@ class GenerationSide:
                 environment=self.rollouter.environment,
                 config=self.config,
                 output=evaluation_path(self.config, order.step) if self.is_first else None,
-                should_abandon=self._patient.patience(self.stopwatch.expect("evaluate")),
+                should_abort=self._patient.patience(self.stopwatch.expect("evaluate")),
             )
         self._post(f"answer/{number}", pack(metrics))
 
     def _sample(self, number: int, order: Order) -> None:
-        """Sample and judge a batch; facts go to all trainers, tokens to those that compute them."""
-        sampled = self.rollouter.collect(
+        """Sample and judge a batch; all trainers get the table, and each the tokens it computes."""
+        rollouts = self.rollouter.collect(
             order.step, attempt=self._patient, stopwatch=self.stopwatch
         )
-        if sampled is None:
-            given_up = self.engine.replicas.gather([self.rollouter.num_tokens_in_vain])
-            answer = {"is_broken_off": True, "num_tokens": sum(given_up)}
+        if rollouts is None:
+            given_up = self.engine.replicas.gather([self.rollouter.num_discarded_tokens])
+            answer = {"is_aborted": True, "num_tokens": sum(given_up)}
         else:
-            num_tokens = int(sampled.facts.num_sampled_tokens.sum())
-            answer = {"is_broken_off": False, "num_tokens": num_tokens}
-            self._post(f"facts/{number}", self._send(sampled, tag=number))
+            answer = {"is_aborted": False, "num_tokens": rollouts.num_sampled}
+            self._post(f"table/{number}", self._send(rollouts, tag=number))
             about = {
                 "policy_version": self.engine.policy_version,
-                "metrics": sampled.metrics,
-                "source_state": sampled.source_state,
+                "metrics": rollouts.metrics,
+                "source_state": self.source.state_dict(),
                 "clocks": self._lap(),
             }
             self._post(f"batch/{number}", pack(about))
         self._post(f"answer/{number}", pack(answer))
 
-    def _send(self, sampled: Sampled, *, tag: int) -> bytes:
-        """Begin to send the tokens, as the trainers' own plan deals them; the facts they need."""
-        assert self._places is not None
+    def _send(self, rollouts: Rollouts, *, tag: int) -> bytes:
+        """Begin to send the tokens, as the trainers' own plan deals them; returns the table."""
+        assert self._ranks is not None
         # In the channel this side's ranks follow the trainers.
-        facts = sampled.facts
-        facts = facts.changed(holder=facts.holder + self.bridge.num_training)
-        batch = make_batch(facts, self.config.objective.resolve())
-        wanted = self._places.wanted(batch, self.config)
-        posted = exchange.post(sampled.held, facts, wanted, channel=self.bridge.messages, tag=tag)
+        holder = rollouts.table["holder"] + self.bridge.num_training
+        rollouts = rollouts.changed(holder=holder)
+        batch = make_batch(rollouts, self.config.objective.resolve())
+        plan = plan_step(
+            batch,
+            self.config.batch,
+            needs_every_sequence=self.config.objective.needs_every_sequence,
+            data_parallel_size=len(self._ranks.scorers),
+        )
+        posted = exchange.post(
+            rollouts.tokens,
+            exchange.token_columns(rollouts.table),
+            holder,
+            self._ranks.wanted(replace(batch, plan=plan), every=True),
+            channel=self.bridge.messages,
+            tag=tag,
+        )
         self._posted = [one for one in self._posted if not one.is_done()] + [posted]
-        return facts.to_bytes()
+        return rollouts.table.tobytes()
 
     def _lap(self) -> dict[str, float]:
         """Seconds of this side since the last batch, and how full its engines were."""
@@ -190,8 +205,3 @@ class GenerationSide:
     def _post(self, name: str, value: bytes) -> None:
         if self.is_first:
             self.bridge.mail.post(name, value)
-
-    def end(self) -> None:
-        """End this side together with the trainer. Collective over both sides."""
-        self.attempt.end("finished")
-        self.bridge.close()

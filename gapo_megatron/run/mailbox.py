@@ -1,8 +1,8 @@
 """Messages through the store at which all ranks of a job meet, sealed with a secret of the launch.
 
-The store has no authentication: whoever reaches its port can write, change and remove what it
-holds. So every message carries a code over its name and its value, made with a secret that the
-ranks get from a file only their user can read. What has no such code is not acted upon.
+The store has no authentication: every process that reaches its port can write, change and
+remove its content. So every message carries a code over its name and its value, made with a secret
+that the ranks get from a file only their user can read. A message without such a code is ignored.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Mailbox:
         """The value of a name; None: there is none now. Never waits for one.
 
         Raises:
-            MachineError: what is there was not posted under this name in this launch.
+            MachineError: the value was not posted under this name in this launch.
         """
         # One request, so that nobody can erase the value between two. It changes nothing: what it
         # would put in place is what it compares with.

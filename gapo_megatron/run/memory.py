@@ -2,7 +2,7 @@
 
 A step is told its moments; at its end all ranks send their figures in one collective:
 
-    after_sleep   the engine has given up its memory, no pass has begun
+    after_sleep   the engine has released its memory, no pass has begun
     update_peak   the most since then: carried log-probs, old pass, updates, rounding
     after_wake    the engine has the new weights and its KV cache
 

@@ -8,9 +8,9 @@ each of them under its name, which is used once in a launch.
     probe/N    by trainer 0       sequences and the trainer's log-probs, to prove the weights by
     answer/N   by generation 0    the order is executed; its result
     batch/N    by generation 0    metrics, clocks, and the place in the data, before the answer
-    facts/N    by generation 0    of the same batch: `Facts.to_bytes`
+    table/N    by generation 0    of the same batch: the table, as bytes of `rollouts.ROW`
     run        by trainer 0       before all others: the run `begins`, or is `finished` already
-    stop       by trainer 0       break off what is sampled ahead
+    stop       by trainer 0       abort what is sampled ahead
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gapo_megatron.types import Sequences
+from gapo_megatron.rollouts import Rollouts
 
 STOP = "stop"
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the generation side is to do next."""
+    """The next task of the generation side."""
 
     task: Literal["begin", "weights", "evaluate", "sample", "end"]
     """`begin` comes first: the place in the data. `weights`: receive those of a version."""
@@ -38,7 +38,7 @@ class Order:
     source_state: Mapping[str, Any] | None = None
     """Of `begin`: where to draw problems from."""
     dp_ranks: Sequence[int] = ()
-    """Of `begin`, with `scorers`: `learn.share.Places` of the trainers."""
+    """Of `begin`, with `scorers`: `learn.share.DataParallelRanks` of the trainers."""
     scorers: Sequence[int] = ()
 
     def to_bytes(self) -> bytes:
@@ -61,16 +61,21 @@ def unpack(content: bytes) -> Any:
     return json.loads(content)
 
 
-def pack_probe(probe: Sequences, log_probs: Sequence[np.ndarray]) -> bytes:
+def pack_probe(probe: Rollouts, log_probs: Sequence[np.ndarray]) -> bytes:
     """Sequences without masks, and float32 log-probs of their response tokens, exactly."""
-    columns = (probe.prompt_ids, probe.response_ids, log_probs)
+    rows = range(len(probe))
+    columns = (
+        [probe.prompt_ids[i] for i in rows],
+        [probe.response_ids[i] for i in rows],
+        log_probs,
+    )
     return pack([[one.tolist() for one in column] for column in columns])
 
 
-def unpack_probe(content: bytes) -> tuple[Sequences, list[np.ndarray]]:
+def unpack_probe(content: bytes) -> tuple[Rollouts, list[np.ndarray]]:
     """What `pack_probe` wrote."""
     prompts, responses, log_probs = unpack(content)
-    probe = Sequences(
+    probe = Rollouts.of(
         [np.array(ids, dtype=np.int32) for ids in prompts],
         [np.array(ids, dtype=np.int32) for ids in responses],
     )

@@ -231,7 +231,7 @@ def _meet(placement: Placement, timeout_s: float, alike: Mapping[str, Any]) -> d
 
 
 def recognize(store: dist.Store, rank: int, alike: Mapping[str, Any], *, where: str) -> None:
-    """Make sure that rank 0 is of the same run, and that nobody else is this rank.
+    """Check that rank 0 belongs to the same run, and that no other process has this rank.
 
     Before there is a group: a stranger joins none, and the run that it met goes on.
 

@@ -32,7 +32,7 @@ AFTER_A_SAVE = "stage_seconds.json"
 
 
 def adopt_export(run_dir: Path) -> None:
-    """Let a run go on in a copy of its folder, whose exported model was made in another place.
+    """Let a run continue in a copy of its folder: its exported model was made elsewhere.
 
     finished.json and the export's marker name the same place: they were copied together. A model
     that was brought here by itself stays somebody else's.

@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from gapo_megatron import checkpoint, rewards
-from gapo_megatron.checkpoint import BranchPoint, LoadedState
+from gapo_megatron.checkpoint import BranchPoint, State
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import CONFIG_NAME, VERIFIED_SEQUENCES, Config
 from gapo_megatron.config.roles import flat
@@ -33,11 +33,13 @@ from gapo_megatron.io.metric_files import check_metrics
 from gapo_megatron.io.run_folder import checkpoints_dir, is_finished
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.learn.range_check import check_range
-from gapo_megatron.learn.share import Places
+from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.policy import Policy, initialize
 from gapo_megatron.policy.load import check_megatron_dir
 from gapo_megatron.policy.model import read_hf_config
 from gapo_megatron.rollout.engine import Engine
+from gapo_megatron.rollout.environments.one_turn import OneTurn
+from gapo_megatron.rollout.requests import SamplingSettings
 from gapo_megatron.rollout.rollouter import Rollouter, check_problems
 from gapo_megatron.rollout.sync import prompts_as_sequences, sync
 from gapo_megatron.rollout.vllm import RolloutEngine, check_engine
@@ -46,7 +48,6 @@ from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.colocated import Colocated
 from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.generation_side import GenerationSide
-from gapo_megatron.run.position import Position
 from gapo_megatron.run.process_group import World
 from gapo_megatron.run.processes import is_first
 from gapo_megatron.types import Prompt
@@ -68,7 +69,7 @@ class Inputs:
 
 
 def check_inputs(config: Config) -> Inputs:
-    """Read model config, tokenizer and data, and refuse what the run cannot go on from.
+    """Read model config, tokenizer and data; refuse checkpoints that the run cannot resume.
 
     No collective: it runs before there is a process group.
 
@@ -86,7 +87,7 @@ def check_inputs(config: Config) -> Inputs:
     problems, held_out = read_problems(config, tokenizer, has_begun=has_begun)
     source = PromptSource(problems, seed=config.run.seed)
     if branch_point is not None:
-        source.load_state_dict(branch_point.trainer_state()["source"])  # refuses other problems
+        source.load_state_dict(dict(branch_point.state().source))  # refuses other problems
     return Inputs(hf_config, tokenizer, problems, held_out, source, branch_point)
 
 
@@ -95,7 +96,7 @@ def read_problems(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Training and held-out problems; none held out when the run does not evaluate.
 
-    A checkpoint to go on from (`has_begun`) has its place among all problems of its file.
+    A checkpoint to resume (`has_begun`) has its data position among all problems of its file.
 
     Raises:
         DataError: names file and line; or there are too few problems for one step.
@@ -171,20 +172,20 @@ def build_policy(config: Config, world: World, attempt: Attempt, startup: Stopwa
 
 def resume(
     config: Config, policy: Policy, source: PromptSource, attempt: Attempt, startup: Stopwatch
-) -> tuple[Position, LoadedState | None]:
-    """Load the newest whole checkpoint of the run folder, if any, and leave the config there.
+) -> State | None:
+    """Load the newest whole checkpoint of the run folder, if any, and write the config there.
 
     The config is written only now: that of a run that is finished, or refused, must stay.
 
     Args:
         config: the run's settings.
         policy: receives weights and optimizer.
-        source: receives its place in the data.
+        source: receives its data position.
         attempt: hears that this rank is alive while files are read.
         startup: counts the part `checkpoint`.
 
     Returns:
-        The run's position, and the checkpoint that it resumes from (None for a new run).
+        Where the run is; None for a new run.
 
     Collectives: those of `checkpoint.load_latest`.
 
@@ -192,38 +193,30 @@ def resume(
         CheckpointError, ConfigError: as of `checkpoint.load_latest`.
         DataError: metrics of a step that will not be repeated are damaged.
     """
-    run_dir, position = Path(config.run.output_dir), Position()
+    run_dir = Path(config.run.output_dir)
     with startup("checkpoint"):
-        resumed = checkpoint.load_latest(
+        state = checkpoint.load_latest(
             run_dir, policy=policy, config=config, on_bytes=lambda _: attempt.alive()
         )
     if policy.groups.rank == 0:
         write_atomically(run_dir / CONFIG_NAME, to_toml(config))
-        checkpoint.record_branch(run_dir, resumed.branch if resumed else None)
-        check_metrics(run_dir, resume_step=resumed.step if resumed else 0)
-    if resumed is not None:
-        source.load_state_dict(resumed.trainer_state["source"])
-        if not resumed.changes_objective:  # the window's steps are those of one objective
-            position.window.load_state_dict(resumed.trainer_state["window"])
-        position.step, position.open_step = resumed.step, resumed.open_step
-        position.source_before = resumed.trainer_state["source"]
-        position.num_given_back = resumed.trainer_state.get("given_back", 0)
-        if resumed.ahead is not None:
-            position.open_step = resumed.ahead.open_step
-            source.load_state_dict(dict(resumed.ahead.source_state))
-    return position, resumed
+        checkpoint.record_branch(run_dir, state.branch if state else None)
+        check_metrics(run_dir, resume_step=state.step if state else 0)
+    if state is not None:
+        source.load_state_dict(dict(state.source))
+    return state
 
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """What stands of a run before its engines are started."""
+    """What a run has before its engines are started."""
 
     config: Config
     inputs: Inputs
     world: World
     attempt: Attempt
     policy: Policy
-    position: Position
+    state: State
     stopwatch: Stopwatch
     """Counts the stages of the steps."""
 
@@ -231,7 +224,7 @@ class Trainer:
 def start_generation(
     trainer: Trainer, pool: rewards.Pool | None, startup: Stopwatch
 ) -> Colocated | GenerationRanks:
-    """Start what the rollouts come from; in fp16 once the weights that it gets are in its range.
+    """Start generation; in fp16 once the weights are known to be in its range.
 
     Args:
         trainer: the rest of the run.
@@ -255,7 +248,7 @@ def start_generation(
 def start_colocated(trainer: Trainer, pool: rewards.Pool, startup: Stopwatch) -> Colocated:
     """Build the rollout engine beside the policy, and give it the policy's weights.
 
-    Collectives: those of `RolloutEngine`, of `Places.gather` and of `sync`.
+    Collectives: those of `RolloutEngine`, of `DataParallelRanks.gather` and of `sync`.
 
     Raises:
         RolloutError: vLLM refuses, for want of memory for instance.
@@ -268,33 +261,33 @@ def start_colocated(trainer: Trainer, pool: rewards.Pool, startup: Stopwatch) ->
         engine = build_engine(config, inputs, trainer.world)
     with startup("sync"):
         probe = prompts_as_sequences(inputs.problems, VERIFIED_SEQUENCES)
-        sync(policy, engine, probe, policy_version=trainer.position.step)
+        sync(policy, engine, probe, policy_version=trainer.state.step)
     pool.wait_until_ready()
     return Colocated(
         config=config,
         engine=engine,
-        rollouter=Rollouter(engine, inputs.source, pool, inputs.tokenizer, config),
+        rollouter=build_rollouter(config, inputs, engine, pool),
         policy=policy,
         pool=pool,
         source=inputs.source,
         held_out=inputs.held_out,
         attempt=trainer.attempt,
         stopwatch=trainer.stopwatch,
-        places=Places.gather(policy.groups, engine.replicas.gloo_group),
+        dp_ranks=DataParallelRanks.gather(policy.groups, engine.replicas.gloo_group),
     )
 
 
 def order_generation(trainer: Trainer, startup: Stopwatch) -> GenerationRanks:
-    """Tell the ranks that only generate where to begin, and send them the policy's weights.
+    """Send the ranks that only generate the data position and the policy's weights.
 
-    In the midst of a step the weights are no version, and none are sent before its end.
+    Within a step the weights are no version, and none are sent before its end.
 
-    Collectives: those of `Places.gather` and of `GenerationRanks.sync`.
+    Collectives: those of `DataParallelRanks.gather` and of `GenerationRanks.sync`.
 
     Raises:
         WeightSyncError: an engine does not compute what the policy computes; on its own ranks.
     """
-    position, inputs, bridge = trainer.position, trainer.inputs, trainer.world.bridge
+    state, inputs, bridge = trainer.state, trainer.inputs, trainer.world.bridge
     assert bridge is not None
     generation = GenerationRanks(
         config=trainer.config,
@@ -304,12 +297,12 @@ def order_generation(trainer: Trainer, startup: Stopwatch) -> GenerationRanks:
         stopwatch=startup,
         gloo_group=trainer.world.gloo_group,
         source_state=inputs.source.state_dict(),
-        next_step=position.step + (position.open_step is not None),
+        next_step=state.step + (state.open_step is not None),
     )
-    if not position.num_open_updates:
+    if not state.num_open_updates:
         probe = prompts_as_sequences(inputs.problems, VERIFIED_SEQUENCES)
-        generation.sync(probe, policy_version=position.step)
-        if position.open_step is not None:  # its batch is there: the next ones are due
+        generation.sync(probe, policy_version=state.step)
+        if state.open_step is not None:  # its batch is there: the next ones are due
             generation.sample_ahead()
     generation.stopwatch = trainer.stopwatch
     return generation
@@ -337,9 +330,32 @@ def start_side(
         held_out=inputs.held_out,
         attempt=attempt,
         engine=engine,
-        rollouter=Rollouter(engine, inputs.source, pool, inputs.tokenizer, config),
+        rollouter=build_rollouter(config, inputs, engine, pool),
         pool=pool,
         is_first=world.rank == 0,
+    )
+
+
+def build_rollouter(
+    config: Config, inputs: Inputs, engine: Engine, pool: rewards.Pool
+) -> Rollouter:
+    """Set up sampling as the config says."""
+    rollout = config.rollout
+    sampling = SamplingSettings(
+        num_samples=config.batch.rollouts_per_prompt,
+        max_response_tokens=rollout.max_response_tokens,
+        seed=config.run.seed,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+    )
+    return Rollouter(
+        engine,
+        inputs.source,
+        pool,
+        OneTurn(inputs.tokenizer),
+        batch=config.batch,
+        sampling=sampling,
+        judges_truncated=config.reward.truncated == "judged",
     )
 
 

@@ -24,8 +24,8 @@ from gapo_megatron.learn.range_check import check_range
 from gapo_megatron.learn.update import update
 from gapo_megatron.models.config_json import ModelFacts
 from gapo_megatron.policy import Policy, initialize
+from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import process_group
-from gapo_megatron.types import Sequences
 
 
 def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
@@ -74,7 +74,7 @@ def run(config: Config, settings: SupervisedConfig, facts: ModelFacts) -> float:
 
 
 def _supervised_step(
-    policy: Policy, batch: Sequences, config: Config, learning_rate: float
+    policy: Policy, batch: Rollouts, config: Config, learning_rate: float
 ) -> float:
     """One update on `batch`, the same on every rank; its loss before, on every rank. Collective."""
     groups = policy.groups
@@ -147,7 +147,7 @@ def _read_examples(
 
 def _shuffled_batches(
     examples: list[tuple[np.ndarray, np.ndarray]], size: int, *, seed: int
-) -> Iterator[Sequences]:
+) -> Iterator[Rollouts]:
     """Endless batches of `size` sequences, a new seeded order every epoch."""
     random = np.random.default_rng(seed)
     order = itertools.chain.from_iterable(
@@ -157,8 +157,5 @@ def _shuffled_batches(
         yield _sequences([examples[i] for i in itertools.islice(order, size)])
 
 
-def _sequences(examples: list[tuple[np.ndarray, np.ndarray]]) -> Sequences:
-    return Sequences(
-        prompt_ids=[prompt for prompt, _ in examples],
-        response_ids=[response for _, response in examples],
-    )
+def _sequences(examples: list[tuple[np.ndarray, np.ndarray]]) -> Rollouts:
+    return Rollouts.of([prompt for prompt, _ in examples], [response for _, response in examples])

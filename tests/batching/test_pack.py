@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from gapo_megatron.batching import pack, sequence_lengths, unpack
 from gapo_megatron.errors import DataError
-from gapo_megatron.types import Batch, Sequences
+from gapo_megatron.rollouts import Batch, Rollouts
+from tests.batches import readable
 from tests.messages import mentions
 
 lengths = st.tuples(st.integers(1, 6), st.integers(1, 6))
@@ -21,10 +22,11 @@ def make(pairs):
         responses.append(ids[num_prompt:])
         first += len(ids)
     size = len(pairs)
+    log_probs = [np.zeros(len(ids), dtype=np.float32) for ids in responses]
+    rollouts = Rollouts.of(prompts, responses, log_probs)
     return Batch(
-        prompt_ids=prompts,
-        response_ids=responses,
-        rollout_log_probs=[np.zeros(len(ids), dtype=np.float32) for ids in responses],
+        rollouts.table,
+        rollouts.tokens,
         advantages=torch.ones(size, dtype=torch.float64),
         num_correct=torch.ones(size, dtype=torch.int64),
         group_size=torch.full((size,), 8),
@@ -98,12 +100,12 @@ def test_nothing_to_compute_is_a_microbatch_too(align):
 
 def test_the_batch_is_left_alone():
     batch = make([(2, 3), (1, 1)])
-    before = [ids.copy() for ids in (*batch.prompt_ids, *batch.response_ids)]
+    before = readable(batch)
     packed = pack(batch, [0, 1], align=4, device="cpu")
     packed.tokens.zero_()
     packed.labels.zero_()
-    after = [*batch.prompt_ids, *batch.response_ids]
-    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    packed.rollout_log_probs.fill_(1)
+    assert readable(batch) == before
 
 
 @pytest.mark.parametrize("pair", [(0, 3), (3, 0)])
@@ -127,9 +129,9 @@ def test_a_masked_token_is_read_and_has_no_row() -> None:
     prompts = [np.array([1, 2], np.int32), np.array([3], np.int32)]
     responses = [np.array([4, 5, 6, 7], np.int32), np.array([8, 9, 10], np.int32)]
     masks = [np.array([True, False, True, False]), np.array([False, False, True])]
-    batch = Sequences(prompts, responses, response_masks=masks)
+    batch = Rollouts.of(prompts, responses, response_masks=masks)
     packed = pack(batch, [1, 0], device="cpu")
-    whole = pack(Sequences(prompts, responses), [1, 0], device="cpu")
+    whole = pack(Rollouts.of(prompts, responses), [1, 0], device="cpu")
     for name in ("tokens", "position_ids", "cu_seqlens"):
         assert torch.equal(getattr(packed, name), getattr(whole, name))
     assert packed.labels.tolist() == [10, 4, 6]
@@ -139,6 +141,42 @@ def test_a_masked_token_is_read_and_has_no_row() -> None:
     by_sequence = unpack(batch, [[1, 0]], [torch.tensor([0.1, 0.2, 0.3])])
     assert {i: len(values) for i, values in by_sequence.items()} == {1: 1, 0: 2}
     everything = [np.ones(len(ids), dtype=bool) for ids in responses]
-    same = pack(Sequences(prompts, responses, response_masks=everything), [1, 0], device="cpu")
+    same = pack(Rollouts.of(prompts, responses, response_masks=everything), [1, 0], device="cpu")
     for name in ("tokens", "row_index", "labels", "sequence_ids"):
         assert torch.equal(getattr(same, name), getattr(whole, name))
+
+
+@pytest.mark.parametrize("is_carried", [True, False])
+def test_a_microbatch_has_what_its_loss_reads(is_carried: bool) -> None:
+    """By sequence and by scored row; of a sequence without carried tokens nothing is carried."""
+    lengths, masks = (4, 3), [np.array([True, False, True, True]), None]
+    log_probs = [-np.arange(1, n + 1, dtype=np.float32) for n in lengths]
+    carried = [log_probs[0][:3] / 2, log_probs[1][:0]]
+    rollouts = Rollouts.of(
+        [np.array([1], np.int32)] * 2,
+        [np.arange(2, 2 + n, dtype=np.int32) for n in lengths],
+        log_probs,
+        carried_log_probs=carried if is_carried else (),
+        response_masks=masks,
+    )
+    batch = Batch(
+        rollouts.table,
+        rollouts.tokens,
+        advantages=torch.tensor([0.5, -0.5], dtype=torch.float64),
+        num_correct=torch.tensor([1, 2]),
+        group_size=torch.tensor([4, 3]),
+        valid=torch.ones(2, dtype=torch.bool),
+    )
+    packed = pack(batch, [1, 0], device="cpu")
+    assert packed.sequence_ids.tolist() == [0, 0, 0, 1, 1, 1]
+    assert packed.advantages.tolist() == [-0.5, 0.5]
+    assert packed.num_correct.tolist() == [2, 1] and packed.group_size.tolist() == [3, 4]
+    assert packed.num_response_tokens.tolist() == [3, 3]
+    assert packed.is_carried.tolist() == [False, is_carried]
+    assert packed.rollout_log_probs.tolist() == [-1, -2, -3, -1, -3, -4]
+    if is_carried:
+        assert packed.carried_log_probs.tolist() == [0, 0, 0, -0.5, -1.5, 0]
+        assert packed.is_carried_row.tolist() == [False, False, False, True, True, False]
+    else:
+        assert packed.carried_log_probs is None and packed.is_carried_row is None
+    assert pack(rollouts, [1, 0], device="cpu").advantages is None, "it is only scored"

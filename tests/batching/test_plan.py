@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gapo_megatron.batching import pack, plan, sequence_lengths
 from gapo_megatron.errors import ConfigError
 from gapo_megatron.objective import METHODS, policy_loss
-from gapo_megatron.types import Batch
+from gapo_megatron.rollouts import Batch, Rollouts
 from tests.messages import mentions
 
 
@@ -223,10 +223,12 @@ def table_batch(pairs, seed):
     c = torch.from_numpy(generator.integers(1, 8, len(pairs)))
     correct = torch.from_numpy(generator.random(len(pairs)) < 0.5).double()
     live = torch.from_numpy(generator.random(len(pairs)) < 0.6)
+    rollouts = Rollouts.of(
+        prompts, responses, [np.zeros(len(ids), np.float32) for ids in responses]
+    )
     return Batch(
-        prompt_ids=prompts,
-        response_ids=responses,
-        rollout_log_probs=[np.zeros(len(ids), dtype=np.float32) for ids in responses],
+        rollouts.table,
+        rollouts.tokens,
         advantages=torch.where(live, correct - c / 8, 0.0),
         num_correct=c,
         group_size=torch.full((len(pairs),), 8),
@@ -249,9 +251,9 @@ def table_gradient(batch, the_plan, weight, old_weight, method):
                 log_probs,
                 old,
                 sequence_ids=packed.sequence_ids,
-                advantages=batch.advantages[list(indices)],
-                num_correct=batch.num_correct[list(indices)],
-                group_size=batch.group_size[list(indices)],
+                advantages=packed.advantages,
+                num_correct=packed.num_correct,
+                group_size=packed.group_size,
                 num_tokens_global=minibatch.num_tokens_global,
                 num_sequences_global=minibatch.num_sequences_global,
                 max_response_tokens=8,

@@ -164,7 +164,7 @@ def test_a_bad_branch_point_publishes_nothing(
     with pytest.raises(
         CheckpointError, match=mentions("branch", point.path / "trainer_state.json", "1 bytes")
     ):
-        point.trainer_state()
+        point.state()
     assert not (root / "new/branch.json").exists()
 
 

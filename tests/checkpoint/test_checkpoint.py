@@ -22,13 +22,13 @@ from gapo_megatron.checkpoint import OpenStep, check_resume, files, rng
 from gapo_megatron.checkpoint.changes import record_changes
 from gapo_megatron.checkpoint.open_groups import load_open_groups
 from gapo_megatron.checkpoint.save import model_identity
-from gapo_megatron.checkpoint.trainer_state import read_trainer_state, write_trainer_state
+from gapo_megatron.checkpoint.state import State
 from gapo_megatron.config import CheckpointConfig, Config, parse_config
 from gapo_megatron.errors import CheckpointError, ConfigError, DataError
-from gapo_megatron.facts import Facts, Tokens
 from gapo_megatron.hf import manifest
 from gapo_megatron.hf.manifest import Manifest
 from gapo_megatron.io.run_folder import check_writable, checkpoints_dir, read_changes
+from gapo_megatron.rollouts import ROW, Rollouts
 from tests.damage import sign_document
 from tests.dist import single_rank
 from tests.messages import mentions
@@ -251,17 +251,25 @@ def fail_to_read(monkeypatch: pytest.MonkeyPatch, module: Any, path: Path) -> No
     monkeypatch.setattr(module, "open_file", broken)
 
 
-STATE: dict[str, Any] = {
-    "source": {"epoch": 0, "remaining": [2, 0], "dataset": "d"},
-    "window": [[[1, 8.0, 0.5, -1]], []],
-}
+SOURCE = {"epoch": 0, "remaining": [2, 0], "dataset": "d"}
+WINDOW = [[[1, 8.0, 0.5, -1]], []]
+
+
+def write_state(folder: Path) -> None:
+    state = State(step=3, source=SOURCE)
+    state.window.load_state_dict(WINDOW)
+    state.write_shared(folder)
 
 
 def test_the_trainer_state_comes_back_as_it_was(tmp_path):
-    write_trainer_state(tmp_path, STATE, step=3)
-    assert read_trainer_state(tmp_path, step=3) == STATE
-    (tmp_path / "trainer_state.json").write_text(json.dumps(STATE))  # before it said the step
-    assert read_trainer_state(tmp_path, step=3) == STATE
+    write_state(tmp_path)
+    path = tmp_path / "trainer_state.json"
+    document = json.loads(path.read_text())
+    for _ in range(2):
+        state = State.load(tmp_path, step=3)
+        assert (state.step, state.source, state.window.state_dict()) == (3, SOURCE, WINDOW)
+        document.pop("step", None)  # before it said the step
+        path.write_text(json.dumps(document))
 
 
 @pytest.mark.parametrize(
@@ -280,13 +288,13 @@ def test_the_trainer_state_comes_back_as_it_was(tmp_path):
     ],
 )
 def test_a_misshapen_trainer_state_is_damage(tmp_path, change, named):
-    write_trainer_state(tmp_path, STATE, step=3)
+    write_state(tmp_path)
     path = tmp_path / "trainer_state.json"
     document = json.loads(path.read_text())
     change(document)
     path.write_text(json.dumps(document))
     with pytest.raises(CheckpointError, match=mentions(path, *named)):
-        read_trainer_state(tmp_path, step=3)
+        State.load(tmp_path, step=3)
 
 
 def test_a_manifest_from_before_context_parallelism_is_of_one_context_rank(tmp_path):
@@ -637,7 +645,7 @@ def test_misshapen_open_groups_are_damage(tmp_path, change):
     path, content = tmp_path / "open_groups.pt", saved_groups()
     files.write(path, content)
     (group,) = load_open_groups(tmp_path)
-    assert group.prompt.token_ids == (1, 2) and group.rollouts[0].carried is not None
+    assert group[0].prompt.token_ids == (1, 2) and group[0].carried_log_probs is not None
     change(content)
     files.write(path, content)
     with pytest.raises(CheckpointError, match=mentions(path)):
@@ -664,13 +672,13 @@ def saved_step() -> tuple[dict[str, Any], dict[str, Any]]:
         "learning_rate": 1e-6,
     }
     array = np.ones(1, dtype=np.int32)
-    facts = Facts.of([Tokens(array, array, array.astype(np.float32), np.empty(0, np.float32))])
+    table = Rollouts.of([array], [array], [array.astype(np.float32)]).table
     shared = {"batch": batch, "metrics": {"reward/mean": 0.5}, "evaluated": {}}
-    return shared | {"facts": torch.from_numpy(facts.table)}, progress
+    return shared | {"facts": torch.from_numpy(table.view(np.int32)[None])}, progress
 
 
 def change_count(table: torch.Tensor, kind: str) -> None:
-    getattr(Facts(table.numpy()), f"num_{kind}_tokens")[0] += 1
+    table.numpy().view(ROW)[0][f"num_{kind}_tokens"] += 1
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from megatron.core import dist_checkpointing
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gapo_megatron import checkpoint
-from gapo_megatron.checkpoint import OpenStep
+from gapo_megatron.checkpoint import State
 from gapo_megatron.compat import cpu
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import Policy, initialize
-from gapo_megatron.types import Batch
+from gapo_megatron.rollouts import Rollouts
 from tests.attempt_setup import make_attempt
 
 LAYOUTS = {
@@ -73,27 +73,24 @@ def train_one_update(policy: Policy, *, seed: int) -> None:
     """Raise the likelihood of random responses: the same data for every layout."""
     generator = np.random.default_rng(seed)
     sequences = [generator.integers(0, 40, size=12, dtype=np.int32) for _ in range(4)]
-    zeros = torch.zeros(4)
-    batch = Batch(
-        prompt_ids=[ids[:5] for ids in sequences],
-        response_ids=[ids[5:] for ids in sequences],
-        rollout_log_probs=[np.zeros(7, dtype=np.float32)] * 4,
-        advantages=zeros.double(),
-        num_correct=zeros.long(),
-        group_size=zeros.long(),
-        valid=zeros.bool(),
-    )
+    batch = Rollouts.of([ids[:5] for ids in sequences], [ids[5:] for ids in sequences])
     groups = policy.groups
     mine = range(groups.dp_rank, 4, groups.dp_size)
     microbatches = [policy.pack(batch, [i]) for i in mine]
     update(policy, microbatches, lambda scored: (-scored.log_probs.sum() / 28, {}))
 
 
-def trainer_state(step: int) -> dict[str, Any]:
-    return {
-        "source": {"epoch": 1, "remaining": [step], "dataset": "d"},
-        "window": [[[1, 2, 0.1, -1]]],
-    }
+def make_state(step: int, **fields: Any) -> State:
+    """Where a run is after `step` steps; fields are those of `State`."""
+    source = {"epoch": 1, "remaining": [step], "dataset": "d"}
+    state = State(**{"step": step, "source": source, "source_before": source} | fields)
+    state.window.load_state_dict([[[1, 2, 0.1, -1]]])
+    return state
+
+
+def stored(state: State) -> tuple[object, ...]:
+    """What a checkpoint between two steps holds of it."""
+    return state.step, state.source_before, state.window.state_dict(), state.num_given_back
 
 
 def save(
@@ -103,12 +100,12 @@ def save(
     *,
     step: int,
     keep_last: int = 9,
-    open_step: OpenStep | None = None,
+    **fields: Any,
 ) -> Path:
     settings = config.checkpoint.model_copy(update={"keep_last": keep_last})
     return checkpoint.save(
         run_dir,
-        checkpoint.State(step=step, trainer_state=trainer_state(step), open_step=open_step),
+        make_state(step, **fields),
         policy=policy,
         config=config.model_copy(update={"checkpoint": settings}),
         attempt=make_attempt(run_dir),

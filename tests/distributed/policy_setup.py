@@ -25,7 +25,8 @@ from gapo_megatron.config import Config, parse_config
 from gapo_megatron.learn.forward import Scored
 from gapo_megatron.objective import METHODS, policy_loss
 from gapo_megatron.policy import Policy
-from gapo_megatron.types import Batch, Microbatch
+from gapo_megatron.rollouts import Batch, Rollouts
+from gapo_megatron.types import Microbatch
 
 TP, PP, VPP, CP, EP, SP = (
     "tensor_model_parallel_size",
@@ -109,10 +110,11 @@ def make_batch(num_sequences: int = 8, *, seed: int = 0, vocab_size: int = VOCAB
 
     zeros = torch.zeros(num_sequences, dtype=torch.int64)
     responses = tokens(60)
+    log_probs = [np.zeros(len(ids), dtype=np.float32) for ids in responses]
+    rollouts = Rollouts.of(tokens(6), responses, log_probs)
     return Batch(
-        prompt_ids=tokens(6),
-        response_ids=responses,
-        rollout_log_probs=[np.zeros(len(ids), dtype=np.float32) for ids in responses],
+        rollouts.table,
+        rollouts.tokens,
         advantages=torch.linspace(-1, 1, num_sequences, dtype=torch.float64),
         num_correct=zeros,
         group_size=zeros,
@@ -138,17 +140,17 @@ class WeightedLoss:
         log_probs = scored.log_probs
         self.seen.append(log_probs.detach())
         microbatch = self.microbatches[scored.index]
-        rows = torch.tensor(microbatch.indices, dtype=torch.int64)
-        advantages = self.batch.advantages[rows].float()[microbatch.sequence_ids]
+        advantages = microbatch.advantages.float()[microbatch.sequence_ids]
         loss = -(advantages * log_probs).sum() / self.batch.num_response_tokens.sum()
         return loss, {"loss": loss.detach()}
 
 
-def reference_log_probs(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
+def reference_log_probs(model: PreTrainedModel, batch: Rollouts) -> list[Tensor]:
     """transformers, one sequence at a time: log-probs of every response, with autograd."""
     result = []
-    for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True):
-        ids = torch.from_numpy(np.concatenate([prompt, response])).long()
+    for i in batch.rows_here:
+        prompt = batch.prompt_ids[i]
+        ids = torch.from_numpy(np.concatenate([prompt, batch.response_ids[i]])).long()
         scores = model(ids[None]).logits[0, :-1].float().log_softmax(dim=-1)
         result.append(scores.gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
     return result
@@ -167,8 +169,7 @@ class ClippedLoss:
     def __call__(self, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs = scored.log_probs
         microbatch = self.microbatches[scored.index]
-        rows = torch.tensor(microbatch.indices, dtype=torch.int64)
-        advantages = self.batch.advantages[rows]
+        advantages = microbatch.advantages
         # The clips are 3e-3 and 5e-3 wide, and cut off what has moved as the advantage wants it.
         size = [2e-2 if index in self.clipped else 1e-3 for index in microbatch.indices]
         moved = torch.tensor(size, dtype=torch.float64) * advantages.sign()
@@ -177,7 +178,7 @@ class ClippedLoss:
             log_probs.detach().double() - moved[microbatch.sequence_ids],
             sequence_ids=microbatch.sequence_ids,
             advantages=advantages,
-            num_correct=torch.ones_like(rows),
+            num_correct=torch.ones_like(advantages, dtype=torch.int64),
             group_size=4,
             num_tokens_global=int(self.batch.num_response_tokens.sum()),
             method=METHODS["gapo"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,19 +9,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
 from gapo_megatron.learn import bounds as bounds_module
 from gapo_megatron.learn import loss as loss_module
 from gapo_megatron.learn import step as step_module
-from gapo_megatron.objective import PolicyLoss
+from gapo_megatron.objective import PolicyLoss, make_batch
 from gapo_megatron.policy import Policy, destroy, initialize
-from gapo_megatron.types import Group
-from tests.batches import make_batch
+from gapo_megatron.rollouts import Rollouts
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import read_weights, save_model
-from tests.learn_setup import GROUP_SIZE, carry_some, make_config, make_groups
+from tests.learn_setup import NUM_MINIBATCHES, carry_some, make_config, make_judged, planned
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -34,12 +31,11 @@ OBJECTIVES = (
     {"method": "m2po", "second_moment_max": 1e-4},
     {"method": "bapo", "positive_share_min": 0.45},
 )
-NUM_MINIBATCHES = 2
 Found = dict[str, Any]
 
 
 def config_of(folder: Path, objective: dict[str, Any], *, tokens: int = 48, **sizes: Any) -> Config:
-    batch = {"rollouts_per_prompt": GROUP_SIZE, "max_tokens_per_microbatch": tokens}
+    batch = {"max_tokens_per_microbatch": tokens}
     # Far steps: the budgets are exceeded, and bounds bind.
     optimizer = {"learning_rate": 3e-3}
     return make_config(
@@ -47,21 +43,13 @@ def config_of(folder: Path, objective: dict[str, Any], *, tokens: int = 48, **si
     )
 
 
-def learn_once(config: Config, groups: Sequence[Group]) -> Found:
+def learn_once(config: Config, rollouts: Rollouts) -> Found:
     """One step on this rank: widths found, losses, what was clipped, metrics, weights."""
     parallel = initialize(config.parallel)
     policy = Policy.build(config, parallel, "cpu")
     policy.load_hf_weights(read_weights(Path(config.model.hf_dir)))
-    batch = make_batch(groups, config.objective.resolve())
-    packing = plan(
-        sequence_lengths(batch),
-        batch.advantages,
-        num_response_tokens=batch.num_response_tokens,
-        valid=batch.valid,
-        num_minibatches=NUM_MINIBATCHES,
-        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
-        data_parallel_size=parallel.dp_size,
-    )
+    batch = make_batch(rollouts, config.objective.resolve())
+    batch = planned(batch, config, data_parallel_size=parallel.dp_size)
     found: Found = {"widths": [], "passes": 0, "lost": 0, "gradient": []}
     find_widths, policy_loss = step_module.find_widths, loss_module.policy_loss
     log_probs = bounds_module.log_probs
@@ -87,7 +75,7 @@ def learn_once(config: Config, groups: Sequence[Group]) -> Found:
         patch.object(bounds_module, "log_probs", watched_pass),
         patch.object(loss_module, "policy_loss", watched_loss),
     ):
-        metrics = step_module.learn(policy, batch, packing, config, Stopwatch())
+        metrics = step_module.learn(policy, batch, config, Stopwatch())
     assert metrics is not None
     found |= {"metrics": metrics, "scores": policy.groups.is_last_stage}
     found["after"] = {name: weight.clone() for name, weight in policy.iterate_hf_weights()}
@@ -95,8 +83,9 @@ def learn_once(config: Config, groups: Sequence[Group]) -> Found:
     return found
 
 
-def in_every_layout(folder: Path, objective: dict[str, Any], groups: list[Group]) -> list[Found]:
-    return [learn_once(config_of(folder, objective, **sizes), groups) for sizes in LAYOUTS.values()]
+def in_every_layout(folder: Path, objective: dict[str, Any], rollouts: Rollouts) -> list[Found]:
+    configs = [config_of(folder, objective, **sizes) for sizes in LAYOUTS.values()]
+    return [learn_once(config, rollouts) for config in configs]
 
 
 def assert_same(found: Found, expected: Found, name: str) -> None:
@@ -114,12 +103,13 @@ def test_bounds_are_those_of_one_rank(
 ) -> None:
     save_model(tmp_path, "qwen2_tied")
     config = config_of(tmp_path, objective)
-    groups = make_groups(seed=1)
+    rollouts = make_judged(seed=1)
     if is_carried:
-        groups = carry_some(groups, config)
+        rollouts = carry_some(rollouts, config)
     with single_rank():
-        expected = learn_once(config, groups)
-        packed = [learn_once(config_of(tmp_path, objective, tokens=n), groups) for n in (32, 4096)]
+        expected = learn_once(config, rollouts)
+        others = [config_of(tmp_path, objective, tokens=n) for n in (32, 4096)]
+        packed = [learn_once(other, rollouts) for other in others]
     # The first mini-batch is not scored where no weight has moved since its old log-probs.
     num_found = NUM_MINIBATCHES if is_carried else NUM_MINIBATCHES - 1
     assert expected["passes"] == len(expected["widths"]) == num_found
@@ -131,7 +121,7 @@ def test_bounds_are_those_of_one_rank(
     assert expected["metrics"]["clip/bound_high"] == pytest.approx(1 + high)
     for one in packed:
         assert_same(one, expected, "packing")
-    ranks = run_distributed(in_every_layout, 2, tmp_path, objective, groups)
+    ranks = run_distributed(in_every_layout, 2, tmp_path, objective, rollouts)
     for name, first, second in zip(LAYOUTS, *ranks, strict=True):
         assert first["metrics"] == second["metrics"], name
         scored = [one for one in (first, second) if one["scores"]]
@@ -146,5 +136,5 @@ def test_bounds_are_those_of_one_rank(
 def test_fixed_widths_cost_no_pass(tmp_path: Path, method: str) -> None:
     save_model(tmp_path, "qwen2_tied")
     with single_rank():
-        found = learn_once(config_of(tmp_path, {"method": method}), make_groups(seed=1))
+        found = learn_once(config_of(tmp_path, {"method": method}), make_judged(seed=1))
     assert found["passes"] == 0 and "clip/bound_low" not in found["metrics"]

@@ -17,6 +17,7 @@ from tests.distributed.checkpoint_setup import (
     build,
     make_config,
     make_model,
+    make_state,
     save,
     tensors_on_disk,
     train_one_update,
@@ -51,12 +52,12 @@ def branch_off(hf_dir: str, root: Path) -> None:
     assert state.branch is not None and state.branch.changes == {
         "objective.method": ["gapo", "gspo"]
     }
-    assert state.changes_objective  # in what follows; what was measured before is another's
+    assert not state.window.state_dict()  # its steps are those of another objective
     assert read_changes(root / "new") == []  # and yet no change on the way
-    assert_bitwise(tensors_on_disk(state.path), expected)
+    assert_bitwise(tensors_on_disk(root / "new/checkpoints/step_00000002"), expected)
     again = checkpoint.save(
         root / "new",
-        checkpoint.State(step=3, trainer_state=state.trainer_state, branch=state.branch),
+        make_state(3, branch=state.branch),
         policy=policy,
         config=config,
         attempt=make_attempt(root / "new"),
@@ -65,11 +66,11 @@ def branch_off(hf_dir: str, root: Path) -> None:
     # The next resume is from there, and knows where the run came from.
     state = checkpoint.load_latest(root / "new", policy=policy, config=config)
     assert state is not None and state.step == 3 and state.branch == point.branch
-    assert not state.changes_objective
+    assert state.window.state_dict()
     allowed = config.run.model_copy(update={"allow_changes": ("objective.method",)})
     other = config.model_copy(update={"objective": old.objective, "run": allowed})
     state = checkpoint.load_latest(root / "new", policy=policy, config=other)
-    assert state is not None and state.changes_objective
+    assert state is not None and not state.window.state_dict()
     assert [step.name for step in again.parent.iterdir()] == ["step_00000003"]
 
 

@@ -28,7 +28,7 @@ from gapo_megatron.io.run_folder import checkpoints_dir
 from gapo_megatron.learn.step import Progress
 from gapo_megatron.policy import Policy, destroy
 from gapo_megatron.policy.load import load_sharded
-from gapo_megatron.types import Batch
+from gapo_megatron.rollouts import Batch, Rollouts
 from tests.attempt_setup import make_attempt
 from tests.damage import TRAPS, sign, sign_document
 from tests.dist import run_distributed
@@ -37,10 +37,11 @@ from tests.distributed.checkpoint_setup import (
     build,
     make_config,
     make_model,
+    make_state,
     save,
+    stored,
     tensors_on_disk,
     train_one_update,
-    trainer_state,
 )
 from tests.messages import mentions
 from tests.slurm.training import fill, small_disk
@@ -60,10 +61,11 @@ def continue_on(hf_dir: str, run_dir: Path, layouts: list[str]) -> None:
         step = 0
         if state is not None:
             step = state.step
-            assert state.trainer_state == trainer_state(step)
+            assert stored(state) == stored(make_state(step))
             assert policy.num_updates == step
             again = save(run_dir / layout, policy, config, step=step)
-            before, after = tensors_on_disk(state.path), tensors_on_disk(again)
+            found = manifest.step_dir(checkpoints_dir(run_dir), step)
+            before, after = tensors_on_disk(found), tensors_on_disk(again)
             assert any("exp_avg_sq" in name for name in before)
             assert_bitwise(before, after)
         train_one_update(policy, seed=step)
@@ -269,7 +271,7 @@ def refuse_the_newest(hf_dir: str, run_dir: Path) -> None:
     shutil.copytree(newest, run_dir / "kept")
     warnings = listen()
 
-    def load() -> checkpoint.LoadedState | None:
+    def load() -> checkpoint.State | None:
         warnings.clear()
         return checkpoint.load_latest(run_dir, policy=policy, config=config)
 
@@ -301,7 +303,7 @@ def refuse_the_newest(hf_dir: str, run_dir: Path) -> None:
     open_groups = newest / "open_groups.pt"
     open_groups.write_text("not of this checkpoint")
     state = load()
-    assert state is not None and (state.step, state.open_groups) == (2, [])
+    assert state is not None and (state.step, state.open_groups) == (2, ())
     assert not [line for line in warnings if "skipping" in line]
     open_groups.unlink()
 
@@ -353,16 +355,18 @@ def stop_within_a_step(hf_dir: str, run_dir: Path) -> None:
     policy = build(config)
     rank = dist.get_rank()
     progress = Progress(
-        old_log_probs=[None, [torch.tensor([-1.5 - rank]), None]],
+        old_log_probs=[[], [torch.tensor([-1.5 - rank]), None]],
         sums={"loss": torch.tensor(0.1 + rank, dtype=torch.float64)},
         grad_norms=[0.1, 0.0],
         learning_rate=1e-6,
     )
+    rollouts = Rollouts.of(
+        [np.array([1, 2], np.int32)], [np.array([3], np.int32)], [np.array([-0.1], np.float32)]
+    )
     open_step = OpenStep(
         Batch(
-            prompt_ids=[np.array([1, 2], np.int32)],
-            response_ids=[np.array([3], np.int32)],
-            rollout_log_probs=[np.array([-0.1], np.float32)],
+            rollouts.table,
+            rollouts.tokens,
             advantages=torch.tensor([0.1], dtype=torch.float64),
             num_correct=torch.tensor([1]),
             group_size=torch.tensor([2]),
@@ -382,11 +386,11 @@ def stop_within_a_step(hf_dir: str, run_dir: Path) -> None:
     assert read is not None
     assert read.metrics == open_step.metrics and read.evaluated == open_step.evaluated
     assert (read.progress.grad_norms, read.progress.learning_rate) == ([0.1, 0.0], 1e-6)
-    assert read.progress.old_log_probs[0] is None and read.progress.old_log_probs[1][1] is None
+    assert read.progress.old_log_probs[0] == [] and read.progress.old_log_probs[1][1] is None
     assert read.progress.old_log_probs[1][0].equal(torch.tensor([-1.5 - rank]))
     assert read.progress.sums["loss"].item() == 0.1 + rank
     for name in ("prompt_ids", "response_ids", "rollout_log_probs"):
-        (ours,), (theirs,) = getattr(open_step.batch, name), getattr(read.batch, name)
+        ours, theirs = getattr(open_step.batch, name)[0], getattr(read.batch, name)[0]
         assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist()
     assert read.batch.advantages.equal(open_step.batch.advantages)
 
@@ -435,7 +439,7 @@ def lose_the_run(hf_dir: str, run_dir: Path) -> None:
     policy = build(config)
     attempt = make_attempt(run_dir)
     (run_dir / "OWNER").write_text("8.1\n")  # while this attempt computes
-    state = checkpoint.State(step=1, trainer_state=trainer_state(1))
+    state = make_state(1)
     arguments = {"policy": policy, "config": config}
     with pytest.raises(FencedError, match=mentions("8.1", "7.0")):
         checkpoint.save(run_dir, state, attempt=attempt, **arguments)

@@ -44,8 +44,8 @@ def sequence_that_is_named(folder: Path, poisoned: int) -> str:
     policy = Policy.build(config, initialize(config.parallel), "cpu")
     policy.load_hf_weights(read_weights(folder))
     microbatch = policy.pack(make_batch(), (2, 5, 1))
-    rows = microbatch.share.microbatch.sequence_ids == poisoned
-    bad = microbatch.share.microbatch.row_index[rows][-1:]
+    is_poisoned = microbatch.sequence_ids[microbatch.rows] == poisoned
+    bad = microbatch.row_index[is_poisoned][-1:]
     # The sequence's last chunk is the first rank's, with its first one.
     bad = bad if policy.groups.cp_rank == 0 else bad[:0]
 
@@ -119,16 +119,17 @@ def test_shares_make_up_the_whole(cp_size: int) -> None:
         )
     rows = []
     for rank in range(cp_size):
-        share, mine = cut(whole, SimpleNamespace(cp_rank=rank, cp_size=cp_size))
-        assert mine is not None
-        assert (
-            share.tokens.shape == share.position_ids.shape == (1, whole.tokens.shape[1] // cp_size)
-        )
-        for name, index in (("tokens", share.row_index), ("position_ids", share.row_index)):
-            here, there = getattr(share, name)[0, index], getattr(whole, name)[0, whole.row_index]
-            assert torch.equal(here, there[mine]), name
-        assert torch.equal(share.labels, whole.labels[mine])
-        rows += mine.tolist()
+        part = cut(whole, SimpleNamespace(cp_rank=rank, cp_size=cp_size))
+        assert part.rows is not None
+        assert part.tokens.shape == part.position_ids.shape == (1, whole.tokens.shape[1] // cp_size)
+        for name in ("tokens", "position_ids"):
+            here, there = (getattr(one, name)[0, one.row_index] for one in (part, whole))
+            assert torch.equal(here, there[part.rows]), name
+        assert torch.equal(part.labels, whole.labels[part.rows])
+        # What the loss reads is of all rows: it is computed on every rank of the group.
+        assert torch.equal(part.sequence_ids, whole.sequence_ids)
+        assert torch.equal(part.rollout_log_probs, whole.rollout_log_probs)
+        rows += part.rows.tolist()
     assert sorted(rows) == list(range(len(whole.labels)))
 
 
@@ -140,5 +141,4 @@ def test_the_layout_is_transformer_engines() -> None:
 
 def test_one_rank_keeps_the_whole() -> None:
     whole = pack(make_batch(), (0, 1), device="cpu")
-    share, rows = cut(whole, SimpleNamespace(cp_rank=0, cp_size=1))
-    assert share is whole and rows is None
+    assert cut(whole, SimpleNamespace(cp_rank=0, cp_size=1)) is whole and whole.rows is None

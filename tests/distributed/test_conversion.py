@@ -179,8 +179,7 @@ def transformers_logits(folder: Path) -> Tensor:
     """One sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     sequences = [
-        np.concatenate([prompt, response[:-1]])
-        for prompt, response in zip(BATCH.prompt_ids, BATCH.response_ids, strict=True)
+        np.concatenate([BATCH.prompt_ids[i], BATCH.response_ids[i][:-1]]) for i in BATCH.rows_here
     ]
     return torch.cat([model(torch.from_numpy(ids).long()[None]).logits[0] for ids in sequences])
 

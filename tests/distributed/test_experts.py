@@ -18,7 +18,7 @@ from gapo_megatron.learn.update import update
 from gapo_megatron.policy import Policy, destroy, initialize
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed
-from tests.distributed.checkpoint_setup import trainer_state
+from tests.distributed.checkpoint_setup import make_state
 from tests.distributed.conversion_setup import VOCAB_SIZE, save_model
 from tests.distributed.policy_setup import (
     CP,
@@ -126,7 +126,7 @@ def train(hf_dir: Path, run_dir: Path, layout: str, *, before: Path) -> Report:
             if step == 0:
                 checkpoint.save(
                     run_dir,
-                    checkpoint.State(step=1, trainer_state=trainer_state(1)),
+                    make_state(1),
                     policy=policy,
                     config=config,
                     attempt=make_attempt(run_dir),

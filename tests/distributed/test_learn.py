@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from gapo_megatron.config import Config
-from gapo_megatron.types import Group
+from gapo_megatron.rollouts import Rollouts
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import save_model
 from tests.learn_setup import (
     NUM_MINIBATCHES,
     carry_some,
     make_config,
-    make_groups,
+    make_judged,
     mask_some,
     run_learn,
 )
@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "context": {"context_parallel_size": 2},
     "data": {},
 }
-GROUPS = make_groups(seed=1)
+ROLLOUTS = make_judged(seed=1)
 
 
 def config_of(folder: Path, sizes: dict[str, object]) -> Config:
@@ -38,22 +38,22 @@ def config_of(folder: Path, sizes: dict[str, object]) -> Config:
     return make_config(folder, parallel=sizes, objective=objective)
 
 
-def groups_of(folder: Path, *, has_masks: bool) -> list[Group]:
-    groups = carry_some(GROUPS, config_of(folder, {}))
-    return mask_some(groups) if has_masks else groups
+def rollouts_of(folder: Path, *, has_masks: bool) -> Rollouts:
+    rollouts = carry_some(ROLLOUTS, config_of(folder, {}))
+    return mask_some(rollouts) if has_masks else rollouts
 
 
 def stop_in_every_layout(folder: Path, layouts: Sequence[str], has_masks: bool) -> None:
     on_one_rank = json.loads((folder / "on_one_rank.json").read_text())
-    groups = groups_of(folder, has_masks=has_masks)
+    rollouts = rollouts_of(folder, has_masks=has_masks)
     for name in layouts:
         config = config_of(folder, LAYOUTS[name])
-        whole = run_learn(config, groups, num_minibatches=NUM_MINIBATCHES)
+        whole = run_learn(config, rollouts)
         assert_same_statistics(whole.metrics, on_one_rank, name)
         kept = folder / f"kept_{name}"
         kept.mkdir(exist_ok=True)
         dist.barrier()
-        stopped = run_learn(config, groups, num_minibatches=NUM_MINIBATCHES, stop_in=kept)
+        stopped = run_learn(config, rollouts, stop_in=kept)
         assert len(whole.updates) == len(stopped.updates) == NUM_MINIBATCHES
         assert stopped.metrics == whole.metrics, name
         for key, tensor in whole.after.items():
@@ -83,8 +83,7 @@ def test_neither_a_stop_nor_the_layout_changes_what_is_learned(
 ) -> None:
     save_model(tmp_path, "qwen2_tied")
     config = config_of(tmp_path, {})
-    groups = groups_of(tmp_path, has_masks=has_masks)
     with single_rank():
-        whole = run_learn(config, groups, num_minibatches=NUM_MINIBATCHES)
+        whole = run_learn(config, rollouts_of(tmp_path, has_masks=has_masks))
     (tmp_path / "on_one_rank.json").write_text(json.dumps(whole.metrics))
     run_distributed(stop_in_every_layout, 2, tmp_path, layouts, has_masks)

@@ -23,7 +23,7 @@ from gapo_megatron.policy.reduction import GradientReduction
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed, single_rank
 from tests.distributed import conversion_setup
-from tests.distributed.checkpoint_setup import trainer_state
+from tests.distributed.checkpoint_setup import make_state
 from tests.distributed.policy_setup import (
     CP,
     EP,
@@ -209,7 +209,7 @@ def resume(folder: Path, run_dir: Path) -> list[dict[str, Tensor]]:
         path = run_dir / str(before)
         checkpoint.save(
             path,
-            checkpoint.State(step=1, trainer_state=trainer_state(1)),
+            make_state(1),
             policy=policy,
             config=config,
             attempt=make_attempt(path),

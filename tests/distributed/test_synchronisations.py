@@ -19,16 +19,15 @@ import torch.distributed as dist
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.compat import cpu
 from gapo_megatron.exchange import GroupChannel
-from gapo_megatron.facts import Spread
 from gapo_megatron.learn import step as learn_module
 from gapo_megatron.learn.carry import carry
 from gapo_megatron.learn.score import log_probs
-from gapo_megatron.learn.share import Places
+from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import UpdateResult, update
 from gapo_megatron.policy import Policy, destroy, initialize
-from gapo_megatron.rollout.describe import describe
-from gapo_megatron.types import Batch, Minibatch, OpenGroup, Plan, Prompt, Rollout
+from gapo_megatron.rollouts import Batch, Rollouts
+from gapo_megatron.types import Minibatch, Plan
 from tests.dist import run_distributed
 from tests.distributed import conversion_setup
 from tests.distributed.policy_setup import (
@@ -129,11 +128,11 @@ def count(folder: Path, **sections: dict[str, Any]) -> Counts:
             with counted_waits() as counts["log_probs", number]:
                 log_probs(policy, [packed[indices] for indices in mine])
             with counted_waits() as counts["learn", number], counted_updates() as updates:
-                learn(policy, batch, one, config, Stopwatch())
+                learn(policy, replace(batch, plan=one), config, Stopwatch())
             (counts["update", number],) = updates
             # The first moves the weights, so that the second may find clipped sequences.
             with counted_updates() as updates:
-                learn(policy, batch, two, config, Stopwatch())
+                learn(policy, replace(batch, plan=two), config, Stopwatch())
             _, counts["second update", number] = updates
     destroy()
     return counts
@@ -211,16 +210,18 @@ def count_carry(folder: Path) -> list[Waits]:
     policy.load_hf_weights(read_weights(folder))
     counts = []
     for number in (FEW, MANY):  # each response fills a micro-batch
-        rollouts = tuple(
-            Rollout(random.integers(0, 90, 20).astype(np.int32), np.zeros(20, np.float32), False)
-            for _ in range(number)
-        )
-        facts, tokens = describe([OpenGroup(Prompt("p", (1, 2), answer=""), rollouts)])
-        opened = Spread(facts, dict(enumerate(tokens)))
+        responses = [random.integers(0, 90, 20).astype(np.int32) for _ in range(number)]
+        log_probs = [np.zeros(20, np.float32)] * number
+        opened = Rollouts.of([np.array([1, 2], np.int32)] * number, responses, log_probs)
         channel = GroupChannel(dist.group.WORLD)
         with counted_waits() as waits:
             carry(
-                policy, opened, config, policy_version=0, places=Places((0,), (0,)), channel=channel
+                policy,
+                opened,
+                max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+                policy_version=0,
+                ranks=DataParallelRanks((0,), (0,)),
+                channel=channel,
             )
         counts.append(waits)
     destroy()

@@ -185,7 +185,7 @@ def test_evaluation_meets_the_environment_of_training(pool, tokenizer):
             return (9, *prompt.token_ids)
 
         def respond(self, episode):
-            return None if episode.rollout.response_mask is not None else [8, 8, 8]
+            return None if episode.response_mask is not None else [8, 8, 8]
 
         def judge(self, episode):
             return episode.prompt.answer, episode.prompt.answer

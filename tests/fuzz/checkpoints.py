@@ -31,9 +31,10 @@ from tests.distributed.checkpoint_setup import (
     build,
     make_config,
     make_model,
+    make_state,
     save,
+    stored,
     train_one_update,
-    trainer_state,
 )
 from tests.fuzz.campaign import RAN, Target
 from tests.fuzz.models import digest
@@ -70,7 +71,7 @@ class _Trained:
             train_one_update(self.policy, seed=step)
             save(folder / "run", self.policy, self.config, step=step)
             if step == 1:
-                self._older = self._state(1, trainer_state(1))
+                self._older = self._state(make_state(1))
 
     def resume(self, folder: Path) -> dict[str, Any]:
         """As a run that goes on."""
@@ -78,7 +79,7 @@ class _Trained:
         checkpoint.check_resume("run", hf_config, self.config)
         found = checkpoint.load_latest("run", policy=self.policy, config=self.config)
         assert found is not None, "the run would begin anew"
-        return self._state(found.step, found.trainer_state)
+        return self._state(found)
 
     def branch(self, folder: Path) -> dict[str, Any]:
         """As a run that begins at the newest one."""
@@ -87,11 +88,11 @@ class _Trained:
         config = self.config.model_copy(update={"checkpoint": settings, "run": run})
         point = checkpoint.check_branch(config, read_hf_config("model"))
         assert point is not None
-        state = point.trainer_state()
+        state = point.state()
         checkpoint.begin_branch(point, config, make_attempt(folder / "other"))
         found = checkpoint.load_latest("other", policy=self.policy, config=config)
-        assert found is not None and found.trainer_state == state
-        return self._state(found.step, state)
+        assert found is not None and stored(found) == stored(state)
+        return self._state(found)
 
     def start(self, folder: Path) -> dict[str, Any]:
         """As a run whose `model.megatron_dir` it is."""
@@ -111,13 +112,12 @@ class _Trained:
         """Going on from the older one is right, too."""
         return "" if damage.signed or state == self._older else "other weights, or another step"
 
-    def _state(self, step: int, trainer: Any) -> dict[str, Any]:
+    def _state(self, state: checkpoint.State) -> dict[str, Any]:
         optimizer = hashlib.sha256()
         for name, tensor in _tensors("", self.policy.optimizer.state_dict()):
             optimizer.update(name.encode() + digest(tensor).encode())
         return {
-            "step": step,
-            "trainer": trainer,
+            "state": stored(state),
             "random": (random.getstate()[1][:9], digest(torch.get_rng_state())),
             "num_updates": self.policy.num_updates,
             "weights": self._weights(),

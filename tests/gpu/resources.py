@@ -239,7 +239,7 @@ def save_and_load(setting: Setting, report: Report) -> None:
     run_dir = setting.folder / "run"
     attempt = make_attempt(run_dir)
     source = {"epoch": 0, "remaining": [], "dataset": "test-gpu"}
-    state = checkpoint.State(step=1, trainer_state={"source": source, "window": []})
+    state = checkpoint.State(step=1, source=source)
 
     def save() -> None:
         checkpoint.save(run_dir, state, policy=policy, config=config, attempt=attempt)

@@ -18,7 +18,8 @@ from gapo_megatron.models.published import shipped_fields
 from gapo_megatron.models.rules import hf_shapes
 from gapo_megatron.models.tables import rules_for
 from gapo_megatron.policy import ParallelGroups, Policy, initialize
-from gapo_megatron.types import Batch, Group, Microbatch, Outcome, Prompt, Rollout, Verdict
+from gapo_megatron.rollouts import Batch, Rollouts
+from gapo_megatron.types import Episode, Microbatch, Prompt
 from tests.batches import make_batch
 
 _TINY = {
@@ -104,22 +105,19 @@ class Setting:
         """Random prompts and responses of all lengths; verdicts that leave no group without A."""
         random, vocab = np.random.default_rng(seed), self.vocab_size(config)
         group_size = config.batch.rollouts_per_prompt
-        verdicts = (Verdict(Outcome.CORRECT), Verdict(Outcome.WRONG))
 
-        def rollout() -> Rollout:
+        def episode(prompt: Prompt, sample: int) -> Episode:
             length = random.integers(1, config.rollout.max_response_tokens + 1)
             ids = random.integers(1, vocab, length).astype(np.int32)
-            return Rollout(ids, np.zeros(length, dtype=np.float32), truncated=False)
+            return Episode(prompt, sample, ids, np.zeros(length, dtype=np.float32))
 
         groups = [
-            Group(
-                prompt=prompt,
-                rollouts=tuple(rollout() for _ in range(group_size)),
-                verdicts=tuple(verdicts[i > n % (group_size - 1)] for i in range(group_size)),
-            )
-            for n, prompt in enumerate(self.prompts(config, num_prompts, seed=seed))
+            tuple(episode(prompt, sample) for sample in range(group_size))
+            for prompt in self.prompts(config, num_prompts, seed=seed)
         ]
-        return make_batch(groups, config.objective.resolve())
+        num_correct = [1 + n % (group_size - 1) for n in range(num_prompts)]
+        verdicts = [("c" * c).ljust(group_size, "w") for c in num_correct]
+        return make_batch(groups, verdicts, config.objective.resolve())
 
     def rows_of(self, policy: Policy, *, num_tokens: int, length: int) -> Microbatch:
         """A micro-batch of `num_tokens` in sequences of `length`, nearly all of them scored."""
@@ -127,17 +125,7 @@ class Setting:
         count = num_tokens // length
         prompts = [random.integers(1, vocab, 1).astype(np.int32) for _ in range(count)]
         responses = [random.integers(1, vocab, length).astype(np.int32) for _ in range(count)]
-        zeros = torch.zeros(count, dtype=torch.int64)
-        batch = Batch(
-            prompt_ids=prompts,
-            response_ids=responses,
-            rollout_log_probs=[np.zeros(length, dtype=np.float32)] * count,
-            advantages=torch.ones(count, dtype=torch.float64),
-            num_correct=zeros,
-            group_size=zeros,
-            valid=torch.ones(count, dtype=torch.bool),
-        )
-        return policy.pack(batch, range(count))
+        return policy.pack(Rollouts.of(prompts, responses), range(count))
 
     def vocab_size(self, config: Config) -> int:
         fields = json.loads((Path(config.model.hf_dir) / "config.json").read_text("utf-8"))

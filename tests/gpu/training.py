@@ -11,18 +11,22 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gapo_megatron.batching import plan, sequence_lengths, unpack
+from gapo_megatron.batching import unpack
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config
+from gapo_megatron.learn.plan import plan_step
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.learn.step import learn
 from gapo_megatron.learn.update import update
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.loss_scale import INITIAL
+from gapo_megatron.rollouts import Batch
 from gapo_megatron.run.supervised import _supervised_step
-from gapo_megatron.types import Batch, Microbatch, Plan
+from gapo_megatron.types import Microbatch, Plan
 from tests.gpu.report import Report
 from tests.gpu.setting import MeanLogProb, Setting
+
+_TWO_MINIBATCHES = {"rollout_prompts": 4, "minibatch_prompts": 2}
 
 
 def equal_bits(setting: Setting, report: Report) -> None:
@@ -64,14 +68,17 @@ def equal_bits(setting: Setting, report: Report) -> None:
 def nothing_to_score(setting: Setting, report: Report) -> None:
     """An empty micro-batch beside others changes nothing, by a sequence and a token method."""
     configs = {
-        method: setting.config(objective={"method": method, "entropy_coef": 0.001})
+        method: setting.config(
+            objective={"method": method, "entropy_coef": 0.001},
+            batch={"rollout_prompts": 2, "minibatch_prompts": 2},
+        )
         for method in ("gapo", "grpo")
     }
     policy = setting.policy(configs["gapo"])
     weights = _copies(policy)
     for method, config in configs.items():
         batch = setting.batch(config, num_prompts=2)
-        whole = _plan(policy, batch, config, num_minibatches=1)
+        whole = _plan(policy, batch, config)
         with_empty = dataclasses.replace(
             whole,
             minibatches=tuple(
@@ -84,7 +91,8 @@ def nothing_to_score(setting: Setting, report: Report) -> None:
         metrics = []
         for packing in (whole, with_empty):
             policy.load_hf_weights(weights)
-            metrics.append(learn(policy, batch, packing, config, Stopwatch()) or {})
+            planned = dataclasses.replace(batch, plan=packing)
+            metrics.append(learn(policy, planned, config, Stopwatch()) or {})
         without, with_one = (found["optim/grad_norm"] for found in metrics)
         report.claim(
             f"{method}: gradient norm with and without",
@@ -113,15 +121,16 @@ def ten_sft_steps(setting: Setting, report: Report) -> None:
 
 def ten_learn_steps(setting: Setting, report: Report) -> None:
     """GAPO with two mini-batches a step, on random responses and verdicts."""
-    config = setting.config(optimizer={"learning_rate": 1e-6})
+    config = setting.config(optimizer={"learning_rate": 1e-6}, batch=_TWO_MINIBATCHES)
     policy = setting.policy(config)
     stopwatch, metrics = Stopwatch(), {}
     num_tokens = 0
     start = time.perf_counter()
     for step in range(10):
         batch = setting.batch(config, num_prompts=4, seed=step)
-        packing = _plan(policy, batch, config, num_minibatches=2)
-        metrics = learn(policy, batch, packing, config, stopwatch) or {}
+        packing = _plan(policy, batch, config)
+        planned = dataclasses.replace(batch, plan=packing)
+        metrics = learn(policy, planned, config, stopwatch) or {}
         num_tokens += packing.num_tokens_computed
         policy.make_room()
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
@@ -170,15 +179,18 @@ def rounding(setting: Setting, report: Report) -> None:
     weights: Sequence[tuple[str, Tensor]] = []
     rms = {}
     for precision in ("bf16", "fp16", "fp32"):
-        sections = {"model": {"precision": precision}, "optimizer": {"learning_rate": 1e-6}}
-        config = setting.config(**sections)
+        config = setting.config(
+            model={"precision": precision},
+            optimizer={"learning_rate": 1e-6},
+            batch=_TWO_MINIBATCHES,
+        )
         policy = setting.policy(config)
         weights = weights or _copies(policy)  # of bf16: the others hold them as they are
         policy.load_hf_weights(weights)
         batch = setting.batch(config, num_prompts=4)
-        packing = _plan(policy, batch, config, num_minibatches=2)
+        batch = dataclasses.replace(batch, plan=_plan(policy, batch, config))
         stopwatch = Stopwatch()
-        metrics = learn(policy, batch, packing, config, stopwatch, measures_rounding=True) or {}
+        metrics = learn(policy, batch, config, stopwatch, measures_rounding=True) or {}
         for name in ("ratio_signal", "ratio_rounding", "ratio_correlation"):
             report.figure(f"{precision}: {name}", metrics.get(f"numerics/{name}", math.nan))
         report.figure(f"{precision}: measured in", stopwatch.seconds["rounding"], "s")
@@ -191,14 +203,11 @@ def rounding(setting: Setting, report: Report) -> None:
     report.claim("fp32: rounding of log-ratios", rms["fp32"], "a tenth of fp16's", holds=nearer)
 
 
-def _plan(policy: Policy, batch: Batch, config: Config, *, num_minibatches: int) -> Plan:
-    return plan(
-        sequence_lengths(batch),
-        batch.advantages,
-        num_response_tokens=batch.num_response_tokens,
-        valid=batch.valid,
-        num_minibatches=num_minibatches,
-        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
+def _plan(policy: Policy, batch: Batch, config: Config) -> Plan:
+    return plan_step(
+        batch,
+        config.batch,
+        needs_every_sequence=config.objective.needs_every_sequence,
         data_parallel_size=policy.groups.dp_size,
     )
 

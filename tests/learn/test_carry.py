@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,17 @@ from gapo_megatron.checkpoint.open_groups import (
 )
 from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError
-from gapo_megatron.exchange import GroupChannel, deal
-from gapo_megatron.facts import Spread
+from gapo_megatron.exchange import GroupChannel, deal_tokens
 from gapo_megatron.io.run_folder import mark_finished
 from gapo_megatron.learn import carry as carry_module
-from gapo_megatron.learn.share import Places
+from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.policy import Policy, destroy, initialize
-from gapo_megatron.rollout.describe import describe, to_open_group
-from gapo_megatron.types import Batch, Carried, OpenGroup, Prompt, Rollout
+from gapo_megatron.rollout.table import to_episodes, to_rollouts
+from gapo_megatron.rollouts import Rollouts
+from gapo_megatron.types import Episode, Prompt
 from tests.attempt_setup import make_attempt
 from tests.dist import run_distributed, single_rank
-from tests.distributed.checkpoint_setup import trainer_state
+from tests.distributed.checkpoint_setup import make_state
 from tests.distributed.policy_setup import (
     VOCAB_SIZE,
     make_config,
@@ -38,7 +38,10 @@ from tests.distributed.policy_setup import (
     reference_log_probs,
     save_model,
 )
+from tests.learn_setup import spread
 from tests.messages import mentions
+
+Group = tuple[Episode, ...]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -48,7 +51,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_open_groups() -> list[OpenGroup]:
+def make_open_groups() -> list[Group]:
     """Each with a response that is not begun, one begun now, two of two steps, one of an earlier.
 
     The last one is finished, and had its last token then.
@@ -58,26 +61,26 @@ def make_open_groups() -> list[OpenGroup]:
     def tokens(count: int) -> np.ndarray:
         return random.integers(0, VOCAB_SIZE, count).astype(np.int32)
 
-    def rollout(num_tokens: int, num_carried: int, *, finished: bool = False) -> Rollout:
-        carried = None
-        if num_carried:
-            carried = Carried(1, -random.random(num_carried, dtype=np.float32))
-        log_probs = -random.random(num_tokens, dtype=np.float32)
-        return Rollout(tokens(num_tokens), log_probs, False, finished, carried)
+    def log_probs(count: int) -> np.ndarray:
+        return -random.random(count, dtype=np.float32)
 
-    return [
-        OpenGroup(
-            Prompt(f"p{number}", tuple(tokens(number + 1).tolist()), answer="1", level="easy"),
-            (
-                rollout(0, 0),
-                rollout(9 + number, 0),
-                rollout(40 - number, 11),
-                rollout(13, 12, finished=True),
-                rollout(17, 17, finished=True),
-            ),
+    def group(number: int) -> Group:
+        prompt = Prompt(f"p{number}", tuple(tokens(number + 1).tolist()), answer="1", level="easy")
+        lengths = [(0, 0), (9 + number, 0), (40 - number, 11), (13, 12), (17, 17)]
+        return tuple(
+            Episode(
+                prompt,
+                sample,
+                tokens(num_tokens),
+                log_probs(num_tokens),
+                finished=sample >= 3,
+                carried_log_probs=log_probs(num_carried) if num_carried else None,
+                oldest_version=1 if num_carried else 0,
+            )
+            for sample, (num_tokens, num_carried) in enumerate(lengths)
         )
-        for number in range(4)
-    ]
+
+    return [group(number) for number in range(4)]
 
 
 GROUPS = make_open_groups()
@@ -90,26 +93,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def with_masks(groups: list[OpenGroup]) -> list[OpenGroup]:
+def with_masks(groups: list[Group]) -> list[Group]:
     """Every third token of the second and third responses is the environment's."""
 
-    def mask(rollout: Rollout) -> Rollout:
-        is_sampled = np.arange(len(rollout.token_ids)) % 3 > 0
-        carried = rollout.carried
+    def mask(one: Episode) -> Episode:
+        is_sampled = np.arange(len(one.token_ids)) % 3 > 0
+        carried = one.carried_log_probs
         if carried is not None:
-            old = carried.old_log_probs * is_sampled[: len(carried.old_log_probs)]
-            carried = replace(carried, old_log_probs=old)
-        return replace(rollout, carried=carried, response_mask=is_sampled)
+            carried = carried * is_sampled[: len(carried)]
+        return replace(one, carried_log_probs=carried, response_mask=is_sampled)
 
-    return [
-        replace(
-            group,
-            rollouts=tuple(
-                mask(one) if number in (1, 2) else one for number, one in enumerate(group.rollouts)
-            ),
-        )
-        for group in groups
-    ]
+    return [tuple(mask(one) if one.sample in (1, 2) else one for one in group) for group in groups]
 
 
 def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
@@ -132,78 +126,66 @@ def policy(folder: Path) -> Iterator[Policy]:
 
 
 def carry(
-    policy: Policy, groups: list[OpenGroup], config: Config, *, policy_version: int
-) -> list[OpenGroup]:
+    policy: Policy, groups: list[Group], config: Config, *, policy_version: int
+) -> list[Group]:
     """`learn.carry` of groups whose tokens are spread over all ranks; put together on each."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    facts, tokens = describe(groups)
-    facts.holder[:] = np.arange(len(facts)) % world_size
-    held = {i: tokens[i] for i in range(rank, len(facts), world_size)}
-    channel = GroupChannel(dist.group.WORLD)
+    world_size, channel = dist.get_world_size(), GroupChannel(dist.group.WORLD)
+    rollouts = to_rollouts(groups)
+    held = spread(rollouts, np.arange(len(rollouts)) % world_size)
     carried = carry_module.carry(
         policy,
-        Spread(facts, held),
-        config,
+        held,
+        max_tokens_per_microbatch=config.batch.max_tokens_per_microbatch,
         policy_version=policy_version,
-        places=Places.gather(policy.groups, None),
+        ranks=DataParallelRanks.gather(policy.groups, None),
         channel=channel,
     )
-    assert carried.held.keys() == held.keys()
-    wanted = [range(len(facts))] * world_size
-    everything = deal(carried.held, carried.facts, wanted, channel=channel, tag=9)
-    size = len(facts) // len(groups)
-    rows = [range(first, first + size) for first in range(0, len(facts), size)]
-    return [
-        to_open_group(group.prompt, carried.facts.take(here), [everything[i] for i in here])
-        for group, here in zip(groups, rows, strict=True)
-    ]
+    assert carried.rows_here == held.rows_here
+    wanted = [range(len(rollouts))] * world_size
+    everything = deal_tokens(carried, wanted, channel=channel, tag=9)
+    return to_episodes(everything, [group[0].prompt for group in groups])
 
 
-def carried_of(groups: list[OpenGroup]) -> list[list[tuple[int, list[float]] | None]]:
+def carried_of(groups: Sequence[Group]) -> list[list[tuple[int, list[float]] | None]]:
     return [
         [
-            one.carried and (one.carried.oldest_version, one.carried.old_log_probs.tolist())
-            for one in group.rollouts
+            None
+            if one.carried_log_probs is None
+            else (one.oldest_version, one.carried_log_probs.tolist())
+            for one in group
         ]
         for group in groups
     ]
 
 
-def assert_scored(groups: list[OpenGroup], model: Any) -> None:
+def pairs(found: Sequence[Group], expected: Sequence[Group]) -> Iterator[tuple[Episode, Episode]]:
+    """Episodes beside each other, as many in every group."""
+    for ours, theirs in zip(found, expected, strict=True):
+        yield from zip(ours, theirs, strict=True)
+
+
+def assert_scored(groups: list[Group], model: Any) -> None:
     """At version 5: new tokens have the model's log-probs, the others their own, to the bit."""
-    for group, before in zip(groups, GROUPS, strict=True):
-        assert group.prompt == before.prompt
-        for rollout, old in zip(group.rollouts, before.rollouts, strict=True):
-            num_tokens = len(old.token_ids)
-            assert rollout.token_ids.tolist() == old.token_ids.tolist()
-            assert rollout.log_probs.tolist() == old.log_probs.tolist()
-            assert rollout.finished == old.finished
-            if not num_tokens:
-                assert rollout.carried is None
-                continue
-            assert rollout.carried is not None
-            log_probs = rollout.carried.old_log_probs
-            assert log_probs.dtype == np.float32 and len(log_probs) == num_tokens
-            first = len(old.carried.old_log_probs) if old.carried else 0
-            if old.carried:
-                assert log_probs[:first].tolist() == old.carried.old_log_probs.tolist()
-            assert rollout.carried.oldest_version == (1 if old.carried else 5)
-            with torch.no_grad():
-                (expected,) = reference_log_probs(
-                    model,
-                    Batch(
-                        prompt_ids=[np.array(group.prompt.token_ids, np.int32)],
-                        response_ids=[old.token_ids],
-                        rollout_log_probs=[old.log_probs],
-                        advantages=torch.zeros(1),
-                        num_correct=torch.zeros(1),
-                        group_size=torch.zeros(1),
-                        valid=torch.ones(1),
-                    ),
-                )
-            # float32 log-probs of order 5, to about 1e-6.
-            difference = np.abs(expected.numpy()[first:] - log_probs[first:])
-            assert difference.max(initial=0) < 1e-5
+    for one, old in pairs(groups, GROUPS):
+        assert (one.prompt, one.sample, one.finished) == (old.prompt, old.sample, old.finished)
+        assert one.token_ids.tolist() == old.token_ids.tolist()
+        assert one.log_probs.tolist() == old.log_probs.tolist()
+        if not len(old.token_ids):
+            assert one.carried_log_probs is None
+            continue
+        log_probs, before = one.carried_log_probs, old.carried_log_probs
+        assert log_probs is not None
+        assert log_probs.dtype == np.float32 and len(log_probs) == len(old.token_ids)
+        first = 0 if before is None else len(before)
+        if before is not None:
+            assert log_probs[:first].tolist() == before.tolist()
+        assert one.oldest_version == (5 if before is None else 1)
+        prompt_ids = np.array(one.prompt.token_ids, np.int32)
+        with torch.no_grad():
+            (expected,) = reference_log_probs(model, Rollouts.of([prompt_ids], [old.token_ids]))
+        # float32 log-probs of order 5, to about 1e-6.
+        difference = np.abs(expected.numpy()[first:] - log_probs[first:])
+        assert difference.max(initial=0) < 1e-5
 
 
 def test_new_tokens_alone_are_scored_at_the_weights_that_sampled_them(
@@ -225,8 +207,7 @@ def over_layouts(folder: Path) -> dict[str, Any]:
         policy = build(config)
         groups = carry(policy, GROUPS, config, policy_version=5)
         # One response: a data parallel rank without any.
-        (one,) = GROUPS[:1]
-        alone = replace(one, rollouts=one.rollouts[:2])
+        alone = GROUPS[0][:2]
         result[name] = (
             groups,
             carried_of(groups),
@@ -253,14 +234,13 @@ def test_a_checkpoint_keeps_every_bit(policy: Policy, folder: Path, tmp_path: Pa
     groups = carry(policy, GROUPS, config, policy_version=5)
     save_open_groups(tmp_path, groups)
     read = load_open_groups(tmp_path)
-    assert [group.prompt for group in read] == [group.prompt for group in groups]
     assert carried_of(read) == carried_of(groups)
-    for theirs, ours in zip(read, groups, strict=True):
-        for one, other in zip(theirs.rollouts, ours.rollouts, strict=True):
-            assert one.token_ids.tolist() == other.token_ids.tolist()
-            assert one.log_probs.tolist() == other.log_probs.tolist()
-            assert (one.token_ids.dtype, one.log_probs.dtype) == (np.int32, np.float32)
-            assert (one.finished, one.truncated) == (other.finished, other.truncated)
+    for one, other in pairs(read, groups):
+        assert (one.prompt, one.sample) == (other.prompt, other.sample)
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.log_probs.tolist() == other.log_probs.tolist()
+        assert (one.token_ids.dtype, one.log_probs.dtype) == (np.int32, np.float32)
+        assert (one.finished, one.truncated) == (other.finished, other.truncated)
     with pytest.raises(AssertionError, match=mentions(0, "9 tokens")):
         save_open_groups(tmp_path, GROUPS)
     empty = tmp_path / "empty"
@@ -276,28 +256,26 @@ def test_what_the_environment_gave_is_carried_as_zero(
     config, masked = config_of(folder), with_masks(GROUPS)
     plain = carry(policy, GROUPS, config, policy_version=5)
     groups = carry(policy, masked, config, policy_version=5)
-    for group, before, without in zip(groups, masked, plain, strict=True):
-        for one, old, other in zip(group.rollouts, before.rollouts, without.rollouts, strict=True):
-            if one.carried is None:
-                continue
-            assert other.carried is not None and one.carried.old_log_probs.dtype == np.float32
-            log_probs, is_sampled = one.carried.old_log_probs, one.is_sampled
-            assert is_sampled.tolist() == old.is_sampled.tolist()
-            assert not log_probs[~is_sampled].any()
-            # Sampled tokens have what they have without a mask: which rows are scored is no matter.
-            assert log_probs[is_sampled].tolist() == pytest.approx(
-                other.carried.old_log_probs[is_sampled].tolist(), abs=1e-6
-            )
+    for (one, old), (other, _) in zip(pairs(groups, masked), pairs(plain, GROUPS), strict=True):
+        log_probs, is_sampled = one.carried_log_probs, one.is_sampled
+        if log_probs is None:
+            continue
+        assert other.carried_log_probs is not None and log_probs.dtype == np.float32
+        assert is_sampled.tolist() == old.is_sampled.tolist()
+        assert not log_probs[~is_sampled].any()
+        # Sampled tokens have what they have without a mask: which rows are scored is no matter.
+        assert log_probs[is_sampled].tolist() == pytest.approx(
+            other.carried_log_probs[is_sampled].tolist(), abs=1e-6
+        )
     save_open_groups(tmp_path, groups)
     read = load_open_groups(tmp_path)
     assert carried_of(read) == carried_of(groups)
-    for theirs, ours in zip(read, groups, strict=True):
-        for one, other in zip(theirs.rollouts, ours.rollouts, strict=True):
-            if other.response_mask is None:
-                assert one.response_mask is None
-            else:
-                assert one.response_mask is not None and one.response_mask.dtype == bool
-                assert one.response_mask.tolist() == other.response_mask.tolist()
+    for one, other in pairs(read, groups):
+        if other.response_mask is None:
+            assert one.response_mask is None
+        else:
+            assert one.response_mask is not None and one.response_mask.dtype == bool
+            assert one.response_mask.tolist() == other.response_mask.tolist()
 
 
 def test_groups_written_before_there_were_masks_are_read(
@@ -313,7 +291,7 @@ def test_groups_written_before_there_were_masks_are_read(
     torch.save(content, path)
     read = load_open_groups(tmp_path)
     assert carried_of(read) == carried_of(groups)
-    assert all(one.response_mask is None for group in read for one in group.rollouts)
+    assert all(one.response_mask is None for group in read for one in group)
 
 
 CHANGES: dict[str, tuple[Any, Any]] = {
@@ -342,10 +320,10 @@ def test_open_groups_go_on_as_they_have_begun(
     )
     groups = carry(policy, GROUPS, config, policy_version=5)
 
-    def save(step: int, config: Config, groups: list[OpenGroup]) -> Path:
+    def save(step: int, config: Config, groups: Sequence[Group]) -> Path:
         return checkpoint.save(
             tmp_path,
-            checkpoint.State(step=step, trainer_state=trainer_state(step), open_groups=groups),
+            make_state(step, open_groups=groups),
             policy=policy,
             config=config,
             attempt=make_attempt(tmp_path),
@@ -365,7 +343,7 @@ def test_open_groups_go_on_as_they_have_begun(
     newer = save(4, config, [])
     checkpoint.check_resume(tmp_path, policy.hf_config, other)
     state = checkpoint.load_latest(tmp_path, policy=policy, config=other)
-    assert state is not None and (state.step, state.open_groups) == (4, [])
+    assert state is not None and (state.step, state.open_groups) == (4, ())
     (newer / "trainer_state.json").write_text("")
     with pytest.raises(ConfigError, match=named):
         checkpoint.load_latest(tmp_path, policy=policy, config=other)

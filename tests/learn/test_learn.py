@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gapo_megatron.batching import plan, sequence_lengths
 from gapo_megatron.learn.metrics import add_over_ranks
-from gapo_megatron.types import Group, Outcome, Verdict
-from tests.batches import make_batch
+from gapo_megatron.objective import make_batch
+from gapo_megatron.rollouts import Rollouts
 from tests.dist import single_rank
 from tests.distributed.policy_setup import save_model
 from tests.learn_setup import (
@@ -31,13 +29,16 @@ from tests.learn_setup import (
     expected_update,
     load_model,
     make_config,
-    make_groups,
+    make_judged,
+    minibatches,
+    planned,
     run_learn,
+    with_columns,
 )
 from tests.peers.reference import in_float64
 
-GROUPS = make_groups(VERDICTS, seed=1)
-MINIBATCHES = [GROUPS[:5], GROUPS[5:]]
+ROLLOUTS = make_judged(seed=1)
+ONE_MINIBATCH = {"minibatch_prompts": len(VERDICTS)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,24 +56,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def step(
     folder: Path,
-    groups: Sequence[Group] = GROUPS,
+    rollouts: Rollouts = ROLLOUTS,
     *,
-    num_minibatches: int = NUM_MINIBATCHES,
     num_steps: int = 1,
     **sections: dict[str, Any],
 ) -> Report:
-    config = make_config(folder, **sections)
-    return run_learn(config, groups, num_minibatches=num_minibatches, num_steps=num_steps)
+    return run_learn(make_config(folder, **sections), rollouts, num_steps=num_steps)
 
 
-def positions(groups: Sequence[Group], *, active: bool) -> list[int]:
-    """Places in the batch of all valid rollouts, or of those with A != 0."""
-    return [
-        number * GROUP_SIZE + i
-        for number, group in enumerate(groups)
-        for i, reward in enumerate(group.rewards)
-        if reward == reward and (not active or {0.0, 1.0} <= set(group.rewards))
-    ]
+def rows_of(rollouts: Rollouts, *, active: bool) -> list[int]:
+    """All valid rows, or those with A != 0."""
+    rewards = rollouts.rewards.reshape(-1, GROUP_SIZE)
+    is_valid = ~np.isnan(rewards)
+    if active:
+        is_valid &= ((rewards == 1).any(axis=1) & (rewards == 0).any(axis=1))[:, None]
+    return np.flatnonzero(is_valid).tolist()
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -80,23 +78,23 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def test_a_single_mini_batch_has_ratio_one(folder: Path) -> None:
-    report = step(folder, num_minibatches=1)
+    report = step(folder, batch=ONE_MINIBATCH)
     (update,) = report.updates
-    assert sorted(update.ratios) == positions(GROUPS, active=True)
+    assert sorted(update.ratios) == rows_of(ROLLOUTS, active=True)
     assert set(update.ratios.values()) == {1.0} and not any(update.clipped.values())
     for key, value in report.metrics.items():
         if key.startswith(("clip/", "ratio/")):
             assert value == 0.0, key
     # With s = 1 the loss is the mean of -A: in float64, where no log-prob enters.
     model = load_model(folder)
-    expected = expected_update(model, GROUPS, old=model, config=make_config(folder))
+    expected = expected_update(model, ROLLOUTS, old=model, config=make_config(folder))
     assert report.metrics["loss/policy"] == pytest.approx(expected.loss, abs=1e-15)
 
 
 def test_a_pass_of_its_own_gives_the_ratio_one_too(folder: Path) -> None:
     """The first update cannot move a weight: the old pass must have the bits of the second's."""
-    groups = make_groups(("wwww", "cccc", "wwww", "cwww", "ccww", "cwcc"))
-    report = step(folder, groups, optimizer={"weight_decay": 0.0})
+    rollouts = make_judged(("wwww", "cccc", "wwww", "cwww", "ccww", "cwcc"))
+    report = step(folder, rollouts, optimizer={"weight_decay": 0.0})
     first, second = report.updates
     assert first.ratios == {} and first.grad_norm == 0.0
     assert len(second.ratios) == 12 and set(second.ratios.values()) == {1.0}
@@ -106,17 +104,18 @@ def test_a_pass_of_its_own_gives_the_ratio_one_too(folder: Path) -> None:
 def test_tokens_of_earlier_steps_keep_their_old_log_probs(folder: Path) -> None:
     """Ratio, loss and gradient of a mixed old policy, in the first mini-batch too."""
     config = make_config(folder)
-    groups = carry_some(GROUPS, config)
-    report = step(folder, groups)
+    rollouts = carry_some(ROLLOUTS, config)
+    is_carried = rollouts.table["num_carried_tokens"] > 0
+    report = step(folder, rollouts)
     old = load_model(folder)
     gaps, clipped = [], []
     for number, (update, part) in enumerate(
-        zip(report.updates, (groups[:5], groups[5:]), strict=True)
+        zip(report.updates, minibatches(rollouts), strict=True)
     ):
         model = load_model(folder, update.weights)
         expected = expected_update(model, part, old=old, config=config)
         assert update.loss == pytest.approx(expected.loss, abs=2e-7)
-        start = number * len(part) * GROUP_SIZE
+        start = number * len(part)
         assert {i - start for i in update.ratios} == expected.ratios.keys()
         for position, ratio in expected.ratios.items():
             assert update.ratios[start + position] == pytest.approx(ratio, rel=1e-5)
@@ -128,34 +127,30 @@ def test_tokens_of_earlier_steps_keep_their_old_log_probs(folder: Path) -> None:
             assert error <= 1e-5 * whole.norm(), (number, name)
         at_old = expected_update(old, part, old=old, config=config)
         for i in expected.ratios:
-            rollout = part[i // GROUP_SIZE].rollouts[i % GROUP_SIZE]
             values = at_old.log_probs[i].clone()
-            if rollout.carried:
-                then = torch.from_numpy(rollout.carried.old_log_probs)
-                values[: len(then)] = then
-            gaps.append((values - torch.from_numpy(rollout.log_probs)).abs())
+            then = torch.from_numpy(part.carried_log_probs[i])
+            values[: len(then)] = then
+            gaps.append((values - torch.from_numpy(part.rollout_log_probs[i])).abs())
     assert {True, False} <= set(clipped)
     # What this step has sampled needs no pass of its own in the first mini-batch, nor has it one.
     for i, ratio in report.updates[0].ratios.items():
-        assert (ratio == 1.0) == (groups[i // GROUP_SIZE].rollouts[i % GROUP_SIZE].carried is None)
+        assert (ratio == 1.0) != is_carried[i]
     skipped = "skip/old_pass_token_share"
     assert report.metrics[skipped] == step(folder).metrics[skipped]
     # What is older starts an update away from 1, and meets the clip more often.
     flags: dict[bool, list[bool]] = {True: [], False: []}
     for update in report.updates:
         for i, flag in update.clipped.items():
-            rollout = groups[i // GROUP_SIZE].rollouts[i % GROUP_SIZE]
-            flags[rollout.carried is not None].append(flag)
-    for name, is_carried in {"carried": True, "new": False}.items():
-        expected_share = sum(flags[is_carried]) / len(flags[is_carried])
+            flags[bool(is_carried[i])].append(flag)
+    for name, found in {"carried": flags[True], "new": flags[False]}.items():
+        expected_share = sum(found) / len(found)
         key = f"clip/fraction_sequences_{name}"
         assert report.metrics[key] == pytest.approx(expected_share), key
         assert key not in step(folder).metrics
     assert sum(flags[True]) > sum(flags[False])
     # The engine's log-probs are compared with those of the same weights.
     mean = float(torch.cat(gaps).mean())
-    found = report.metrics["mismatch/mean_abs_log_prob_diff"]
-    assert found == pytest.approx(mean, abs=1e-6)
+    assert report.metrics["mismatch/mean_abs_log_prob_diff"] == pytest.approx(mean, abs=1e-6)
 
 
 def test_metrics_are_means_over_what_was_computed(folder: Path) -> None:
@@ -163,16 +158,15 @@ def test_metrics_are_means_over_what_was_computed(folder: Path) -> None:
     old = load_model(folder)
     config = make_config(folder)
     difference, fed = [], {True: 0, False: 0}
-    for number, groups in enumerate(MINIBATCHES):
-        active = positions(groups, active=True)
+    for number, part in enumerate(minibatches(ROLLOUTS)):
+        active = rows_of(part, active=True)
         # At the initial weights, also for the second mini-batch.
-        expected = expected_update(old, groups, old=old, config=config)
-        for i in range(len(groups) * GROUP_SIZE):
-            group = groups[i // GROUP_SIZE]
-            rollout = group.rollouts[i % GROUP_SIZE]
-            fed[i in active] += len(group.prompt.token_ids) + len(rollout.token_ids) - 1
+        expected = expected_update(old, part, old=old, config=config)
+        for i in part.rows_here:
+            fed[i in active] += len(part.prompt_ids[i]) + len(part.response_ids[i]) - 1
             if i in active:
-                difference.append(expected.log_probs[i] - torch.from_numpy(rollout.log_probs))
+                theirs = torch.from_numpy(part.rollout_log_probs[i])
+                difference.append(expected.log_probs[i] - theirs)
         assert active, number
     gap = torch.cat(difference).abs()
     # float32 log-probs of order 5, to about 1e-6.
@@ -185,20 +179,14 @@ def test_metrics_are_means_over_what_was_computed(folder: Path) -> None:
 def test_skipped_shares_are_those_counted_by_hand(folder: Path) -> None:
     # No room around 1: whatever moved as its advantage wants it is clipped.
     report = step(folder, objective={"eps_low": 1e-7, "eps_high_max": 1e-7})
-    batch = make_batch(GROUPS, make_config(folder).objective.resolve())
-    lengths, response_lengths = sequence_lengths(batch), batch.num_response_tokens
+    config = make_config(folder)
+    batch = planned(make_batch(ROLLOUTS, config.objective.resolve()), config)
+    assert batch.plan is not None
+    lengths, response_lengths = batch.num_fed_tokens, batch.num_response_tokens
     clipped = report.updates[0].clipped | report.updates[1].clipped
-    packing = plan(
-        lengths,
-        batch.advantages,
-        valid=batch.valid,
-        num_minibatches=NUM_MINIBATCHES,
-        max_tokens_per_microbatch=make_config(folder).batch.max_tokens_per_microbatch,
-        data_parallel_size=1,
-    )
     counts = {"forward": 0, "old_pass": 0, "backward": 0, "head_backward": 0}
     kinds = []
-    for number, minibatch in enumerate(packing.minibatches):
+    for number, minibatch in enumerate(batch.plan.minibatches):
         for indices in minibatch.microbatches[0]:
             rows = list(indices)
             num_tokens = int(lengths[rows].sum())
@@ -219,9 +207,9 @@ def test_skipped_shares_are_those_counted_by_hand(folder: Path) -> None:
     assert report.metrics["skip/updates"] == 0
 
     # A single mini-batch needs no old pass; a first one without advantage no optimizer step.
-    assert step(folder, num_minibatches=1).metrics["skip/old_pass_token_share"] == 1.0
-    groups = make_groups(("wwww", "cccc", "cwww", "ccww"))
-    assert step(folder, groups).metrics["skip/updates"] == 1
+    assert step(folder, batch=ONE_MINIBATCH).metrics["skip/old_pass_token_share"] == 1.0
+    rollouts = make_judged(("wwww", "cccc", "cwww", "ccww"))
+    assert step(folder, rollouts).metrics["skip/updates"] == 1
 
 
 def test_statistics_per_c_do_not_depend_on_the_packing(folder: Path) -> None:
@@ -264,25 +252,23 @@ def test_metrics_take_one_collective(folder: Path) -> None:
 
 
 def penalties(
-    model: nn.Module, reference: nn.Module, groups: Sequence[Group], *, temperature: float
+    model: nn.Module, reference: nn.Module, rollouts: Rollouts, *, temperature: float
 ) -> tuple[Tensor, Tensor, int]:
     """Sums over all valid response tokens, with autograd: k3 KL and entropy; their number."""
     kl = entropy = torch.zeros((), dtype=torch.float64)
     num_tokens = 0
-    for group in groups:
-        for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
-            if reward != reward:
-                continue
-            tokens = torch.tensor([*group.prompt.token_ids, *rollout.token_ids.tolist()])
-            rows = slice(len(group.prompt.token_ids) - 1, -1)
-            labels = torch.from_numpy(rollout.token_ids).long()[:, None]
-            log_p = (model(tokens[None]).logits[0, rows] / temperature).log_softmax(-1)
-            with torch.no_grad():
-                log_q = (reference(tokens[None]).logits[0, rows] / temperature).log_softmax(-1)
-            d = (log_q - log_p).gather(1, labels)
-            kl = kl + (d.exp() - d - 1).sum()
-            entropy = entropy - (log_p.exp() * log_p).sum()
-            num_tokens += len(labels)
+    for i in rows_of(rollouts, active=False):
+        prompt, response = rollouts.prompt_ids[i], rollouts.response_ids[i]
+        tokens = torch.from_numpy(np.concatenate([prompt, response]))
+        rows = slice(len(prompt) - 1, -1)
+        labels = torch.from_numpy(response).long()[:, None]
+        log_p = (model(tokens[None]).logits[0, rows] / temperature).log_softmax(-1)
+        with torch.no_grad():
+            log_q = (reference(tokens[None]).logits[0, rows] / temperature).log_softmax(-1)
+        d = (log_q - log_p).gather(1, labels)
+        kl = kl + (d.exp() - d - 1).sum()
+        entropy = entropy - (log_p.exp() * log_p).sum()
+        num_tokens += len(labels)
     return kl, entropy, num_tokens
 
 
@@ -301,18 +287,18 @@ def test_kl_and_entropy_count_for_every_sequence(
     initial, old = load_model(folder), load_model(folder, updates[0].weights)
     sums = torch.zeros(3, dtype=torch.float64)
     losses = []
-    for number, (update, groups) in enumerate(zip(updates, MINIBATCHES, strict=True)):
-        start = number * len(groups) * GROUP_SIZE
+    for number, (update, part) in enumerate(zip(updates, minibatches(ROLLOUTS), strict=True)):
+        start = number * len(part)
         # A group without advantage is computed too, but not a rollout without a verdict.
-        assert sorted(update.ratios) == [start + i for i in positions(groups, active=False)]
+        assert sorted(update.ratios) == [start + i for i in rows_of(part, active=False)]
         model = load_model(folder, update.weights)
-        expected = expected_update(model, groups, old=old, config=config)
+        expected = expected_update(model, part, old=old, config=config)
         losses.append(expected.loss)
         assert update.loss == pytest.approx(expected.loss, abs=2e-7)
 
         model = in_float64(model)
         kl, entropy, num_tokens = penalties(
-            model, in_float64(initial), groups, temperature=config.rollout.temperature
+            model, in_float64(initial), part, temperature=config.rollout.temperature
         )
         penalty = coefficients.get("kl_coef", 0.0) * kl / num_tokens
         penalty = penalty - coefficients.get("entropy_coef", 0.0) * entropy / num_tokens
@@ -341,25 +327,19 @@ def test_kl_and_entropy_count_for_every_sequence(
 def test_importance_weights_count_in_the_loss_alone(folder: Path) -> None:
     largest = 1.25
     # An engine whose log-probs are on both sides of the trainer's.
-    sampled = [
-        replace(
-            group,
-            rollouts=tuple(replace(r, log_probs=r.log_probs - 2.5) for r in group.rollouts),
-        )
-        for group in GROUPS
-    ]
-    minibatches = [sampled[:5], sampled[5:]]
+    log_probs = [ROLLOUTS.rollout_log_probs[i] - 2.5 for i in ROLLOUTS.rows_here]
+    sampled = with_columns(ROLLOUTS, rollout_log_probs=log_probs)
     report = step(folder, sampled, num_steps=2, objective={"importance_weight_max": largest})
     config = make_config(folder, objective={"importance_weight_max": largest})
     updates = report.updates[NUM_MINIBATCHES:]
     old = load_model(folder, updates[0].weights)
     weights: list[float] = []
-    for number, (update, groups) in enumerate(zip(updates, minibatches, strict=True)):
+    for number, (update, part) in enumerate(zip(updates, minibatches(sampled), strict=True)):
         model = load_model(folder, update.weights)
-        expected = expected_update(model, groups, old=old, config=config)
+        expected = expected_update(model, part, old=old, config=config)
         weights += expected.importance_weights.values()
         assert update.loss == pytest.approx(expected.loss, abs=2e-7)
-        start = number * len(groups) * GROUP_SIZE
+        start = number * len(part)
         for position, ratio in expected.ratios.items():
             assert update.ratios[start + position] == pytest.approx(ratio, rel=1e-5)
             assert update.clipped[start + position] == expected.clipped[position]
@@ -382,8 +362,8 @@ def test_importance_weights_count_in_the_loss_alone(folder: Path) -> None:
 
 
 def test_a_batch_without_advantage_moves_nothing(folder: Path) -> None:
-    groups = make_groups(("wwww", "cccc", "wwwu", "uuuu"))
-    report = step(folder, groups, optimizer={"weight_decay": 0.1})
+    rollouts = make_judged(("wwww", "cccc", "wwwu", "uuuu"))
+    report = step(folder, rollouts, optimizer={"weight_decay": 0.1})
     for update in report.updates:
         assert update.ratios == {} and update.loss == 0.0 and update.grad_norm == 0.0
         assert not any(bool(gradient.any()) for gradient in update.gradients.values())
@@ -395,25 +375,23 @@ def test_a_batch_without_advantage_moves_nothing(folder: Path) -> None:
     assert "clip/fraction_sequences" not in report.metrics  # a mean over nothing
 
 
-def replace_rollout(group: Group, *, number: int, num_tokens: int) -> Group:
-    rollouts = list(group.rollouts)
-    rollouts[number] = replace(
-        rollouts[number],
-        token_ids=np.full(num_tokens, 3, dtype=np.int32),
-        log_probs=np.zeros(num_tokens, dtype=np.float32),
-    )
-    return replace(group, rollouts=tuple(rollouts))
+def with_length(row: int, num_tokens: int) -> Rollouts:
+    """`ROLLOUTS` with a response of another length."""
+    responses = [*ROLLOUTS.response_ids.values()]
+    log_probs = [*ROLLOUTS.rollout_log_probs.values()]
+    responses[row] = np.full(num_tokens, 3, dtype=np.int32)
+    log_probs[row] = np.zeros(num_tokens, dtype=np.float32)
+    return with_columns(ROLLOUTS, response_ids=responses, rollout_log_probs=log_probs)
 
 
 def test_an_unknown_verdict_leaves_every_denominator(folder: Path) -> None:
     assert VERDICTS[2] == "cwuc"
-    short, long = ([*GROUPS], [*GROUPS])
-    short[2] = replace_rollout(GROUPS[2], number=2, num_tokens=1)
-    long[2] = replace_rollout(GROUPS[2], number=2, num_tokens=24)
+    unknown = 2 * GROUP_SIZE + 2
     losses = {}
     for aggregation in ("token_mean", "sequence_mean", "constant"):
         one, other = (
-            step(folder, groups, objective={"aggregation": aggregation}) for groups in (short, long)
+            step(folder, with_length(unknown, length), objective={"aggregation": aggregation})
+            for length in (1, 24)
         )
         # What it said does not matter, to a bit.
         assert equal(one.after, other.after), aggregation
@@ -422,36 +400,32 @@ def test_an_unknown_verdict_leaves_every_denominator(folder: Path) -> None:
         assert changed and all(key.startswith("skip/") for key in changed), aggregation
         losses[aggregation] = one.updates[0].loss
     # 19 rollouts of 20 have a verdict. Ratios of 1: exact in float64.
-    lengths = [
-        len(rollout.token_ids)
-        for group in MINIBATCHES[0]
-        for rollout, reward in zip(group.rollouts, group.rewards, strict=True)
-        if reward == reward
-    ]
-    assert len(lengths) == 19 and losses["constant"] != 0
+    first, _ = minibatches(ROLLOUTS)
+    rows = rows_of(first, active=False)
+    assert len(rows) == 19 and losses["constant"] != 0
     per_token = losses["constant"] * 19 * make_config(folder).rollout.max_response_tokens
-    assert losses["token_mean"] * sum(lengths) == pytest.approx(per_token, rel=1e-14)
+    num_tokens = int(first.table["num_response_tokens"][rows].sum())
+    assert losses["token_mean"] * num_tokens == pytest.approx(per_token, rel=1e-14)
     # Nor does it count as wrong.
-    verdicts = list(GROUPS[2].verdicts)
-    verdicts[2] = Verdict(Outcome.WRONG)
-    wrong = [*GROUPS]
-    wrong[2] = replace(GROUPS[2], verdicts=tuple(verdicts))
+    wrong = make_judged((*VERDICTS[:2], "cwwc", *VERDICTS[3:]), seed=1)
     assert step(folder, wrong).updates[0].loss != step(folder).updates[0].loss
 
 
 def test_an_unknown_verdict_narrows_the_clip_of_its_group(folder: Path) -> None:
     """k is the group's own: at c = 2 a group of three has less room than a group of four."""
-    groups = make_groups((*VERDICTS[:5], "ccuw", *VERDICTS[6:]), seed=1)
+
+    def judged(letters: str) -> Rollouts:
+        return make_judged((*VERDICTS[:5], letters, *VERDICTS[6:]), seed=1)
+
     start = 5 * GROUP_SIZE
-    ratios = step(folder, groups).updates[1].ratios
+    ratios = step(folder, judged("ccuw")).updates[1].ratios
     deviation, highest = max((ratios[start + i] - 1, i) for i in (0, 1))
     assert deviation > 1e-4
     # The first update knows no clip, so the same ratio comes back. eps_high(2) is eps_low plus 1/2
     # of the range at k = 3 and plus 2/3 at k = 4: 0.9 and 1.13 of the deviation.
     widths = {"eps_low": 0.2 * deviation, "eps_high_max": 1.6 * deviation}
-    update = step(folder, groups, objective=widths).updates[1]
+    update = step(folder, judged("ccuw"), objective=widths).updates[1]
     assert update.ratios[start + highest] == ratios[start + highest]
     assert update.clipped[start + highest]
-    known = replace(groups[5], verdicts=(*groups[5].verdicts[:2], *[Verdict(Outcome.WRONG)] * 2))
-    whole = step(folder, [*groups[:5], known, *groups[6:]], objective=widths).updates[1]
+    whole = step(folder, judged("ccww"), objective=widths).updates[1]
     assert not whole.clipped[start + highest]

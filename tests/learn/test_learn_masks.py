@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from gapo_megatron.types import Group
-from tests.batches import make_batch
+from gapo_megatron.rollouts import Rollouts
 from tests.dist import single_rank
 from tests.distributed.policy_setup import save_model
 from tests.learn_setup import (
-    GROUP_SIZE,
-    NUM_MINIBATCHES,
     Report,
     carry_some,
     expected_update,
     load_model,
     make_config,
-    make_groups,
+    make_judged,
     mask_some,
+    minibatches,
     put_in_masked,
     run_learn,
+    with_columns,
 )
 
 OBJECTIVE = {"method": "gapo", "importance_weight_max": 1.05}
@@ -46,19 +44,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def groups(folder: Path) -> list[Group]:
+def rollouts(folder: Path) -> Rollouts:
     """Of two rollouts one is carried, wholly or in part; of three two have masked tokens."""
-    return mask_some(carry_some(make_groups(), make_config(folder)))
+    return mask_some(carry_some(make_judged(), make_config(folder)))
 
 
-def step(folder: Path, groups: Sequence[Group], **options: Any) -> Report:
-    config = make_config(folder, objective=OBJECTIVE)
-    return run_learn(config, groups, num_minibatches=NUM_MINIBATCHES, **options)
+def step(folder: Path, rollouts: Rollouts, **options: Any) -> Report:
+    return run_learn(make_config(folder, objective=OBJECTIVE), rollouts, **options)
 
 
 @pytest.fixture(scope="module")
-def report(folder: Path, groups: list[Group]) -> Report:
-    return step(folder, groups)
+def report(folder: Path, rollouts: Rollouts) -> Report:
+    return step(folder, rollouts)
 
 
 def assert_same_bits(found: Report, expected: Report) -> None:
@@ -67,19 +64,18 @@ def assert_same_bits(found: Report, expected: Report) -> None:
 
 
 def test_only_sampled_tokens_are_learned_from(
-    folder: Path, groups: list[Group], report: Report
+    folder: Path, rollouts: Rollouts, report: Report
 ) -> None:
     """Ratios, weights, losses and gradients of a float64 loop that skips the others."""
     config, old = make_config(folder, objective=OBJECTIVE), load_model(folder)
-    batch = make_batch(groups, config.objective.resolve())
-    assert batch.num_response_tokens.sum() < sum(map(len, batch.response_ids))
+    assert rollouts.num_sampled < sum(map(len, rollouts.response_ids.values()))
     for number, (update, part) in enumerate(
-        zip(report.updates, (groups[:5], groups[5:]), strict=True)
+        zip(report.updates, minibatches(rollouts), strict=True)
     ):
         model = load_model(folder, update.weights)
         expected = expected_update(model, part, old=old, config=config)
         assert update.loss == pytest.approx(expected.loss, abs=2e-7)
-        start = number * len(part) * GROUP_SIZE
+        start = number * len(part)
         assert {i - start for i in update.ratios} == expected.ratios.keys()
         for position, ratio in expected.ratios.items():
             assert update.ratios[start + position] == pytest.approx(ratio, rel=1e-5)
@@ -91,34 +87,19 @@ def test_only_sampled_tokens_are_learned_from(
 
 
 def test_what_stands_at_a_masked_token_is_never_read(
-    folder: Path, groups: list[Group], report: Report
+    folder: Path, rollouts: Rollouts, report: Report
 ) -> None:
-    other = [
-        replace(
-            group,
-            rollouts=tuple(put_in_masked(one, one.is_sampled, -7.5) for one in group.rollouts),
-        )
-        for group in groups
-    ]
-    assert_same_bits(step(folder, other), report)
+    assert_same_bits(step(folder, put_in_masked(rollouts, -7.5)), report)
 
 
 def test_masks_of_sampled_tokens_alone_change_no_bit(folder: Path) -> None:
-    groups = carry_some(make_groups(), make_config(folder))
-    all_sampled = [
-        replace(
-            group,
-            rollouts=tuple(
-                replace(one, response_mask=np.ones(len(one.token_ids), dtype=bool))
-                for one in group.rollouts
-            ),
-        )
-        for group in groups
-    ]
-    assert_same_bits(step(folder, all_sampled), step(folder, groups))
+    rollouts = carry_some(make_judged(), make_config(folder))
+    masks = [np.ones(len(rollouts.response_ids[i]), dtype=bool) for i in rollouts.rows_here]
+    all_sampled = with_columns(rollouts, response_masks=masks)
+    assert_same_bits(step(folder, all_sampled), step(folder, rollouts))
 
 
 def test_a_stop_changes_no_bit(
-    folder: Path, groups: list[Group], report: Report, tmp_path: Path
+    folder: Path, rollouts: Rollouts, report: Report, tmp_path: Path
 ) -> None:
-    assert_same_bits(step(folder, groups, stop_in=tmp_path), report)
+    assert_same_bits(step(folder, rollouts, stop_in=tmp_path), report)

@@ -15,7 +15,7 @@ from gapo_megatron.learn import range_check
 from gapo_megatron.learn.range_check import check_range
 from gapo_megatron.learn.score import log_probs
 from gapo_megatron.policy import Policy, destroy, initialize
-from gapo_megatron.types import Sequences
+from gapo_megatron.rollouts import Rollouts
 from tests.dist import run_distributed, single_rank
 from tests.distributed import conversion_setup
 from tests.distributed.policy_setup import (
@@ -33,7 +33,7 @@ from tests.messages import mentions
 
 NUM_LAYERS = 4
 BATCH = make_batch(3, vocab_size=conversion_setup.VOCAB_SIZE)
-PROBE = Sequences(BATCH.prompt_ids, BATCH.response_ids)
+PROBE = Rollouts.of([*BATCH.prompt_ids.values()], [*BATCH.response_ids.values()])
 MLP_IN_LAYER_2 = ("layers.2.mlp.gate_proj.weight", "layers.2.mlp.up_proj.weight")
 LAYOUTS: dict[str, dict[str, object]] = {
     "tensor": {TP: 2, SP: True},
@@ -85,7 +85,7 @@ def test_a_model_within_the_range_passes_and_nothing_changes(
     before = log_probs(policy, microbatches)
     caplog.clear()
     check_range(policy, PROBE)
-    check_range(policy, Sequences([], []))
+    check_range(policy, Rollouts.of([], []))
     assert caplog.records == []
     monkeypatch.setattr(range_check, "_WARNS_ABOVE", 1.0)
     check_range(policy, PROBE)

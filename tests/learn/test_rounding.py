@@ -17,15 +17,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gapo_megatron.clock import Stopwatch
-from gapo_megatron.config import Config
+from gapo_megatron.config import BatchConfig, Config
 from gapo_megatron.learn import rounding
-from gapo_megatron.learn.plan import plan_rounding, plan_updates
+from gapo_megatron.learn.plan import plan_step
 from gapo_megatron.learn.rounding import Scores, measure
 from gapo_megatron.learn.step import learn
 from gapo_megatron.objective import upper_clip
 from gapo_megatron.policy import ParallelGroups, Policy, destroy, exact, initialize
 from gapo_megatron.policy.exact import exact_stages
-from gapo_megatron.types import Batch
+from gapo_megatron.rollouts import Batch
 from tests.dist import run_distributed, single_rank
 from tests.distributed import conversion_setup
 from tests.distributed.policy_setup import (
@@ -38,7 +38,7 @@ from tests.distributed.policy_setup import (
 )
 from tests.messages import mentions
 
-K = 4
+K, NUM_SEQUENCES = 4, 24
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp": {"pipeline_model_parallel_size": 2},
@@ -51,17 +51,21 @@ GRPO = {"method": "grpo"}
 CPU = torch.device("cpu")
 
 
-def batch_of(num_sequences: int = 24) -> Batch:
-    """c = 1, 2, 3 of k = 4 in turns, A of both signs; every fourth sequence has A = 0."""
-    index = torch.arange(num_sequences)
+def batch_of(*, data_parallel_size: int = 1, **facts: Tensor) -> Batch:
+    """c = 1, 2, 3 of k = 4 in turns, A of both signs; every fourth sequence has A = 0.
+
+    Planned for a step of two mini-batches.
+    """
+    index = torch.arange(NUM_SEQUENCES)
     advantages = torch.where(index % 2 == 0, 0.5, -0.5).double()
     advantages[index % 4 == 3] = 0
-    return replace(
-        make_batch(num_sequences),
-        advantages=advantages,
-        num_correct=1 + index % 3,
-        group_size=torch.full((num_sequences,), K),
+    columns = {"advantages": advantages, "num_correct": 1 + index % 3} | facts
+    batch = replace(make_batch(NUM_SEQUENCES), group_size=torch.full_like(index, K), **columns)
+    sizes = BatchConfig(rollout_prompts=6, minibatch_prompts=3, rollouts_per_prompt=K)
+    plan = plan_step(
+        batch, sizes, needs_every_sequence=False, data_parallel_size=data_parallel_size
     )
+    return replace(batch, plan=plan)
 
 
 BATCH = batch_of()
@@ -112,14 +116,15 @@ def over_a_step(
 ) -> dict[str, float]:
     """Metrics of a step that moves the weights by `moved`."""
     policy = build(config, groups)
-    before = Scores.of(policy, BATCH, config)
+    batch = batch_of(data_parallel_size=policy.groups.dp_size)
+    before = Scores.of(policy, batch)
     policy.load_hf_weights(moved(folder))
-    return measure(policy, BATCH, before, config)
+    return measure(policy, batch, before, config)
 
 
 def planted(policy: Policy, config: Config, noise: dict[int, float]) -> dict[str, float]:
     """Metrics where rounding alone moved the log-ratio of each of these sequences by so much."""
-    before = Scores.of(policy, BATCH, config)
+    before = Scores.of(policy, BATCH)
     after = Scores(
         {i: before.in_run[i] + noise.get(i, 0.0) for i in before.in_run},
         {i: before.exact[i].clone() for i in before.exact},
@@ -136,16 +141,20 @@ def between(policy: Policy, config: Config, before: Scores, after: Scores) -> di
 # --- what is compared -----------------------------------------------------------------------------
 
 
-def test_sixteen_sequences_with_an_advantage_or_two_of_each_rank(folder: Path) -> None:
-    config = config_of(folder)
+def shares_of(batch: Batch) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    assert batch.plan is not None
+    return batch.plan.rounding
+
+
+def test_sixteen_sequences_with_an_advantage_or_two_of_each_rank() -> None:
     for size, expected in ((1, 16), (2, 16), (9, 18)):
-        shares = plan_rounding(BATCH, config, data_parallel_size=size)
+        shares = shares_of(batch_of(data_parallel_size=size))
         found = [i for rank in shares for indices in rank for i in indices]
         assert len(found) == len(set(found)) == expected
         assert not any(i % 4 == 3 for i in found)
         assert len({len(rank) for rank in shares}) == 1
-    few = replace(BATCH, valid=torch.arange(24) < 3)
-    assert len(plan_rounding(few, config, data_parallel_size=1)[0][0]) == 3
+    few = batch_of(valid=torch.arange(NUM_SEQUENCES) < 3)
+    assert len(shares_of(few)[0][0]) == 3
 
 
 def test_exact_log_probs_are_float64s_in_fp32_and_float32s_of_rounded_weights_in_16_bits(
@@ -158,7 +167,7 @@ def test_exact_log_probs_are_float64s_in_fp32_and_float32s_of_rounded_weights_in
         ("fp16", torch.float16, 5e-5),
     ):
         config = config_of(folder, model={"precision": precision})
-        scores = Scores.of(build(config, policy.groups), BATCH, config)
+        scores = Scores.of(build(config, policy.groups), BATCH)
         model = AutoModelForCausalLM.from_pretrained(folder)
         with torch.no_grad():
             for weight in model.parameters():
@@ -171,11 +180,8 @@ def test_exact_log_probs_are_float64s_in_fp32_and_float32s_of_rounded_weights_in
         assert scores.in_run[0].dtype == torch.float32
 
 
-def test_the_policy_is_itself_afterwards(
-    policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_policy_is_itself_afterwards(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the copy of its weights is gone, whoever still holds a tensor of it."""
-    config = config_of(folder)
     copies: list[Tensor] = []
 
     def building(policy: Policy) -> list[Any]:
@@ -185,10 +191,10 @@ def test_the_policy_is_itself_afterwards(
         return stages
 
     monkeypatch.setattr(exact, "exact_stages", building)
-    first = Scores.of(policy, BATCH, config)
+    first = Scores.of(policy, BATCH)
     assert copies and not any(one.untyped_storage().size() for one in copies)
     copies.clear()
-    second = Scores.of(policy, BATCH, config)
+    second = Scores.of(policy, BATCH)
     for kind in ("in_run", "exact"):
         for i, values in getattr(first, kind).items():
             assert torch.equal(values, getattr(second, kind)[i])
@@ -199,7 +205,7 @@ def test_at_equal_weights_there_is_neither_signal_nor_rounding(
     policy: Policy, folder: Path
 ) -> None:
     config = config_of(folder)
-    metrics = measure(policy, BATCH, Scores.of(policy, BATCH, config), config)
+    metrics = measure(policy, BATCH, Scores.of(policy, BATCH), config)
     assert metrics["numerics/ratio_signal"] == metrics["numerics/ratio_rounding"] == 0
     assert metrics["numerics/clip_decisions_changed"] == 0
     assert "numerics/ratio_correlation" not in metrics
@@ -208,7 +214,7 @@ def test_at_equal_weights_there_is_neither_signal_nor_rounding(
 @pytest.mark.parametrize("objective", [{}, GRPO], ids=["sequence", "token"])
 def test_sums_are_those_of_a_loop(policy: Policy, folder: Path, objective: dict[str, Any]) -> None:
     config = config_of(folder, objective=objective)
-    before = Scores.of(policy, BATCH, config)
+    before = Scores.of(policy, BATCH)
     random = np.random.default_rng(0)
 
     def shifted(scores: dict[int, Tensor], size: float) -> dict[int, Tensor]:
@@ -254,7 +260,7 @@ def test_a_decision_counts_where_only_rounding_crosses_the_edge(
     """GAPO's upper edge depends on c; below 1 only a wrong response is clipped."""
     config = config_of(folder)
     method = config.objective.resolve()
-    chosen = [i for rank in plan_rounding(BATCH, config, data_parallel_size=1)[0] for i in rank]
+    chosen = [i for indices in shares_of(BATCH)[0] for i in indices]
     noise, expected = {}, {}
     for c in (1, 2, 3):
         right = next(i for i in chosen if i % 2 == 0 and 1 + i % 3 == c)
@@ -291,7 +297,7 @@ def test_what_the_engine_sampled_with_other_weights_is_not_its_rounding(
 def test_a_clip_around_the_engine_sees_its_rounding_too(policy: Policy, folder: Path) -> None:
     """Nothing moved: what is left is the engine's distance from the trainer."""
     config = config_of(folder, objective={"old_log_probs": "rollout"})
-    found = measure(policy, BATCH, Scores.of(policy, BATCH, config), config)
+    found = measure(policy, BATCH, Scores.of(policy, BATCH), config)
     assert found["numerics/ratio_signal"] == 0
     engine = found["numerics/engine_rounding"]
     assert found["numerics/ratio_rounding"] == pytest.approx(engine, rel=1e-5)
@@ -312,8 +318,7 @@ def test_measuring_changes_nothing(policy: Policy, folder: Path, offload: str) -
             folder, batch=sizes, optimizer={"learning_rate": 1e-3, "offload": offload}
         )
         stepped = build(config, policy.groups)
-        packing = plan_updates(BATCH, config, data_parallel_size=1)
-        metrics = learn(stepped, BATCH, packing, config, Stopwatch(), measures_rounding=measures)
+        metrics = learn(stepped, BATCH, config, Stopwatch(), measures_rounding=measures)
         assert metrics is not None
         kept = {name: one for name, one in metrics.items() if "numerics" not in name}
         assert (kept == metrics) != measures
@@ -324,9 +329,9 @@ def test_measuring_changes_nothing(policy: Policy, folder: Path, offload: str) -
 
 
 def test_a_batch_without_an_advantage_has_no_figures(policy: Policy, folder: Path) -> None:
-    batch = replace(BATCH, advantages=torch.zeros(24, dtype=torch.float64))
+    batch = batch_of(advantages=torch.zeros(NUM_SEQUENCES, dtype=torch.float64))
     config = config_of(folder)
-    assert measure(policy, batch, Scores.of(policy, batch, config), config) == {}
+    assert measure(policy, batch, Scores.of(policy, batch), config) == {}
 
 
 # --- what it finds --------------------------------------------------------------------------------
@@ -396,7 +401,7 @@ def test_warns_where_the_clip_decides_on_rounding(
     not_named: list[str],
 ) -> None:
     config = config_of(folder, model={"precision": precision})
-    before = Scores.of(policy, BATCH, config)
+    before = Scores.of(policy, BATCH)
     signs = {i: 1.0 if n % 2 else -1.0 for n, i in enumerate(before.exact)}
     others = {i: 1.0 if n % 4 < 2 else -1.0 for n, i in enumerate(before.exact)}  # uncorrelated
 

@@ -13,22 +13,24 @@ import torch.distributed as dist
 from gapo_megatron.checkpoint import OpenStep
 from gapo_megatron.config import VERIFIED_SEQUENCES, Config
 from gapo_megatron.exchange import GroupChannel
-from gapo_megatron.facts import Spread
-from gapo_megatron.learn.plan import (
-    plan_rounding,
-    plan_updates,
-    wanted_sequences,
-)
-from gapo_megatron.learn.share import Places, bring_tokens
+from gapo_megatron.learn.plan import wanted_sequences
+from gapo_megatron.learn.share import DataParallelRanks, bring_tokens
 from gapo_megatron.objective import make_batch
-from gapo_megatron.rollout.describe import describe
 from gapo_megatron.rollout.sync import first_sequences
-from gapo_megatron.types import Batch
+from gapo_megatron.rollouts import COLUMNS, Batch
 from tests.dist import run_distributed
-from tests.learn_setup import GROUP_SIZE, make_config, make_groups, mask_some
+from tests.learn_setup import (
+    GROUP_SIZE,
+    make_config,
+    make_judged,
+    mask_some,
+    planned,
+    spread,
+)
 
 # Groups without advantage come first and last; of the ten, few teach.
 VERDICTS = ("wwww", "cccc", "cwww", "cwcw", *["wwww"] * 15, "cccw")
+NUM_SEQUENCES = len(VERDICTS) * GROUP_SIZE
 
 
 def config_of(**batch: Any) -> Config:
@@ -36,69 +38,69 @@ def config_of(**batch: Any) -> Config:
     return make_config(Path("unused"), batch=sizes | batch)
 
 
-def facts_alone() -> tuple[Batch, list[Any]]:
-    facts, tokens = describe(mask_some(make_groups(VERDICTS)))
-    return make_batch(facts, config_of().objective.resolve()), tokens
+def batch_of(*, data_parallel_size: int) -> Batch:
+    config = config_of()
+    batch = make_batch(mask_some(make_judged(VERDICTS)), config.objective.resolve())
+    return planned(batch, config, data_parallel_size=data_parallel_size)
 
 
-def needed(batch: Batch, config: Config, *, dp_size: int, dp_rank: int) -> set[int]:
-    updates = plan_updates(batch, config, data_parallel_size=dp_size)
-    measured = plan_rounding(batch, config, data_parallel_size=dp_size)
-    shares = [one.microbatches[dp_rank] for one in updates.minibatches] + [measured[dp_rank]]
+def needed(batch: Batch, *, dp_rank: int) -> set[int]:
+    assert batch.plan is not None
+    shares = [one.microbatches[dp_rank] for one in batch.plan.minibatches]
+    shares.append(batch.plan.rounding[dp_rank])
     return {i for microbatches in shares for indices in microbatches for i in indices}
+
+
+def wanted_of(batch: Batch, *, every: bool = False) -> list[list[int]]:
+    assert batch.plan is not None
+    return wanted_sequences(batch.plan, num_sequences=len(batch), every=every)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 5])
 def test_a_rank_wants_what_it_computes_and_no_more(dp_size: int) -> None:
-    batch, _ = facts_alone()
-    config = config_of()
-    wanted = wanted_sequences(batch, config, data_parallel_size=dp_size)
+    batch = batch_of(data_parallel_size=dp_size)
+    wanted = wanted_of(batch)
     first = {*range(VERIFIED_SEQUENCES)}
     for dp_rank, numbers in enumerate(wanted):
         assert numbers == sorted(set(numbers))
-        assert {*numbers} == needed(batch, config, dp_size=dp_size, dp_rank=dp_rank) | first
-    everything = {*range(len(VERDICTS) * GROUP_SIZE)}
+        assert {*numbers} == needed(batch, dp_rank=dp_rank) | first
+    everything = {*range(NUM_SEQUENCES)}
     assert set().union(*wanted) < everything  # what has no advantage stays where it is
-    every = wanted_sequences(batch, config, data_parallel_size=dp_size, every=True)
+    every = wanted_of(batch, every=True)
     assert set().union(*every) == everything
     # Nobody gets what another needs, and the rest is shared out once.
     added = [{*one} - {*two} for one, two in zip(every, wanted, strict=True)]
     assert sum(map(len, added)) == len(everything - set().union(*wanted))
 
 
-def spread(batch: Batch, tokens: list[Any]) -> Spread:
-    """Every sequence is held by one rank, which are unequal."""
-    holders = np.minimum(np.arange(len(tokens)) // 30, dist.get_world_size() - 1)
-    held = {int(i): tokens[i] for i in np.flatnonzero(holders == dist.get_rank())}
-    return Spread(batch.facts.changed(holder=holders), held)
-
-
-def bring(folder: Path) -> list[list[int]]:
-    """Data-parallel ranks 0 and 1; ranks 1 and 2 are one of them."""
-    batch, tokens = facts_alone()
-    config, rank, channel = config_of(), dist.get_rank(), GroupChannel(dist.group.WORLD)
-    places = Places((0, 1, 1), (0, 2))
-    sampled = spread(batch, tokens)
-    batch = make_batch(sampled.facts, config.objective.resolve())
-    batch = bring_tokens(batch, sampled.held, config, places=places, channel=channel)
-    here = []
-    for i in range(len(tokens)):
-        try:
-            found = batch.tokens(i)
-        except KeyError:
-            continue
-        here.append(i)
-        assert found.response_ids.tolist() == tokens[i].response_ids.tolist()
-        assert found.rollout_log_probs.tolist() == tokens[i].rollout_log_probs.tolist()
-    dp_rank = places.dp_ranks[rank]
-    wanted = wanted_sequences(batch, config, data_parallel_size=2)[dp_rank]
-    assert {*here} == {*wanted} | {*sampled.held}
+def bring(folder: Path) -> list[int]:
+    """Data-parallel ranks 0 and 1; ranks 1 and 2 are one of them. Ranks hold unequal parts."""
+    rank, channel = dist.get_rank(), GroupChannel(dist.group.WORLD)
+    ranks = DataParallelRanks((0, 1, 1), (0, 2))
+    whole = batch_of(data_parallel_size=2)
+    sampled = spread(whole, np.minimum(np.arange(NUM_SEQUENCES) // 30, 2))
+    batch = bring_tokens(sampled, ranks=ranks, channel=channel)
+    here = batch.rows_here
+    assert {*here} == {*wanted_of(batch)[ranks.dp_ranks[rank]]} | {*sampled.rows_here}
+    assert_same_tokens(batch, whole, here)
+    for i in {*range(NUM_SEQUENCES)} - {*here}:
+        with pytest.raises(KeyError, match=str(i)):
+            batch.rollout_log_probs[i]
     first_sequences(batch, VERIFIED_SEQUENCES)  # every rank has them
-    save_and_load(batch, tokens, folder)
+    save_and_load(batch, whole, folder)
     return here
 
 
-def save_and_load(batch: Batch, tokens: list[Any], folder: Path) -> None:
+def assert_same_tokens(found: Batch, expected: Batch, rows: list[int]) -> None:
+    """Of these rows, and of no others."""
+    for name in COLUMNS:
+        assert found.tokens[name].keys() == {i for i in rows if i in expected.tokens[name]}, name
+        for i, array in found.tokens[name].items():
+            assert array.dtype == COLUMNS[name], name
+            assert array.tolist() == expected.tokens[name][i].tolist(), (name, i)
+
+
+def save_and_load(batch: Batch, whole: Batch, folder: Path) -> None:
     """A checkpoint has everything, also what no rank computes; ranks share in keeping it."""
     channel, rank = GroupChannel(dist.group.WORLD), dist.get_rank()
     opened = OpenStep(batch, {"reward/mean": 0.5}, {}).gathered(channel)
@@ -107,20 +109,14 @@ def save_and_load(batch: Batch, tokens: list[Any], folder: Path) -> None:
     if rank == 1:  # a step without an update needs nothing of one rank
         (folder / "progress_00001.pt").unlink()
     found = OpenStep.load(folder, torch.device("cpu"), num_updates=0)
-    assert [found.batch.tokens(i).response_ids.tolist() for i in range(len(tokens))] == [
-        one.response_ids.tolist() for one in tokens
-    ]
-    assert found.batch.facts.problem.tolist() == batch.facts.problem.tolist()
-    assert found.batch.facts.holder.tolist() == [i % 3 for i in range(len(tokens))]
-    assert found.batch.facts.log_prob_sum.tolist() == batch.facts.log_prob_sum.tolist()
-    assert found.batch.num_fed_tokens.tolist() == batch.num_fed_tokens.tolist()
+    expected = whole.changed(holder=np.arange(NUM_SEQUENCES) % 3)
+    assert (found.batch.table == expected.table).all()
     assert found.batch.advantages.equal(batch.advantages) and not found.progress.num_updates
-    again = found.gathered(channel)
-    assert again.batch.tokens(7).prompt_ids.tolist() == tokens[7].prompt_ids.tolist()
+    for one in (found, found.gathered(channel)):
+        assert_same_tokens(one.batch, whole, [*range(NUM_SEQUENCES)])
 
 
 def test_ranks_have_their_share_and_a_checkpoint_has_everything(tmp_path: Path) -> None:
     shares = run_distributed(bring, 3, tmp_path)
-    count = len(VERDICTS) * GROUP_SIZE
-    assert set().union(*shares) == {*range(count)}
-    assert all(len(here) < count for here in shares)
+    assert set().union(*shares) == {*range(NUM_SEQUENCES)}
+    assert all(len(here) < NUM_SEQUENCES for here in shares)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,26 +15,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from gapo_megatron.batching import pack
 from gapo_megatron.config import Config
 from gapo_megatron.device.flags import Flags
 from gapo_megatron.learn import step as learn_module
 from gapo_megatron.learn.forward import Scored
-from gapo_megatron.learn.loss import LossInputs, MinibatchLoss, may_lose_gradients
+from gapo_megatron.learn.loss import MinibatchLoss, may_lose_gradients
 from gapo_megatron.logprob import RowPlan
 from gapo_megatron.objective import upper_clip
-from gapo_megatron.types import Carried, Group, Minibatch
+from gapo_megatron.rollouts import Batch, Rollouts
+from gapo_megatron.types import Microbatch, Minibatch
 from tests.dist import single_rank
 from tests.distributed.policy_setup import save_model
 from tests.learn_setup import (
     GROUP_SIZE,
-    VERDICTS,
     Expected,
     Report,
     expected_update,
     load_model,
     make_config,
-    make_groups,
+    make_judged,
+    minibatches,
     run_learn,
+    with_columns,
 )
 from tests.peers.reference import in_float64, response_log_probs
 
@@ -48,7 +51,7 @@ NUM_TOKENS = 100
 # --- one micro-batch against loops in float64 -----------------------------------------------------
 
 
-def make_inputs(*, noise: float = 0.05) -> tuple[LossInputs, Tensor, Tensor]:
+def make_inputs(*, noise: float = 0.05) -> tuple[Microbatch, Tensor, Tensor]:
     """Nine sequences of 1 to 9 tokens; log-probs now and as the step began. One has A = 0."""
     random = np.random.default_rng(3)
     lengths = list(range(1, 10))
@@ -61,35 +64,40 @@ def make_inputs(*, noise: float = 0.05) -> tuple[LossInputs, Tensor, Tensor]:
     rollout = -4 * random.random(len(ids)).astype(np.float32)
     begin = around(rollout + shifts)
     now = around(begin)
-    given = LossInputs(
-        sequence_ids=torch.from_numpy(ids),
+    sampled = Rollouts.of(
+        [np.zeros(1, np.int32)] * 9,
+        [np.zeros(length, np.int32) for length in lengths],
+        np.split(rollout, np.cumsum(lengths)[:-1]),
+    )
+    batch = Batch(
+        sampled.table,
+        sampled.tokens,
         advantages=torch.tensor([0.75, -0.25, 0.5, -0.5, 0.0, 0.25, -0.75, -0.5, 0.5]).double(),
         num_correct=torch.tensor([1, 1, 2, 2, 4, 3, 3, 2, 2]),
         group_size=torch.full((9,), GROUP_SIZE),
-        num_response_tokens=torch.tensor(lengths),
-        is_carried=torch.zeros(9, dtype=torch.bool),
-        rollout_log_probs=torch.from_numpy(rollout),
+        valid=torch.ones(9, dtype=torch.bool),
     )
+    given = pack(batch, range(9), device="cpu")
     return given, torch.from_numpy(begin), torch.from_numpy(now).requires_grad_()
 
 
 def microbatch_loss(
-    given: LossInputs, begin: Tensor | None, now: Tensor, config: Config, *, is_first: bool = False
+    given: Microbatch, begin: Tensor | None, now: Tensor, config: Config, *, is_first: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     minibatch = Minibatch(((tuple(range(9)),),), NUM_TOKENS, num_sequences_global=12)
-    old = None if begin is None else [begin]
-    loss = MinibatchLoss(minibatch, [given], is_first, old, None, config)
+    old = [] if begin is None else [begin]
+    loss = MinibatchLoss(minibatch, [given], is_first, old, [], config)
     flags = Flags()
     return loss(Scored(0, now, None, flags, None, RowPlan(flags, (0, len(now)))))
 
 
-def of_sequences(given: LossInputs, values: Tensor) -> list[list[float]]:
+def of_sequences(given: Microbatch, values: Tensor) -> list[list[float]]:
     ids = given.sequence_ids.tolist()
     rows = values.detach().double().tolist()
     return [[v for v, i in zip(rows, ids, strict=True) if i == n] for n in range(9)]
 
 
-def band(given: LossInputs, i: int, config: Config) -> tuple[float, float]:
+def band(given: Microbatch, i: int, config: Config) -> tuple[float, float]:
     method = config.objective.resolve()
     width = method.eps_high_max
     if method.adaptive:
@@ -108,7 +116,7 @@ def is_cut(ratio: float, advantage: float, limits: tuple[float, float]) -> bool:
 
 
 def expected_loss(
-    given: LossInputs, begin: Tensor, now: Tensor, config: Config
+    given: Microbatch, begin: Tensor, now: Tensor, config: Config
 ) -> tuple[float, list[float], list[float]]:
     """w_i max(-A s, -A clip(s)) summed over tokens: loss, its gradient, the weights."""
     old, engine, new = (of_sequences(given, v) for v in (begin, given.rollout_log_probs, now))
@@ -233,40 +241,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def groups(folder: Path) -> list[Group]:
+def rollouts(folder: Path) -> Rollouts:
     """Sampled by other weights than those in `folder`; the engine's log-probs are of these."""
     model = load_model(folder)
     generator = torch.Generator().manual_seed(1)
+    judged = make_judged()
     with torch.no_grad():
         for weight in model.parameters():
             weight += 2e-3 * torch.randn(weight.shape, generator=generator)
-    temperature = make_config(folder).rollout.temperature
-    return [sampled_by(in_float64(model), group, temperature) for group in make_groups(VERDICTS)]
-
-
-@torch.no_grad()
-def sampled_by(model: torch.nn.Module, group: Group, temperature: float) -> Group:
-    responses = [rollout.token_ids.tolist() for rollout in group.rollouts]
-    prompts = [list(group.prompt.token_ids)] * len(responses)
-    found = response_log_probs(model, prompts, responses, temperature)
-    rollouts = [
-        replace(rollout, log_probs=values.numpy().astype(np.float32))
-        for rollout, values in zip(group.rollouts, found, strict=True)
-    ]
-    return replace(group, rollouts=tuple(rollouts))
-
-
-def around_engine(groups: Sequence[Group]) -> list[Group]:
-    """For the reference: groups whose old log-probs are the engine's."""
-    return [
-        replace(
-            group,
-            rollouts=tuple(
-                replace(one, carried=Carried(0, one.log_probs)) for one in group.rollouts
-            ),
+        found = response_log_probs(
+            in_float64(model),
+            [ids.tolist() for ids in judged.prompt_ids.values()],
+            [ids.tolist() for ids in judged.response_ids.values()],
+            make_config(folder).rollout.temperature,
         )
-        for group in groups
-    ]
+    return with_columns(judged, rollout_log_probs=[one.float().numpy() for one in found])
+
+
+def around_engine(rollouts: Rollouts) -> Rollouts:
+    """For the reference: rollouts whose old log-probs are the engine's."""
+    return with_columns(rollouts, carried_log_probs=[*rollouts.rollout_log_probs.values()])
 
 
 def check_update(found: Report, number: int, expected: Expected) -> None:
@@ -282,26 +276,25 @@ def check_update(found: Report, number: int, expected: Expected) -> None:
         assert error <= 1e-5 * whole.norm(), (number, name)
 
 
-def engine_gap(groups: Sequence[Group], expected: Expected) -> Tensor:
+def engine_gap(rollouts: Rollouts, expected: Expected) -> Tensor:
     """|trainer - engine| of every token computed; `expected` is at the step's weights."""
     gaps = [
-        expected.log_probs[i]
-        - torch.from_numpy(groups[i // GROUP_SIZE].rollouts[i % GROUP_SIZE].log_probs)
+        expected.log_probs[i] - torch.from_numpy(rollouts.rollout_log_probs[i])
         for i in expected.ratios
     ]
     return torch.cat(gaps).abs()
 
 
 def test_a_stale_batch_is_clipped_around_the_step_and_weighted(
-    folder: Path, groups: list[Group]
+    folder: Path, rollouts: Rollouts
 ) -> None:
     objective = {"importance_weight_max": 1.005}
     config = make_config(folder, objective=objective, **STALE)
-    found = run_learn(config, groups, num_minibatches=2)
+    found = run_learn(config, rollouts)
     old, gaps = load_model(folder), []
     weights: list[float] = []
     outside: list[bool] = []
-    for number, part in enumerate((groups[:5], groups[5:])):
+    for number, part in enumerate(minibatches(rollouts)):
         model = load_model(folder, found.updates[number].weights)
         expected = expected_update(model, part, old=old, config=config)
         check_update(found, number, expected)
@@ -320,13 +313,13 @@ def test_a_stale_batch_is_clipped_around_the_step_and_weighted(
     gap = float(torch.cat(gaps).mean())
     assert metrics["mismatch/mean_abs_log_prob_diff"] == pytest.approx(gap, abs=1e-6)
     # On-policy the same step has the same bits, and no such metric.
-    plain = run_learn(make_config(folder, objective=objective), groups, num_minibatches=2)
+    plain = run_learn(make_config(folder, objective=objective), rollouts)
     assert plain.metrics.keys() == metrics.keys() - {"mismatch/outside_clip"}
     assert all(metrics[key] == value for key, value in plain.metrics.items())
 
 
 def test_a_clip_around_the_engine_needs_no_old_pass(
-    folder: Path, groups: list[Group], tmp_path: Path
+    folder: Path, rollouts: Rollouts, tmp_path: Path
 ) -> None:
     config = make_config(folder, objective={"old_log_probs": "rollout"}, **STALE)
     options = []
@@ -340,10 +333,10 @@ def test_a_clip_around_the_engine_needs_no_old_pass(
         patch.object(learn_module, "log_probs", side_effect=AssertionError("a pass")),
         patch.object(learn_module, "update", watched),
     ):
-        found = run_learn(config, groups, num_minibatches=2)
+        found = run_learn(config, rollouts)
     assert options == [{"skip_inactive": True}] * 2
     plain = make_config(folder)
-    for number, part in enumerate((groups[:5], groups[5:])):
+    for number, part in enumerate(minibatches(rollouts)):
         model = load_model(folder, found.updates[number].weights)
         expected = expected_update(model, around_engine(part), old=model, config=plain)
         check_update(found, number, expected)
@@ -359,16 +352,16 @@ def test_a_clip_around_the_engine_needs_no_old_pass(
     mean, largest = (metrics[f"mismatch/{m}_abs_log_prob_diff"] for m in ("mean", "max"))
     assert (mean, largest) == pytest.approx((float(gap.mean()), float(gap.max())), abs=5e-6)
     # Stopped after its first update and resumed: the same bits.
-    resumed = run_learn(config, groups, num_minibatches=2, stop_in=tmp_path)
+    resumed = run_learn(config, rollouts, stop_in=tmp_path)
     assert resumed.metrics == metrics
     assert all(torch.equal(resumed.after[name], weight) for name, weight in found.after.items())
 
 
 def test_without_a_computed_sequence_there_is_nothing_to_compare(folder: Path) -> None:
     """No group of the first mini-batch has an advantage: means over nothing have no key."""
-    groups = make_groups(("wwww", "cccc", "cwww", "ccww"))
+    rollouts = make_judged(("wwww", "cccc", "cwww", "ccww"))
     config = make_config(folder, objective={"old_log_probs": "rollout"}, **STALE)
-    metrics = run_learn(config, groups, num_minibatches=2).metrics
+    metrics = run_learn(config, rollouts).metrics
     assert "clip/fraction_sequences" in metrics
     assert not [name for name in metrics if name.startswith("mismatch/")]
 

@@ -17,7 +17,7 @@ from gapo_megatron.objective.diagnostics import (
     per_correct_sums,
     summarize,
 )
-from gapo_megatron.types import Batch
+from gapo_megatron.rollouts import Batch, Rollouts
 from tests.objective_reference import reference
 
 K = 8
@@ -377,10 +377,13 @@ def test_the_window_goes_on_to_the_same_bits(monkeypatch):
 def test_counts_cover_sequences_that_are_never_computed():
     """Groups of 3: c = 0; c = 1 of 2 valid; all unknown; c = 3."""
     lengths = [1, 1, 1, 2, 4, 9, 5, 5, 5, 3, 3, 3]
+    rollouts = Rollouts.of(
+        [np.array([1])] * 12,
+        [np.arange(n) for n in lengths],
+        [np.full(n, -0.5 * (i + 1), np.float32) for i, n in enumerate(lengths)],
+    )
     batch = Batch(
-        prompt_ids=[np.array([1])] * 12,
-        response_ids=[np.arange(n) for n in lengths],
-        rollout_log_probs=[np.full(n, -0.5 * (i + 1), np.float32) for i, n in enumerate(lengths)],
+        rollouts.table,
         advantages=torch.tensor([0, 0, 0, 0.5, -0.5, 0, 0, 0, 0, 0, 0, 0]),
         num_correct=torch.tensor([0, 0, 0, 1, 1, 1, 0, 0, 0, 3, 3, 3]),
         group_size=torch.tensor([3, 3, 3, 2, 2, 2, 0, 0, 0, 3, 3, 3]),
@@ -409,10 +412,9 @@ def test_counts_cover_sequences_that_are_never_computed():
 
 def test_a_group_that_lost_its_wrong_rollout_counts_as_all_correct():
     """Of 3 rollouts, one without a verdict, both others correct: c = k = 2."""
+    rollouts = Rollouts.of([np.array([1])] * 3, [np.arange(n) for n in (2, 4, 9)])
     batch = Batch(
-        prompt_ids=[np.array([1])] * 3,
-        response_ids=[np.arange(n) for n in (2, 4, 9)],
-        rollout_log_probs=[np.full(n, -1, np.float32) for n in (2, 4, 9)],
+        rollouts.table,
         advantages=torch.zeros(3),
         num_correct=torch.tensor([2, 2, 2]),
         group_size=torch.tensor([2, 2, 2]),

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gapo_megatron import objective
 from gapo_megatron.errors import ConfigError, RolloutError
 from gapo_megatron.objective import METHODS, group_advantages, group_counts
 from gapo_megatron.objective.diagnostics import count_by_correct
-from gapo_megatron.types import Group, Outcome, Prompt, Rollout, Verdict
-from tests.batches import make_batch
+from gapo_megatron.types import Episode, Prompt
+from tests.batches import make_batch, make_rollouts
 
 NAN = float("nan")
 verdict_rows = st.integers(2, 16).flatmap(
@@ -114,97 +115,110 @@ def test_refuses_what_is_not_a_group():
         group_counts(torch.tensor([[0.5, 1.0]]))
 
 
-def rollout(*token_ids, num_log_probs=None):
-    count = len(token_ids) if num_log_probs is None else num_log_probs
-    return Rollout(
-        token_ids=np.array(token_ids, dtype=np.int32),
-        log_probs=np.full(count, -0.5, dtype=np.float32),
-        truncated=False,
+def group(name, *responses):
+    """Responses by their tokens."""
+    prompt = Prompt(id=name, token_ids=(7, 8, 9), answer="1")
+    return tuple(
+        Episode(prompt, i, np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32))
+        for i, ids in enumerate(responses)
     )
 
 
-def group(name, outcomes, rollouts):
-    return Group(
-        prompt=Prompt(id=name, token_ids=(7, 8, 9), answer="1"),
-        rollouts=tuple(rollouts),
-        verdicts=tuple(Verdict(outcome) for outcome in outcomes),
-    )
-
-
-C, W, U = Outcome.CORRECT, Outcome.WRONG, Outcome.UNKNOWN
+def batch_of(groups, verdicts, method="gapo"):
+    return make_batch(groups, verdicts, METHODS[method])
 
 
 def test_batch_lies_flat_group_after_group():
-    first = group("a", [C, W, U], [rollout(1), rollout(2, 3), rollout(4)])
-    second = group("b", [C, C, C], [rollout(5), rollout(6), rollout(7, 7, 7)])
-    batch = make_batch([first, second], METHODS["gapo"])
+    groups = [group("a", [1], [2, 3], [4]), group("b", [5], [6], [7, 7, 7])]
+    batch = batch_of(groups, ["cwu", "ccc"])
     assert len(batch) == 6
-    assert [ids.tolist() for ids in batch.response_ids] == [[1], [2, 3], [4], [5], [6], [7, 7, 7]]
-    assert all(ids.tolist() == [7, 8, 9] and ids.dtype == np.int32 for ids in batch.prompt_ids)
-    assert [len(values) for values in batch.rollout_log_probs] == [1, 2, 1, 1, 1, 3]
+    responses = [batch.response_ids[i].tolist() for i in range(6)]
+    assert responses == [[1], [2, 3], [4], [5], [6], [7, 7, 7]]
+    prompts = [batch.prompt_ids[i] for i in range(6)]
+    assert all(ids.tolist() == [7, 8, 9] and ids.dtype == np.int32 for ids in prompts)
+    assert [len(batch.rollout_log_probs[i]) for i in range(6)] == [1, 2, 1, 1, 1, 3]
     assert batch.num_response_tokens.tolist() == [1, 2, 1, 1, 1, 3]
     assert batch.advantages.tolist() == [0.5, -0.5, 0, 0, 0, 0]
     assert batch.num_correct.tolist() == [1, 1, 1, 3, 3, 3]
     assert batch.group_size.tolist() == [2, 2, 2, 3, 3, 3]
     assert batch.valid.tolist() == [True, True, False, True, True, True]
+    assert batch.plan is None
+
+
+def test_a_batch_needs_no_tokens():
+    """Every rank makes the same of the table, whatever it holds; it keeps what is there."""
+    rollouts = make_rollouts([group("a", [1], [2, 3]), group("b", [4], [5])], ["cw", "cu"])
+    whole = objective.make_batch(rollouts, METHODS["gapo"])
+    held = {name: {1: one[1]} if 1 in one else {} for name, one in rollouts.tokens.items()}
+    part = objective.make_batch(rollouts.with_tokens(held), METHODS["gapo"])
+    assert (part.table == whole.table).all() and part.rows_here == [1]
+    for name in ("advantages", "num_correct", "group_size", "valid"):
+        assert getattr(part, name).equal(getattr(whole, name)), name
 
 
 def test_the_method_decides_the_advantages():
-    groups = [group("a", [C, W, W, W], [rollout(1)] * 4)]
-    raw = make_batch(groups, METHODS["gapo"]).advantages
+    groups, verdicts = [group("a", *[[1]] * 4)], ["cwww"]
+    raw = batch_of(groups, verdicts).advantages
     assert raw.tolist() == [0.75, -0.25, -0.25, -0.25]
-    assert torch.equal(make_batch(groups, METHODS["dapo"]).advantages, 2 * raw)
-    assert torch.equal(make_batch(groups, METHODS["f_gspo"]).advantages, 0.75 * raw)
+    assert torch.equal(batch_of(groups, verdicts, "dapo").advantages, 2 * raw)
+    assert torch.equal(batch_of(groups, verdicts, "f_gspo").advantages, 0.75 * raw)
 
 
 def test_bad_rollouts_are_named():
     with pytest.raises(RolloutError, match=r"'a'.*\b1\b.*\b0\b"):
-        make_batch([group("a", [C, W], [rollout(1), rollout()])], METHODS["gapo"])
+        batch_of([group("a", [1], [])], ["cw"])
+    first, second = group("b", [1, 2], [1])
+    bad = dataclasses.replace(first, log_probs=first.log_probs[:1])
     with pytest.raises(RolloutError, match=r"'b'.*\b0\b.*\b2\b.*\b1\b"):
-        bad = [rollout(1, 2, num_log_probs=1), rollout(1)]
-        make_batch([group("b", [C, W], bad)], METHODS["gapo"])
+        batch_of([(bad, second)], ["cw"])
 
 
 def test_groups_must_be_alike():
     with pytest.raises(AssertionError, match="at least one"):
-        make_batch([], METHODS["gapo"])
+        batch_of([], [])
     with pytest.raises(AssertionError, match=r"rollouts.*\b2\b.*\b3\b"):
-        groups = [
-            group("a", [C, W], [rollout(1)] * 2),
-            group("b", [C, W, W], [rollout(1)] * 3),
-        ]
-        make_batch(groups, METHODS["gapo"])
+        batch_of([group("a", *[[1]] * 2), group("b", *[[1]] * 3)], ["cw", "cww"])
     with pytest.raises(AssertionError, match="verdicts"):
-        make_batch([group("a", [C], [rollout(1)] * 2)], METHODS["gapo"])
+        batch_of([group("a", [1], [1])], ["c"])
 
 
-def masked(rollout, *mask):
-    return dataclasses.replace(rollout, response_mask=np.array(mask, dtype=bool))
+def test_a_batch_is_of_finished_rollouts():
+    first, second = group("a", [1], [2])
+    rollouts = make_rollouts([(first, second)], ["cw"]).changed(is_finished=[1, 0])
+    with pytest.raises(AssertionError, match="finished"):
+        objective.make_batch(rollouts, METHODS["gapo"])
+
+
+def masked(episode, *mask):
+    return dataclasses.replace(episode, response_mask=np.array(mask, dtype=bool))
 
 
 def test_masks_reach_the_batch_and_its_counts():
-    first = masked(rollout(1, 2, 3), True, False, True)
-    batch = make_batch([group("a", [C, W], [first, rollout(4, 5)])], METHODS["gapo"])
-    assert [mask.tolist() for mask in batch.response_masks] == [[True, False, True], [True, True]]
+    first, second = group("a", [1, 2, 3], [4, 5])
+    batch = batch_of([(masked(first, True, False, True), second)], ["cw"])
+    assert {i: mask.tolist() for i, mask in batch.response_masks.items()} == {
+        0: [True, False, True]
+    }
+    assert batch.is_sampled(1).tolist() == [True, True]
     assert batch.num_response_tokens.tolist() == [2, 2]
-    plain = make_batch([group("a", [C, W], [rollout(1, 2, 3), rollout(4, 5)])], METHODS["gapo"])
-    assert plain.response_masks == [] and plain.num_response_tokens.tolist() == [3, 2]
+    plain = batch_of([(first, second)], ["cw"])
+    assert not plain.response_masks and plain.num_response_tokens.tolist() == [3, 2]
 
 
 @pytest.mark.parametrize("mask", [(True,), (True, True, True), (False, False)])
 def test_a_mask_that_is_not_the_responses_is_refused(mask):
-    wrong = masked(rollout(1, 2), *mask)
+    first, second = group("a", [3], [1, 2])
     with pytest.raises(RolloutError, match=r"'a', rollout 1\b.*\bresponse_mask\b"):
-        make_batch([group("a", [C, W], [rollout(3), wrong])], METHODS["gapo"])
+        batch_of([(first, masked(second, *mask))], ["cw"])
 
 
 def test_counts_per_c_are_of_sampled_tokens():
     """Whatever the log-probs of the others are."""
     found = []
     for junk in (0.0, -100.0):
-        one = masked(rollout(1, 2, 3, 4), True, False, False, True)
-        one.log_probs[1:3] = junk
-        batch = make_batch([group("a", [C, W], [one, rollout(5, 6)])], METHODS["gapo"])
+        first, second = group("a", [1, 2, 3, 4], [5, 6])
+        first.log_probs[1:3] = junk
+        batch = batch_of([(masked(first, True, False, False, True), second)], ["cw"])
         found.append(count_by_correct(batch, group_size=2))
     assert found[0] == found[1]
     assert found[0]["rollout/entropy"] == 0.5

@@ -15,26 +15,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from gapo_megatron.objective import upper_clip
-from tests.batches import make_batch
+from gapo_megatron.objective import make_batch, upper_clip
 from tests.dist import run_distributed, single_rank
 from tests.distributed.policy_setup import MODELS, save_model
 from tests.learn_setup import (
-    GROUP_SIZE,
-    NUM_MINIBATCHES,
-    VERDICTS,
     Expected,
     Report,
     Seen,
     expected_update,
     load_model,
     make_config,
-    make_groups,
+    make_judged,
+    minibatches,
     run_learn,
 )
 
 # A seed whose ratios keep a distance of 2e-4 and more from every clip, 500 times what fp32 loses.
-GROUPS = make_groups(VERDICTS, seed=1)
+ROLLOUTS = make_judged(seed=1)
 LAYOUTS: dict[str, dict[str, object]] = {
     "tensor": {"tensor_model_parallel_size": 2},
     "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -47,7 +44,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
 def test_one_rank_makes_the_references_update(name: str, tmp_path: Path) -> None:
     save_model(tmp_path, name)
     with single_rank():
-        report = run_learn(make_config(tmp_path), GROUPS, num_minibatches=NUM_MINIBATCHES)
+        report = run_learn(make_config(tmp_path), ROLLOUTS)
     second = compare([report], tmp_path, where=name)[1]
     if name != "qwen3":  # its ratios do not reach the lower clip
         check_that_clips_matter(second)
@@ -57,7 +54,7 @@ def test_one_rank_makes_the_references_update(name: str, tmp_path: Path) -> None
 def test_every_layout_makes_the_references_update(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2_tied")
     with single_rank():
-        one = run_learn(make_config(tmp_path), GROUPS, num_minibatches=NUM_MINIBATCHES)
+        one = run_learn(make_config(tmp_path), ROLLOUTS)
     # One test, because the two ranks take far longer to start than to compute.
     ranks = run_distributed(learn_in_every_layout, 2, tmp_path)
     for layout in LAYOUTS:
@@ -77,9 +74,7 @@ def test_every_layout_makes_the_references_update(tmp_path: Path) -> None:
 
 def learn_in_every_layout(folder: Path) -> dict[str, Report]:
     return {
-        layout: run_learn(
-            make_config(folder, parallel=parallel), GROUPS, num_minibatches=NUM_MINIBATCHES
-        )
+        layout: run_learn(make_config(folder, parallel=parallel), ROLLOUTS)
         for layout, parallel in LAYOUTS.items()
     }
 
@@ -87,17 +82,12 @@ def learn_in_every_layout(folder: Path) -> dict[str, Report]:
 def compare(reports: Sequence[Report], folder: Path, *, where: str) -> list[Expected]:
     """Compare what all ranks saw with the reference, at the weights these ranks had."""
     config = make_config(folder)
-    size = len(GROUPS) // NUM_MINIBATCHES
     found = []
-    for number in range(NUM_MINIBATCHES):
+    for number, part in enumerate(minibatches(ROLLOUTS)):
         seen = [report.updates[number] for report in reports]
-        expected = expected_update(
-            load_model(folder, seen[0].weights),
-            GROUPS[number * size : (number + 1) * size],
-            old=load_model(folder),
-            config=config,
-        )
-        first = number * size * GROUP_SIZE
+        model = load_model(folder, seen[0].weights)
+        expected = expected_update(model, part, old=load_model(folder), config=config)
+        first = number * len(part)
         compare_update(seen, expected, first=first, where=f"{where}, mini-batch {number}")
         found.append(expected)
     losses = [expected.loss for expected in found]
@@ -136,7 +126,7 @@ def compare_update(seen: Sequence[Seen], expected: Expected, *, first: int, wher
 def check_that_clips_matter(expected: Expected) -> None:
     """The second mini-batch meets the upper and the lower clip, and goes beyond both unclipped."""
     method = make_config(Path("unused")).objective.resolve()
-    batch = make_batch(GROUPS[len(GROUPS) // NUM_MINIBATCHES :], method)
+    batch = make_batch(minibatches(ROLLOUTS)[1], method)
     upper = upper_clip(
         batch.num_correct,
         group_size=batch.group_size,

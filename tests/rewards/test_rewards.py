@@ -14,7 +14,7 @@ from gapo_megatron.errors import ConfigError
 from gapo_megatron.ops.prepare import demo_task as arithmetic
 from gapo_megatron.rewards import exact
 from gapo_megatron.rollout.environments.one_turn import OneTurn
-from gapo_megatron.types import Episode, Outcome, Prompt, Rollout
+from gapo_megatron.types import Episode, Outcome, Prompt
 from tests.messages import mentions
 
 
@@ -47,56 +47,58 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(folder)
 
 
-def _rollout(tokenizer, text: str, *, ends: bool = True) -> Rollout:
-    ids = tokenizer.encode(text) + [tokenizer.eos_token_id] * ends
-    return Rollout(np.array(ids, np.int32), np.zeros(len(ids), np.float32), truncated=not ends)
+def _group(tokenizer, prompt: Prompt, *texts: str, ends: bool = True) -> list[Episode]:
+    tokens = [tokenizer.encode(text) + [tokenizer.eos_token_id] * ends for text in texts]
+    return [
+        Episode(
+            prompt, i, np.array(ids, np.int32), np.zeros(len(ids), np.float32), truncated=not ends
+        )
+        for i, ids in enumerate(tokens)
+    ]
 
 
-def _judging(pool: rewards.Pool, prompts, rollouts, tokenizer) -> rewards.Judging:
+def _judging(pool: rewards.Pool, groups, tokenizer) -> rewards.Judging:
     """Of a generation that has ended, the last response first."""
+    prompts = [group[0].prompt for group in groups]
     judging = rewards.Judging(pool, prompts, judge=OneTurn(tokenizer).judge)
-    for prompt, group in zip(prompts, rollouts, strict=True):
-        for sample, rollout in reversed(list(enumerate(group))):
-            judging.add([Episode(prompt, sample, rollout)])
+    for group in groups:
+        for one in reversed(group):
+            judging.add([one])
     return judging
 
 
-def test_score_judges_every_rollout_by_its_text(tokenizer):
-    prompts = [Prompt("a", (1,), "12"), Prompt("b", (1,), "3")]
-    rollouts = [
-        (_rollout(tokenizer, "5>12"), _rollout(tokenizer, "5>13")),
-        (_rollout(tokenizer, "3", ends=False), _rollout(tokenizer, "3>", ends=False)),
+def test_score_judges_every_response_by_its_text(tokenizer):
+    groups = [
+        _group(tokenizer, Prompt("a", (1,), "12"), "5>12", "5>13"),
+        _group(tokenizer, Prompt("b", (1,), "3"), "3", "3>", ends=False),
     ]
     with rewards.start_pool(RewardConfig(kind="exact"), num_workers=2) as pool:
-        judging = _judging(pool, prompts, rollouts, tokenizer)
-        verdicts = rewards.score(judging, prompts, rollouts)
+        verdicts = rewards.score(_judging(pool, groups, tokenizer), groups)
     assert [[verdict.reward for verdict in group] for group in verdicts] == [[1, 0], [1, 0]]
 
 
-def test_what_other_ranks_judge_and_what_is_broken_off_counts_nowhere(tokenizer, caplog):
+def test_what_other_ranks_judge_and_what_is_unfinished_counts_nowhere(tokenizer, caplog):
     """A rank knows its problems before generation, and which of them are whole only after it."""
-    mine, broken_off, others = (Prompt(name, (1,), "") for name in "abc")
-    rollouts = [_rollout(tokenizer, text) for text in ("2", "1")]
+    mine, unfinished, others = (
+        _group(tokenizer, Prompt(name, (1,), ""), "2", "1") for name in "abc"
+    )
     # To this verifier "1" is unknown and everything else correct.
     with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=600) as pool:
-        judging = rewards.Judging(pool, [broken_off, mine], judge=OneTurn(tokenizer).judge)
-        judging.add([Episode(prompt, 1, rollouts[1]) for prompt in (others, broken_off)])
-        judging.add([Episode(prompt, 0, rollouts[0]) for prompt in (others, mine)])
+        prompts = [unfinished[0].prompt, mine[0].prompt]
+        judging = rewards.Judging(pool, prompts, judge=OneTurn(tokenizer).judge)
+        judging.add([others[1], unfinished[1]])
+        judging.add([others[0], mine[0]])
         assert len(pool._open) == 2
-        [[verdict]] = rewards.score(judging, [mine], [rollouts[:1]])
+        [[verdict]] = rewards.score(judging, [mine[:1]])
     assert verdict.outcome is Outcome.CORRECT
     assert not caplog.messages
 
 
 def test_score_says_how_many_are_unknown_and_why(tokenizer, caplog):
-    prompts, rollouts = (
-        [Prompt("a", (1,), "")],
-        [[_rollout(tokenizer, text) for text in ("1", "2", "1")]],
-    )
+    groups = [_group(tokenizer, Prompt("a", (1,), ""), "1", "2", "1")]
     # To this verifier "1" is unknown and everything else correct.
     with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=600) as pool:
-        judging = _judging(pool, prompts, rollouts, tokenizer)
-        [verdicts] = rewards.score(judging, prompts, rollouts)
+        [verdicts] = rewards.score(_judging(pool, groups, tokenizer), groups)
     assert [verdict.outcome for verdict in verdicts] == ["unknown", "correct", "unknown"]
     (message,) = caplog.messages
     assert re.search(r"\b2\b.*\b3\b.*\bcannot tell\b", message)
@@ -105,30 +107,25 @@ def test_score_says_how_many_are_unknown_and_why(tokenizer, caplog):
 @pytest.mark.parametrize(
     ("others", "kept"),
     [
-        ([(False, False), (True, True)], True),  # whoever is done breaks nothing off
+        ([(False, False), (True, True)], True),  # whoever is done aborts nothing
         ([(False, False), (False, True)], False),
     ],
 )
-def test_ranks_end_judging_together_or_break_off_together(tokenizer, others, kept):
+def test_ranks_end_judging_together_or_abort_together(tokenizer, others, kept):
     asked = []
 
     def gather(ours):
         asked.append(ours)
         return [*ours, others[len(asked) - 1]]
 
-    def should_abandon(elapsed_s: float) -> bool:
+    def should_abort(elapsed_s: float) -> bool:
         assert elapsed_s >= 0
         return False
 
     with rewards.Pool("tests.reward_setup", num_workers=1, timeout_s=600) as pool:
-        prompts, rollouts = [Prompt("a", (1,), "")], [[_rollout(tokenizer, "2")]]
-        verdicts = rewards.score(
-            _judging(pool, prompts, rollouts, tokenizer),
-            prompts,
-            rollouts,
-            gather=gather,
-            should_abandon=should_abandon,
-        )
+        groups = [_group(tokenizer, Prompt("a", (1,), ""), "2")]
+        judging = _judging(pool, groups, tokenizer)
+        verdicts = rewards.score(judging, groups, gather=gather, should_abort=should_abort)
     assert asked[-2:] == [[(True, False)]] * 2
     assert (verdicts is not None) is kept
 

@@ -17,10 +17,12 @@ from gapo_megatron.models.rules import to_hf, to_megatron
 from gapo_megatron.models.tables import geometry_of, rules_for
 from gapo_megatron.rollout import generate as generate_module
 from gapo_megatron.rollout.progress import Occupancy
+from gapo_megatron.rollout.table import to_rollouts
 from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.verify import verify_weights
 from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
-from gapo_megatron.types import Prompt, Sequences
+from gapo_megatron.rollouts import Rollouts
+from gapo_megatron.types import Prompt
 from tests.messages import mentions
 from tests.rollout_setup import (
     EOS,
@@ -172,7 +174,7 @@ def test_ends_with_as_many_whole_groups_as_are_wanted(fresh):
     assert tokens_of(generate(fresh.engine, prompts, num_groups=0)) == [[[]] * 4] * 16
 
 
-def test_what_is_broken_off_goes_on_from_its_tokens_at_other_weights(fresh):
+def test_what_is_interrupted_goes_on_from_its_tokens_at_other_weights(fresh):
     engine, prompts = fresh.engine, make_prompts(16)
     everything = tokens_of(generate(engine, prompts, **LONG))
     first = generate(engine, prompts, num_groups=5, **LONG)
@@ -182,7 +184,7 @@ def test_what_is_broken_off_goes_on_from_its_tokens_at_other_weights(fresh):
         for r, tokens in zip(group, whole, strict=True):
             assert r.token_ids.tolist() == tokens[: len(r.token_ids)]
             assert r.finished == (len(r.token_ids) == len(tokens))
-            assert len(r.log_probs) == len(r.token_ids) and r.carried is None
+            assert len(r.log_probs) == len(r.token_ids) and r.carried_log_probs is None
             assert not r.truncated or r.finished
     rollouts = [r for i in opened for r in first[i]]
     assert {r.finished for r in rollouts} == {True, False}
@@ -250,8 +252,7 @@ def test_goes_on_from_what_an_environment_says(fresh):
         expected = expected_log_probs(fresh.model, prompt.token_ids, rollout.token_ids)
         difference = np.abs(expected - rollout.log_probs)[rollout.response_mask]
         assert difference.max() < TOLERANCE
-        ids = [np.array(prompt.token_ids, np.int32)], [rollout.token_ids]
-        (scored,) = fresh.engine.score(Sequences(*ids, response_masks=[rollout.response_mask]))
+        (scored,) = fresh.engine.score(to_rollouts([[rollout]]))
         assert np.abs(scored - rollout.log_probs[rollout.response_mask]).max() < TOLERANCE
     assert num_spoken > 4
 
@@ -275,7 +276,7 @@ def test_counts_the_places_that_stand_empty(fresh, monkeypatch):
             fresh.engine,
             make_prompts(num_prompts),
             occupancy=occupancy,
-            should_abandon=lambda seconds: False,
+            should_abort=lambda seconds: False,
         )
         return [len(tokens) for group in tokens_of(groups) for tokens in group]
 
@@ -347,11 +348,11 @@ def test_the_trainer_keeps_its_generators_and_its_threads(built):
     assert built.kept_threads
     states = random_states()
     generate(built.engine, make_prompts(2))
-    built.engine.score(Sequences(*sequences(built.engine)))
+    built.engine.score(Rollouts.of(*sequences(built.engine)))
     assert random_states() == states
 
 
-def test_a_generation_can_be_broken_off_and_repeated(fresh):
+def test_a_generation_can_be_aborted_and_repeated(fresh):
     prompts = make_prompts(2)
     whole = tokens_of(generate(fresh.engine, prompts))
     asked: list[float] = []
@@ -360,10 +361,10 @@ def test_a_generation_can_be_broken_off_and_repeated(fresh):
         asked.append(elapsed_s)
         return len(asked) == 2
 
-    assert generate(fresh.engine, prompts, should_abandon=after_two_questions) is None
+    assert generate(fresh.engine, prompts, should_abort=after_two_questions) is None
     assert 0 <= asked[0] < asked[1]
     assert not fresh.engine.llm.has_unfinished_requests()
-    again = generate(fresh.engine, prompts, should_abandon=lambda elapsed_s: False)
+    again = generate(fresh.engine, prompts, should_abort=lambda elapsed_s: False)
     assert tokens_of(again) == whole
 
 
@@ -384,7 +385,7 @@ def test_scored_log_probs_equal_those_of_transformers(fresh):
     # The longest sequence there may be, scored from its second token on.
     prompt_ids.append(np.array([5], dtype=np.int32))
     response_ids.append(np.arange(163, dtype=np.int32) % VOCAB)
-    scored = fresh.engine.score(Sequences(prompt_ids, response_ids))
+    scored = fresh.engine.score(Rollouts.of(prompt_ids, response_ids))
     for prompt, response, values in zip(prompt_ids, response_ids, scored, strict=True):
         assert values.dtype == np.float32
         assert np.abs(expected_log_probs(fresh.model, prompt, response) - values).max() < TOLERANCE
@@ -415,7 +416,7 @@ def test_weights_synced_from_megatron_names(fresh):
 def test_verify_passes_equal_weights_and_reports_the_noise(fresh):
     prompt_ids, response_ids = sequences(fresh.engine)
     expected = trainer_log_probs(fresh.model, prompt_ids, response_ids)
-    check = verify_weights(fresh.engine, Sequences(prompt_ids, response_ids), expected)
+    check = verify_weights(fresh.engine, Rollouts.of(prompt_ids, response_ids), expected)
     assert 0.0 < check.mean_abs_diff <= check.max_abs_diff < TOLERANCE
 
 
@@ -428,9 +429,9 @@ def test_a_corrupted_weight_is_found(fresh, name):
     corrupted = weights(fresh.model)
     corrupted[name][3] += 0.5
     in_place(fresh.engine, corrupted.items(), policy_version=5)
-    actual = fresh.engine.score(Sequences(prompt_ids, response_ids))
+    actual = fresh.engine.score(Rollouts.of(prompt_ids, response_ids))
     with pytest.raises(WeightSyncError, match=r"\bversion 5\b") as caught:
-        verify_weights(fresh.engine, Sequences(prompt_ids, response_ids), expected)
+        verify_weights(fresh.engine, Rollouts.of(prompt_ids, response_ids), expected)
     diffs = [np.abs(a - b) for a, b in zip(actual, expected, strict=True)]
     sequence = int(np.argmax([diff.mean() for diff in diffs]))
     token = int(diffs[sequence].argmax())
@@ -444,7 +445,7 @@ def test_a_value_that_is_not_finite_never_passes(fresh):
     prompt_ids, response_ids = sequences(fresh.engine)
     expected = [np.full(len(response), np.nan, np.float32) for response in response_ids]
     with pytest.raises(WeightSyncError, match=r"\binf\b.*\btrainer nan\b"):
-        verify_weights(fresh.engine, Sequences(prompt_ids, response_ids), expected)
+        verify_weights(fresh.engine, Rollouts.of(prompt_ids, response_ids), expected)
 
 
 @pytest.mark.parametrize(
@@ -483,7 +484,7 @@ def test_a_sleeping_engine_wakes_by_a_sync(fresh):
     with pytest.raises(RolloutError, match=mentions("generate", "sleeping")):
         generate(fresh.engine, prompts)
     with pytest.raises(RolloutError, match=mentions("score", "sleeping")):
-        fresh.engine.score(Sequences([np.array([2])], [np.array([3])]))
+        fresh.engine.score(Rollouts.of([np.array([2])], [np.array([3])]))
     in_place(fresh.engine, weights(fresh.model).items(), policy_version=1)
     assert tokens_of(generate(fresh.engine, prompts)) == before
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,8 +15,9 @@ from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.rollout.engine import Engine
 from gapo_megatron.rollout.generate import generate
 from gapo_megatron.rollout.requests import SamplingSettings
+from gapo_megatron.rollout.table import to_rollouts
 from gapo_megatron.rollout.verify import verify_weights
-from gapo_megatron.types import Prompt, Rollout, Sequences
+from gapo_megatron.types import Episode, Prompt
 from tests.scripted_engine import ScriptedEngine
 from tests.transformers_engine import TransformersEngine
 from tests.two_turn import TwoTurn
@@ -26,7 +26,7 @@ EOS = 1
 SETTINGS = SamplingSettings(num_samples=4, max_response_tokens=30, seed=7, step=3)
 
 
-def tokens_of(group: Sequence[Rollout]) -> list[list[int]]:
+def tokens_of(group: Sequence[Episode]) -> list[list[int]]:
     return [one.token_ids.tolist() for one in group]
 
 
@@ -53,20 +53,12 @@ def test_a_second_engine_generates_scores_and_takes_weights(model: LlamaForCausa
     respond = TwoTurn((20, 21)).respond
     groups = generate(engine, prompts, SETTINGS, respond=respond)
     assert groups is not None
-    rollouts = [one for group in groups for one in group]
-    turns = {one.response_mask is not None for one in rollouts}
-    assert turns == {True, False} == {one.truncated for one in rollouts}
-    masks = [
-        np.ones(len(one.token_ids), bool) if one.response_mask is None else one.response_mask
-        for one in rollouts
-    ]
-    sequences = Sequences(
-        prompt_ids=[np.array(p.token_ids, np.int32) for p in prompts for _ in range(4)],
-        response_ids=[one.token_ids for one in rollouts],
-        response_masks=masks,
-    )
-    log_probs = [one.log_probs[mask] for one, mask in zip(rollouts, masks, strict=True)]
-    check = verify_weights(engine, sequences, log_probs)
+    episodes = [one for group in groups for one in group]
+    turns = {one.response_mask is not None for one in episodes}
+    assert turns == {True, False} == {one.truncated for one in episodes}
+    rollouts = to_rollouts(groups)
+    log_probs = [one.log_probs[one.is_sampled] for one in episodes]
+    check = verify_weights(engine, rollouts, log_probs)
     assert check.max_abs_diff < 1e-5
     again = generate(engine, prompts[::-1], SETTINGS, respond=respond)
     assert again is not None
@@ -76,12 +68,12 @@ def test_a_second_engine_generates_scores_and_takes_weights(model: LlamaForCausa
     tensors["model.norm.weight"] *= 1.5
     engine.sleep()
     with pytest.raises(RolloutError):
-        engine.score(sequences)
+        engine.score(rollouts)
     engine.wake()
     engine.update_weights(tensors.items(), policy_version=4)
     assert engine.policy_version == 4
     with pytest.raises(WeightSyncError, match=r"\bversion 4\b"):
-        verify_weights(engine, sequences, log_probs)
+        verify_weights(engine, rollouts, log_probs)
     del tensors["model.norm.weight"]
     with pytest.raises(WeightSyncError, match="norm"):
         engine.update_weights(tensors.items(), policy_version=5)

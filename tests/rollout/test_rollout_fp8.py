@@ -29,7 +29,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMM
 from gapo_megatron.config import Config
 from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.vllm import RolloutEngine
-from gapo_megatron.types import Sequences
+from gapo_megatron.rollouts import Rollouts
 from tests.dist import run_distributed
 from tests.rollout_setup import (
     EOS,
@@ -91,7 +91,7 @@ def distance(model: PreTrainedModel, engine: RolloutEngine) -> float:
     """Mean difference of log-probs, over a few sequences of random tokens."""
     tokens = [np.array(prompt.token_ids) for prompt in make_prompts(4, length=40)]
     prompts, responses = [ids[:1] for ids in tokens], [ids[1:] for ids in tokens]
-    found = engine.score(Sequences(prompts, responses))
+    found = engine.score(Rollouts.of(prompts, responses))
     wanted = [expected_log_probs(model, p, r) for p, r in zip(prompts, responses, strict=True)]
     return float(np.abs(np.concatenate(found) - np.concatenate(wanted)).mean())
 

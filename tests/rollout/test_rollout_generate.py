@@ -17,11 +17,11 @@ from gapo_megatron.config import RewardConfig
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import DataError, RewardError, RolloutError
 from gapo_megatron.rollout.engine import Completion, Request
-from gapo_megatron.rollout.generate import Watch, generate
+from gapo_megatron.rollout.generate import Hooks, generate
 from gapo_megatron.rollout.progress import Heartbeat, Occupancy
 from gapo_megatron.rollout.requests import SamplingSettings, request_seed
 from gapo_megatron.rollout.rollouter import Rollouter
-from gapo_megatron.types import Episode, Prompt, Rollout
+from gapo_megatron.types import Episode, Prompt
 from tests.dist import run_distributed
 from tests.messages import mentions
 from tests.rollout.test_sample import ATTEMPT, config_of
@@ -48,12 +48,12 @@ def tokens_of(groups: Any) -> list[list[list[int]]]:
     return [[one.token_ids.tolist() for one in group] for group in groups]
 
 
-def episodes_of(groups: Any) -> dict[tuple[str, int], Rollout]:
+def finished_of(groups: Any) -> dict[tuple[str, int], Episode]:
     return {
-        (prompt.id, sample): rollout
+        (prompt.id, sample): one
         for prompt, group in zip(PROMPTS, groups, strict=True)
-        for sample, rollout in enumerate(group)
-        if rollout.finished
+        for sample, one in enumerate(group)
+        if one.finished
     }
 
 
@@ -118,25 +118,25 @@ def test_responses_are_handed_over_when_they_end_and_once() -> None:
         calls.append(list(ended))
         still_running.append(sum(engine.num_requests()) > 0)
 
-    def handed_over() -> dict[tuple[str, int], Rollout]:
+    def handed_over() -> dict[tuple[str, int], Episode]:
         everything = [one for ended in calls for one in ended]
-        found = {(one.prompt.id, one.sample): one.rollout for one in everything}
+        found = {(one.prompt.id, one.sample): one for one in everything}
         assert len(found) == len(everything)
         return found
 
-    watch = Watch(on_ended=on_ended)
-    first = generate(engine, PROMPTS, SETTINGS, num_groups=3, watch=watch)
+    hooks = Hooks(on_ended=on_ended)
+    first = generate(engine, PROMPTS, SETTINGS, num_groups=3, hooks=hooks)
     assert first is not None
-    assert handed_over() == episodes_of(first)  # the same objects: rollouts are equal to no other
+    assert handed_over() == finished_of(first)  # the same objects: episodes are equal to no other
     assert sum(map(bool, calls)) > 3 and [] in calls
     assert not still_running[0] and all(still_running[1:])
     num_whole = sum(all(one.finished for one in group) for group in first)
     assert 3 <= num_whole < 8
     calls.clear()
     begun = {prompt.id: group for prompt, group in zip(PROMPTS, first, strict=True)}
-    rest = generate(engine, PROMPTS, SETTINGS, begun=begun, watch=watch)
-    assert handed_over() == episodes_of(rest) and len(handed_over()) == 32
-    assert len(calls[0]) == len(episodes_of(first))
+    rest = generate(engine, PROMPTS, SETTINGS, begun=begun, hooks=hooks)
+    assert handed_over() == finished_of(rest) and len(handed_over()) == 32
+    assert len(calls[0]) == len(finished_of(first))
     alone = generate(ScriptedEngine(of_some_length), PROMPTS, SETTINGS)
     assert tokens_of(rest) == tokens_of(alone)
 
@@ -148,7 +148,7 @@ def test_whatever_raises_leaves_no_request_behind() -> None:
 
     engine = ScriptedEngine(of_some_length)
     with pytest.raises(RewardError):
-        generate(engine, PROMPTS, SETTINGS, watch=Watch(on_ended=fail))
+        generate(engine, PROMPTS, SETTINGS, hooks=Hooks(on_ended=fail))
     assert engine.num_requests() == (0, 0) and engine.num_steps == 1
 
 
@@ -174,29 +174,29 @@ def test_an_engine_that_has_ended_hands_over_until_the_last_one_has() -> None:
         def heartbeat(self) -> Heartbeat:
             return Waits(None)
 
-    def should_abandon(elapsed_s: float) -> bool:
+    def should_abort(elapsed_s: float) -> bool:
         asked.append(elapsed_s)
         return False
 
     engine = ScriptedEngine(of_some_length, replicas=Replicas())
-    watch = Watch(on_ended=calls.append, should_abandon=should_abandon)
-    assert generate(engine, PROMPTS, SETTINGS, watch=watch) is not None
+    hooks = Hooks(on_ended=calls.append, should_abort=should_abort)
+    assert generate(engine, PROMPTS, SETTINGS, hooks=hooks) is not None
     assert len(asked) == 2 + 1  # eleven steps, with a question before each eighth
 
 
-def test_a_replica_that_is_told_to_break_off_ends_all_of_them() -> None:
+def test_a_replica_that_is_told_to_abort_ends_all_of_them() -> None:
     class Replicas(LoneReplicas):
         def gather(self, groups: Sequence[Any]) -> list[Any]:
-            return [*groups, replace(groups[0], broken_off=True)]
+            return [*groups, replace(groups[0], aborted=True)]
 
-    watch = Watch(should_abandon=lambda elapsed_s: False)
+    hooks = Hooks(should_abort=lambda elapsed_s: False)
     engine = ScriptedEngine(of_some_length)
-    assert generate(engine, PROMPTS, SETTINGS, watch=watch) is not None
+    assert generate(engine, PROMPTS, SETTINGS, hooks=hooks) is not None
     engine = ScriptedEngine(of_some_length, replicas=Replicas())
-    assert generate(engine, PROMPTS, SETTINGS, watch=watch) is None
+    assert generate(engine, PROMPTS, SETTINGS, hooks=hooks) is None
     engine = ScriptedEngine(of_some_length)
-    told = Watch(should_abandon=lambda elapsed_s: True)
-    assert generate(engine, PROMPTS, SETTINGS, watch=told) is None
+    told = Hooks(should_abort=lambda elapsed_s: True)
+    assert generate(engine, PROMPTS, SETTINGS, hooks=told) is None
     assert engine.num_steps == 0 and engine.num_requests() == (0, 0)
 
 
@@ -269,7 +269,7 @@ def test_the_model_goes_on_from_what_the_environment_says() -> None:
     engine = ScriptedEngine(in_two_turns)
     calls: list[Episode] = []
     groups = generate(
-        engine, PROMPTS[:2], SETTINGS, respond=TwoTurn(GIVEN).respond, watch=Watch(calls.extend)
+        engine, PROMPTS[:2], SETTINGS, respond=TwoTurn(GIVEN).respond, hooks=Hooks(calls.extend)
     )
     for prompt, group in zip(PROMPTS, groups or [], strict=False):
         for sample, one in enumerate(group):
@@ -287,13 +287,11 @@ def test_the_model_goes_on_from_what_the_environment_says() -> None:
             assert (first.max_tokens, second.max_tokens) == (40, 34)
             assert second.seed == request_seed(7, 3, prompt.id, sample, 6) != first.seed
     # An episode ends once, as a whole.
-    assert len(calls) == 8 and {id(one.rollout) for one in calls} == {
-        id(one) for group in groups or [] for one in group
-    }
+    assert len(calls) == 8 and {*calls} == {one for group in groups or [] for one in group}
 
 
 def test_the_token_limit_counts_what_the_environment_says() -> None:
-    def run(limit: int) -> Rollout:
+    def run(limit: int) -> Episode:
         settings = replace(SETTINGS, num_samples=1, max_response_tokens=limit)
         engine = ScriptedEngine(in_two_turns)
         groups = generate(engine, PROMPTS[:1], settings, respond=TwoTurn(GIVEN).respond)
@@ -302,23 +300,23 @@ def test_the_token_limit_counts_what_the_environment_says() -> None:
 
     whole = [5, 5, EOS, *GIVEN, 7, EOS]
     for limit in (2, 7, 8):
-        rollout = run(limit)
-        assert rollout.token_ids.tolist() == whole[:limit]
-        assert rollout.truncated == (limit < 8) and rollout.finished
+        one = run(limit)
+        assert one.token_ids.tolist() == whole[:limit]
+        assert one.truncated == (limit < 8) and one.finished
     for limit in (3, 4, 5, 6):  # no room for a token of the model: nothing to learn from
-        rollout = run(limit)
-        assert rollout.token_ids.tolist() == whole[:3] and rollout.response_mask is None
-        assert rollout.truncated and rollout.finished
+        one = run(limit)
+        assert one.token_ids.tolist() == whole[:3] and one.response_mask is None
+        assert one.truncated and one.finished
 
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
-def test_an_episode_goes_on_wherever_it_was_broken_off(num_steps: int) -> None:
+def test_an_episode_goes_on_wherever_it_was_interrupted(num_steps: int) -> None:
     """Before the environment's answer, right after it, or later; it is asked once."""
     respond = TwoTurn(GIVEN).respond
     settings = replace(SETTINGS, num_samples=2)
     engine = ScriptedEngine(in_two_turns)
     whole = generate(engine, PROMPTS[:1], settings, respond=respond)
-    # Problem 1 is whole after so many steps, and breaks problem 0 off.
+    # Problem 1 is whole after so many steps, and problem 0 stops there.
     engine = ScriptedEngine(
         lambda request: [6] * num_steps if place_of(request)[0] == "1" else in_two_turns(request)
     )
@@ -342,12 +340,12 @@ def test_an_episode_goes_on_wherever_it_was_broken_off(num_steps: int) -> None:
 
 def test_a_request_that_goes_on_does_not_make_the_engine_full() -> None:
     occupancy = Occupancy()
-    watch = Watch(should_abandon=lambda elapsed_s: False, occupancy=occupancy)
+    hooks = Hooks(should_abort=lambda elapsed_s: False, occupancy=occupancy)
     shares: list[float] = []
     share_taken = occupancy.share_taken
     occupancy.share_taken = lambda *counts: shares.append(share_taken(*counts)) or shares[-1]  # type: ignore[method-assign, func-returns-value]
     engine = ScriptedEngine(in_two_turns)
-    generate(engine, PROMPTS[:1], SETTINGS, respond=TwoTurn(GIVEN).respond, watch=watch)
+    generate(engine, PROMPTS[:1], SETTINGS, respond=TwoTurn(GIVEN).respond, hooks=hooks)
     # Three steps of the first turn; in the second the four end one after another.
     assert shares == [1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
 
@@ -357,28 +355,27 @@ def test_a_batch_of_two_turns_counts_what_the_model_sampled() -> None:
     config = config_of(2, oversampling=2, partial_rollouts=True)
     problems = [Prompt(str(i), (10 + i,), answer=f"7 {EOS}") for i in range(8)]
     engine = ScriptedEngine(in_two_turns)
-    tokenizer: Any = None
     with rewards.start_pool(RewardConfig(kind="exact"), num_workers=1) as pool:
         rollouter = Rollouter(
             engine,
             PromptSource(problems, seed=0),
             pool,
-            tokenizer,
-            config,
-            environment=TwoTurn(GIVEN, first=(8,)),
+            TwoTurn(GIVEN, first=(8,)),
+            batch=config.batch,
+            sampling=replace(SETTINGS, step=0),
         )
         sampled = rollouter.collect(0, attempt=ATTEMPT, stopwatch=Stopwatch())
     assert sampled is not None
-    assert sampled.facts.rewards.reshape(-1, 4).tolist() == [[1.0, 0.0, 0.0, 0.0]] * 2
+    assert sampled.rewards.reshape(-1, 4).tolist() == [[1.0, 0.0, 0.0, 0.0]] * 2
     # 3 + 2 to 3 + 5 tokens.
     assert sampled.metrics["rollout/response_length/mean"] == 6.5
     assert sampled.metrics["reward/mean"] == 0.25
     opened = rollouter.gather_open_groups()
     assert len(opened) == 2
     # What the model has read first is the prompt from here on, also where it is still open.
-    for i, tokens in sampled.held.items():
-        assert tokens.prompt_ids.tolist() == [8, 10 + sampled.facts.problem[i]]
-    for group in opened:
-        assert group.prompt.token_ids == (8, 10 + int(group.prompt.id))
-    for one in (r for group in opened for r in group.rollouts):
+    assert sampled.rows_here == [*range(8)]
+    for row, problem in enumerate(sampled.table["problem"]):
+        assert sampled.prompt_ids[row].tolist() == [8, 10 + problem]
+    for one in (one for group in opened for one in group):
+        assert one.prompt.token_ids == (8, 10 + int(one.prompt.id))
         assert one.response_mask is not None and (~one.response_mask).sum() == 3

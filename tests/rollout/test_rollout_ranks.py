@@ -17,8 +17,8 @@ from transformers import (
 from gapo_megatron.errors import RolloutError, WeightSyncError
 from gapo_megatron.rollout.transport import in_place
 from gapo_megatron.rollout.verify import verify_weights
+from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run.process_group import share_of_cores
-from gapo_megatron.types import Sequences
 from tests.dist import run_distributed
 from tests.messages import mentions
 from tests.rollout_setup import (
@@ -52,8 +52,8 @@ def two_ranks(folder: str, tp_size: int):
     groups = engine.replicas.part(list(zip(mine, generate(engine, mine), strict=True)))
     gathered = engine.replicas.gather(groups)
     alone = tokens_of(generate(engine, prompts))
-    abandoned = [
-        generate(engine, mine, should_abandon=lambda _, rank=rank: dist.get_rank() == rank) is None
+    aborted = [
+        generate(engine, mine, should_abort=lambda _, rank=rank: dist.get_rank() == rank) is None
         for rank in range(2)
     ]
     calls = []
@@ -62,7 +62,7 @@ def two_ranks(folder: str, tp_size: int):
     rest = generate(engine, mine, begun=begun, step=1, **LONG)
     rest_ids = [r.token_ids for group in rest for r in group]
     prompt_ids = [np.array(p.token_ids) for p in mine for _ in range(2)]
-    scored = engine.score(Sequences(prompt_ids, rest_ids))
+    scored = engine.score(Rollouts.of(prompt_ids, rest_ids))
     again = tokens_of(generate(engine, prompts))
     model = make_model(False)
     perturb(model, seed=1)
@@ -72,11 +72,11 @@ def two_ranks(folder: str, tp_size: int):
     prompt_ids = [np.array(prompt.token_ids) for prompt in prompts]
     response_ids = [group[0].token_ids for _, group in gathered]
     expected = trainer_log_probs(model, prompt_ids, response_ids)
-    check = verify_weights(engine, Sequences(prompt_ids, response_ids), expected)
+    check = verify_weights(engine, Rollouts.of(prompt_ids, response_ids), expected)
     if dist.get_rank() == 1:
         expected[2] = expected[2] + 1.0
     try:
-        verify_weights(engine, Sequences(prompt_ids, response_ids), expected)
+        verify_weights(engine, Rollouts.of(prompt_ids, response_ids), expected)
     except WeightSyncError as error:
         message = str(error)
     return {
@@ -86,7 +86,7 @@ def two_ranks(folder: str, tp_size: int):
         "ids": [prompt.id for prompt, _ in gathered],
         "alone": alone,
         "tokens": tokens_of([group for _, group in gathered]),
-        "abandoned": abandoned,
+        "aborted": aborted,
         "ended": [[(one.prompt.id, one.sample) for one in ended] for ended in calls],
         "first": [[(r.token_ids.tolist(), r.finished) for r in group] for group in first],
         "rest": [[(r.token_ids.tolist(), r.finished) for r in group] for group in rest],
@@ -112,7 +112,7 @@ def test_two_ranks(tmp_path, tp_size, shares):
     make_model(False).save_pretrained(tmp_path)
     results = run_distributed(two_ranks, 2, str(tmp_path), tp_size)
     assert [result["mine"] for result in results] == shares
-    if tp_size == 2:  # ranks of one engine have broken off together, and hold the same
+    if tp_size == 2:  # ranks of one engine have stopped together, and hold the same
         for name in ("first", "ended", "rest"):
             assert results[0][name] == results[1][name]
     # Either way each rank has its own to judge.
@@ -122,9 +122,9 @@ def test_two_ranks(tmp_path, tp_size, shares):
     for result in results:
         assert result["ids"] == ["p0", "p1", "p2", "p3", "p4"]
         assert result["tokens"] == result["alone"]
-        # All break off together; in a replica its first rank speaks for all.
-        assert result["abandoned"] == [True, tp_size == 1]
-        # Broken off after a group is whole, and gone on with.
+        # All abort together; in a replica its first rank speaks for all.
+        assert result["aborted"] == [True, tp_size == 1]
+        # Stopped after a group is whole, and continued.
         flags = [[finished for _, finished in group] for group in result["first"]]
         assert sum(map(all, flags)) >= 1 and not all(map(all, flags))
         for group, start in zip(result["rest"], result["first"], strict=True):
@@ -161,7 +161,7 @@ def sync_experts(folder: str):
         tensors = load_file(f"{folder}/{version}/model.safetensors")
         in_place(engine, tensors.items(), policy_version=version)
         expected = trainer_log_probs(model, prompt_ids, response_ids)
-        check = verify_weights(engine, Sequences(prompt_ids, response_ids), expected)
+        check = verify_weights(engine, Rollouts.of(prompt_ids, response_ids), expected)
         differences.append(check.max_abs_diff)
     return differences
 

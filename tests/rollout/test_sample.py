@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,34 +20,31 @@ from gapo_megatron.config import Config
 from gapo_megatron.config.counts import num_begun
 from gapo_megatron.data.source import PromptSource
 from gapo_megatron.errors import ConfigError, DataError
-from gapo_megatron.facts import Spread
 from gapo_megatron.rollout import generate as generate_module
 from gapo_megatron.rollout import rollouter as rollouter_module
-from gapo_megatron.rollout.describe import describe, to_open_group
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.environments.one_turn import OneTurn
 from gapo_megatron.rollout.progress import Occupancy
 from gapo_megatron.rollout.replicas import Replicas
-from gapo_megatron.rollout.requests import NOT_BEGUN
-from gapo_megatron.rollout.rollouter import (
-    Rollouter,
-    Sampled,
-    check_problems,
-)
+from gapo_megatron.rollout.rollouter import Rollouter, assign, check_problems
 from gapo_megatron.rollout.selection import choose, informative
-from gapo_megatron.types import (
-    Carried,
-    Episode,
-    Group,
-    OpenGroup,
-    Outcome,
-    Prompt,
-    Rollout,
-    Verdict,
-)
-from tests.learn_setup import GROUP_SIZE, make_config, make_groups
+from gapo_megatron.rollout.table import to_episodes
+from gapo_megatron.rollouts import ROW, Rollouts
+from gapo_megatron.run.start import build_rollouter
+from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
+from tests.learn_setup import GROUP_SIZE, make_config
 from tests.messages import mentions
-from tests.scripted_engine import ScriptedEngine, ThreadReplicas, place_of
+from tests.scripted_engine import LoneReplicas, ScriptedEngine, ThreadReplicas, place_of
+
+Group = tuple[Episode, ...]
+
+
+def with_verdicts(*groups: str) -> Rollouts:
+    """Groups with a letter for each response: wrong, correct or unknown."""
+    table = np.zeros(sum(map(len, groups)), dtype=ROW)
+    table["sample"] = [sample for group in groups for sample in range(len(group))]
+    table["outcome"] = ["wcu".index(letter) for group in groups for letter in group]
+    return Rollouts(table)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +52,8 @@ from tests.scripted_engine import ScriptedEngine, ThreadReplicas, place_of
     [("cw", True), ("cc", False), ("ww", False), ("cwu", True), ("cu", False), ("uu", False)],
 )
 def test_a_group_teaches_where_valid_rewards_differ(verdicts: str, expected: bool) -> None:
-    facts, _ = describe(make_groups([verdicts, "cw"[: len(verdicts)].ljust(len(verdicts), "u")]))
-    assert informative(facts, len(verdicts)).tolist() == [expected, True]
+    rollouts = with_verdicts(verdicts, "cw".ljust(len(verdicts), "u"))
+    assert informative(rollouts).tolist() == [expected, True]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +69,7 @@ def test_a_group_teaches_where_valid_rewards_differ(verdicts: str, expected: boo
 def test_the_batch_keeps_the_first_that_teach(
     verdicts: list[str], wanted: int, expected: list[int]
 ) -> None:
-    facts, _ = describe(make_groups(verdicts))
-    assert choose(facts, 2, wanted) == expected
+    assert choose(with_verdicts(*verdicts), wanted) == expected
 
 
 def test_no_problem_comes_twice_in_a_batch_of_several_draws() -> None:
@@ -217,28 +213,29 @@ class Setup:
         self.rollouter = self.begin(config, source)
 
     def begin(self, config: Config, source: Any) -> Rollouter:
-        nothing: Any = None
+        inputs: Any = SimpleNamespace(source=source, tokenizer=None)
         pool: Any = self.pool
-        environment = Numbered(nothing)
-        return Rollouter(self.engine, source, pool, nothing, config, environment=environment)
+        rollouter = build_rollouter(config, inputs, self.engine, pool)
+        rollouter.environment = Numbered(inputs.tokenizer)
+        return rollouter
 
-    def collect(self, step: int, stopwatch: Stopwatch | None = None) -> Sampled:
+    def collect(self, step: int, stopwatch: Stopwatch | None = None) -> Rollouts:
         self.step = step
         stopwatch = stopwatch or Stopwatch()
         sampled = self.rollouter.collect(step, attempt=ATTEMPT, stopwatch=stopwatch)
         assert sampled is not None
         return sampled
 
-    def draw(
-        self, prompts: Sequence[Prompt], opened: Sequence[OpenGroup], wanted: int
-    ) -> rollouter_module._Judged:
-        """One round of step 1."""
+    def sample(
+        self, prompts: Sequence[Prompt], opened: Sequence[Group], wanted: int
+    ) -> tuple[Rollouts, Rollouts]:
+        """One round of step 1: complete groups, and those that are left."""
         now = rollouter_module._Step(1, ATTEMPT, Stopwatch(), Occupancy())
         self.step = 1
         self.rollouter.resume(opened)
-        judged = self.rollouter._draw(list(prompts), self.rollouter.open_groups, wanted, now)
-        assert judged is not None
-        return judged
+        sampled = self.rollouter._sample(list(prompts), self.rollouter.open_groups, wanted, now)
+        assert sampled is not None
+        return sampled
 
     def _say(self, request: Request) -> list[int]:
         return [self.step] * (self.length(*place_of(request)) - len(request.response_ids))
@@ -248,21 +245,34 @@ class Setup:
         self.running.append(sum(self.engine.num_requests()))
 
 
-def groups_of(
-    spread: Spread | Sampled, source: PromptSource, *others: Spread | Sampled
-) -> list[OpenGroup]:
+def groups_of(rollouts: Rollouts, source: PromptSource, *others: Rollouts) -> list[Group]:
     """The groups, with the tokens that this rank has and those that `others` of it have."""
-    held = dict(spread.held)
+    tokens = {name: dict(held) for name, held in rollouts.tokens.items()}
     for other in others:
-        assert other.facts.to_bytes() == spread.facts.to_bytes() and not held.keys() & other.held
-        held |= other.held
-    found = []
-    for first in range(0, len(spread.facts), GROUP_SIZE):
-        rows = range(first, first + GROUP_SIZE)
-        problem = source.problems[spread.facts.problem[first]]
-        tokens = [held[row] for row in rows]
-        found.append(to_open_group(problem, spread.facts.take(rows), tokens))
-    return found
+        assert other.table.tobytes() == rollouts.table.tobytes()
+        assert not tokens["response_ids"].keys() & {*other.rows_here}
+        tokens = {name: held | dict(other.tokens[name]) for name, held in tokens.items()}
+    prompts = [source.problems[problem] for problem in rollouts.problems]
+    return to_episodes(rollouts.with_tokens(tokens), prompts)
+
+
+def open_group(prompt: Prompt, *, num_tokens: int = 0, num_finished: int = 0) -> Group:
+    """Its responses have so many tokens, all carried; the first ones are finished."""
+    return tuple(
+        Episode(
+            prompt,
+            sample,
+            np.zeros(num_tokens, np.int32),
+            np.zeros(num_tokens, np.float32),
+            finished=sample < num_finished,
+            carried_log_probs=np.ones(num_tokens, np.float32) if num_tokens else None,
+        )
+        for sample in range(GROUP_SIZE)
+    )
+
+
+def tokens_of(groups: Iterable[Group]) -> dict[str, list[list[int]]]:
+    return {group[0].prompt.id: [one.token_ids.tolist() for one in group] for group in groups}
 
 
 @pytest.fixture
@@ -298,7 +308,7 @@ def test_a_step_draws_as_many_problems_as_are_asked_for(
     assert len({prompt.id for prompt in given_back}) == 3 * 3
     num_sampled = setup.engine.num_tokens
     lost = num_sampled - 24 * GROUP_SIZE * sampled.metrics["rollout/response_length/mean"]
-    assert lost > 0
+    assert lost > 0 and not len(setup.rollouter.open_groups)
     assert sampled.metrics["rollout/lost_token_share"] == pytest.approx(lost / num_sampled)
     assert 0 < idle_share(setup.running) < 1
     assert stopwatch.notes["perf/rollout_idle_share"] == pytest.approx(idle_share(setup.running))
@@ -323,18 +333,18 @@ def test_truncated_responses_leave_their_groups_where_the_config_says_so(truncat
     source = PromptSource([Prompt(str(i), (i,), "") for i in range(12)], seed=0)
     setup = Setup(config, source)
     sampled = setup.collect(0)
-    facts = sampled.facts
+    table = sampled.table
     long = np.array(
         [
             length_of(source.problems[problem].id, sample) > 6
-            for problem, sample in zip(facts.problem, facts.sample, strict=True)
+            for problem, sample in table[["problem", "sample"]]
         ]
     )
-    correct = (facts.sample == 0) & (facts.problem % 3 > 0)
+    correct = (table["sample"] == 0) & (table["problem"] % 3 > 0)
     assert (correct & long).any() and (~correct & long).any() and not long.all()
-    assert facts.is_truncated.tolist() == long.tolist()
+    assert table["is_truncated"].tolist() == long.tolist()
     leave = long if truncated == "unknown" else np.zeros_like(long)
-    assert facts.outcome.tolist() == np.where(leave, 2, correct).tolist()
+    assert table["outcome"].tolist() == np.where(leave, 2, correct).tolist()
     assert sampled.metrics["rollout/truncated"] == long.mean()
     assert sampled.metrics["reward/mean"] == correct[~leave].mean()
 
@@ -379,72 +389,85 @@ def test_verdicts_belong_to_their_responses_whichever_rank_judges(
     num_open: int,
 ) -> None:
     """Two ranks in each of two engines; responses end in another order than they were begun."""
-    partial = bool(num_open)
-    config = config_of(6, oversampling=oversampling, partial_rollouts=partial)
+    config = config_of(6, oversampling=oversampling, partial_rollouts=bool(num_open))
     prompts = [Prompt(str(i), (1,), f"answer {i}") for i in range(int(6 * oversampling))]
-    tokens = np.zeros(1, np.int32)
-    first = Rollout(tokens, np.zeros(1, np.float32), False, False, Carried(0, np.ones(1)))
     # Of each open group two responses are finished: they are judged with the others.
-    done = replace(first, finished=True)
     opened = [
-        OpenGroup(prompt, (done, done, *[first] * (GROUP_SIZE - 2)))
+        open_group(prompt, num_tokens=1, num_finished=2)
         for prompt in prompts[len(prompts) - num_open :]
     ]
-    replicas = ThreadReplicas.of(4, size=2)
     source = PromptSource(prompts, seed=0)
-    described: list[Group] = []
-    describe = rollouter_module.describe
+    described: list[tuple[Group, tuple[Verdict, ...]]] = []
+    to_rollouts = rollouter_module.to_rollouts
 
-    def remember(groups: Sequence[Any], **settings: Any) -> Any:
-        described.extend(group for group in groups if isinstance(group, Group))
-        return describe(groups, **settings)
+    def remember(groups: Sequence[Group], verdicts: Any = None, **settings: Any) -> Rollouts:
+        if verdicts is not None:
+            described.extend(zip(groups, verdicts, strict=True))
+        return to_rollouts(groups, verdicts, **settings)
 
-    monkeypatch.setattr(rollouter_module, "describe", remember)
+    def run(rank: int, replicas: Replicas) -> tuple[Rollouts, Rollouts]:
+        setup = Setup(config, source, replicas=replicas, length=lambda *one: 1 + length_of(*one))
+        inputs: Any = SimpleNamespace(source=source, tokenizer=TOKENIZER)
+        setup.rollouter = build_rollouter(config, inputs, setup.engine, pools[rank])
+        return setup.sample(prompts[: len(prompts) - num_open], opened, 6)
 
-    def run(rank: int) -> Any:
-        setup = Setup(config, replicas=replicas[rank], length=lambda *one: 1 + length_of(*one))
-        setup.rollouter = Rollouter(setup.engine, source, pools[rank], TOKENIZER, config)
-        return setup.draw(prompts[: len(prompts) - num_open], opened, 6)
-
+    monkeypatch.setattr(rollouter_module, "to_rollouts", remember)
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(run, range(4)))
-    for group in described:
-        expected = [f"{len(r.token_ids)} tokens for {group.prompt.answer}" for r in group.rollouts]
-        assert [verdict.reason for verdict in group.verdicts] == expected
-    whole = groups_of(found[0].groups, source, *(judged.groups for judged in found[1:]))
-    still = groups_of(found[0].open_groups, source, *(judged.open_groups for judged in found[1:]))
-    assert len(whole) >= 6
-    ids = [group.prompt.id for group in (*whole, *still)]
-    assert len(set(ids)) == len(ids) == (len(prompts) if partial else 6)
+        found = list(threads.map(run, range(4), ThreadReplicas.of(4, size=2)))
+    for group, verdicts in described:
+        expected = [f"{len(one.token_ids)} tokens for {one.prompt.answer}" for one in group]
+        assert [verdict.reason for verdict in verdicts] == expected
+    whole, still = (groups_of(one[0], source, *one[1:]) for one in zip(*found, strict=True))
     # Every response has been described once, by the rank that has had it judged.
-    tokens = {group.prompt.id: [r.token_ids.tolist() for r in group.rollouts] for group in whole}
-    assert len(described) == len(whole)
-    for group in described:
-        assert [r.token_ids.tolist() for r in group.rollouts] == tokens[group.prompt.id]
+    assert len(whole) == len(described) == 6
+    assert tokens_of(whole) == tokens_of(group for group, _ in described)
+    ids = [group[0].prompt.id for group in (*whole, *still)]
+    assert sorted(ids) == sorted(prompt.id for prompt in prompts)
 
 
-def test_verdicts_of_a_generation_that_is_broken_off_count_nowhere(
+def test_verdicts_of_a_generation_that_is_aborted_count_nowhere(
     pools: list[rewards.Pool],
 ) -> None:
     """The first responses have ended by the second question, after eight decoding steps."""
     asked: list[float] = []
 
-    def should_abandon(elapsed_s: float) -> bool:
+    def should_abort(elapsed_s: float) -> bool:
         asked.append(elapsed_s)
         return len(asked) == 2
 
     source = PromptSource([Prompt(str(i), (i,), "old") for i in range(6)], seed=0)
     engine = ScriptedEngine(lambda request: [5] * (3 if place_of(request)[1] == 0 else 30))
-    rollouter = Rollouter(engine, source, pools[0], TOKENIZER, config_of(6))
-    opened = [OpenGroup(Prompt("0", (0,), "old"), (NOT_BEGUN,) * GROUP_SIZE)]
-    rollouter.resume(opened)
+    inputs: Any = SimpleNamespace(source=source, tokenizer=TOKENIZER)
+    rollouter = build_rollouter(config_of(6), inputs, engine, pools[0])
+    rollouter.resume([open_group(source.problems[0])])
     before = rollouter.open_groups
-    attempt: Any = SimpleNamespace(patience=lambda _: should_abandon)
+    attempt: Any = SimpleNamespace(patience=lambda _: should_abort)
     assert rollouter.collect(0, attempt=attempt, stopwatch=Stopwatch()) is None
     assert engine.num_steps == 8 and engine.num_requests() == (0, 0)
-    assert rollouter.num_tokens_in_vain == engine.num_tokens > 0
+    assert rollouter.num_discarded_tokens == engine.num_tokens > 0
     assert rollouter.open_groups is before
     assert pools[0].judge([("echo it", "new")])[0].reason == "it for new"
+
+
+@pytest.mark.parametrize(("num_ranks", "size"), [(1, 1), (5, 1), (6, 2), (4, 4)])
+def test_every_group_of_a_round_is_dealt_to_one_replica_and_in_order(
+    num_ranks: int, size: int
+) -> None:
+    """New ones before open ones; replicas have as many as each other to complete, and to spare."""
+    ranks = [LoneReplicas(rank=i, world_size=num_ranks, size=size) for i in range(num_ranks)]
+    for num_new, num_open, wanted in itertools.product(range(9), range(7), range(15)):
+        if wanted > num_new + num_open:
+            continue
+        dealt = [assign(num_new, num_open, wanted, one) for one in ranks]
+        for rank in range(num_ranks):
+            assert dealt[rank] == assign(num_new, num_open, wanted, ranks[0], rank=rank)
+            assert dealt[rank] == dealt[rank // size * size], "a replica completes the same groups"
+        shares = [([*new, *(num_new + i for i in opened)], n) for new, opened, n in dealt[::size]]
+        first, spare = [share[:n] for share, n in shares], [share[n:] for share, n in shares]
+        assert [*itertools.chain(*first)] == [*range(wanted)]
+        assert [*itertools.chain(*spare)] == [*range(wanted, num_new + num_open)]
+        for lengths in ([*map(len, first)], [*map(len, spare)]):
+            assert max(lengths) - min(lengths) <= 1
 
 
 LENGTHS = {"0": 5, "1": 2, "2": 9, "3": 4, "4": 4, "5": 4, "6": 7, "7": 5, "8": 14}
@@ -460,47 +483,36 @@ LENGTHS = {"0": 5, "1": 2, "2": 9, "3": 4, "4": 4, "5": 4, "6": 7, "7": 5, "8": 
         ("0", 1, "7", "680"),
     ],
 )
-@pytest.mark.parametrize("partial", [True, False])
 def test_ranks_agree_on_what_is_whole_and_what_is_left(
-    new: str, wanted: int, whole: str, left: str, partial: bool
+    new: str, wanted: int, whole: str, left: str
 ) -> None:
-    config = config_of(6, oversampling=1.5, partial_rollouts=partial)
-    tokens = np.zeros(4, np.int32)
-    rollout = Rollout(tokens, np.zeros(4, np.float32), False, False, Carried(0, np.ones(4)))
-    opened = [OpenGroup(Prompt(i, (1,), ""), (rollout,) * GROUP_SIZE) for i in "678"]
     source = PromptSource([Prompt(str(i), (1,), "") for i in range(9)], seed=0)
+    opened = [open_group(source.problems[i], num_tokens=4) for i in (6, 7, 8)]
     setups = [
-        Setup(config, source, replicas=replicas, length=lambda problem, _: LENGTHS[problem])
+        Setup(config_of(6), source, replicas=replicas, length=lambda problem, _: LENGTHS[problem])
         for replicas in ThreadReplicas.of(4, size=2)
     ]
-    prompts = [Prompt(i, (1,), "") for i in new]
+    prompts = [source.problems[int(i)] for i in new]
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda setup: setup.draw(prompts, opened, wanted), setups))
-    first = found[0]
-    judged = groups_of(first.groups, source, *(one.groups for one in found[1:]))
-    assert "".join(group.prompt.id for group in judged) == whole
-    for group in judged:
-        lengths = [len(r.token_ids) for r in group.rollouts]
-        assert lengths == [LENGTHS[group.prompt.id]] * GROUP_SIZE
-        assert all(r.finished for r in group.rollouts)
-    assert (first.groups.facts.outcome < 2).all()
-    still = groups_of(first.open_groups, source, *(one.open_groups for one in found[1:]))
-    assert "".join(group.prompt.id for group in still) == (left if partial else "")
+        found = list(threads.map(lambda setup: setup.sample(prompts, opened, wanted), setups))
+    complete, still = (groups_of(one[0], source, *one[1:]) for one in zip(*found, strict=True))
+    assert "".join(group[0].prompt.id for group in complete) == whole
+    for one in itertools.chain(*complete):
+        assert one.finished and len(one.token_ids) == LENGTHS[one.prompt.id]
+    assert (found[0][0].table["outcome"] < 2).all()
+    assert "".join(group[0].prompt.id for group in still) == left
+    assert (found[0][1].table["outcome"] == 2).all()
+    finished = {group[0].prompt.id for group in still if group[0].finished}
+    assert finished == ({"5"} if wanted == 6 else set())
     # Both ranks of an engine make the same; half of all is there.
     num_new = sum(setup.engine.num_tokens for setup in setups) // 2
     num_begun_before = 3 * GROUP_SIZE * 4
     num_whole = sum(GROUP_SIZE * LENGTHS[i] for i in whole)
-    num_left = num_new + num_begun_before - num_whole
-    assert {one.num_lost_tokens for one in found} == {0 if partial else num_left}
-    if partial:
-        rollouts = [r for group in still for r in group.rollouts]
-        assert sum(len(r.token_ids) for r in rollouts) == num_left
-        finished = {g.prompt.id for g in still if g.rollouts[0].finished}
-        assert finished == ({"5"} if wanted == 6 else set())
+    assert found[0][1].num_sampled == num_new + num_begun_before - num_whole
 
 
-@pytest.mark.parametrize("broken_off", range(4))
-def test_what_is_sampled_in_vain_is_counted_once(broken_off: int) -> None:
+@pytest.mark.parametrize("aborted", range(4))
+def test_what_is_discarded_is_counted_once(aborted: int) -> None:
     """While a round generates (0, 2) or is judged (1, 3); two ranks of an engine make the same."""
     config = config_of(6, dynamic_sampling_rounds=1)
     problems = [Prompt(str(i), (1,), "") for i in range(40)]
@@ -509,14 +521,14 @@ def test_what_is_sampled_in_vain_is_counted_once(broken_off: int) -> None:
         setup.pool = HesitantPool()
         setup.rollouter = setup.begin(config, PromptSource(problems, seed=0))
 
-    def collect(setup: Setup) -> Sampled | None:
+    def collect(setup: Setup) -> Rollouts | None:
         stages = itertools.count()
 
         def patience(_: object) -> Callable[[float], bool]:
             stage, questions = next(stages), itertools.count()
             # A generation is asked before its first token, too.
             first = 1 if stage % 2 == 0 else 0
-            return lambda elapsed_s: stage == broken_off and next(questions) >= first
+            return lambda elapsed_s: stage == aborted and next(questions) >= first
 
         attempt: Any = SimpleNamespace(patience=patience)
         return setup.rollouter.collect(0, attempt=attempt, stopwatch=Stopwatch())
@@ -524,7 +536,7 @@ def test_what_is_sampled_in_vain_is_counted_once(broken_off: int) -> None:
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(collect, setups)) == [None] * 4
     sampled = sum(setup.engine.num_tokens for setup in setups) // 2
-    assert sum(setup.rollouter.num_tokens_in_vain for setup in setups) == sampled > 0
+    assert sum(setup.rollouter.num_discarded_tokens for setup in setups) == sampled > 0
 
 
 def test_a_batch_mixes_old_groups_and_new_ones() -> None:
@@ -534,9 +546,9 @@ def test_a_batch_mixes_old_groups_and_new_ones() -> None:
     setup = Setup(config, source)
     num_old = np.zeros(16, int)
     for step in range(60):
-        were_open = {*setup.rollouter.open_groups.facts.problem.tolist()}
+        were_open = {*setup.rollouter.open_groups.problems}
         sampled = setup.collect(step)
-        num_old += [problem in were_open for problem in sampled.facts.problem[::GROUP_SIZE]]
+        num_old += [problem in were_open for problem in sampled.problems]
     shares = num_old.reshape(4, 4).sum(axis=1) / num_old.sum()
     assert all(0.2 < share < 0.3 for share in shares), shares
 
@@ -544,11 +556,17 @@ def test_a_batch_mixes_old_groups_and_new_ones() -> None:
 def test_what_has_been_open_longest_is_taken_first() -> None:
     """Of five that end together, in a later round that wants two and begins none."""
     config = config_of(6, oversampling=1.5, partial_rollouts=True)
-    opened = [OpenGroup(Prompt(i, (1,), ""), (NOT_BEGUN,) * GROUP_SIZE) for i in "01234"]
-    source = PromptSource([group.prompt for group in opened], seed=0)
-    judged = Setup(config, source, length=lambda *_: 5).draw([], opened, 2)
-    assert judged.groups.facts.problem[::GROUP_SIZE].tolist() == [0, 1]
-    assert judged.open_groups.facts.problem[::GROUP_SIZE].tolist() == [2, 3, 4]
+    source = PromptSource([Prompt(i, (1,), "") for i in "01234"], seed=0)
+    opened = [open_group(prompt) for prompt in source.problems]
+    complete, left = Setup(config, source, length=lambda *_: 5).sample([], opened, 2)
+    assert (complete.problems, left.problems) == ([0, 1], [2, 3, 4])
+
+
+def carried_over(one: Episode) -> Episode:
+    """As `learn.carry`; a token's version is the token itself."""
+    if not len(one.token_ids):
+        return one
+    return replace(one, carried_log_probs=one.log_probs, oldest_version=int(one.token_ids[0]))
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
@@ -557,12 +575,12 @@ def test_open_groups_are_finished_and_nothing_that_was_sampled_is_lost(
 ) -> None:
     """Problems are learned from as often as each other, however long their responses."""
     config = config_of(6, oversampling=1.5, partial_rollouts=True, dynamic_sampling_rounds=rounds)
-    judged: list[Rollout] = []
+    scored: list[Episode] = []
     score = rewards.score
 
-    def remember(judging: Any, prompts: Any, rollouts: Any, **settings: Any) -> Any:
-        judged.extend(r for group in rollouts for r in group)
-        return score(judging, prompts, rollouts, **settings)
+    def remember(judging: Any, groups: Sequence[Group], **settings: Any) -> Any:
+        scored.extend(one for group in groups for one in group)
+        return score(judging, groups, **settings)
 
     monkeypatch.setattr(rewards, "score", remember)
     source = PromptSource([Prompt(str(i), (i,), "") for i in range(40)], seed=0)
@@ -576,12 +594,12 @@ def test_open_groups_are_finished_and_nothing_that_was_sampled_is_lost(
         sampled = setup.collect(step, stopwatch)
         opened = groups_of(setup.rollouter.open_groups, source)
         groups = groups_of(sampled, source)
-        ids = [group.prompt.id for group in groups]
+        ids = [group[0].prompt.id for group in groups]
         assert len(ids) == len(set(ids)) == 6
-        still = {group.prompt.id for group in opened}
+        still = {group[0].prompt.id for group in opened}
         assert len(still) == len(opened) and not still & set(ids)
-        rollouts = [r for group in groups for r in group.rollouts]
-        assert all(r.finished for r in rollouts)
+        episodes = [one for group in groups for one in group]
+        assert all(one.finished for one in episodes)
         assert 1 <= sampled.metrics.get("rollout/sampling_rounds", 1) <= 1 + rounds
         noted = stopwatch.notes["perf/rollout_idle_share"]
         assert noted == pytest.approx(idle_share(setup.running))
@@ -593,35 +611,21 @@ def test_open_groups_are_finished_and_nothing_that_was_sampled_is_lost(
                 1 + source.state_dict()["epoch"]
             )
             finished += ids
-            carried = sum((r.token_ids < step).sum() for r in rollouts)
-            share = carried / sum(len(r.token_ids) for r in rollouts)
+            carried = sum((one.token_ids < step).sum() for one in episodes)
+            share = carried / sum(len(one.token_ids) for one in episodes)
             assert sampled.metrics["rollout/carried_token_share"] == pytest.approx(share)
-            gap = step - min(int(r.token_ids[0]) for r in rollouts)
+            gap = step - min(int(one.token_ids[0]) for one in episodes)
             assert sampled.metrics["rollout/oldest_version_gap"] == gap
             gaps.append(gap)
-        # What `carry` does; a token's version is the token itself.
-        setup.rollouter.resume(
-            [
-                replace(
-                    group,
-                    rollouts=tuple(
-                        replace(r, carried=Carried(int(r.token_ids[0]), r.log_probs))
-                        if len(r.token_ids)
-                        else r
-                        for r in group.rollouts
-                    ),
-                )
-                for group in opened
-            ]
-        )
+        setup.rollouter.resume([tuple(map(carried_over, group)) for group in opened])
     if not rounds:
         counts = [finished.count(str(i)) for i in range(40)]
         assert sum(counts) == 360 and max(counts) - min(counts) <= 2
         assert max(gaps) >= 1
     # Every token that was sampled has been judged, once, or is open.
     opened = setup.rollouter.gather_open_groups()
-    everything = [*judged, *(r for group in opened for r in group.rollouts)]
-    assert sum(len(r.token_ids) for r in everything) == setup.engine.num_tokens
+    everything = [*scored, *(one for group in opened for one in group)]
+    assert sum(len(one.token_ids) for one in everything) == setup.engine.num_tokens
     # Without the option, what is open goes on once more, and then the source has it back.
     alone = config.batch.model_copy(update={"partial_rollouts": False, "oversampling": 1.0})
     setup.rollouter = setup.begin(config.model_copy(update={"batch": alone}), source)
@@ -629,5 +633,5 @@ def test_open_groups_are_finished_and_nothing_that_was_sampled_is_lost(
     sampled = setup.collect(60)
     assert len(setup.rollouter.open_groups) == 0
     if not rounds:
-        chosen = {group.prompt.id for group in groups_of(sampled, source)}
-        assert {group.prompt.id for group in opened} < chosen
+        chosen = {source.problems[problem].id for problem in sampled.problems}
+        assert {group[0].prompt.id for group in opened} < chosen

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from gapo_megatron import rewards
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import parse_config
 from gapo_megatron.data.source import PromptSource
-from gapo_megatron.facts import Spread
 from gapo_megatron.rollout.engine import Request
-from gapo_megatron.rollout.rollouter import Rollouter
+from gapo_megatron.rollouts import Rollouts
+from gapo_megatron.run.start import build_rollouter
 from gapo_megatron.types import Prompt
 from tests.scripted_engine import LoneReplicas, ThreadReplicas
 from tests.timed_engine import Costs, CountedPace, Lengths, TimedEngine
@@ -87,20 +88,14 @@ class Found:
     lengths: list[int]
 
 
-def carried(groups: Spread, step: int) -> Spread:
+def carried(groups: Rollouts, step: int) -> Rollouts:
     """As `learn.carry`, but the log-probs are the engine's."""
-    facts = groups.facts
-    held = {
-        i: replace(one, carried_log_probs=one.rollout_log_probs) for i, one in groups.held.items()
-    }
-    versions = np.where(facts.num_carried_tokens > 0, facts.oldest_version, step)
-    lengths = facts.num_response_tokens
-    return Spread(
-        facts.changed(
-            num_carried_tokens=lengths, num_carried_sampled=lengths, oldest_version=versions
-        ),
-        held,
-    )
+    table = groups.table
+    lengths = table["num_response_tokens"]
+    versions = np.where(table["num_carried_tokens"] > 0, table["oldest_version"], step)
+    return groups.changed(
+        num_carried_tokens=lengths, num_carried_sampled=lengths, oldest_version=versions
+    ).with_tokens({**groups.tokens, "carried_log_probs": groups.rollout_log_probs})
 
 
 def sample(oversampling: float, *, partial: bool) -> list[Found]:
@@ -134,13 +129,14 @@ def sample(oversampling: float, *, partial: bool) -> list[Found]:
     def run(replicas: ThreadReplicas, pool: rewards.Pool) -> Found:
         engine, pace = make_engine(Costs(lambda count, _: 1 + 0.01 * count), replicas=replicas)
         source = PromptSource([Prompt(str(i), (1,), "") for i in range(500)], seed=0)
-        rollouter = Rollouter(engine, source, pool, Tokenizer(), config)
+        inputs = SimpleNamespace(source=source, tokenizer=Tokenizer())
+        rollouter = build_rollouter(config, inputs, engine, pool)
         found = Found([], [])
         for step in range(NUM_STEPS):
             begin = pace.seconds
             sampled = rollouter.collect(step, attempt=NeverStopped(), stopwatch=Stopwatch())
             found.seconds.append(pace.seconds - begin)
-            found.lengths += sampled.facts.num_sampled_tokens.tolist()
+            found.lengths += sampled.table["num_sampled_tokens"].tolist()
             rollouter.open_groups = carried(rollouter.open_groups, step)
         return found
 

@@ -40,16 +40,16 @@ def test_probes_are_short() -> None:
     batch = make_batch(8)
     batch.response_ids[1] = np.arange(1000, dtype=np.int32)
     probe = first_sequences(batch, 3)
-    assert [len(ids) for ids in probe.response_ids] == [
+    assert [len(ids) for ids in probe.response_ids.values()] == [
         len(batch.response_ids[0]),
         256,
         len(batch.response_ids[2]),
     ]
-    assert all(a is b for a, b in zip(probe.prompt_ids, batch.prompt_ids[:3], strict=True))
+    assert all(probe.prompt_ids[i] is batch.prompt_ids[i] for i in range(3))
 
     probe = prompts_as_sequences(prompts(1, 5, 1000, 2, 3), 3)
-    assert [ids.tolist() for ids in probe.prompt_ids] == [[0]] * 3
-    assert [len(ids) for ids in probe.response_ids] == [4, 256, 1]
+    assert [ids.tolist() for ids in probe.prompt_ids.values()] == [[0]] * 3
+    assert [len(ids) for ids in probe.response_ids.values()] == [4, 256, 1]
     assert probe.response_ids[0].tolist() == [1, 2, 3, 4]
 
 

@@ -24,8 +24,8 @@ from gapo_megatron.rollout.replicas import Replicas
 from gapo_megatron.rollout.vllm import RolloutEngine
 from gapo_megatron.rollout.vllm.digests import Digests, differing, digest, hashes, module_of
 from gapo_megatron.rollout.vllm.weights import check_loaded
+from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run.process_group import World
-from gapo_megatron.types import Sequences
 from tests.dist import run_distributed, run_sides
 from tests.rollout_setup import (
     SIZES,
@@ -79,9 +79,9 @@ def engine_for(folder: Path, **settings: str) -> RolloutEngine:
     return build_engine(make_config(folder / "0", **settings))  # type: ignore[arg-type]
 
 
-def probe() -> Sequences:
+def probe() -> Rollouts:
     ids = np.random.default_rng(0).integers(2, VOCAB, (3, 40)).astype(np.int32)
-    return Sequences(list(ids[:, :4]), list(ids[:, 4:]))
+    return Rollouts.of(list(ids[:, :4]), list(ids[:, 4:]))
 
 
 def _transfer(world: World, folder: Path) -> list[float]:

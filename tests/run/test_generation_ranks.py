@@ -13,15 +13,15 @@ from torch import Tensor
 
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config, parse_config
-from gapo_megatron.facts import Facts
-from gapo_megatron.learn.share import Places
+from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.rollout.verify import WeightCheck
+from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import generation_ranks as module
 from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.orders import STOP, Order, pack, pack_probe, unpack_probe
-from gapo_megatron.types import Sequences
 
 T = TypeVar("T")
+NO_PROBE = Rollouts.join([])
 
 
 def make_config(*, max_staleness: int, num_steps: int = 8, every: int = 0) -> Config:
@@ -69,7 +69,7 @@ class Side:
         self.sampled: dict[int, int] = {}
         """Version of the weights that sampled each step's batch."""
         self.log: list[str] = []
-        self.breaks_off: set[int] = set()
+        self.aborts: set[int] = set()
         self.messages = object()
 
     def beat(self) -> None: ...
@@ -93,20 +93,17 @@ class Side:
         elif order.task == "sample":
             assert order.step not in self.sampled, "a batch is sampled once"
             self.sampled[order.step] = self.version
-            is_broken_off = order.step in self.breaks_off or STOP in self.mail
-            answer = {
-                "is_broken_off": is_broken_off,
-                "num_tokens": 10 + order.step,
-            }
+            is_aborted = order.step in self.aborts or STOP in self.mail
+            answer = {"is_aborted": is_aborted, "num_tokens": 10 + order.step}
             about = {
                 "clocks": {"generation/rollout_s": 1.0},
                 "policy_version": self.version,
                 "metrics": {"from": float(order.step)},
                 "source_state": {"after": order.step},
             }
-            if not is_broken_off:
+            if not is_aborted:
                 self.mail.post(f"batch/{number}", pack(about))
-                self.mail.post(f"facts/{number}", Facts.of([]).to_bytes())
+                self.mail.post(f"table/{number}", Rollouts.join([]).table.tobytes())
         self.mail.post(f"answer/{number}", pack(answer))
 
     def send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -120,7 +117,8 @@ class Side:
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GenerationRanks]:
     """Build the trainer's end, at a step of a run."""
-    monkeypatch.setattr(Places, "gather", lambda *_: Places((0,), (0,)))
+    ranks = DataParallelRanks((0,), (0,))
+    monkeypatch.setattr(DataParallelRanks, "gather", lambda *_: ranks)
     monkeypatch.setattr(module, "score_probe", lambda *_: [])
     monkeypatch.setattr(module.dist, "broadcast_object_list", lambda *_, **__: None)
 
@@ -143,17 +141,13 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GenerationRanks]:
     return make
 
 
-def no_probe() -> Sequences:
-    return Sequences([], [])
-
-
 def train(generation: GenerationRanks, steps: Iterable[int], *, first: int | None = None) -> None:
     """The loop, as far as generation sees it; `first`: the step whose batch is there already."""
     for step in steps:
         if step != first:
             collected = generation.collect(step)
             assert collected is not None and collected.metrics["from"] == step
-        generation.sync(no_probe(), policy_version=step + 1)
+        generation.sync(NO_PROBE, policy_version=step + 1)
         generation.sample_ahead()
 
 
@@ -171,7 +165,7 @@ def test_which_weights_sample_which_batch(
 ) -> None:
     side = Side()
     generation = begin(side, make_config(max_staleness=max_staleness))
-    generation.sync(no_probe(), policy_version=0)
+    generation.sync(NO_PROBE, policy_version=0)
     train(generation, range(8))
     generation.close()
     assert [side.sampled[step] for step in range(8)] == versions
@@ -187,11 +181,11 @@ def test_a_run_that_resumes_samples_every_batch_by_the_same_weights(
     config = make_config(max_staleness=max_staleness)
     whole, rest = Side(), Side()
     generation = begin(whole, config)
-    generation.sync(no_probe(), policy_version=0)
+    generation.sync(NO_PROBE, policy_version=0)
     train(generation, range(8))
 
     resumed = begin(rest, config, next_step=5)
-    resumed.sync(no_probe(), policy_version=4)
+    resumed.sync(NO_PROBE, policy_version=4)
     resumed.sample_ahead()
     train(resumed, range(4, 8), first=4)
     assert rest.sampled == {step: whole.sampled[step] for step in range(5, 8)}
@@ -214,11 +208,11 @@ def test_after_a_stop_in_the_midst_of_a_step_no_batch_is_missing(begin: Any) -> 
 def test_a_batch_says_how_old_the_weights_are_that_sampled_it(begin: Any) -> None:
     side = Side()
     generation = begin(side, make_config(max_staleness=1))
-    generation.sync(no_probe(), policy_version=0)
+    generation.sync(NO_PROBE, policy_version=0)
     gaps = []
     for step in range(3):
         gaps.append(generation.collect(step).metrics["rollout/version_gap"])
-        generation.sync(no_probe(), policy_version=step + 1)
+        generation.sync(NO_PROBE, policy_version=step + 1)
     assert gaps == [0, 1, 1]
     assert generation.source_state == {"after": 2}
     assert generation.stopwatch.notes == {"generation/rollout_s": 1.0}
@@ -228,7 +222,7 @@ def test_a_batch_says_how_old_the_weights_are_that_sampled_it(begin: Any) -> Non
 def test_the_mailbox_does_not_grow_from_step_to_step(begin: Any, max_staleness: int) -> None:
     side = Side()
     generation = begin(side, make_config(max_staleness=max_staleness, num_steps=40))
-    generation.sync(no_probe(), policy_version=0)
+    generation.sync(NO_PROBE, policy_version=0)
     sizes = []
     for step in range(40):
         train(generation, [step])
@@ -238,58 +232,58 @@ def test_the_mailbox_does_not_grow_from_step_to_step(begin: Any, max_staleness: 
 
 def test_metrics_of_an_on_policy_run_say_nothing_of_versions(begin: Any) -> None:
     generation = begin(Side(), make_config(max_staleness=0))
-    generation.sync(no_probe(), policy_version=0)
+    generation.sync(NO_PROBE, policy_version=0)
     assert generation.collect(0).metrics == {"from": 0}
 
 
 def test_an_evaluation_is_of_the_weights_that_were_sent_last(begin: Any) -> None:
     side = Side()
     generation = begin(side, make_config(max_staleness=1))
-    generation.sync(no_probe(), policy_version=0)
+    generation.sync(NO_PROBE, policy_version=0)
     assert generation.evaluate(0) == {"eval/version": 0}
     with pytest.raises(AssertionError):
         generation.evaluate(1)
 
 
-def test_what_is_sampled_ahead_is_given_up_and_counted(begin: Any) -> None:
+def test_what_is_sampled_ahead_is_discarded_and_counted(begin: Any) -> None:
     side = Side()
     generation = begin(side, make_config(max_staleness=2))
-    generation.sync(no_probe(), policy_version=0)
+    generation.sync(NO_PROBE, policy_version=0)
     generation.collect(0)
-    assert generation.give_up() == 11 + 12
+    assert generation.discard_ahead() == 11 + 12
     assert STOP in side.mail
-    assert generation.give_up() == 0
+    assert generation.discard_ahead() == 0
     generation.close()
     assert side.log[-1] == "end 0"
 
 
-def test_a_batch_that_was_broken_off_is_counted_as_well(begin: Any) -> None:
+def test_a_batch_that_was_aborted_is_counted_as_well(begin: Any) -> None:
     side = Side()
-    side.breaks_off = {0}
+    side.aborts = {0}
     generation = begin(side, make_config(max_staleness=0))
-    generation.sync(no_probe(), policy_version=0)
+    generation.sync(NO_PROBE, policy_version=0)
     assert generation.collect(0) is None
-    assert generation.give_up() == 10
+    assert generation.discard_ahead() == 10
     assert generation.source_state == {"after": -1}
 
 
 def test_a_batch_is_there_once_the_weights_after_it_have_been_sent(begin: Any) -> None:
     side = Side()
     generation = begin(side, make_config(max_staleness=1))
-    generation.sync(no_probe(), policy_version=0)
+    generation.sync(NO_PROBE, policy_version=0)
     generation.collect(0)
     assert not generation.has_batch(1)
-    generation.sync(no_probe(), policy_version=1)
+    generation.sync(NO_PROBE, policy_version=1)
     assert generation.has_batch(1) and not generation.has_batch(2)
-    side.breaks_off = {2}
+    side.aborts = {2}
     generation.collect(1)
-    generation.sync(no_probe(), policy_version=2)
+    generation.sync(NO_PROBE, policy_version=2)
     assert not generation.has_batch(2)
 
 
 def test_a_probe_travels_exactly() -> None:
     values = np.array([-0.1, -1e-7, -17.3], dtype=np.float32)
-    probe = Sequences([np.array([1, 2], np.int32)], [np.array([3, 4, 5], np.int32)])
+    probe = Rollouts.of([np.array([1, 2], np.int32)], [np.array([3, 4, 5], np.int32)])
     found, log_probs = unpack_probe(pack_probe(probe, [values]))
     assert found.response_ids[0].tolist() == [3, 4, 5] and found.prompt_ids[0].tolist() == [1, 2]
     assert log_probs[0].tobytes() == values.tobytes()

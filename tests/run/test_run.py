@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,24 +13,22 @@ import pytest
 import torch
 
 from gapo_megatron import train as program
-from gapo_megatron.checkpoint import Ahead, LoadedState, OpenStep, State
+from gapo_megatron.checkpoint import OpenStep, State
 from gapo_megatron.clock import Expectation, Stopwatch
 from gapo_megatron.config import Config, load_config, parse_config
 from gapo_megatron.data.source import PromptSource
-from gapo_megatron.facts import Spread
 from gapo_megatron.io.run_folder import mark_finished
-from gapo_megatron.learn.share import Places
+from gapo_megatron.learn.share import DataParallelRanks
 from gapo_megatron.learn.step import Progress
-from gapo_megatron.rollout.describe import describe
-from gapo_megatron.rollout.rollouter import Sampled
+from gapo_megatron.objective import make_batch
+from gapo_megatron.rollout.table import to_rollouts
+from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import colocated, saving, start
 from gapo_megatron.run import run as module
 from gapo_megatron.run.colocated import Colocated
-from gapo_megatron.run.position import Position
-from gapo_megatron.run.run import FinishedRun, Run
+from gapo_megatron.run.run import Run
 from gapo_megatron.run.saving import Checkpoints
-from gapo_megatron.types import Group, OpenGroup, Outcome, Prompt, Rollout, Verdict
-from tests.batches import make_batch
+from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
 from tests.scripted_engine import QueueChannel
 
 NUM_STEPS, NUM_PROBLEMS = 4, 6
@@ -52,16 +51,16 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
     return parse_config(merged, source="test")
 
 
-def rollout() -> Rollout:
-    return Rollout(np.array([5, 6], np.int32), np.array([-1, -2], np.float32), truncated=False)
+VERDICTS = (Verdict(Outcome.CORRECT), Verdict(Outcome.WRONG))
 
 
-def judged(prompt: Prompt) -> Group:
-    return Group(
-        prompt,
-        (rollout(), rollout()),
-        (Verdict(Outcome.CORRECT), Verdict(Outcome.WRONG)),
-    )
+def group(prompt: Prompt, size: int = 2) -> tuple[Episode, ...]:
+    tokens = np.array([5, 6], np.int32), np.array([-1, -2], np.float32)
+    return tuple(Episode(prompt, i, *tokens) for i in range(size))
+
+
+def judged(prompts: Sequence[Prompt]) -> Rollouts:
+    return to_rollouts([group(prompt) for prompt in prompts], [VERDICTS for _ in prompts])
 
 
 class Script:
@@ -126,24 +125,20 @@ class ScriptedRollouter:
         self.script = script
         self.source = source
         self.keeps_open = keeps_open
-        self.open_groups = Spread.join([])
+        self.open_groups = Rollouts.join([])
         self.environment = None
         self.channel = QueueChannel(0, {}, size=1)
 
-    def gather_open_groups(self) -> list[OpenGroup]:
+    def gather_open_groups(self) -> list[tuple[Episode, ...]]:
         return cast(Any, self.open_groups)
 
-    def collect(self, step: int, *, attempt: Any, stopwatch: Stopwatch) -> Sampled | None:
+    def collect(self, step: int, *, attempt: Any, stopwatch: Stopwatch) -> Rollouts | None:
         prompts = self.source.next_batch(2)
         self.script.did(f"collect {step}")
         if attempt.patience(stopwatch.expect("rollout"))(0.0):
             return None
-        opened = [OpenGroup(PROBLEMS[0], (rollout(),))] if self.keeps_open else []
-        facts, tokens = describe(opened)
-        self.open_groups = Spread(facts, dict(enumerate(tokens)))
-        facts, tokens = describe([judged(prompt) for prompt in prompts])
-        held = dict(enumerate(tokens))
-        return Sampled(facts, held, {"from": 1.0}, self.source.state_dict())
+        self.open_groups = to_rollouts([group(PROBLEMS[0], 1)] if self.keeps_open else [])
+        return replace(judged(prompts), metrics={"from": 1.0})
 
 
 @pytest.fixture
@@ -154,8 +149,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
         script: Script,
         config: Config | None = None,
         *,
-        position: Position | None = None,
-        resumed: LoadedState | None = None,
+        state: State | None = None,
+        resumed: State | None = None,
         keep_weights: bool = True,
         keeps_open: bool = False,
     ) -> Run:
@@ -196,7 +191,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
             held_out=inputs.held_out,
             attempt=attempt,
             stopwatch=stopwatch,
-            places=Places((0,), (0,)),
+            dp_ranks=DataParallelRanks((0,), (0,)),
         )
         channel = rollouter.channel
         checkpoints = Checkpoints(
@@ -205,9 +200,9 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
         if resumed:
             checkpoints.note_resumed(resumed)
 
-        def evaluate(*_: object, output: Path, should_abandon: Any, **__: object) -> Any:
+        def evaluate(*_: object, output: Path, should_abort: Any, **__: object) -> Any:
             script.did(f"evaluate {output.stem.removeprefix('step_')}")
-            return None if should_abandon(0.0) else {"eval/pass@1": 0.5}
+            return None if should_abort(0.0) else {"eval/pass@1": 0.5}
 
         def learn(
             *_: object, progress: Progress, must_stop: Callable[[], bool], **__: object
@@ -221,7 +216,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
 
         def save(run_dir: object, state: State, **_: object) -> None:
             script.saved.append(state)
-            script.did(f"save {state.step}" + (" open" if state.open_step else ""))
+            kind = " ahead" if state.is_ahead else " open" if state.open_step else ""
+            script.did(f"save {state.step}{kind}")
 
         monkeypatch.setattr(colocated, "evaluate", evaluate)
         monkeypatch.setattr(module, "learn", learn)
@@ -235,7 +231,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
             policy=policy,
             generation=generation,
             inputs=inputs,
-            position=position or Position(),
+            state=state or State(),
             checkpoints=checkpoints,
             writer=writer,
             stopwatch=stopwatch,
@@ -264,9 +260,7 @@ def remaining(source_state: Any) -> int:
 
 
 def open_step(updates: int, *, evaluated: dict[str, float] | None = None) -> OpenStep:
-    batch = make_batch(
-        [judged(prompt) for prompt in PROBLEMS[:2]], make_config(Path("/x")).objective.resolve()
-    )
+    batch = make_batch(judged(PROBLEMS[:2]), make_config(Path("/x")).objective.resolve())
     return OpenStep(batch, {"from": 2.0}, evaluated or {}, Progress(grad_norms=[1.0] * updates))
 
 
@@ -282,7 +276,7 @@ def test_a_run_evaluates_and_saves_where_due(make_run: Any, train: Any) -> None:
         *("evaluate 4", "log 4", "sleep", "export", "finished"),
     ]
     # A finished step is saved with the prompts it has drawn, and nothing of it is open.
-    assert [remaining(state.trainer_state["source"]) for state in script.saved] == [2, -2]
+    assert [remaining(state.source) for state in script.saved] == [2, -2]
 
 
 def test_metrics_of_a_step_are_those_of_its_stages(make_run: Any, train: Any) -> None:
@@ -317,14 +311,14 @@ def test_a_stop_between_steps_saves_what_is_not_saved(make_run: Any, train: Any)
 
 
 @pytest.mark.parametrize(("stop", "step"), [("evaluate 3", 3), ("collect 1", 1), ("collect 0", 0)])
-def test_what_is_broken_off_is_given_up(make_run: Any, train: Any, stop: str, step: int) -> None:
+def test_a_resume_repeats_an_aborted_stage(make_run: Any, train: Any, stop: str, step: int) -> None:
     """A resume evaluates and draws again: its place in the data is before the step."""
     script = Script(stop=stop)
     train(make_run(script))
     assert script.events[-3:] == [stop, f"save {step}", "stopped"]
     (*_, state) = script.saved
     assert state.open_step is None
-    assert remaining(state.trainer_state["source"]) == NUM_PROBLEMS - 2 * step
+    assert remaining(state.source) == NUM_PROBLEMS - 2 * step
 
 
 def test_a_stop_within_a_step_keeps_its_rollouts_and_updates(make_run: Any, train: Any) -> None:
@@ -337,44 +331,66 @@ def test_a_stop_within_a_step_keeps_its_rollouts_and_updates(make_run: Any, trai
     assert state.open_step.progress.num_updates == 1
     assert state.open_step.evaluated == {"eval/pass@1": 0.5}
     # Drawn and carried: what the resumed run goes on with.
-    assert remaining(state.trainer_state["source"]) == NUM_PROBLEMS - 2
+    assert remaining(state.source) == NUM_PROBLEMS - 2
     assert state.open_groups[0] == "carried"
 
 
 @pytest.mark.parametrize("stop", ["update 0", "evaluate 3"])
-def test_what_is_given_back_counts_in_its_step_or_the_next(
+def test_discarded_tokens_count_in_their_step_or_the_next(
     make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch, stop: str
 ) -> None:
-    """What was sampled ahead: with the step that a stop has cut in two, or saved for the next."""
+    """Tokens sampled ahead: with the step that a stop has cut in two, or saved for the next."""
     script = Script(stop=stop)
     run = make_run(script)
-    monkeypatch.setattr(run.generation, "give_up", lambda: 7)
+    monkeypatch.setattr(run.generation, "discard_ahead", lambda: 7)
     train(run)
-    (*_, state) = script.saved
-    assert "given_back" not in state.trainer_state, "on-policy the same samples come again"
+    assert not script.saved[-1].num_given_back, "on-policy the same samples come again"
 
     script = Script(stop=stop)
     run = make_run(script)
-    monkeypatch.setattr(run.generation, "give_up", lambda: 7)
-    monkeypatch.setattr(run.generation, "samples_ahead", True)
-    monkeypatch.setattr(run, "_open_step_ahead", lambda: None)
+    monkeypatch.setattr(run.generation, "discard_ahead", lambda: 7)
+    run.state.samples_ahead = True
     train(run)
-    (*_, state) = script.saved
+    state = script.saved[-1]
     name = "rollout/given_back_tokens"
     if state.open_step is not None:
-        assert state.open_step.metrics[name] == 7 and "given_back" not in state.trainer_state
+        assert state.open_step.metrics[name] == 7 and not state.num_given_back
         return
-    assert state.trainer_state["given_back"] == 7
+    assert state.num_given_back == 7
     script = Script()
-    train(make_run(script, position=Position(step=state.step, num_given_back=7)))
+    train(make_run(script, state=State(step=state.step, num_given_back=7)))
     counted = [(step, metrics[name]) for step, metrics in script.logged if name in metrics]
     assert counted == [(state.step, 7)]
+
+
+def test_a_checkpoint_between_steps_holds_the_batch_that_was_sampled_ahead(
+    make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written once that batch is there, and before the first update on it."""
+    script = Script()
+    run = make_run(script)
+    run.state.samples_ahead = True
+    train(run)
+    assert [event for event in script.events if event[:4] in ("coll", "save")] == [
+        *("collect 0", "collect 1", "collect 2", "save 2 ahead", "collect 3", "save 4"),
+    ]
+    ahead, last = script.saved
+    assert last.open_step is None
+    assert [remaining(ahead.source_before), remaining(ahead.source)] == [2, 0]
+    # A stop meanwhile: the batch that is there is kept, in one checkpoint.
+    script = Script(stop="log 1")
+    run = make_run(script)
+    run.state.samples_ahead = True
+    monkeypatch.setattr(run.generation, "has_batch", lambda step: True)
+    monkeypatch.setattr(run.attempt, "patience", lambda _: lambda elapsed_s: False)
+    train(run)
+    assert script.events[-4:] == ["collect 2", "sleep", "save 2 ahead", "stopped"]
 
 
 def test_an_open_step_comes_first_and_is_not_sampled_again(make_run: Any, train: Any) -> None:
     script = Script()
     opened = open_step(1, evaluated={"eval/pass@1": 0.75})
-    train(make_run(script, position=Position(step=3, open_step=opened)))
+    train(make_run(script, state=State(step=3, open_step=opened)))
     assert script.events == [
         *("log 3", "sleep", "update 1", "log 3", "save 4"),
         *("evaluate 4", "log 4", "sleep", "export", "finished"),
@@ -388,8 +404,8 @@ def test_an_open_step_that_is_stopped_again_is_saved_once_more_if_it_went_on(
 ) -> None:
     for stop, expected in (("log 3", []), ("update 0", ["save 3 open"])):
         script, opened = Script(stop=stop), open_step(0, evaluated={"eval/pass@1": 0.75})
-        state = LoadedState(step=3, trainer_state={}, path=Path("x"), open_step=open_step(0))
-        train(make_run(script, position=Position(step=3, open_step=opened), resumed=state))
+        state = State(step=3, open_step=opened)
+        train(make_run(script, state=state, resumed=state))
         assert [event for event in script.events if "save" in event] == expected
         assert script.events[-1] == "stopped"
 
@@ -398,8 +414,8 @@ def test_a_run_with_more_steps_done_than_it_has_trains_and_exports_nothing(
     make_run: Any, train: Any
 ) -> None:
     script = Script()
-    state = LoadedState(step=NUM_STEPS + 1, trainer_state={}, path=Path("x"))
-    train(make_run(script, position=Position(step=NUM_STEPS + 1), resumed=state))
+    state = State(step=NUM_STEPS + 1)
+    train(make_run(script, state=state, resumed=state))
     assert script.events == ["stopped"]
 
 
@@ -418,16 +434,6 @@ def test_any_other_error_passes_and_nothing_is_written(make_run: Any, train: Any
     with pytest.raises(ZeroDivisionError):
         train(run)
     assert script.events == ["evaluate 0"]
-
-
-def test_a_finished_run_says_so_and_has_no_steps(
-    train: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    script = Script()
-    with caplog.at_level("INFO"):
-        train(FinishedRun(make_config(tmp_path), cast(Any, ScriptedAttempt(script))))
-    assert script.events == ["finished"]
-    assert f"all {NUM_STEPS} steps are done" in caplog.text
 
 
 @pytest.mark.parametrize("is_generation", [False, True])
@@ -458,15 +464,19 @@ def test_a_batch_is_not_waited_for_where_the_time_is_up(
     """That of a checkpoint, sampled ahead: the job would end meanwhile."""
     script = Script(stop="log 1")
     run = make_run(script)
-    monkeypatch.setattr(run.generation, "samples_ahead", True)
+    run.state.samples_ahead = True
     train(run)
     assert script.events[-3:] == ["log 1", "save 2", "stopped"]
 
 
-def test_what_is_finished_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_finished_run_says_so_and_builds_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Rank 0 looks, for all: peers may see an older state of the disk."""
     mark_finished(tmp_path, num_steps=NUM_STEPS)
-    attempt = cast(Any, ScriptedAttempt(Script()))
+    script = Script()
+    attempt = cast(Any, ScriptedAttempt(script))
+    monkeypatch.setattr(program, "check_before_imports", lambda *_, **__: None)
     monkeypatch.setattr(start, "check_inputs", lambda _: None)
     for rank, answer in ((0, True), (1, False)):
         agreed: list[bool] = []
@@ -474,8 +484,10 @@ def test_what_is_finished_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path
         world = SimpleNamespace(rank=rank, bridge=None)
         attempt.leads = rank == 0
         monkeypatch.setattr(start, "join", lambda *_, world=world: (world, attempt))
-        assert isinstance(Run.start(make_config(tmp_path)), FinishedRun)
-        assert agreed == [answer]
+        with caplog.at_level("INFO"):
+            program.train(make_config(tmp_path))
+        assert agreed == [answer] and script.events.pop() == "finished"
+        assert f"all {NUM_STEPS} steps are done" in caplog.text
 
 
 def test_two_sides_hear_of_each_other_from_their_meeting_on(
@@ -494,63 +506,35 @@ def test_two_sides_hear_of_each_other_from_their_meeting_on(
 
 
 def resume(
-    config: Config, monkeypatch: pytest.MonkeyPatch, loaded: LoadedState | None, *, rank: int = 0
-) -> tuple[Position, PromptSource]:
+    config: Config, monkeypatch: pytest.MonkeyPatch, loaded: State | None, *, rank: int = 0
+) -> PromptSource:
     monkeypatch.setattr(start.checkpoint, "load_latest", lambda *_, **__: loaded)
     policy = cast(Any, SimpleNamespace(groups=SimpleNamespace(rank=rank)))
     source = PromptSource(PROBLEMS, seed=0)
     attempt = cast(Any, ScriptedAttempt(Script()))
-    position, resumed = start.resume(config, policy, source, attempt, Stopwatch())
-    assert resumed is loaded
-    return position, source
-
-
-def checkpointed(**fields: Any) -> LoadedState:
-    """What a checkpoint after step 3 holds."""
-    source = PromptSource(PROBLEMS, seed=0)
-    source.next_batch(4)
-    state = {"source": source.state_dict(), "window": [[(1, 2.0, 0.5, 0.25)] * 3]}
-    return LoadedState(step=3, trainer_state=state, path=Path("x"), **fields)
+    assert start.resume(config, policy, source, attempt, Stopwatch()) is loaded
+    return source
 
 
 def test_a_run_begins_at_step_0_and_leaves_its_config(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = make_config(tmp_path)
-    position, source = resume(config, monkeypatch, None, rank=1)
+    resume(config, monkeypatch, None, rank=1)
     assert not any(tmp_path.iterdir()), "rank 0 writes"
-    position, source = resume(config, monkeypatch, None)
-    assert (position.step, position.open_step) == (0, None)
+    source = resume(config, monkeypatch, None)
     assert remaining(source.state_dict()) == NUM_PROBLEMS
     assert load_config(tmp_path / "config.toml") == config
 
 
-def test_a_resumed_run_goes_on_where_it_was(
+def test_a_resumed_run_draws_on_from_its_data_position(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    config = make_config(tmp_path)
-    position, source = resume(config, monkeypatch, checkpointed())
-    assert position.step == 3
+    drawn = PromptSource(PROBLEMS, seed=0)
+    drawn.next_batch(4)
+    state = State(step=3, source=drawn.state_dict())
+    source = resume(make_config(tmp_path), monkeypatch, state)
     assert remaining(source.state_dict()) == NUM_PROBLEMS - 4
-    assert len(position.window.state_dict()) == 1
-    # The rest of an open step was sampled by the run before; the next is this one's first.
-    opened = open_step(1)
-    position, _ = resume(config, monkeypatch, checkpointed(open_step=opened))
-    assert (position.step, position.open_step) == (3, opened)
-    # What was sampled ahead was so by other weights; where it is drawn on from is after it.
-    after = PromptSource(PROBLEMS, seed=0)
-    after.next_batch(6)
-    kept = Ahead(open_step(0), after.state_dict())
-    given_back = checkpointed(ahead=kept)
-    cast(Any, given_back.trainer_state)["given_back"] = 7
-    position, source = resume(config, monkeypatch, given_back)
-    assert position.step == 3
-    assert position.open_step is kept.open_step and position.num_given_back == 7
-    assert remaining(source.state_dict()) == NUM_PROBLEMS - 6
-    assert remaining(position.source_before) == NUM_PROBLEMS - 4
-    # The window looks back on steps under one objective.
-    position, _ = resume(config, monkeypatch, checkpointed(changes_objective=True))
-    assert position.window.state_dict() == []
 
 
 @pytest.fixture

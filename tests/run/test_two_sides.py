@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,20 +27,22 @@ from torch import Tensor
 from gapo_megatron.clock import Stopwatch
 from gapo_megatron.config import Config, parse_config
 from gapo_megatron.data.source import PromptSource
+from gapo_megatron.learn.plan import plan_step
 from gapo_megatron.objective import make_batch
 from gapo_megatron.rewards import Pool
 from gapo_megatron.rollout.engine import Request
 from gapo_megatron.rollout.replicas import Replicas
-from gapo_megatron.rollout.rollouter import Rollouter
+from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import generation_ranks as module
 from gapo_megatron.run import generation_side, process_group
 from gapo_megatron.run.attempt import Attempt
 from gapo_megatron.run.fail_fast import fail_fast
 from gapo_megatron.run.generation_ranks import GenerationRanks
 from gapo_megatron.run.generation_side import GenerationSide
-from gapo_megatron.run.orders import STOP, Order
+from gapo_megatron.run.orders import STOP
 from gapo_megatron.run.process_group import World
-from gapo_megatron.types import Prompt, Sequences
+from gapo_megatron.run.start import build_rollouter
+from gapo_megatron.types import Prompt
 from tests.attempt_setup import make_attempt
 from tests.dist import rank_context, run_sides
 from tests.scripted_engine import ScriptedEngine, place_of
@@ -94,6 +97,7 @@ def serve(
     replicas = Replicas.create(1, gloo_group=world.gloo_group)
     engine = ScriptedEngine(script, replicas=replicas, before_step=lambda: before_step(engine))
     source = PromptSource(PROBLEMS, seed=0)
+    inputs = cast(Any, SimpleNamespace(source=source, tokenizer=Tokenizer()))
     pool = Pool("tests.reward_setup", num_workers=1, timeout_s=HANG_S)
     side = GenerationSide(
         config=config,
@@ -102,7 +106,7 @@ def serve(
         held_out=[],
         attempt=attempt,
         engine=engine,
-        rollouter=Rollouter(engine, source, pool, cast(Any, Tokenizer()), config),
+        rollouter=build_rollouter(config, inputs, engine, pool),
         pool=pool,
         is_first=world.rank == 0,
     )
@@ -114,7 +118,7 @@ def order(world: World, config: Config, attempt: Attempt) -> GenerationRanks:
     """The end of a trainer whose log-probs are the scripted engine's."""
     assert world.bridge is not None
     cast(Any, module).score_probe = lambda policy, probe, group: [
-        np.full(len(ids), -1.0, np.float32) for ids in probe.response_ids
+        np.full(len(ids), -1.0, np.float32) for ids in probe.response_ids.values()
     ]
 
     def weights() -> Iterator[tuple[str, Tensor]]:
@@ -140,8 +144,8 @@ def order(world: World, config: Config, attempt: Attempt) -> GenerationRanks:
     )
 
 
-def probe() -> Sequences:
-    return Sequences([np.array([2], np.int32)], [np.array([3, 4], np.int32)])
+def probe() -> Rollouts:
+    return Rollouts.of([np.array([2], np.int32)], [np.array([3, 4], np.int32)])
 
 
 def train(
@@ -169,21 +173,27 @@ def train(
     generation.sync(probe(), policy_version=0)
     seen = []
     for step in range(until):
-        collected = generation.collect(step)
-        assert collected is not None
-        facts = collected.facts
-        batch = generation.bring_tokens(make_batch(facts, config.objective.resolve()))
+        rollouts = generation.collect(step)
+        assert rollouts is not None
+        batch = make_batch(rollouts, config.objective.resolve())
+        plan = plan_step(
+            batch,
+            config.batch,
+            needs_every_sequence=config.objective.needs_every_sequence,
+            data_parallel_size=world.world_size,
+        )
+        batch = generation.bring_tokens(replace(batch, plan=plan))
         at_step()
-        mine = np.flatnonzero(batch.facts.holder == world.rank)
-        responses = {int(i): batch.response_ids[i].tolist() for i in mine}
-        seen.append((facts.to_bytes(), responses, generation.source_state))
+        mine = np.flatnonzero(batch.table["holder"] == world.rank).tolist()
+        responses = {row: batch.response_ids[row].tolist() for row in mine}
+        seen.append((rollouts.table.tobytes(), responses, generation.source_state))
         # A run that is ahead stops within its last step.
         if step + 1 < until or not config.rollout.max_staleness:
             generation.sync(probe(), policy_version=step + 1)
             generation.sample_ahead()
     before_stop()
-    given_back = generation.give_up()
-    generation._order(Order("end"))
+    given_back = generation.discard_ahead()
+    generation.close()
     return seen, given_back
 
 
@@ -203,13 +213,15 @@ def stop_while_one_is_sampled(world: World, folder: Path, max_staleness: int) ->
             bridge.wait(partial(bridge.mail.look, name), alive=lambda: None)
 
     config = make_config(folder, max_staleness=max_staleness)
-    return train(
+    account = train(
         world,
         config,
         until=3,
         before_decoding=wait_for_the_stop,
         before_stop=wait_for_the_fourth,
     )
+    cast(Any, bridge).close = lambda: None  # both sides have ended: `run_sides` need not
+    return account
 
 
 @pytest.mark.parametrize(("max_staleness", "versions"), [(0, [0, 1, 2]), (1, [0, 0, 1])])
@@ -221,13 +233,13 @@ def test_every_trainer_learns_from_its_share_of_what_the_others_sampled(
     (seen, given_back), (other, also), *sampled = accounts
     source, names, num_learned = PromptSource(PROBLEMS, seed=0), list[str](), 0
     for step, version in enumerate(versions):
-        (facts, mine, state), (same, theirs, same_state) = seen[step], other[step]
+        (table, mine, state), (same, theirs, same_state) = seen[step], other[step]
         prompts = source.next_batch(4)
         places = [(prompt.id, sample) for prompt in prompts for sample in range(2)]
         expected = [response(*place, version=version) for place in places]
         assert [value for _, value in sorted((mine | theirs).items())] == expected
         assert mine and theirs and not {*mine} & {*theirs}
-        assert facts == same and state == same_state == source.state_dict()
+        assert table == same and state == same_state == source.state_dict()
         names += [f"{problem}/{sample}" for problem, sample in places]
         num_learned += sum(map(len, expected))
     (asked, num_tokens), (also_asked, more_tokens) = sampled
@@ -243,7 +255,7 @@ def train_beside_a_stranger(world: World, folder: Path, name: str) -> Any:
 
     def forge(engine: ScriptedEngine) -> None:
         stranger = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
-        stranger.set(f"gapo_megatron_mail/{name}", '{"is_broken_off": true, "num_tokens": 0}')
+        stranger.set(f"gapo_megatron_mail/{name}", '{"is_aborted": true, "num_tokens": 0}')
         if name != STOP:  # the true answer would replace it
             threading.Event().wait()
 

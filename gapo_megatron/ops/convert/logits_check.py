@@ -33,7 +33,7 @@ from gapo_megatron.policy import destroy, initialize
 from gapo_megatron.policy.load import find_weights, load_weights
 from gapo_megatron.policy.logits import logits
 from gapo_megatron.policy.model import build_model, read_hf_config
-from gapo_megatron.types import Sequences
+from gapo_megatron.rollouts import Rollouts
 
 TOLERANCE = 1e-4
 """Largest difference that passes, as a share of the largest logit.
@@ -202,9 +202,9 @@ def _round(model: nn.Module, dtype: torch.dtype | None) -> None:
             parameter.copy_(parameter.to(dtype))
 
 
-def _to_pack(sequences: list[Tensor]) -> Sequences:
+def _to_pack(sequences: list[Tensor]) -> Rollouts:
     """Prompts of one token; the last token of a response is never fed, so each gets one more."""
-    return Sequences(
+    return Rollouts.of(
         prompt_ids=[ids[:1].numpy() for ids in sequences],
         response_ids=[np.append(ids[1:].numpy(), 0) for ids in sequences],
     )

@@ -30,8 +30,8 @@ from gapo_megatron.models.tables import rules_for
 from gapo_megatron.ops.plan.fit import fits
 from gapo_megatron.ops.plan.hardware import GPUS
 from gapo_megatron.ops.sides import Sides, schedule
+from gapo_megatron.rollouts import Rollouts
 from gapo_megatron.run import process_group
-from gapo_megatron.types import Sequences
 
 # Of one layer, with sizes that every kernel takes.
 _MODEL = {
@@ -220,9 +220,9 @@ def _memory(settings: Config, world_size: int, ranks_per_node: int | None) -> di
     }
 
 
-def _sequences(count: int) -> Sequences:
+def _sequences(count: int) -> Rollouts:
     prompt, response = np.split(np.arange(_NUM_TOKENS, dtype=np.int32), [16])
-    return Sequences([prompt] * count, [response] * count)
+    return Rollouts.of([prompt] * count, [response] * count)
 
 
 def _where(cls: type) -> str:

@@ -39,7 +39,8 @@ from gapo_megatron.ops.sides import Sides
 from gapo_megatron.policy import Policy
 from gapo_megatron.policy.model import PolicyModel, read_hf_config
 from gapo_megatron.policy.optimizer import inner_optimizers
-from gapo_megatron.types import Microbatch, Sequences
+from gapo_megatron.rollouts import Rollouts
+from gapo_megatron.types import Microbatch
 
 LEFT_OUT = (
     "Not shown: vLLM and weight sync; Transformer Engine's layers (these are the ones that run "
@@ -141,7 +142,7 @@ def _full_microbatch(config: Config, policy: Policy) -> Microbatch:
         lengths.append(budget % longest)
     prompts = [min(config.data.max_prompt_tokens, length) for length in lengths]
     responses = [length + 1 - prompt for length, prompt in zip(lengths, prompts, strict=True)]
-    sequences = Sequences(
+    sequences = Rollouts.of(
         prompt_ids=[np.zeros(size, dtype=np.int32) for size in prompts],
         response_ids=[np.zeros(size, dtype=np.int32) for size in responses],
     )

@@ -27,5 +27,5 @@ class OneTurn:
 
     def judge(self, episode: Episode) -> tuple[str, str]:
         """The text of the response; one cut off at the token limit has no other rule."""
-        text = self._tokenizer.decode(episode.rollout.token_ids.tolist(), skip_special_tokens=True)
+        text = self._tokenizer.decode(episode.token_ids.tolist(), skip_special_tokens=True)
         return str(text), episode.prompt.answer

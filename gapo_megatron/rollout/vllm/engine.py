@@ -36,7 +36,7 @@ from gapo_megatron.rollout.vllm.requests import (
 )
 from gapo_megatron.rollout.vllm.schedule import Phase, Schedule
 from gapo_megatron.rollout.vllm.weights import reload_weights, verify_bound
-from gapo_megatron.types import Sequences
+from gapo_megatron.rollouts import Rollouts
 
 
 class RolloutEngine:
@@ -135,7 +135,7 @@ class RolloutEngine:
         """Requests that run, and that wait: `Engine.num_requests`."""
         return vllm.queue_lengths(self.llm)
 
-    def score(self, sequences: Sequences) -> list[np.ndarray]:
+    def score(self, rollouts: Rollouts) -> list[np.ndarray]:
         """Log-probs of tokens that are shown: `Engine.score`.
 
         Raises:
@@ -143,8 +143,10 @@ class RolloutEngine:
         """
         self.schedule.require(Phase.GENERATING, "score")
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **TOKENS_ONLY)
-        pairs = zip(sequences.prompt_ids, sequences.response_ids, strict=True)
-        tokens = [np.concatenate(pair).tolist() for pair in pairs]
+        tokens = [
+            np.concatenate([rollouts.prompt_ids[i], rollouts.response_ids[i]]).tolist()
+            for i in range(len(rollouts))
+        ]
         outputs: dict[str, RequestOutput] = {}
         # These requests have no seed: on a GPU vLLM draws one from NumPy's generator.
         with trainer_random_state():
@@ -162,8 +164,8 @@ class RolloutEngine:
             if flat is None or flat.token_ids != ids[1:]:
                 raise RolloutError(f"vLLM scored other tokens than those of sequence {i}")
             scores = np.asarray(flat.logprobs, dtype=np.float32)
-            scores = scores[len(sequences.prompt_ids[i]) - 1 :]
-            scored.append(scores[sequences.is_sampled(i)])
+            scores = scores[len(rollouts.prompt_ids[i]) - 1 :]
+            scored.append(scores[rollouts.is_sampled(i)])
         return scored
 
     def update_weights(

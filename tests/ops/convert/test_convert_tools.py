@@ -36,7 +36,7 @@ from tests.convert_tools_setup import (
 )
 from tests.damage import TRAPS, sign, sign_document, trap_object
 from tests.dist import single_rank
-from tests.distributed.checkpoint_setup import trainer_state
+from tests.distributed.checkpoint_setup import make_state
 from tests.distributed.policy_setup import make_config, read_weights
 from tests.messages import mentions
 
@@ -174,7 +174,7 @@ def run_dir(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         attempt = make_attempt(path)
         checkpoint.save(
             path,
-            checkpoint.State(step=3, trainer_state=trainer_state(3)),
+            make_state(3),
             policy=policy,
             config=config,
             attempt=attempt,

@@ -25,7 +25,7 @@ from gapo_megatron.ops.plan.layout import Layout, most_microbatches
 from gapo_megatron.ops.plan.memory import Memory, block_shape, memory, step_bytes
 from gapo_megatron.ops.plan.state import state_bytes
 from gapo_megatron.policy import Policy
-from gapo_megatron.types import Batch
+from gapo_megatron.rollouts import Rollouts
 from tests.scaling_setup import (
     TINY,
     TINY_EXPERTS,
@@ -42,18 +42,11 @@ from tests.scaling_setup import layout as make_layout
 ALONE, TWO = parallel_of(1, 1), parallel_of(2, 1, sp=True)
 
 
-def full_batch(num_tokens: int) -> Batch:
+def full_batch(num_tokens: int) -> Rollouts:
     """Two sequences of one length that fill a micro-batch, nearly all of it responses."""
-    length, one = num_tokens // 2, torch.ones(2, dtype=torch.int64)
-    return Batch(
-        prompt_ids=[np.zeros(2, dtype=np.int32)] * 2,
-        response_ids=[np.zeros(length - 1, dtype=np.int32)] * 2,
-        rollout_log_probs=[np.zeros(length - 1, dtype=np.float32)] * 2,
-        advantages=one.double(),
-        num_correct=one,
-        group_size=one,
-        valid=one.bool(),
-    )
+    length = num_tokens // 2
+    prompts, responses = ([np.zeros(n, np.int32)] * 2 for n in (2, length - 1))
+    return Rollouts.of(prompts, responses)
 
 
 def measured(policy: Policy, num_tokens: int) -> int:

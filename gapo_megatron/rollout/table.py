@@ -1,0 +1,131 @@
+"""From the episodes of a rank to rows of the table and tokens, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gapo_megatron.errors import RolloutError
+from gapo_megatron.rollouts import Rollouts
+from gapo_megatron.types import Episode, Outcome, Prompt, Verdict
+
+_OUTCOMES = (Outcome.WRONG, Outcome.CORRECT, Outcome.UNKNOWN)
+"""Numbers of the column `outcome`."""
+
+
+def to_rollouts(
+    groups: Sequence[Sequence[Episode]],
+    verdicts: Sequence[Sequence[Verdict]] | None = None,
+    *,
+    problems: Sequence[int] | None = None,
+    policy_version: int = 0,
+    holder: int = 0,
+    judges_truncated: bool = True,
+) -> Rollouts:
+    """Rows and tokens of some groups, group after group.
+
+    Args:
+        groups: k episodes each, judged or open.
+        verdicts: of each episode; None: the groups are open, their outcomes unknown.
+        problems: number of each group's problem in the data; None: 0, 1, ...
+        policy_version: version of the weights that sampled what is not carried.
+        holder: this rank.
+        judges_truncated: False: a truncated response is unknown, whatever its verdict
+            (`reward.truncated`).
+
+    Raises:
+        RolloutError: a judged response is empty, its log-probs or its mask do not match it, or the
+            model sampled none of its tokens; names prompt and rollout.
+    """
+    episodes = [one for group in groups for one in group]
+    if verdicts is None:
+        outcomes = [Outcome.UNKNOWN] * len(episodes)
+    else:
+        for group, judged in zip(groups, verdicts, strict=True):
+            _check_judged(group, judged)
+        outcomes = [verdict.outcome for judged in verdicts for verdict in judged]
+    nothing = np.empty(0, dtype=np.float32)
+    rollouts = Rollouts.of(
+        [np.asarray(one.prompt.token_ids, dtype=np.int32) for one in episodes],
+        [np.asarray(one.token_ids, dtype=np.int32) for one in episodes],
+        [np.asarray(one.log_probs, dtype=np.float32) for one in episodes],
+        carried_log_probs=[
+            nothing if one.carried_log_probs is None else one.carried_log_probs for one in episodes
+        ],
+        response_masks=[one.response_mask for one in episodes],
+    )
+    if not judges_truncated:
+        outcomes = [
+            Outcome.UNKNOWN if one.truncated else outcome
+            for one, outcome in zip(episodes, outcomes, strict=True)
+        ]
+    numbers = range(len(groups)) if problems is None else problems
+    pairs = [*zip(numbers, groups, strict=True)]
+    return rollouts.changed(
+        problem=[number for number, group in pairs for _ in group],
+        sample=[one.sample for one in episodes],
+        oldest_version=[
+            policy_version if one.carried_log_probs is None else one.oldest_version
+            for one in episodes
+        ],
+        is_truncated=[one.truncated for one in episodes],
+        is_finished=[one.finished for one in episodes],
+        outcome=[_OUTCOMES.index(outcome) for outcome in outcomes],
+        holder=holder,
+    )
+
+
+def to_episodes(rollouts: Rollouts, prompts: Sequence[Prompt]) -> list[tuple[Episode, ...]]:
+    """The open groups that `to_rollouts` made rows of.
+
+    Args:
+        rollouts: their tokens are here, by group.
+        prompts: the problem in the data of each group; the tokens that the model sees are those of
+            `rollouts`.
+    """
+    k = rollouts.rollouts_per_prompt
+    groups = []
+    for number, problem in enumerate(prompts):
+        first = number * k
+        prompt_ids = tuple(rollouts.prompt_ids[first].tolist())
+        prompt = Prompt(problem.id, prompt_ids, problem.answer, problem.level)
+        rows = range(first, first + k)
+        groups.append(tuple(_to_episode(rollouts, row, prompt) for row in rows))
+    return groups
+
+
+def _to_episode(rollouts: Rollouts, row: int, prompt: Prompt) -> Episode:
+    facts = rollouts.table[row]
+    is_carried = facts["num_carried_tokens"] > 0
+    return Episode(
+        prompt,
+        int(facts["sample"]),
+        rollouts.response_ids[row],
+        rollouts.rollout_log_probs[row],
+        truncated=bool(facts["is_truncated"]),
+        finished=bool(facts["is_finished"]),
+        response_mask=rollouts.response_masks.get(row),
+        carried_log_probs=rollouts.carried_log_probs[row] if is_carried else None,
+        oldest_version=int(facts["oldest_version"]) if is_carried else 0,
+    )
+
+
+def _check_judged(group: Sequence[Episode], verdicts: Sequence[Verdict]) -> None:
+    assert len(verdicts) == len(group), f"prompt {group[0].prompt.id!r}: verdicts"
+    for one in group:
+        name = f"prompt {one.prompt.id!r}, rollout {one.sample}"
+        assert one.finished, f"{name} is not finished"
+        num_tokens, num_log_probs = len(one.token_ids), len(one.log_probs)
+        if num_tokens == 0 or num_tokens != num_log_probs:
+            raise RolloutError(
+                f"{name}: {num_tokens} response tokens with {num_log_probs} log-probs; a response "
+                "has at least one token (EOS), and each token its log-prob"
+            )
+        mask = one.response_mask
+        if mask is not None and (len(mask) != num_tokens or not mask.any()):
+            raise RolloutError(
+                f"{name}: {num_tokens} response tokens with a response_mask of {len(mask)}, "
+                f"{int(mask.sum())} of them sampled; each token has its place in the mask, and the "
+                "model sampled at least one"
+            )

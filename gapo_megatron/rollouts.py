@@ -1,0 +1,276 @@
+"""The table of a batch: a row for each response, the same on every rank, and the tokens held here.
+
+A row is tens of bytes; tokens and log-probs are held by the ranks that sampled a response or that
+compute it. `take`, `join` and the group operations keep both together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from gapo_megatron.types import Plan
+
+ROW = np.dtype(
+    [
+        ("problem", np.int32),  # number of the problem in the data (`PromptSource.problems`)
+        ("sample", np.int32),  # number of the response within its group, 0..k-1
+        ("num_prompt_tokens", np.int32),
+        ("num_response_tokens", np.int32),  # with those that the environment appended
+        ("num_sampled_tokens", np.int32),  # by the model: the |y_i| of every mean and denominator
+        ("num_carried_tokens", np.int32),  # leading ones, of earlier steps, sampled or appended
+        ("num_carried_sampled", np.int32),  # sampled ones among these
+        ("oldest_version", np.int32),  # policy version that sampled the first token
+        ("is_truncated", np.int32),
+        ("is_finished", np.int32),
+        ("outcome", np.int32),  # 0 wrong, 1 correct, 2 unknown
+        ("holder", np.int32),  # rank, in the channel that tokens travel over, with the tokens
+        ("log_prob_sum", np.float64),  # of the sampled tokens, by the engine
+    ]
+)
+"""Facts of one response. Checkpoints store tables as int32 words of this layout."""
+
+REWARDS = np.array([0.0, 1.0, np.nan])
+"""Reward of each `outcome`; NaN: unknown."""
+
+COLUMNS = {
+    "prompt_ids": np.int32,
+    "response_ids": np.int32,
+    "rollout_log_probs": np.float32,
+    "carried_log_probs": np.float32,
+    "response_masks": np.bool_,
+}
+"""Arrays of a response, in the order in which they travel: see the properties of `Rollouts`."""
+
+Tokens = Mapping[str, Mapping[int, np.ndarray]]
+"""Arrays by column and row."""
+
+
+class LocalArrays(dict[int, np.ndarray]):
+    """Arrays by row; raises KeyError for rows whose tokens are not on this rank."""
+
+    def __missing__(self, row: int) -> np.ndarray:
+        raise KeyError(f"the tokens of sequence {row} are not on this rank")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollouts:
+    """B responses, group after group: the table on every rank, tokens by row where they are held.
+
+    Raises KeyError where an array of a row is read whose tokens are not on this rank.
+    """
+
+    table: np.ndarray
+    """[B] of `ROW`, the same on every rank."""
+    tokens: Tokens = field(default_factory=lambda: {name: LocalArrays() for name in COLUMNS})
+    """Arrays of the rows held here, by column; read them by the properties."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the step that collected them; empty otherwise."""
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Sequence[np.ndarray],
+        response_ids: Sequence[np.ndarray],
+        rollout_log_probs: Sequence[np.ndarray] = (),
+        *,
+        carried_log_probs: Sequence[np.ndarray] = (),
+        response_masks: Sequence[np.ndarray | None] = (),
+    ) -> Rollouts:
+        """Responses with all their tokens here; lengths and sums are counted, other facts are 0.
+
+        Args:
+            prompt_ids: B arrays of int32.
+            response_ids: B arrays of int32.
+            rollout_log_probs: B arrays of float32, or none: sequences that are only scored.
+            carried_log_probs: B arrays of float32, of leading tokens, or none.
+            response_masks: B masks, or none; None: the model sampled every token.
+        """
+        count = len(response_ids)
+        table = np.zeros(count, dtype=ROW)
+        carried = carried_log_probs or [np.empty(0, np.float32)] * count
+        masks = {
+            i: mask for i, mask in enumerate(response_masks) if mask is not None and not mask.all()
+        }
+        table["num_prompt_tokens"] = [len(one) for one in prompt_ids]
+        table["num_response_tokens"] = [len(one) for one in response_ids]
+        table["num_sampled_tokens"] = table["num_response_tokens"]
+        table["num_carried_tokens"] = [len(one) for one in carried]
+        table["num_carried_sampled"] = table["num_carried_tokens"]
+        for i, mask in masks.items():
+            table["num_sampled_tokens"][i] = mask.sum()
+            table["num_carried_sampled"][i] = mask[: len(carried[i])].sum()
+        for i, log_probs in enumerate(rollout_log_probs):
+            sampled = log_probs[masks[i]] if i in masks else log_probs
+            table["log_prob_sum"][i] = np.sum(sampled, dtype=np.float64)
+        columns = (prompt_ids, response_ids, rollout_log_probs, carried)
+        tokens = [*(LocalArrays(enumerate(column)) for column in columns), LocalArrays(masks)]
+        return Rollouts(table, dict(zip(COLUMNS, tokens, strict=True)))
+
+    @classmethod
+    def join(cls, parts: Iterable[Rollouts]) -> Rollouts:
+        """The rows of all parts, in order."""
+        parts = [*parts]
+        table = np.concatenate([np.empty(0, dtype=ROW), *(part.table for part in parts)])
+        firsts = np.cumsum([0, *map(len, parts)]).tolist()
+        tokens = {
+            name: LocalArrays(
+                (first + row, array)
+                for first, part in zip(firsts, parts, strict=False)
+                for row, array in part.tokens[name].items()
+            )
+            for name in COLUMNS
+        }
+        return Rollouts(table, tokens)
+
+    @property
+    def prompt_ids(self) -> Mapping[int, np.ndarray]:
+        """[num_prompt_tokens] int32 of each row held here."""
+        return self.tokens["prompt_ids"]
+
+    @property
+    def response_ids(self) -> Mapping[int, np.ndarray]:
+        """[num_response_tokens] int32, EOS included."""
+        return self.tokens["response_ids"]
+
+    @property
+    def rollout_log_probs(self) -> Mapping[int, np.ndarray]:
+        """[num_response_tokens] float32: the engine's own while sampling; 0 for appended tokens."""
+        return self.tokens["rollout_log_probs"]
+
+    @property
+    def carried_log_probs(self) -> Mapping[int, np.ndarray]:
+        """[num_carried_tokens] float32: the trainer's, at the weights that sampled each token."""
+        return self.tokens["carried_log_probs"]
+
+    @property
+    def response_masks(self) -> Mapping[int, np.ndarray]:
+        """[num_response_tokens] bool: False where the environment appended the token.
+
+        Only of rows that have such tokens; see `is_sampled`.
+        """
+        return self.tokens["response_masks"]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def rows_here(self) -> list[int]:
+        """Numbers of the rows whose tokens are on this rank, ascending."""
+        return sorted(self.response_ids)
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> Rollouts:
+        """These rows, in that order and numbered anew."""
+        numbers = [int(row) for row in rows]
+        tokens = {
+            name: LocalArrays((i, held[row]) for i, row in enumerate(numbers) if row in held)
+            for name, held in self.tokens.items()
+        }
+        return Rollouts(self.table[np.asarray(numbers, dtype=np.int64)], tokens)
+
+    def take_groups(self, groups: Sequence[int]) -> Rollouts:
+        """The rows of these groups, in that order and numbered anew."""
+        return self.take(self.rows_of(groups))
+
+    def changed(self, **facts: Any) -> Self:
+        """A copy with other values in the named columns of the table; tokens are shared."""
+        table = self.table.copy()
+        for name, values in facts.items():
+            table[name] = values
+        return replace(self, table=table)
+
+    def with_tokens(self, tokens: Tokens) -> Self:
+        """A copy that holds these arrays and no others."""
+        held = {name: LocalArrays(tokens[name]) for name in COLUMNS}
+        masks = tokens["response_masks"].items()
+        held["response_masks"] = LocalArrays((row, mask) for row, mask in masks if len(mask))
+        return replace(self, tokens=held)
+
+    def is_sampled(self, row: int) -> np.ndarray:
+        """[num_response_tokens] bool: which tokens of a response held here the model sampled."""
+        if row in self.response_masks:
+            return self.response_masks[row]
+        return np.ones(len(self.response_ids[row]), dtype=bool)
+
+    @property
+    def has_carried(self) -> bool:
+        """Whether earlier steps sampled tokens of any row."""
+        return bool(self.table["num_carried_tokens"].any())
+
+    @property
+    def num_response_tokens(self) -> torch.Tensor:
+        """[B] int64: sampled tokens, the |y_i| of every mean and denominator."""
+        return torch.from_numpy(self.table["num_sampled_tokens"].astype(np.int64))
+
+    @property
+    def num_fed_tokens(self) -> torch.Tensor:
+        """[B] int64: prompt + response - 1; the last response token is predicted, never read."""
+        lengths = self.table["num_prompt_tokens"] + self.table["num_response_tokens"] - 1
+        return torch.from_numpy(lengths.astype(np.int64))
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model sampled, in all rows."""
+        return int(self.table["num_sampled_tokens"].sum(dtype=np.int64))
+
+    @property
+    def rollouts_per_prompt(self) -> int:
+        """Rows of each group; 0 for an empty table. AssertionError: groups differ in size."""
+        sample = self.table["sample"]
+        num_groups = int((sample == 0).sum())
+        if not num_groups:
+            assert not len(self), "groups begin with sample 0"
+            return 0
+        size = len(self) // num_groups
+        if len(self) % num_groups or (sample != np.arange(len(self)) % size).any():
+            sizes = np.diff(np.append(np.flatnonzero(sample == 0), len(self)))
+            raise AssertionError(
+                f"groups must have the same number of rollouts, not {sorted(set(sizes.tolist()))}"
+            )
+        return size
+
+    @property
+    def num_groups(self) -> int:
+        return int((self.table["sample"] == 0).sum())
+
+    @property
+    def problems(self) -> list[int]:
+        """Number in the data of each group's problem."""
+        problems: list[int] = self.table["problem"][self.table["sample"] == 0].tolist()
+        return problems
+
+    def rows_of(self, groups: Sequence[int]) -> list[int]:
+        """Row numbers of these groups, in that order."""
+        size = self.rollouts_per_prompt
+        return [row for group in groups for row in range(group * size, (group + 1) * size)]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """[B] float64: 1 correct, 0 wrong, NaN unknown."""
+        return REWARDS[self.table["outcome"]]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Batch(Rollouts):
+    """The rollouts that a step learns from, with c, k and A, and who computes what.
+
+    Tensors are on the CPU and the same on every rank.
+    """
+
+    advantages: torch.Tensor
+    """[B] float64. Zero for unknown verdicts and for groups with c = 0 or c = k."""
+    num_correct: torch.Tensor
+    """[B] int64: c of the sequence's group, counted over valid rollouts."""
+    group_size: torch.Tensor
+    """[B] int64: k of the sequence's group, counted over valid rollouts (0 if none is valid)."""
+    valid: torch.Tensor
+    """[B] bool: False for unknown verdicts; those leave loss, denominators and metrics."""
+    plan: Plan | None = None
+    """The packing plan (`learn.plan`); None: not planned yet."""
+
+
+__all__ = ["COLUMNS", "REWARDS", "ROW", "Batch", "LocalArrays", "Rollouts"]

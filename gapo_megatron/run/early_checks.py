@@ -1,0 +1,48 @@
+"""Checks of a run that need no torch: they take a blink, before seconds of imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gapo_megatron import rewards
+from gapo_megatron.config import Config
+from gapo_megatron.config.rules import check_paths, input_paths
+from gapo_megatron.hf.folder import check_replaceable, is_marked
+from gapo_megatron.hf.model_folder import check_model_folder
+from gapo_megatron.io.run_folder import check_writable, has_finished
+from gapo_megatron.models.checks import check_shapes
+from gapo_megatron.models.cpu_engine import check_engine_here
+from gapo_megatron.run.metrics import check_sinks
+from gapo_megatron.run.processes import is_first
+from gapo_megatron.run.restart import adopt_export, check_not_lost
+
+
+def check_before_imports(config: Config, *, keep_weights: bool = True) -> None:
+    """Refuse what can be checked without torch; `Run.start` checks the rest.
+
+    Raises:
+        ConfigError: names what cannot be used, is gone, or does not fit the model.
+    """
+    check_paths(config)
+    check_writable(config.run.output_dir, is_first=is_first())
+    check_sinks(config.metrics)
+    rewards.check(config.reward)
+    if keep_weights and is_first():
+        _check_export(config)
+        check_not_lost(config)
+    model = config.model
+    facts = check_model_folder(model.hf_dir, weights=not model.megatron_dir, field="model.hf_dir")
+    check_shapes(facts, config.parallel, model)
+    check_engine_here(facts, field="model.hf_dir", folder=model.hf_dir)
+
+
+def _check_export(config: Config) -> None:
+    """Refuse a run whose exported model would replace anything but the run's last one."""
+    run_dir = Path(config.run.output_dir)
+    export = run_dir / "hf"
+    adopt_export(run_dir)
+    # A version that did not mark it made it, if the run was finished.
+    is_ours = is_marked(export, made_by="train", or_unmarked=has_finished(run_dir))
+    check_replaceable(
+        export, field="run.output_dir/hf", inputs=input_paths(config), is_ours=is_ours
+    )

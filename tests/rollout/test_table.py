@@ -1,0 +1,92 @@
+"""From episodes to rows of the table, and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gapo_megatron.errors import RolloutError
+from gapo_megatron.rollout.table import to_episodes, to_rollouts
+from gapo_megatron.types import Episode, Prompt
+from tests.batches import make_rollouts, random_rollouts
+
+
+def test_a_row_has_the_facts_of_its_response() -> None:
+    rollouts = random_rollouts(5, 4, problems=[9, 1, 70_000, 3], policy_version=11, holder=2)
+    table = rollouts.table
+    assert rollouts.problems == [9, 1, 70_000, 3] and rollouts.rollouts_per_prompt == 3
+    assert table["sample"].tolist() == [0, 1, 2] * 4
+    assert table["oldest_version"].tolist() == [11, 3, 11] * 4
+    assert table["outcome"].tolist() == [1, 0, 2] * 4
+    assert {*table["holder"].tolist()} == {2} and table["is_finished"].all()
+    for row in range(12):
+        log_probs, is_sampled = rollouts.rollout_log_probs[row], rollouts.is_sampled(row)
+        num_carried = len(rollouts.carried_log_probs[row])
+        facts = table[row]
+        assert facts["num_prompt_tokens"] == len(rollouts.prompt_ids[row])
+        assert facts["num_response_tokens"] == len(rollouts.response_ids[row]) == len(is_sampled)
+        assert facts["num_sampled_tokens"] == is_sampled.sum()
+        assert facts["num_carried_tokens"] == num_carried
+        assert facts["num_carried_sampled"] == is_sampled[:num_carried].sum()
+        assert facts["log_prob_sum"] == log_probs[is_sampled].sum(dtype=np.float64)
+    assert {*rollouts.response_masks} == {2, 5, 8, 11} and rollouts.has_carried
+
+
+@pytest.mark.parametrize(("judges_truncated", "outcomes"), [(True, [1, 0]), (False, [1, 2])])
+def test_a_truncated_response_may_be_unknown(judges_truncated: bool, outcomes: list[int]) -> None:
+    one = Episode(Prompt("p", (1,), ""), 0, np.ones(2, np.int32), np.ones(2, np.float32))
+    groups = [(one, replace(one, sample=1, truncated=True))]
+    rollouts = make_rollouts(groups, ["cw"], judges_truncated=judges_truncated)
+    assert rollouts.table["outcome"].tolist() == outcomes
+    assert rollouts.table["is_truncated"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("num_log_probs", "mask", "named"),
+    [
+        (3, [True, False], "response_mask of 2"),
+        (3, [False, False, False], "response_mask of 3, 0 of them"),
+        (2, [True, False, True], "3 response tokens with 2 log-probs"),
+    ],
+)
+def test_a_response_that_does_not_fit_itself_is_named(
+    num_log_probs: int, mask: list[bool], named: str
+) -> None:
+    """Before anything is counted by its mask."""
+    log_probs = np.ones(num_log_probs, np.float32)
+    one = Episode(
+        Prompt("p", (1,), ""), 0, np.ones(3, np.int32), log_probs, response_mask=np.array(mask)
+    )
+    with pytest.raises(RolloutError, match=rf"'p', rollout 0\b.*{named}"):
+        make_rollouts([(one,)], ["c"])
+
+
+def test_an_open_group_comes_back_as_it_was() -> None:
+    """Finished or not, begun or not, with carried tokens and with a mask; its outcome is open."""
+    prompt = Prompt("p", (1, 2, 3), "the answer", "hard")
+    ids, log_probs = np.array([4, 5, 6], np.int32), -np.ones(3, np.float32)
+    mask = np.array([True, False, True])
+    done = Episode(prompt, 0, ids, log_probs, truncated=True)
+    unfinished = Episode(prompt, 1, ids, log_probs, finished=False, response_mask=mask)
+    both = replace(
+        unfinished, sample=2, carried_log_probs=np.array([-0.5, 0], np.float32), oldest_version=3
+    )
+    not_begun = Episode(prompt, 3, ids[:0], log_probs[:0], finished=False)
+    group = (done, unfinished, both, not_begun)
+    rollouts = to_rollouts([group], policy_version=7)
+    assert np.isnan(rollouts.rewards).all()
+    # The data has the problem, and what the model has read first may be other tokens.
+    (found,) = to_episodes(rollouts, [replace(prompt, token_ids=(9,))])
+    for one, expected in zip(found, group, strict=True):
+        assert (one.prompt, one.sample) == (prompt, expected.sample)
+        assert one.token_ids.tolist() == expected.token_ids.tolist()
+        assert one.log_probs.tolist() == expected.log_probs.tolist()
+        assert (one.truncated, one.finished) == (expected.truncated, expected.finished)
+        assert (one.response_mask is None) == (expected.response_mask is None)
+        assert one.is_sampled.tolist() == expected.is_sampled.tolist()
+        assert one.oldest_version == expected.oldest_version
+        assert (one.carried_log_probs is None) == (expected.carried_log_probs is None)
+    assert found[2].carried_log_probs is not None
+    assert found[2].carried_log_probs.tolist() == [-0.5, 0]

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import subprocess
 import tomllib
 from pathlib import Path
@@ -101,6 +102,12 @@ def test_settings_named_in_documents_exist() -> None:
         if section in known and key not in {*known[section], "jsonl"}  # metrics.jsonl is a file
     ]
     assert not wrong
+
+
+def test_the_configuration_reference_is_current() -> None:
+    tool = runpy.run_path(str(ROOT / "tools/configuration.py"))
+    written = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    assert written == tool["document"](), "run tools/configuration.py"
 
 
 def _needs_arguments(script: Path) -> bool:

@@ -63,7 +63,7 @@ class ParallelConfig(Section):
     """Layers of the last pipeline rank, which also holds the output layer. Unset: an even share."""
     context_parallel_size: Count = 1
     """Ranks that share each sequence, for sequences too long for one rank. Saves memory only with
-    Transformer Engine's attention: the one without it gathers all keys and values on every rank."""
+    Transformer Engine's attention; without it every rank gathers all keys and values."""
     expert_model_parallel_size: Count = 1
     """Ranks that share a layer's experts, out of the tensor, context and data-parallel ranks."""
     sequence_parallel: bool = False

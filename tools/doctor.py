@@ -83,7 +83,8 @@ def _print(findings: Sequence[Finding]) -> None:
             table.add_row("", "", f"[dim]-> {escape(finding.advice)}[/]")
     console.print(table)
     warned, failed = (sum(f.status == status for f in findings) for status in ("warn", "fail"))
-    console.print(f"{len(findings)} checks: {failed} failed, {warned} warnings")
+    warnings = "1 warning" if warned == 1 else f"{warned} warnings"
+    console.print(f"{len(findings)} checks: {failed} failed, {warnings}")
 
 
 if __name__ == "__main__":

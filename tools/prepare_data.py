@@ -126,7 +126,7 @@ def _show(counts: Counts, held_out: HeldOut | None, arguments: argparse.Namespac
     if len(levels) < len(counts.levels):
         lines["levels"] = f"{len(counts.levels)}, listed in manifest.json"
     if counts.contradictory_texts:
-        lines["contradictory"] = f"{counts.contradictory_texts:,} problems with several answers"
+        lines["contradictory"] = f"problems with several answers: {counts.contradictory_texts:,}"
     if counts.benchmarks:
         lines["held out"] = ", ".join(f"{n} of {name}" for name, n in counts.benchmarks.items())
     if counts.dropped:

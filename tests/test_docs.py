@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import subprocess
 import tomllib
 from pathlib import Path
@@ -98,9 +99,15 @@ def test_settings_named_in_documents_exist() -> None:
         f"{name_of(path)}: {section}.{key}"
         for path in DOCUMENTS
         for section, key in named.findall(path.read_text(encoding="utf-8"))
-        if section in known and key not in {*known[section], "jsonl"}  # metrics.jsonl is a file
+        if section in known and key not in {*known[section], "jsonl", "pt"}  # of file names
     ]
     assert not wrong
+
+
+def test_the_configuration_reference_is_current() -> None:
+    tool = runpy.run_path(str(ROOT / "tools/configuration.py"))
+    written = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    assert written == tool["document"](), "run tools/configuration.py"
 
 
 def _needs_arguments(script: Path) -> bool:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Convert a Hugging Face model folder to a Megatron-core checkpoint, to be loaded in any layout.
+"""Convert a Hugging Face model folder to a Megatron-core checkpoint that loads in any layout.
 
-Before a byte is written, config.json must agree with the weights, every tensor must have one place
-in the model, and there must be space. Before the output appears under its name, every tensor is
-accounted for on both sides, a sample of them (or all) is read back and must be equal bit for bit,
-and both folders must give the same logits, if the model fits into memory. No GPU is needed.
+Before anything is written, config.json must agree with the weights, every tensor must have exactly
+one place in the model, and the disk must have space. The output appears only if every tensor is
+accounted for on both sides, a sample of them (or all) is equal bit for bit when read back, and both
+folders give the same logits (checked if the model fits into memory). No GPU is needed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Convert a Megatron-core checkpoint of any layout to a Hugging Face model folder.
 
-Takes what convert_hf_to_megatron.py makes, a training run of this project (its newest step, or the
-checkpoints/step_* that is named), and Megatron-LM's folders of the format torch_dist; optimizer
-state is left alone. What is checked, before and after, is what the other tool checks; also what the
-checkpoint states of its model must be what config.json says. No GPU is needed.
+Reads the output of convert_hf_to_megatron.py, a run folder of this project (its newest checkpoint,
+or the checkpoints/step_* given), and Megatron-LM checkpoints of the format torch_dist, without the
+optimizer state. Checks the same as the other tool, and that the checkpoint's record of its model
+agrees with config.json. No GPU is needed.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ OTHERS = {
     "gspo_asym": "whose clip bounds are the same for every c",
     "gapo": "whose upper clip bound depends on c",
 }
-"""The methods that the demo offers to compare with: gapo, and for gapo the other one."""
+"""Methods that the demo suggests to compare with."""
 
 console = Console()
 
@@ -83,22 +83,26 @@ def _parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--config", default="configs/demo.toml", help="default: %(default)s")
     parser.add_argument(
-        "--seed", type=_seeds, default=[0], metavar="N[,N...]", help="one run each (default: 0)"
+        "--seed",
+        type=_seeds,
+        default=[0],
+        metavar="N[,N...]",
+        help="seeds, one run each (default: 0)",
     )
     parser.add_argument("--world-size", type=int, default=1, help="ranks (processes)")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel ranks")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size")
     parser.add_argument(
         "--prepare",
         action="store_true",
-        help="only make the task and the warm start, in the folders that the config names, unless "
-        "they exist (slurm/gapo_demo.sbatch)",
+        help="only make the task and the warm start, in the config's folders, unless they exist "
+        "(for slurm/gapo_demo.sbatch)",
     )
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="section.key=value",
-        help="settings for the warm start and for training",
+        help="settings for the warm start and the training",
     )
     return parser.parse_intermixed_args(command_line)
 
@@ -120,7 +124,7 @@ def _settings(arguments: argparse.Namespace, seed: int) -> list[str]:
     marks = {"seed": seed, "ranks": arguments.world_size, "tp": arguments.tp, "pp": arguments.pp}
     usual = {"seed": 0, "ranks": 1, "tp": 1, "pp": 1}
     suffix = "".join(f"_{key}{value}" for key, value in marks.items() if value != usual[key])
-    # Other settings are another run: it must not continue this one.
+    # A run with other settings must not continue this one.
     others = [one for one in arguments.overrides if not one.startswith(METHOD)]
     if others != arguments.overrides:
         suffix += f"_{config.objective.method}"
@@ -153,12 +157,12 @@ def _run_seed(arguments: argparse.Namespace, config: Config, settings: Sequence[
 
 
 def _prepare(arguments: argparse.Namespace, config: Config, settings: Sequence[str]) -> None:
-    """Make what the training starts from, unless it is there."""
+    """Make the task and the warm-started model, unless they exist."""
     start = time.monotonic()
     _stage("1/3 task, tokenizer and random model", start)
     _say(f"output folder: {config.run.output_dir}")
     if (Path(config.model.hf_dir) / "config.json").exists():
-        _say(f"{config.model.hf_dir} exists: using it, without the steps 1 and 2")
+        _say(f"{config.model.hf_dir} exists: skipping steps 1 and 2")
         return
     _write_task(config)
     _stage("2/3 warm start: supervised training", start)
@@ -171,7 +175,7 @@ def _stage(title: str, start: float) -> None:
 
 
 def _say(text: str) -> None:
-    """A line as it is: paths and commands stay whole, for copying."""
+    """Print a line without wrapping or markup, so that paths and commands can be copied."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -203,7 +207,7 @@ def _write_task(config: Config) -> None:
         demo_task.training_texts([row for _, row in rows]), initial
     )
     demo_task.write_initial_model(tokenizer, initial, seed=config.run.seed)
-    _say("Four examples of the warm start: a problem, then its running sums. Some sums are wrong.")
+    _say("Four training examples of the warm start; some of the running sums are wrong.")
     for _, row in rows[:4]:
         _say(f"  {row['prompt']} {row['response']}")
 
@@ -340,7 +344,7 @@ def _show_next(arguments: argparse.Namespace, folders: Sequence[Path]) -> None:
 
 
 def _options(arguments: argparse.Namespace) -> list[str]:
-    """The options that are not the defaults."""
+    """Command-line options that differ from the defaults."""
     given, usual = vars(arguments), vars(_parse([]))
     words = []
     for key in ("config", "seed", "world_size", "tp", "pp"):
@@ -351,7 +355,7 @@ def _options(arguments: argparse.Namespace) -> list[str]:
 
 
 def _command(tool: str, *words: str) -> str:
-    """A command line that runs one of our tools from here."""
+    """A command line that runs one of the tools from the working directory."""
     paths = (Path(sys.executable), REPOSITORY / "tools" / f"{tool}.py")
     here = Path.cwd()
     shown = (path.relative_to(here) if path.is_relative_to(here) else path for path in paths)

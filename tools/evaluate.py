@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Evaluate a model on the paper's benchmarks, or set evaluations beside each other.
+"""Evaluate a model on the paper's benchmarks, or compare evaluations.
 
-Samples with the engine and judges with the verifiers of the training. Several ranks share the work
-when started as the training is (torchrun, srun). What is sampled and judged is kept in --output:
-the same command continues where it was stopped. docs/evaluation.md says what the figures mean.
+Uses the engine and the verifiers of training. Started by torchrun or srun, several ranks share the
+work. Samples and verdicts are kept in --output: after an interruption the same command continues.
+docs/evaluation.md explains the figures.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 console = Console()
 
 Remaining = dict[tuple[str, int], list[str]]
-"""Benchmark and seed -> ids of the problems that are not kept yet."""
+"""Benchmark and seed -> ids of the problems without stored samples."""
 
 
 def main() -> int:
@@ -108,8 +108,8 @@ def _evaluate(arguments: argparse.Namespace, settings: dict[str, Setting]) -> No
 def _warn_of_template(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.chat_template and not arguments.chat_template:
         print(
-            "warning: the tokenizer has a chat template and --chat-template is not given: prompts "
-            "go without it; give it where data.chat_template was true in training",
+            "warning: the tokenizer has a chat template, but --chat-template is not given; give it "
+            "if data.chat_template was true in training",
             file=sys.stderr,
         )
 
@@ -123,7 +123,7 @@ def _sample(
     tokenizer: PreTrainedTokenizerBase,
     world: World,
 ) -> None:
-    """Build the engine, and sample what is not kept yet."""
+    """Build the engine, and sample the remaining problems."""
     from gapo_megatron import rewards
     from gapo_megatron.evaluate.benchmark import sample_task
     from gapo_megatron.policy.model import read_hf_config
@@ -157,7 +157,7 @@ def _report(
     tasks: Sequence[Task],
     digests: dict[str, str],
 ) -> None:
-    """Write results.json, .md, .tex and solve_rates.png of everything that is kept whole."""
+    """Write results.json, .md, .tex and solve_rates.png of all complete benchmarks and seeds."""
     from gapo_megatron.evaluate.heat_map import draw_solve_rates
     from gapo_megatron.evaluate.results import collect, write_results
     from gapo_megatron.evaluate.tables import results_tables, title
@@ -195,7 +195,7 @@ def _report(
 
 
 def _compare(arguments: argparse.Namespace, settings: dict[str, Setting]) -> None:
-    """Print the tables; with --output write them too, and the picture."""
+    """Print the tables; with --output also write them and the picture."""
     from gapo_megatron.evaluate.compare import Method, compare
     from gapo_megatron.evaluate.heat_map import draw_solve_rates
     from gapo_megatron.evaluate.tables import title
@@ -229,7 +229,7 @@ def _write_tables(tables: Sequence[Table], path: Path) -> None:
 
 
 def _sampling(arguments: argparse.Namespace, settings: dict[str, Setting]) -> Sampling:
-    """The paper's setting, if one is named, with what the command line says otherwise."""
+    """The paper's setting, if one is named, with the command line's values in place of its own."""
     given = {
         field.name: getattr(arguments, field.name)
         for field in dataclasses.fields(Sampling)
@@ -240,12 +240,12 @@ def _sampling(arguments: argparse.Namespace, settings: dict[str, Setting]) -> Sa
     given = {"temperature": 1.0, "top_p": 1.0} | given
     for name in ("num_samples", "max_response_tokens"):
         if name not in given:
-            raise ConfigError(f"--{name.replace('_', '-')} is needed where no --setting gives it")
+            raise ConfigError(f"give --{name.replace('_', '-')}, or a --setting that has it")
     return Sampling(**given)
 
 
 def _config(arguments: argparse.Namespace, sampling: Sampling) -> Config:
-    """What the engine reads of a run's config; nothing is trained."""
+    """A config for the engine alone; nothing is trained."""
     from gapo_megatron.config import parse_config
 
     longest = arguments.max_prompt_tokens + sampling.max_response_tokens
@@ -280,7 +280,7 @@ def _config(arguments: argparse.Namespace, sampling: Sampling) -> Config:
 def _keep_settings(
     arguments: argparse.Namespace, sampling: Sampling, digests: dict[str, str]
 ) -> None:
-    """Make sure that samples of other weights, prompts or settings do not mix with those there."""
+    """Refuse to mix samples of different weights, prompts or settings in one folder."""
     from gapo_megatron.hf.model_folder import TOKENIZER_FILES
 
     is_ours = (arguments.output / "settings.json").exists()  # `keep_settings` looks at it
@@ -288,7 +288,7 @@ def _keep_settings(
     check_overwritable(arguments.output, names, field="--output", is_ours=is_ours)
     folder, model = Path(arguments.model), hashlib.sha256()
     if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"--model {folder}: holds no .safetensors, whose weights are evaluated")
+        raise ConfigError(f"--model {folder}: has no .safetensors files")
     # The weights, the end tokens, and the tokenizer with its template.
     kinds = ("*.safetensors", "*.json", "*.jinja", *TOKENIZER_FILES)
     for path in sorted({path for kind in kinds for path in folder.glob(kind)}):
@@ -307,7 +307,7 @@ def _keep_settings(
 
 
 def _remaining(arguments: argparse.Namespace, tasks: Sequence[Task]) -> Remaining:
-    """What is to be sampled; verdicts of other verifiers must not mix with those there."""
+    """Problems left to sample; refuses to mix verdicts of different verifiers in one folder."""
     remaining = {
         (task.benchmark.name, seed): task.remaining(arguments.output, seed)
         for task in tasks
@@ -331,7 +331,7 @@ def _parse() -> argparse.Namespace:
         type=_benchmarks,
         default=[name for name, benchmark in BENCHMARKS.items() if benchmark.in_average],
         metavar="NAME[,NAME...]",
-        help=f"{', '.join(BENCHMARKS)} (default: the paper's six of mathematics)",
+        help=f"{', '.join(BENCHMARKS)} (default: the paper's six for mathematics)",
     )
     parser.add_argument(
         "--data",
@@ -339,19 +339,23 @@ def _parse() -> argparse.Namespace:
         metavar="DIR",
         help="one folder per benchmark, as published (default: %(default)s)",
     )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="samples, figures, tables")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder for samples, figures and tables"
+    )
     parser.add_argument(
         "--compare",
         nargs="+",
         metavar="[LABEL=]DIR[,DIR...]",
-        help="set evaluations side by side: the first against the others; DIRs of one label are "
-        "training seeds, and a label that is a method (gapo, gspo) gets the published figures",
+        help="compare evaluations: the first with each other one. DIRs of one label are training "
+        "seeds; a label that is a method (gapo, gspo) gets the published figures beside it",
     )
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
-        "--setting", choices=read_settings(), help="of the paper, by its model; the rest overrides"
+        "--setting",
+        choices=read_settings(),
+        help="the paper's sampling for one of its models; other options override it",
     )
-    sampling.add_argument("--num-samples", type=int, metavar="N", help="per problem")
+    sampling.add_argument("--num-samples", type=int, metavar="N", help="samples per problem")
     sampling.add_argument("--temperature", type=float, metavar="T", help="default: 1")
     sampling.add_argument("--top-p", type=float, metavar="P", help="default: 1")
     sampling.add_argument("--max-response-tokens", type=int, metavar="N")
@@ -359,12 +363,12 @@ def _parse() -> argparse.Namespace:
         "--max-prompt-tokens", type=int, default=2048, metavar="N", help="default: %(default)s"
     )
     sampling.add_argument(
-        "--seeds", type=_seeds, default=[0], metavar="N[,N...]", help="of sampling (default: 0)"
+        "--seeds", type=_seeds, default=[0], metavar="N[,N...]", help="sampling seeds (default: 0)"
     )
     sampling.add_argument(
         "--chat-template",
         action="store_true",
-        help="wrap prompts as the tokenizer's user messages; as data.chat_template in training",
+        help="wrap prompts in the tokenizer's chat template; as data.chat_template in training",
     )
     engine = parser.add_argument_group("engine")
     engine.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
@@ -373,14 +377,14 @@ def _parse() -> argparse.Namespace:
     engine.add_argument(
         "--sandbox",
         default="bubblewrap",
-        help="of programs that the model writes: bubblewrap, apptainer:/PATH/OF/IMAGE, "
-        "tcp://HOST:PORT (a service) or unsafe: they run with your rights (default: %(default)s)",
+        help="where the model's programs run: bubblewrap, apptainer:/PATH/OF/IMAGE, "
+        "tcp://HOST:PORT (a service), or unsafe: with your own rights (default: %(default)s)",
     )
     arguments = parser.parse_args()
     if not arguments.compare and not (arguments.model and arguments.output):
         parser.error("give --model and --output, or --compare")
     if arguments.compare and arguments.model:
-        parser.error("--compare evaluates nothing: it goes without --model")
+        parser.error("--compare reads finished evaluations; do not give --model")
     return arguments
 
 

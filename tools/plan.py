@@ -1,8 +1,7 @@
 #!/usr/bin/env python
-"""Plan a run: which layouts fit on N nodes, what a step takes, and how sure that is.
+"""Predict which layouts of a config fit on N nodes, and how long a step takes in each.
 
-CONFIG is the file a run is started with, section.key=value replaces its settings. Of the model only
-config.json has to be there. Without a GPU, in seconds.
+Takes seconds, and needs no GPU; of the model only config.json.
 """
 
 from __future__ import annotations
@@ -28,30 +27,29 @@ if TYPE_CHECKING:
 _PLAN = """\
 layouts, memory and time of a config, here on one node of H200:
   python tools/plan.py configs/qwen_math_1_5b/gapo.toml --nodes 1 --gpu h200
-with lengths you know, and another model:
+with known lengths, and another model:
   python tools/plan.py CONFIG model.hf_dir=models/Qwen2.5-32B --nodes 4 \\
     --mean-prompt-tokens 150 --mean-response-tokens 900 --active-share 0.6
-a layout as a config, for the job that trains in it:
+write the best layout as a config:
   python tools/plan.py configs/qwen2_5_32b/base.toml batch.max_tokens_per_microbatch=10240 \\
     --nodes 2 --gpu h200 --write configs/qwen2_5_32b/two_nodes.toml
-nodes that only generate, a step ahead of those that train:
+some nodes that only generate, one step ahead of training:
   python tools/plan.py CONFIG --nodes 6 --gpu h200 --max-staleness 1
-with what was measured:
+with measured efficiencies:
   python tools/plan.py CONFIG --nodes 4 --gpu h200 --calibration h200.toml
 
-python tools/plan.py calibrate --help   measures the efficiencies that times rest on
-python tools/plan.py measure --help     puts what runs reached beside what is predicted
+python tools/plan.py calibrate --help   measure the efficiencies that predicted times depend on
+python tools/plan.py measure --help     compare finished runs with the prediction
 
-Times without --calibration rest on assumed efficiencies (gapo_megatron/ops/plan/efficiency.py);
-docs/scaling.md says how times are made. Exit codes: 0; 1 when nothing fits or an input is wrong;
-2 usage.
+Without --calibration, times depend on assumed efficiencies (gapo_megatron/ops/plan/efficiency.py);
+docs/scaling.md explains them. Exit codes: 0; 1 if nothing fits or an input is wrong; 2 usage.
 """
 _CALIBRATE = """\
-measure this machine at two sizes, and test what was learned at a third:
+measure this machine at two sizes, and test the fit at a third:
   python tools/plan.py calibrate configs/demo.toml --gpu cpu --calibration cpu.toml \\
     --size "" --size "batch.rollout_prompts=16 batch.minibatch_prompts=4" \\
     --test-size "batch.rollout_prompts=64 batch.minibatch_prompts=16"
-from runs that are there, tested on one that was not fitted:
+fit existing runs, and test the fit on another one:
   python tools/plan.py calibrate --gpu h200 --from-run runs/a --from-run runs/b \\
     --test-run runs/c --calibration h200.toml
 """
@@ -68,11 +66,11 @@ _FORMER = {
     "--measured": "tools/plan.py measure RUN ... --gpu GPU",
     "--anchors": "docs/planned_layouts.md",
 }
-"""Options of earlier versions that chose what to do, and what does it now."""
+"""Options of earlier versions, and what replaces them."""
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    """Plan, calibrate or compare; 0 done, 1 nothing fits or wrong input, 2 usage."""
+    """Plan, calibrate or compare; 0 done, 1 nothing fits or an input is wrong, 2 usage."""
     arguments = _parse(command_line)
     from gapo_megatron.errors import GapoError
 
@@ -187,7 +185,7 @@ def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
     tested = [one for one, is_fitted in observed if not is_fitted]
     if tested:
         worst = worst_misses(tested, gpu, found.efficiency)
-        console.print(f"Largest miss where nothing was fitted: {worst['total']:.0%} of the step")
+        console.print(f"Largest error on the tests: {worst['total']:.0%} of the step")
     if arguments.calibration:
         write_calibration(found, arguments.calibration)
         console.print(f"calibration: {arguments.calibration}", markup=False)
@@ -285,17 +283,17 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(words)
     if task == "measure":
         if len(arguments.runs) > 1 and not arguments.output:
-            parser.error("several RUNs need --output: a folder for the figures")
+            parser.error("with several RUNs give --output DIR for the figures")
         return arguments
     if arguments.config and "=" in arguments.config:
         parser.error(f"CONFIG comes first, before {arguments.config}")
     if task == "calibrate":
         if bool(arguments.config) == bool(arguments.from_run):
-            parser.error("either CONFIG or --from-run RUN: the steps to fit")
+            parser.error("give either CONFIG or --from-run RUN")
         if arguments.from_run and (arguments.size or arguments.test_size):
-            parser.error("--size and --test-size are of CONFIG, not of --from-run")
+            parser.error("--size and --test-size need CONFIG, not --from-run")
         if arguments.config and arguments.test_run:
-            parser.error("--test-run goes with --from-run")
+            parser.error("--test-run needs --from-run")
     return arguments
 
 
@@ -314,20 +312,22 @@ def _plan_parser() -> argparse.ArgumentParser:
     parser = _parser("[plan]", str(__doc__), _PLAN, act=_plan)
     add = parser.add_argument
     add("config", metavar="CONFIG", help="TOML file; see configs/")
-    add("overrides", nargs="*", metavar="section.key=value", help="replace the file's settings")
-    add("--nodes", type=_positive, default=1, metavar="N", help="full nodes (default: 1)")
+    add(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
+    )
+    add("--nodes", type=_positive, default=1, metavar="N", help="number of nodes (default: 1)")
     add("--gpu", default="h200", help=f"{', '.join(GPUS)} (default: h200), or cpu: this machine")
     _add_device(parser)
-    shown = "of generation nodes; above 0 they run ahead (default: rollout.max_staleness of CONFIG)"
+    shown = "steps that generation nodes may run ahead (default: rollout.max_staleness of CONFIG)"
     add("--max-staleness", type=_not_negative, metavar="K", help=shown)
     add("--top", type=_positive, default=5, metavar="N", help="layouts to show (default: 5)")
-    add("--json", action="store_true", help="print plain values instead of tables")
-    shown = "a config to write: CONFIG in the quickest layout that leaves a twentieth of a GPU free"
+    add("--json", action="store_true", help="print JSON instead of tables")
+    shown = "write CONFIG in the fastest layout that leaves 5 %% of a GPU free to this file"
     add("--write", type=Path, metavar="FILE", help=shown)
     for option, metavar, shown in (
         ("--mean-prompt-tokens", "N", "default: a tenth of data.max_prompt_tokens"),
         ("--mean-response-tokens", "N", "default: a third of rollout.max_response_tokens"),
-        ("--active-share", "SHARE", "of the sequences with A != 0 (default: 0.67)"),
+        ("--active-share", "SHARE", "share of sequences with A != 0 (default: 0.67)"),
     ):
         add(option, type=float, metavar=metavar, help=shown)
     return parser
@@ -335,46 +335,52 @@ def _plan_parser() -> argparse.ArgumentParser:
 
 def _calibrate_parser() -> argparse.ArgumentParser:
     description = (
-        "Fit the efficiencies that predicted times rest on: to some steps of CONFIG, trained here\n"
-        "at several sizes, or to runs that are there."
+        "Fit the efficiencies that predicted times depend on, to some steps of CONFIG that are\n"
+        "trained here at several sizes, or to existing runs."
     )
     parser = _parser("calibrate", description, _CALIBRATE, act=_calibrate)
     add = parser.add_argument
     add("config", nargs="?", metavar="CONFIG", help="TOML file; needs a few megabytes in TMPDIR")
-    add("overrides", nargs="*", metavar="section.key=value", help="replace the file's settings")
-    add("--gpu", required=True, help=f"device that is measured: {', '.join(GPUS)} or cpu")
-    add("--calibration", type=Path, metavar="FILE", help="to write, for plan and measure")
+    add(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
+    )
+    add("--gpu", required=True, help=f"device to measure: {', '.join(GPUS)} or cpu")
+    add("--calibration", type=Path, metavar="FILE", help="file to write, for plan and measure")
     for option, metavar, shown in (
-        ("--size", "OVERRIDES", "a size of CONFIG (default: its own, and half its prompts)"),
-        ("--test-size", "OVERRIDES", "a size that is measured and predicted, but not fitted"),
-        ("--from-run", "RUN", "a run's folder to fit, instead of CONFIG"),
-        ("--test-run", "RUN", "a run's folder to predict, but not to fit"),
+        (
+            "--size",
+            "OVERRIDES",
+            "settings of a size to train at (default: CONFIG's, and half its prompts)",
+        ),
+        ("--test-size", "OVERRIDES", "likewise, to measure and predict, but not to fit"),
+        ("--from-run", "RUN", "run folder to fit, instead of CONFIG"),
+        ("--test-run", "RUN", "run folder to predict, but not to fit"),
     ):
         shown = f"{shown}; may be repeated"
         add(option, action="append", default=[], metavar=metavar, help=shown)
-    shown = "of each size, the first two not counted (default: 8)"
+    shown = "steps at each size, of which the first two do not count (default: 8)"
     add("--steps", type=_positive, default=8, metavar="N", help=shown)
-    shown = "of CONFIG: default 1 on cpu, else those of a node; of runs: as they logged"
+    shown = "ranks (default: of CONFIG 1 on cpu, else a node's GPUs; of runs as logged)"
     add("--processes", type=_positive, metavar="N", help=shown)
     add("--mean-prompt-tokens", type=float, metavar="N", help="default: counted in the data")
     return parser
 
 
 def _measure_parser() -> argparse.ArgumentParser:
-    description = "What runs reached, beside what is predicted: tables and figures."
+    description = "Compare measured with predicted step times of runs, in tables and figures."
     parser = _parser("measure", description, _MEASURE, act=_show_measured, processes=None)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a folder of runs")
-    add("--gpu", required=True, help=f"device that they ran on: {', '.join(GPUS)} or cpu")
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or folder of runs")
+    add("--gpu", required=True, help=f"device that the runs used: {', '.join(GPUS)} or cpu")
     _add_device(parser)
-    shown = "for the figures (default: RUN/scaling; of several RUNs: needed)"
+    shown = "folder for the figures (default: RUN/scaling; required for several RUNs)"
     add("--output", type=Path, metavar="DIR", help=shown)
     add("--mean-prompt-tokens", type=float, metavar="N", help="default: counted in the data")
     return parser
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
-    shown = "default: 8; of cpu: 1, a process is a device"
+    shown = "default: 8 (cpu: 1)"
     parser.add_argument("--gpus-per-node", type=_positive, metavar="N", help=shown)
     shown = "written by `tools/plan.py calibrate`"
     parser.add_argument("--calibration", type=Path, metavar="FILE", help=shown)

@@ -2,9 +2,9 @@
 """Make a problem file for training from DeepScaleR, DeepCoder, or files of your own.
 
 Reads .jsonl, .json (a list) and .parquet as published, and downloads nothing. --output is a new
-folder: problems.jsonl (what data.train_path names), dropped.jsonl (every row left out, and why),
-manifest.json (digests, options, counts) and, for code, tests.jsonl. It appears when it is whole.
-After an interruption the same command goes on where it was. docs/data.md says what the rules are.
+folder: problems.jsonl (for data.train_path), dropped.jsonl (every row left out, and why),
+manifest.json (digests, options, counts) and, for code, tests.jsonl. It appears when it is complete.
+After an interruption the same command continues. docs/data.md lists the rules for dropping rows.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from gapo_megatron.ops.prepare import Counts, HeldOut, Source
 
 KINDS = ("math", "code", "instructions", "exact")
-"""As in the config, whose import takes seconds that --help does not need."""
+"""As in the config, whose import would slow down --help."""
 
 MOST_LEVELS = 20
-"""That the table shows."""
+"""Levels that the table shows at most."""
 
 console = Console()
 if not console.is_terminal:
@@ -38,7 +38,7 @@ if not console.is_terminal:
 
 
 def main() -> int:
-    """0 done, 1 an input is at fault, 2 the command is, 130 interrupted."""
+    """0 done, 1 an input is wrong, 2 the command line is, 130 interrupted."""
     arguments = _parse()
     try:
         counts, held_out = _prepare(arguments)
@@ -46,10 +46,10 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except OSError as error:  # a full disk, most likely
-        print(f"error: {error}; the same command goes on from here", file=sys.stderr)
+        print(f"error: {error}; run the same command again to continue", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130
     _show(counts, held_out, arguments)
     return 0
@@ -124,7 +124,7 @@ def _show(counts: Counts, held_out: HeldOut | None, arguments: argparse.Namespac
     console.print(table)
     lines = {"train on": f'data.train_path = "{arguments.output / "problems.jsonl"}"'}
     if len(levels) < len(counts.levels):
-        lines["levels"] = f"{len(counts.levels)} of them, in manifest.json"
+        lines["levels"] = f"{len(counts.levels)}, listed in manifest.json"
     if counts.contradictory_texts:
         lines["contradictory"] = f"problems with several answers: {counts.contradictory_texts:,}"
     if counts.benchmarks:
@@ -134,7 +134,7 @@ def _show(counts: Counts, held_out: HeldOut | None, arguments: argparse.Namespac
     if held_out is None:
         lines["not compared"] = "with the benchmarks: give --benchmarks DIR"
     elif held_out.absent:
-        lines["not compared"] = f"with {', '.join(held_out.absent)}: no folder of theirs there"
+        lines["not compared"] = f"with {', '.join(held_out.absent)}: no such folders there"
     for name, text in lines.items():
         console.print(f"{name:14} {text}", markup=False, highlight=False)
 
@@ -146,29 +146,29 @@ def _parse() -> argparse.Namespace:
     sources = parser.add_subparsers(dest="source", required=True, metavar="SOURCE")
     deepscaler = sources.add_parser(
         "deepscaler",
-        help="mathematics: rows of problem and answer",
-        description="Each text once; a text with answers that contradict each other not at all.",
+        help="mathematics: rows with problem and answer",
+        description="Keeps each problem once, and none with contradictory answers.",
     )
     deepcoder = sources.add_parser(
         "deepcoder",
-        help="programs: rows of problem and tests",
-        description="The forms of SYNTHETIC-1, TACO, LiveCodeBench and LeetCode. Give the files "
-        "of the sets to train on, each set in its own folder: its name is the level in reports.",
+        help="programs: rows with problem and tests",
+        description="Reads the formats of SYNTHETIC-1, TACO, LiveCodeBench and LeetCode. Put each "
+        "data set in a folder of its own: the folder's name is the level in reports.",
     )
     own = sources.add_parser(
         "own",
-        help="files of your own: rows of prompt and answer",
-        description="Each text once; a text with answers that contradict each other not at all.",
+        help="your own files: rows with prompt and answer",
+        description="Keeps each problem once, and none with contradictory answers.",
     )
     for one in (deepscaler, deepcoder, own):
         _add_common(one)
     deepscaler.add_argument(
         "--suffix",
         metavar="TEXT",
-        help="ends every prompt (default: the sentence that evaluation asks for a box with)",
+        help="appended to every prompt (default: evaluation's request for a boxed answer)",
     )
     own.add_argument(
-        "--suffix", default="", metavar="TEXT", help="ends every prompt (default: none)"
+        "--suffix", default="", metavar="TEXT", help="appended to every prompt (default: none)"
     )
     own.add_argument(
         "--kind",
@@ -178,23 +178,26 @@ def _parse() -> argparse.Namespace:
     )
     for key in ("prompt", "answer", "level", "id"):
         own.add_argument(
-            f"--{key}-key", default=key, metavar="KEY", help="of a row (default: %(default)s)"
+            f"--{key}-key", default=key, metavar="KEY", help="key of a row (default: %(default)s)"
         )
     return parser.parse_args()
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--input", nargs="+", type=Path, required=True, metavar="PATH", help="files, in this order"
+        "--input",
+        nargs="+",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="input files, in this order",
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder to make; must not exist"
-    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
     parser.add_argument(
         "--model",
         required=True,
         metavar="HF_DIR",
-        help="the policy's Hugging Face folder; its tokenizer measures prompts",
+        help="the policy's Hugging Face folder, for its tokenizer",
     )
     parser.add_argument(
         "--max-prompt-tokens",
@@ -206,13 +209,13 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat-template",
         action="store_true",
-        help="prompts will be user messages of the tokenizer's template; as data.chat_template",
+        help="measure prompts in the tokenizer's chat template; as data.chat_template",
     )
     parser.add_argument(
         "--benchmarks",
         type=Path,
         metavar="DIR",
-        help="drop problems of these benchmarks; one folder each, as for evaluate.py --data",
+        help="drop problems of the benchmarks in this folder, as for evaluate.py --data",
     )
 
 

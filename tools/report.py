@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Report what runs did: one page (report.html) and every figure as PNG, PDF and CSV.
+"""Write a report on runs: one page (report.html), and every figure as PNG, PDF and CSV.
 
-RUN is a run's folder, or a folder of runs such as a study's. Runs that differ only in the seed are
+RUN is a run folder, or a folder of runs such as a study's. Runs that differ only in the seed are
 drawn as one method: a line for their mean, a band for its interval. One method is compared with
 each of the others. Runs that are still training are read up to their last step.
 """
@@ -27,8 +27,8 @@ a study, gapo vs. the rest: tools/report.py runs/studies/demo --first gapo
 two methods, elsewhere:     tools/report.py runs/a runs/b --output /tmp/a_and_b
 keep the data, redraw:      tools/report.py runs/a --archive a_data; tools/report.py a_data
 
-The page needs no network. docs/report.md says how each figure is made, and how to read it.
-Exit codes: 0 done; 1 a folder holds no run, or a damaged one; 2 wrong arguments.
+The page needs no network. docs/report.md explains each figure.
+Exit codes: 0 done; 1 a folder has no run or a damaged one; 2 wrong arguments.
 """
 
 
@@ -68,7 +68,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     notes = [textwrap.fill(note, width) for note in report.summary.notes]
     print(replace(report.summary, notes=notes).to_text())
     if report.left_out:
-        print("figures and tables for which these runs have no data:")
+        print("Figures and tables left out, because these runs have no data for them:")
         for title, reason in report.left_out.items():
             print(paragraph.fill(f"{title}: {reason}"))
         print()
@@ -87,24 +87,24 @@ def _parse(command_line: Sequence[str] | None) -> argparse.Namespace:
         "--output",
         type=Path,
         metavar="DIR",
-        help="default: `report` in the folder that holds all RUNs (of a single RUN: in itself)",
+        help="default: `report` in the folder that contains all RUNs (a single RUN: in RUN itself)",
     )
     parser.add_argument(
         "--first",
         metavar="METHOD",
-        help="compare this one with every other; default: the method of the first RUN",
+        help="compare this method with each other one (default: the first RUN's)",
     )
     parser.add_argument(
         "--archive",
         type=Path,
         metavar="DIR",
-        help="also keep there, as CSV, what figures are drawn from; a RUN may be such a DIR",
+        help="also save the figures' data there, as CSV; such a DIR can be given as a RUN",
     )
     arguments = parser.parse_args(command_line)
     if arguments.output is None:
         common = Path(os.path.commonpath([run.absolute() for run in arguments.runs]))
         if common == Path(common.anchor):
-            parser.error("these RUNs lie in no folder in common: say with --output where to write")
+            parser.error("these RUNs have no common folder: give --output")
         arguments.output = common / "report"
     return arguments
 

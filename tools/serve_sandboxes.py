@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Run the programs of judges on other machines, each behind bubblewrap on this one.
+"""Run programs for verifiers on other machines, each in bubblewrap on this machine.
 
-For compute nodes whose kernel lets nobody make namespaces. Here: start this and leave it. There:
-reward.sandbox = "tcp://THIS_MACHINE:PORT" in the run's config. Both need the same file
-~/.config/gapo_megatron/sandbox-secret, which the first start writes; where the home folder is
-shared, nothing has to be copied. See docs/sandbox.md.
+For compute nodes whose kernel allows no user namespaces. Start this here and leave it running; set
+reward.sandbox = "tcp://THIS_MACHINE:PORT" in the run's config. Both machines need the same file
+~/.config/gapo_megatron/sandbox-secret, which the first start writes; with a shared home folder
+nothing has to be copied. See docs/sandbox.md.
 """
 
 from __future__ import annotations
@@ -76,33 +76,33 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     description, epilog = __doc__.split("\n\n")
     parser = argparse.ArgumentParser(description=description, epilog=epilog)
-    parser.add_argument("--port", type=int, required=True, help="0: any that is free")
+    parser.add_argument("--port", type=int, required=True, help="0: any free port")
     parser.add_argument(
         "--host",
         default="0.0.0.0",
-        help="address to listen on (default: all of this machine). What crosses the network can "
-        "be read on it; the secret itself does not cross",
+        help="address to listen on (default: all of this machine). Traffic is authenticated, but "
+        "not encrypted; the secret is never sent",
     )
     parser.add_argument(
         "--num-programs",
         type=_positive,
         default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="at a time; the others queue, which costs them none of their time (default: as many "
-        "as cores, %(default)s)",
+        help="programs at a time; others queue, without losing time (default: one per core, "
+        "%(default)s)",
     )
     parser.add_argument(
         "--python",
         default=SYSTEM_PYTHON,
         metavar="PATH",
-        help="interpreter of the programs (default: %(default)s)",
+        help="Python that runs the programs (default: %(default)s)",
     )
     parser.add_argument(
         "--max-total-s",
         type=_positive,
         default=600,
         metavar="S",
-        help="most that a run may ask for in reward.timeout_s (default: %(default)s)",
+        help="largest reward.timeout_s that a run may ask for (default: %(default)s)",
     )
     return parser.parse_args()
 

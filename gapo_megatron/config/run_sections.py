@@ -30,20 +30,18 @@ class RunConfig(Section):
     output_dir: MadePath
     """Run folder: everything the run writes is in it."""
     seed: Annotated[Seed, SEED] = 0
-    """Decides the order of prompts and what is sampled."""
+    """Seed of the order of prompts and of sampling."""
     num_steps: Steps
-    """Steps to train for, each with one rollout batch."""
+    """Steps to train for. A step is one rollout batch and its optimizer updates."""
     hang_timeout_s: Seconds = 1200
-    """A process that makes no progress for this long prints its stack and ends. Set it above the
-    longest mini-batch, save or load. Must be below parallel.timeout_s, which ends a process without
-    a stack."""
+    """A rank that makes no progress for this long prints its stacks and ends the job. Set it above
+    the longest mini-batch, save or load, and below `parallel.timeout_s`."""
     allow_changes: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Settings (`objective.method`) that may have other values than before when the run resumes,
-    though they decide what it learns; others need no allowance. The report shows where they were
-    changed."""
+    """Settings, as `objective.method`, that a resume may change although they decide what the run
+    learns. The report marks the step of the change."""
     stop_margin_s: Seconds = 120
-    """Time left before the job's time limit when a run stops, beyond the time that a stage and a
-    save have taken so far. Also the longest that generation continues after a request to stop
+    """Reserve before the job's time limit: the run stops if the next stage and a save would not end
+    this long before it. Also the longest that generation continues after a request to stop
     (docs/slurm.md)."""
 
 
@@ -53,27 +51,27 @@ class ParallelConfig(Section):
     role = LAYOUT
 
     tensor_model_parallel_size: Count = 1
+    """Tensor-parallel ranks; keep them within a node."""
     pipeline_model_parallel_size: Count = 1
+    """Pipeline stages."""
     virtual_pipeline_model_parallel_size: Count = 1
-    """Virtual stages per pipeline rank, each with a part of its layers: a shorter bubble, more
-    messages. The number of micro-batches is then padded to a multiple of the pipeline's ranks."""
+    """Virtual stages per pipeline rank (interleaved schedule): a shorter bubble, more messages.
+    Micro-batches are padded to a multiple of the pipeline size."""
     num_layers_in_first_pipeline_stage: Count | None = None
-    """Layers of the first pipeline rank, which also holds the embedding. Not given: as many as the
-    other ranks, which share the rest evenly."""
+    """Layers of the first pipeline rank, which also holds the embedding. Unset: an even share."""
     num_layers_in_last_pipeline_stage: Count | None = None
-    """Layers of the last pipeline rank, which also holds the output layer."""
+    """Layers of the last pipeline rank, which also holds the output layer. Unset: an even share."""
     context_parallel_size: Count = 1
-    """Ranks that share each sequence and its activations, for sequences too long for one rank. To
-    save memory it needs Transformer Engine's attention: ours gathers all keys and values on every
-    rank."""
+    """Ranks that share each sequence, for sequences too long for one rank. Saves memory only with
+    Transformer Engine's attention; without it every rank gathers all keys and values."""
     expert_model_parallel_size: Count = 1
-    """Ranks that share a layer's experts; they are tensor, context or data parallel otherwise."""
+    """Ranks that share a layer's experts, out of the tensor, context and data-parallel ranks."""
     sequence_parallel: bool = False
-    """Shard activations between tensor-parallel regions along the sequence."""
+    """Megatron's sequence parallelism: shard activations between tensor-parallel regions."""
     overlap_grad_reduce: bool = False
-    """Sum gradients over data-parallel ranks during the last micro-batch's backward pass."""
+    """Reduce gradients over data-parallel ranks during the last micro-batch's backward pass."""
     timeout_s: Annotated[Seconds, LIFE] = 1800
-    """A collective operation that waits longer ends the job."""
+    """Timeout of collective operations; a longer wait ends the job."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -108,16 +106,14 @@ class CheckpointConfig(Section):
     role = LIFE
 
     every_steps: StepsOrZero = 50
-    """Save after every so many steps. 0: only at the end."""
+    """Steps between checkpoints. 0: only at the end."""
     keep_last: Steps = 2
-    """Number of newest checkpoints to keep. Those that a stop made in the midst of a step are not
-    counted."""
+    """How many of the newest checkpoints to keep, not counting those of a stop within a step."""
     keep_steps: Annotated[tuple[Steps, ...], Field(strict=False)] = ()
-    """Further steps to save after. These checkpoints are never removed, so that another run can
-    branch from them."""
+    """Additional steps to save after. These checkpoints are never removed; branch from them."""
     branch_from: Annotated[OptionalPath, INPUT_PATH] = ""
-    """Checkpoint of another run, RUN/checkpoints/step_N: this run continues from it with another
-    objective (docs/slurm.md). After its own first checkpoint it resumes from that."""
+    """Checkpoint of another run, `RUN/checkpoints/step_N`, to continue from with another objective
+    (docs/slurm.md). Ignored once the branch has a checkpoint of its own."""
 
     def is_due(self, step: int) -> bool:
         """Whether to save after `step` steps, whether or not the run ends there."""
@@ -131,22 +127,22 @@ class EvaluationConfig(Section):
     role = MEASURED
 
     every_steps: Annotated[StepsOrZero, LIFE] = 0
-    """Evaluate before the first step, after every so many steps, and at the end. 0: never."""
+    """Steps between evaluations; also evaluates before the first step and at the end. 0: never."""
     samples_per_prompt: Count = 8
-    """Responses per problem."""
+    """Responses sampled per problem."""
     temperature: Temperature = 1.0
     """Sampling temperature of the evaluation."""
 
 
 class MetricsConfig(Section):
-    """What is recorded besides metrics.jsonl, and how often rounding is measured."""
+    """Where metrics go besides metrics.jsonl, and how often rounding is measured."""
 
     role = LIFE
 
     tensorboard: bool = True
     """Write TensorBoard event files."""
     wandb_project: WandbProject = ""
-    """Weights & Biases project. Empty: off."""
+    """Weights & Biases project. Empty: off. Install `wandb` yourself."""
     rounding_every_steps: StepsOrZero = 10
-    """Measure what rounding does to the ratios (docs/numerics.md) at step 0 and every so many
-    steps. 0: never."""
+    """Steps between measurements of what rounding does to the ratios (docs/numerics.md), from step
+    0 on. 0: never."""

@@ -62,11 +62,11 @@ from gapo_megatron.isolation import SYSTEM_PYTHON, split_setting
 CONFIG_NAME = "config.toml"
 """File in the run folder with the resolved config of the newest start."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
-"""Dtype of weights and activations by `model.precision`; fp8 is of each product's factors."""
+"""Dtype of weights and activations by `model.precision`; with fp8 only GEMM inputs are fp8."""
 
 
 class ModelConfig(Section):
-    """The policy: where its weights come from, and how they are computed with."""
+    """The policy: its initial weights, and the precision it is trained in."""
 
     role = LEARNED
     kept = "weights and optimizer state are this model's"
@@ -76,18 +76,18 @@ class ModelConfig(Section):
     megatron_dir: Annotated[OptionalPath, INPUT_PATH] = ""
     """Megatron checkpoint to read the weights from. `hf_dir` then needs no weights of its own."""
     precision: Annotated[Literal["fp32", "bf16", "fp16", "fp8"], SAMPLED] = "bf16"
-    """All but fp32 keep fp32 master weights. fp16 has three bits more than bf16 and a narrower
-    range, so that its loss is scaled (docs/scaling.md); fp8 needs Transformer Engine."""
+    """Precision of the trainer and, but for fp8, of vLLM. All but fp32 keep fp32 master weights;
+    fp16 scales the loss; fp8 needs Transformer Engine (docs/scaling.md)."""
     fp8_recipe: Annotated[Literal["delayed", "tensorwise", "blockwise", "mxfp8"], SAMPLED] = (
         "tensorwise"
     )
-    """Megatron-core's name for which values share an fp8 scale (docs/scaling.md)."""
+    """Megatron-core's fp8 recipe: which values share a scale (docs/scaling.md). Needs fp8."""
     recompute: Annotated[Literal["none", "selective", "full"], HOW] = "none"
     """Activation recomputation. `full`: every layer. `selective`: attention; with Transformer
-    Engine the MLP, or of a model with experts their activations and norms (docs/scaling.md)."""
+    Engine also the MLP, or a MoE model's expert activations and norms (docs/scaling.md)."""
     head: Annotated[Literal["auto", "torch", "triton"], HOW] = "auto"
-    """Implementation of the log-probs. `auto`: Triton where it is supported and passes a check at
-    the start, else torch."""
+    """Implementation of the output layer's log-probs. `auto`: the Triton kernels, if they are
+    supported here and pass a check at the start; otherwise torch."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -113,15 +113,15 @@ class DataConfig(Section):
     train_path: Annotated[PathText, INPUT_PATH]
     """JSONL file with one problem per line: id, prompt, answer, optional level (docs/data.md)."""
     eval_path: Annotated[OptionalPath, HELD_OUT, INPUT_PATH] = ""
-    """Held-out problems in the same format. Empty: no evaluation."""
+    """Held-out problems in the same format. Empty: no evaluation during training."""
     max_prompt_tokens: Tokens = 2048
-    """A problem with a longer prompt is an error."""
+    """Longest prompt, chat template included. A longer one is an error at the start."""
     chat_template: bool = False
     """Wrap `prompt` as a user message in the tokenizer's chat template."""
 
 
 class BatchConfig(Section):
-    """Sizes of a step, in the paper's terms. There are prompts x rollouts_per_prompt sequences."""
+    """Sizes of a step, in the paper's terms; a step has prompts x rollouts_per_prompt sequences."""
 
     role = LEARNED
     kept = "a step, an update and c must mean the same"
@@ -129,21 +129,22 @@ class BatchConfig(Section):
     rollout_prompts: Count = 256
     """Prompts per rollout batch (one step)."""
     minibatch_prompts: Count = 64
-    """Prompts per optimizer update. Must divide rollout_prompts."""
+    """Prompts per optimizer update. Must divide `batch.rollout_prompts`."""
     rollouts_per_prompt: Annotated[GroupSize, SAMPLED] = 8
     """Group size: responses sampled per prompt (the paper's k)."""
     dynamic_sampling_rounds: CountOrZero = 0
-    """How many times groups without a gradient (all responses correct, or all wrong) are replaced
-    by groups of other prompts (DAPO's dynamic sampling). 0: they stay, and cost their generation
-    only."""
+    """DAPO's dynamic sampling: how many times per step groups without a gradient (all responses
+    correct, or all wrong) are replaced by groups of other prompts. 0: they stay in the batch, where
+    they cost no training time."""
     oversampling: Annotated[float, Field(ge=1, le=4)] = 1.0
-    """Prompts to start per prompt needed. An engine stops when its share of groups is complete;
+    """Prompts started per prompt needed. An engine stops when its share of groups is complete;
     unfinished prompts are sampled again later. Favours short responses (docs/data.md)."""
     partial_rollouts: bool = False
-    """Resume unfinished responses at the next step instead, from the tokens they already have."""
+    """Resume unfinished responses at the next step instead of sampling them again. Needs
+    `batch.oversampling` above 1 (docs/data.md)."""
     max_tokens_per_microbatch: Annotated[Count, HOW] = 32768
-    """Packed tokens (prompt + response) per forward pass of a data-parallel rank, shared by its
-    context-parallel ranks. Every sequence must fit whole."""
+    """Packed tokens (prompt + response) per forward pass of a data-parallel rank, over all its
+    context-parallel ranks. The longest sequence must fit."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -175,13 +176,13 @@ class RolloutConfig(Section):
     )
 
     max_response_tokens: Annotated[Tokens, SAMPLED]
-    """Longer responses are cut off here."""
+    """Generation limit, in tokens; longer responses are truncated."""
     temperature: Annotated[Temperature, SAMPLED] = 1.0
-    """Sampling temperature; the trainer's log-probs use it too."""
+    """Sampling temperature; also used for the trainer's log-probs."""
     top_p: Annotated[float, Field(gt=0, le=1), SAMPLED] = 1.0
-    """Nucleus sampling: tokens of the smallest set with this probability. 1: all tokens."""
+    """Nucleus sampling: sample from the smallest set of tokens with this probability. 1: off."""
     tensor_parallel_size: Annotated[Count, ENGINE] = 1
-    """Tensor parallelism of a vLLM engine, within a node; independent of the trainer's."""
+    """Tensor-parallel size of each vLLM engine, within a node; independent of the trainer's."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1), ENGINE] = 0.5
     """Fraction of the GPU memory that vLLM may use while it generates."""
     cpu_kv_cache_gib: Annotated[Count, ENGINE] = 1
@@ -189,21 +190,21 @@ class RolloutConfig(Section):
     enforce_eager: Annotated[bool, ENGINE] = False
     """Skip compilation and CUDA graphs: slower generation, faster start."""
     quantization: Literal["", "fp8"] = ""
-    """`fp8`: vLLM stores the layers' weights and multiplies in fp8; every weight sync quantises
-    them again (docs/scaling.md). Empty: the trainer's precision, or bf16 where that is fp8."""
+    """`fp8`: vLLM runs the layers in fp8, quantised anew at every weight sync (docs/scaling.md).
+    Empty: the trainer's precision, or bf16 if that is fp8."""
     verify_bound: Annotated[Bound | None, LIFE] = None
     """Largest mean difference per token between vLLM's and the trainer's log-probs after a weight
-    sync. Default: 1e-3 in fp32 (1e-2 on CUDA), 0.02 in fp16, 0.1 in bf16, three times as much of
-    these two with experts, 0.3 with fp8 on either side (docs/numerics.md)."""
+    sync; above it the run stops. Unset: 1e-3 in fp32 (1e-2 on CUDA), 0.02 in fp16 and 0.1 in bf16
+    (three times that for MoE models), 0.3 with fp8 on either side (docs/numerics.md)."""
     generation_nodes: Annotated[CountOrZero, SIDES] = 0
-    """Number of nodes, the last ones of the job, that only generate; the others only train
-    (docs/scaling.md). 0: every rank generates and trains in turns."""
+    """The last so many nodes of the job only generate, the others only train (docs/scaling.md). 0:
+    every rank generates and trains in turns."""
     generation_ranks: Annotated[CountOrZero, SIDES] = 0
-    """Number of ranks, the last ones of the job, that only generate: for a job of one node."""
+    """The same in ranks instead of nodes, for a job of one node."""
     max_staleness: CountOrZero = 0
-    """Largest number of steps between the weights that sample a batch and the step that learns from
-    it. 0: generation and training alternate. Above 0, with generation nodes: batches are sampled
-    that many steps ahead, and weights are sent after every so many steps (docs/objective.md)."""
+    """How many steps old the weights that sample a batch may be. 0: on-policy; generation and
+    training alternate. k > 0 needs generation nodes: they sample up to k steps ahead, and get new
+    weights every k steps (docs/objective.md)."""
 
     @property
     def has_generation_side(self) -> bool:
@@ -212,30 +213,29 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    """Judging responses."""
+    """How responses are verified."""
 
     role = LEARNED
     kept = "verdicts must mean the same"
 
     kind: Literal["math", "code", "instructions", "exact"]
-    """`math`: the boxed answer; `code`: unit tests; `instructions`: IFEval's checks; `exact`: the
-    last field of the response (demo)."""
+    """Verifier. `math` compares the boxed answer, `code` runs unit tests, `instructions` applies
+    IFEval's checks, `exact` compares the text after the last `>` (the demo)."""
     num_workers: Annotated[Workers, HOW] = 0
-    """Verifier processes per rank. 0: the rank's share of the node's cores, at most 8."""
+    """Verifier processes per rank. 0: the rank's share of the node's cores, at most 8 processes."""
     timeout_s: Seconds | None = None
-    """Time to judge one response (default 10 s): CPU time of the worker, or wall-clock time in
-    which it uses none. After it the verdict is unknown, and the response leaves its group. For
-    code: all tests of a program (default 60 s), counted in the same way; after it the response
-    is wrong."""
+    """Time limit for one response: CPU time, or time in which no CPU time is used. After it the
+    verdict is unknown, and the response leaves its group. For `code` the limit is for all tests of
+    a program, and after it the response is wrong. Unset: 10 s, for `code` 60 s."""
     truncated: Literal["judged", "unknown"] = "judged"
-    """In training, the verdict on a response that reached `rollout.max_response_tokens`: `judged`
-    as any other (and mostly wrong), or always `unknown`: it leaves its group (docs/rewards.md)."""
+    """Training's verdict on responses that reached `rollout.max_response_tokens`: `judged` like any
+    other (mostly wrong), or `unknown`, so that they leave their group (docs/rewards.md)."""
     sandbox: Annotated[Text, HOW] = "bubblewrap"
-    """Where code runs: `bubblewrap`, `apptainer:/PATH/OF/IMAGE`, `tcp://HOST:PORT` (a service on
-    another machine) or `unsafe`, which runs the model's programs with your rights."""
+    """Where the model's programs run: `bubblewrap`, `apptainer:/PATH/OF/IMAGE`, `tcp://HOST:PORT`
+    (a service on another machine), or `unsafe`: with your own rights (docs/sandbox.md)."""
     python: Annotated[PathText, HOW] = SYSTEM_PYTHON
-    """Interpreter that runs code, inside the image where there is one. A program sees it and its
-    libraries, nothing else. A service has its own interpreter."""
+    """Python that runs the model's programs; with Apptainer, a path inside the image. A service
+    has its own. Programs see only this interpreter and its libraries."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -270,40 +270,44 @@ OWN_KEYS = ("ratio_max", "second_moment_max", "positive_share_min")
 
 
 class ObjectiveConfig(Section):
-    """A method of the paper. The other keys replace parts of its preset (config/methods.py)."""
+    """The method; the other keys override numbers of its preset (docs/objective.md)."""
 
     role = OBJECTIVE
 
     method: Text = "gapo"
+    """Name of the preset: one of the table below."""
     adaptive: bool | None = None
-    """Upper clip by c (GAPO's) instead of one for all c, under any method but `topr`, `m2po` and
+    """GAPO's upper clip, wider for small c, instead of one for all c. Not with `topr`, `m2po` and
     `bapo`."""
     eps_low: Positive | None = None
+    """Lower clip width: the ratio is clipped at 1 - `eps_low`."""
     eps_high_max: NonNegative | None = None
-    """Above 0, but for a method whose own is 0 (`topr`)."""
+    """Upper clip width: the ratio is clipped at 1 + `eps_high_max`; with `adaptive`, at c = 1. Only
+    `topr` allows 0."""
     aggregation: Aggregation | None = None
+    """What the summed token losses are divided by (docs/objective.md)."""
     normalize_std: bool | None = None
+    """Divide advantages by their group's standard deviation, as GRPO does."""
     focal_gamma: NonNegative | None = None
+    """Exponent of F-GRPO's factor (1 - c/k)^gamma of the advantages. 0: off."""
     ratio_max: Annotated[Positive, Field(ge=1)] | None = None
-    """Largest ratio that counts, for the methods that have such a bound."""
+    """Bound on the ratio, for the methods that have one (`dppo_tv`, `aspo`, `dcpo`)."""
     off_policy_mask: Positive | None = None
-    """Leave out wrong responses whose mean log-ratio is below minus this value (OPSM), under any
-    method."""
+    """Mask wrong responses whose mean log-ratio is below minus this value (OPSM); any method."""
     second_moment_max: Positive | None = None
-    """Largest second moment of the log-ratio that is left alone (`m2po`)."""
+    """M2PO's budget for the second moment of the log-ratio (`m2po` only)."""
     positive_share_min: Annotated[Positive, Field(lt=1)] | None = None
-    """Share of the surrogate below which the bounds widen (`bapo`)."""
+    """BAPO widens its clip until correct responses have this share of the loss (`bapo` only)."""
     kl_coef: NonNegative = 0.0
-    """Weight of KL(policy || initial policy). Above 0, sequences with A = 0 are computed too."""
+    """Weight of KL(policy || initial policy). Above 0, sequences with A = 0 are trained on too."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus. Above 0, sequences with A = 0 are computed too."""
+    """Weight of the entropy bonus. Above 0, sequences with A = 0 are trained on too."""
     importance_weight_max: Annotated[Positive, Field(ge=1)] | None = None
-    """Corrects for the engine's log-probs differing from the trainer's (kernels, precision, older
-    weights): each response is weighted by its importance weight, truncated at this value
-    (docs/objective.md). Not given: no correction."""
+    """Weight each response by its importance ratio of trainer to engine, truncated at this value:
+    corrects for other kernels, precision and older weights (docs/objective.md). Unset: off."""
     old_log_probs: Literal["trainer", "rollout"] = "trainer"
-    """Log-probs that a ratio compares with. `trainer`: its own, at the weights that the step begins
-    with. `rollout`: the engine's, from when it sampled (docs/objective.md)."""
+    """Denominator of the ratio. `trainer`: recomputed by the trainer at the weights that the step
+    begins with. `rollout`: the engine's, at sampling time (docs/objective.md)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -361,21 +365,26 @@ class OptimizerConfig(Section):
     kept = "a branch keeps the optimizer's state and changes the objective alone"
 
     learning_rate: LearningRate = 1e-6
+    """Constant after `optimizer.warmup_steps`."""
     weight_decay: NonNegative = 0.01
+    """Decoupled weight decay, multiplied by the learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of AdamW's second moment."""
     eps: AdamEps = 1e-8
+    """AdamW's epsilon."""
     clip_grad: Bound = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it."""
     warmup_steps: StepsOrZero = 0
-    """Optimizer updates over which the learning rate rises linearly from 0."""
+    """Optimizer updates over which the learning rate rises linearly from 0 (updates, not steps)."""
     offload: Annotated[Offload, LAYOUT] = "none"
-    """What moves to host memory while vLLM generates. `optimizer`: moments and fp32 master weights;
+    """What moves to host memory while vLLM generates. `optimizer`: moments and master weights;
     `all`: the model's weights as well."""
 
 
 class SupervisedConfig(Section):
-    """`python -m gapo_megatron.sft`: supervised training that makes `model.hf_dir`."""
+    """Supervised training by `python -m gapo_megatron.sft`, which writes `model.hf_dir`."""
 
     role = MEASURED
 

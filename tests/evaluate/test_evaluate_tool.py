@@ -135,7 +135,7 @@ def parse(*options: object) -> argparse.Namespace:
         (["--seeds", "0,0"], ("--seeds", "0,0")),
         (["--seeds", "-1"], ("--seeds", "'-1'", "0,1,2")),
         (["--seeds", "a"], ("--seeds", "'a'", "0,1,2")),
-        (["--compare", "x"], ("--compare", "without --model")),
+        (["--compare", "x"], ("--compare", "--model")),
     ],
 )
 def test_the_command_line_refuses(options, named, capsys) -> None:

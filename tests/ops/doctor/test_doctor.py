@@ -181,7 +181,7 @@ def test_what_a_person_reads(doctor: ModuleType, capsys: pytest.CaptureFixture[s
         "       slurm",
         " ok    client   d",
     ]
-    assert re.findall(r"\d+", lines[-1]) == ["1", "0", "2"]  # to repair, to read, in all
+    assert re.findall(r"\d+", lines[-1]) == ["2", "1", "0"]  # checks, failed, warnings
 
 
 def test_a_config_whose_model_and_data_are_not_here(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_runs_are_fitted_and_tested(tmp_path, capsys):
         command += [option, str(tmp_path / name)]
     assert tool.main(command) == 0
     out = capsys.readouterr().out
-    assert "Largest miss" in out
+    assert "% of the step" in out
     assert file.exists()
     # Efficiencies are printed with and without a file, and which of them the runs tell.
     row = next(line for line in out.splitlines() if line.startswith("│ decode_step_s "))
@@ -221,7 +221,7 @@ def test_a_probe_trains_and_fits(tmp_path, capsys, monkeypatch):
     ]
     assert "run.seed=2" in commands[2]
     assert "as configured" in out
-    assert "Largest miss" in out
+    assert "% of the step" in out
 
 
 def test_a_probe_that_fails_names_its_log(tmp_path, capsys, monkeypatch):

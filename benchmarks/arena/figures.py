@@ -37,12 +37,12 @@ from benchmarks.arena.verdicts import (
     within_seeds,
 )
 from gapo_megatron.evaluate.statistics import Interval, mean_interval
-from gapo_megatron.ops.report.exhibit import Exhibit
 from gapo_megatron.ops.report.series import Row
 from gapo_megatron.ops.report.style import (
     COLOURS,
     COLUMN_INCHES,
     MIN_POINTS,
+    Exhibit,
     arm_style,
     column,
     legend_below,

@@ -11,8 +11,7 @@ from benchmarks.arena.jobs import read
 from benchmarks.arena.tables import Arms
 from benchmarks.arena.train import Setting
 from benchmarks.arena.verdicts import Results
-from gapo_megatron.ops.report.exhibit import Exhibit
-from gapo_megatron.ops.report.style import style
+from gapo_megatron.ops.report.style import Exhibit, style
 
 TABLES: dict[str, tuple[str, Callable[[Arms, Results], str]]] = {
     "Rules: outcomes": ("rules", tables.outcomes),

@@ -16,7 +16,6 @@ from gapo_megatron.io.files import check_overwritable
 from gapo_megatron.ops.plan.calibration import STAGES, Observation
 from gapo_megatron.ops.plan.hardware import Gpu
 from gapo_megatron.ops.report.costs import SMALL, draw_time
-from gapo_megatron.ops.report.exhibit import KINDS, Exhibit, csv_names
 from gapo_megatron.ops.report.scaling import (
     layout_items,
     num_gpus,
@@ -27,9 +26,12 @@ from gapo_megatron.ops.report.scaling import (
 )
 from gapo_megatron.ops.report.series import Row
 from gapo_megatron.ops.report.style import (
+    KINDS,
     MARKERS,
+    Exhibit,
     arm_style,
     column,
+    csv_names,
     legend_below,
     outer_names,
     panels,

@@ -25,7 +25,6 @@ from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.series import NoData, windowed
 from tests.report_setup import (
     NUM_PROBLEMS,
-    NUM_STEPS,
     ROUNDING,
     SIGNAL,
     clipped,
@@ -115,13 +114,6 @@ def test_bands_end_where_values_can_lie():
     assert np.array(ends) == pytest.approx(np.array([[0, 100], [-0.9, 2.1]]))
 
 
-def test_reward_is_a_mean_of_a_window_and_of_seeds(exhibits):
-    rows = rows_of(exhibits["reward"], arm="gapo")
-    assert rows[-1]["mean"] == pytest.approx(0.4 + np.mean([36, 37, 38, 39]) / 100 + 0.1)
-    assert rows[0]["step"] == 3  # the first whole window
-    assert rows[0]["mean"] == pytest.approx(0.4 + np.mean([0, 1, 2, 3]) / 100 + 0.1)
-
-
 @pytest.mark.parametrize(("start", "first"), [(0, 3), (600, 603)])
 def test_a_curve_starts_where_its_window_is_full(start, first):
     values = {step: float(step) for step in range(start, start + 8)}
@@ -136,7 +128,7 @@ def test_a_run_shorter_than_the_window_leaves_the_others_their_curves(tmp_path):
         write_run(tmp_path / "k", "batch.rollouts_per_prompt=16", method="gspo", num_steps=2),
     ]
     comparison = Comparison.of([read_run(folder) for folder in folders])
-    for name in ("reward", "spectrum", "deviation_per_c"):
+    for name in ("spectrum", "deviation_per_c"):
         assert {row["arm"] for row in FIGURES[name](comparison).rows} == {"gapo"}
 
 
@@ -354,29 +346,6 @@ def test_an_archive_keeps_both_clocks(tmp_path):
     assert wait["seconds"] == pytest.approx(5)
 
 
-def test_skipped_work_is_in_percent(exhibits):
-    exhibit = exhibits["skipped_work"]
-    assert {(row["work"], row["share"]) for row in rows_of(exhibit, arm="gapo")} == {
-        ("forward", 0.25),
-        ("backward", 0.5),
-    }
-    axis = exhibit.figure.axes[0]
-    assert [label.get_text() for label in axis.get_yticklabels()] == list(METHODS)
-    drawn = {name: list(line.get_xdata()) for name, line in lines_of(axis).items()}
-    assert drawn == {"forward": [25] * 3, "backward": [50] * 3}
-
-
-def test_memory_is_that_of_the_worst_seed(exhibits, study):
-    exhibit = exhibits["memory"]
-    last = {(row["arm"], row["metric"]): row["gib"] for row in exhibit.rows}
-    for arm in study.curves:
-        assert last[arm.label, "free, vLLM asleep"] == 60 - max(arm.seeds)
-        assert last[arm.label, "a process, in host memory"] == 4 + max(arm.seeds)
-    assert len(exhibit.rows) == len(study.curves) * 2 * NUM_STEPS
-    # A panel for each, and a line for each method in it.
-    assert [len(axis.lines) for axis in exhibit.figure.axes] == [len(study.curves)] * 2
-
-
 def test_rounding_stands_beside_the_step_and_the_clips(exhibits):
     exhibit = exhibits["rounding"]
     (row,) = rows_of(exhibit, arm="gapo")
@@ -437,7 +406,7 @@ def test_what_runs_have_no_data_for_says_why(tmp_path):
             make(comparison)
         except NoData as reason:
             reasons[name] = str(reason)
-    assert set(FIGURES) - set(reasons) == {"summary", "reward"}
+    assert set(FIGURES) - set(reasons) == {"summary"}
     assert "evaluat" in reasons["pass_at_k"]
     assert "two methods" in reasons["solve_rates"]
     assert "per_c/correct/clip_fraction_sequences" in reasons["clip_fraction_per_c"]
@@ -451,7 +420,7 @@ def test_a_method_without_data_is_named(tmp_path):
     comparison = Comparison.of([read_run(folder) for folder in folders])
     notes = {
         name: note_missing(FIGURES[name](comparison), comparison).notes
-        for name in ("step_time", "reward", "summary", "solve_rates")
+        for name in ("step_time", "correlation", "summary", "solve_rates")
     }
     assert notes.pop("step_time")[-1] == "No data: gspo_asym."
     assert not any("No data" in note for one in notes.values() for note in one)

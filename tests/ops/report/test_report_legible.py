@@ -119,7 +119,7 @@ def shown_texts(figure):
     ]
 
 
-@pytest.mark.parametrize("name", ["pass_at_k", "reward", "correlation", "by_c"])
+@pytest.mark.parametrize("name", ["pass_at_k", "correlation", "by_c"])
 def test_of_many_methods_each_stands_beside_the_first(many, name):
     """So that bands can be told apart: two colours in all, the first method's the same."""
     figure = many[name].figure

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gapo_megatron.ops.report.ablations import clip_sweep, over_k
 from gapo_megatron.ops.report.arms import Comparison
+from gapo_megatron.ops.report.outcomes import clip_sweep, others, over_k, summary
 from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.series import NoData
 from gapo_megatron.ops.report.style import style
-from gapo_megatron.ops.report.summary import others, summary
 from tests.report_setup import NUM_STEPS, pass_at, write_run
 
 METHODS = ("gapo", "gspo_asym")

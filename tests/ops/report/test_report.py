@@ -23,11 +23,7 @@ from gapo_megatron.ops.report.series import (
     windowed,
 )
 from tests.messages import mentions
-from tests.report_setup import NUM_STEPS, deviation, num_sequences, pass_at, write_run
-
-
-def compare(*folders):
-    return Comparison.of([read_run(folder) for folder in folders])
+from tests.report_setup import NUM_STEPS, compare, deviation, num_sequences, pass_at, write_run
 
 
 def labels(comparison):

@@ -18,11 +18,7 @@ from gapo_megatron.ops.report.report import note_changes, write_report
 from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.style import style
 from tests.messages import mentions
-from tests.report_setup import write_run
-
-
-def compare(*folders):
-    return Comparison.of([read_run(folder) for folder in folders])
+from tests.report_setup import compare, write_run
 
 
 def write_branch(folder, parent, *, step, method="gapo"):

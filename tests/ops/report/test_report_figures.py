@@ -12,7 +12,6 @@ import pytest
 from matplotlib import image
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from scipy import stats
 
 from gapo_megatron.evaluate.heat_map import difference_limit
 from gapo_megatron.ops.report import style
@@ -29,10 +28,13 @@ from tests.report_setup import (
     SIGNAL,
     clipped,
     clocks_apart,
+    compare,
     deviation,
     num_sequences,
     pass_at,
+    rows_of,
     solved,
+    t_interval,
     write_run,
     write_study,
 )
@@ -52,14 +54,6 @@ def study(tmp_path_factory):
 def exhibits(study):
     with style.style():
         return {name: make(study) for name, make in FIGURES.items() if name != "intervention"}
-
-
-def rows_of(exhibit, **wanted):
-    return [row for row in exhibit.rows if all(row[key] == value for key, value in wanted.items())]
-
-
-def t_interval(values):
-    return stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
 
 
 def lines_of(axis):
@@ -127,7 +121,7 @@ def test_a_run_shorter_than_the_window_leaves_the_others_their_curves(tmp_path):
         write_run(tmp_path / "long", method="gapo"),
         write_run(tmp_path / "k", "batch.rollouts_per_prompt=16", method="gspo", num_steps=2),
     ]
-    comparison = Comparison.of([read_run(folder) for folder in folders])
+    comparison = compare(*folders)
     for name in ("spectrum", "deviation_per_c"):
         assert {row["arm"] for row in FIGURES[name](comparison).rows} == {"gapo"}
 
@@ -269,7 +263,7 @@ def test_a_scale_of_differences_holds_most(values, limit):
 def test_heat_map_is_of_the_seeds_that_both_have(tmp_path):
     arms = (("gapo", 0), ("gapo", 1), ("gspo_asym", 1), ("gspo_asym", 2), ("dr_grpo", 2))
     folders = [write_run(tmp_path / f"{m}_{seed}", method=m, seed=seed) for m, seed in arms]
-    exhibit = FIGURES["solve_rates"](Comparison.of([read_run(folder) for folder in folders]))
+    exhibit = FIGURES["solve_rates"](compare(*folders))
     for i in range(NUM_PROBLEMS):
         (row,) = rows_of(exhibit, other="gspo_asym", step=40, problem=f"p{i}")
         ours, theirs = (solved(method, 1, 40, i) / 8 for method in METHODS[:2])
@@ -283,7 +277,7 @@ def test_methods_that_cannot_be_subtracted_are_named(tmp_path):
     folders = [write_run(tmp_path / method, method=method) for method in METHODS]
     for path in (folders[2] / "evaluations").iterdir():
         path.unlink()
-    exhibit = FIGURES["solve_rates"](Comparison.of([read_run(folder) for folder in folders]))
+    exhibit = FIGURES["solve_rates"](compare(*folders))
     assert exhibit.notes[-1] == "No data: dr_grpo."
 
 
@@ -303,7 +297,7 @@ def apart(tmp_path, *, methods=("gapo",), together=()):
         write_run(tmp_path / name, method=name, num_steps=10, **option)
         for name, option in options.items()
     ]
-    return Comparison.of([read_run(folder) for folder in folders])
+    return compare(*folders)
 
 
 def test_each_side_has_a_bar_and_its_waiting(tmp_path):
@@ -368,7 +362,7 @@ def test_rounding_stands_beside_the_step_and_the_clips(exhibits):
 
 def test_widths_that_are_no_distance_from_1_are_not_drawn(tmp_path):
     runs = [write_run(tmp_path / "band"), write_run(tmp_path / "none", method="cispo")]
-    band, none = FIGURES["rounding"](Comparison.of([read_run(run) for run in runs])).rows
+    band, none = FIGURES["rounding"](compare(*runs)).rows
     assert (band["eps_low"], none["eps_low"], none["eps_high_max"]) == (0.01, None, None)
 
 
@@ -376,7 +370,7 @@ def test_a_step_that_moves_nothing_can_be_drawn(tmp_path):
     folder = write_run(tmp_path / "run", method="cispo")
     path = folder / "metrics.jsonl"
     path.write_text(re.sub(r'("numerics/ratio_\w+"): [^,}]+', r"\1: 0.0", path.read_text()))
-    exhibit = FIGURES["rounding"](Comparison.of([read_run(folder)]))
+    exhibit = FIGURES["rounding"](compare(folder))
     assert exhibit.rows[0]["rounding"] == 0
     with style.style():
         exhibit.figure.draw_without_rendering()
@@ -399,7 +393,7 @@ def test_what_runs_have_no_data_for_says_why(tmp_path):
     (folder / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
     (folder / "timings.jsonl").unlink()
     (folder / "evaluations" / "step_0.json").unlink()
-    comparison = Comparison.of([read_run(folder)])
+    comparison = compare(folder)
     reasons = {}
     for name, make in FIGURES.items():
         try:
@@ -417,7 +411,7 @@ def test_what_runs_have_no_data_for_says_why(tmp_path):
 def test_a_method_without_data_is_named(tmp_path):
     folders = [write_run(tmp_path / method, method=method) for method in ("gapo", "gspo_asym")]
     (folders[1] / "timings.jsonl").unlink()
-    comparison = Comparison.of([read_run(folder) for folder in folders])
+    comparison = compare(*folders)
     notes = {
         name: note_missing(FIGURES[name](comparison), comparison).notes
         for name in ("step_time", "correlation", "summary", "solve_rates")

@@ -15,7 +15,7 @@ from gapo_megatron.ops.report.learning import OTHER
 from gapo_megatron.ops.report.report import MAKERS
 from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.series import NoData
-from tests.report_setup import clocks_apart, write_run, write_study
+from tests.report_setup import clocks_apart, compare, write_run, write_study
 
 FEW = ("gapo", "gspo_asym", "dr_grpo")
 MANY = (*FEW, "grpo", "gspo", "f_grpo", "f_gspo", "gapo_token", "cispo")
@@ -61,7 +61,7 @@ def test_bars_of_both_sides_can_be_read(tmp_path, methods):
     options = {"num_steps": 2, "clocks": clocks_apart()}
     folders = [write_run(tmp_path / name, method=name, **options) for name in methods]
     with style.style():
-        exhibit = step_time(Comparison.of([read_run(folder) for folder in folders]))
+        exhibit = step_time(compare(*folders))
     check_readable(exhibit, "step_time")
     (axis,) = exhibit.figure.axes
     assert len(axis.get_yticklabels()) == 2 * len(methods)

@@ -18,9 +18,8 @@ from gapo_megatron.ops.report import style
 from gapo_megatron.ops.report.archive import read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.clipping import draw_correlation
-from gapo_megatron.ops.report.picture import draw_picture, write_picture
+from gapo_megatron.ops.report.picture import draw_picture
 from gapo_megatron.ops.report.report import MAKERS, note_missing
-from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.series import NoData, windowed
 from tests.report_setup import (
     NUM_PROBLEMS,
@@ -418,36 +417,3 @@ def test_a_method_without_data_is_named(tmp_path):
     }
     assert notes.pop("step_time")[-1] == "No data: gspo_asym."
     assert not any("No data" in note for one in notes.values() for note in one)
-
-
-def test_the_picture_has_six_panels(study, tmp_path):
-    runs = [run.folder for arm in study.curves for run in arm.runs]
-    path = write_picture(runs, tmp_path / "out" / "report.png")
-    assert image.imread(path).shape[2] == 4
-    with style.style():
-        figure = draw_picture(study)
-        figure.draw_without_rendering()
-        boxes = [axis.get_legend().get_window_extent() for axis in figure.axes]
-    axes = figure.axes
-    assert len(axes) == 6
-    assert all(axis.get_title() and axis.get_xlabel() for axis in axes)
-    for box in boxes:
-        assert 0 <= box.x0 < box.x1 <= figure.bbox.width and box.y0 >= 0
-
-
-@pytest.mark.parametrize("methods", [("gapo",), METHODS])
-def test_no_two_lines_of_a_panel_of_the_picture_look_alike(tmp_path, methods):
-    runs = [read_run(write_run(tmp_path / method, method=method)) for method in methods]
-    with style.style():
-        axes = draw_picture(Comparison.of(runs)).axes
-    held_out = {name: line for name, line in lines_of(axes[1]).items() if name[0] != "_"}
-    assert [*held_out] == [f"{method} pass@{k}" for k in (1, 8) for method in methods]
-    for axis in axes:
-        lines = [line for line in axis.get_lines() if line.get_label()[0] != "_"]
-        assert len({to_hex(line.get_color()) for line in lines}) == len(lines)
-        looks = {(str(line._dash_pattern), line.get_marker()) for line in lines}
-        # Curves by c go from dark to light; those of arms differ without colour, too.
-        assert len(looks) == len(lines) or axis.get_legend().get_title().get_text()[:1] == "c"
-    reward = lines_of(axes[0])  # an arm's colour is the same from panel to panel
-    for method in methods:
-        assert reward[method].get_color() == held_out[f"{method} pass@1"].get_color()

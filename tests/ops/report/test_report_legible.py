@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
+from matplotlib import image
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
@@ -12,6 +13,7 @@ from gapo_megatron.ops.report import style
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.costs import step_time
 from gapo_megatron.ops.report.learning import OTHER
+from gapo_megatron.ops.report.picture import draw_picture, write_picture
 from gapo_megatron.ops.report.report import MAKERS
 from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.series import NoData
@@ -184,3 +186,44 @@ def test_a_line_has_no_more_points_than_are_seen(number, kept):
     found = style.thinned(rows)
     assert len(found) == kept
     assert (found[0], found[-1]) == (rows[0], rows[-1])
+
+
+# -- the picture of a run -------------------------------------------------------------------------
+
+
+def lines_of(axis):
+    return {line.get_label(): line for line in axis.get_lines()}
+
+
+def test_the_picture_has_six_panels(tmp_path):
+    study = write_study(tmp_path / "runs", FEW, (0, 1))
+    runs = [run.folder for arm in study.curves for run in arm.runs]
+    path = write_picture(runs, tmp_path / "out" / "report.png")
+    assert image.imread(path).shape[2] == 4
+    with style.style():
+        figure = draw_picture(study)
+        figure.draw_without_rendering()
+        boxes = [axis.get_legend().get_window_extent() for axis in figure.axes]
+    axes = figure.axes
+    assert len(axes) == 6
+    assert all(axis.get_title() and axis.get_xlabel() for axis in axes)
+    for box in boxes:
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width and box.y0 >= 0
+
+
+@pytest.mark.parametrize("methods", [("gapo",), FEW])
+def test_no_two_lines_of_a_panel_of_the_picture_look_alike(tmp_path, methods):
+    folders = [write_run(tmp_path / method, method=method) for method in methods]
+    with style.style():
+        axes = draw_picture(compare(*folders)).axes
+    held_out = {name: line for name, line in lines_of(axes[1]).items() if name[0] != "_"}
+    assert [*held_out] == [f"{method} pass@{k}" for k in (1, 8) for method in methods]
+    for axis in axes:
+        lines = [line for line in axis.get_lines() if line.get_label()[0] != "_"]
+        assert len({to_hex(line.get_color()) for line in lines}) == len(lines)
+        looks = {(str(line._dash_pattern), line.get_marker()) for line in lines}
+        # Curves by c go from dark to light; those of arms differ without colour, too.
+        assert len(looks) == len(lines) or axis.get_legend().get_title().get_text()[:1] == "c"
+    reward = lines_of(axes[0])  # an arm's colour is the same from panel to panel
+    for method in methods:
+        assert reward[method].get_color() == held_out[f"{method} pass@1"].get_color()

@@ -113,7 +113,7 @@ def verdicts(arms: Arms, found: Results) -> Exhibit:
     height = 0.65 + LINE_INCHES * max(len(order), 3)
     figure = Figure(figsize=(COLUMN_INCHES, height))
     axes = list(figure.subplots(1, len(OUTCOMES), sharey=True))
-    ends = [abs(float(row[key] or 0)) for row in rows for key in ("low", "high")]
+    ends = [abs(row[key] or 0) for row in rows for key in ("low", "high")]
     is_wide = max(ends, default=0) > WIDE
     for axis, outcome in zip(axes, OUTCOMES, strict=True):
         if is_wide:
@@ -139,13 +139,13 @@ def _forest(axis: Axes, rows: Sequence[Row], margin: float) -> None:
     axis.axvspan(-margin, margin, color="0.85", linewidth=0, zorder=0, label="margin")
     axis.axvline(0, color="0.4", linewidth=0.6)
     for word, look in LOOKS.items():
-        at = [place for place, row in enumerate(rows) if str(row["verdict"]).startswith(word)]
+        at = [place for place, row in enumerate(rows) if row["verdict"].startswith(word)]
         if at:
             chosen = [rows[place] for place in at]
             means = column(chosen, "mean")
             error = [means - column(chosen, "low"), column(chosen, "high") - means]
             axis.errorbar(means, at, xerr=error, linestyle="", label=word, **BARS, **look)
-    axis.set_yticks(range(len(rows)), [str(row["rule"]) for row in rows])
+    axis.set_yticks(range(len(rows)), [row["rule"] for row in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
 
 
@@ -170,7 +170,7 @@ def frontier(arms: Arms, found: Results) -> Exhibit:
         ways.plot(column(line, "pass@1"), column(line, "pass@64"), label=name, **arm_style(place))
     for row in ends:
         known = row["rule"] in drawn
-        look = arm_style(drawn.index(str(row["rule"]))) if known else {"color": "0.5"}
+        look = arm_style(drawn.index(row["rule"])) if known else {"color": "0.5"}
         look |= {"linestyle": "", "marker": look.get("marker", "."), "markersize": 4}
         last.plot([row["pass@1"]], [row["pass@64"]], **look)
     for axis in (ways, last):
@@ -191,11 +191,11 @@ def frontier(arms: Arms, found: Results) -> Exhibit:
 def _name_at_the_side(axis: Axes, rows: Sequence[Row]) -> None:
     """Write names right of the axis, from the highest point to the lowest, with lines to them."""
     axis.margins(0.06)
-    order = sorted(rows, key=lambda row: -float(row["pass@64"] or 0))
+    order = sorted(rows, key=lambda row: -row["pass@64"])
     for place, row in enumerate(order):
         axis.annotate(
-            str(row["rule"]),
-            xy=(float(row["pass@1"] or 0), float(row["pass@64"] or 0)),
+            row["rule"],
+            xy=(row["pass@1"], row["pass@64"]),
             xytext=(1.06, 1 - (place + 0.5) / len(order)),
             textcoords="axes fraction",
             fontsize=MIN_POINTS,
@@ -271,7 +271,7 @@ def widths(arms: Arms, found: Results) -> Exhibit:
         for number, rule in enumerate(rules):
             keys, wanted = ("outcome", "k", "rule"), (outcome, size, rule)
             line = [row for row in rows if tuple(row[key] for key in keys) == wanted]
-            line.sort(key=lambda row: float(row["eps_high_max"] or 0))
+            line.sort(key=lambda row: row["eps_high_max"])
             _bars(axis, 1000 * column(line, "eps_high_max"), line, label=rule, **arm_style(number))
     _log_ticks(axes, sorted({1000 * width for names in by_row.values() for width in names}))
     outer_names(axes, share_y=False)

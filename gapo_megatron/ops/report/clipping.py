@@ -123,7 +123,7 @@ def draw_per_c(axis: Axes, rows: Sequence[Row], arm: Arm, name: str) -> None:
     """Draw a curve for each c, in percent: dark for scarce correct rollouts."""
     over_steps(axis, [arm.label])
     axis.set_ylabel(YLABELS[name])
-    for c in sorted({int(row["c"] or 0) for row in rows}):
+    for c in sorted({row["c"] for row in rows}):
         chosen = thinned(select(rows, arm=arm.label, c=c))
         axis.plot(
             column(chosen, "step"),
@@ -261,7 +261,7 @@ def draw_correlation(axis: Axes, rows: Sequence[Row], shown: Shown) -> None:
     axis.set_ylabel("Pearson r")
     axis.axhline(0, color="0.4", linewidth=0.6)
     draw_arms(axis, rows, shown, limits=(-1, 1))
-    if any(int(row["step"] or 0) >= WINDOW - 1 for row in rows):
+    if any(row["step"] >= WINDOW - 1 for row in rows):
         axis.axvline(
             WINDOW - 1, color="0.2", linewidth=0.8, linestyle=":", label=f"W = {WINDOW} steps done"
         )

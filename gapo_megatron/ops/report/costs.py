@@ -69,7 +69,7 @@ def waiting_notes(arms: Sequence[Arm]) -> list[str]:
     for arm in arms:
         waits = {row["side"]: row["share"] for row in select(time_rows(arm), stage=WAIT)}
         if TRAINING in waits and GENERATION in waits:
-            shown = (f"{side} waits {100 * float(waits[side] or 0):.0f} %" for side in SIDES)
+            shown = (f"{side} waits {100 * waits[side]:.0f} %" for side in SIDES)
             notes.append(f"{arm.label}: {', '.join(shown)} of a step.")
     return notes
 
@@ -123,12 +123,11 @@ def _stage_rows(arm: Arm, side: str, seconds: Mapping[str, float]) -> list[Row]:
 def draw_time(axis: Axes, rows: Sequence[Row]) -> None:
     """Draw one bar per arm (or per side of it), cut into stages."""
     labels = list(dict.fromkeys(map(_bar, rows)))
-    seconds = {(_bar(row), row["stage"]): float(row["seconds"] or 0) for row in rows}
+    seconds = {(_bar(row), row["stage"]): row["seconds"] for row in rows}
     large = [
         stage
         for stage in distinct(rows, "stage")
-        if stage != "other"
-        and any(float(row["share"] or 0) >= SMALL for row in select(rows, stage=stage))
+        if stage != "other" and any(row["share"] >= SMALL for row in select(rows, stage=stage))
     ]
     if WAIT in large:  # sync last: both sides are in it at the same time
         large.sort(key=lambda stage: _ORDER.get(stage, _ORDER[WAIT] + 1))
@@ -186,7 +185,7 @@ def rounding(comparison: Comparison) -> Exhibit:
     if not rows:
         raise NoData("no run has measured it (metrics.rounding_every_steps)")
     figure, (axis,) = panels(1, row_inches=_bars_inches(len(rows)))
-    axis.set_yticks(range(len(rows)), [str(row["arm"]) for row in rows])
+    axis.set_yticks(range(len(rows)), [row["arm"] for row in rows])
     axis.set(ylabel="method", ylim=(len(rows) - 0.5, -0.5))
     axis.grid(axis="y", visible=False)
     heights = np.arange(len(rows))

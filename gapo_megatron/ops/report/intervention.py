@@ -181,13 +181,13 @@ def _sums(run: Run, name: str, begin: int) -> tuple[list[int], dict[int, np.ndar
 def _draw(axis: Axes, rows: Sequence[Row], lines: Sequence[str]) -> None:
     """Draw parents and branches of one quantity; `lines`: all labels, which decide the looks."""
     scale = _scale(rows[0])
-    over_steps(axis, {str(row[side]) for row in rows for side in ("parent", "branch")})
-    axis.set_ylabel(str(rows[0]["quantity"]))
+    over_steps(axis, {row[side] for row in rows for side in ("parent", "branch")})
+    axis.set_ylabel(rows[0]["quantity"])
     drawn = set()
     for branch in distinct(rows, "branch"):
         chosen = select(rows, branch=branch)
         for side in ("parent", "branch"):
-            label = str(chosen[0][side])
+            label = chosen[0][side]
             if label in drawn:
                 continue  # several branches left the same run
             drawn.add(label)
@@ -197,11 +197,11 @@ def _draw(axis: Axes, rows: Sequence[Row], lines: Sequence[str]) -> None:
             axis.plot(column(shown, "step"), means, label=label, **look)
         last = chosen[-1]
         if last["low"] is not None:  # the difference's interval, around the branch's last mean
-            mean = scale * float(last["branch mean"] or 0)
-            half = scale * (float(last["high"] or 0) - float(last["low"])) / 2
+            mean = scale * last["branch mean"]
+            half = scale * (last["high"] - last["low"]) / 2
             least, most = (0, 100) if scale == 100 else (-1, 1)
             axis.errorbar(
-                [float(last["step"] or 0)],
+                [last["step"]],
                 [mean],
                 yerr=[[mean - max(mean - half, least)], [min(mean + half, most) - mean]],
                 color=arm_style(lines.index(branch))["color"],
@@ -212,18 +212,18 @@ def _draw(axis: Axes, rows: Sequence[Row], lines: Sequence[str]) -> None:
 
 
 def _scale(row: Row) -> float:
-    return 100 if "%" in str(row["quantity"]) else 1
+    return 100 if "%" in row["quantity"] else 1
 
 
 def _at_the_end(branch: Arm, rows: Sequence[Row]) -> str:
     """State the last difference of each quantity."""
-    chosen = {str(row["quantity"]): row for row in select(rows, branch=branch.label)}
+    chosen = {row["quantity"]: row for row in select(rows, branch=branch.label)}
     parts = []
     for quantity, row in chosen.items():
         scale = _scale(row)
-        text = f"{scale * float(row['difference'] or 0):+.2f}"
+        text = f"{scale * row['difference']:+.2f}"
         if row["low"] is not None:
-            text += f" [{scale * float(row['low']):+.2f}, {scale * float(row['high'] or 0):+.2f}]"
+            text += f" [{scale * row['low']:+.2f}, {scale * row['high']:+.2f}]"
         parts.append(f"{quantity.removesuffix(' (%)')} {text} at {row['step']}")
     parent = next(iter(chosen.values()))["parent"] if chosen else ""
     return f"{branch.label} minus {parent} (shares in points): {'; '.join(parts)}."

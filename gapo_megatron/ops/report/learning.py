@@ -192,8 +192,8 @@ def pass_rows(arms: Sequence[Arm]) -> list[Row]:
         found = curve_rows(arms, values, what=key, metric=key.removeprefix("eval/"))
         by_arm = {arm.label: {run.seed: run.series(key) for run in arm.runs} for arm in arms}
         for row in found:
-            by_seed = by_arm[str(row["arm"])]
-            row |= {f"{SEED}{s}": by_seed.get(s, {}).get(int(row["step"] or 0)) for s in seeds}
+            by_seed = by_arm[row["arm"]]
+            row |= {f"{SEED}{s}": by_seed.get(s, {}).get(row["step"]) for s in seeds}
         rows += found
     return rows
 
@@ -273,7 +273,7 @@ def solve_rates(comparison: Comparison) -> Exhibit:
     missing = [other.label for other in others if other.label not in pairs]
     figure, axes = panels(len(pairs), row_inches=1.6)
     limit = difference_limit(column(rows, "difference"))
-    steps = sorted({int(row["step"] or 0) for row in rows})
+    steps = sorted({row["step"] for row in rows})
     for axis, label in zip(axes, pairs, strict=True):
         image = _draw_rates(axis, select(rows, other=label), steps, limit)
         axis.set_title(wrapped(f"{first.label} - {label}"))
@@ -355,7 +355,7 @@ def _draw_rates(
     axis: Axes, rows: Sequence[Row], steps: Sequence[int], limit: float
 ) -> ScalarMappable:
     """Draw problems (rows) by `steps` (columns); grey where these two arms have no value."""
-    image = np.full((max(int(row["rank"] or 0) for row in rows), len(steps)), np.nan)
+    image = np.full((max(row["rank"] for row in rows), len(steps)), np.nan)
     ranks = column(rows, "rank").astype(int) - 1
     image[ranks, np.searchsorted(steps, column(rows, "step"))] = column(rows, "difference")
     axis.set(xlabel="step", ylabel="problem, easiest first", facecolor="0.85")

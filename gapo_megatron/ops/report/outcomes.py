@@ -201,7 +201,7 @@ def over_k(comparison: Comparison) -> Exhibit:
         _draw_over_k(axis, select(rows, metric=key.removeprefix("eval/")), names)
         axis.set_ylabel(f"final {key.removeprefix('eval/')} (%)")
     legend_below(figure, axes[0])
-    seeds = sorted({int(row["seeds"] or 0) for row in rows})
+    seeds = sorted({row["seeds"] for row in rows})
     return Exhibit(
         aid="Final accuracy on held-out problems against k, the number of rollouts per group; one "
         "line per method.",
@@ -222,7 +222,7 @@ def _draw_over_k(axis: Axes, rows: Sequence[Row], names: Sequence[str]) -> None:
             x = 2 ** (0.12 * (place - (len(names) - 1) / 2)) * column(line, "k")
             look = {"label": name, "capsize": 2, **arm_style(place)}
             draw_bars(axis, x, line, limits=SHARE_LIMITS, **look)
-    ks = sorted({int(row["k"] or 0) for row in rows})
+    ks = sorted({row["k"] for row in rows})
     axis.set_xticks(ks)
     axis.set_xlim(ks[0] / 2**0.4, ks[-1] * 2**0.4)
     axis.xaxis.set_major_formatter("{x:g}")

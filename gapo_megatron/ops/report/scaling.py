@@ -142,7 +142,7 @@ def _table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], *, title: s
             table.add_column(heading, overflow="fold")
     for row in rows:
         cells = ["-" if row[key] is None else format(row[key], columns[key][1]) for key in shown]
-        table.add_row(str(row["run"]), *cells)
+        table.add_row(row["run"], *cells)
     return table
 
 

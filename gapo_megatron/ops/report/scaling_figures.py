@@ -157,7 +157,7 @@ def lines(observations: Sequence[Observation], rows: Sequence[Row], *, unit: str
     alone = [one for group in of_batch.values() for one in group if id(one[1]) not in drawn]
     found: list[Line] = []
     for efficiency, group in [*several, *(("strong_efficiency", [one]) for one in alone)]:
-        members = sorted((row for _, row in group), key=lambda row: int(row["gpus"] or 0))
+        members = sorted((row for _, row in group), key=lambda row: row["gpus"])
         found.append(Line(group[0][0], members, efficiency))
     called = [(line.label, _title(line.rows[0])) for line in found]
     return [
@@ -187,7 +187,7 @@ def _draw_line(axis: Axes, line: Line, look: dict[str, Any]) -> None:
 
 def _dress(axis: Axes, rows: Sequence[Row], unit: str, units: str) -> None:
     """Label the axes; ticks are the numbers of GPUs that were measured."""
-    counts = sorted({int(row["gpus"] or 0) for row in rows})
+    counts = sorted({row["gpus"] for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(counts, [f"{count:,}" for count in counts])
     axis.minorticks_off()
@@ -205,14 +205,14 @@ def step_split(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gp
     split: list[Row] = []
     for name, row in zip(names, rows, strict=True):
         for stage in (*STAGES, "other"):
-            measured = float(row[f"{stage}_s"] or 0)
+            measured = row[f"{stage}_s"] or 0.0
             split.append(
                 {
                     "run": row["run"],
                     "arm": name,
                     "stage": stage,
                     "seconds": measured,
-                    "share": measured / float(row["step_s"] or 1),
+                    "share": measured / (row["step_s"] or 1),
                     "predicted_s": row.get(f"predicted_{stage}_s"),
                 }
             )
@@ -249,7 +249,7 @@ def _short_names(observations: Sequence[Observation], rows: Sequence[Row], gpu: 
     unit, units = unit_names(gpu)
     parts = [
         (
-            _whole(str(row["model"])),
+            _whole(row["model"]),
             _whole(f"{row['max_response_tokens']:,} tokens"),
             _whole(f"{row['rollout_prompts']:,} prompts"),
             _whole(f"{row['gpus']:,} {unit if row['gpus'] == 1 else units}"),
@@ -260,7 +260,7 @@ def _short_names(observations: Sequence[Observation], rows: Sequence[Row], gpu: 
     differing = [n for n, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1]
     names = [", ".join(part[n] for n in differing) for part in parts]
     if len(set(names)) < len(rows) or not differing:
-        names = [str(row["run"]) for row in rows]
+        names = [row["run"] for row in rows]
     return [textwrap.fill(name, _LABEL_LETTERS, break_on_hyphens=False) for name in names]
 
 

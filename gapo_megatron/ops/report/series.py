@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +16,8 @@ WINDOW_SHARE = 0.1
 MAX_WINDOW = 200
 """Longest window: the paper's, reached by runs of 2000 steps."""
 
-Row = dict[str, str | int | float | None]
-"""One data point of a figure, as in its CSV; None: no value."""
+Row = dict[str, Any]
+"""One data point of a figure, as in its CSV: text, numbers, None for no value."""
 SEED = "seed "
 """Prefix of the columns that hold one seed's values."""
 
@@ -32,7 +33,7 @@ def select(rows: Sequence[Row], **wanted: str | int) -> list[Row]:
 
 def distinct(rows: Sequence[Row], key: str) -> list[str]:
     """Values of one key, each once, in order."""
-    return list(dict.fromkeys(str(row[key]) for row in rows))
+    return list(dict.fromkeys(row[key] for row in rows))
 
 
 def window_of(runs: Sequence[Run]) -> int:

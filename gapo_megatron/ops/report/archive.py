@@ -60,7 +60,9 @@ def check_archive(folder: Path, archives: Sequence[Path]) -> None:
     """
     for archive in archives:
         if real(archive) == real(folder):
-            raise ConfigError(f"--archive ({folder}) is read ({archive}): name another folder")
+            raise ConfigError(
+                f"--archive ({folder}) is one of the archives read: name another folder"
+            )
     is_ours = {"run", "config", "branch"} <= csv_names(folder / RUNS_NAME)
     names = (RUNS_NAME, METRICS_NAME, TIMINGS_NAME, SOLVE_RATES_NAME)
     check_overwritable(folder, names, field="--archive", is_ours=is_ours)
@@ -88,7 +90,7 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
     names = [run.folder.name for run in runs]
     for name in names:
         if names.count(name) > 1:
-            raise DataError(f"two runs are called {name}; an archive tells them apart by name")
+            raise DataError(f"two runs are called {name}; runs in an archive need different names")
     tables: dict[str, list[Row]] = {
         RUNS_NAME: [{"run": run.folder.name, **_settings(run)} for run in runs],
         METRICS_NAME: [row for run in runs for row in _metrics(run)],

@@ -183,7 +183,7 @@ def rounding(comparison: Comparison) -> Exhibit:
     """How far a step moves its ratios, and how far rounding does, beside the clip's widths."""
     rows = [row for arm in comparison.curves if (row := _rounding_row(arm))]
     if not rows:
-        raise NoData("no run has measured it (metrics.rounding_every_steps)")
+        raise NoData("no run measured rounding (metrics.rounding_every_steps)")
     figure, (axis,) = panels(1, row_inches=_bars_inches(len(rows)))
     axis.set_yticks(range(len(rows)), [row["arm"] for row in rows])
     axis.set(ylabel="method", ylim=(len(rows) - 0.5, -0.5))

@@ -66,7 +66,7 @@ def intervention(comparison: Comparison) -> Exhibit:
             "Clipped (share of the correct rollouts) and Pearson r (over c, of mean deviation and "
             f"mean advantage) are over the steps since the branch point, at most {MAX_WINDOW}. "
             "Correct in training is a mean over a tenth of the run. The bar at the end of a curve "
-            "is the 95 % Student-t interval of the difference, over pairs of runs with one seed.",
+            "is the 95 % Student-t interval of the difference, paired by seed.",
             *(_at_the_end(branch, rows) for branch, _ in pairs),
         ],
     )

@@ -287,7 +287,7 @@ def solve_rates(comparison: Comparison) -> Exhibit:
         rows=rows,
         figure=figure,
         notes=[
-            "Means over the seeds that both methods have, or over all seeds where they share none. "
+            "Means over the seeds that both methods have, or over all seeds if they share none. "
             "Grey: no verdict is known.",
             f"The colour scale covers {MOST_PERCENT} % of the cells; the others have the colour of "
             f"its ends. {_sampling_note(list(pairs.values()))}",

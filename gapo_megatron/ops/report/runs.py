@@ -106,7 +106,7 @@ def find_trained(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     waiting = [path for path in inside if path not in ready]
     if not ready:
         shown = ", ".join(map(str, waiting))
-        raise DataError(f"{shown}: no step in {METRICS_NAME} yet; a report needs a trained one")
+        raise DataError(f"{shown}: no training step in {METRICS_NAME} yet")
     return ready, waiting
 
 
@@ -202,5 +202,5 @@ def _code(folder: Path) -> tuple[str, ...]:
         try:
             found[frozen_code(path.parent)] = None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: does not tell where code came from: {error!r}") from None
+            raise DataError(f"{path}: not a record of the code's version: {error!r}") from None
     return tuple(found)

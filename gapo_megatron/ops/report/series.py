@@ -168,6 +168,6 @@ def pass_keys(arms: Sequence[Arm]) -> list[str]:
     by_run = [set(run.keys(r"eval/pass@\d+")) for arm in arms for run in arm.runs]
     common = set.intersection(*filter(None, by_run)) if any(by_run) else set()
     if not common:
-        raise NoData("no run has evaluated, or none with the same number of samples")
+        raise NoData("no run has evaluations, or they have no k of pass@k in common")
     ordered = sorted(common, key=lambda key: int(key.rpartition("@")[2]))
     return list(dict.fromkeys([ordered[0], ordered[-1]]))

@@ -1,4 +1,4 @@
-"""Published step times, and the settings they were reached with: the planner's own examination.
+"""Published step times and their settings, to test the planner's predictions.
 
 All rows are predicted with the same default efficiencies; none is tuned. What a source does not say
 is an assumption, and stands in the row. Other systems do more work in a step than this one (no rows
@@ -42,7 +42,7 @@ class Anchor:
     name: str
     source: str
     model: str
-    """Of those shipped (`models.published`), or Qwen3-32B."""
+    """Name of a model in `models.published`, or Qwen3-32B."""
     gpu: str
     layout: Layout
     rollout_prompts: int
@@ -57,14 +57,14 @@ class Anchor:
     """Seconds by stage (`generation`, `old_log_probs`, `update`) and `total`; of a range its middle
     is compared."""
     assumed: str
-    """What the source does not say."""
+    """Assumptions where the source says nothing."""
     max_tokens_per_microbatch: int | None = None
-    """Where the system packs by tokens; None: it takes `sequences_per_microbatch`."""
+    """Micro-batch size of systems that pack by tokens; None: `sequences_per_microbatch` counts."""
     sequences_per_microbatch: int = 1
     reference_pass: bool = False
-    """A KL term: one more pass over all sequences."""
+    """Whether there is a KL term, which costs one more pass over all sequences."""
     published_range: tuple[float, float] | None = None
-    """Of the total, where the source gives one."""
+    """Of the total, if the source gives one."""
 
     @property
     def shape(self) -> Shape:
@@ -74,7 +74,7 @@ class Anchor:
 
     @property
     def workload(self) -> Workload:
-        """Every sequence counts: these systems leave none out."""
+        """Workload with all sequences: these systems skip none."""
         return Workload(
             mean_prompt_tokens=self.mean_prompt_tokens,
             mean_response_tokens=self.mean_response_tokens,
@@ -119,7 +119,7 @@ class Anchor:
         n = config.batch.num_minibatches
         own, theirs = (2 * n - 1, 2 * n) if self.reference_pass else (n - 1, n)
         if n == 1 and not self.reference_pass:
-            return times  # one update a step: nobody needs an old pass
+            return times  # one update per step needs no old log-probs
         return dataclasses.replace(times, old_log_probs_s=times.old_log_probs_s * theirs / own)
 
 
@@ -144,7 +144,7 @@ _NEMO: dict[str, Any] = {
     "minibatch_prompts": 16,
     "rollouts_per_prompt": 32,
     "max_prompt_tokens": 512,
-    "max_response_tokens": 3584,  # 4,096 together
+    "max_response_tokens": 3584,  # 4,096 with the prompt
     "max_tokens_per_microbatch": 4096,
     "mean_prompt_tokens": 150,
     "memory_fraction": 0.6,

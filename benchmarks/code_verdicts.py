@@ -1,10 +1,10 @@
-"""Verdicts on programs: the reference solutions of the public sets, and how fast.
+"""Verdicts on programs: reference solutions of public sets, and verdicts per second.
 
     python benchmarks/code_verdicts.py leetcode humaneval humaneval_plus codeforces
     python benchmarks/code_verdicts.py speed
 
-For every reference solution, and for the same with its value made wrong, the verdict; then verdicts
-per second beside a bare subprocess that runs the same program without any isolation.
+Judges every reference solution, and the same solution with a planted bug; `speed` compares verdicts
+per second with a bare subprocess that runs the same program without isolation.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def _plant(function):
     return lambda *args, **kwargs: _off(function(*args, **kwargs))
 
 """
-"""Changes every value a function returns; what follows it names the function."""
+"""Changes every value that a function returns; a line that wraps the function is appended."""
 
 
 def leetcode(data: Path) -> list[tuple[str, str, Tests]]:
-    """(solution, solution with a bug, tests) of every problem."""
+    """Read (solution, solution with a bug, tests) of every problem."""
     found = []
     for name in ("train", "test"):
         for row in json.loads((data / f"deepcoder_rllm/leetcode_{name}.json").read_text()):
@@ -144,7 +144,7 @@ def measure_speed(*, num_programs: int, num_workers: int, sandboxes: Sequence[st
         works: dict[str, Callable[[int], None]] = {"bare subprocess": bare}
         works |= {name: functools.partial(sandboxed, sandbox=name) for name in sandboxes}
         seconds: dict[str, list[float]] = {name: [] for name in works}
-        for _ in range(3):  # in turns: the machine may be busy with something else
+        for _ in range(3):  # in turns, because the machine may be busy
             for name, work in works.items():
                 start = time.monotonic()
                 with ThreadPoolExecutor(num_workers) as pool:
@@ -160,7 +160,7 @@ def measure_speed(*, num_programs: int, num_workers: int, sandboxes: Sequence[st
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the parts that were asked for."""
+    """Run the parts named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("parts", nargs="+", choices=[*SETS, "codeforces", "speed"])
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared/data")

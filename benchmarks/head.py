@@ -75,7 +75,7 @@ GSPO_CLIP = 3e-4
 
 
 def main() -> None:
-    """Measure, or read what was measured; print the tables and save the plot."""
+    """Measure, or read earlier results; print the tables and save the plot."""
     arguments = parse_arguments()
     if arguments.child:
         task = json.loads(arguments.child)
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Command line; defaults that depend on the device filled in."""
+    """Parse the command line; some defaults depend on the device."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=GUIDE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -145,7 +145,7 @@ def parse_arguments() -> argparse.Namespace:
 def measure(
     arguments: argparse.Namespace, shape: str, dtype: str, lines: TextIO, progress: Progress
 ) -> None:
-    """All providers at one shape and dtype: each alone, then every f in turns."""
+    """Measure all providers at one shape and dtype: each alone, then every f in turns."""
     key = {"shape": shape, "dtype": dtype, "data": arguments.data, "device": arguments.device}
     # With A = 0 known and all or no sequence active, compacting changes or leaves nothing.
     points = [("clipped", f) for f in arguments.active]
@@ -204,7 +204,7 @@ def measure(
 
 
 def run_alone(task: dict[str, Any]) -> dict[str, Any]:
-    """`check_alone` in a new process: what it found, or {"failed": the last line it wrote}."""
+    """Run `check_alone` in a new process; returns its result, or {"failed": its last line}."""
     command = [sys.executable, __file__, "--child", json.dumps(task)]
     threads = {"OMP_NUM_THREADS": str(task["threads"])}
     done = subprocess.run(
@@ -219,7 +219,7 @@ def run_alone(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the figures depend on: machine, versions, command."""
+    """Machine, versions and command."""
     versions: dict[str, str | None] = {}
     for package in ("torch", "triton", "liger-kernel", "cut-cross-entropy", "verl"):
         try:
@@ -235,13 +235,13 @@ def environment(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(lines: TextIO, record: dict[str, Any]) -> None:
-    """One JSON line, at once."""
+    """Write one JSON line and flush it."""
     lines.write(json.dumps(record) + "\n")
     lines.flush()
 
 
 def write_failed(lines: TextIO, name: str, key: dict[str, Any], error: RuntimeError) -> None:
-    """A provider that ran alone and breaks down among the others: nobody else stops."""
+    """Record a provider that fails among the others; the rest continue."""
     said = (str(error).splitlines() or [type(error).__name__])[0][:300]
     write(lines, {"kind": "alone", "provider": name, "failed": said} | key)
 
@@ -277,7 +277,7 @@ def make_batch(problem: Problem, exact: torch.Tensor, active: float, mode: str) 
     counts, ids = problem.counts, problem.sequence_ids
     num_active = round(active * len(counts))
     generator = torch.Generator().manual_seed(0)
-    # Of many draws the one whose share of tokens is nearest.
+    # Of many draws, take the one whose share of tokens is closest.
     draws = torch.stack([torch.randperm(len(counts), generator=generator) for _ in range(2000)])
     tokens = counts.cpu()[draws[:, :num_active]].sum(1)
     chosen = draws[(tokens - active * len(ids)).abs().argmin(), :num_active].to(ids.device)
@@ -294,7 +294,7 @@ def make_batch(problem: Problem, exact: torch.Tensor, active: float, mode: str) 
 
 
 def forward(head: Head, problem: Problem, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Loss, and the log-probs where they are to be had."""
+    """Loss, and log-probs if the provider returns them."""
     hidden = problem.hidden if batch.rows is None else problem.hidden[batch.rows]
     if head.loss is not None:
         return head.loss(hidden, problem.weight, batch), None
@@ -359,7 +359,7 @@ def gradient_errors(
 
 
 def peak_bytes(device: str, *, reset: bool = False) -> int:
-    """Peak of the resident set (of allocated memory on a GPU) since the last reset."""
+    """Peak resident set (on a GPU: allocated memory) since the last reset."""
     if device == "cuda":
         if reset:
             torch.cuda.reset_peak_memory_stats()

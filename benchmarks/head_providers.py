@@ -1,6 +1,6 @@
-"""Who takes part in benchmarks/head.py, and the loss all of them feed.
+"""Providers that benchmarks/head.py compares, and the loss that all of them feed.
 
-Peers are imported when they are loaded, so that one that is missing stops nobody else.
+A peer is imported when it is loaded, so a missing one does not affect the others.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PROVIDERS = [
     "verl-triton",
 ]
 CLIP, CLIPPED_D = 0.2, 0.5
-"""Clip of the loss timed here, and |D| of clipped sequences (0 of the others): so wide beside every
-provider's error on D that all take the same decisions, and gradients can be compared."""
+"""Clip of the timed loss, and |D| of clipped sequences (others: 0). It is so much wider than any
+provider's error in D that all clip the same sequences, and gradients can be compared."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the caller passes on: [R] rows (None: all), their labels and sequences, B of them."""
+    """A batch: [R] rows (None: all), their labels and sequence ids, and the number B of these."""
 
     rows: torch.Tensor | None
     labels: torch.Tensor
@@ -66,7 +66,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Head:
-    """A provider, loaded: log-probs [R] of (hidden, weight, labels), or `loss` in one with them."""
+    """A loaded provider: log-probs [R] of (hidden, weight, labels), or a fused `loss`."""
 
     log_probs: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     note: str
@@ -75,7 +75,7 @@ class Head:
 
 
 def gspo_loss(log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The few lines that turn anyone's log-probs into the sequence loss, in float64."""
+    """Turn log-probs into the sequence loss, in float64."""
     difference = log_probs.double() - batch.old_log_probs
     ratio = segment_mean(difference, batch.sequence_ids, len(batch.counts), batch.counts).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
@@ -83,7 +83,7 @@ def gspo_loss(log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def load_head(name: str, problem: Problem) -> Head:
-    """Import a provider. Raises what its import raises, or RuntimeError, where it cannot run."""
+    """Import a provider; raises what its import raises, or RuntimeError if it cannot run here."""
     cuda, weight = problem.weight.is_cuda, problem.weight
     if name in ("cce-filter", "verl-triton") and not cuda:
         raise RuntimeError("its Triton kernels need a CUDA device")
@@ -193,5 +193,5 @@ def enter_packages(root: str, *folders: str) -> None:
 
 
 def pick(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-probs of the labels, the logits being there."""
+    """Log-probs of the labels from logits."""
     return torch.log_softmax(logits, 1).gather(1, labels[:, None])[:, 0]

@@ -15,7 +15,7 @@ from rich.table import Table
 Record = dict[str, Any]
 OURS, NAIVE = "ours", "naive"
 MAX_TIME, MAX_MEMORY, MIN_SPEEDUP = 1.1, 0.05, 2.0
-"""Against naive at f = 1, its time and its extra memory; at f = 0.5, the fastest exact peer."""
+"""Aims: time and extra memory of naive's at f = 1; speed-up over exact peers at f = 0.5."""
 COLORS = {
     "ours": "#D55E00",
     "ours-torch": "#8C2D04",
@@ -34,7 +34,7 @@ COLORS = {
 
 
 class Group:
-    """The records of one shape, dtype and kind of data."""
+    """Records of one shape, dtype and kind of data."""
 
     def __init__(self, records: list[Record]) -> None:
         self.alone = {r["provider"]: r for r in records if r["kind"] == "alone"}
@@ -57,7 +57,7 @@ class Group:
         return sorted(map(sum, pairs))
 
     def active(self, mode: str) -> list[float]:
-        """The shares measured, from many to few."""
+        """Active shares measured, in descending order."""
         return sorted({f for _, m, f in self.times if m == mode}, reverse=True)
 
     @property
@@ -67,12 +67,12 @@ class Group:
 
     @property
     def flops(self) -> float:
-        """Of four matrix products."""
+        """FLOP of four matrix products."""
         return 8 * math.prod(map(float, self.key["shape"].split("x")))
 
 
 def load_records(files: Iterable[Path]) -> list[Record]:
-    """All lines of the files, in order."""
+    """Read all lines of the files, in order."""
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
@@ -86,17 +86,17 @@ def groups_of(records: list[Record]) -> list[Group]:
 
 
 def quantile(ordered: list[float], q: float) -> float:
-    """The nearest sample."""
+    """Nearest-rank quantile."""
     return ordered[round(q * (len(ordered) - 1))]
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits at least."""
+    """Format with three digits or more."""
     return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
 def print_report(records: list[Record], console: Console) -> None:
-    """For each group a table of errors and memory, one of times, and the figures aimed at."""
+    """Print tables of errors, memory and times of each group, and its aims."""
     for record in records:
         if record["kind"] == "run":
             versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items() if v)
@@ -110,7 +110,7 @@ def print_report(records: list[Record], console: Console) -> None:
 
 
 def accuracy_table(group: Group) -> Table:
-    """Errors, extra memory, and which path ran or why none did."""
+    """Table of errors, extra memory, and the path that ran or why none did."""
     table = Table(title=f"Errors and memory: {group.title}", title_justify="left")
     table.add_column("provider", no_wrap=True)
     headings = "D error, rms;D error, max;beyond 3e-4;dhidden error;dweight error;extra MiB"
@@ -135,7 +135,7 @@ def accuracy_table(group: Group) -> Table:
 
 
 def time_table(group: Group) -> Table:
-    """Medians at every f; forward, backward, spread and rate at f = 1."""
+    """Table of medians at every f; forward, backward, spread and rate at f = 1."""
     table = Table(title=f"Time, ms: {group.title}", title_justify="left")
     table.add_column("provider", no_wrap=True)
     table.add_column("n", justify="right")
@@ -164,7 +164,7 @@ def time_table(group: Group) -> Table:
 
 
 def aims(group: Group) -> list[str]:
-    """The measured ratios that the operator is held to."""
+    """Measured ratios beside their aims."""
     lines = []
 
     def aim(text: str, met: bool) -> None:
@@ -194,7 +194,7 @@ def aims(group: Group) -> list[str]:
         text = f"f=0.5: {ratio:.2f} x as fast as {best}, the fastest exact peer"
         aim(f"{text}; at least {MIN_SPEEDUP}", ratio >= MIN_SPEEDUP)
     if NAIVE in halves and NAIVE not in exact and OURS in halves:
-        # Said in any case: float32 logits are what most would call exact.
+        # Stated in any case, because float32 logits are usually considered exact.
         error = group.alone[NAIVE]["d_error_max"]
         ratio = halves[NAIVE] / halves[OURS]
         lines.append(
@@ -204,7 +204,7 @@ def aims(group: Group) -> list[str]:
 
 
 def save_plot(records: list[Record], path: Path) -> None:
-    """Time against f, one panel a group: solid if clipped, dashed if the caller compacts rows."""
+    """Plot time against f by group: solid if clipped, dashed if the caller compacts rows."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -249,7 +249,7 @@ def save_plot(records: list[Record], path: Path) -> None:
 
 
 def draw_provider(axis: Any, group: Group, name: str) -> None:
-    """One provider's lines in one panel, with the p10 to p90 band."""
+    """Plot one provider's lines in one panel, with a p10 to p90 band."""
     ours = name == OURS
     face = COLORS[name] if group.alone[name]["exact"] else "white"
     for mode, style in (("clipped", "-"), ("compacted", "--")):

@@ -1,4 +1,4 @@
-"""How the package is built: sizes, imports, private names, and the path of one batch.
+"""Structure of the package: sizes, imports, private names, and the path of one batch.
 
     python benchmarks/house.py [CHECKOUT ...]     a column each, so OLD NEW is before and after
 
@@ -6,9 +6,9 @@ Reads the sources of each checkout, whatever its version, and runs one step of i
 with its own Python (.venv, else this one): which functions a batch passes from `learn` to the
 optimizer, over all mini-batches. `--json` names every find. Standard library only.
 
-Functions are measured from `def` to their last line; parameters are counted without `self` and
-`cls`; an `elif` is no deeper than its `if`, and a function within a function starts anew. Imports
-are all there are, also those within functions and for type checkers.
+Functions are measured from `def` to their last line. Parameters are counted without `self` and
+`cls`. An `elif` is as deep as its `if`, and nesting starts again in an inner function. Imports
+inside functions and for type checkers count too.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 HERE, PACKAGE = Path(__file__).resolve().parents[1], "gapo_megatron"
-# Bottom to top; an import may stay within its layer or go down.
+# Layers from bottom to top; an import may stay in its layer or go down.
 LAYERS = (
     "errors types clock isolation|io|compat|device|config|models|hf|objective|logprob|batching|"
     "rewards|data|policy|learn|rollout|checkpoint|evaluate|run|train sft|ops"
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
-# Where the house before had what is in a layer now; the longest prefix of a module's name counts.
+# Layers of modules in older versions; the longest prefix of a module's name counts.
 OLD_PLACES = """io: console_table digest documents files toml_tree transfer; errors: library_errors
 compat: cpu; device: flags fp8 memory; train: loop; sft: supervised; rollout: sample; hf: convert
 config: config_errors config_rules config_types counts methods settings; checkpoint: manifest
@@ -52,13 +52,13 @@ LIMITS = {"functions over 60 lines": 60, "functions over 7 parameters": 7, "nest
 LONG_FILES, PRIVATE = "files over 400 lines", "private names outside compat"
 PRIVATE_NAME = re.compile(r"_[A-Za-z]\w*")
 LIBRARIES = {"megatron", "vllm", "transformer_engine", "torch"}
-# Names deep inside an engine, reached through public attributes.
+# Names inside an engine, reached through public attributes.
 DEEP = {"engine_core", "model_executor", "driver_worker", "model_runner"}
 BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 
 
 class Module(NamedTuple):
-    """One file of the package; its name is dotted, without the package's."""
+    """A file of the package; `name` is dotted and relative to the package."""
 
     name: str
     text: str
@@ -76,7 +76,7 @@ class Module(NamedTuple):
 
 
 def read_package(checkout: Path) -> dict[str, Module]:
-    """Every file by module name; the package's own `__init__` has the empty one."""
+    """Read every file by module name; the package's `__init__` is ""."""
     modules = {}
     for path in sorted((checkout / PACKAGE).rglob("*.py")):
         is_package, text = path.stem == "__init__", path.read_text(encoding="utf-8")
@@ -87,7 +87,7 @@ def read_package(checkout: Path) -> dict[str, Module]:
 
 
 def code_lines(module: Module) -> int:
-    """Lines with a token that is neither comment nor docstring (also one below a field)."""
+    """Count lines with a token that is neither comment nor docstring."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
         if token.string.strip() and token.type != tokenize.COMMENT:
@@ -100,14 +100,14 @@ def code_lines(module: Module) -> int:
 
 
 def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """All but a method's first; * and ** count as one each."""
+    """Number of parameters without a method's first; * and ** count as one each."""
     given = function.args
     listed = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
     return sum(one is not None and one.arg not in ("self", "cls") for one in listed)
 
 
 def nesting(node: ast.AST, depth: int = 0) -> int:
-    """Blocks in blocks below `node`; functions and classes within it are not looked into."""
+    """Depth of nested blocks below `node`, without inner functions and classes."""
     deepest = depth
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -119,7 +119,7 @@ def nesting(node: ast.AST, depth: int = 0) -> int:
 
 
 def imports(module: Module, modules: dict[str, Module]) -> set[str]:
-    """Names of the package's modules that one imports, anywhere in it."""
+    """Modules of the package that a module imports, anywhere in it."""
     names: set[str] = set()
     for node in module.nodes:
         if isinstance(node, ast.Import):
@@ -131,7 +131,7 @@ def imports(module: Module, modules: dict[str, Module]) -> set[str]:
     found = set()
     for name in names:
         top, *parts = name.replace("..", ".").split(".")
-        # What is imported is a module or a name of one: the longest that is a file.
+        # The import names a module or something in it: take the longest part that is a file.
         prefixes = (".".join(parts[:number]) for number in range(len(parts), -1, -1))
         if top == PACKAGE:
             found.add(next(prefix for prefix in prefixes if prefix in modules or not prefix))
@@ -148,8 +148,8 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def own_and_read(modules: dict[str, Module]) -> tuple[set[str], set[str]]:
-    """What the package itself defines, or assigns to itself; and every attribute that it reads."""
-    own, read = {"_replace", "_asdict", "_fields"}, set()  # those of named tuples
+    """Names that the package defines or assigns to itself; attributes that it reads."""
+    own, read = {"_replace", "_asdict", "_fields"}, set()  # of named tuples
     for node in itertools.chain(*(module.nodes for module in modules.values())):
         match node:
             case (
@@ -200,7 +200,7 @@ def private_names(module: Module, own: set[str], read: set[str]) -> dict[str, st
 
 
 def measure(checkout: Path) -> dict[str, Any]:
-    """All figures that the sources tell, every find by name."""
+    """All figures from the sources, with every find by name."""
     modules = read_package(checkout)
     folders: dict[str, dict[str, int]] = {}
     finds: dict[str, dict[str, Any]] = {kind: {} for kind in (LONG_FILES, *LIMITS, PRIVATE)}
@@ -226,7 +226,7 @@ def measure(checkout: Path) -> dict[str, Any]:
 
 
 def measure_imports(modules: dict[str, Module]) -> dict[str, Any]:
-    """Which imports run up, and which packages import each other."""
+    """Imports that run up, and packages that import each other."""
     del modules[""]
     graph: dict[str, set[str]] = {module.top: set() for module in modules.values()}
     up: dict[str, str] = {}
@@ -241,11 +241,13 @@ def measure_imports(modules: dict[str, Module]) -> dict[str, Any]:
 
 
 class Tracer:
-    """A profile function: what is entered between `learn` and the last optimizer step in it."""
+    """Profile function that records calls from `learn` to its last optimizer step."""
 
     def __init__(self, checkout: Path) -> None:
         self._start = f"{checkout / PACKAGE}/"
-        self._depth = self._calls = self._deepest = 0  # of the package's frames, from `learn`
+        self._depth = self._calls = self._deepest = (
+            0  # counts frames of the package, from `learn` on
+        )
         kinds = ("entered", "that hold advantages", "that hold old_log_probs")
         self._places: dict[str, set[str]] = {kind: set() for kind in kinds}
         self.seen: dict[str, Any] = {}
@@ -274,7 +276,7 @@ class Tracer:
         return f"{frame.f_code.co_filename.removeprefix(self._start)}:{frame.f_code.co_qualname}"
 
     def _look(self, frame: FrameType) -> None:
-        """Note whether a frame has the batch's values: under their own names, or as a field."""
+        """Note whether a frame holds the batch's values, by name or as a field."""
         place = self._place(frame)
         for local, value in frame.f_locals.items() if place in self._places["entered"] else ():
             for name in {local, *getattr(type(value), "__dataclass_fields__", ())}:
@@ -282,14 +284,14 @@ class Tracer:
 
 
 def trace(checkout: Path) -> dict[str, Any]:
-    """One step of the tests' tiny model, in this process, which must import `checkout`."""
+    """Trace one step of the tests' tiny model; this process must import `checkout`."""
 
     def load(name: str) -> Any:
         path = next((checkout / "tests").rglob(f"{name}.py")).relative_to(checkout)
         return importlib.import_module(".".join(path.with_suffix("").parts))
 
     setup, tracer = load("learn_setup"), Tracer(checkout)
-    setup.record = lambda _: contextlib.nullcontext([])  # it would enter functions of its own
+    setup.record = lambda _: contextlib.nullcontext([])  # it calls functions of its own
     with tempfile.TemporaryDirectory() as folder, load("dist").single_rank():
         setup.policy_setup.save_model(Path(folder), "qwen2_tied")
         config, groups = setup.make_config(Path(folder)), setup.make_groups()
@@ -301,7 +303,7 @@ def trace(checkout: Path) -> dict[str, Any]:
 
 
 def run_trace(checkout: Path) -> dict[str, Any]:
-    """`trace` in a process of the checkout's own Python; its last words if that fails."""
+    """Run `trace` with the checkout's own Python; if it fails, return its last line."""
     own = checkout / ".venv/bin/python"
     command = [own if own.exists() else sys.executable, "-B", __file__, "--trace", checkout]
     settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
@@ -311,7 +313,7 @@ def run_trace(checkout: Path) -> dict[str, Any]:
 
 
 def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Lines of the table: figure, and what one checkout has."""
+    """Lines of the table: figure and its value in one checkout."""
     for name, entry in found["folders"].items():
         yield f"code lines (all lines): {name}", "{code:,} ({lines:,})".format(**entry)
     for name, finds in found.items():
@@ -331,7 +333,7 @@ def main() -> None:
     """Measure every checkout and print a column for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("checkouts", nargs="*", type=Path, metavar="CHECKOUT", default=[HERE])
-    parser.add_argument("--json", action="store_true", help="every find by name")
+    parser.add_argument("--json", action="store_true", help="print every find by name")
     parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     checkouts = [path.resolve() for path in arguments.checkouts]

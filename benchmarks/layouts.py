@@ -1,9 +1,9 @@
-"""The first steps of the demo on 1 rank, TP = 2, PP = 2 and DP = 2, side by side.
+"""Compare the first steps of the demo on 1 rank, TP = 2, PP = 2 and DP = 2.
 
     make demo && python benchmarks/layouts.py
 
-Starts from the demo's warm start (runs/demo). The samples are the same on every layout because each
-request has its own seed, and the weights agree to rounding; what differs is printed as it is.
+Starts from the demo's warm start (runs/demo). Samples are the same on every layout, because each
+request has its own seed and the weights agree to rounding. Prints all differences.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="default: %(default)s")
     arguments = parser.parse_args()
     if not Path(load_config(arguments.config).model.hf_dir).is_dir():
-        raise SystemExit("the demo's warm start is not there: run `make demo` first")
+        raise SystemExit("the demo's warm start does not exist: run `make demo` first")
     with tempfile.TemporaryDirectory() as folder:
         lines = {
             name: run(arguments, overrides, Path(folder) / name.replace(" ", "_"))
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str], run_dir: Path) -> list[dict]:
-    """Lines of metrics.jsonl of one layout."""
+    """Run one layout and return the lines of its metrics.jsonl."""
     command = ranks_command("gapo_megatron.train", 2 if overrides else 1)
     command += [arguments.config, f"run.output_dir={run_dir}"]
     command += [f"run.num_steps={arguments.steps}", "evaluation.every_steps=0", *overrides]

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/numerics.md: errors against float64 and batch invariance.
+"""Print the tables of docs/numerics.md: errors against float64, and batch invariance.
 
     python benchmarks/logprob_numerics.py            (about a minute on one core)
 
@@ -31,13 +31,13 @@ def problem(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def exact(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """In float64."""
+    """Log-probs in float64."""
     log_p = torch.log_softmax(hidden.double() @ weight.double().T, 1)
     return log_p.gather(1, labels[:, None])[:, 0]
 
 
 def rounded(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What a bfloat16 output layer followed by a float32 softmax gives."""
+    """Log-probs of a bfloat16 output layer followed by a float32 softmax."""
     log_p = torch.log_softmax((hidden @ weight.T).float(), 1)
     return log_p.gather(1, labels[:, None])[:, 0]
 
@@ -47,7 +47,7 @@ def print_errors() -> None:
     print("| logits | kept in | max | rms | D, L = 256 | D, L = 1024 | D, L = 4096 |")
     for kind in ("plain", "peaked", "offset"):
         hidden, weight, labels = problem(kind)
-        # Another policy nearby, as after an update: 1 % of the hidden states' size.
+        # A policy after an update: hidden states changed by 1 % of their size.
         moved = (hidden.float() * (1 + 0.01 * torch.randn(hidden.shape))).bfloat16()
         new, old = exact(hidden, weight, labels), exact(moved, weight, labels)
         for name, function in (("float32", token_log_probs), ("bfloat16", rounded)):
@@ -61,7 +61,7 @@ def print_errors() -> None:
 
 
 def print_invariance() -> None:
-    """For which numbers of rows a row's bits differ from those it has among 1024 rows."""
+    """Print the numbers of rows for which a row's bits differ from those among 1024 rows."""
     hidden, weight, labels = (t[:1024] for t in problem("plain"))
     hidden, weight = hidden.float(), weight.float()
     sizes = [*range(1, 65), 100, 127, 128, 129, 500, 511, 512, 513, 1000]

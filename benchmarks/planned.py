@@ -89,7 +89,7 @@ Assumed where the source does not say:
 
 
 def nodes_of(path: Path) -> int:
-    """Nodes that a config's first line says it is for; one where it says nothing."""
+    """Number of nodes in a config's first line; 1 if there is none."""
     found = re.search(r" on (one node|(\d+) nodes) of eight ", path.read_text().splitlines()[0])
     return int(found[2] or 1) if found else 1
 

@@ -1,4 +1,4 @@
-"""What a step of GAPO does to its ratios, and what rounding does to them, in each arithmetic.
+"""How far a step of GAPO moves its ratios, and how far rounding does, in each precision.
 
     python benchmarks/ratio_rounding.py MODEL_FOLDER --output rounding.jsonl
 
@@ -62,19 +62,23 @@ QUESTIONS = (
 STATES = ["loaded", "between"]
 ARITHMETICS = ["bf16", "bf16+residual", "fp16", "fp16+residual", "fp32"]
 WIDTHS = (7e-5, 3e-4, 3e-3, 5e-3)
-"""Of a clip, on either side of 1: the paper's narrowest and widest bounds, and between them."""
+"""Clip widths on either side of 1: the paper's narrowest, its widest, and two in between."""
 
 
 def main() -> None:
-    """Run what is missing of the output file, then print the table."""
+    """Run the cases missing in the output file, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("hf_dir", help="model folder (config.json, tokenizer, safetensors)")
     parser.add_argument("--output", type=Path, required=True, help="JSONL file of finished cases")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512], help="of a response")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[128, 512], help="tokens of a response"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arithmetic", nargs="+", choices=ARITHMETICS, default=ARITHMETICS)
     parser.add_argument("--state", nargs="+", choices=STATES, default=STATES)
-    parser.add_argument("--groups", type=int, default=4, help="of 8 responses: updates of the step")
+    parser.add_argument(
+        "--groups", type=int, default=4, help="groups of 8 responses; one update each"
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     arguments = parser.parse_args()
     process_group.start(3600)
@@ -89,7 +93,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A step that is measured."""
+    """Settings of a measured step."""
 
     tokens: int
     seed: int
@@ -99,7 +103,7 @@ class Case:
     learning_rate: float
 
     def config(self, hf_dir: str) -> Config:
-        """A mini-batch of each group."""
+        """Config in which each group is a mini-batch."""
         return parse_config(
             {
                 "run": {"output_dir": "unused", "num_steps": 1},
@@ -121,7 +125,7 @@ class Case:
 
 
 def run_once(case: Case, hf_dir: str, output: Path) -> None:
-    """Measure one case and append it, unless the file has it."""
+    """Measure a case and append it to the file, unless it is there already."""
     key = asdict(case)
     if any(key.items() <= row.items() for row in read_rows(output)):
         return
@@ -172,7 +176,7 @@ def run_once(case: Case, hf_dir: str, output: Path) -> None:
 
 
 def summarize(row: dict[str, Any], seen: str = "seen") -> dict[str, float]:
-    """Of a finished case; `seen`: which log-ratio the clip is given."""
+    """Figures of a finished case; `seen`: the log-ratio that the clip gets."""
     y, exact, advantages = (np.array(row[name]) for name in (seen, "exact", "advantages"))
     signs = np.sign(advantages)
 
@@ -192,7 +196,7 @@ def summarize(row: dict[str, Any], seen: str = "seen") -> dict[str, float]:
 
 
 def sample(hf_dir: str, case: Case, *, folder: Path) -> Batch:
-    """Responses of so many tokens at temperature 1, kept in a file; verdicts are planted."""
+    """Sample responses of this length at temperature 1, cached in a file; verdicts are planted."""
     num_tokens, seed = case.tokens, case.seed
     path = folder / f"responses_{num_tokens}_{seed}.npz"
     if not path.exists():
@@ -251,10 +255,10 @@ def _generate(hf_dir: str, num_tokens: int, seed: int) -> tuple[np.ndarray, ...]
 
 
 def move_between(policy: Policy, seed: int) -> None:
-    """Move master weights by up to half the distance of two 16-bit numbers; weights stay."""
+    """Move master weights by up to half the distance to the next 16-bit number; weights stay."""
     dtype = getattr(torch, policy.config.model.dtype)
     if dtype == torch.float32:
-        dtype = torch.bfloat16  # fp32 has no master weights: it moves as bf16's would
+        dtype = torch.bfloat16  # fp32 has no master weights: move it as bf16's
     generator = torch.Generator().manual_seed(seed)
     for optimizer in inner_optimizers(policy.optimizer):
         for group in optimizer.param_groups:
@@ -266,7 +270,7 @@ def move_between(policy: Policy, seed: int) -> None:
 
 @contextlib.contextmanager
 def wide_residual(policy: Policy) -> Iterator[None]:
-    """Within, what goes from layer to layer is float32; norms take it, and give 16 bits."""
+    """Keep the residual stream in float32; norms read it and return 16 bits."""
 
     def norm(self: Any, x: Tensor) -> Tensor:
         normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
@@ -285,7 +289,7 @@ def wide_residual(policy: Policy) -> Iterator[None]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Finished cases."""
+    """Read the finished cases."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

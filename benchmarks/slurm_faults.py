@@ -1,10 +1,10 @@
-"""Seconds that each fault costs a job, and what its start-up consists of: two markdown tables.
+"""Seconds that each fault costs a job, and the parts of its start-up: two Markdown tables.
 
     python benchmarks/slurm_faults.py [--only NAME ...]
 
-The demo's training on a private cluster of three emulated nodes (tests/slurm), two ranks on two of
-them, hit once by every fault in a run of its own. Needs slurm-wlm and munge, and root for the full
-disk. Takes 20 minutes on two cores that do nothing else.
+Runs the demo's training on a private cluster of three emulated nodes (tests/slurm), with two ranks
+on two of them, once for each fault. Needs slurm-wlm and munge, and root for the full disk. Takes 20
+minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tests.slurm.training import (
     small_disk,
 )
 
-HIT_IN_STEP = 5  # from 0; the newest checkpoint is then of step 4, unless a save is hit
+HIT_IN_STEP = 5  # from 0; the newest checkpoint is of step 4, unless a save is hit
 HANG_TIMEOUT_S = 40
-FIRST_JOB = 141  # its ports are not those of tests that run at the same time
+FIRST_JOB = 141  # so that ports differ from those of concurrent tests
 
 Hit = Callable[[Training], None]
 
@@ -60,35 +60,35 @@ class Fault:
 
 
 def stop(run: Training) -> None:
-    """What Slurm sends ahead of a time limit, now."""
+    """Send the signal that Slurm sends ahead of a time limit."""
     run.cluster.run("scancel", "--batch", "--signal=USR1", run.job)
 
 
 def preempt(run: Training) -> None:
-    """A job of a higher partition wants every node."""
+    """Submit a job of a higher partition that needs every node."""
     options = ("--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null")
     run.cluster.submit(*options, "--wrap=true")
 
 
 def reach_time_limit(run: Training) -> None:
-    """The limit moves near; Slurm, which looks every half minute, warns."""
+    """Move the time limit close; Slurm checks it every half minute and warns."""
     run.cluster.run("scontrol", "update", f"JobId={run.job}", "EndTime=now+120seconds")
     run.until_stop_asked()
 
 
 def break_node(run: Training) -> None:
-    """From now on the interpreter is not there on a node; the rank on it dies."""
+    """Remove the interpreter on a node; the rank on it dies."""
     bad_node_file(run).write_text(nodes(run)[1])
     run.kill(1, signal.SIGKILL)
 
 
 def cancel(run: Training) -> None:
-    """As a user does."""
+    """Cancel the job as a user does."""
     run.cluster.run("scancel", run.job)
 
 
 def lose_run(run: Training) -> None:
-    """As the launcher of another attempt does that Slurm started meanwhile."""
+    """Take the run as the launcher of another attempt does."""
     (run.run_dir / "OWNER").write_text("another.0\n")
 
 
@@ -111,27 +111,27 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What a fault cost, in seconds: the first four add up, from the fault to the step it hit."""
+    """Cost of a fault in seconds; the first four fields add up to the step it hit."""
 
     until_ended_s: float
-    """Until the job left its nodes: detection, and the save where there is one."""
+    """Until the job left its nodes: detection, and the save if there is one."""
     until_begun_s: float
-    """Until the attempt that trains again began: Slurm's wait, prepare, attempts that did not."""
+    """Until the attempt that trains again began: Slurm's wait, prepare, failed attempts."""
     start_up_s: float
-    """Until its first step: check of the nodes, and what the second table shows."""
+    """Until its first step: check of the nodes, and the parts in the second table."""
     repeated_s: float
     """Until the step that was hit."""
     num_steps_repeated: int
     differing: list[str]
-    """Files that are not those of the undisturbed run, byte for byte."""
+    """Files that differ from those of the undisturbed run."""
 
 
-# Columns of the table of faults: the seconds in all, and the fields of `Cost`.
+# Columns of the table of faults: total seconds, and the fields of `Cost`.
 HEADER = ("back, s", "ended", "waited", "start-up", "repeated", "steps repeated", "same in the end")
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure every fault and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     names = [fault.name for fault in FAULTS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def new_run(cluster: Cluster, folder: Path, name: str) -> Training:
-    """A run in a folder of its own, with an interpreter that can be missing on one node."""
+    """Make a run folder with an interpreter that can be removed on one node."""
     settings = f"run.hang_timeout_s={HANG_TIMEOUT_S}"
     run = Training(cluster, folder / "checkout", folder / name, settings)
     python = folder / name / "python"
@@ -167,27 +167,27 @@ exec {sys.executable} "$@"
 
 
 def nodes(run: Training) -> list[str]:
-    """Those that a run starts on; the batch script is on the first."""
+    """Nodes that a run starts on; the batch script is on the first."""
     return run.cluster.nodes[:2]
 
 
 def bad_node_file(run: Training) -> Path:
-    """Holds the name of the node where the interpreter is missing."""
+    """File with the name of the node without an interpreter."""
     return run.run_dir.parent / "bad_node"
 
 
 def filler(run: Training) -> Path:
-    """What fills the disk of the checkpoints."""
+    """File that fills the disk of the checkpoints."""
     return run.run_dir / "checkpoints" / "filler"
 
 
 def submit(run: Training, *options: str) -> None:
-    """With the interpreter of `new_run`."""
+    """Submit a run with the interpreter of `new_run`."""
     run.submit(*options, PYTHON=str(run.run_dir.parent / "python"))
 
 
 def measure(fault: Fault, run: Training, *, reference: Path) -> Cost:
-    """Hit a run once and let it come to its end."""
+    """Hit a run once and wait for its end."""
     with ExitStack() as stack:
         if fault.name == "disk full" and not stack.enter_context(small_disk(filler(run).parent)):
             raise SystemExit("disk full: only root may mount the disk (see --only)")
@@ -204,7 +204,7 @@ def measure(fault: Fault, run: Training, *, reference: Path) -> Cost:
         ended = time.time()
         filler(run).unlink(missing_ok=True)
         if run.cluster.job(run.job)["JobState"] in ("FAILED", "CANCELLED"):
-            submit(run, *fault.options)  # such a job does not come back by itself
+            submit(run, *fault.options)  # such a job is not requeued
         elif fault.name == "time limit":
             run.cluster.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=60")
         run.until_stage(not_in=attempt, step=hit_in)
@@ -216,25 +216,25 @@ def measure(fault: Fault, run: Training, *, reference: Path) -> Cost:
             until_begun_s=begun - ended,
             start_up_s=startup["time/unix_s"] - begun,
             repeated_s=back - startup["time/unix_s"],
-            # A stop may come through only in the next step.
+            # A stop may take effect in the next step only.
             num_steps_repeated=max(0, hit_in - int(startup["step"])),
             differing=differing_files(run.run_dir, reference) + damaged_checkpoints(run.run_dir),
         )
 
 
 def begun_unix_s(run: Training) -> float:
-    """When the newest attempt took the run."""
+    """Time at which the newest attempt took the run."""
     return (run.run_dir / "attempts" / "latest").lstat().st_mtime
 
 
 def startup_line(run: Training) -> dict[str, float]:
-    """The newest line of timings that tells what a start-up consisted of."""
+    """Newest line of timings with the parts of a start-up."""
     lines = map(json.loads, (run.run_dir / "timings.jsonl").read_text().splitlines())
     return [line for line in lines if "startup/imports_s" in line][-1]
 
 
 def measure_start_up(run: Training) -> None:
-    """Run undisturbed; print the seconds from sbatch to the first step, part by part."""
+    """Run undisturbed, and print the seconds from sbatch to the first step by part."""
     submitted = time.time()
     submit(run)
     run.until_stage()
@@ -256,7 +256,7 @@ def measure_start_up(run: Training) -> None:
 
 
 def print_cost(fault: Fault, cost: Cost) -> None:
-    """One row."""
+    """Print one row of a table."""
     parts = (cost.until_ended_s, cost.until_begun_s, cost.start_up_s, cost.repeated_s)
     cells = [fault.name, *(f"{part:.1f}" for part in (sum(parts), *parts))]
     cells += [str(cost.num_steps_repeated), ", ".join(cost.differing) or "yes"]

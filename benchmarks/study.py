@@ -1,12 +1,12 @@
-"""The paper's claims, one by one, in the miniature study: the table of docs/study.md.
+"""Verdicts on the paper's claims in the miniature study: the table of docs/study.md.
 
     python benchmarks/study.py runs/studies/report/data
 
-Most claims are differences that the paper says are positive. The 95 % Student-t interval over seeds
-(paired by the seeds that two arms share) decides, by one rule for all: all above zero,
-"reproduced"; all below, "not reproduced"; else "not resolvable" at this size. A claim that two
-things are alike is "reproduced" where the interval lies within a margin, "not reproduced" where it
-lies outside. docs/study.md says what had been seen when these rules were chosen.
+Most claims are differences that the paper says are positive. The 95 % Student-t interval, paired by
+seed, decides: above zero, "reproduced"; below, "not reproduced"; else "not resolvable" at
+this size. A claim that two things are alike is "reproduced" if the interval is within a margin, and
+"not reproduced" if it is outside. docs/study.md says which results were known when these rules were
+chosen.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ LOST = "clip_gradient_mass_lost"
 SEQUENCE = ("gspo", "gspo_asym", "f_gspo")
 TOKEN = ("grpo", "f_grpo", "dr_grpo")
 SCARCE, ABUNDANT = (1, 2), (6, 7)
-"""Values of c, of k = 8."""
+"""Values of c at k = 8."""
 PASSES = (1, 4, 16)
-"""k of pass@k, out of 16 samples; the last is near its ceiling from the first step on."""
+"""k of pass@k, of 16 samples; pass@16 is near its ceiling from the first step on."""
 ALIKE_SHARE = 0.2
 """Two clip fractions are alike if they differ by less than this share of their mean."""
 ALIKE_POINTS = 1.0
-"""Two pass@1 are, if they differ by fewer percentage points."""
+"""Two values of pass@1 are alike if they differ by fewer percentage points."""
 HIGH_CORRELATION = 0.8
-"""What the paper's GAPO keeps to in late training."""
+"""Correlation that GAPO keeps in late training, in the paper."""
 BySeed = dict[int, float]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference, positive if the claim holds; or one that the claim says is small."""
+    """A difference that is positive if the claim holds; with a margin, small."""
 
     claim: str
     what: str
     values: BySeed
-    """In percentage points (r: as it is)."""
+    """By seed, in percentage points (r as it is)."""
     p_value: float | None = None
-    """Welch's, where two arms are compared: of the seeds that both have."""
+    """Of Welch's test over shared seeds, if two arms are compared."""
     margin: float | None = None
-    """Of a claim that two things are alike, the largest difference that counts as none."""
+    """Largest difference that counts as alike; None: the claim is a positive difference."""
 
     @property
     def verdict(self) -> str:
-        """What the interval says; nothing where the seeds show no spread, whose size is unknown."""
+        """Verdict of the interval; "not resolvable" if all seeds have the same value."""
         values = list(self.values.values())
         if not has_spread(values):
             return "not resolvable"
@@ -70,7 +70,7 @@ class Finding:
         return "reproduced" if found.mean > 0 else "not reproduced"
 
     def row(self) -> str:
-        """A line of the table."""
+        """The finding as a row of the table."""
         values = list(self.values.values())
         shown = f"{sum(values) / len(values):+.2f}"
         if has_spread(values):
@@ -79,12 +79,12 @@ class Finding:
         if self.p_value is not None:
             shown += stars(self.p_value)
         expected = "> 0" if self.margin is None else f"within ± {self.margin:.2f}"
-        what = self.what.replace("|", r"\|")  # which ends a cell
+        what = self.what.replace("|", r"\|")  # would end the cell
         return f"| {self.claim} | {what} | {expected} | {shown} | {len(values)} | {self.verdict} |"
 
 
 class Study:
-    """The arms of an archive, by what sets them apart; all runs have the same number of steps."""
+    """Arms of an archive; all runs must have the same number of steps."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.num_steps = max(run.num_steps for run in runs)
@@ -98,7 +98,10 @@ class Study:
         for arm in Comparison.of(runs).arms:
             key = self._key(arm)
             if key in self._arms:
-                raise SystemExit(f"{arm.label} and {self._arms[key].label} are the same to a claim")
+                raise SystemExit(
+                    f"{arm.label} and {self._arms[key].label}: both have the same method, k, "
+                    "eps_high_max and branch; leave out one of them"
+                )
             self._arms[key] = arm
 
     @staticmethod
@@ -108,7 +111,7 @@ class Study:
     def arm(
         self, method: str, *, k: int = 8, eps_high_max: float | None = None, branch: bool = False
     ) -> Arm:
-        """The one arm of that kind; the method's smallest `eps_high_max` where none is given."""
+        """The arm with these settings; by default with the method's smallest `eps_high_max`."""
         found = [
             arm
             for (name, size, width, is_branch), arm in sorted(self._arms.items())
@@ -117,12 +120,12 @@ class Study:
         if not found:
             wide = "" if eps_high_max is None else f" and eps_high_max = {eps_high_max:g}"
             left = ", branched" if branch else ""
-            raise SystemExit(f"no run of {method}{left} with k = {k}{wide}: a claim is about it")
+            raise SystemExit(f"no run of {method}{left} with k = {k}{wide}, which a claim needs")
         return found[0]
 
 
 def findings(study: Study) -> Iterator[Finding]:
-    """The paper's claims that these runs can speak of, in its order."""
+    """The paper's claims that these runs can test, in its order."""
     gapo, asym = study.arm("gapo"), study.arm("gspo_asym")
     steps = study.num_steps
     everyone = (*SEQUENCE, "gapo", *TOKEN, "gapo_token")
@@ -184,7 +187,7 @@ def findings(study: Study) -> Iterator[Finding]:
         k: _passes("better for every k", study.arm("gapo", k=k), study.arm("gspo_asym", k=k), steps)
         for k in (4, 8, 16)
     }
-    yield from (gains[4], gains[16])  # that of 8 stands above
+    yield from (gains[4], gains[16])  # k = 8 is above
     yield _passes("k = 8 improves on k = 4", gapo, study.arm("gapo", k=4), steps)
     wider = _minus(gains[8].values, gains[4].values)
     yield Finding("k = 8 widens the gap", "pass@1, the gap at k = 8 minus that at 4", wider)
@@ -195,7 +198,7 @@ def findings(study: Study) -> Iterator[Finding]:
         _minus(*ends),
         margin=ALIKE_POINTS,
     )
-    for clip in (7e-3, 1e-2):  # that of 5e-3 stands above
+    for clip in (7e-3, 1e-2):  # 5e-3 is above
         arms = [study.arm(method, eps_high_max=clip) for method in ("gapo", "gspo_asym")]
         yield _passes("better at every eps_high_max", *arms, steps)
     branch = study.arm("gapo", branch=True)
@@ -209,19 +212,19 @@ def findings(study: Study) -> Iterator[Finding]:
 
 
 def _by_c(arm: Arm, name: str, chosen: Sequence[int], num_steps: int) -> BySeed:
-    """Percent: mean over `chosen` c of the last half of so many steps."""
+    """Mean over `chosen` values of c in the last half of `num_steps`, in percent."""
     found = {run.seed: last_half(run, name, num_steps=num_steps) for run in arm.runs}
     return {seed: 100 * sum(one[c] for c in chosen) / len(chosen) for seed, one in found.items()}
 
 
 def _correlation(arm: Arm, begin: int) -> BySeed:
-    """Pearson r over the steps from `begin` to the end."""
+    """Pearson r over the steps from `begin` on."""
     found = {run.seed: correlation_since(run, begin) for run in arm.runs}
     return {seed: values[max(values)] for seed, values in found.items()}
 
 
 def _pass_at(arm: Arm, step: int, k: int) -> BySeed:
-    """Percent: pass@k of the evaluation at `step`."""
+    """pass@k of the evaluation at `step`, in percent."""
     found = {}
     for run in arm.runs:
         if step not in run.solve_rates:
@@ -235,12 +238,12 @@ def _pass_at(arm: Arm, step: int, k: int) -> BySeed:
 def _minus(ours: BySeed, theirs: BySeed) -> BySeed:
     shared = {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
     if len(shared) < 2:
-        raise SystemExit(f"seeds {sorted(ours)} and {sorted(theirs)}: two at least must be shared")
+        raise SystemExit(f"seeds {sorted(ours)} and {sorted(theirs)}: at least two must be shared")
     return shared
 
 
 def _compared(claim: str, what: str, ours: BySeed, theirs: BySeed) -> Finding:
-    """Ours minus theirs, with Welch's test of the seeds that both have."""
+    """Ours minus theirs, with Welch's test over shared seeds."""
     difference = _minus(ours, theirs)
     p_value = welch_p_value(*([side[seed] for seed in difference] for side in (ours, theirs)))
     return Finding(claim, what, difference, p_value)

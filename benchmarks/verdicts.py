@@ -43,10 +43,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), metavar="DIR")
     parser.add_argument(
-        "--responses", type=int, default=2048, help="of the batch, or pairs of each set"
+        "--responses", type=int, default=2048, help="responses of the batch, or pairs of each set"
     )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--failures", action="store_true", help="list them; measure nothing")
+    parser.add_argument(
+        "--failures", action="store_true", help="list wrong verdicts; measure nothing"
+    )
     parser.add_argument("--alone", action="store_true", help="compare with math-verify alone")
     arguments = parser.parse_args()
     if arguments.alone:
@@ -61,7 +63,7 @@ def main() -> None:
 
 
 def make_batch(answers: list[str], *, num_responses: int) -> tuple[list[Item], list[bool]]:
-    """(response, reference) of whole groups, and whether each is right. Seeded."""
+    """Pairs (response, reference) of whole groups, and whether each is right; seeded."""
     rng = random.Random(0)
     items, expected = [], []
     for number in range(num_responses):
@@ -113,7 +115,7 @@ def measure(batch: list[Item], *, num_workers: int) -> None:
 
 
 def compare_alone(*, num_pairs: int, num_workers: int) -> None:
-    """Right answers missed and wrong ones accepted, of the tests' generated pairs."""
+    """Count right answers refused and wrong ones accepted, of the tests' generated pairs."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout
     from tests.math_respellings import pairs
     from tests.math_rules import ruled_pairs
@@ -144,7 +146,7 @@ def compare_alone(*, num_pairs: int, num_workers: int) -> None:
 
 
 def _alone(response: str, reference: str) -> bool:
-    """math-verify's verdict, without its limits of wall time, which a busy machine would reach."""
+    """math-verify's verdict, without its limits on wall time, which a busy machine may reach."""
     boxed = reference if "\\boxed" in reference else f"\\boxed{{{reference}}}"
     gold = math_verify.parse(boxed, parsing_timeout=None)
     given = math_verify.parse(response, parsing_timeout=None)
@@ -152,14 +154,14 @@ def _alone(response: str, reference: str) -> bool:
 
 
 def _spelled(text: str) -> str:
-    """The answer as `spelling` and `signs` write it: what a thin layer would do."""
+    """The answer normalised by `spelling` and `signs` alone."""
     return f"\\boxed{{{clean((boxes(text) or [text])[-1] or '')}}}"
 
 
 def list_failures(
     answers: list[str], batch: list[Item], expected: list[bool], *, num_workers: int
 ) -> None:
-    """Print what should be correct and is not, or is and should not be."""
+    """Print pairs whose verdict is not the expected one."""
     items = [(f"$\\boxed{{{answer}}}$", answer) for answer in answers]
     items += [(r"$\boxed{q^7+\sqrt{w}}$", answer) for answer in answers] + batch
     should = [True] * len(answers) + [False] * len(answers) + expected

@@ -1,4 +1,4 @@
-"""Weights from a trainer to generation ranks: buckets against a plain broadcast of as many bytes.
+"""Broadcast of weights to generation ranks, in buckets and as one plain tensor of equal size.
 
     OMP_NUM_THREADS=1 python benchmarks/weight_broadcast.py --receivers 2
 
@@ -39,7 +39,7 @@ HOST = torch.device("cpu")
 
 
 def make_weights(num_layers: int) -> dict[str, Tensor]:
-    """Tensors of the model; every page of them is there."""
+    """Tensors of the model, with every page touched."""
     config = Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
         vocab_size=151936,
@@ -55,10 +55,10 @@ def make_weights(num_layers: int) -> dict[str, Tensor]:
 
 
 class Rank:
-    """One process: the sender is rank 0."""
+    """A process of the benchmark; rank 0 sends."""
 
     def __init__(self, rank: int, arguments: argparse.Namespace, folder: str) -> None:
-        """Meet the others, and make the weights."""
+        """Join the process group and make the weights."""
         store, size = dist.FileStore(f"{folder}/store"), arguments.receivers + 1
         self.rank = rank
         self.bucket_bytes = arguments.bucket_mib * 2**20
@@ -73,11 +73,11 @@ class Rank:
         self.num_bytes = sum(tensor.nbytes for tensor in self.weights.values())
 
     def plain(self) -> None:
-        """One tensor of as many bytes."""
+        """Broadcast one tensor of the same size."""
         self.route.payload.broadcast(self.flat, source=0).wait()
 
     def buckets(self, *, copies: bool) -> None:
-        """`rollout.broadcast`; receivers may copy what they get."""
+        """Broadcast by `rollout.broadcast`; receivers may copy."""
         if self.rank == 0:
             broadcast.send(self.stream(), self.route, bucket_bytes=self.bucket_bytes)
             return
@@ -86,11 +86,11 @@ class Rank:
                 self.weights[name].copy_(tensor)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, as a policy exports them."""
+        """Yield the weights as a policy exports them."""
         yield from self.weights.items()
 
     def seconds(self, way: str) -> tuple[float, float]:
-        """Until the slowest rank has everything; of this rank's CPU."""
+        """Seconds until the slowest rank has everything; CPU seconds of this rank."""
         self.route.headers.barrier()
         start, start_cpu = time.perf_counter(), time.process_time()
         if way == "plain":
@@ -101,20 +101,20 @@ class Rank:
         return time.perf_counter() - start, time.process_time() - start_cpu
 
     def extra_bytes(self) -> int:
-        """Peak memory of a broadcast in buckets above what this process has before it."""
+        """Peak memory of a broadcast in buckets, above that before it."""
         Path("/proc/self/clear_refs").write_text("5")
         before = memory("VmRSS")
         self.buckets(copies=True)
         return memory("VmHWM") - before
 
     def run(self, rounds: int, folder: Path) -> None:
-        """Time all ways in turns, then look at the memory; rank 0 prints."""
+        """Time all ways in turns, then measure memory; rank 0 prints."""
         self.flat = torch.ones(self.num_bytes, dtype=torch.uint8)
         taken: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
         for number in range(rounds + 1):
             for way in WAYS:
                 both = self.seconds(way)
-                taken[way] += [both] if number else []  # the first one has buffers to make
+                taken[way] += [both] if number else []  # the first round allocates buffers
         del self.flat
         cpu = {way: [seconds for _, seconds in values] for way, values in taken.items()}
         (folder / f"{self.rank}.json").write_text(json.dumps([cpu, self.extra_bytes()]))
@@ -144,7 +144,7 @@ def report(seconds: dict[str, list[float]], ends: list[Any], rank: Rank) -> None
 
 
 def memory(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
+    """A field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
@@ -156,7 +156,7 @@ def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
 
 
 def main() -> None:
-    """Start the processes."""
+    """Start the processes and wait for them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--receivers", type=int, default=2, help="ranks that generate")
     parser.add_argument("--layers", type=int, default=24)

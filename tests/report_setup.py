@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy import stats
+
 from gapo_megatron.config import load_config
 from gapo_megatron.io.toml_tree import to_toml
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.runs import read_run
+from gapo_megatron.ops.report.series import Row
+from gapo_megatron.ops.report.style import Exhibit
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.toml"
 NUM_STEPS = 40
@@ -76,9 +81,7 @@ def write_run(
     timings = [
         {"step": 0, "time/unix_s": 1e9, "startup/vllm_s": 36.0},
         *(
-            {"step": step, "time/unix_s": 1e9}
-            | clocks[step % len(clocks)]
-            | {"memory/after_sleep/free_gib": 60.0 - seed, "memory/host_rss_gib": 4.0 + seed}
+            {"step": step, "time/unix_s": 1e9} | clocks[step % len(clocks)]
             for step in range(num_steps)
         ),
     ]
@@ -114,7 +117,23 @@ def write_study(root: Path, methods: Sequence[str], seeds: Sequence[int]) -> Com
             "clip": "objective.eps_high_max=0.03",
         }.items():
             folders.append(write_run(root / f"{method}_{name}", override, method=method))
+    return compare(*folders)
+
+
+def compare(*folders: Path) -> Comparison:
+    """The runs in these folders."""
     return Comparison.of([read_run(folder) for folder in folders])
+
+
+def rows_of(exhibit: Exhibit, **wanted: Any) -> list[Row]:
+    """Rows that have these values."""
+    return [row for row in exhibit.rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % Student-t interval of the mean, by scipy."""
+    low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
+    return float(low), float(high)
 
 
 def _row(step: int, k: int, seed: int, method: str) -> dict[str, float | None]:
@@ -122,8 +141,6 @@ def _row(step: int, k: int, seed: int, method: str) -> dict[str, float | None]:
         "step": step,
         "reward/mean": 0.4 + step / 100 + seed / 10,
         "loss/policy": None,  # was not finite
-        "skip/forward_token_share": 0.25,
-        "skip/backward_token_share": 0.5,
         "ratio/advantage_correlation_window": 0.9 - 0.1 * seed,
     }
     if step % 20 == 0:

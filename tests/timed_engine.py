@@ -1,12 +1,10 @@
-"""An engine that takes its time and computes nothing: lengths with a tail, decoding steps that last
-as long as a model says. Ranks that sleep do not share cores, so two cores hold a job of eight."""
+"""An engine that computes nothing: lengths with a tail, and decoding steps of modelled time."""
 
 from __future__ import annotations
 
 import hashlib
 import heapq
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,43 +23,18 @@ _TOKEN = 7
 """The only one that it says."""
 
 
-class Pace:
-    """Lets modelled seconds pass by sleeping, `speed` of them in a second.
-
-    What the process itself took since the last `begin` is part of them: only the rest is slept.
-    """
-
-    def __init__(self, speed: float) -> None:
-        """`speed`: modelled seconds in a second."""
-        self._speed = speed
-        self._due = 0.0
-
-    def begin(self) -> None:
-        """The next seconds start now."""
-        self._due = time.monotonic()
-
-    def take(self, seconds: float) -> None:
-        """Return when so many modelled seconds more have passed since `begin`."""
-        self._due += seconds / self._speed
-        time.sleep(max(0.0, self._due - time.monotonic()))
-
-
-class CountedPace(Pace):
-    """Nobody waits: the seconds are counted.
+class CountedPace:
+    """Counts modelled seconds; nobody waits.
 
     Attributes:
         seconds: modelled seconds so far.
     """
 
     def __init__(self) -> None:
-        super().__init__(1.0)
         self.seconds = 0.0
 
-    def begin(self) -> None:
-        """Nothing passes by itself."""
-
     def take(self, seconds: float) -> None:
-        """Count them."""
+        """Let this time pass."""
         self.seconds += seconds
 
 
@@ -113,17 +86,13 @@ class Costs:
 
 
 class TimedEngine:
-    """A `rollout.engine.Engine` that lets the time of its work pass.
-
-    Attributes:
-        running: (seconds of the clock, requests that run from then on), newest last.
-    """
+    """A `rollout.engine.Engine` whose work takes modelled time."""
 
     def __init__(
         self,
         lengths: Lengths,
         costs: Costs,
-        pace: Pace,
+        pace: CountedPace,
         *,
         replicas: Replicas,
         max_sequence_tokens: int,
@@ -134,7 +103,6 @@ class TimedEngine:
         self.max_sequence_tokens = max_sequence_tokens
         self.vocab_size = 100
         self.verify_bound = 0.01
-        self.running: list[tuple[float, int]] = []
         self._lengths, self._costs, self._pace = lengths, costs, pace
         self._num_places = num_places
         self._num_steps = 0
@@ -149,8 +117,6 @@ class TimedEngine:
 
     def add(self, request: Request) -> None:
         self._require_awake("generate")
-        if not self._waiting and not self._places:
-            self._pace.begin()
         self._waiting.append(request)
 
     def poll(self) -> list[Completion]:
@@ -166,8 +132,6 @@ class TimedEngine:
             request, _ = self._places[name]
             is_cut = self._lengths.left(request) > request.max_tokens
             ended.append(self._end(name, "length" if is_cut else "stop"))
-        if ended:
-            self._note()
         return ended
 
     def abort(self) -> list[Completion]:
@@ -175,7 +139,6 @@ class TimedEngine:
         ended += [_completion(request, 0, "abort") for request in self._waiting]
         self._waiting.clear()
         self._ends.clear()
-        self._note()
         return ended
 
     def num_requests(self) -> tuple[int, int]:
@@ -193,7 +156,6 @@ class TimedEngine:
         on_received: Callable[[], None] = lambda: None,
     ) -> None:
         self._require_awake("update_weights")
-        self._pace.begin()
         for _ in tensors:
             pass
         on_received()
@@ -215,9 +177,7 @@ class TimedEngine:
             num_tokens = min(self._lengths.left(request), request.max_tokens)
             heapq.heappush(self._ends, (self._num_steps + num_tokens, request.name))
             num_given += len(request.prompt_ids) + len(request.response_ids)
-        if num_given:
-            self._context += num_given
-            self._note()
+        self._context += num_given
         return num_given
 
     def _end(self, name: str, reason: Any) -> Completion:
@@ -225,9 +185,6 @@ class TimedEngine:
         num_tokens = self._num_steps - begun
         self._context -= len(request.prompt_ids) + len(request.response_ids) + num_tokens
         return _completion(request, num_tokens, reason)
-
-    def _note(self) -> None:
-        self.running.append((time.monotonic(), len(self._places)))
 
     def _require_awake(self, action: str) -> None:
         if not self._awake:

@@ -1,4 +1,4 @@
-"""The arms of the arena, by question; docs/arena.md says why."""
+"""Arms of the arena by question; docs/arena.md gives the reasons."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ CHUNKS = {
     "probes": 5,
     "aggregation": 5,
 }
-"""Chunks of seeds of each question; every question begins with the same seeds."""
+"""Chunks of seeds per question; all questions start with the same seeds."""
 PILOT = range(1_000_000, 1_000_000 + SEEDS_PER_CHUNK)
-"""Seeds that scale widths and give the power: never used again."""
+"""Seeds used to scale widths and to estimate power, and nowhere else."""
 
 RATE = 0.05
-"""Learning rate of all arms but those that ask about it."""
+"""Learning rate of all arms, except in questions about it."""
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 STALENESS = 4
 WIDTHS = (3.5e-3, 5e-3, 7e-3, 1e-2, 2e-2, 5e-2)
 GROUP_SIZES = (4, 8, 16)
 
 PAPER = ("gapo", "gspo", "gspo_asym", "f_gspo")
-"""Methods of the paper with a sequence ratio: at the paper's own widths."""
+"""The paper's methods with a sequence ratio; they keep the paper's widths."""
 SCALED = tuple(
     name
     for name, method in METHODS.items()
     if name not in (*PAPER, "topr") and method.bounds == "fixed"
 )
-"""Rules whose widths are meant for another model: scaled, both by one factor, until the clip takes
-the same share of gradient mass as that of `gspo_asym`. (`topr` has no widths.) Bounds that are
-found over one mini-batch at a time do not go with many seeds at once."""
+"""Rules whose widths are tuned for other models. Both widths are scaled by one factor, so that the
+clip removes the same share of gradient mass as `gspo_asym`'s. Left out: `topr`, which has no
+widths, and rules that find bounds over one mini-batch, because seeds are trained in one batch."""
 SCALES = Path(__file__).with_name("scales.json")
 UNCLIPPED = replace(METHODS["gspo"], name="unclipped", eps_low=1 - 1e-9, eps_high_max=1e9)
 
 
 def scaled(method: Method, factor: float) -> Method:
-    """Both widths, and what the mask compares with, times `factor`; no lower bound stays none."""
+    """Multiply both widths and the mask's threshold by `factor`; eps_low = 1 stays unbounded."""
     mask = method.off_policy_mask
     return replace(
         method,
@@ -57,13 +57,13 @@ def scaled(method: Method, factor: float) -> Method:
 
 
 def read_scales() -> dict[str, float]:
-    """Factors by rule, as `python -m benchmarks.arena match` found them."""
+    """Factors by rule, found by `python -m benchmarks.arena match`."""
     scales: dict[str, float] = json.loads(SCALES.read_text())
     return scales
 
 
 def questions(scales: Mapping[str, float]) -> dict[str, dict[str, Setting]]:
-    """Arms by question and name. An arm that two questions share is trained once."""
+    """Arms by question and name; an arm shared by two questions is trained once."""
     methods = {name: METHODS[name] for name in (*PAPER, "topr")}
     methods |= {name: scaled(METHODS[name], scales[name]) for name in SCALED}
     methods["unclipped"] = UNCLIPPED
@@ -91,12 +91,12 @@ def _setting(method: Method, **changes: object) -> Setting:
 
 
 def _alone(method: Method) -> Method:
-    """The rule with GAPO's aggregation and advantages: what is left is the clip."""
+    """The rule's clip with GAPO's aggregation and advantages."""
     return replace(method, aggregation="token_mean", normalize_std=False, focal_gamma=0.0)
 
 
 def _rates() -> Iterator[tuple[str, Setting]]:
-    """GAPO, its fixed twin and no clip, over learning rates and three ways to be stale."""
+    """GAPO, the fixed clip and no clip, over learning rates and three kinds of staleness."""
     modes = {
         "fresh": {},
         "stale": {"staleness": STALENESS},
@@ -110,7 +110,7 @@ def _rates() -> Iterator[tuple[str, Setting]]:
 
 
 def _widths() -> Iterator[tuple[str, Setting]]:
-    """The upper width of GAPO and of its fixed twin, over group sizes."""
+    """Upper widths of GAPO and of the fixed clip, over group sizes."""
     for name in ("gapo", "gspo_asym"):
         for k in GROUP_SIZES:
             for width in WIDTHS:
@@ -119,7 +119,7 @@ def _widths() -> Iterator[tuple[str, Setting]]:
 
 
 def _probes(methods: Mapping[str, Method], rate: float) -> dict[str, Setting]:
-    """Who gets the width: scarce groups, all alike, abundant groups."""
+    """Wide clips for scarce groups, for all groups, and for abundant groups."""
     arms = {name: methods[name] for name in ("gapo", "gapo_matched", "gspo_asym")}
     settings = {name: _setting(method, learning_rate=rate) for name, method in arms.items()}
     turned = _setting(methods["gapo"], learning_rate=rate, reversed_width=True)
@@ -127,7 +127,7 @@ def _probes(methods: Mapping[str, Method], rate: float) -> dict[str, Setting]:
 
 
 def _aggregations(gapo: Method) -> Iterator[tuple[str, Setting]]:
-    """GAPO's clip with the aggregation and the advantages of `luspo` and `fspo`, one and both."""
+    """GAPO's clip with the aggregation or the advantages of `luspo` and `fspo`, or both."""
     yield "gapo", _setting(gapo)
     summed = replace(gapo, aggregation="sequence_sum")
     yield "gapo, sum over tokens", _setting(summed)

@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from benchmarks.arena.outcomes import MARGINS, OUTCOMES, late
 from benchmarks.arena.tables import (
     FIXED,
     GAPO,
@@ -29,20 +28,23 @@ from benchmarks.arena.verdicts import (
     AHEAD,
     ALIKE,
     BEHIND,
+    MARGINS,
     NOT_RESOLVED,
+    OUTCOMES,
     Results,
     compare,
+    late,
     shares,
     verdict,
     within_seeds,
 )
 from gapo_megatron.evaluate.statistics import Interval, mean_interval
-from gapo_megatron.ops.report.exhibit import Exhibit
 from gapo_megatron.ops.report.series import Row
 from gapo_megatron.ops.report.style import (
     COLOURS,
     COLUMN_INCHES,
     MIN_POINTS,
+    Exhibit,
     arm_style,
     column,
     legend_below,
@@ -51,7 +53,7 @@ from gapo_megatron.ops.report.style import (
 )
 
 SHOWN = (GAPO, "gapo_matched", FIXED, "gspo", "dapo", "cispo", UNCLIPPED)
-"""Rules that figures with a line for each show; the CSV has all."""
+"""Rules drawn as lines; the CSV has all."""
 LOOKS: dict[str, dict[str, Any]] = {
     AHEAD: {"color": COLOURS[0], "marker": ">", "markerfacecolor": COLOURS[0]},
     BEHIND: {"color": COLOURS[1], "marker": "<", "markerfacecolor": COLOURS[1]},
@@ -59,16 +61,16 @@ LOOKS: dict[str, dict[str, Any]] = {
     NOT_RESOLVED: {"color": "0.35", "marker": "o", "markerfacecolor": "white"},
 }
 LINE_INCHES = 0.135
-"""Height of a line of names."""
+"""Height of a line of text."""
 WIDE = 3.0
 """Points beyond which differences are drawn on a logarithmic scale."""
 LATE = "late"
-"""In place of an evaluation: the mean of the last, as the tables have it."""
+"""Stands for the mean of the last evaluations, as in the tables."""
 BARS: dict[str, Any] = {"capsize": 1.5, "elinewidth": 0.8}
 
 
 def by_c(arms: Arms, found: Results) -> Exhibit:
-    """Clip fraction and |s - 1| of correct responses over c, of the second half of training."""
+    """Clip fraction and |s - 1| of correct responses by c, in the second half of training."""
     rows: list[Row] = []
     for quantity in ("clipped", "|s - 1|"):
         for name, trained in found.items():
@@ -99,7 +101,7 @@ def by_c(arms: Arms, found: Results) -> Exhibit:
 
 
 def verdicts(arms: Arms, found: Results) -> Exhibit:
-    """A forest: GAPO minus each rule for the three outcomes, with the margins."""
+    """Forest plot: GAPO minus each rule for the three outcomes, with the margins."""
     pairs = pairs_to_gapo(arms)
     compared = compare(found, pairs)
     order = sorted(compared, key=lambda pair: compared[pair][OUTCOMES[0]].mean)
@@ -111,7 +113,7 @@ def verdicts(arms: Arms, found: Results) -> Exhibit:
     height = 0.65 + LINE_INCHES * max(len(order), 3)
     figure = Figure(figsize=(COLUMN_INCHES, height))
     axes = list(figure.subplots(1, len(OUTCOMES), sharey=True))
-    ends = [abs(float(row[key] or 0)) for row in rows for key in ("low", "high")]
+    ends = [abs(row[key] or 0) for row in rows for key in ("low", "high")]
     is_wide = max(ends, default=0) > WIDE
     for axis, outcome in zip(axes, OUTCOMES, strict=True):
         if is_wide:
@@ -137,18 +139,18 @@ def _forest(axis: Axes, rows: Sequence[Row], margin: float) -> None:
     axis.axvspan(-margin, margin, color="0.85", linewidth=0, zorder=0, label="margin")
     axis.axvline(0, color="0.4", linewidth=0.6)
     for word, look in LOOKS.items():
-        at = [place for place, row in enumerate(rows) if str(row["verdict"]).startswith(word)]
+        at = [place for place, row in enumerate(rows) if row["verdict"].startswith(word)]
         if at:
             chosen = [rows[place] for place in at]
             means = column(chosen, "mean")
             error = [means - column(chosen, "low"), column(chosen, "high") - means]
             axis.errorbar(means, at, xerr=error, linestyle="", label=word, **BARS, **look)
-    axis.set_yticks(range(len(rows)), [str(row["rule"]) for row in rows])
+    axis.set_yticks(range(len(rows)), [row["rule"] for row in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
 
 
 def frontier(arms: Arms, found: Results) -> Exhibit:
-    """Late pass@64 over late pass@1, a point a rule; and the way of a few there."""
+    """Late pass@64 against late pass@1, a point per rule; and the path of some rules."""
     rows: list[Row] = []
     for name, trained in found.items():
         curve = torch.cat([one.curve for one in trained], dim=2).mean(dim=2)
@@ -168,7 +170,7 @@ def frontier(arms: Arms, found: Results) -> Exhibit:
         ways.plot(column(line, "pass@1"), column(line, "pass@64"), label=name, **arm_style(place))
     for row in ends:
         known = row["rule"] in drawn
-        look = arm_style(drawn.index(str(row["rule"]))) if known else {"color": "0.5"}
+        look = arm_style(drawn.index(row["rule"])) if known else {"color": "0.5"}
         look |= {"linestyle": "", "marker": look.get("marker", "."), "markersize": 4}
         last.plot([row["pass@1"]], [row["pass@64"]], **look)
     for axis in (ways, last):
@@ -179,21 +181,21 @@ def frontier(arms: Arms, found: Results) -> Exhibit:
     if drawn:
         legend_below(figure, ways)
     return Exhibit(
-        aid="Up and to the right is better. Above, how a few rules go there; below, where all "
-        "end. Means over seeds, whose differences the tables give with intervals.",
+        aid="Up and to the right is better. Above: the path of some rules during training. Below: "
+        "the end of all. Means over seeds; the tables have intervals of the differences.",
         rows=rows,
         figure=figure,
     )
 
 
 def _name_at_the_side(axis: Axes, rows: Sequence[Row]) -> None:
-    """Names right of the axis, one a line from the highest point to the lowest, and lines there."""
+    """Write names right of the axis, from the highest point to the lowest, with lines to them."""
     axis.margins(0.06)
-    order = sorted(rows, key=lambda row: -float(row["pass@64"] or 0))
+    order = sorted(rows, key=lambda row: -row["pass@64"])
     for place, row in enumerate(order):
         axis.annotate(
-            str(row["rule"]),
-            xy=(float(row["pass@1"] or 0), float(row["pass@64"] or 0)),
+            row["rule"],
+            xy=(row["pass@1"], row["pass@64"]),
             xytext=(1.06, 1 - (place + 0.5) / len(order)),
             textcoords="axes fraction",
             fontsize=MIN_POINTS,
@@ -204,7 +206,7 @@ def _name_at_the_side(axis: Axes, rows: Sequence[Row]) -> None:
 
 
 def rates(arms: Arms, found: Results) -> Exhibit:
-    """GAPO minus the fixed clip and minus none over the learning rate, a line a mode."""
+    """GAPO minus the fixed clip and minus no clip, over the learning rate."""
     pairs = rate_pairs(arms)
     rows: list[Row] = []
     for pair, by_outcome in compare(found, pairs).items():
@@ -269,7 +271,7 @@ def widths(arms: Arms, found: Results) -> Exhibit:
         for number, rule in enumerate(rules):
             keys, wanted = ("outcome", "k", "rule"), (outcome, size, rule)
             line = [row for row in rows if tuple(row[key] for key in keys) == wanted]
-            line.sort(key=lambda row: float(row["eps_high_max"] or 0))
+            line.sort(key=lambda row: row["eps_high_max"])
             _bars(axis, 1000 * column(line, "eps_high_max"), line, label=rule, **arm_style(number))
     _log_ticks(axes, sorted({1000 * width for names in by_row.values() for width in names}))
     outer_names(axes, share_y=False)
@@ -304,7 +306,7 @@ def _over(values: Sequence[float]) -> Interval | float:
 
 
 def _bounds(interval: Interval | float) -> Row:
-    """Columns of a CSV; no bounds for a single value."""
+    """Columns mean, low, high; no bounds for a single value."""
     if isinstance(interval, float):
         return {"mean": interval, "low": None, "high": None}
     return {"mean": interval.mean, "low": interval.low, "high": interval.high}

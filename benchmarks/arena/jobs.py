@@ -1,4 +1,4 @@
-"""Train arms on chunks of seeds, one process a core; what is finished is not trained again."""
+"""Train arms on chunks of seeds, one process per core; finished results are kept."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Job:
         return range(self.chunk * SEEDS_PER_CHUNK, (self.chunk + 1) * SEEDS_PER_CHUNK)
 
     def path(self, folder: Path) -> Path:
-        """Where its result lies: named by all that it depends on but the code."""
+        """File of its result, named by a digest of its settings."""
         digest = sha256(repr(_given(self.setting)).encode()).hexdigest()[:12]
         return folder / f"{self.setting.method.name}-{digest}-{self.chunk}.npz"
 
 
 def _given(record: Any) -> list[tuple[str, Any]]:
-    """Fields of a dataclass that are not at their defaults, so that a new field changes nothing."""
+    """Fields that are not at their defaults, so that a new field does not change the digest."""
     values = [(field, getattr(record, field.name)) for field in fields(record)]
     return [
         (field.name, _given(value) if is_dataclass(value) else value)
@@ -48,7 +48,7 @@ def _given(record: Any) -> list[tuple[str, Any]]:
 
 
 def run(jobs: Iterable[Job], folder: Path, *, num_processes: int) -> None:
-    """Train what `folder` does not hold, and say how long the rest takes."""
+    """Train the jobs without a result in `folder`, and print the time left."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = [job for job in dict.fromkeys(jobs) if not job.path(folder).exists()]
     begin = time.monotonic()
@@ -79,7 +79,7 @@ def _train(job: Job, folder: Path) -> None:
 
 
 def read(setting: Setting, num_chunks: int, folder: Path) -> list[Trained]:
-    """Results of an arm, chunk by chunk."""
+    """Read an arm's results by chunk."""
     found = []
     for chunk in range(num_chunks):
         with np.load(Job(setting, chunk).path(folder)) as file:
@@ -88,7 +88,7 @@ def read(setting: Setting, num_chunks: int, folder: Path) -> list[Trained]:
 
 
 def seconds(jobs: Sequence[Job], folder: Path) -> float:
-    """What `jobs` took together, of one core."""
+    """Core seconds that `jobs` took in total."""
     total = 0.0
     for job in dict.fromkeys(jobs):
         with np.load(job.path(folder)) as file:

@@ -1,4 +1,4 @@
-"""Scale the widths of every rule until its clip takes as much as that of `gspo_asym`."""
+"""Scale every rule's widths until its clip removes as much gradient mass as `gspo_asym`'s."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ TOLERANCE = 5e-3
 LARGEST_FACTOR = 1e3
 MOST_TRIALS = 14
 UNMATCHED, LIKE = ("cispo",), "dapo"
-"""Bounding a weight never takes so much: whose factor such a rule gets."""
+"""Rules that bound a weight never remove that much; they get the factor of `LIKE`."""
 
 
 def match(*, num_processes: int) -> dict[str, float]:
-    """Find the factors, and write them to `SCALES`. "gapo" is that of the arm `gapo_matched`."""
+    """Find the factors and write them to `SCALES`; "gapo" is the factor of arm `gapo_matched`."""
     torch.set_num_threads(1)
     target = mass_lost(METHODS["gspo_asym"])
-    print(f"gspo_asym takes {target:.4f} of the gradient mass", flush=True)
+    print(f"gspo_asym removes {target:.4f} of the gradient mass", flush=True)
     names = ["gapo", *(name for name in SCALED if name not in UNMATCHED)]
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         found = dict(zip(names, pool.map(_find, names, [target] * len(names)), strict=True))
     found |= {name: found[LIKE] for name in UNMATCHED}
     factors = {name: factor for name, factor in found.items() if factor is not None}
     if missing := found.keys() - factors.keys():
-        raise SystemExit(f"no factor brings {', '.join(missing)} to the share of gspo_asym")
+        raise SystemExit(
+            f"no factor makes {', '.join(missing)} remove the share that gspo_asym does"
+        )
     SCALES.write_text(json.dumps(factors, indent=1) + "\n")
     return factors
 
 
 def mass_lost(method: Method) -> float:
-    """Share of gradient mass that the clip takes in the second half of a short training."""
+    """Share of gradient mass that the clip removes in the second half of a short training."""
     setting = Setting(method=method, learning_rate=RATE, num_steps=NUM_STEPS)
     late = train(setting, PILOT, evaluate_every=NUM_STEPS).per_c[1].sum(dim=(1, 2))
     return float(late[SUMS.index("gradient_mass_lost")] / late[SUMS.index("gradient_mass")])
 
 
 def _find(name: str, target: float) -> float | None:
-    """Bisect the factor's logarithm: wider clips take less. None: no factor comes near."""
+    """Bisect the factor's logarithm (wider clips remove less); None if no factor is close."""
     torch.set_num_threads(1)
     low, high = -math.log(LARGEST_FACTOR), math.log(LARGEST_FACTOR)
     for _ in range(MOST_TRIALS):

@@ -1,4 +1,4 @@
-"""Tables and figures of what is trained; what is missing is named."""
+"""Tables and figures of the trained arms; missing ones are named."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from benchmarks.arena.jobs import read
 from benchmarks.arena.tables import Arms
 from benchmarks.arena.train import Setting
 from benchmarks.arena.verdicts import Results
-from gapo_megatron.ops.report.exhibit import Exhibit
-from gapo_megatron.ops.report.style import style
+from gapo_megatron.ops.report.style import Exhibit, style
 
 TABLES: dict[str, tuple[str, Callable[[Arms, Results], str]]] = {
     "Rules: outcomes": ("rules", tables.outcomes),
@@ -24,7 +23,7 @@ TABLES: dict[str, tuple[str, Callable[[Arms, Results], str]]] = {
     "Widths": ("widths", tables.widths),
     "Aggregation and advantages": ("aggregation", tables.outcomes),
 }
-"""Title; the question whose arms it has, and what makes it."""
+"""Title -> question whose arms it shows, and the function that makes it."""
 FIGURES: dict[str, tuple[str, Callable[[Arms, Results], Exhibit]]] = {
     "by_c": ("rules", figures.by_c),
     "verdicts": ("rules", figures.verdicts),
@@ -34,11 +33,11 @@ FIGURES: dict[str, tuple[str, Callable[[Arms, Results], Exhibit]]] = {
     "rates": ("rates", figures.rates),
     "widths": ("widths", figures.widths),
 }
-"""Stem of the files; the question whose arms it has, and what makes it."""
+"""Stem of the files -> question whose arms it shows, and the function that makes it."""
 
 
 def report(asked: Mapping[str, Mapping[str, Setting]], folder: Path) -> None:
-    """Print the tables, and write the figures to `folder`/report."""
+    """Print the tables and write the figures to `folder`/report."""
     found = {question: _found(question, arms, folder) for question, arms in asked.items()}
     for title, (question, table) in TABLES.items():
         print(f"## {title}\n")
@@ -55,11 +54,11 @@ def report(asked: Mapping[str, Mapping[str, Setting]], folder: Path) -> None:
                 for path in exhibit.write(folder / "report" / stem):
                     print(path)
             else:
-                print(f"{stem}: not drawn, {question!r} has too few results")
+                print(f"{stem}: not drawn, too few results for {question!r}")
 
 
 def _found(question: str, arms: Arms, folder: Path) -> Results:
-    """Arms that have all their chunks."""
+    """Arms with results of all chunks."""
     found = {}
     for name, setting in arms.items():
         try:
@@ -70,7 +69,7 @@ def _found(question: str, arms: Arms, folder: Path) -> Results:
 
 
 def _missing(question: str, arms: Arms, found: Results, folder: Path) -> str:
-    """What is missing and how to train it; empty where nothing is."""
+    """Name missing arms and the command that trains them; empty if there are none."""
     missing = [name for name in arms if name not in found]
     if not missing:
         return ""

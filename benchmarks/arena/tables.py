@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks.arena.outcomes import OUTCOMES, late
 from benchmarks.arena.train import PASS_AT, Setting, Trained
 from benchmarks.arena.verdicts import (
     ABUNDANT,
+    OUTCOMES,
     SCARCE,
     SHARES,
     Pair,
@@ -16,6 +16,7 @@ from benchmarks.arena.verdicts import (
     best_width,
     compare,
     confidence,
+    late,
     shares,
     verdict,
 )
@@ -35,7 +36,7 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def outcomes(arms: Arms, found: Results) -> str:
-    """Every rule's late pass@1 and pass@64, and GAPO minus the rule."""
+    """Late pass@1 and pass@64 of every rule, and GAPO minus the rule."""
     pairs = pairs_to_gapo(arms)
     compared = compare(found, pairs)
     head = ["rule", "pass@1, %", "pass@64, %", *(f"GAPO minus rule: {name}" for name in OUTCOMES)]
@@ -48,12 +49,12 @@ def outcomes(arms: Arms, found: Results) -> str:
 
 
 def pairs_to_gapo(arms: Arms) -> list[Pair]:
-    """GAPO minus each other rule."""
+    """GAPO and each other rule."""
     return [(GAPO, name) for name in arms if name != GAPO]
 
 
 def by_c(arms: Arms, found: Results) -> str:
-    """What the rules do to scarce and to abundant correct responses."""
+    """Clipping and drift of scarce and of abundant correct responses, by rule."""
     head = ["rule", "ratio"]
     for quantity in SHARES:
         name = quantity.replace("|", "\\|")
@@ -74,7 +75,7 @@ def by_c(arms: Arms, found: Results) -> str:
 
 
 def _chunks(scarce: Sequence[float], abundant: Sequence[float], *, num_rows: int) -> str:
-    """Scarce minus abundant with its interval over chunks."""
+    """Scarce minus abundant, with the interval over chunks."""
     values = [one - other for one, other in zip(scarce, abundant, strict=True)]
     if len(values) < 2 or any(math.isnan(value) for value in values):
         return NOTHING
@@ -83,23 +84,23 @@ def _chunks(scarce: Sequence[float], abundant: Sequence[float], *, num_rows: int
 
 
 def probes(arms: Arms, found: Results) -> str:
-    """Who gets the width: differences to the fixed clip, by learning rate."""
+    """Clips with widths by c minus the fixed clip, by learning rate."""
     return _pairwise(probe_pairs(arms), found)
 
 
 def probe_pairs(arms: Arms) -> list[Pair]:
-    """Arms with a width by c minus the fixed clip, at each learning rate."""
+    """Arms with a width by c and the fixed clip, at each learning rate."""
     names = (GAPO, "gapo_matched", "reversed")
     return [(f"{name}, {rest}", f"{FIXED}, {rest}") for rest in _rests(arms) for name in names]
 
 
 def rates(arms: Arms, found: Results) -> str:
-    """GAPO and the fixed clip, and both against none, by mode and learning rate."""
+    """GAPO minus the fixed clip, and both minus no clip, by mode and learning rate."""
     return _pairwise(rate_pairs(arms), found)
 
 
 def rate_pairs(arms: Arms) -> list[Pair]:
-    """Three for each mode and learning rate."""
+    """Three pairs for each mode and learning rate."""
     rests = sorted(_rests(arms), key=lambda rest: mode_of(rest))
     names = ((GAPO, FIXED), (GAPO, UNCLIPPED), (FIXED, UNCLIPPED))
     return [(f"{one}, {rest}", f"{other}, {rest}") for rest in rests for one, other in names]
@@ -111,7 +112,7 @@ def mode_of(rest: str) -> str:
 
 
 def _rests(arms: Arms) -> list[str]:
-    """What follows the method in the names of arms, such as "rate 0.05"."""
+    """Settings in the names of arms, such as "rate 0.05"."""
     return list(dict.fromkeys(name.partition(", ")[2] for name in arms))
 
 
@@ -125,7 +126,7 @@ def _pairwise(pairs: Sequence[Pair], found: Results) -> str:
 
 
 def widths(arms: Arms, found: Results) -> str:
-    """Late pass@1 and pass@64 by eps_high_max, and which is best, for each rule and k."""
+    """Late pass@1 and pass@64 by eps_high_max, and the best width, for each rule and k."""
     rows = width_rows(arms)
     columns = list(dict.fromkeys(width for names in rows.values() for width in names))
     lines = []
@@ -150,7 +151,7 @@ def widths(arms: Arms, found: Results) -> str:
 
 
 def width_rows(arms: Arms) -> dict[tuple[str, int], dict[float, str]]:
-    """Names of arms by width, for each rule and k."""
+    """(rule, k) -> width -> name of the arm."""
     rows: dict[tuple[str, int], dict[float, str]] = {}
     for name, setting in arms.items():
         row = rows.setdefault((setting.method.name, setting.group_size), {})
@@ -163,7 +164,7 @@ def _late(trained: Sequence[Trained], k: int) -> str:
 
 
 def _differences(compared: Mapping[Pair, Mapping[str, Interval]], pair: Pair) -> list[str]:
-    """Cells of a pair, an outcome each."""
+    """A pair's cells, one per outcome."""
     if pair not in compared:
         return [MISSING] * len(OUTCOMES)
     return [

@@ -1,15 +1,15 @@
-"""The arena's task and its policy: small enough to know every pass rate exactly.
+"""The arena's task and policy, small enough to compute every pass rate exactly.
 
-A prompt is a vector of features. A response is a walk over the tokens 0..V-1 that ends with EOS.
-It is right when its last token before EOS is the prompt's target, whatever way led there, and wrong
-when it has no EOS within L tokens. The policy is one softmax layer: the logits of the next token
-are linear in the prompt's features, with weights of their own for every token just written. So
-prompts share weights, as they do in a language model: an update on one moves all that are like it.
-Targets are not linear in the features, so no weights solve every prompt: pass@1 can be won at the
-price of prompts that are given up, which is what pass@k shows.
+A prompt is a vector of features. A response is a sequence of tokens 0..V-1 that ends with EOS. It
+is correct if its last token before EOS is the prompt's target, and wrong if there is no EOS within
+L tokens. The policy is one softmax layer: the logits of the next token are linear in the prompt's
+features, with separate weights for each previous token. Prompts share weights, as in a language
+model, so an update on one moves all that are similar. Targets are not linear in the features, so no
+weights solve every prompt: pass@1 can rise at the cost of prompts never solved again, and pass@k
+shows it.
 
-The pass rate is a sum over all walks, exact by dynamic programming. S tasks, one a seed, are
-batched.
+The pass rate is a sum over all sequences, computed exactly by dynamic programming. S tasks, one per
+seed, are batched.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch
 import torch.nn.functional as F
 
 NUM_TOKENS = 8
-"""V; EOS is token V, and "nothing written yet" is state V."""
+"""V. EOS is token V; state V is the start of a response."""
 MAX_TOKENS = 12
 """L: longest response, EOS included."""
 NUM_FEATURES = 12
 NUM_TRAINING = 512
 NUM_HELD_OUT = 512
 SPREAD = 2.0
-"""Standard deviation of the initial logits: how unequally hard prompts are."""
+"""Standard deviation of the initial logits: how much prompts differ in difficulty."""
 NUM_HIDDEN = 16
-"""Hidden units of the network that says a prompt's target."""
+"""Hidden units of the network that assigns targets."""
 BEND = 4.0
-"""Scale of its inputs: how far targets are from linear."""
+"""Scale of its inputs: how nonlinear targets are."""
 
 EOS = NUM_TOKENS
 _STATES = NUM_TOKENS + 1
@@ -47,18 +47,18 @@ class Prompts:
     """[S, N] int64 in 0..V-1."""
 
     def of(self, prompts: slice) -> Prompts:
-        """Some of the N."""
+        """A slice of the N prompts."""
         return Prompts(self.features[:, prompts], self.targets[:, prompts])
 
     def pick(self, index: torch.Tensor) -> Prompts:
-        """Those at `index` [S, n]."""
+        """The prompts at `index` [S, n]."""
         places = index[:, :, None].expand(-1, -1, self.features.shape[2])
         return Prompts(self.features.gather(1, places), self.targets.gather(1, index))
 
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts to train on, prompts never trained on, and the weights to begin with."""
+    """Training prompts, held-out prompts and initial weights."""
 
     training: Prompts
     held_out: Prompts
@@ -67,7 +67,7 @@ class Task:
 
 
 def make_task(seeds: range) -> Task:
-    """The tasks of `seeds`, one after the other: each depends on its own seed alone."""
+    """Make one task per seed; each depends on its seed alone."""
     made = [_one(seed) for seed in seeds]
     features, targets, weights = (torch.stack(column) for column in zip(*made, strict=True))
     parts = [slice(None, NUM_TRAINING), slice(NUM_TRAINING, None)]
@@ -96,7 +96,7 @@ def log_policy(weights: torch.Tensor, prompts: Prompts) -> torch.Tensor:
 
 
 def pass_rates(weights: torch.Tensor, prompts: Prompts) -> torch.Tensor:
-    """Exact probability that a response is right, [S, N] float64."""
+    """Exact probability that a response is correct, [S, N] float64."""
     policy = log_policy(weights, prompts).exp()
     at = torch.zeros(policy.shape[:3], dtype=torch.float64)
     at[:, :, EOS] = 1
@@ -113,24 +113,24 @@ def pass_rates(weights: torch.Tensor, prompts: Prompts) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Responses:
-    """k responses to each of N prompts, for S seeds; what follows EOS is padding."""
+    """k responses to each of N prompts, for S seeds; tokens after EOS are padding."""
 
     tokens: torch.Tensor
     """[S, N, k, L] int64."""
     states: torch.Tensor
-    """[S, N, k, L] int64: what each token was written after."""
+    """[S, N, k, L] int64: the token before each token; V at the start."""
     is_token: torch.Tensor
     """[S, N, k, L] bool."""
     rewards: torch.Tensor
-    """[S, N, k] float64: 1 right, 0 wrong."""
+    """[S, N, k] float64: 1 correct, 0 wrong."""
 
     def of(self, prompts: slice) -> Responses:
-        """Those to some of the N prompts."""
+        """The responses to a slice of the N prompts."""
         return Responses(*(getattr(self, field.name)[:, prompts] for field in fields(self)))
 
 
 def sample(weights: torch.Tensor, prompts: Prompts, uniforms: torch.Tensor) -> Responses:
-    """Responses by inverse CDF of `uniforms` [S, N, k, L]: arms that share them are paired."""
+    """Sample by inverse CDF of `uniforms` [S, N, k, L]; arms that share them are paired."""
     cumulative = log_policy(weights, prompts).exp().cumsum(dim=-1)
     seeds, number, k, length = uniforms.shape
     table = cumulative.view(seeds * number, _STATES, _STATES)
@@ -141,7 +141,7 @@ def sample(weights: torch.Tensor, prompts: Prompts, uniforms: torch.Tensor) -> R
     last = state
     tokens, states, is_token = [], [], []
     for t in range(length):
-        # The last sum may miss 1 by a rounding error.
+        # By rounding, the last sum may be below 1.
         token = (draws[:, :, t, None] >= table[row, state]).sum(dim=-1).clamp(max=EOS)
         tokens.append(token)
         states.append(state)
@@ -160,7 +160,7 @@ def sample(weights: torch.Tensor, prompts: Prompts, uniforms: torch.Tensor) -> R
 
 
 def log_probs(policy: torch.Tensor, responses: Responses) -> torch.Tensor:
-    """Log-prob of every token, [S, N, k, L] with autograd; `policy` as of `log_policy`."""
+    """Log-prob of every token, [S, N, k, L] with autograd; `policy`: result of `log_policy`."""
     places = responses.states * _STATES + responses.tokens
     flat = policy.reshape(*policy.shape[:2], -1)
     return flat.gather(2, places.flatten(2)).view(places.shape)

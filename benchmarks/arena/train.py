@@ -1,8 +1,7 @@
-"""Training in the arena: one arm, a batch of seeds, the package's own advantages, loss, telemetry.
+"""Training in the arena: one arm on a batch of seeds, with the package's advantages and loss.
 
-What does not depend on the arm (the task, the order of the prompts, the random numbers of the
-samples) depends on the chunk of seeds and the step alone: arms of the same k are paired draw by
-draw.
+The task, the order of the prompts and the random numbers of the samples depend on the chunk of
+seeds and the step alone, so arms with the same k see the same draws.
 """
 
 from __future__ import annotations
@@ -36,35 +35,35 @@ from gapo_megatron.objective.diagnostics import per_correct_sums
 STEP_PROMPTS, MINIBATCHES = 32, 4
 CLIP_GRAD = 1.0
 IMPORTANCE_WEIGHT_MAX = 2.0
-"""Of stale batches whose clip is around the weights that the step begins with."""
+"""Bound on importance weights of stale batches, whose clip is around the step's first weights."""
 PASS_AT = (1, 8, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How an arm trains."""
+    """Settings of an arm."""
 
     method: Method
     learning_rate: float
     group_size: int = 8
     staleness: int = 0
-    """Steps by which the weights that sample a batch are older than those that learn from it."""
+    """Age of the weights that sampled a batch, in steps."""
     around_sampler: bool = False
-    """Whether ratios compare with the weights that sampled, not those that the step begins with."""
+    """Take ratios to the weights that sampled, not to those at the start of the step."""
     reversed_width: bool = False
-    """A probe: eps_high(k - c) in place of eps_high(c), widest for abundant correct responses."""
+    """Probe: eps_high(k - c) instead of eps_high(c), widest for abundant correct responses."""
     num_steps: int = 200
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What training one arm on S seeds gave."""
+    """Result of training one arm on S seeds."""
 
     curve: Tensor
     """[evaluations, len(PASS_AT), S] float64: exact pass@k of the held-out prompts."""
     per_c: Tensor
-    """[2, len(SUMS), 2, k + 1] float64: `diagnostics` sums of the first and second half, over the
-    updates of all seeds."""
+    """[2, len(SUMS), 2, k + 1] float64: `diagnostics` sums of the first and the second half of
+    training, over the updates of all seeds."""
 
 
 def train(setting: Setting, seeds: range, *, evaluate_every: int) -> Trained:
@@ -99,7 +98,7 @@ def train(setting: Setting, seeds: range, *, evaluate_every: int) -> Trained:
 
 
 def _draw(task: Task, seeds: range, step: int, k: int) -> tuple[Prompts, Tensor]:
-    """The prompts of a step, and the random numbers of the responses to them."""
+    """Draw a step's prompts, and the random numbers of their responses."""
     generator = torch.Generator().manual_seed(seeds.start * 1_000_003 + step)
     order = torch.rand(len(seeds), NUM_TRAINING, generator=generator).argsort(dim=1)
     shape = (len(seeds), STEP_PROMPTS, k, MAX_TOKENS)
@@ -114,7 +113,7 @@ def _gradient(
     old: tuple[Tensor, Tensor],
     setting: Setting,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of every seed's mini-batch, [S, F, V + 1, V + 1], and the sums per c of all."""
+    """Gradient of each seed's mini-batch, [S, F, V + 1, V + 1]; sums per c over all seeds."""
     method, k = setting.method, setting.group_size
     rewards = responses.rewards
     advantages = group_advantages(
@@ -149,7 +148,7 @@ def _gradient(
         advantages=weighted,
         num_correct=k - c if setting.reversed_width else c,
         group_size=k,
-        # The seeds' own follow: every seed is a mini-batch.
+        # Every seed is a mini-batch: its own denominator is applied below.
         num_tokens_global=1,
         num_sequences_global=1,
         max_response_tokens=MAX_TOKENS,

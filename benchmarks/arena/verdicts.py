@@ -1,4 +1,7 @@
-"""What results mean, by the rules of docs/arena.md: verdicts, best widths, shares by c."""
+"""Outcomes and what they mean, by the rules of docs/arena.md: verdicts, best widths, shares by c.
+
+Outcomes are exact pass rates at the end of training, by seed, in percentage points.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +11,80 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.arena.outcomes import MARGINS, differences
-from benchmarks.arena.train import Trained
+from benchmarks.arena.train import PASS_AT, Trained
 from gapo_megatron.evaluate.statistics import Interval, mean_interval
 from gapo_megatron.objective.diagnostics import SUMS
 
+LATE = 3
+"""Number of last evaluations whose mean is a seed's outcome."""
+EQUAL = "pass@64 at equal pass@1"
+OUTCOMES = ("pass@1", "pass@64", EQUAL)
+MARGINS = {"pass@1": 0.2, "pass@64": 0.5, EQUAL: 0.5}
+"""Differences below these, in points, do not matter in practice."""
+
 Results = Mapping[str, Sequence[Trained]]
-"""Arms of a question that are trained, by name, chunk by chunk."""
+"""A question's trained arms: name -> results by chunk of seeds."""
 Pair = tuple[str, str]
 """Names of two arms: the first minus the second."""
 
 TOGETHER = 0.95
-"""Confidence of all intervals of a table and one outcome together."""
+"""Simultaneous confidence of a table's intervals for one outcome."""
 AHEAD, BEHIND, ALIKE, NOT_RESOLVED = "ahead", "behind", "alike", "not resolved"
 LITTLE = ", by less than matters"
 
 SCARCE, ABUNDANT = (1, 2), (6, 7)
-"""Correct responses of a group, of the two that are compared."""
+"""Values of c that are compared."""
 _CORRECT = 1
 SHARES = {
     "clipped": ("clipped_sequences", "sequences"),
     "|s - 1|": ("abs_deviation", "sequences"),
     "gradient mass lost": ("gradient_mass_lost", "gradient_mass"),
 }
-"""Quantities of correct responses: one sum of `diagnostics` over another."""
+"""Quantity of correct responses -> numerator and denominator among the sums of `diagnostics`."""
+
+
+def late(trained: Sequence[Trained]) -> Tensor:
+    """Outcomes of all seeds, [len(PASS_AT), seeds] float64, in %."""
+    return torch.cat([100 * one.curve[-LATE:].mean(dim=0) for one in trained], dim=1)
+
+
+def differences(first: Sequence[Trained], second: Sequence[Trained]) -> dict[str, Tensor]:
+    """`first` minus `second` by outcome, [seeds] float64 in points; both have the same seeds."""
+    by_pass = late(first) - late(second)
+    rows = {f"pass@{k}": by_pass[place] for place, k in enumerate(PASS_AT)}
+    one, other = (torch.cat([100 * t.curve for t in arm], dim=2) for arm in (first, second))
+    rows[EQUAL] = _at_equal_pass_1(one, other)
+    return {name: rows[name] for name in OUTCOMES}
+
+
+def _at_equal_pass_1(first: Tensor, second: Tensor) -> Tensor:
+    """Difference of pass@64 at the highest pass@1 that both arms reach, [seeds].
+
+    Curves are [evaluations, len(PASS_AT), seeds]. This compares arms that learn at different speeds
+    by the pass@64 they have left at the same pass@1.
+    """
+    low, high = PASS_AT.index(1), PASS_AT.index(64)
+    level = torch.minimum(first[:, low].amax(dim=0), second[:, low].amax(dim=0))
+    return _at(first[:, low], first[:, high], level) - _at(second[:, low], second[:, high], level)
+
+
+def _at(rising: Tensor, wanted: Tensor, level: Tensor) -> Tensor:
+    """`wanted` where `rising` [evaluations, seeds] first reaches `level` [seeds], interpolated."""
+    reached = (rising >= level).double().argmax(dim=0, keepdim=True)
+    before = (reached - 1).clamp(min=0)
+    low, high = rising.gather(0, before)[0], rising.gather(0, reached)[0]
+    share = torch.where(high > low, (level - low) / (high - low).clamp(min=1e-12), 1)
+    left, right = wanted.gather(0, before)[0], wanted.gather(0, reached)[0]
+    return left + share * (right - left)
 
 
 def confidence(num_intervals: int) -> float:
-    """Of each of some intervals that hold together (Bonferroni)."""
+    """Confidence of each of `num_intervals` simultaneous intervals (Bonferroni)."""
     return 1 - (1 - TOGETHER) / num_intervals
 
 
 def compare(found: Results, pairs: Sequence[Pair]) -> dict[Pair, dict[str, Interval]]:
-    """Differences in points by outcome; pairs that miss an arm are left out, but counted."""
+    """Intervals in points by outcome; untrained pairs are left out, but count for Bonferroni."""
     level = confidence(max(len(pairs), 1))
     return {
         (first, second): {
@@ -53,7 +97,7 @@ def compare(found: Results, pairs: Sequence[Pair]) -> dict[Pair, dict[str, Inter
 
 
 def verdict(interval: Interval, outcome: str) -> str:
-    """Of the first of a pair."""
+    """Verdict on the first arm of a pair, from the interval of first minus second."""
     margin = MARGINS[outcome]
     if interval.low > 0:
         return AHEAD + (LITTLE if interval.high < margin else "")
@@ -63,9 +107,9 @@ def verdict(interval: Interval, outcome: str) -> str:
 
 
 def shares(trained: Sequence[Trained], quantity: str, counts: Sequence[int]) -> list[float]:
-    """A quantity of `SHARES` in %, chunk by chunk, in the second half of training.
+    """A quantity of `SHARES` in % by chunk, in the second half of training.
 
-    Of correct responses of groups with as many right as `counts` has; NaN where there are none.
+    Over correct responses of groups whose c is in `counts`; NaN if there are none.
     """
     above, below = (SUMS.index(name) for name in SHARES[quantity])
     sums = [one.per_c[1][:, _CORRECT, list(counts)].sum(dim=1) for one in trained]
@@ -74,17 +118,17 @@ def shares(trained: Sequence[Trained], quantity: str, counts: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class Best:
-    """The width with the best mean, and those that its lead on is not resolved."""
+    """The width with the best mean, and the widths that it is not resolved from."""
 
     width: float
     not_resolved: list[float]
 
 
 def best_width(by_width: Mapping[float, Tensor], *, num_rows: int) -> Best:
-    """Compare the best of some widths with each other one, paired by seed.
+    """Compare the best width with every other, paired by seed; values are [seeds].
 
-    The intervals hold together for all pairs of widths, since which one is best is only known
-    afterwards, and for `num_rows` such comparisons. Values are [seeds], of the same seeds.
+    Intervals are simultaneous over all pairs of widths, because the best is chosen afterwards, and
+    over `num_rows` such comparisons.
     """
     best = max(by_width, key=lambda width: float(by_width[width].mean()))
     number = len(by_width)
@@ -98,10 +142,10 @@ def best_width(by_width: Mapping[float, Tensor], *, num_rows: int) -> Best:
 
 
 def within_seeds(arms: Sequence[Tensor]) -> list[Interval]:
-    """95 % intervals of means of arms that share seeds, without what the seeds' own levels add.
+    """95 % intervals of the means of arms (each [seeds]), without the differences between seeds.
 
-    Each [seeds]. From every seed its mean over the arms is taken (Cousineau), the spread scaled
-    by what that removes (Morey): intervals to compare arms by, not those of a level.
+    Each seed's mean over the arms is subtracted (Cousineau), and the spread is scaled up for that
+    (Morey). Use them to compare arms, not as intervals of the level.
     """
     values = torch.stack(list(arms))
     number = len(values)

@@ -11,9 +11,8 @@ import torch
 
 from benchmarks.arena.arms import scaled
 from benchmarks.arena.jobs import Job, read, run
-from benchmarks.arena.outcomes import EQUAL, OUTCOMES, differences, late
-from benchmarks.arena.power import seeds_needed
 from benchmarks.arena.train import Setting, Trained
+from benchmarks.arena.verdicts import EQUAL, OUTCOMES, differences, late
 from gapo_megatron.objective import METHODS
 
 
@@ -58,12 +57,6 @@ def test_at_equal_pass_1(
     back = differences([_trained(second)], [_trained(first)])[EQUAL]
     assert there.tolist() == pytest.approx([expected])
     assert back.tolist() == pytest.approx([-expected])
-
-
-def test_seeds_needed() -> None:
-    # ((1.95996 + 0.84162) * 2)^2 = 31.4; at 5 % / 10: ((2.80703 + 0.84162) * 2)^2 = 53.3.
-    assert seeds_needed(1.0, 0.5, num_tests=1) == 32
-    assert seeds_needed(1.0, 0.5, num_tests=10) == 54
 
 
 def test_scaled_leaves_no_lower_bound_alone() -> None:

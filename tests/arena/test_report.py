@@ -13,9 +13,9 @@ from scipy import stats
 
 from benchmarks.arena import jobs, tables, verdicts
 from benchmarks.arena.arms import CHUNKS, RATE, SCALED, UNCLIPPED, questions
-from benchmarks.arena.outcomes import EQUAL, OUTCOMES
 from benchmarks.arena.report import FIGURES, TABLES, report
 from benchmarks.arena.train import PASS_AT, Setting, Trained
+from benchmarks.arena.verdicts import EQUAL, OUTCOMES
 from gapo_megatron.evaluate.statistics import Interval
 from gapo_megatron.objective import METHODS
 from gapo_megatron.objective.diagnostics import SUMS

@@ -110,7 +110,7 @@ def journal(folder: Path, _: Path) -> None:
 
 
 WRITERS = {
-    report: ["report.html", "figures/reward.png", "figures/summary.tex"],
+    report: ["report.html", "figures/step_time.png", "figures/summary.tex"],
     archive: ["metrics.csv", "runs.csv"],
     scaling: ["throughput.png", "throughput.csv", "step_split.pdf"],
     calibration: ["theirs.toml"],
@@ -136,7 +136,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them take ten seconds."""
-    few = {title: MAKERS[title] for title in ("Summary", "Training reward")}
+    few = {title: MAKERS[title] for title in ("Summary", "Time of a step, by stage")}
     monkeypatch.setattr("gapo_megatron.ops.report.report.MAKERS", few)
 
 
@@ -174,14 +174,14 @@ def test_other_files_in_the_folder_of_a_report_stay(run: Path, tmp_path: Path) -
     """Also those that are called as a figure is; and the report may be written again."""
     folder = tmp_path / "report"
     (folder / "figures").mkdir(parents=True)
-    for name in ("notes", "figures/reward.notes.txt", "figures/reward.svg"):
+    for name in ("notes", "figures/step_time.notes.txt", "figures/step_time.svg"):
         (folder / name).write_text("theirs\n")
     before = state_of(folder)
     for _ in range(2):
         write_report([run], folder, archive_dir=tmp_path / "data")
         after = state_of(folder)
         assert {name: after[name] for name in before} == before
-    assert (folder / "figures" / "reward.png").exists()
+    assert (folder / "figures" / "step_time.png").exists()
 
 
 def test_an_older_report_without_a_marker_may_be_written_again(run: Path, tmp_path: Path) -> None:

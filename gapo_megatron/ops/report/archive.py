@@ -1,11 +1,11 @@
-"""Runs as a few CSV files, small enough to lie beside a text; reports are drawn from them again.
+"""Archives: runs as a few small CSV files, from which a report can be drawn again.
 
 runs.csv          a row per run: name, code, config and branch (JSON)
-metrics.csv       a row per run and bin of steps, called by its last one: what figures show
-timings.csv       a row per start, and of each run the mean over its steps
+metrics.csv       a row per run and bin of steps, named by its last step: what figures show
+timings.csv       a row per start, and per run one with the mean over its steps
 solve_rates.csv   a row per run and evaluation, a column per problem: solve rate times `per`
 
-Older ones lack `commit` and `per`, and have settings that are not the default's alone.
+Older archives lack `commit` and `per`, and may have only the settings that are not defaults.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gapo_megatron.config import Config
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.io.files import check_overwritable, real
 from gapo_megatron.io.run_folder import parse_changes
-from gapo_megatron.ops.report.exhibit import csv_names
 from gapo_megatron.ops.report.runs import Run, Values, parse_branch
 from gapo_megatron.ops.report.series import Row
+from gapo_megatron.ops.report.style import csv_names
 
 RUNS_NAME = "runs.csv"
 METRICS_NAME = "metrics.csv"
@@ -33,45 +33,49 @@ TIMINGS_NAME = "timings.csv"
 SOLVE_RATES_NAME = "solve_rates.csv"
 BIN_STEPS = 5
 DIGITS = 5
-"""Significant; the interval of two seeds takes a difference times 13."""
+"""Significant digits: the interval of two seeds is 13 times their difference's rounding."""
 
 _WEIGHT = r"per_c/(correct|wrong)/sequences/c\d+"
 _WEIGHED = r"per_c/(?P<side>correct|wrong)/\w+/c(?P<c>\d+)"
 _AT_ONE_STEP = r"eval/pass@\d+|numerics/\w+|ratio/advantage_correlation_window"
 _KEPT = "|".join(
     (
-        *(_AT_ONE_STEP, r"reward/mean", r"skip/\w+_token_share", r"per_c/group_share/c\d+"),
+        *(_AT_ONE_STEP, r"reward/mean", r"per_c/group_share/c\d+"),
         r"per_c/correct/(sequences|advantage|ratio_deviation|ratio_abs_deviation)/c\d+",
         r"per_c/correct/(clip_fraction_sequences|clip_gradient_mass_lost)/c\d+",
-        r"memory/\w+/free_gib|memory/host_rss_gib",
     )
 )
 
 
 def is_archive(folder: Path) -> bool:
-    """Whether `write_archive` has been here."""
+    """Whether the folder holds an archive."""
     return (folder / RUNS_NAME).exists()
 
 
 def check_archive(folder: Path, archives: Sequence[Path]) -> None:
-    """Refuse to write an archive over somebody else's files, or over one that is read.
+    """Refuse to write an archive over other files, or over one of `archives`, which are read.
 
     Raises:
         ConfigError: names the folder and what is in the way.
     """
     for archive in archives:
         if real(archive) == real(folder):
-            raise ConfigError(f"--archive ({folder}) is read ({archive}): name another folder")
+            raise ConfigError(
+                f"--archive ({folder}) is one of the archives read: name another folder"
+            )
     is_ours = {"run", "config", "branch"} <= csv_names(folder / RUNS_NAME)
     names = (RUNS_NAME, METRICS_NAME, TIMINGS_NAME, SOLVE_RATES_NAME)
     check_overwritable(folder, names, field="--archive", is_ours=is_ours)
 
 
+# -- writing ---------------------------------------------------------------------------------------
+
+
 def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Write runs to `folder`.
 
-    A bin of a metric has what a longer window makes of its steps: the sum of numbers of sequences,
-    the mean per sequence of what is per c, else the mean over steps.
+    A bin holds what a longer window would make of its steps: the sum of numbers of sequences, the
+    mean per sequence of metrics per c, the mean over steps of all others.
 
     Args:
         runs: runs with different folder names.
@@ -86,7 +90,7 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
     names = [run.folder.name for run in runs]
     for name in names:
         if names.count(name) > 1:
-            raise DataError(f"two runs are called {name}; an archive tells them apart by name")
+            raise DataError(f"two runs are called {name}; runs in an archive need different names")
     tables: dict[str, list[Row]] = {
         RUNS_NAME: [{"run": run.folder.name, **_settings(run)} for run in runs],
         METRICS_NAME: [row for run in runs for row in _metrics(run)],
@@ -95,54 +99,24 @@ def write_archive(runs: Sequence[Run], folder: Path) -> list[Path]:
     }
     folder.mkdir(parents=True, exist_ok=True)
     for table, rows in tables.items():
-        _write(folder / table, rows)
+        with (folder / table).open("w", encoding="utf-8", newline="") as file:
+            columns = dict.fromkeys(key for row in rows for key in row)
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            for row in rows:
+                writer.writerow(
+                    {
+                        key: f"{value:.{DIGITS}g}" if isinstance(value, float) else value
+                        for key, value in row.items()
+                    }
+                )
     return [folder / table for table in tables]
 
 
-def read_archive(folder: Path) -> list[Run]:
-    """Read what `write_archive` wrote; runs have the bins' last steps alone.
-
-    Raises:
-        DataError: names the file and line.
-    """
-    runs: dict[str, Run] = {}
-    for number, row in enumerate(_read(folder / RUNS_NAME), start=2):
-        try:
-            config = Config.model_validate_json(row["config"])
-            branch = parse_branch(row["branch"], where="branch") if row["branch"] else None
-            changes = parse_changes(json.loads(row.get("changes") or "[]"), where="changes")
-        except (KeyError, ValueError, ValidationError) as error:
-            raise DataError(f"{folder / RUNS_NAME}:{number}: not a run's row: {error}") from None
-        code = tuple((row.get("commit") or "").split())
-        runs[row["run"]] = Run(
-            folder / row["run"],
-            config,
-            branch,
-            {},
-            [],
-            {},
-            code,
-            bin_steps=BIN_STEPS,
-            changes=changes,
-        )
-    for number, name, values in _numbers(folder / METRICS_NAME, runs):
-        step = _step(folder / METRICS_NAME, number, values)
-        for key, value in values.items():
-            runs[name].metrics.setdefault(key, {})[step] = value
-    for _, name, values in _numbers(folder / TIMINGS_NAME, runs):
-        num_steps = int(values.pop("num_steps", 1))
-        runs[name].timings.extend([values] * num_steps)
-    for number, name, values in _numbers(folder / SOLVE_RATES_NAME, runs):
-        step = _step(folder / SOLVE_RATES_NAME, number, values)
-        per = values.pop("per", 1.0)
-        runs[name].solve_rates[step] = {key: value / per for key, value in values.items()}
-    return list(runs.values())
-
-
 def _settings(run: Run) -> Row:
-    """Settings of a run with today's defaults and preset written out: later they may change."""
+    """A run's settings, with the defaults and preset of this version, which may change later."""
     objective, method = run.config.objective, asdict(run.method)
-    # A largest ratio that is none is no setting: the keys that a config could have.
+    # Only keys that a config may have: an infinite largest ratio means that the method has none.
     own = {
         key: method[key]
         for key in type(objective).model_fields
@@ -158,7 +132,8 @@ def _settings(run: Run) -> Row:
 
 
 def _metrics(run: Run) -> list[Row]:
-    ends = _bin_ends(run.num_steps)
+    last = run.num_steps - 1
+    ends = {step: min(step - step % BIN_STEPS + BIN_STEPS - 1, last) for step in range(last + 1)}
     rows: dict[int, Row] = {}
     for key, values in run.metrics.items():
         if re.fullmatch(_KEPT, key):
@@ -168,6 +143,7 @@ def _metrics(run: Run) -> list[Row]:
 
 
 def _binned(key: str, values: Values, run: Run, ends: Mapping[int, int]) -> Values:
+    """Values of a metric at the ends of bins; `ends`: step -> the last step of its bin."""
     if re.fullmatch(_AT_ONE_STEP, key):
         is_end = set(ends.values()) if key.startswith("ratio/") else values.keys()
         return {step: value for step, value in values.items() if step in is_end}
@@ -186,43 +162,66 @@ def _binned(key: str, values: Values, run: Run, ends: Mapping[int, int]) -> Valu
     return {end: sums[end] / totals[end] for end in sums if totals[end]}
 
 
-def _bin_ends(num_steps: int) -> dict[int, int]:
-    """Step -> the last one of its bin."""
-    return {
-        step: min(step - step % BIN_STEPS + BIN_STEPS, num_steps) - 1 for step in range(num_steps)
-    }
-
-
 def _timings(run: Run) -> Iterator[Row]:
-    """Starts as they are, and the mean of `num_steps` steps; without the clock."""
+    """A row per start, and the mean over `num_steps` steps; without time of day and memory."""
     steps = [row for row in run.timings if "time/step_s" in row]
     starts = [[row] for row in run.timings if "time/step_s" not in row]
     for rows in filter(None, [*starts, steps]):
-        keys = dict.fromkeys(k for row in rows for k in row if k not in ("step", "time/unix_s"))
+        keys = dict.fromkeys(
+            key
+            for row in rows
+            for key in row
+            if key not in ("step", "time/unix_s") and not key.startswith("memory/")
+        )
         means = {key: sum(row.get(key, 0.0) for row in rows) / len(rows) for key in keys}
         yield {"run": run.folder.name, "num_steps": len(rows), **means}
 
 
 def _solve_rates(run: Run) -> Iterator[Row]:
-    """Solve rates as numbers of right samples, which are shorter; not whole where verdicts lack."""
+    """Solve rates as numbers of correct samples, which are shorter; not whole without verdicts."""
     per = run.config.evaluation.samples_per_prompt
     for step, rates in run.solve_rates.items():
         counts = {problem: per * rate for problem, rate in rates.items()}
         yield {"run": run.folder.name, "step": step, "per": per, **counts}
 
 
-def _write(path: Path, rows: Sequence[Row]) -> None:
-    names = dict.fromkeys(key for row in rows for key in row)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow(
-                {
-                    key: f"{value:.{DIGITS}g}" if isinstance(value, float) else value
-                    for key, value in row.items()
-                }
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_archive(folder: Path) -> list[Run]:
+    """Read what `write_archive` wrote; the runs have values at the last step of each bin.
+
+    Raises:
+        DataError: names the file and line.
+    """
+    runs: dict[str, Run] = {}
+    for number, row in enumerate(_read(folder / RUNS_NAME), start=2):
+        try:
+            runs[row["run"]] = Run(
+                folder=folder / row["run"],
+                config=Config.model_validate_json(row["config"]),
+                branch=parse_branch(row["branch"], where="branch") if row["branch"] else None,
+                metrics={},
+                timings=[],
+                solve_rates={},
+                code=tuple((row.get("commit") or "").split()),
+                bin_steps=BIN_STEPS,
+                changes=parse_changes(json.loads(row.get("changes") or "[]"), where="changes"),
             )
+        except (KeyError, ValueError, ValidationError) as error:
+            raise DataError(f"{folder / RUNS_NAME}:{number}: not a run's row: {error}") from None
+    for number, run, values in _numbers(folder / METRICS_NAME, runs):
+        step = _step(folder / METRICS_NAME, number, values)
+        for key, value in values.items():
+            run.metrics.setdefault(key, {})[step] = value
+    for _, run, values in _numbers(folder / TIMINGS_NAME, runs):
+        num_steps = int(values.pop("num_steps", 1))
+        run.timings.extend([values] * num_steps)
+    for number, run, values in _numbers(folder / SOLVE_RATES_NAME, runs):
+        step = _step(folder / SOLVE_RATES_NAME, number, values)
+        per = values.pop("per", 1.0)
+        run.solve_rates[step] = {key: value / per for key, value in values.items()}
+    return list(runs.values())
 
 
 def _read(path: Path) -> Iterator[dict[str, str]]:
@@ -233,14 +232,14 @@ def _read(path: Path) -> Iterator[dict[str, str]]:
         raise DataError(f"{path}: cannot read the file: {error.strerror}") from None
 
 
-def _numbers(path: Path, runs: Mapping[str, Run]) -> Iterator[tuple[int, str, dict[str, float]]]:
-    """Line number, run and numbers of each row; empty fields have none."""
+def _numbers(path: Path, runs: Mapping[str, Run]) -> Iterator[tuple[int, Run, dict[str, float]]]:
+    """Line number, run and numbers of each row; empty fields are left out."""
     for number, row in enumerate(_read(path), start=2):
         name = row.pop("run", "")
         if name not in runs:
             raise DataError(f"{path}:{number}: run {name!r} is not in {RUNS_NAME}")
         try:
-            yield number, name, {key: float(value) for key, value in row.items() if value}
+            yield number, runs[name], {key: float(value) for key, value in row.items() if value}
         except (TypeError, ValueError) as error:
             raise DataError(f"{path}:{number}: not a number: {error}") from None
 

@@ -1,4 +1,4 @@
-"""Arms: runs that differ in the seed alone. Labels say what one arm has and another has not."""
+"""Arms: runs that differ in the seed alone. Their labels name what sets them apart."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ CLIP = "objective.eps_high_max"
 SIZES = ("batch.rollout_prompts", "batch.minibatch_prompts")
 _METHOD = "objective.method"
 _ABLATED = (K, CLIP, *SIZES)
-"""Settings that ablations vary; prompts go with k where a study keeps the number of rollouts."""
-_SHORT = {K: "k"}
+"""Settings that ablations vary; prompts change with k where the number of rollouts is fixed."""
+
+Settings = dict[str, Hashable]
+"""`section.key` -> value."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ in the seed alone, by seed."""
+    """Runs that differ in the seed alone, in seed order."""
 
     label: str
-    """The method, and where another arm has it too, what is unusual about this one."""
+    """The method, and this arm's unusual settings where another arm has the same method."""
     runs: list[Run]
-    settings: dict[str, Hashable]
+    settings: Settings
 
     @property
     def method(self) -> Method:
@@ -51,54 +53,72 @@ class Comparison:
     """Arms that a report compares."""
 
     arms: list[Arm]
-    """In the order in which their runs were named; a method's usual arm before its others."""
+    """In the order in which their runs were given; a method's usual arm before its others."""
 
     @classmethod
     def of(cls, runs: Sequence[Run], *, first: str | None = None) -> Comparison:
         """Sort runs into arms.
 
         Args:
-            runs: in the order in which they were named.
+            runs: in the order in which they were given.
             first: label of the arm that is compared with every other; None: the first run's.
 
         Raises:
-            DataError: two runs of an arm have the same seed, several may be the one that a branch
-                left, or no curve is called `first`.
+            DataError: two runs of an arm have the same seed; more than one run may be the one that
+                a branch left; no curve is called `first`.
         """
-        sorted_in: dict[tuple[tuple[str, Hashable], ...], list[Run]] = {}
-        for run in runs:
-            sorted_in.setdefault(tuple(settings_of(run).items()), []).append(run)
-        settings = [dict(key) for key in sorted_in]
         of_runs = [settings_of(run) for run in runs]
+        members: dict[tuple[tuple[str, Hashable], ...], list[Run]] = {}
+        for run, settings in zip(runs, of_runs, strict=True):
+            members.setdefault(tuple(settings.items()), []).append(run)
+            _left(run, runs)  # refuse an ambiguous branch before any figure is drawn
+        labels = _labels([dict(key) for key in members], of_runs)
         arms = [
-            Arm(label, sorted(members, key=lambda run: run.seed), one)
-            for label, one, members in zip(
-                _labels(settings, of_runs), settings, sorted_in.values(), strict=True
-            )
+            Arm(label, sorted(alike, key=lambda run: run.seed), dict(key))
+            for label, (key, alike) in zip(labels, members.items(), strict=True)
         ]
         for arm in arms:
-            _check_seeds(arm)
-        for run in runs:
-            _left(run, runs)  # refused now, not in the midst of the figures
-        origins = list(dict.fromkeys(_origin(one) for one in of_runs))
+            for before, run in zip(arm.runs, arm.runs[1:], strict=False):
+                if before.seed == run.seed:
+                    raise DataError(
+                        f"{run.folder} and {before.folder}: two runs of {arm.label} with "
+                        f"run.seed = {run.seed} and the same settings; leave out one of them"
+                    )
+        origins = list(dict.fromkeys(map(_origin, of_runs)))
         arms.sort(
             key=lambda a: (origins.index(_origin(a.settings)), len(_unusual(a.settings, of_runs)))
         )
-        return cls(arms) if first is None else cls(arms)._led_by(first)
+        found = cls(arms)
+        if first is None:
+            return found
+        known = [arm.label for arm in found.curves]
+        if first not in known:
+            raise DataError(f"no method is called {first!r} here; known: {', '.join(known)}")
+        origin = _origin(next(arm for arm in arms if arm.label == first).settings)
+        return cls(sorted(arms, key=lambda a: (_origin(a.settings) != origin, a.label != first)))
 
     @property
     def changes(self) -> dict[str, dict[int, str]]:
-        """By the label of a curve's arm, steps before which it was resumed with other settings.
+        """Arms of the curves that were resumed with other settings.
 
-        And with which. Arms that never were are left out.
+        Arm's label -> first step with the new settings -> their names and values.
         """
-        return {arm.label: found for arm in self.curves if (found := _changes_of(arm.runs))}
+        found: dict[str, dict[int, str]] = {}
+        for arm in self.curves:
+            by_step: dict[int, dict[str, None]] = {}
+            for one in (one for run in arm.runs for one in run.changes):
+                names = by_step.setdefault(one["step"], {})
+                for key, (was, now) in one["changes"].items():
+                    names[f"{_part(key, now)} (was {was})"] = None
+            if by_step:
+                found[arm.label] = {step: ", ".join(by_step[step]) for step in sorted(by_step)}
+        return found
 
     @property
     def curves(self) -> list[Arm]:
-        """Arms in figures over training: of those that differ in k or clip alone, the usual one.
+        """Arms of the figures over training: the usual one of those that differ in k or clip alone.
 
-        All of them where there would be one curve; never a branch beside the arm that it left.
+        All of them if that leaves a single curve; never a branch whose parent arm is here.
         """
         whole = [arm for arm in self.arms if self.parent(arm) is None]
         usual = [arms[0] for arms in _alike(whole)]
@@ -106,11 +126,11 @@ class Comparison:
 
     @property
     def first(self) -> Arm:
-        """The one that is compared with every other."""
+        """The arm that is compared with every other."""
         return self.curves[0]
 
     def over(self, *keys: str) -> list[list[Arm]]:
-        """Arms that differ in `keys` alone, the usual one first: one list for each such one."""
+        """Groups of arms that differ in `keys` alone, the usual arm first."""
         fixed = [key for key in _ABLATED if key not in keys]
         found = []
         for arms in _alike(self.arms):
@@ -119,56 +139,51 @@ class Comparison:
         return found
 
     def parent(self, arm: Arm) -> Arm | None:
-        """The arm with the runs that those of a branch left, seed by seed; None: no such arm."""
+        """The arm whose runs a branch left, seed by seed; None: no branch, or it is not here."""
         runs = [run for one in self.arms for run in one.runs]
         left = [_left(run, runs) for run in arm.runs]
         return next((other for other in self.arms if all(one in other.runs for one in left)), None)
 
-    def _led_by(self, label: str) -> Comparison:
-        known = [arm.label for arm in self.curves]
-        if label not in known:
-            raise DataError(f"no method is called {label!r} here; known: {', '.join(known)}")
-        origin = _origin(next(arm for arm in self.arms if arm.label == label).settings)
-        return Comparison(
-            sorted(self.arms, key=lambda a: (_origin(a.settings) != origin, a.label != label))
-        )
 
+def learned_settings(config: Config) -> Settings:
+    """Settings that decide what a run learns, except its seed.
 
-def learned_settings(config: Config) -> dict[str, Hashable]:
-    """Settings that decide what a run learns, except its seed: `section.key` -> value.
-
-    The objective stands resolved; paths inside the run's folder count relative to it.
+    The objective is resolved; paths inside the run's folder are relative to it.
     """
-    settings: dict[str, Hashable] = {}
+    settings: Settings = {}
     for section, values in config.model_dump(mode="json", exclude_none=True).items():
         for key, value in values.items():
-            if role_of(f"{section}.{key}").arm:
-                settings[f"{section}.{key}"] = _relative(value, config.run.output_dir)
+            if not role_of(f"{section}.{key}").arm:
+                continue
+            if isinstance(value, str) and PurePath(value).is_relative_to(config.run.output_dir):
+                value = f"./{PurePath(value).relative_to(config.run.output_dir)}"
+            settings[f"{section}.{key}"] = value
     method = asdict(config.objective.resolve())
-    settings["objective.method"] = method.pop("name")
+    settings[_METHOD] = method.pop("name")
     return settings | {f"objective.{key}": value for key, value in method.items()}
 
 
-def settings_of(run: Run) -> dict[str, Hashable]:
-    """`learned_settings`, sorted; of a branch what it left, and what was changed on the way."""
+def settings_of(run: Run) -> Settings:
+    """`learned_settings`, sorted, with its branch point and changes when resumed as JSON."""
     settings = learned_settings(run.config)
     if run.branch is not None:
-        settings["branch"] = json.dumps([run.branch["step"], _changes(run)], sort_keys=True)
+        changes = {key: pair for key, pair in run.branch["changes"].items() if role_of(key).arm}
+        settings["branch"] = json.dumps([run.branch["step"], changes], sort_keys=True)
     if run.changes:
         settings["changes"] = json.dumps(run.changes, sort_keys=True)
     return dict(sorted(settings.items()))
 
 
 def _left(run: Run, runs: Sequence[Run]) -> Run | None:
-    """The one of `runs` that a branch left; None: it is none, or that one is not here.
+    """The one of `runs` that a branch left; None: no branch, or it is not among them.
 
-    By its folder, or by the name of that, for studies move and archives hold names alone.
+    Found by its folder, else by the folder's name: studies move, and archives hold names alone.
     """
     if run.branch is None:
         return None
     path = Path(run.branch["run"])
     whole = real(path)
-    # Branches of one run may be called as it is.
+    # Other branches of the same run may have its name.
     others = [
         one
         for one in runs
@@ -178,35 +193,15 @@ def _left(run: Run, runs: Sequence[Run]) -> Run | None:
     found = exact or [one for one in others if one.folder.name == path.name]
     if len(found) > 1:
         raise DataError(
-            f"{run.folder} left {path}, which is not here, and by its name that may be "
-            f"{' or '.join(str(one.folder) for one in found)}: leave out all but the right one"
+            f"{run.folder} branched from {path}, which is not here; "
+            f"{' and '.join(str(one.folder) for one in found)} have its name: leave out all but "
+            "the right one"
         )
     return found[0] if found else None
 
 
-def _changes_of(runs: Sequence[Run]) -> dict[int, str]:
-    found: dict[int, dict[str, None]] = {}
-    for one in (one for run in runs for one in run.changes):
-        names = found.setdefault(one["step"], {})
-        for key, (was, now) in one["changes"].items():
-            names[f"{_part(key, now)} (was {was})"] = None
-    return {step: ", ".join(names) for step, names in sorted(found.items())}
-
-
-def _changes(run: Run) -> dict[str, list[Hashable]]:
-    assert run.branch is not None
-    changes: dict[str, list[Hashable]] = run.branch["changes"]
-    return {key: pair for key, pair in changes.items() if role_of(key).arm}
-
-
-def _relative(value: Hashable, output_dir: str) -> Hashable:
-    if isinstance(value, str) and PurePath(value).is_relative_to(output_dir):
-        return f"./{PurePath(value).relative_to(output_dir)}"
-    return value
-
-
-def _labels(arms: Sequence[dict[str, Hashable]], runs: Sequence[dict[str, Hashable]]) -> list[str]:
-    """The method's name; beside it what is unusual: k first, and no sizes that go with it."""
+def _labels(arms: Sequence[Settings], runs: Sequence[Settings]) -> list[str]:
+    """The method and its unusual settings, k first; batch sizes beside k only if needed."""
     whole, short = [], []
     for settings in arms:
         keys = sorted(_unusual(settings, runs), key=lambda key: (key != K, key))
@@ -220,36 +215,36 @@ def _labels(arms: Sequence[dict[str, Hashable]], runs: Sequence[dict[str, Hashab
     ]
 
 
-def _origin(settings: dict[str, Hashable]) -> str:
-    """The method, and what was before a branch or a change: `gspo_asym to 600, gapo`."""
-    method = str(settings["objective.method"])
-    parts: list[str] = []
-    if "branch" in settings:
-        step, changes = json.loads(str(settings["branch"]))
-        after = [one["changes"] for one in json.loads(str(settings.get("changes", "[]")))]
-        # The branch's own method is that before its first change.
-        own = next((one[_METHOD][0] for one in after if _METHOD in one), method)
-        before, _ = changes.get(_METHOD, (own, own))
-        parts.append(f"{before} to {step}")
+def _origin(settings: Settings) -> str:
+    """The method, and what came before a branch or a change: `gspo_asym to 600, gapo`."""
+    method = str(settings[_METHOD])
     changes = json.loads(str(settings.get("changes", "[]")))
+    parts: list[str] = []
+
+    def before(place: int) -> str:
+        """The method before change number `place`."""
+        later = (one["changes"] for one in changes[place:])
+        return next((str(one[_METHOD][0]) for one in later if _METHOD in one), method)
+
+    if "branch" in settings:
+        step, branched = json.loads(str(settings["branch"]))
+        parts.append(f"{branched.get(_METHOD, [before(0)])[0]} to {step}")
     for place, one in enumerate(changes):
-        later = (other["changes"] for other in changes[place:])
-        before = next((other[_METHOD][0] for other in later if _METHOD in other), method)
         others = [_part(key, pair[0]) for key, pair in one["changes"].items() if key != _METHOD]
-        parts.append(f"{' '.join([before, *others])} to {one['step']}")
+        parts.append(f"{' '.join([before(place), *others])} to {one['step']}")
     return ", ".join([*parts, method])
 
 
 def _part(key: str, value: Hashable) -> str:
     shown = f"{value:g}" if isinstance(value, float) else str(value)
-    return f"{_SHORT.get(key, key.rpartition('.')[2])}={shown}"
+    return f"{'k' if key == K else key.rpartition('.')[2]}={shown}"
 
 
-def _unusual(settings: dict[str, Hashable], runs: Sequence[dict[str, Hashable]]) -> list[str]:
-    """Keys that have another value than in most runs (ties: than in the first of them).
+def _unusual(settings: Settings, runs: Sequence[Settings]) -> list[str]:
+    """Keys with another value than in most runs (ties: than in the first of them).
 
-    An objective is measured by its own method's runs, for that is what a method's name says; all
-    else by the runs of all methods, or a method with another learning rate would hide it.
+    Settings of the objective are compared with runs of the same method, whose name stands for
+    them; all others with all runs, so that a method with another learning rate says so.
     """
     alike = [one for one in runs if _origin(one) == _origin(settings)]
     keys = dict.fromkeys([*settings, *(key for one in runs for key in one)])
@@ -263,21 +258,9 @@ def _unusual(settings: dict[str, Hashable], runs: Sequence[dict[str, Hashable]])
 
 
 def _alike(arms: Sequence[Arm]) -> list[list[Arm]]:
-    """Arms that differ in what ablations are over alone, in order."""
+    """Groups of arms that differ in ablated settings alone, in order."""
     alike: dict[Hashable, list[Arm]] = {}
     for arm in arms:
-        alike.setdefault(_without(arm.settings, _ABLATED), []).append(arm)
+        rest = tuple(pair for pair in arm.settings.items() if pair[0] not in _ABLATED)
+        alike.setdefault(rest, []).append(arm)
     return list(alike.values())
-
-
-def _without(settings: dict[str, Hashable], keys: Sequence[str]) -> Hashable:
-    return tuple(pair for pair in settings.items() if pair[0] not in keys)
-
-
-def _check_seeds(arm: Arm) -> None:
-    for before, run in zip(arm.runs, arm.runs[1:], strict=False):
-        if before.seed == run.seed:
-            raise DataError(
-                f"{run.folder} and {before.folder}: two runs of {arm.label} with "
-                f"run.seed = {run.seed}; of runs that differ in nothing else only one counts"
-            )

@@ -1,4 +1,4 @@
-"""Figures of what the clip does to correct rollouts, by c; two are the paper's figures 1 and 3."""
+"""Figures of how the clip treats correct rollouts, by c; two are the paper's figures 1 and 3."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from matplotlib.ticker import MaxNLocator
 
 from gapo_megatron.objective.diagnostics import WINDOW
 from gapo_megatron.ops.report.arms import Arm, Comparison
-from gapo_megatron.ops.report.exhibit import Exhibit
 from gapo_megatron.ops.report.learning import (
     OTHER,
     SHARE_LIMITS,
@@ -26,18 +25,22 @@ from gapo_megatron.ops.report.series import (
     NoData,
     Row,
     curve_rows,
-    curves,
+    distinct,
     interval,
     last_half,
     per_c,
+    select,
     window_of,
     window_text,
     windowed,
 )
 from gapo_megatron.ops.report.style import (
+    LINE_STYLES,
+    Exhibit,
     arm_style,
-    c_style,
+    c_colour,
     column,
+    draw_bars,
     legend_below,
     outer_names,
     over_steps,
@@ -57,7 +60,7 @@ YLABELS = {
     DEVIATION: "mean $s - 1$ (%)",
 }
 LIMITS = {CLIPPED: SHARE_LIMITS, DRIFT: (0.0, np.inf), DEVIATION: (-np.inf, np.inf)}
-"""Intervals end there: no value can lie beyond."""
+"""Smallest and largest possible value; intervals are cut off there."""
 CLIPPED_NOTE = (
     "Every rollout counts the same, whatever its length; where a method clips single tokens, a "
     "rollout counts by the share of its tokens that are clipped. The paper's figure counts tokens: "
@@ -66,8 +69,11 @@ CLIPPED_NOTE = (
 BY_C = {"clip fraction": CLIPPED, "drift": DRIFT, "deviation": DEVIATION}
 
 
+# -- over training, a curve per c ------------------------------------------------------------------
+
+
 def deviation_per_c(comparison: Comparison) -> Exhibit:
-    """The paper's figure 1: mean deviation of the ratio from 1, a panel per arm, a curve per c."""
+    """The paper's figure 1: mean deviation of the ratio from 1; a panel per arm, a curve per c."""
     rows, window = per_c_rows(comparison.curves, DEVIATION)
     return Exhibit(
         aid="Mean of s - 1 over correct rollouts, against the step; s is the ratio of the new to "
@@ -81,9 +87,9 @@ def deviation_per_c(comparison: Comparison) -> Exhibit:
 
 
 def clip_fraction_per_c(comparison: Comparison) -> Exhibit:
-    """Share of correct rollouts clipped, a panel per arm, a curve per c.
+    """Share of correct rollouts clipped; a panel per arm, a curve per c.
 
-    The paper's figure 3 has tokens instead; of one c both differ by the lengths of rollouts alone.
+    The paper's figure 3 counts tokens instead; within one c, only lengths make a difference.
     """
     rows, window = per_c_rows(comparison.curves, CLIPPED)
     return Exhibit(
@@ -95,35 +101,101 @@ def clip_fraction_per_c(comparison: Comparison) -> Exhibit:
     )
 
 
+def per_c_rows(arms: Sequence[Arm], name: str) -> tuple[list[Row], int]:
+    """Rows of `per_c/correct/{name}` for every c, smoothed; and the window in steps."""
+    window = window_of([run for arm in arms for run in arm.runs])
+    rows: list[Row] = []
+    for c in sorted({c for arm in arms for run in arm.runs for c in per_c(run, name)}):
+
+        def smooth(run: Run, c: int = c) -> Values:
+            values, weights = per_c(run, name).get(c, ({}, {}))
+            steps = list(run.series("reward/mean"))
+            return windowed(values, steps, window, weights=weights, bin_steps=run.bin_steps)
+
+        with_c = [arm for arm in arms if all(c in per_c(run, name) for run in arm.runs)]
+        rows += curve_rows(with_c, smooth, c=c)
+    if not rows:
+        raise NoData(f"no run has per_c/correct/{name}")
+    return rows, window
+
+
+def draw_per_c(axis: Axes, rows: Sequence[Row], arm: Arm, name: str) -> None:
+    """Draw a curve for each c, in percent: dark for scarce correct rollouts."""
+    over_steps(axis, [arm.label])
+    axis.set_ylabel(YLABELS[name])
+    for c in sorted({row["c"] for row in rows}):
+        chosen = thinned(select(rows, arm=arm.label, c=c))
+        axis.plot(
+            column(chosen, "step"),
+            100 * column(chosen, "mean"),
+            label=str(c),
+            color=c_colour(c, 1, arm.k - 1),
+            linestyle=LINE_STYLES[(c - 1) % len(LINE_STYLES)],
+        )
+
+
+def _per_c_figure(arms: Sequence[Arm], rows: Sequence[Row], name: str) -> Figure:
+    drawn = [arm for arm in arms if select(rows, arm=arm.label)]
+    # Token ratios deviate far more than sequence ratios: each kind has its own y range.
+    by_ratio = [
+        [place for place, arm in enumerate(drawn) if arm.method.ratio == ratio]
+        for ratio in dict.fromkeys(arm.method.ratio for arm in drawn)
+    ]
+    share_y = name != DEVIATION or len(by_ratio) < 2
+    figure, axes = panels(len(drawn), share_y=share_y)
+    for axis, arm in zip(axes, drawn, strict=True):
+        draw_per_c(axis, select(rows, arm=arm.label), arm, name)
+        axis.set_title(wrapped(arm.label))
+    for places in by_ratio if not share_y else ():
+        same_range([axes[place] for place in places])
+    outer_names(axes, share_y=share_y)
+    most = max(range(len(drawn)), key=lambda place: drawn[place].k)
+    legend_below(figure, axes[most], title="c (correct of a group)", handle_length=1.9)
+    return figure
+
+
+def _window_note(window: int, arms: Sequence[Arm]) -> str:
+    numbers = sorted({len(arm.runs) for arm in arms})
+    point = f"Each point is {window_text(window)}"
+    if numbers == [1]:
+        return f"{point}."
+    shown = " to ".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
+    return f"{point}, averaged over seeds ({shown}). The CSV has the intervals over seeds."
+
+
+# -- the last half of training, against c ----------------------------------------------------------
+
+
 def by_c(comparison: Comparison) -> Exhibit:
-    """Clip, drift and deviation over c: means of the last half of training, seed intervals."""
+    """Clip fraction, drift and deviation against c: means over the last half of training."""
     rows: list[Row] = []
     for word, name in BY_C.items():
         for arm in comparison.curves:
             num_steps = min(run.num_steps for run in arm.runs)
             found = [last_half(run, name, num_steps=num_steps) for run in arm.runs]
-            rows += [
-                {
-                    "arm": arm.label,
-                    "quantity": _quantity(word, arm),
-                    "c": c,
-                    **interval([one[c] for one in found]),
-                }
-                for c in sorted(set.intersection(*map(set, found)))
-            ]
+            for c in sorted(set.intersection(*map(set, found))):
+                row: Row = {"arm": arm.label, "quantity": _quantity(word, arm), "c": c}
+                rows.append(row | interval([one[c] for one in found]))
     if not rows:
         raise NoData(f"no run has per_c/correct/{CLIPPED}")
-    drawn = dict.fromkeys(str(row["quantity"]) for row in rows)
+    drawn = distinct(rows, "quantity")
     shared = sharing(comparison.curves, rows)
     if len(shared) == 1:
         contents = [(quantity, shown) for shown in shared for quantity in drawn]
-    else:
+    else:  # a row of panels per arm, in it that arm's own kind of ratio
         words = list(dict.fromkeys(map(_word, drawn)))
         contents = [(_quantity(word, shown[OTHER]), shown) for shown in shared for word in words]
 
     def draw(axis: Axes, quantity: str, shown: Shown) -> None:
-        _draw_by_c(axis, [row for row in rows if row["quantity"] == quantity], shown)
-        axis.set(xlabel="c", ylabel=YLABELS[BY_C[_word(quantity)]])
+        name = BY_C[_word(quantity)]
+        axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        for place, (label, arm) in enumerate(shown.items()):
+            chosen = select(rows, quantity=quantity, arm=arm.label)
+            x = column(chosen, "c") + 0.1 * (place - (len(shown) - 1) / 2)  # bars side by side
+            look = {"label": label, "capsize": 1.5, **arm_style(place)}
+            if chosen:
+                draw_bars(axis, x, chosen, limits=LIMITS[name], **look)
+        axis.set(xlabel="c", ylabel=YLABELS[name])
         if len(shared) == 1:
             axis.set(xlabel="c (correct of a group)", title=wrapped(quantity))
 
@@ -140,13 +212,13 @@ def by_c(comparison: Comparison) -> Exhibit:
             "s is the ratio of the new to the old probability: of a sequence or of a token, "
             "whichever the method clips.",
             CLIPPED_NOTE,
-            seeds_note(comparison.curves).replace("Bands", "Bars").replace("bands", "bars"),
+            seeds_note(comparison.curves, word="Bars"),
         ],
     )
 
 
 def _quantity(word: str, arm: Arm) -> str:
-    """Clip fractions are of one kind; ratios of tokens deviate far more than those of sequences."""
+    """Name of a panel; deviations of token and sequence ratios differ too much to share one."""
     return word if BY_C[word] == CLIPPED else f"{word}, {arm.method.ratio} ratio"
 
 
@@ -154,24 +226,7 @@ def _word(quantity: str) -> str:
     return quantity.partition(",")[0]
 
 
-def _draw_by_c(axis: Axes, rows: Sequence[Row], shown: Shown) -> None:
-    axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    for place, (label, arm) in enumerate(shown.items()):
-        chosen = [row for row in rows if row["arm"] == arm.label]
-        if not chosen:
-            continue
-        limits = LIMITS[BY_C[_word(str(chosen[0]["quantity"]))]]
-        means = 100 * column(chosen, "mean")
-        low, high = (100 * np.clip(column(chosen, key), *limits) for key in ("low", "high"))
-        axis.errorbar(
-            column(chosen, "c") + 0.1 * (place - (len(shown) - 1) / 2),  # bars side by side
-            means,
-            yerr=[means - low, high - means],
-            label=label,
-            elinewidth=0.8,
-            capsize=1.5,
-            **arm_style(place),
-        )
+# -- correlation of deviation and advantage --------------------------------------------------------
 
 
 def correlation(comparison: Comparison) -> Exhibit:
@@ -198,77 +253,16 @@ def correlation(comparison: Comparison) -> Exhibit:
 
 def correlation_rows(arms: Sequence[Arm]) -> list[Row]:
     """Rows of the correlation as the runs recorded it."""
-    return curves(arms, lambda run: run.series(CORRELATION), what=CORRELATION)
+    return curve_rows(arms, lambda run: run.series(CORRELATION), what=CORRELATION)
 
 
 def draw_correlation(axis: Axes, rows: Sequence[Row], shown: Shown) -> None:
-    """Pearson's r over steps; a line where the window is full."""
+    """Draw Pearson's r over steps, and a line at the step where the window is full."""
     axis.set_ylabel("Pearson r")
     axis.axhline(0, color="0.4", linewidth=0.6)
     draw_arms(axis, rows, shown, limits=(-1, 1))
-    if any(int(row["step"] or 0) >= WINDOW - 1 for row in rows):
+    if any(row["step"] >= WINDOW - 1 for row in rows):
         axis.axvline(
             WINDOW - 1, color="0.2", linewidth=0.8, linestyle=":", label=f"W = {WINDOW} steps done"
         )
     axis.set_ylim(-1.05, 1.05)
-
-
-def per_c_rows(arms: Sequence[Arm], name: str) -> tuple[list[Row], int]:
-    """Windowed means over steps of `per_c/correct/{name}` for every c; and the window in steps."""
-    window = window_of([run for arm in arms for run in arm.runs])
-    rows: list[Row] = []
-    for c in sorted({c for arm in arms for run in arm.runs for c in per_c(run, name)}):
-
-        def smooth(run: Run, c: int = c) -> Values:
-            values, weights = per_c(run, name).get(c, ({}, {}))
-            steps = list(run.series("reward/mean"))
-            return windowed(values, steps, window, weights=weights, bin_steps=run.bin_steps)
-
-        with_c = [arm for arm in arms if all(c in per_c(run, name) for run in arm.runs)]
-        rows += curve_rows(with_c, smooth, c=c)
-    if not rows:
-        raise NoData(f"no run has per_c/correct/{name}")
-    return rows, window
-
-
-def draw_per_c(axis: Axes, rows: Sequence[Row], arm: Arm, name: str) -> None:
-    """A curve for each c, in percent."""
-    over_steps(axis, [arm.label])
-    axis.set_ylabel(YLABELS[name])
-    for c in sorted({int(row["c"] or 0) for row in rows}):
-        chosen = thinned([row for row in rows if row["arm"] == arm.label and row["c"] == c])
-        axis.plot(
-            column(chosen, "step"),
-            100 * column(chosen, "mean"),
-            label=str(c),
-            **c_style(c, arm.k),
-        )
-
-
-def _per_c_figure(arms: Sequence[Arm], rows: Sequence[Row], name: str) -> Figure:
-    drawn = [arm for arm in arms if any(row["arm"] == arm.label for row in rows)]
-    # Ratios of tokens deviate far more than those of sequences.
-    by_ratio = [
-        [place for place, arm in enumerate(drawn) if arm.method.ratio == ratio]
-        for ratio in dict.fromkeys(arm.method.ratio for arm in drawn)
-    ]
-    share_y = name != DEVIATION or len(by_ratio) < 2
-    figure, axes = panels(len(drawn), share_y=share_y)
-    for axis, arm in zip(axes, drawn, strict=True):
-        draw_per_c(axis, [row for row in rows if row["arm"] == arm.label], arm, name)
-        axis.set_title(wrapped(arm.label))
-    for places in by_ratio if not share_y else ():
-        same_range([axes[place] for place in places])
-    outer_names(axes, share_y=share_y)
-    most = max(range(len(drawn)), key=lambda place: drawn[place].k)
-    legend_below(figure, axes[most], title="c (correct of a group)", handle_length=1.9)
-    return figure
-
-
-def _window_note(window: int, arms: Sequence[Arm]) -> str:
-    numbers = sorted({len(arm.runs) for arm in arms})
-    point = f"Each point is {window_text(window)}"
-    if numbers == [1]:
-        return f"{point}."
-    shown = " to ".join(map(str, {numbers[0]: 0, numbers[-1]: 0}))
-    return f"{point}, averaged over seeds ({shown}). The CSV has the intervals over seeds."

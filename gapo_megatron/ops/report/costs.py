@@ -1,4 +1,4 @@
-"""Figures of what a step costs, and of the rounding that a clip must be wider than."""
+"""Figures of costs: seconds of a step by stage, and rounding beside the clip's widths."""
 
 from __future__ import annotations
 
@@ -8,53 +8,38 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from gapo_megatron.ops.report.arms import Arm, Comparison
-from gapo_megatron.ops.report.exhibit import Exhibit
-from gapo_megatron.ops.report.series import NoData, Row
+from gapo_megatron.ops.report.series import NoData, Row, distinct, select
 from gapo_megatron.ops.report.style import (
     COLOURS,
     HATCHES,
+    Exhibit,
     arm_style,
     column,
     legend_below,
-    outer_names,
-    over_steps,
     panels,
-    thinned,
 )
 
 SMALL = 0.02
-"""Stages below this share of every arm's step are drawn as part of `other`."""
+"""Stages below this share of every bar are drawn as part of `other`."""
 WAIT = "wait"
 TRAINING, GENERATION = SIDES = ("training", "generation")
-"""Sides of a run in which some ranks only generate; the other runs have none."""
-_OF_SIDES = {"evaluate": 0, "rollout": 1, "reward": 2, WAIT: 3, "sync": 5}
-"""Order in which stages of two sides are drawn; the others come before the sync."""
-SKIPPED = {
-    "skip/forward_token_share": "forward",
-    "skip/old_pass_token_share": "old log-probs",
-    "skip/backward_token_share": "backward",
-    "skip/head_backward_token_share": "head backward",
-}
-MEMORY = {
-    "memory/after_sleep/free_gib": "free, vLLM asleep",
-    "memory/update_peak/free_gib": "free, at the peak",
-    "memory/after_wake/free_gib": "free, vLLM awake",
-    "memory/host_rss_gib": "a process, in host memory",
-}
-"""Metric -> what it measures; free memory takes the minimum, used memory the maximum."""
+"""Ranks of a run with generation ranks; other runs have one side, named ""."""
+_ORDER = {"evaluate": 0, "rollout": 1, "reward": 2, WAIT: 3, "sync": 5}
+"""Order of a run's stages with generation ranks; all others come before the sync."""
+
+
+# -- time of a step --------------------------------------------------------------------------------
 
 
 def step_time(comparison: Comparison) -> Exhibit:
-    """Seconds of a step by stage: a bar per arm, or one per side where some ranks only generate."""
+    """Seconds of a step by stage: a bar per arm; with generation ranks, a bar per side."""
     rows = [row for arm in comparison.curves for row in time_rows(arm)]
     if not rows:
         raise NoData("no run has timings")
-    labels = list(dict.fromkeys(map(_bar, rows)))
-    figure, (axis,) = panels(1, row_inches=_bars_inches(labels))
+    figure, (axis,) = panels(1, row_inches=_bars_inches(len(dict.fromkeys(map(_bar, rows)))))
     draw_time(axis, rows)
     legend_below(figure, axis, handle_length=1.4)
     notes = [
@@ -79,21 +64,21 @@ def step_time(comparison: Comparison) -> Exhibit:
 
 
 def waiting_notes(arms: Sequence[Arm]) -> list[str]:
-    """Which share of a step each side of an arm waits, a sentence per arm with generation ranks."""
+    """State the share of a step that each side waits, for each arm with generation ranks."""
     notes = []
     for arm in arms:
-        waits = {row["side"]: row["share"] for row in time_rows(arm) if row["stage"] == WAIT}
+        waits = {row["side"]: row["share"] for row in select(time_rows(arm), stage=WAIT)}
         if TRAINING in waits and GENERATION in waits:
-            shown = (f"{side} waits {100 * float(waits[side] or 0):.0f} %" for side in SIDES)
+            shown = (f"{side} waits {100 * waits[side]:.0f} %" for side in SIDES)
             notes.append(f"{arm.label}: {', '.join(shown)} of a step.")
     return notes
 
 
 def time_rows(arm: Arm) -> list[Row]:
-    """Seconds of each stage per step: mean over all steps of all seeds; the rest is `other`.
+    """Rows of arm, side, stage, seconds, share: means over all steps of all seeds.
 
-    Where ranks only generate, those of each side, as shares of the side's own step. A sync of
-    training that takes longer than generation's has waited for it: that much is `wait`.
+    With generation ranks, shares are of the side's own step. Where training's sync takes longer
+    than generation's, it has waited for generation: the difference counts as `wait`.
     """
     steps = [row for run in arm.runs for row in run.timings if "time/step_s" in row]
     apart = [row for row in steps if "generation/step_s" in row]
@@ -114,12 +99,12 @@ def time_rows(arm: Arm) -> list[Row]:
 
 
 def _mean_seconds(steps: Sequence[Mapping[str, float]], section: str) -> dict[str, float]:
-    """Seconds per step of `section/<stage>_s` by stage, that of the whole step among them."""
+    """Mean of `section/<stage>_s` by stage, `step` (the whole of it) included."""
     totals: dict[str, float] = {}
     for row in steps:
         for key, seconds in row.items():
             match = re.fullmatch(rf"{section}/(\w+)_s", key)
-            if match and match[1] != "unix":  # that one is the clock
+            if match and match[1] != "unix":  # the time of day
                 totals[match[1]] = totals.get(match[1], 0.0) + seconds
     return {stage: total / len(steps) for stage, total in totals.items()}
 
@@ -128,43 +113,31 @@ def _stage_rows(arm: Arm, side: str, seconds: Mapping[str, float]) -> list[Row]:
     whole = seconds["step"]
     stages = {stage: value for stage, value in seconds.items() if stage != "step"}
     stages["other"] = max(whole - sum(stages.values()), 0.0)
-    return [
-        {
-            "arm": arm.label,
-            "side": side,
-            "stage": stage,
-            "seconds": value,
-            "share": value / whole if whole else 0.0,
-        }
-        for stage, value in stages.items()
-    ]
-
-
-def _bar(row: Row) -> str:
-    """Name of the bar that a row is part of."""
-    side = row.get("side")
-    return f"{row['arm']}, {side}" if side else str(row["arm"])
+    rows: list[Row] = []
+    for stage, value in stages.items():
+        row: Row = {"arm": arm.label, "side": side, "stage": stage, "seconds": value}
+        rows.append(row | {"share": value / whole if whole else 0.0})
+    return rows
 
 
 def draw_time(axis: Axes, rows: Sequence[Row]) -> None:
-    """One bar per arm, or per side of it, cut into stages."""
+    """Draw one bar per arm (or per side of it), cut into stages."""
     labels = list(dict.fromkeys(map(_bar, rows)))
-    seconds = {(_bar(row), row["stage"]): float(row["seconds"] or 0) for row in rows}
+    seconds = {(_bar(row), row["stage"]): row["seconds"] for row in rows}
     large = [
         stage
-        for stage in dict.fromkeys(str(row["stage"]) for row in rows)
-        if stage != "other"
-        and any(row["stage"] == stage and float(row["share"] or 0) >= SMALL for row in rows)
+        for stage in distinct(rows, "stage")
+        if stage != "other" and any(row["share"] >= SMALL for row in select(rows, stage=stage))
     ]
-    if WAIT in large:  # of two sides the sync comes last: both have it at once
-        large.sort(key=lambda stage: _OF_SIDES.get(stage, _OF_SIDES[WAIT] + 1))
+    if WAIT in large:  # sync last: both sides are in it at the same time
+        large.sort(key=lambda stage: _ORDER.get(stage, _ORDER[WAIT] + 1))
     left = np.zeros(len(labels))
     whole = np.array(
         [sum(v for (bar, _), v in seconds.items() if bar == label) for label in labels]
     )
     for place, stage in enumerate([*large, "other"]):
         width = np.array([seconds.get((label, stage), 0.0) for label in labels])
-        if stage == "other":
+        if stage == "other":  # with the small stages
             width = whole - left
         axis.barh(
             labels,
@@ -181,8 +154,14 @@ def draw_time(axis: Axes, rows: Sequence[Row]) -> None:
     axis.grid(axis="y", visible=False)
 
 
+def _bar(row: Row) -> str:
+    """Label of the bar that a row is part of."""
+    side = row.get("side")
+    return f"{row['arm']}, {side}" if side else str(row["arm"])
+
+
 def _stage_look(stage: str, place: int) -> dict[str, Any]:
-    """Colour and hatch of the stage at `place`: waiting is empty, what is small is grey."""
+    """Colour and hatch of a stage: waiting is empty, `other` is grey."""
     if stage == WAIT:
         return {"color": "white", "hatch": "//////", "edgecolor": "0.6"}
     return {
@@ -192,92 +171,30 @@ def _stage_look(stage: str, place: int) -> dict[str, Any]:
     }
 
 
-def memory(comparison: Comparison) -> Exhibit:
-    """GiB of the rank that has it worst, over training."""
-    rows = [row for arm in comparison.curves for row in memory_rows(arm)]
-    if not rows:
-        raise NoData("no run has memory/*: an older version's runs")
-    names = list(dict.fromkeys(str(row["metric"]) for row in rows))
-    labels = list(dict.fromkeys(str(row["arm"]) for row in rows))
-    figure, axes = panels(len(names), share_y=False)
-    for axis, name in zip(axes, names, strict=True):
-        for place, label in enumerate(labels):
-            chosen = [row for row in rows if row["metric"] == name and row["arm"] == label]
-            look = arm_style(place) | {"marker": ""}
-            shown = thinned(chosen)
-            axis.plot(column(shown, "step"), column(shown, "gib"), label=label, **look)
-        over_steps(axis, labels)
-        axis.set(title=name, ylabel="GiB")
-    outer_names(axes, share_y=False)
-    legend_below(figure, *axes)
-    return Exhibit(
-        aid="Memory of the rank with the least free GPU memory, and of the process that uses the "
-        "most host memory, against the step. A curve that keeps falling (free memory) or rising "
-        "(host memory) is a leak.",
-        rows=rows,
-        figure=figure,
-        notes=["Where there are several seeds, the worst one is shown."],
-    )
+def _bars_inches(number: int) -> float:
+    """Height of a panel with `number` bars; a single bar leaves room for the axis label."""
+    return 0.55 + 0.18 * max(2, number)
 
 
-def memory_rows(arm: Arm) -> list[Row]:
-    """Per step the worst of all seeds; none of a device where runs had none."""
-    rows: list[Row] = []
-    for key, name in MEMORY.items():
-        worst: dict[int, float] = {}
-        pick = min if "/free_" in key else max
-        for step, value in (pair for run in arm.runs for pair in run.series(key).items()):
-            worst[step] = pick(worst.get(step, value), value)
-        rows += [
-            {"arm": arm.label, "metric": name, "step": step, "gib": worst[step]}
-            for step in sorted(worst)
-        ]
-    return rows
-
-
-def skipped_work(comparison: Comparison) -> Exhibit:
-    """Share of the work left out because it could not change the weights."""
-    rows: list[Row] = []
-    for arm in comparison.curves:
-        for key, name in SKIPPED.items():
-            by_run = [list(run.series(key).values()) for run in arm.runs]
-            values = [value for one in by_run for value in one]
-            if values:
-                rows.append({"arm": arm.label, "work": name, "share": float(np.mean(values))})
-    if not rows:
-        raise NoData("no run has skip/*")
-    labels = list(dict.fromkeys(str(row["arm"]) for row in rows))
-    figure, axis = _bars(labels)
-    for place, name in enumerate(dict.fromkeys(str(row["work"]) for row in rows)):
-        chosen = [row for row in rows if row["work"] == name]
-        heights = [labels.index(str(row["arm"])) for row in chosen]
-        look = arm_style(place) | {"linestyle": ""}
-        axis.plot(100 * column(chosen, "share"), heights, label=name, **look)
-    axis.set(xlabel="skipped (% of the tokens)", xlim=(0, 100))
-    legend_below(figure, axis)
-    return Exhibit(
-        aid="Share of the tokens that each pass skipped because they could not change the weights: "
-        "groups that are all correct or all wrong (every pass), the old log-probs of the first "
-        "mini-batch, and the backward pass of clipped rollouts.",
-        rows=rows,
-        figure=figure,
-        notes=["Means over steps and seeds."],
-    )
+# -- rounding --------------------------------------------------------------------------------------
 
 
 def rounding(comparison: Comparison) -> Exhibit:
-    """Rounding: how far a step moves its ratios, and how far rounding does, beside the clips."""
+    """How far a step moves its ratios, and how far rounding does, beside the clip's widths."""
     rows = [row for arm in comparison.curves if (row := _rounding_row(arm))]
     if not rows:
-        raise NoData("no run has measured it (metrics.rounding_every_steps)")
-    figure, axis = _bars([str(row["arm"]) for row in rows])
+        raise NoData("no run measured rounding (metrics.rounding_every_steps)")
+    figure, (axis,) = panels(1, row_inches=_bars_inches(len(rows)))
+    axis.set_yticks(range(len(rows)), [row["arm"] for row in rows])
+    axis.set(ylabel="method", ylim=(len(rows) - 0.5, -0.5))
+    axis.grid(axis="y", visible=False)
     heights = np.arange(len(rows))
     for place, (name, label) in enumerate(
         {"signal": "moved by the step", "rounding": "moved by rounding"}.items()
     ):
         look = arm_style(place) | {"linestyle": ""}
         axis.plot(column(rows, name), heights, label=f"{label} (rms)", **look)
-    # A method's two clips may be equal: one below the line of its bar, the other above.
+    # The two widths may be equal: one is drawn below the line of its method, the other above.
     for place, (name, side) in enumerate({"eps_low": 0.4, "eps_high_max": -0.4}.items(), start=2):
         colour = arm_style(place)["color"]
         axis.vlines(column(rows, name), heights, heights + side, color=colour, lw=1.5, label=name)
@@ -306,7 +223,7 @@ def rounding(comparison: Comparison) -> Exhibit:
 
 
 def _rounding_row(arm: Arm) -> Row | None:
-    """Signal and rounding of an arm, over all seeds and all steps that measured them."""
+    """Signal and rounding over all seeds and measured steps; None if nothing was measured."""
 
     def values(name: str) -> np.ndarray:
         series = (run.series(f"numerics/{name}").values() for run in arm.runs)
@@ -325,17 +242,3 @@ def _rounding_row(arm: Arm) -> Row | None:
         "eps_low": method.eps_low if method.is_band else None,
         "eps_high_max": method.eps_high_max if method.is_band else None,
     }
-
-
-def _bars(labels: Sequence[str]) -> tuple[Figure, Axes]:
-    """A panel with a line for each of `labels`, from the top."""
-    figure, (axis,) = panels(1, row_inches=_bars_inches(labels))
-    axis.set_yticks(range(len(labels)), labels)
-    axis.set(ylabel="method", ylim=(len(labels) - 0.5, -0.5))
-    axis.grid(axis="y", visible=False)
-    return figure, axis
-
-
-def _bars_inches(labels: Sequence[str]) -> float:
-    """Height of a panel with a line for each of `labels`; a single one leaves room for its name."""
-    return 0.55 + 0.18 * max(2, len(labels))

@@ -1,8 +1,7 @@
-"""The figure of branches: what another objective did to a run from the branch point on."""
+"""The paper's intervention: a branch with another objective beside the runs that it left."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,18 +12,20 @@ from gapo_megatron.evaluate.statistics import has_spread, paired_difference
 from gapo_megatron.objective.diagnostics import advantage_correlation
 from gapo_megatron.ops.report.arms import Arm, Comparison
 from gapo_megatron.ops.report.clipping import CLIPPED, DEVIATION
-from gapo_megatron.ops.report.exhibit import Exhibit
 from gapo_megatron.ops.report.runs import Run, Values
 from gapo_megatron.ops.report.series import (
     MAX_WINDOW,
     NoData,
     Row,
+    distinct,
     pass_keys,
     per_c,
+    select,
     window_of,
     windowed,
 )
 from gapo_megatron.ops.report.style import (
+    Exhibit,
     arm_style,
     column,
     legend_below,
@@ -34,11 +35,8 @@ from gapo_megatron.ops.report.style import (
     thinned,
 )
 
-Since = Callable[[Run, int], Values]
-"""Values of a run from a branch point on."""
-ADVANTAGE = "advantage"
-MANY = 30
-"""Points of a line that are not marked one by one."""
+MOST_MARKED = 30
+"""A line with this many points or more has no markers."""
 
 
 def intervention(comparison: Comparison) -> Exhibit:
@@ -52,11 +50,11 @@ def intervention(comparison: Comparison) -> Exhibit:
             rows += _rows(branch, parent, quantity, values)
     if not rows:
         raise NoData("no branch and the run it left have values at the same step")
-    quantities = list(dict.fromkeys(str(row["quantity"]) for row in rows))
+    quantities = distinct(rows, "quantity")
     lines = list(dict.fromkeys(one.label for branch, parent in pairs for one in (parent, branch)))
     figure, axes = panels(len(quantities), share_y=False)
     for axis, quantity in zip(axes, quantities, strict=True):
-        _draw(axis, [row for row in rows if row["quantity"] == quantity], lines)
+        _draw(axis, select(rows, quantity=quantity), lines)
     outer_names(axes, share_y=False)
     legend_below(figure, axes[0])
     return Exhibit(
@@ -68,69 +66,69 @@ def intervention(comparison: Comparison) -> Exhibit:
             "Clipped (share of the correct rollouts) and Pearson r (over c, of mean deviation and "
             f"mean advantage) are over the steps since the branch point, at most {MAX_WINDOW}. "
             "Correct in training is a mean over a tenth of the run. The bar at the end of a curve "
-            "is the 95 % Student-t interval of the difference, over pairs of runs with one seed.",
+            "is the 95 % Student-t interval of the difference, paired by seed.",
             *(_at_the_end(branch, rows) for branch, _ in pairs),
         ],
     )
 
 
-def _quantities(branch: Arm, parent: Arm) -> dict[str, Since]:
+def _quantities(branch: Arm, parent: Arm) -> dict[str, Callable[[Run, int], Values]]:
+    """Name of a panel -> values of a run from the branch point on."""
     try:
         keys = pass_keys([branch, parent])
     except NoData:
         keys = []
-    found: dict[str, Since] = {
-        f"{key.removeprefix('eval/')} (%)": partial(_evaluated, key=key) for key in keys
-    }
+
+    def evaluated(run: Run, begin: int, *, key: str) -> Values:
+        return {step: value for step, value in run.series(key).items() if step >= begin}
+
+    def reward(run: Run, begin: int) -> Values:
+        values = {step: run.series("reward/mean")[step] for step in _trained(run, begin)}
+        return windowed(values, list(values), window_of([run]), bin_steps=run.bin_steps)
+
     half = branch.k // 2
-    found[f"clipped, c ≤ {half} (%)"] = partial(_clipped, low=1, high=half)
-    found[f"clipped, c > {half} (%)"] = partial(_clipped, low=half + 1, high=branch.k - 1)
-    return found | {"correct in training (%)": _reward, "Pearson r": correlation_since}
-
-
-def _evaluated(run: Run, begin: int, *, key: str) -> Values:
-    return {step: value for step, value in run.series(key).items() if step >= begin}
-
-
-def _reward(run: Run, begin: int) -> Values:
-    values = {step: run.series("reward/mean")[step] for step in _trained(run, begin)}
-    return windowed(values, list(values), window_of([run]), bin_steps=run.bin_steps)
+    return {
+        **{f"{key.removeprefix('eval/')} (%)": partial(evaluated, key=key) for key in keys},
+        f"clipped, c ≤ {half} (%)": partial(_clipped, low=1, high=half),
+        f"clipped, c > {half} (%)": partial(_clipped, low=half + 1, high=branch.k - 1),
+        "correct in training (%)": reward,
+        "Pearson r": correlation_since,
+    }
 
 
 def _trained(run: Run, begin: int) -> list[int]:
-    """The steps from `begin` on, without a bin that holds earlier ones too."""
+    """Steps from `begin` on; an archived run's bin must lie after it as a whole."""
     return [step for step in run.series("reward/mean") if step - run.bin_steps + 1 >= begin]
 
 
-def _rows(branch: Arm, parent: Arm, quantity: str, values: Since) -> list[Row]:
-    """Both lines, and at the same steps the difference; none where seeds share no step."""
+def _rows(
+    branch: Arm, parent: Arm, quantity: str, values: Callable[[Run, int], Values]
+) -> list[Row]:
+    """Both means and the paired difference, at the steps that all seeds have."""
     assert branch.runs[0].branch is not None
     begin = int(branch.runs[0].branch["step"])
     by_seed = {run.seed: run for run in parent.runs}
     left = [by_seed[run.seed] for run in branch.runs]
     by_arm = [[values(run, begin) for run in runs] for runs in (left, branch.runs)]
-    common = set.intersection(*(set(one) for runs in by_arm for one in runs))
     rows: list[Row] = []
-    for step in sorted(common):
+    for step in sorted(set.intersection(*(set(one) for runs in by_arm for one in runs))):
         theirs, ours = ([one[step] for one in runs] for runs in by_arm)
         difference = np.subtract(ours, theirs).tolist()
-        low = high = math.nan
-        if has_spread(difference):
-            found = paired_difference(theirs, ours)
-            low, high = found.low, found.high
-        row: Row = {
-            "branch": branch.label,
-            "parent": parent.label,
-            "quantity": quantity,
-            "step": step,
-            "parent mean": float(np.mean(theirs)),
-            "branch mean": float(np.mean(ours)),
-            "difference": float(np.mean(difference)),
-            "low": None if math.isnan(low) else low,
-            "high": None if math.isnan(high) else high,
-            "seeds": len(ours),
-        }
-        rows.append(row)
+        found = paired_difference(theirs, ours) if has_spread(difference) else None
+        rows.append(
+            {
+                "branch": branch.label,
+                "parent": parent.label,
+                "quantity": quantity,
+                "step": step,
+                "parent mean": float(np.mean(theirs)),
+                "branch mean": float(np.mean(ours)),
+                "difference": float(np.mean(difference)),
+                "low": found.low if found else None,
+                "high": found.high if found else None,
+                "seeds": len(ours),
+            }
+        )
     return rows
 
 
@@ -145,12 +143,12 @@ def _clipped(run: Run, begin: int, *, low: int, high: int) -> Values:
 
 
 def correlation_since(run: Run, begin: int) -> Values:
-    """Pearson over c of mean deviation and mean advantage of correct rollouts from step `begin` on.
+    """Pearson r over c of correct rollouts' mean deviation and mean advantage since `begin`.
 
-    As in training, nothing below three values of c, or where either is the same for all.
+    As in training, there is no r below three values of c, or where either is the same for all c.
     """
     steps, deviations = _sums(run, DEVIATION, begin)
-    _, advantages = _sums(run, ADVANTAGE, begin)
+    _, advantages = _sums(run, "advantage", begin)
     both = [c for c in deviations if c in advantages]
     found = {}
     for i, step in enumerate(steps):
@@ -162,11 +160,11 @@ def correlation_since(run: Run, begin: int) -> Values:
 
 
 def _sums(run: Run, name: str, begin: int) -> tuple[list[int], dict[int, np.ndarray]]:
-    """Over the last `MAX_WINDOW` steps from `begin` on, every rollout counting the same.
+    """Sums over the last `MAX_WINDOW` steps from `begin` on; every rollout counts the same.
 
     Returns:
-        Steps, without the first ones (`window_of`), which rest on few rollouts; by c, [2, steps]:
-        number of correct rollouts, sum of `per_c/correct/{name}` over them.
+        Steps, without the first ones (`window_of`), which rest on few rollouts; by c, [2, steps]
+        float64: number of correct rollouts, sum of `per_c/correct/{name}` over them.
     """
     steps = np.array(_trained(run, begin), dtype=np.int64)
     first = np.searchsorted(steps, steps - MAX_WINDOW, side="right")
@@ -181,26 +179,29 @@ def _sums(run: Run, name: str, begin: int) -> tuple[list[int], dict[int, np.ndar
 
 
 def _draw(axis: Axes, rows: Sequence[Row], lines: Sequence[str]) -> None:
+    """Draw parents and branches of one quantity; `lines`: all labels, which decide the looks."""
     scale = _scale(rows[0])
-    over_steps(axis, {str(row[side]) for row in rows for side in ("parent", "branch")})
-    axis.set_ylabel(str(rows[0]["quantity"]))
+    over_steps(axis, {row[side] for row in rows for side in ("parent", "branch")})
+    axis.set_ylabel(rows[0]["quantity"])
     drawn = set()
-    for branch in dict.fromkeys(str(row["branch"]) for row in rows):
-        chosen = [row for row in rows if row["branch"] == branch]
-        for side, label in (("parent", str(chosen[0]["parent"])), ("branch", branch)):
+    for branch in distinct(rows, "branch"):
+        chosen = select(rows, branch=branch)
+        for side in ("parent", "branch"):
+            label = chosen[0][side]
             if label in drawn:
-                continue  # of several branches the same run
+                continue  # several branches left the same run
             drawn.add(label)
             shown, look = thinned(chosen), arm_style(lines.index(label))
-            look["marker"] = look["marker"] if len(shown) < MANY else ""
+            look["marker"] = look["marker"] if len(shown) < MOST_MARKED else ""
             means = scale * column(shown, f"{side} mean")
             axis.plot(column(shown, "step"), means, label=label, **look)
         last = chosen[-1]
-        if last["low"] is not None:
-            mean, half = scale * float(last["branch mean"] or 0), _half(last)
+        if last["low"] is not None:  # the difference's interval, around the branch's last mean
+            mean = scale * last["branch mean"]
+            half = scale * (last["high"] - last["low"]) / 2
             least, most = (0, 100) if scale == 100 else (-1, 1)
             axis.errorbar(
-                [float(last["step"] or 0)],
+                [last["step"]],
                 [mean],
                 yerr=[[mean - max(mean - half, least)], [min(mean + half, most) - mean]],
                 color=arm_style(lines.index(branch))["color"],
@@ -210,24 +211,19 @@ def _draw(axis: Axes, rows: Sequence[Row], lines: Sequence[str]) -> None:
             )
 
 
-def _half(row: Row) -> float:
-    """Half the width of an interval, as drawn."""
-    return _scale(row) * (float(row["high"] or 0) - float(row["low"] or 0)) / 2
-
-
 def _scale(row: Row) -> float:
-    return 100 if "%" in str(row["quantity"]) else 1
+    return 100 if "%" in row["quantity"] else 1
 
 
 def _at_the_end(branch: Arm, rows: Sequence[Row]) -> str:
-    """The last differences, in words."""
-    chosen = {str(row["quantity"]): row for row in rows if row["branch"] == branch.label}
+    """State the last difference of each quantity."""
+    chosen = {row["quantity"]: row for row in select(rows, branch=branch.label)}
     parts = []
     for quantity, row in chosen.items():
         scale = _scale(row)
-        text = f"{scale * float(row['difference'] or 0):+.2f}"
+        text = f"{scale * row['difference']:+.2f}"
         if row["low"] is not None:
-            text += f" [{scale * float(row['low']):+.2f}, {scale * float(row['high'] or 0):+.2f}]"
+            text += f" [{scale * row['low']:+.2f}, {scale * row['high']:+.2f}]"
         parts.append(f"{quantity.removesuffix(' (%)')} {text} at {row['step']}")
     parent = next(iter(chosen.values()))["parent"] if chosen else ""
     return f"{branch.label} minus {parent} (shares in points): {'; '.join(parts)}."

@@ -1,145 +1,60 @@
-"""Figures of what was learned: reward, held-out pass@1 and pass@k over training."""
+"""Figures of what was learned: held-out pass@k, solve rates by problem, groups by c."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
+from gapo_megatron.evaluate.heat_map import MOST_PERCENT, difference_limit, draw_difference
 from gapo_megatron.ops.report.arms import Arm, Comparison
-from gapo_megatron.ops.report.exhibit import Exhibit
-from gapo_megatron.ops.report.runs import Run, Values
+from gapo_megatron.ops.report.runs import Rates, Run, Values
 from gapo_megatron.ops.report.series import (
     SEED,
+    NoData,
     Row,
-    curves,
+    curve_rows,
+    distinct,
     pass_keys,
+    select,
     window_of,
     window_text,
     windowed,
 )
 from gapo_megatron.ops.report.style import (
+    HATCHES,
     NUM_COLUMNS,
+    Exhibit,
     arm_style,
+    c_colour,
+    column,
     draw_band,
     legend_below,
     outer_names,
     over_steps,
     panels,
     same_range,
+    thinned,
     wrapped,
 )
 
 MOST_ARMS = 3
-"""Arms in one panel at most: with more, bands are a slab, and colours too many to tell apart."""
+"""Most arms in one panel; with more, bands and colours cannot be told apart."""
 OTHER = "the method above the panel"
 SHARE_LIMITS = (0.0, 1.0)
 
 Shown = Mapping[str, Arm]
-"""The arms of a panel, by their names in the legend; places in it are places of `arm_style`."""
+"""Arms of a panel by their names in the legend; the order decides each one's `arm_style`."""
 
 
-def reward(comparison: Comparison) -> Exhibit:
-    """Share of correct rollouts in training."""
-    rows, window = reward_rows(comparison.curves)
-
-    def draw(axis: Axes, _: str, shown: Shown) -> None:
-        draw_reward(axis, rows, shown)
-
-    return Exhibit(
-        aid="Share of the rollouts on training problems that are correct, against the step.",
-        rows=rows,
-        figure=compare([("", shown) for shown in sharing(comparison.curves, rows)], draw),
-        notes=[
-            f"Each point is {window_text(window)}.",
-            seeds_note(comparison.curves),
-        ],
-    )
-
-
-def reward_rows(arms: Sequence[Arm]) -> tuple[list[Row], int]:
-    """Rows, and the window in steps."""
-    window = window_of([run for arm in arms for run in arm.runs])
-
-    def smooth(run: Run) -> Values:
-        values = run.series("reward/mean")
-        return windowed(values, list(values), window, bin_steps=run.bin_steps)
-
-    return curves(arms, smooth, what="reward/mean"), window
-
-
-def draw_reward(axis: Axes, rows: Sequence[Row], shown: Shown) -> None:
-    """Percent correct over steps."""
-    axis.set_ylabel("correct (%)")
-    draw_arms(axis, rows, shown, limits=SHARE_LIMITS, scale=100)
-
-
-def pass_at_k(comparison: Comparison) -> Exhibit:
-    """Held-out pass@1 and pass@k."""
-    rows = pass_rows(comparison.curves)
-    names = list(dict.fromkeys(str(row["metric"]) for row in rows))
-    shared = sharing(comparison.curves, rows)
-    thin = (
-        "Thin lines: single seeds. " if any(len(arm.runs) > 1 for arm in comparison.curves) else ""
-    )
-
-    def draw(axis: Axes, metric: str, shown: Shown) -> None:
-        draw_pass(axis, rows, shown, metric)
-
-    return Exhibit(
-        aid="Accuracy on held-out problems, against the step. pass@1 is the chance that one answer "
-        "is correct, pass@k the chance that at least one of k is.",
-        rows=rows,
-        figure=compare(
-            [(name, shown) for shown in shared for name in names],
-            draw,
-            num_columns=1 if len(shared) == 1 else len(names),
-        ),
-        notes=[thin + seeds_note(comparison.curves)],
-    )
-
-
-def pass_rows(arms: Sequence[Arm]) -> list[Row]:
-    """Rows of pass@1 and pass@k for the largest k that all have; each seed has its own columns."""
-    seeds = sorted({seed for arm in arms for seed in arm.seeds})
-    rows: list[Row] = []
-    for key in pass_keys(arms):
-        name = key.removeprefix("eval/")
-        rows += curves(arms, operator.methodcaller("series", key), what=key, metric=name)
-        by_arm = {arm.label: {run.seed: run.series(key) for run in arm.runs} for arm in arms}
-        for row in rows:
-            if row["metric"] == name:
-                by_seed = by_arm[str(row["arm"])]
-                row |= {f"{SEED}{s}": by_seed.get(s, {}).get(int(row["step"] or 0)) for s in seeds}
-    return rows
-
-
-def draw_pass(
-    axis: Axes,
-    rows: Sequence[Row],
-    shown: Shown,
-    metric: str,
-    *,
-    first_place: int = 0,
-    name: str = "",
-) -> None:
-    """Percent of problems over steps.
-
-    Args:
-        axis: where to.
-        rows: those of `pass_rows`.
-        shown: the arms.
-        metric: which metric of `rows`.
-        first_place: place in `arm_style` of the first arm.
-        name: what the legend adds to the arm's name, where a panel has several metrics.
-    """
-    axis.set_ylabel(f"{metric} (%)")
-    chosen = [row for row in rows if row["metric"] == metric]
-    look = {"limits": SHARE_LIMITS, "scale": 100, "points": True}
-    draw_arms(axis, chosen, shown, first_place=first_place, name=name, **look)
+# -- panels that compare arms --------------------------------------------------------------------
 
 
 def draw_arms(
@@ -151,28 +66,27 @@ def draw_arms(
     name: str = "",
     **how: Any,
 ) -> None:
-    """A line and a band for each arm, labelled; those without rows are left out.
+    """Draw a line and a band for each arm that has rows.
 
     Args:
-        axis: where to.
+        axis: the panel.
         rows: rows with arm, step, mean, low, high.
         shown: the arms.
-        first_place: place in `arm_style` of the first arm.
-        name: what the legend adds to an arm's name.
+        first_place: `arm_style` place of the first arm.
+        name: text that the legend adds to an arm's name.
         how: `limits`, `scale` and `points` of `draw_band`.
     """
     present = {row["arm"] for row in rows}
     over_steps(axis, [arm.label for arm in shown.values() if arm.label in present])
     for place, (label, arm) in enumerate(shown.items(), start=first_place):
-        chosen = [row for row in rows if row["arm"] == arm.label]
-        if chosen:
+        if chosen := select(rows, arm=arm.label):
             draw_band(axis, chosen, label=f"{label} {name}".strip(), **how, **arm_style(place))
 
 
 def sharing(arms: Sequence[Arm], rows: Sequence[Row]) -> list[Shown]:
-    """The arms of each panel; those without rows are left out.
+    """Divide the arms that have rows among panels.
 
-    Up to `MOST_ARMS` are in one panel; of more, each has one with the first beside it.
+    Up to `MOST_ARMS` share one panel; more have one panel each, with the first arm beside it.
     """
     present = {row["arm"] for row in rows}
     drawn = [arm for arm in arms if arm.label in present]
@@ -188,12 +102,12 @@ def compare(
     *,
     num_columns: int = NUM_COLUMNS,
 ) -> Figure:
-    """A figure with a panel for each of `contents`.
+    """Draw a figure with one panel per entry of `contents`.
 
     Args:
-        contents: quantity and arms of each; panels of one quantity have one range of y.
-        draw: draws a panel, its names included.
-        num_columns: columns of panels.
+        contents: quantity and arms of each panel; panels of one quantity share their y range.
+        draw: draws one panel with its axis labels.
+        num_columns: panels in a row.
     """
     one_quantity = len({quantity for quantity, _ in contents}) == 1
     is_single = OTHER not in contents[0][1]
@@ -210,7 +124,7 @@ def compare(
         if not is_single and one_quantity:
             axis.set_title(wrapped(shown[OTHER].label))
         elif not is_single and place % num_columns == 0:
-            axis.set_title(shown[OTHER].label, loc="left")  # of the whole row
+            axis.set_title(shown[OTHER].label, loc="left")  # for the whole row of panels
     for alike in by_quantity.values():
         same_range(alike)
     outer_names(axes, num_columns=num_columns, share_y=one_quantity)
@@ -218,15 +132,235 @@ def compare(
     return figure
 
 
-def seeds_note(arms: Sequence[Arm]) -> str:
-    """Note on the number of seeds and the meaning of the bands."""
+def seeds_note(arms: Sequence[Arm], *, word: str = "Bands") -> str:
+    """Say how many seeds there are, and what the bands (or bars) mean."""
     numbers = sorted({len(arm.runs) for arm in arms})
     if numbers == [1]:
-        return "One seed per method: no bands."
+        return f"One seed per method: no {word.lower()}."
     counts = ", ".join(f"{arm.label} {len(arm.runs)}" for arm in arms)
     if len(numbers) == 1:
         counts = f"{numbers[0]} each"
     return (
-        f"Bands: 95 % Student-t intervals of the mean over seeds ({counts}), cut off where values "
+        f"{word}: 95 % Student-t intervals of the mean over seeds ({counts}), cut off where values "
         "are impossible."
     )
+
+
+# -- accuracy --------------------------------------------------------------------------------------
+
+
+def reward_rows(arms: Sequence[Arm]) -> tuple[list[Row], int]:
+    """Rows of the training reward, smoothed; and the window in steps."""
+    window = window_of([run for arm in arms for run in arm.runs])
+
+    def smooth(run: Run) -> Values:
+        values = run.series("reward/mean")
+        return windowed(values, list(values), window, bin_steps=run.bin_steps)
+
+    return curve_rows(arms, smooth, what="reward/mean"), window
+
+
+def pass_at_k(comparison: Comparison) -> Exhibit:
+    """Held-out pass@1 and pass@k over training."""
+    rows = pass_rows(comparison.curves)
+    names = distinct(rows, "metric")
+    shared = sharing(comparison.curves, rows)
+    has_seeds = any(len(arm.runs) > 1 for arm in comparison.curves)
+
+    def draw(axis: Axes, metric: str, shown: Shown) -> None:
+        draw_pass(axis, rows, shown, metric)
+
+    return Exhibit(
+        aid="Accuracy on held-out problems, against the step. pass@1 is the chance that one answer "
+        "is correct, pass@k the chance that at least one of k is.",
+        rows=rows,
+        figure=compare(
+            [(name, shown) for shown in shared for name in names],
+            draw,
+            num_columns=1 if len(shared) == 1 else len(names),
+        ),
+        notes=["Thin lines: single seeds. " * has_seeds + seeds_note(comparison.curves)],
+    )
+
+
+def pass_rows(arms: Sequence[Arm]) -> list[Row]:
+    """Rows of pass@1 and of pass@k for the largest k all runs have; with a column per seed."""
+    seeds = sorted({seed for arm in arms for seed in arm.seeds})
+    rows: list[Row] = []
+    for key in pass_keys(arms):
+        values = operator.methodcaller("series", key)
+        found = curve_rows(arms, values, what=key, metric=key.removeprefix("eval/"))
+        by_arm = {arm.label: {run.seed: run.series(key) for run in arm.runs} for arm in arms}
+        for row in found:
+            by_seed = by_arm[row["arm"]]
+            row |= {f"{SEED}{s}": by_seed.get(s, {}).get(row["step"]) for s in seeds}
+        rows += found
+    return rows
+
+
+def draw_pass(axis: Axes, rows: Sequence[Row], shown: Shown, metric: str, **how: Any) -> None:
+    """Draw percent solved over steps; `how`: `first_place` and `name` of `draw_arms`."""
+    axis.set_ylabel(f"{metric} (%)")
+    chosen = select(rows, metric=metric)
+    draw_arms(axis, chosen, shown, limits=SHARE_LIMITS, scale=100, points=True, **how)
+
+
+# -- groups by c -----------------------------------------------------------------------------------
+
+
+def spectrum(comparison: Comparison) -> Exhibit:
+    """Share of the groups with c correct rollouts, over training."""
+    arms = comparison.curves
+    window = window_of([run for arm in arms for run in arm.runs])
+    rows: list[Row] = []
+    for c in range(max(arm.k for arm in arms) + 1):
+        key = f"per_c/group_share/c{c}"
+
+        def smooth(run: Run, key: str = key) -> Values:
+            steps = list(run.series("reward/mean"))
+            return windowed(run.series(key), steps, window, bin_steps=run.bin_steps)
+
+        rows += curve_rows([arm for arm in arms if c <= arm.k], smooth, c=c)
+    if not rows:
+        raise NoData("no run has per_c/group_share")
+    figure, axes = panels(len(arms))
+    for axis, arm in zip(axes, arms, strict=True):
+        axis.set_title(wrapped(arm.label))
+        over_steps(axis, [arm.label])
+        axis.set(ylabel="groups (%)", ylim=(0, 100))
+        axis.margins(x=0)
+        by_c = [thinned(select(rows, arm=arm.label, c=c)) for c in range(arm.k + 1)]
+        layers = axis.stackplot(
+            column(by_c[0], "step"),
+            [100 * column(layer, "mean") for layer in by_c],
+            labels=[str(c) for c in range(arm.k + 1)],
+            colors=[c_colour(c, 0, arm.k) for c in range(arm.k + 1)],
+            linewidth=0.3,
+            edgecolor="white",
+        )
+        for c, layer in enumerate(layers):
+            layer.set_hatch(HATCHES[1] if c in (0, arm.k) else "")
+    outer_names(axes)
+    most = max(range(len(arms)), key=lambda place: arms[place].k)
+    legend_below(figure, axes[most], title="c (correct of a group)", handle_length=1.0)
+    return Exhibit(
+        aid="Share of the groups with c correct rollouts, against the step, from c = 0 (dark) to "
+        "c = k (light). Both ends are hatched: all rollouts of such a group have the same reward, "
+        "so their advantage is 0 and they do not change the weights.",
+        rows=rows,
+        figure=figure,
+        notes=[f"Each point is {window_text(window)}, averaged over seeds."],
+    )
+
+
+# -- problem by problem ----------------------------------------------------------------------------
+
+
+def solve_rates(comparison: Comparison) -> Exhibit:
+    """The paper's heat map: the first arm's solve rate minus another's, per problem and step."""
+    first, *others = comparison.curves
+    if not others:
+        raise NoData("needs two methods")
+    rows: list[Row] = []
+    pairs: dict[str, tuple[Arm, Arm]] = {}
+    for other in others:
+        pair = _of_shared_seeds(first, other)
+        if found := _differences(*map(_rates, pair)):
+            rows += [{"first": first.label, "other": other.label, **row} for row in found]
+            pairs[other.label] = pair
+    if not rows:
+        raise NoData("no evaluations of the same problems at the same step")
+    missing = [other.label for other in others if other.label not in pairs]
+    figure, axes = panels(len(pairs), row_inches=1.6)
+    limit = difference_limit(column(rows, "difference"))
+    steps = sorted({row["step"] for row in rows})
+    for axis, label in zip(axes, pairs, strict=True):
+        image = _draw_rates(axis, select(rows, other=label), steps, limit)
+        axis.set_title(wrapped(f"{first.label} - {label}"))
+    outer_names(axes)
+    figure.set_figheight(figure.get_figheight() + 0.4)
+    bar = figure.colorbar(image, ax=axes, location="bottom", aspect=40, pad=0.02, extend="both")
+    bar.set_label("difference of solve rates (percentage points)")
+    return Exhibit(
+        aid=f"Blue where {first.label} solves a held-out problem more often than the other method, "
+        "red where less often; problems from the easiest at the top to the hardest.",
+        rows=rows,
+        figure=figure,
+        notes=[
+            "Means over the seeds that both methods have, or over all seeds if they share none. "
+            "Grey: no verdict is known.",
+            f"The colour scale covers {MOST_PERCENT} % of the cells; the others have the colour of "
+            f"its ends. {_sampling_note(list(pairs.values()))}",
+            *([f"No data: {', '.join(missing)}."] if missing else []),
+        ],
+    )
+
+
+def _of_shared_seeds(first: Arm, other: Arm) -> tuple[Arm, Arm]:
+    """Both arms with their shared seeds only: a seed decides the evaluation's samples."""
+    shared = set(first.seeds) & set(other.seeds)
+    if not shared:
+        return first, other
+    ours, theirs = ([run for run in arm.runs if run.seed in shared] for arm in (first, other))
+    return replace(first, runs=ours), replace(other, runs=theirs)
+
+
+def _sampling_note(pairs: Sequence[tuple[Arm, Arm]]) -> str:
+    """State a cell's standard deviation from sampling, at a solve rate of one half."""
+
+    def variance(arm: Arm) -> float:
+        samples = [run.config.evaluation.samples_per_prompt for run in arm.runs]
+        return 0.25 * sum(1 / number for number in samples) / len(samples) ** 2
+
+    points = [100 * math.sqrt(variance(first) + variance(other)) for first, other in pairs]
+    shown = " to ".join(dict.fromkeys(f"{one:.0f}" for one in (min(points), max(points))))
+    return (
+        "By chance alone, a cell has a standard deviation of "
+        f"{shown} points where both methods solve the problem half of the time."
+    )
+
+
+def _rates(arm: Arm) -> dict[int, Rates]:
+    """Step -> mean solve rate over seeds by problem, at the steps that all seeds evaluated."""
+    steps = set(arm.runs[0].solve_rates).intersection(*(run.solve_rates for run in arm.runs))
+    found: dict[int, Rates] = {}
+    for step in sorted(steps):
+        by_run = [run.solve_rates[step] for run in arm.runs]
+        if len({frozenset(one) for one in by_run}) > 1:
+            raise NoData(f"the seeds of {arm.label} were evaluated on different problems")
+        found[step] = {name: float(np.mean([one[name] for one in by_run])) for name in by_run[0]}
+    return found
+
+
+def _differences(first: Mapping[int, Rates], other: Mapping[int, Rates]) -> list[Row]:
+    """Rows of rank, problem, step, difference; problems from the easiest for both arms on."""
+    steps = [step for step in first if step in other]
+    if not steps or any(first[step].keys() != other[step].keys() for step in steps):
+        return []
+    both = {
+        name: [one[step][name] for one in (first, other) for step in steps]
+        for name in first[steps[0]]
+    }
+    order = sorted(both, key=lambda name: -float(np.nan_to_num(both[name]).mean()))
+    rows: list[Row] = []
+    for rank, name in enumerate(order, start=1):
+        for step in steps:
+            found = first[step][name] - other[step][name]
+            difference = None if math.isnan(found) else found
+            rows.append({"rank": rank, "problem": name, "step": step, "difference": difference})
+    return rows
+
+
+def _draw_rates(
+    axis: Axes, rows: Sequence[Row], steps: Sequence[int], limit: float
+) -> ScalarMappable:
+    """Draw problems (rows) by `steps` (columns); grey where these two arms have no value."""
+    image = np.full((max(row["rank"] for row in rows), len(steps)), np.nan)
+    ranks = column(rows, "rank").astype(int) - 1
+    image[ranks, np.searchsorted(steps, column(rows, "step"))] = column(rows, "difference")
+    axis.set(xlabel="step", ylabel="problem, easiest first", facecolor="0.85")
+    ticks = range(0, len(steps), math.ceil(len(steps) / 5))
+    axis.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
+    axis.set_yticks([0, len(image) - 1], ["1", str(len(image))])
+    axis.grid(False)
+    return draw_difference(axis, 100 * image, limit=100 * limit)

@@ -21,11 +21,17 @@ from gapo_megatron.ops.report.clipping import (
     per_c_rows,
 )
 from gapo_megatron.ops.report.costs import draw_time, time_rows
-from gapo_megatron.ops.report.exhibit import DPI
-from gapo_megatron.ops.report.learning import Shown, draw_pass, draw_reward, pass_rows, reward_rows
+from gapo_megatron.ops.report.learning import (
+    SHARE_LIMITS,
+    Shown,
+    draw_arms,
+    draw_pass,
+    pass_rows,
+    reward_rows,
+)
 from gapo_megatron.ops.report.runs import find_trained, read_run
-from gapo_megatron.ops.report.series import NoData
-from gapo_megatron.ops.report.style import COLUMN_INCHES, mark_changes, style
+from gapo_megatron.ops.report.series import NoData, distinct
+from gapo_megatron.ops.report.style import COLUMN_INCHES, DPI, mark_changes, style
 
 _TITLE_LETTERS = 50
 _LEGEND_LETTERS = 30
@@ -35,14 +41,14 @@ _BELOW: dict[str, Any] = {
     "columnspacing": 1.0,
     "handlelength": 1.9,
 }
-"""Where the legend of a panel full of lines stands."""
-Panel = Callable[[Axes, Comparison], None]
+"""Place of the legend of a panel full of lines."""
 
 
 def write_picture(folders: Sequence[Path], output: Path) -> Path:
     """Draw runs at a glance; a panel that they cannot fill says why.
 
-    Reward, held-out accuracy, time; per c, of the first method, clips and deviation; correlation.
+    Panels: reward, held-out accuracy, time; clip fraction and deviation per c of the first method,
+    correlation.
 
     Args:
         folders: see `write_report`.
@@ -63,14 +69,14 @@ def write_picture(folders: Sequence[Path], output: Path) -> Path:
 
 
 def draw_picture(comparison: Comparison) -> Figure:
-    """The figure; inside `style`."""
+    """Draw the figure; inside `style`."""
     figure = Figure(figsize=(3 * COLUMN_INCHES, 1.7 * COLUMN_INCHES))
-    panels: dict[str, Panel] = {
+    panels: dict[str, Callable[[Axes, Comparison], None]] = {
         "Training reward": _reward,
         "Held-out problems": _held_out,
         "Time": _time,
-        "Correct rollouts: clip fraction": _clip,
-        "Correct rollouts: ratio deviation": _deviation,
+        "Correct rollouts: clip fraction": lambda axis, of: _per_c(axis, of, CLIPPED),
+        "Correct rollouts: ratio deviation": lambda axis, of: _per_c(axis, of, DEVIATION),
         "Correlation of ratio deviation and advantage": _correlation,
     }
     for axis, (title, draw) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
@@ -88,16 +94,16 @@ def draw_picture(comparison: Comparison) -> Figure:
 
 def _reward(axis: Axes, comparison: Comparison) -> None:
     rows, window = reward_rows(comparison.curves)
-    draw_reward(axis, rows, _shown(comparison))
+    axis.set_ylabel("correct (%)")
+    draw_arms(axis, rows, _shown(comparison), limits=SHARE_LIMITS, scale=100)
     axis.set_title(f"Training reward{_over(window)}")
     axis.legend()
 
 
 def _held_out(axis: Axes, comparison: Comparison) -> None:
-    """A line for each metric of each arm; the first metric's lines look as in the other panels."""
+    """Draw a line per metric and arm; those of the first metric look as in the other panels."""
     rows = pass_rows(comparison.curves)
-    metrics = list(dict.fromkeys(str(row["metric"]) for row in rows))
-    for place, metric in enumerate(metrics):
+    for place, metric in enumerate(distinct(rows, "metric")):
         first = place * len(comparison.curves)
         draw_pass(axis, rows, _shown(comparison), metric, first_place=first, name=metric)
     axis.set(ylabel="problems solved (%)", ylim=(0, 102))
@@ -111,21 +117,9 @@ def _time(axis: Axes, comparison: Comparison) -> None:
     draw_time(axis, rows)
     hours = sum(run.hours for arm in comparison.curves for run in arm.runs)
     axis.set_title(f"Time of a step ({60 * hours:.1f} minutes in all)")
-    bars = axis.get_yticks(), [textwrap.fill(one, 20) for one in _tick_texts(axis)]
-    axis.set_yticks(*bars)
+    names = [textwrap.fill(label.get_text(), 20) for label in axis.get_yticklabels()]
+    axis.set_yticks(axis.get_yticks(), names)
     axis.legend(ncols=3, **_BELOW)
-
-
-def _tick_texts(axis: Axes) -> list[str]:
-    return [label.get_text() for label in axis.get_yticklabels()]
-
-
-def _clip(axis: Axes, comparison: Comparison) -> None:
-    _per_c(axis, comparison, CLIPPED)
-
-
-def _deviation(axis: Axes, comparison: Comparison) -> None:
-    _per_c(axis, comparison, DEVIATION)
 
 
 def _per_c(axis: Axes, comparison: Comparison, name: str) -> None:
@@ -137,15 +131,15 @@ def _per_c(axis: Axes, comparison: Comparison, name: str) -> None:
     axis.legend(title="c (correct of a group)", ncols=4, **_BELOW)
 
 
-def _over(window: int) -> str:
-    return f", mean over {window} steps" if window > 1 else ""
-
-
 def _correlation(axis: Axes, comparison: Comparison) -> None:
     draw_correlation(axis, correlation_rows(comparison.curves), _shown(comparison))
     axis.legend()
 
 
+def _over(window: int) -> str:
+    return f", mean over {window} steps" if window > 1 else ""
+
+
 def _shown(comparison: Comparison) -> Shown:
-    """The curves, by their names in a legend that stands inside its panel."""
+    """Arms of the curves by their names, wrapped for a legend inside a panel."""
     return {textwrap.fill(arm.label, _LEGEND_LETTERS): arm for arm in comparison.curves}

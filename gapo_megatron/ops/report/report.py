@@ -1,18 +1,20 @@
-"""The report of runs: every figure they can fill, its data, and a page with all of them."""
+"""The report of runs: every figure that they can fill, its data, and a page with all of them."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
 
 from gapo_megatron.errors import DataError
 from gapo_megatron.evaluate.table import Table
 from gapo_megatron.hf.folder import claim
 from gapo_megatron.io.documents import open_file
 from gapo_megatron.io.files import write_atomically
-from gapo_megatron.ops.report.ablations import clip_sweep, over_k
 from gapo_megatron.ops.report.archive import check_archive, is_archive, read_archive, write_archive
 from gapo_megatron.ops.report.arms import Arm, Comparison
 from gapo_megatron.ops.report.clipping import (
@@ -21,28 +23,25 @@ from gapo_megatron.ops.report.clipping import (
     correlation,
     deviation_per_c,
 )
-from gapo_megatron.ops.report.costs import memory, rounding, skipped_work, step_time
-from gapo_megatron.ops.report.exhibit import KINDS, Exhibit, Maker
+from gapo_megatron.ops.report.costs import rounding, step_time
 from gapo_megatron.ops.report.intervention import intervention
-from gapo_megatron.ops.report.learning import pass_at_k, reward
-from gapo_megatron.ops.report.page import Written, render
-from gapo_megatron.ops.report.problems import solve_rates, spectrum
+from gapo_megatron.ops.report.learning import pass_at_k, solve_rates, spectrum
+from gapo_megatron.ops.report.outcomes import clip_sweep, others, over_k, summary
 from gapo_megatron.ops.report.runs import find_trained, read_run
 from gapo_megatron.ops.report.series import NoData
-from gapo_megatron.ops.report.style import mark_changes, style
-from gapo_megatron.ops.report.summary import others, summary
+from gapo_megatron.ops.report.style import KINDS, Exhibit, mark_changes, style
 
 PAGE_NAME = "report.html"
 FIGURES_NAME = "figures"
+MOST_NAMES = 5
+"""Most names of runs listed in a sentence."""
+_TEMPLATE = Path(__file__).with_name("page.html.j2")
 _TITLE = "Training report: "
 _HEAD_BYTES = 2**12
-MOST_NAMES = 5
-"""Names of runs in a sentence at most."""
 
-MAKERS: dict[str, Maker] = {
+MAKERS: dict[str, Callable[[Comparison], Exhibit]] = {
     "Summary": summary,
     "Held-out pass@1 and pass@k over training": pass_at_k,
-    "Training reward": reward,
     "Ratio deviation of correct rollouts, per c": deviation_per_c,
     "Clip fraction of correct rollouts, per c": clip_fraction_per_c,
     "Clip fraction, drift and deviation against c": by_c,
@@ -54,11 +53,12 @@ MAKERS: dict[str, Maker] = {
     "Ablation over rollouts per group": over_k,
     "Sweep of the largest upper clip": clip_sweep,
     "Time of a step, by stage": step_time,
-    "Memory of the worst rank": memory,
-    "Skipped work": skipped_work,
     "Signal against rounding": rounding,
 }
-"""Title -> maker, in the order of the page; a maker's name is that of its files."""
+"""Title -> function that makes the exhibit or raises NoData, in the order of the page.
+
+The function's name is the stem of the exhibit's files.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,21 @@ class Report:
     page: Path
     summary: Table
     left_out: dict[str, str]
-    """Title of a figure these runs cannot fill -> why."""
+    """Title of a figure these runs cannot fill -> reason."""
     waiting: list[Path]
     """Folders of runs that have not trained a step yet."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """An exhibit and its files, for the page."""
+
+    title: str
+    exhibit: Exhibit
+    files: list[str]
+    """Paths relative to the page."""
+    image: str
+    """The PNG in base64; empty for a table."""
 
 
 def write_report(
@@ -88,13 +100,13 @@ def write_report(
         output_dir: made when missing; files of an earlier report are replaced.
         first: the method that is compared with all others; None: the first run's.
         archive_dir: where to write the runs as an archive, too.
-        on_part: told what is done next, and how far it is.
+        on_part: called with the next part, the number of parts done and their total.
 
     Raises:
         DataError: names the folder or file and the rule (`find_trained`, `read_run`,
             `read_archive`, `Comparison.of`, `write_archive`); a folder to write to cannot be made.
-        ConfigError: a run's config is not valid, or a folder to write to holds somebody else's
-            files under the names of ours.
+        ConfigError: a run's config is not valid, or a folder to write to holds other files with
+            the names of ours.
     """
     archives = [folder for folder in folders if is_archive(folder)]
     runs = [run for folder in archives for run in read_archive(folder)]
@@ -120,36 +132,20 @@ def write_report(
     written, left_out = [], {}
     for number, (title, make) in enumerate(MAKERS.items()):
         on_part(f"drawing {title}", len(found) + number, total)
-        stem = figures_dir / make.__name__
-        for kind in KINDS:  # of an earlier report, maybe left out now
-            stem.with_suffix(kind).unlink(missing_ok=True)
         try:
-            with style():
-                exhibit = note_changes(note_missing(make(comparison), comparison), comparison)
-                paths = exhibit.write(stem)
+            written.append(_write(title, make, comparison, figures_dir))
         except NoData as reason:
             left_out[title] = str(reason)
-            continue
-        files = {path.suffix[1:]: f"{FIGURES_NAME}/{path.name}" for path in paths}
-        written.append(Written(title, exhibit, files))
-    page = render(
-        title=_title(comparison),
-        lead=_lead(comparison, waiting),
-        written=written,
-        left_out=left_out,
-        runs={arm.label: [str(run.folder) for run in arm.runs] for arm in comparison.arms},
-        folder=output_dir,
-    )
-    path = output_dir / PAGE_NAME
-    write_atomically(path, page)
+    page = output_dir / PAGE_NAME
+    write_atomically(page, _render(comparison, written, left_out=left_out, waiting=waiting))
     on_part("done", total, total)
     table = written[0].exhibit.table
     assert table is not None, written[0].title
-    return Report(path, table, left_out, waiting)
+    return Report(page, table, left_out, waiting)
 
 
 def _claim(folder: Path) -> None:
-    """Refuse to overwrite what no report has written; the page tells of those without a marker."""
+    """Refuse to overwrite files that no report wrote; older reports are known by their title."""
     stems = [f"{FIGURES_NAME}/{make.__name__}" for make in MAKERS.values()]
     figures = [f"{stem}{kind}" for stem in stems for kind in KINDS]
     page = folder / PAGE_NAME
@@ -161,8 +157,24 @@ def _claim(folder: Path) -> None:
     claim(folder, names, field="--output", made_by="report", or_ours=is_ours)
 
 
+def _write(
+    title: str, make: Callable[[Comparison], Exhibit], comparison: Comparison, figures_dir: Path
+) -> _Written:
+    """Make an exhibit and its files; an earlier report's are removed first."""
+    stem = figures_dir / make.__name__
+    for kind in KINDS:
+        stem.with_suffix(kind).unlink(missing_ok=True)
+    with style():
+        exhibit = note_changes(note_missing(make(comparison), comparison), comparison)
+        paths = exhibit.write(stem)
+    image = ""
+    if exhibit.figure is not None:
+        image = base64.b64encode(stem.with_suffix(".png").read_bytes()).decode()
+    return _Written(title, exhibit, [f"{FIGURES_NAME}/{path.name}" for path in paths], image)
+
+
 def note_missing(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
-    """Say which methods a figure has nothing of."""
+    """Add a note that names the methods for which a figure has no data."""
     present = {row["arm"] for row in exhibit.rows if "arm" in row}
     missing = [arm.label for arm in comparison.curves if arm.label not in present]
     if exhibit.figure is None or not present or not missing:
@@ -171,7 +183,7 @@ def note_missing(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
 
 
 def note_changes(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
-    """Draw where runs were resumed with other settings, and say which and with what."""
+    """Mark where runs were resumed with other settings, and add a note that names them."""
     if not (changed := comparison.changes):
         return exhibit
     drawn = set() if exhibit.figure is None else mark_changes(exhibit.figure, changed)
@@ -179,14 +191,14 @@ def note_changes(exhibit: Exhibit, comparison: Comparison) -> Exhibit:
         note = f"Dashed line: {_changes({arm: changed[arm] for arm in changed if arm in drawn})}."
     else:
         note = (
-            f"Not marked here: {_changes(changed)}. Means over steps are over those before and "
-            "after a change together."
+            f"Not marked here: {_changes(changed)}. Means over steps include those before and "
+            "after a change."
         )
     return replace(exhibit, notes=[*exhibit.notes, note])
 
 
 def _changes(changed: Mapping[str, Mapping[int, str]]) -> str:
-    """Which arm was resumed with what: `gapo to 3, gspo was resumed with ... from step 3`."""
+    """Name each change: `gapo to 3, gspo was resumed with ... from step 3`."""
     return "; ".join(
         f"{arm} was resumed with {names} from step {step}"
         for arm, steps in changed.items()
@@ -194,29 +206,33 @@ def _changes(changed: Mapping[str, Mapping[int, str]]) -> str:
     )
 
 
-def _title(comparison: Comparison) -> str:
+def _render(
+    comparison: Comparison,
+    written: Sequence[_Written],
+    *,
+    left_out: Mapping[str, str],
+    waiting: Sequence[Path],
+) -> str:
+    """The page; tables stand across it, figures side by side. All text is escaped."""
     labels = [arm.label for arm in comparison.curves]
     if len(labels) > 4:
         labels = [*labels[:3], f"{len(labels) - 3} more"]
-    return _TITLE + " · ".join(labels)
-
-
-def some(names: Sequence[str]) -> str:
-    """The first few, and how many more."""
-    more = len(names) - MOST_NAMES
-    return ", ".join(names) if more <= 1 else f"{', '.join(names[:MOST_NAMES])} and {more} more"
-
-
-def _codes(arm: Arm) -> str:
-    """The code of each run, where there is more than one; empty otherwise."""
-    if len({one for run in arm.runs for one in run.code}) < 2:
-        return ""
-    shown = (f"{run.folder.name}: {' and '.join(run.code) or 'unknown'}" for run in arm.runs)
-    return f"{arm.label} ({'; '.join(shown)})"
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        title=_TITLE + " · ".join(labels),
+        lead=_lead(comparison, waiting),
+        tables=[one for one in written if one.exhibit.table is not None],
+        figures=[one for one in written if one.exhibit.figure is not None],
+        left_out=left_out,
+        arms=comparison.arms,
+    )
 
 
 def _lead(comparison: Comparison, waiting: Sequence[Path]) -> list[str]:
-    """Lead of the page: which runs it shows."""
+    """Paragraphs below the title: which runs the page shows, and what is unusual about them."""
     runs = [run for arm in comparison.arms for run in arm.runs]
     going = [run for run in runs if run.num_steps < run.config.run.num_steps]
     first = comparison.first
@@ -246,3 +262,17 @@ def _lead(comparison: Comparison, waiting: Sequence[Path]) -> list[str]:
             "tables and figures of their own."
         )
     return lead
+
+
+def some(names: Sequence[str]) -> str:
+    """List the first few names, and the number of the others."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(names) if more <= 1 else f"{', '.join(names[:MOST_NAMES])} and {more} more"
+
+
+def _codes(arm: Arm) -> str:
+    """Versions of the code by run; empty if all runs of the arm have the same."""
+    if len({one for run in arm.runs for one in run.code}) < 2:
+        return ""
+    shown = (f"{run.folder.name}: {' and '.join(run.code) or 'unknown'}" for run in arm.runs)
+    return f"{arm.label} ({'; '.join(shown)})"

@@ -1,10 +1,10 @@
-"""Content of run folders: config, metrics, timings, evaluations. Reads runs under way too."""
+"""Content of run folders: config, metrics, timings, evaluations; also of runs still training."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,30 +22,29 @@ from gapo_megatron.ops.launch.freeze import frozen_code
 Values = dict[int, float]
 """Step -> value, in step order."""
 Rates = dict[str, float]
-"""Problem -> share of its samples that are right, NaN where no verdict is known."""
+"""Problem -> share of its samples that are correct; NaN where no verdict is known."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as far as it is."""
+    """One run, up to its last complete step."""
 
     folder: Path
     config: Config
     branch: dict[str, Any] | None
-    """Branch point: `run` (folder), `step` and `changes`, key -> (there, here); None: it began with
-    a model."""
+    """Branch point: `run` (folder), `step` and `changes`, key -> (there, here); None: no branch."""
     metrics: dict[str, Values]
-    """Name -> finite values, in step order, which is that of the file; `memory/*` too."""
+    """Metric -> its finite values."""
     timings: list[dict[str, float]]
-    """A row per step, and one per start (`startup/<part>_s`); without `memory/*`."""
+    """A row per step (`time/step_s`, ...), and one per start (`startup/<part>_s`)."""
     solve_rates: dict[int, Rates]
-    """Solve rates by step of an evaluation, in step order."""
+    """Step of an evaluation -> solve rates, in step order."""
     code: tuple[str, ...] = ()
-    """Frozen code of its starts (`frozen_code`), each once; empty where none was frozen."""
+    """Versions of the code it was started with (`frozen_code`), each once; empty if unknown."""
     bin_steps: int = 1
-    """Steps that a value of a step stands for: it and those before. An archive has bins."""
+    """Steps per value: a value stands for its step and those before it. Archives have bins."""
     changes: list[dict[str, Any]] = field(default_factory=list)
-    """What it was resumed with that it did not have before (`run_folder.read_changes`)."""
+    """Settings changed when it was resumed (`run_folder.read_changes`)."""
 
     @property
     def method(self) -> Method:
@@ -61,12 +60,12 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """Trained so far, those before a branch included."""
+        """Steps trained so far, those before a branch included."""
         return max(self.series("reward/mean"), default=-1) + 1
 
     @property
     def hours(self) -> float:
-        """Hours of all its starts and steps; those before a branch are another run's."""
+        """Hours of all starts and steps; without those before a branch, which are another run's."""
         seconds = (
             value
             for row in self.timings
@@ -76,7 +75,7 @@ class Run:
         return sum(seconds) / 3600
 
     def series(self, key: str) -> Values:
-        """The steps that have `key`; none at all where no row has it."""
+        """Values of a metric; empty if the run has none."""
         return self.metrics.get(key, {})
 
     def keys(self, pattern: str) -> list[str]:
@@ -86,14 +85,14 @@ class Run:
 
 
 def find_trained(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """The runs in `folders`, each a run's folder or one of runs (a study's), none twice.
+    """Find runs: each of `folders` is a run's folder or one of runs (a study's); none twice.
 
     Returns:
-        Folders of runs, in the order given (in a folder of runs: by name), and those of runs that
+        Folders of runs in the order given (in a folder of runs: by name); folders of runs that
         have not trained a step yet.
 
     Raises:
-        DataError: a folder that is neither, or no run that has trained a step.
+        DataError: a folder without runs, or no run that has trained a step.
     """
     inside: dict[Path, None] = {}
     for folder in folders:
@@ -107,8 +106,16 @@ def find_trained(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     waiting = [path for path in inside if path not in ready]
     if not ready:
         shown = ", ".join(map(str, waiting))
-        raise DataError(f"{shown}: no step in {METRICS_NAME} yet; a report needs a trained one")
+        raise DataError(f"{shown}: no training step in {METRICS_NAME} yet")
     return ready, waiting
+
+
+def _has_trained(path: Path) -> bool:
+    """Whether a complete line is a training step; the evaluation at step 0 is none."""
+    if not path.exists():
+        return False
+    with naming(path), open_file(path) as file:
+        return b'"reward/mean"' in file.read().rpartition(b"\n")[0]
 
 
 def read_run(folder: Path) -> Run:
@@ -125,25 +132,28 @@ def read_run(folder: Path) -> Run:
             f"{folder}: no {CONFIG_NAME}, which training writes at its start: the run's method, "
             "k, clips and seed are unknown"
         )
-    timings = read_rows(folder / TIMINGS_NAME)
-    memory = [{k: v for k, v in row.items() if k == "step" or _is_memory(k)} for row in timings]
+    metrics: dict[str, Values] = {}
+    for row in read_rows(folder / METRICS_NAME):
+        for key, value in row.items():
+            metrics.setdefault(key, {})[int(row["step"])] = value
     run = Run(
         folder=folder,
         config=load_config(path),
         branch=_branch(folder / BRANCH_NAME),
-        metrics=_by_name([*read_rows(folder / METRICS_NAME), *memory]),
-        timings=[{k: v for k, v in row.items() if not _is_memory(k)} for row in timings],
+        metrics=metrics,
+        timings=read_rows(folder / TIMINGS_NAME),
         solve_rates=_solve_rates(folder / "evaluations"),
         changes=read_changes(folder),
         code=_code(folder / "code"),
     )
-    _check_k(run)
+    # A run restarted with another k would mix two meanings of c.
+    numbers = [int(key.rpartition("c")[2]) for key in run.keys(r"per_c/groups/c\d+")]
+    if numbers and max(numbers) != run.k:
+        raise DataError(
+            f"{run.folder}: {METRICS_NAME} holds groups of k = {max(numbers)} rollouts, "
+            f"{CONFIG_NAME} says batch.rollouts_per_prompt = {run.k}: a run has one k"
+        )
     return run
-
-
-def _is_memory(key: str) -> bool:
-    """Whether a key of the timings is a figure of single steps, not a mean over them."""
-    return key.startswith("memory/")
 
 
 def _branch(path: Path) -> dict[str, Any] | None:
@@ -155,7 +165,7 @@ def _branch(path: Path) -> dict[str, Any] | None:
 
 
 def parse_branch(text: str, *, where: str) -> dict[str, Any]:
-    """A `branch.json`.
+    """Parse a `branch.json`.
 
     Raises:
         DataError: names `where` and the rule.
@@ -175,52 +185,22 @@ def parse_branch(text: str, *, where: str) -> dict[str, Any]:
     return branch
 
 
-def _has_trained(path: Path) -> bool:
-    """Whether a complete line is a training step's; the evaluation at step 0 is none."""
-    if not path.exists():
-        return False
-    with naming(path), open_file(path) as file:
-        return b'"reward/mean"' in file.read().rpartition(b"\n")[0]
-
-
-def _by_name(rows: Iterable[dict[str, float]]) -> dict[str, Values]:
-    named: dict[str, Values] = {}
-    for row in rows:
-        for key, value in row.items():
-            named.setdefault(key, {})[int(row["step"])] = value
-    return named
-
-
 def _solve_rates(folder: Path) -> dict[int, Rates]:
     named = ((re.fullmatch(r"step_(\d+)", path.stem), path) for path in folder.glob("step_*.json"))
-    by_step = sorted((int(match[1]), path) for match, path in named if match)
-    return {step: _rates(path) for step, path in by_step}
-
-
-def _rates(path: Path) -> Rates:
-    return {
-        str(entry["id"]): entry["num_correct"] / entry["num_samples"]
-        if entry["num_samples"]
-        else math.nan
-        for entry in read_counts(path)
-    }
+    found: dict[int, Rates] = {}
+    for step, path in sorted((int(match[1]), path) for match, path in named if match):
+        found[step] = {}
+        for entry in read_counts(path):
+            number = entry["num_samples"]
+            found[step][str(entry["id"])] = entry["num_correct"] / number if number else math.nan
+    return found
 
 
 def _code(folder: Path) -> tuple[str, ...]:
-    found: dict[str, None] = {}  # a set in order
+    found: dict[str, None] = {}
     for path in sorted(folder.glob("*/code.json")):
         try:
             found[frozen_code(path.parent)] = None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: does not tell where code came from: {error!r}") from None
+            raise DataError(f"{path}: not a record of the code's version: {error!r}") from None
     return tuple(found)
-
-
-def _check_k(run: Run) -> None:
-    """Refuse a run restarted with another k, which would mix two meanings of c."""
-    numbers = [int(key.rpartition("c")[2]) for key in run.keys(r"per_c/groups/c\d+")]
-    if numbers and max(numbers) != run.k:
-        raise DataError(
-            f"{run.folder}: {METRICS_NAME} holds groups of k = {max(numbers)} rollouts, "
-            f"{CONFIG_NAME} says batch.rollouts_per_prompt = {run.k}: a run has one k"
-        )

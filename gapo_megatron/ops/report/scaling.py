@@ -1,4 +1,4 @@
-"""A scaling study: tokens a second, MFU, efficiency and the seconds of a step, run by run."""
+"""Tables of a scaling study: tokens/s, MFU, efficiency and the seconds of a step, run by run."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from gapo_megatron.ops.report.runs import find_trained
 from gapo_megatron.ops.report.series import Row
 
 _NAME_LETTERS = 20
-"""Letters of a run's name in a line of a table, at least."""
+"""Smallest width of the column with a run's name."""
 
 
 def observe(
     folders: Sequence[Path], read: Callable[[Path, str], Observation]
 ) -> tuple[list[Observation], list[str]]:
-    """Read runs; one that cannot be read does not keep the others back.
+    """Read runs, and leave out those that cannot be read.
 
     Args:
-        folders: each a run's, or one of runs.
-        read: an observation of a run's folder, by the name given: empty where the folder's will do.
+        folders: run folders, or folders of run folders.
+        read: reads a run's folder; its second argument is the name to give it, or "" for the
+            folder's own.
 
     Returns:
-        By model, smaller ones first, response limit, prompts, GPUs and layout; and for each run
-        that is left out a line that tells how it stands, and why.
+        Observations, sorted by model (smaller first), response limit, prompts, GPUs and layout;
+        a line for each run left out, with its state and the reason.
 
     Raises:
         DataError: see `find_trained`.
-        ConfigError: no run can be read; has all the reasons.
+        ConfigError: no run can be read; lists all reasons.
     """
     ready, waiting = find_trained(folders)
     reasons = dict.fromkeys(waiting, "no step yet")
@@ -66,7 +67,7 @@ def observe(
             model_name(one),
             one.config.rollout.max_response_tokens,
             one.config.batch.rollout_prompts,
-            num_gpus(one),
+            one.layout.num_ranks,
             layout_items(one),
         )
     )
@@ -76,23 +77,23 @@ def observe(
 def scaling_rows(
     observations: Sequence[Observation], *, gpu: Gpu, efficiency: Efficiency
 ) -> list[Row]:
-    """One row a run; shares and ratios are of 1, None where there is nothing to divide by.
+    """One row per run; shares and ratios are fractions of 1, None where undefined.
 
         tokens/s/GPU = response tokens of a step / (step seconds x GPUs)
         MFU          = model operations / (seconds x GPUs x peak), of a step and of its updates
-        strong       = (t1 x n1) / (t x n), of runs with one batch
-        weak         = t1 / t, of runs with as many sequences a GPU and as many updates
+        strong       = (t1 x n1) / (t x n), among runs with the same batch
+        weak         = t1 / t, among runs with the same sequences per GPU and the same updates
 
-    t1 is the quickest step on the fewest GPUs, n1, among all layouts of runs that learn the same;
-    of runs that differ in the seed alone the median. Where all have as many GPUs there is no
-    efficiency. A CPU's peak is measured, and no data sheet's: there is no MFU.
+    t1 is the fastest step on the fewest GPUs, n1, over all layouts; runs that differ in the seed
+    alone count by their median. No efficiency if all runs have the same number of GPUs, and no MFU
+    on a CPU, whose peak is measured instead of taken from a data sheet.
 
     Args:
         observations: observations of the runs.
         gpu: the device that they ran on.
-        efficiency: what the prediction takes to be reached of it.
+        efficiency: share of the device's peaks that the prediction assumes.
     """
-    strong = _relative(observations, same_batch, cost=lambda one: one.step_s * num_gpus(one))
+    strong = _relative(observations, same_batch, cost=lambda one: one.step_s * one.layout.num_ranks)
     weak = _relative(observations, same_share, cost=lambda one: one.step_s)
     return [
         _row(one, gpu, efficiency) | {"strong_efficiency": s, "weak_efficiency": w}
@@ -101,9 +102,9 @@ def scaling_rows(
 
 
 def scaling_tables(rows: Sequence[Row], *, gpu: Gpu) -> list[Table]:
-    """The rows for people: what was reached, and the seconds of a step by stage.
+    """Two tables for the terminal: throughput and efficiency; seconds of a step by stage.
 
-    Columns in which no run has a value are left out.
+    Columns without a value are left out.
     """
     unit, units = unit_names(gpu)
     reached = {
@@ -129,7 +130,7 @@ def scaling_tables(rows: Sequence[Row], *, gpu: Gpu) -> list[Table]:
 
 
 def _table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], *, title: str) -> Table:
-    """`columns`: heading and format by key; numbers stay whole where a terminal is narrow."""
+    """Make a table; `columns`: key -> heading and format. Numbers are not wrapped."""
     table = Table(title=title, title_justify="left")
     table.add_column("run", overflow="fold", min_width=_NAME_LETTERS)
     shown = [key for key in columns if any(row[key] is not None for row in rows)]
@@ -141,19 +142,19 @@ def _table(rows: Sequence[Row], columns: dict[str, tuple[str, str]], *, title: s
             table.add_column(heading, overflow="fold")
     for row in rows:
         cells = ["-" if row[key] is None else format(row[key], columns[key][1]) for key in shown]
-        table.add_row(str(row["run"]), *cells)
+        table.add_row(row["run"], *cells)
     return table
 
 
 def _row(one: Observation, gpu: Gpu, efficiency: Efficiency) -> Row:
-    """All but the efficiencies, which take other runs."""
-    config, number = one.config, num_gpus(one)
+    """A run's row without the efficiencies, which compare it with others."""
+    config, number = one.config, one.layout.num_ranks
     predicted = StepTime(*[math.nan] * len(STAGES))
     if one.can_be_predicted:
         predicted = one.predict(gpu, efficiency)
     flops = step_flops(one.shape, config, one.workload, num_prompts=one.num_prompts)
     peak = math.nan if gpu.name == CPU_NAME else number * gpu.flops(config.model.precision)
-    update_s = one.seconds("update") or math.nan  # 0 where no group had A != 0
+    update_s = one.seconds("update") or math.nan  # 0 if no group had A != 0
     values = {
         "tokens_per_gpu_s": one.tokens_per_s / number,
         "predicted_tokens_per_gpu_s": one.num_tokens / (predicted.total_s * number),
@@ -166,7 +167,7 @@ def _row(one: Observation, gpu: Gpu, efficiency: Efficiency) -> Row:
         "predicted_step_s": predicted.total_s,
         "predicted_over_measured": predicted.total_s / one.step_s,
     }
-    if math.isinf(predicted.total_s):  # nothing can be generated, by the model
+    if math.isinf(predicted.total_s):  # the device has no room to generate
         values["predicted_tokens_per_gpu_s"] = math.nan
     return {
         "run": one.name,
@@ -186,26 +187,21 @@ def _relative(
     *,
     cost: Callable[[Observation], float],
 ) -> list[float | None]:
-    """Among runs that are alike, the least cost on the fewest GPUs over each one's."""
+    """For each run, the least cost on the fewest GPUs, among runs that are alike, over its own."""
     groups: dict[Hashable, list[Observation]] = {}
     keys = [alike(one) for one in observations]
     for key, one in zip(keys, observations, strict=True):
         groups.setdefault(key, []).append(one)
     found: list[float | None] = []
     for key, one in zip(keys, observations, strict=True):
-        counts = {num_gpus(other) for other in groups[key]}
+        counts = {other.layout.num_ranks for other in groups[key]}
         costs: dict[Hashable, list[float]] = {}
         for other in groups[key]:
-            if num_gpus(other) == min(counts):
+            if other.layout.num_ranks == min(counts):
                 costs.setdefault(_all_but_seed(other), []).append(cost(other))
         least = min(map(statistics.median, costs.values()))
         found.append(least / cost(one) if len(counts) > 1 else None)
     return found
-
-
-def num_gpus(one: Observation) -> int:
-    """A process on a CPU is a device too."""
-    return one.layout.num_ranks
 
 
 def model_name(one: Observation) -> str:
@@ -219,40 +215,39 @@ def unit_names(gpu: Gpu) -> tuple[str, str]:
 
 
 def same_batch(one: Observation) -> Hashable:
-    """Equal for runs that learn the same, whatever their layouts."""
+    """Key of runs that learn the same, in whatever layout."""
     return tuple(sorted(learned_settings(one.config).items()))
 
 
 def same_share(one: Observation) -> Hashable:
-    """Key of runs to compare, like `same_batch`, but for a batch that grows with the GPUs."""
+    """Key of runs whose batch grows with the GPUs; otherwise as `same_batch`."""
     settings = [pair for pair in learned_settings(one.config).items() if pair[0] not in SIZES]
     batch = one.config.batch
-    return (*sorted(settings), batch.rollout_prompts / num_gpus(one), batch.num_minibatches)
+    return (*sorted(settings), batch.rollout_prompts / one.layout.num_ranks, batch.num_minibatches)
 
 
 def _all_but_seed(one: Observation) -> Hashable:
-    """Equal for runs of as many GPUs that differ in the seed alone."""
+    """Key of runs on the same number of GPUs that differ in the seed alone."""
     settings = one.config.model_dump_json(exclude={"run"})
     return settings.replace(one.config.run.output_dir, "")  # paths in the run's own folder
 
 
 def same_way(one: Observation) -> Hashable:
-    """Equal for runs that compute in the same way on however many data parallel ranks.
+    """Key of runs that compute in the same way, on any number of data-parallel ranks.
 
-    What no step of the loop depends on may differ, and the sizes of the batch: see `same_batch` and
-    `same_share`.
+    It leaves out the batch's sizes (`same_batch`, `same_share`) and what no step depends on.
     """
     settings = {
         name: value
         for name, value in flat(one.config).items()
         if role_of(name).step and name not in SIZES
     }
-    # Paths in the run's own folder are not what makes it another way.
+    # Paths inside the run's folder make no difference.
     return json.dumps(settings).replace(one.config.run.output_dir, "")
 
 
 def layout_items(one: Observation, *, with_data_parallel: bool = True) -> list[str]:
-    """Sizes above 1, and what else a run's layout has: `TP 2`, `SP`, `PP 4 x 2`, `offload`."""
+    """Parallel sizes above 1 and options that change speed: `TP 2 SP`, `PP 4 x 2`, `offload`."""
     layout, config = one.layout, one.config
     tp = f"TP {layout.tp_size}" + (" SP" if layout.sequence_parallel else "")
     items = {tp: layout.tp_size, f"PP {pipeline_ranks(layout)}": layout.pp_size}

@@ -1,4 +1,4 @@
-"""Figures of a scaling study: tokens a second over GPUs, and where the seconds of a step go."""
+"""Figures of a scaling study: tokens/s over GPUs, and the seconds of a step by stage."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from gapo_megatron.io.files import check_overwritable
 from gapo_megatron.ops.plan.calibration import STAGES, Observation
 from gapo_megatron.ops.plan.hardware import Gpu
 from gapo_megatron.ops.report.costs import SMALL, draw_time
-from gapo_megatron.ops.report.exhibit import KINDS, Exhibit, csv_names
 from gapo_megatron.ops.report.scaling import (
     layout_items,
-    num_gpus,
     same_batch,
     same_share,
     same_way,
@@ -27,9 +25,12 @@ from gapo_megatron.ops.report.scaling import (
 )
 from gapo_megatron.ops.report.series import Row
 from gapo_megatron.ops.report.style import (
+    KINDS,
     MARKERS,
+    Exhibit,
     arm_style,
     column,
+    csv_names,
     legend_below,
     outer_names,
     panels,
@@ -38,9 +39,9 @@ from gapo_megatron.ops.report.style import (
 )
 
 _LABEL_LETTERS = 28
-"""Letters in a line of a bar's name."""
+"""Width of a line of a bar's name."""
 _LEGEND_LETTERS = 50
-"""Letters in a line of a curve's name in the legend."""
+"""Width of a line of a curve's name in the legend."""
 _LETTERS_INCHES, _GAP_INCHES = 0.115, 0.06
 """Height of a line of a bar's name, and between two names."""
 NAMES = ("throughput", "step_split")
@@ -54,15 +55,15 @@ def write_scaling(
 
     Args:
         observations: see `scaling_rows`.
-        rows: what that made of them.
+        rows: the result of `scaling_rows`.
         gpu: the device.
-        folder: for the files; made when missing.
+        folder: folder of the files; made when missing.
 
     Returns:
-        Each with its files.
+        Each exhibit with its files.
 
     Raises:
-        ConfigError: the folder holds files of these names that are not those of an earlier call.
+        ConfigError: the folder holds files with these names that no earlier call wrote.
     """
     check_scaling(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +76,7 @@ def write_scaling(
 
 
 def check_scaling(folder: Path) -> None:
-    """Refuse to overwrite what `write_scaling` has not written: its data, which is first, tells."""
+    """Refuse to overwrite files that `write_scaling` did not write, judged by its first CSV."""
     is_ours = {"mfu", "tokens_per_gpu_s"} <= csv_names(folder / f"{NAMES[0]}.csv")
     names = [f"{name}{kind}" for name in NAMES for kind in KINDS]
     check_overwritable(folder, names, field="--output", is_ours=is_ours)
@@ -86,22 +87,22 @@ def check_scaling(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """Runs of one batch, or of one share of a GPU, in one layout; or one run alone."""
+    """Runs of one layout with the same batch, or the same batch per GPU; or a single run."""
 
     label: str
     rows: list[Row]
-    """Rows of the runs, in order of GPUs."""
+    """Rows of the runs, by number of GPUs."""
     efficiency: str
-    """Name of the rows' efficiency that it shows."""
+    """Column with the efficiency of this line."""
 
 
 def throughput(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> Exhibit:
-    """A panel for each model and response limit, in it a line for each batch and layout."""
+    """Tokens/s per GPU: a panel per model and response limit, a line per batch and layout."""
     unit, units = unit_names(gpu)
     every = lines(observations, rows, unit=unit)
     titles = list(dict.fromkeys(_title(row) for row in rows))
     labels = list(dict.fromkeys(line.label for line in every))
-    # Colours come again after seven, then with other markers.
+    # Colours repeat after seven, with other markers.
     looks = {
         label: arm_style(n) | {"marker": MARKERS[(n + n // len(MARKERS)) % len(MARKERS)]}
         for n, label in enumerate(labels)
@@ -121,10 +122,9 @@ def throughput(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gp
         axes[-1].plot([], [], color="0.6", linestyle=":", label="ideal")
     legend_below(figure, *axes)
     return Exhibit(
-        aid=f"Throughput of one {unit}, which an ideal system would keep however many there are: "
-        "dots are measured, dashes what the planner makes of the same lengths, dotted what the "
-        f"fewest {units} reach with the same batch, or the same share of one, in their quickest "
-        "layout.",
+        aid=f"Throughput per {unit}, which stays constant under perfect scaling. Dots: measured. "
+        "Dashed: the planner's prediction for the same lengths. Dotted: the fastest layout on the "
+        f"fewest {units} with the same batch, or with the same batch per {unit}.",
         rows=list(rows),
         figure=figure,
     )
@@ -135,10 +135,10 @@ def _title(row: Row) -> str:
 
 
 def lines(observations: Sequence[Observation], rows: Sequence[Row], *, unit: str) -> list[Line]:
-    """Lines of one batch and layout, and of one share of a GPU and layout.
+    """Group runs into lines: same batch and layout, and same batch per GPU and layout.
 
-    What computes in another way (micro-batches, vLLM's memory, ...) is another line. A run may be
-    on both, and is alone where it is on neither.
+    Runs that compute in another way (micro-batches, vLLM's memory, ...) are another line. A run may
+    be on one line of each kind; a run on neither is a line of its own.
     """
     of_batch: dict[Hashable, list[tuple[str, Row]]] = {}
     of_share: dict[Hashable, list[tuple[str, Row]]] = {}
@@ -148,7 +148,7 @@ def lines(observations: Sequence[Observation], rows: Sequence[Row], *, unit: str
         same = same_way(one)
         label = f"{prompts:,} prompts, {cut}"
         of_batch.setdefault((same_batch(one), same), []).append((label, row))
-        label = f"{prompts / num_gpus(one):g} prompts a {unit}, {cut}"
+        label = f"{prompts / one.layout.num_ranks:g} prompts a {unit}, {cut}"
         of_share.setdefault((same_share(one), same), []).append((label, row))
     groups = [("strong_efficiency", group) for group in of_batch.values()]
     groups += [("weak_efficiency", group) for group in of_share.values()]
@@ -157,12 +157,12 @@ def lines(observations: Sequence[Observation], rows: Sequence[Row], *, unit: str
     alone = [one for group in of_batch.values() for one in group if id(one[1]) not in drawn]
     found: list[Line] = []
     for efficiency, group in [*several, *(("strong_efficiency", [one]) for one in alone)]:
-        members = sorted((row for _, row in group), key=lambda row: int(row["gpus"] or 0))
+        members = sorted((row for _, row in group), key=lambda row: row["gpus"])
         found.append(Line(group[0][0], members, efficiency))
     called = [(line.label, _title(line.rows[0])) for line in found]
     return [
         replace(line, label=f"{line.label} ({line.rows[0]['run']})")
-        if called.count(name) > 1  # they differ in something else
+        if called.count(name) > 1  # they differ in a setting that the label does not show
         else line
         for line, name in zip(found, called, strict=True)
     ]
@@ -180,14 +180,14 @@ def _draw_line(axis: Axes, line: Line, look: dict[str, Any]) -> None:
     predicted = column(line.rows, "predicted_tokens_per_gpu_s")
     dashed = look | {"linestyle": "--", "markerfacecolor": "none", "linewidth": 0.8}
     axis.plot(gpus, predicted, **dashed)
-    # A size stays with what it is of.
+    # Do not break a line between "TP" and its size.
     label = textwrap.fill(re.sub(r"(?<=[A-Z]) (?=\d)", _NO_BREAK, line.label), _LEGEND_LETTERS)
     axis.plot(gpus, measured, label=label, **look | {"linestyle": ""})
 
 
 def _dress(axis: Axes, rows: Sequence[Row], unit: str, units: str) -> None:
-    """Names and ticks; ticks are the counts that there are."""
-    counts = sorted({int(row["gpus"] or 0) for row in rows})
+    """Label the axes; ticks are the numbers of GPUs that were measured."""
+    counts = sorted({row["gpus"] for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(counts, [f"{count:,}" for count in counts])
     axis.minorticks_off()
@@ -200,23 +200,23 @@ def _dress(axis: Axes, rows: Sequence[Row], unit: str, units: str) -> None:
 
 
 def step_split(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> Exhibit:
-    """A bar for each run, cut into stages; a mark where the planner has its end."""
+    """Seconds of a step: a bar per run, cut into stages, and a mark at the predicted step."""
     names = _short_names(observations, rows, gpu)
     split: list[Row] = []
     for name, row in zip(names, rows, strict=True):
         for stage in (*STAGES, "other"):
-            measured = float(row[f"{stage}_s"] or 0)
+            measured = row[f"{stage}_s"] or 0.0
             split.append(
                 {
                     "run": row["run"],
                     "arm": name,
                     "stage": stage,
                     "seconds": measured,
-                    "share": measured / float(row["step_s"] or 1),
+                    "share": measured / (row["step_s"] or 1),
                     "predicted_s": row.get(f"predicted_{stage}_s"),
                 }
             )
-    num_lines = max(len(name.splitlines()) for name in names)  # bars are as far apart as another
+    num_lines = max(len(name.splitlines()) for name in names)
     heights = len(names) * (_GAP_INCHES + _LETTERS_INCHES * num_lines)
     figure, (axis,) = panels(1, row_inches=0.6 + heights)
     draw_time(axis, split)
@@ -229,14 +229,15 @@ def step_split(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gp
     axis.set(ylabel="run", xlim=(0, None), ylim=(len(rows) - 0.5, -0.5))
     legend_below(figure, axis, handle_length=1.4)
     notes = [
-        f"`other` is what no stage counts, and here also stages below {100 * SMALL:.0f} % of "
-        "every step, which the tables have apart."
+        f"`other` is time in no stage, and stages below {100 * SMALL:.0f} % of every step, which "
+        "the table lists separately."
     ]
     if any(one.layout.num_generation and one.config.rollout.max_staleness for one in observations):
-        notes.append("With generation a step ahead, bars add up what both sides did at once.")
+        notes.append(
+            "With generation a step ahead, a bar adds up stages that ran at the same time."
+        )
     return Exhibit(
-        aid="Seconds of a step by stage, medians of what was measured, and the whole step as the "
-        "planner has it.",
+        aid="Measured median seconds of a step by stage, and the step that the planner predicts.",
         notes=notes,
         rows=[{key: value for key, value in row.items() if key != "arm"} for row in split],
         figure=figure,
@@ -244,11 +245,11 @@ def step_split(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gp
 
 
 def _short_names(observations: Sequence[Observation], rows: Sequence[Row], gpu: Gpu) -> list[str]:
-    """Differences that tell the runs apart, in lines; their own names where these do not."""
+    """Name each run by what differs, wrapped; by its own name if that does not tell them apart."""
     unit, units = unit_names(gpu)
     parts = [
         (
-            _whole(str(row["model"])),
+            _whole(row["model"]),
             _whole(f"{row['max_response_tokens']:,} tokens"),
             _whole(f"{row['rollout_prompts']:,} prompts"),
             _whole(f"{row['gpus']:,} {unit if row['gpus'] == 1 else units}"),
@@ -259,10 +260,10 @@ def _short_names(observations: Sequence[Observation], rows: Sequence[Row], gpu: 
     differing = [n for n, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1]
     names = [", ".join(part[n] for n in differing) for part in parts]
     if len(set(names)) < len(rows) or not differing:
-        names = [str(row["run"]) for row in rows]
+        names = [row["run"] for row in rows]
     return [textwrap.fill(name, _LABEL_LETTERS, break_on_hyphens=False) for name in names]
 
 
 def _whole(item: str) -> str:
-    """Keep an item on one line: it moves to the next where there is no room."""
+    """Prevent a line break inside an item."""
     return item.replace(" ", _NO_BREAK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,32 +12,39 @@ from gapo_megatron.ops.report.arms import Arm
 from gapo_megatron.ops.report.runs import Run, Values
 
 WINDOW_SHARE = 0.1
-"""Curves of single steps' values are means over this share of the longest run."""
+"""Window of a smoothed curve, as a share of the longest run's steps."""
 MAX_WINDOW = 200
-"""The paper's window, reached by runs of 2000 steps."""
+"""Longest window: the paper's, reached by runs of 2000 steps."""
 
-Row = dict[str, str | int | float | None]
-"""One point of a figure, as its CSV has it; None: there is none."""
+Row = dict[str, Any]
+"""One data point of a figure, as in its CSV: text, numbers, None for no value."""
 SEED = "seed "
-"""Prefix of the columns with one seed's values."""
+"""Prefix of the columns that hold one seed's values."""
 
 
 class NoData(Exception):
-    """A figure that these runs cannot fill; says why, in a few words."""
+    """Raised for a figure that these runs cannot fill; the message says why."""
+
+
+def select(rows: Sequence[Row], **wanted: str | int) -> list[Row]:
+    """Rows that have these values."""
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def distinct(rows: Sequence[Row], key: str) -> list[str]:
+    """Values of one key, each once, in order."""
+    return list(dict.fromkeys(row[key] for row in rows))
 
 
 def window_of(runs: Sequence[Run]) -> int:
-    """Steps that one point of a smoothed curve is the mean of; the same for all runs.
-
-    Whole bins, where one of them comes from an archive.
-    """
+    """Steps in a smoothing window, the same for all runs; whole bins if a run is archived."""
     window = max(1, min(MAX_WINDOW, round(max(run.num_steps for run in runs) * WINDOW_SHARE)))
     bin_steps = max(run.bin_steps for run in runs)
     return -(-window // bin_steps) * bin_steps
 
 
 def window_text(window: int) -> str:
-    """What a point of a smoothed curve shows, in words."""
+    """Describe a point of a smoothed curve."""
     return "one step" if window == 1 else f"the mean of {window} steps, its own and those before it"
 
 
@@ -48,15 +56,15 @@ def windowed(
     weights: Values | None = None,
     bin_steps: int = 1,
 ) -> Values:
-    """Mean over the last `window` steps, up to each of `steps` that has as many behind it.
+    """Mean over the last `window` steps, for each of `steps` with a full window behind it.
 
     Args:
-        values: steps without one count for nothing.
-        steps: ascending; the first is the run's. Means of fewer would spread far at the beginning.
-        window: steps, not values.
-        weights: weights of the values; equal without. A window of no weight has no mean.
-        bin_steps: steps per value (`Run.bin_steps`). A last bin that is not full, of a run
-            that was cut off, gets no point: windows end where bins do.
+        values: values by step; steps without a value are left out of the mean.
+        steps: the run's steps, ascending. (A mean over fewer steps would scatter at the start.)
+        window: number of steps, not of values.
+        weights: weights of the values; None: equal. No mean where they add up to 0.
+        bin_steps: steps per value (`Run.bin_steps`). A last bin that is not full, because the
+            run was cut off, gets no point.
     """
     begin = steps[0] - bin_steps + 1 if steps else 0
     known = np.array(list(values), dtype=np.int64)
@@ -74,66 +82,53 @@ def windowed(
     }
 
 
-def over_seeds(by_run: Sequence[Values]) -> list[Row]:
-    """Mean over runs with its 95 % Student-t interval, at the steps that all of them have.
-
-    Returns:
-        Rows of step, mean, low, high, seeds; the bounds None for a single run.
-    """
-    common = set(by_run[0]).intersection(*by_run[1:])
-    return [
-        {"step": step, **interval([values[step] for values in by_run])} for step in sorted(common)
-    ]
-
-
 def interval(values: Sequence[float]) -> Row:
-    """Mean, low, high, seeds of one value per seed; the bounds None for a single one."""
+    """Columns mean, low, high, seeds of one value per seed; no bounds for a single seed."""
     if len(values) == 1:
         return {"mean": values[0], "low": None, "high": None, "seeds": 1}
     found = mean_interval(values)
     return {"mean": found.mean, "low": found.low, "high": found.high, "seeds": len(values)}
 
 
-def curves(
-    arms: Sequence[Arm], values: Callable[[Run], Values], *, what: str, **more: str | int
+def curve_rows(
+    arms: Sequence[Arm], values: Callable[[Run], Values], *, what: str = "", **more: str | int
 ) -> list[Row]:
-    """`curve_rows`, of which there must be some.
+    """Mean over an arm's seeds with its 95 % Student-t interval, at the steps all seeds have.
+
+    Args:
+        arms: arms of the figure.
+        values: returns the values of one run.
+        what: the values' name; an empty result is then an error.
+        more: further columns of every row.
+
+    Returns:
+        Rows of arm, `more`, step, mean, low, high, seeds; low and high None for a single seed.
 
     Raises:
-        NoData: there are none; names `what`.
+        NoData: no arm has values; names `what`.
     """
-    rows = curve_rows(arms, values, **more)
-    if not rows:
+    rows: list[Row] = []
+    for arm in arms:
+        by_run = [values(run) for run in arm.runs]
+        for step in sorted(set.intersection(*map(set, by_run))):
+            row: Row = {"arm": arm.label, **more, "step": step}
+            rows.append(row | interval([one[step] for one in by_run]))
+    if what and not rows:
         raise NoData(f"no run has {what}")
     return rows
 
 
-def curve_rows(
-    arms: Sequence[Arm], values: Callable[[Run], Values], **more: str | int
-) -> list[Row]:
-    """`over_seeds` of every arm whose runs all have values.
-
-    Args:
-        arms: arms of the figure.
-        values: gives the values of one run.
-        more: further columns of every row.
-    """
-    rows: list[Row] = []
-    for arm in arms:
-        found = over_seeds([values(run) for run in arm.runs])
-        rows += [{"arm": arm.label, **more, **row} for row in found]
-    return rows
-
-
-def per_c(run: Run, name: str, *, side: str = "correct") -> dict[int, tuple[Values, Values]]:
-    """Values and weights of `per_c/{side}/{name}` by c; a weight is a number of rollouts."""
-    prefix = f"per_c/{side}/{name}/c"
+def per_c(run: Run, name: str) -> dict[int, tuple[Values, Values]]:
+    """Values of `per_c/correct/{name}` by c, and their weights: numbers of rollouts."""
+    prefix = f"per_c/correct/{name}/c"
     found = {}
     for key in run.keys(prefix + r"\d+"):
         c = int(key.removeprefix(prefix))
-        values, weights = run.series(key), run.series(f"per_c/{side}/sequences/c{c}")
+        values, weights = run.series(key), run.series(f"per_c/correct/sequences/c{c}")
         if not values.keys() <= weights.keys():
-            raise NoData(f"{run.folder.name} has no per_c/{side}/sequences: an older version's run")
+            raise NoData(
+                f"{run.folder.name} has no per_c/correct/sequences: an older version's run"
+            )
         found[c] = (values, weights)
     return found
 
@@ -142,7 +137,7 @@ def last_half(run: Run, name: str, *, num_steps: int) -> dict[int, float]:
     """Mean by c over the last half of `num_steps` steps; every correct rollout counts the same.
 
     Args:
-        run: has trained so many steps or more.
+        run: has trained at least this many steps.
         name: name of the metric per c.
         num_steps: steps that all runs to be compared have.
     """
@@ -156,7 +151,7 @@ def last_half(run: Run, name: str, *, num_steps: int) -> dict[int, float]:
 
 
 def final(arm: Arm, key: str) -> tuple[int, list[float]] | None:
-    """The last step at which all runs of an arm have `key`, and each one's value there, by seed."""
+    """Last step at which all runs of an arm have `key`, and their values there, in seed order."""
     by_run = [run.series(key) for run in arm.runs]
     common = set(by_run[0]).intersection(*by_run[1:])
     if not common:
@@ -165,14 +160,14 @@ def final(arm: Arm, key: str) -> tuple[int, list[float]] | None:
 
 
 def pass_keys(arms: Sequence[Arm]) -> list[str]:
-    """`eval/pass@1` and, of the larger k, the largest that all runs with evaluations have.
+    """`eval/pass@1`, and pass@k for the largest k that all runs with evaluations have.
 
     Raises:
-        NoData: there is none.
+        NoData: no such k.
     """
     by_run = [set(run.keys(r"eval/pass@\d+")) for arm in arms for run in arm.runs]
     common = set.intersection(*filter(None, by_run)) if any(by_run) else set()
     if not common:
-        raise NoData("no run has evaluated, or none with the same number of samples")
+        raise NoData("no run has evaluations, or they have no k of pass@k in common")
     ordered = sorted(common, key=lambda key: int(key.rpartition("@")[2]))
     return list(dict.fromkeys([ordered[0], ordered[-1]]))

@@ -1,10 +1,13 @@
-"""Style of figures: as wide as a paper's column, told apart without colours too."""
+"""The look of figures, and the files of one: a paper's column wide, readable without colour."""
 
 from __future__ import annotations
 
+import csv
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -14,21 +17,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.textpath import TextPath
 
+from gapo_megatron.evaluate.table import Table
+from gapo_megatron.io.documents import open_file
+from gapo_megatron.io.files import naming
 from gapo_megatron.ops.report.series import SEED, Row
 
 COLUMN_INCHES = 3.3
 NUM_COLUMNS = 2
-"""Columns of panels, where there are many."""
+"""Panels in a row of a figure."""
 MOST_POINTS = 300
-"""Points of a line at most."""
+"""Most points drawn of a line; the CSV has all."""
 MIN_POINTS = 7.0
-"""Smallest letters, in points at the printed size."""
+"""Smallest font size, in points at the printed size."""
+DPI = 300
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's, which differ for every kind of colour vision; their yellow is too light here."""
+"""Okabe and Ito's palette for all kinds of colour vision, without its yellow (too light here)."""
 LINE_STYLES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_OVER_STEPS = "over steps of"
 HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx")
 
 _SETTINGS = {
@@ -60,11 +66,59 @@ _SETTINGS = {
     "figure.constrained_layout.w_pad": 0.03,
     "pdf.fonttype": 42,  # text stays text
 }
+_METADATA = {"png": {}, "pdf": {"CreationDate": None}}
+"""Metadata by kind of file: no dates, so that the same figure is the same file."""
+KINDS = (".csv", *(f".{kind}" for kind in _METADATA), ".tex")
+"""Endings of the files that `Exhibit.write` writes."""
+_OVER_STEPS = "over steps of"
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """One figure or table of a report."""
+
+    aid: str
+    """What the figure or table shows, for its caption."""
+    rows: list[Row]
+    """All data drawn; every row has the same keys."""
+    figure: Figure | None = None
+    table: Table | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def write(self, stem: Path) -> list[Path]:
+        """Write the data (CSV), the figure (PNG, PDF) and the table (LaTeX); inside `style`.
+
+        Returns:
+            The files: `stem` with their endings.
+        """
+        paths = [stem.with_suffix(".csv")]
+        with paths[0].open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(self.rows[0]))  # None: an empty field
+            writer.writeheader()
+            writer.writerows(self.rows)
+        if self.figure is not None:
+            for kind, metadata in _METADATA.items():
+                paths.append(stem.with_suffix(f".{kind}"))
+                self.figure.savefig(paths[-1], dpi=DPI, metadata=metadata)
+        if self.table is not None:
+            paths.append(stem.with_suffix(".tex"))
+            paths[-1].write_text(self.table.to_latex(), encoding="utf-8")
+        return paths
+
+
+def csv_names(path: Path) -> set[str]:
+    """Column names of a CSV file, ours or not; empty if the file does not exist."""
+    with naming(path):
+        try:
+            with open_file(path) as file:
+                return set(file.readline(2**16).decode(errors="replace").strip().split(","))
+        except FileNotFoundError:
+            return set()
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The settings of all figures; drawing and saving happen inside."""
+    """Apply the settings of all figures; draw and save inside."""
     with matplotlib.rc_context(_SETTINGS):
         yield
 
@@ -76,7 +130,7 @@ def panels(
     row_inches: float = 1.45,
     share_y: bool = True,
 ) -> tuple[Figure, list[Axes]]:
-    """A column-wide figure of `number` panels, `num_columns` in a row, with one range of x."""
+    """Make a column-wide figure of `number` panels, `num_columns` in a row, that share x."""
     num_columns = min(number, num_columns)
     num_rows = -(-number // num_columns)
     figure = Figure(figsize=(COLUMN_INCHES, row_inches * num_rows))
@@ -90,7 +144,7 @@ def panels(
 def outer_names(
     axes: Sequence[Axes], *, num_columns: int = NUM_COLUMNS, share_y: bool = True
 ) -> None:
-    """Leave names and numbers to the lowest panels of the columns and, of one y, to the left."""
+    """Keep x labels and ticks in the lowest panels only and, with a shared y, y's in the left."""
     for place, axis in enumerate(axes):
         is_lowest = place + num_columns >= len(axes)
         axis.tick_params(labelbottom=is_lowest)
@@ -102,28 +156,23 @@ def outer_names(
 
 
 def same_range(axes: Sequence[Axes]) -> None:
-    """One range of y for panels that do not share their axis; empty ones decide nothing."""
+    """Give panels that do not share y the same y range; empty panels do not widen it."""
     ranges = [axis.get_ylim() for axis in axes if axis.has_data()]
     for axis in axes if ranges else ():
         axis.set_ylim(min(low for low, _ in ranges), max(high for _, high in ranges))
 
 
 def over_steps(axis: Axes, arms: Iterable[str]) -> None:
-    """Name x of a panel whose x are steps, and keep whose they are, for `mark_changes`.
-
-    Args:
-        axis: the panel; its id says what it shows.
-        arms: labels of the arms in it.
-    """
+    """Label x as training steps, and record the panel's arms (by label) for `mark_changes`."""
     axis.set(xlabel="step", gid="\n".join([_OVER_STEPS, *arms]))
 
 
 def mark_changes(figure: Figure, changes: Mapping[str, Iterable[int]]) -> set[str]:
-    """Draw a line at each change of an arm, in the panels over steps that show the arm.
+    """Draw a dashed line where an arm's settings change, in its panels over steps.
 
     Args:
-        figure: its panels over steps went through `over_steps`.
-        changes: by the arm's label, first steps with other settings.
+        figure: panels over steps were set up by `over_steps`.
+        changes: arm's label -> first steps with other settings.
 
     Returns:
         The arms whose changes are drawn.
@@ -139,7 +188,7 @@ def mark_changes(figure: Figure, changes: Mapping[str, Iterable[int]]) -> set[st
 
 
 def arm_style(place: int) -> dict[str, Any]:
-    """Colour, line style and marker of the line at `place` of a panel; no two of 28 look alike."""
+    """Colour, line style and marker of a panel's line number `place`; the first 28 all differ."""
     return {
         "color": COLOURS[place % len(COLOURS)],
         "linestyle": LINE_STYLES[place % len(LINE_STYLES)],
@@ -147,13 +196,8 @@ def arm_style(place: int) -> dict[str, Any]:
     }
 
 
-def c_style(c: int, k: int) -> dict[str, Any]:
-    """Dark for scarce correct rollouts, light for abundant ones; line styles in turn."""
-    return {"color": c_colour(c, 1, k - 1), "linestyle": LINE_STYLES[(c - 1) % len(LINE_STYLES)]}
-
-
 def c_colour(c: int, lowest: int, highest: int) -> Any:
-    """Colour of c on a scale from dark to light, which also differs without colour."""
+    """Colour of c: dark for `lowest` to light for `highest`, in greyscale too."""
     return colormaps["viridis"](0.9 * (c - lowest) / max(highest - lowest, 1))
 
 
@@ -163,7 +207,7 @@ def column(rows: Sequence[Row], key: str) -> np.ndarray:
 
 
 def thinned(rows: Sequence[Row]) -> Sequence[Row]:
-    """Every so many rows one, and the last: as many as a column's width shows."""
+    """Every n-th row and the last: about as many as `MOST_POINTS`."""
     every = -(-len(rows) // MOST_POINTS)
     return [*rows[:-1:every], *rows[-1:]] if every > 1 else rows
 
@@ -178,15 +222,15 @@ def draw_band(
     points: bool = False,
     **look: Any,
 ) -> None:
-    """The line of the means over step and, where there are several seeds, their interval.
+    """Draw the mean over step as a line and, for several seeds, its interval as a band.
 
     Args:
-        axis: where to.
-        rows: rows with step, mean, low, high; columns `SEED*`, if any, have a seed's values.
+        axis: the panel.
+        rows: rows with step, mean, low, high; optional columns `SEED*` hold single seeds.
         label: label in the legend.
-        limits: limits that no value can lie beyond; intervals end there.
-        scale: what values are multiplied with.
-        points: draw markers, and the seeds as thin lines.
+        limits: smallest and largest possible value; intervals are cut off there.
+        scale: factor for all values.
+        points: draw markers, and single seeds as thin lines.
         look: see `arm_style`.
     """
     rows = thinned(rows)
@@ -200,17 +244,34 @@ def draw_band(
         axis.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
 
 
+def draw_bars(
+    axis: Axes,
+    x: np.ndarray,
+    rows: Sequence[Row],
+    *,
+    limits: tuple[float, float],
+    capsize: float,
+    **look: Any,
+) -> None:
+    """Draw means in percent at `x` with their intervals, cut off at `limits`, as error bars."""
+    means = 100 * column(rows, "mean")
+    low, high = (100 * np.clip(column(rows, key), *limits) for key in ("low", "high"))
+    axis.errorbar(
+        x, means, yerr=[means - low, high - means], elinewidth=0.8, capsize=capsize, **look
+    )
+
+
 def wrapped(label: str) -> str:
-    """A panel's title in lines that fit half a column."""
+    """Wrap a panel's title to half a column."""
     return textwrap.fill(label, 22, break_long_words=False)
 
 
 def legend_below(figure: Figure, *axes: Axes, title: str = "", handle_length: float = 2.4) -> None:
-    """One legend for all panels under them, in as many columns as fit; the figure grows by it.
+    """Put one legend for all panels below them; the figure grows by its height.
 
     Args:
         figure: holds `axes`.
-        axes: have the entries, of one line or several; of those called alike the first is shown.
+        axes: panels with the entries; of entries with the same label the first is shown.
         title: title of the legend.
         handle_length: length of lines and patches, in letters.
     """
@@ -220,11 +281,12 @@ def legend_below(figure: Figure, *axes: Axes, title: str = "", handle_length: fl
             entries.setdefault(label, handle)
     labels = list(entries)
     em_inches = MIN_POINTS / 72
+    # As many columns as the widest label, its handle and the gaps leave room for.
     every = [line for label in labels for line in label.splitlines()]
     text = max(TextPath((0, 0), line, size=MIN_POINTS).get_extents().width for line in every)
-    column_inches = text / 72 + em_inches * (handle_length + 1.5)  # and the gaps around
+    column_inches = text / 72 + em_inches * (handle_length + 1.5)
     num_columns = max(1, min(int(COLUMN_INCHES / column_inches), len(labels)))
-    # As matplotlib deals them out.
+    # matplotlib fills the columns as `array_split` does; the longest sets the height.
     columns = np.array_split(labels, num_columns)
     num_lines = max(sum(1 + label.count("\n") for label in some) for some in columns)
     num_lines += title != ""

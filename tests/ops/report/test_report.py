@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -11,21 +13,17 @@ from gapo_megatron.ops.report.arms import CLIP, Comparison, K
 from gapo_megatron.ops.report.runs import find_trained, read_run
 from gapo_megatron.ops.report.series import (
     NoData,
+    curve_rows,
     final,
     interval,
     last_half,
-    over_seeds,
     pass_keys,
     per_c,
     window_of,
     windowed,
 )
 from tests.messages import mentions
-from tests.report_setup import NUM_STEPS, deviation, num_sequences, pass_at, write_run
-
-
-def compare(*folders):
-    return Comparison.of([read_run(folder) for folder in folders])
+from tests.report_setup import NUM_STEPS, compare, deviation, num_sequences, pass_at, write_run
 
 
 def labels(comparison):
@@ -305,7 +303,8 @@ def test_intervals_are_student_t():
 
 
 def test_seeds_are_averaged_where_all_have_a_value():
-    rows = over_seeds([{0: 1.0, 1: 2.0, 2: 3.0}, {1: 4.0, 2: 7.0, 3: 9.0}])
+    runs = [{0: 1.0, 1: 2.0, 2: 3.0}, {1: 4.0, 2: 7.0, 3: 9.0}]
+    rows = curve_rows([SimpleNamespace(label="gapo", runs=runs)], lambda run: run)
     assert [(row["step"], row["mean"]) for row in rows] == [(1, 3.0), (2, 5.0)]
 
 

@@ -16,9 +16,9 @@ from gapo_megatron.ops.report import report, write_report
 from gapo_megatron.ops.report.archive import BIN_STEPS, read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.intervention import correlation_since
-from gapo_megatron.ops.report.learning import reward, reward_rows
+from gapo_megatron.ops.report.learning import reward_rows, spectrum
+from gapo_megatron.ops.report.outcomes import summary
 from gapo_megatron.ops.report.runs import find_trained, read_run
-from gapo_megatron.ops.report.summary import summary
 from tests.messages import mentions
 from tests.report_setup import write_run
 
@@ -27,7 +27,7 @@ STUDY = Path(__file__).parents[3] / "docs" / "study" / "data"
 STEPS = {"num_steps": 100, "wanted": 100}  # curves are means over 10 of them: two bins
 
 PLACES = {
-    *("arm", "first", "other", "method", "methods", "metric", "quantity", "stage", "work", "seeds"),
+    *("arm", "first", "other", "method", "methods", "metric", "quantity", "stage", "seeds"),
     *("step", "c", "problem"),
 }
 
@@ -116,11 +116,11 @@ def test_windows_are_whole_bins_and_start_with_the_run(study, tmp_path):
         assert row["mean"] == pytest.approx(by_step[row["step"]]["mean"], rel=1e-4)
     # Of 33 steps a tenth are three; the last three are no bin.
     cut = of_archive(study / "wide", tmp_path / "cut")
-    exhibit = reward(Comparison.of([cut]))
-    assert " 5 steps" in exhibit.notes[0]
-    assert [row["step"] for row in exhibit.rows] == list(range(4, 30, BIN_STEPS))
+    rows, window = reward_rows(Comparison.of([cut]).arms)
+    assert window == 5
+    assert [row["step"] for row in rows] == list(range(4, 30, BIN_STEPS))
     values = read_run(study / "wide").series("reward/mean")
-    for row in exhibit.rows:
+    for row in rows:
         mean = sum(values[row["step"] - i] for i in range(BIN_STEPS)) / BIN_STEPS
         assert row["mean"] == pytest.approx(mean, rel=1e-4)
 
@@ -184,7 +184,7 @@ def test_the_study_in_the_documents_is_drawn_again():
     exhibit = summary(comparison)
     assert [row["method"] for row in exhibit.rows] == [arm.label for arm in comparison.curves]
     assert exhibit.rows[0]["pass@1 step"] == exhibit.rows[0]["steps"] == 200
-    assert " 20 steps" in reward(comparison).notes[0]
+    assert " 20 steps" in spectrum(comparison).notes[0]
     assert all(0 <= rate <= 1 for run in runs for rate in run.solve_rates[200].values())
 
 

@@ -10,20 +10,15 @@ import pytest
 from gapo_megatron.errors import DataError
 from gapo_megatron.ops.report.archive import read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
-from gapo_megatron.ops.report.clipping import by_c, deviation_per_c
+from gapo_megatron.ops.report.clipping import by_c, correlation, deviation_per_c
 from gapo_megatron.ops.report.costs import step_time
-from gapo_megatron.ops.report.learning import reward
+from gapo_megatron.ops.report.learning import solve_rates, spectrum
 from gapo_megatron.ops.report.picture import draw_picture
-from gapo_megatron.ops.report.problems import solve_rates, spectrum
 from gapo_megatron.ops.report.report import note_changes, write_report
 from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.style import style
 from tests.messages import mentions
-from tests.report_setup import write_run
-
-
-def compare(*folders):
-    return Comparison.of([read_run(folder) for folder in folders])
+from tests.report_setup import compare, write_run
 
 
 def write_branch(folder, parent, *, step, method="gapo"):
@@ -153,7 +148,7 @@ def test_a_run_that_changed_its_method_is_an_arm_of_its_own_with_a_line_in_its_c
     page = report.page.read_text(encoding="utf-8")
     assert page.count("learning_rate=1e-05 (was 1e-06)") >= 3
     marks = {
-        **{reward: [[2.5]], by_c: [[], [], []], step_time: [[]]},
+        **{correlation: [[2.5]], by_c: [[], [], []], step_time: [[]]},
         **{deviation_per_c: [[], [2.5]], spectrum: [[], [2.5]]},
     }
     for make, expected in marks.items():

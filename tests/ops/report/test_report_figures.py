@@ -12,28 +12,28 @@ import pytest
 from matplotlib import image
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from scipy import stats
 
 from gapo_megatron.evaluate.heat_map import difference_limit
 from gapo_megatron.ops.report import style
 from gapo_megatron.ops.report.archive import read_archive, write_archive
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.clipping import draw_correlation
-from gapo_megatron.ops.report.picture import draw_picture, write_picture
+from gapo_megatron.ops.report.picture import draw_picture
 from gapo_megatron.ops.report.report import MAKERS, note_missing
-from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.series import NoData, windowed
 from tests.report_setup import (
     NUM_PROBLEMS,
-    NUM_STEPS,
     ROUNDING,
     SIGNAL,
     clipped,
     clocks_apart,
+    compare,
     deviation,
     num_sequences,
     pass_at,
+    rows_of,
     solved,
+    t_interval,
     write_run,
     write_study,
 )
@@ -53,14 +53,6 @@ def study(tmp_path_factory):
 def exhibits(study):
     with style.style():
         return {name: make(study) for name, make in FIGURES.items() if name != "intervention"}
-
-
-def rows_of(exhibit, **wanted):
-    return [row for row in exhibit.rows if all(row[key] == value for key, value in wanted.items())]
-
-
-def t_interval(values):
-    return stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
 
 
 def lines_of(axis):
@@ -115,13 +107,6 @@ def test_bands_end_where_values_can_lie():
     assert np.array(ends) == pytest.approx(np.array([[0, 100], [-0.9, 2.1]]))
 
 
-def test_reward_is_a_mean_of_a_window_and_of_seeds(exhibits):
-    rows = rows_of(exhibits["reward"], arm="gapo")
-    assert rows[-1]["mean"] == pytest.approx(0.4 + np.mean([36, 37, 38, 39]) / 100 + 0.1)
-    assert rows[0]["step"] == 3  # the first whole window
-    assert rows[0]["mean"] == pytest.approx(0.4 + np.mean([0, 1, 2, 3]) / 100 + 0.1)
-
-
 @pytest.mark.parametrize(("start", "first"), [(0, 3), (600, 603)])
 def test_a_curve_starts_where_its_window_is_full(start, first):
     values = {step: float(step) for step in range(start, start + 8)}
@@ -135,8 +120,8 @@ def test_a_run_shorter_than_the_window_leaves_the_others_their_curves(tmp_path):
         write_run(tmp_path / "long", method="gapo"),
         write_run(tmp_path / "k", "batch.rollouts_per_prompt=16", method="gspo", num_steps=2),
     ]
-    comparison = Comparison.of([read_run(folder) for folder in folders])
-    for name in ("reward", "spectrum", "deviation_per_c"):
+    comparison = compare(*folders)
+    for name in ("spectrum", "deviation_per_c"):
         assert {row["arm"] for row in FIGURES[name](comparison).rows} == {"gapo"}
 
 
@@ -277,7 +262,7 @@ def test_a_scale_of_differences_holds_most(values, limit):
 def test_heat_map_is_of_the_seeds_that_both_have(tmp_path):
     arms = (("gapo", 0), ("gapo", 1), ("gspo_asym", 1), ("gspo_asym", 2), ("dr_grpo", 2))
     folders = [write_run(tmp_path / f"{m}_{seed}", method=m, seed=seed) for m, seed in arms]
-    exhibit = FIGURES["solve_rates"](Comparison.of([read_run(folder) for folder in folders]))
+    exhibit = FIGURES["solve_rates"](compare(*folders))
     for i in range(NUM_PROBLEMS):
         (row,) = rows_of(exhibit, other="gspo_asym", step=40, problem=f"p{i}")
         ours, theirs = (solved(method, 1, 40, i) / 8 for method in METHODS[:2])
@@ -291,7 +276,7 @@ def test_methods_that_cannot_be_subtracted_are_named(tmp_path):
     folders = [write_run(tmp_path / method, method=method) for method in METHODS]
     for path in (folders[2] / "evaluations").iterdir():
         path.unlink()
-    exhibit = FIGURES["solve_rates"](Comparison.of([read_run(folder) for folder in folders]))
+    exhibit = FIGURES["solve_rates"](compare(*folders))
     assert exhibit.notes[-1] == "No data: dr_grpo."
 
 
@@ -311,7 +296,7 @@ def apart(tmp_path, *, methods=("gapo",), together=()):
         write_run(tmp_path / name, method=name, num_steps=10, **option)
         for name, option in options.items()
     ]
-    return Comparison.of([read_run(folder) for folder in folders])
+    return compare(*folders)
 
 
 def test_each_side_has_a_bar_and_its_waiting(tmp_path):
@@ -354,29 +339,6 @@ def test_an_archive_keeps_both_clocks(tmp_path):
     assert wait["seconds"] == pytest.approx(5)
 
 
-def test_skipped_work_is_in_percent(exhibits):
-    exhibit = exhibits["skipped_work"]
-    assert {(row["work"], row["share"]) for row in rows_of(exhibit, arm="gapo")} == {
-        ("forward", 0.25),
-        ("backward", 0.5),
-    }
-    axis = exhibit.figure.axes[0]
-    assert [label.get_text() for label in axis.get_yticklabels()] == list(METHODS)
-    drawn = {name: list(line.get_xdata()) for name, line in lines_of(axis).items()}
-    assert drawn == {"forward": [25] * 3, "backward": [50] * 3}
-
-
-def test_memory_is_that_of_the_worst_seed(exhibits, study):
-    exhibit = exhibits["memory"]
-    last = {(row["arm"], row["metric"]): row["gib"] for row in exhibit.rows}
-    for arm in study.curves:
-        assert last[arm.label, "free, vLLM asleep"] == 60 - max(arm.seeds)
-        assert last[arm.label, "a process, in host memory"] == 4 + max(arm.seeds)
-    assert len(exhibit.rows) == len(study.curves) * 2 * NUM_STEPS
-    # A panel for each, and a line for each method in it.
-    assert [len(axis.lines) for axis in exhibit.figure.axes] == [len(study.curves)] * 2
-
-
 def test_rounding_stands_beside_the_step_and_the_clips(exhibits):
     exhibit = exhibits["rounding"]
     (row,) = rows_of(exhibit, arm="gapo")
@@ -399,7 +361,7 @@ def test_rounding_stands_beside_the_step_and_the_clips(exhibits):
 
 def test_widths_that_are_no_distance_from_1_are_not_drawn(tmp_path):
     runs = [write_run(tmp_path / "band"), write_run(tmp_path / "none", method="cispo")]
-    band, none = FIGURES["rounding"](Comparison.of([read_run(run) for run in runs])).rows
+    band, none = FIGURES["rounding"](compare(*runs)).rows
     assert (band["eps_low"], none["eps_low"], none["eps_high_max"]) == (0.01, None, None)
 
 
@@ -407,7 +369,7 @@ def test_a_step_that_moves_nothing_can_be_drawn(tmp_path):
     folder = write_run(tmp_path / "run", method="cispo")
     path = folder / "metrics.jsonl"
     path.write_text(re.sub(r'("numerics/ratio_\w+"): [^,}]+', r"\1: 0.0", path.read_text()))
-    exhibit = FIGURES["rounding"](Comparison.of([read_run(folder)]))
+    exhibit = FIGURES["rounding"](compare(folder))
     assert exhibit.rows[0]["rounding"] == 0
     with style.style():
         exhibit.figure.draw_without_rendering()
@@ -430,14 +392,14 @@ def test_what_runs_have_no_data_for_says_why(tmp_path):
     (folder / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
     (folder / "timings.jsonl").unlink()
     (folder / "evaluations" / "step_0.json").unlink()
-    comparison = Comparison.of([read_run(folder)])
+    comparison = compare(folder)
     reasons = {}
     for name, make in FIGURES.items():
         try:
             make(comparison)
         except NoData as reason:
             reasons[name] = str(reason)
-    assert set(FIGURES) - set(reasons) == {"summary", "reward"}
+    assert set(FIGURES) - set(reasons) == {"summary"}
     assert "evaluat" in reasons["pass_at_k"]
     assert "two methods" in reasons["solve_rates"]
     assert "per_c/correct/clip_fraction_sequences" in reasons["clip_fraction_per_c"]
@@ -448,43 +410,10 @@ def test_what_runs_have_no_data_for_says_why(tmp_path):
 def test_a_method_without_data_is_named(tmp_path):
     folders = [write_run(tmp_path / method, method=method) for method in ("gapo", "gspo_asym")]
     (folders[1] / "timings.jsonl").unlink()
-    comparison = Comparison.of([read_run(folder) for folder in folders])
+    comparison = compare(*folders)
     notes = {
         name: note_missing(FIGURES[name](comparison), comparison).notes
-        for name in ("step_time", "reward", "summary", "solve_rates")
+        for name in ("step_time", "correlation", "summary", "solve_rates")
     }
     assert notes.pop("step_time")[-1] == "No data: gspo_asym."
     assert not any("No data" in note for one in notes.values() for note in one)
-
-
-def test_the_picture_has_six_panels(study, tmp_path):
-    runs = [run.folder for arm in study.curves for run in arm.runs]
-    path = write_picture(runs, tmp_path / "out" / "report.png")
-    assert image.imread(path).shape[2] == 4
-    with style.style():
-        figure = draw_picture(study)
-        figure.draw_without_rendering()
-        boxes = [axis.get_legend().get_window_extent() for axis in figure.axes]
-    axes = figure.axes
-    assert len(axes) == 6
-    assert all(axis.get_title() and axis.get_xlabel() for axis in axes)
-    for box in boxes:
-        assert 0 <= box.x0 < box.x1 <= figure.bbox.width and box.y0 >= 0
-
-
-@pytest.mark.parametrize("methods", [("gapo",), METHODS])
-def test_no_two_lines_of_a_panel_of_the_picture_look_alike(tmp_path, methods):
-    runs = [read_run(write_run(tmp_path / method, method=method)) for method in methods]
-    with style.style():
-        axes = draw_picture(Comparison.of(runs)).axes
-    held_out = {name: line for name, line in lines_of(axes[1]).items() if name[0] != "_"}
-    assert [*held_out] == [f"{method} pass@{k}" for k in (1, 8) for method in methods]
-    for axis in axes:
-        lines = [line for line in axis.get_lines() if line.get_label()[0] != "_"]
-        assert len({to_hex(line.get_color()) for line in lines}) == len(lines)
-        looks = {(str(line._dash_pattern), line.get_marker()) for line in lines}
-        # Curves by c go from dark to light; those of arms differ without colour, too.
-        assert len(looks) == len(lines) or axis.get_legend().get_title().get_text()[:1] == "c"
-    reward = lines_of(axes[0])  # an arm's colour is the same from panel to panel
-    for method in methods:
-        assert reward[method].get_color() == held_out[f"{method} pass@1"].get_color()

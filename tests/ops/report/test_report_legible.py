@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
+from matplotlib import image
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
@@ -12,10 +13,11 @@ from gapo_megatron.ops.report import style
 from gapo_megatron.ops.report.arms import Comparison
 from gapo_megatron.ops.report.costs import step_time
 from gapo_megatron.ops.report.learning import OTHER
+from gapo_megatron.ops.report.picture import draw_picture, write_picture
 from gapo_megatron.ops.report.report import MAKERS
 from gapo_megatron.ops.report.runs import read_run
 from gapo_megatron.ops.report.series import NoData
-from tests.report_setup import clocks_apart, write_run, write_study
+from tests.report_setup import clocks_apart, compare, write_run, write_study
 
 FEW = ("gapo", "gspo_asym", "dr_grpo")
 MANY = (*FEW, "grpo", "gspo", "f_grpo", "f_gspo", "gapo_token", "cispo")
@@ -61,7 +63,7 @@ def test_bars_of_both_sides_can_be_read(tmp_path, methods):
     options = {"num_steps": 2, "clocks": clocks_apart()}
     folders = [write_run(tmp_path / name, method=name, **options) for name in methods]
     with style.style():
-        exhibit = step_time(Comparison.of([read_run(folder) for folder in folders]))
+        exhibit = step_time(compare(*folders))
     check_readable(exhibit, "step_time")
     (axis,) = exhibit.figure.axes
     assert len(axis.get_yticklabels()) == 2 * len(methods)
@@ -119,7 +121,7 @@ def shown_texts(figure):
     ]
 
 
-@pytest.mark.parametrize("name", ["pass_at_k", "reward", "correlation", "by_c"])
+@pytest.mark.parametrize("name", ["pass_at_k", "correlation", "by_c"])
 def test_of_many_methods_each_stands_beside_the_first(many, name):
     """So that bands can be told apart: two colours in all, the first method's the same."""
     figure = many[name].figure
@@ -184,3 +186,44 @@ def test_a_line_has_no_more_points_than_are_seen(number, kept):
     found = style.thinned(rows)
     assert len(found) == kept
     assert (found[0], found[-1]) == (rows[0], rows[-1])
+
+
+# -- the picture of a run -------------------------------------------------------------------------
+
+
+def lines_of(axis):
+    return {line.get_label(): line for line in axis.get_lines()}
+
+
+def test_the_picture_has_six_panels(tmp_path):
+    study = write_study(tmp_path / "runs", FEW, (0, 1))
+    runs = [run.folder for arm in study.curves for run in arm.runs]
+    path = write_picture(runs, tmp_path / "out" / "report.png")
+    assert image.imread(path).shape[2] == 4
+    with style.style():
+        figure = draw_picture(study)
+        figure.draw_without_rendering()
+        boxes = [axis.get_legend().get_window_extent() for axis in figure.axes]
+    axes = figure.axes
+    assert len(axes) == 6
+    assert all(axis.get_title() and axis.get_xlabel() for axis in axes)
+    for box in boxes:
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width and box.y0 >= 0
+
+
+@pytest.mark.parametrize("methods", [("gapo",), FEW])
+def test_no_two_lines_of_a_panel_of_the_picture_look_alike(tmp_path, methods):
+    folders = [write_run(tmp_path / method, method=method) for method in methods]
+    with style.style():
+        axes = draw_picture(compare(*folders)).axes
+    held_out = {name: line for name, line in lines_of(axes[1]).items() if name[0] != "_"}
+    assert [*held_out] == [f"{method} pass@{k}" for k in (1, 8) for method in methods]
+    for axis in axes:
+        lines = [line for line in axis.get_lines() if line.get_label()[0] != "_"]
+        assert len({to_hex(line.get_color()) for line in lines}) == len(lines)
+        looks = {(str(line._dash_pattern), line.get_marker()) for line in lines}
+        # Curves by c go from dark to light; those of arms differ without colour, too.
+        assert len(looks) == len(lines) or axis.get_legend().get_title().get_text()[:1] == "c"
+    reward = lines_of(axes[0])  # an arm's colour is the same from panel to panel
+    for method in methods:
+        assert reward[method].get_color() == held_out[f"{method} pass@1"].get_color()

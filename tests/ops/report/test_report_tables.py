@@ -8,21 +8,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gapo_megatron.ops.report.ablations import clip_sweep, over_k
-from gapo_megatron.ops.report.arms import Comparison
-from gapo_megatron.ops.report.runs import read_run
+from gapo_megatron.ops.report.outcomes import clip_sweep, others, over_k, summary
 from gapo_megatron.ops.report.series import NoData
 from gapo_megatron.ops.report.style import style
-from gapo_megatron.ops.report.summary import others, summary
-from tests.report_setup import NUM_STEPS, pass_at, write_run
+from tests.report_setup import NUM_STEPS, compare, pass_at, rows_of, t_interval, write_run
 
 METHODS = ("gapo", "gspo_asym")
 SEEDS = (0, 1, 2)
 CLIP_03 = "objective.eps_high_max=0.03"
-
-
-def compare(*folders):
-    return Comparison.of([read_run(folder) for folder in folders])
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +38,6 @@ def study(tmp_path_factory):
 def exhibits(study):
     with style():
         return {make.__name__: make(study) for make in (summary, others, over_k, clip_sweep)}
-
-
-def rows_of(exhibit, **wanted):
-    return [row for row in exhibit.rows if all(row[key] == value for key, value in wanted.items())]
-
-
-def t_interval(values):
-    return stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
 
 
 def paired_text():

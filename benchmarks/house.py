@@ -34,12 +34,13 @@ from typing import Any, NamedTuple
 HERE, PACKAGE = Path(__file__).resolve().parents[1], "gapo_megatron"
 # Layers from bottom to top; an import may stay in its layer or go down.
 LAYERS = (
-    "errors types clock isolation|io|compat|device|config|models|hf|objective|logprob|batching|"
+    "errors types clock isolation|rollouts|exchange|io|compat|device|config|models|hf|objective|logprob|batching|"
     "rewards|data|policy|learn|rollout|checkpoint|evaluate|run|train sft|ops"
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
 # Layers of modules in older versions; the longest prefix of a module's name counts.
-OLD_PLACES = """io: console_table digest documents files toml_tree transfer; errors: library_errors
+OLD_PLACES = """rollouts: facts
+io: console_table digest documents files toml_tree transfer; errors: library_errors
 compat: cpu; device: flags fp8 memory; train: loop; sft: supervised; rollout: sample; hf: convert
 config: config_errors config_rules config_types counts methods settings; checkpoint: manifest
 models: model_checks model_shapes convert.rope convert.rules convert.tables; run: launch metrics
@@ -296,7 +297,10 @@ def trace(checkout: Path) -> dict[str, Any]:
         setup.policy_setup.save_model(Path(folder), "qwen2_tied")
         config, groups = setup.make_config(Path(folder)), setup.make_groups()
         sys.setprofile(tracer)
-        setup.run_learn(config, groups, num_minibatches=setup.NUM_MINIBATCHES)
+        old = (
+            {"num_minibatches": setup.NUM_MINIBATCHES} if hasattr(setup, "NUM_MINIBATCHES") else {}
+        )
+        setup.run_learn(config, groups, **old)
         sys.setprofile(None)
     assert tracer.seen, "no optimizer step within a function called learn"
     return tracer.seen

@@ -25,7 +25,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -48,8 +48,8 @@ from gapo_megatron.learn.rounding import Scores
 from gapo_megatron.learn.step import learn
 from gapo_megatron.policy import Policy, attention, destroy, initialize
 from gapo_megatron.policy.optimizer import inner_optimizers
+from gapo_megatron.rollouts import Batch, Rollouts
 from gapo_megatron.run import process_group
-from gapo_megatron.types import Batch
 
 K = 8
 NUM_CORRECT = (1, 3, 5, 7)
@@ -149,8 +149,11 @@ def run_once(case: Case, hf_dir: str, output: Path) -> None:
         patch.object(plan, "ROUNDING_SEQUENCES", len(batch)),
         patch.object(Scores, "of", score),
     ):
-        packing = plan.plan_updates(batch, config, data_parallel_size=1)
-        metrics = learn(policy, batch, packing, config, Stopwatch(), measures_rounding=True)
+        planned = plan.plan_step(
+            batch, config.batch, needs_every_sequence=False, data_parallel_size=1
+        )
+        batch = replace(batch, plan=planned)
+        metrics = learn(policy, batch, config, Stopwatch(), measures_rounding=True)
     destroy()
     assert metrics is not None
     before, after = scores
@@ -212,10 +215,14 @@ def sample(hf_dir: str, case: Case, *, folder: Path) -> Batch:
         is_right = random.permutation(K) < c
         advantages += [float(right) - c / K for right in is_right]
         num_correct += [c] * K
+    rollouts = Rollouts.of(
+        [one for one in contexts for _ in range(K)],
+        answers,
+        [np.zeros(num_tokens, dtype=np.float32) for _ in answers],
+    )
     return Batch(
-        prompt_ids=[one for one in contexts for _ in range(K)],
-        response_ids=answers,
-        rollout_log_probs=[np.zeros(num_tokens, dtype=np.float32) for _ in answers],
+        rollouts.table,
+        rollouts.tokens,
         advantages=torch.tensor(advantages, dtype=torch.float64),
         num_correct=torch.tensor(num_correct),
         group_size=torch.full((len(answers),), K),

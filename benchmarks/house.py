@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 HERE, PACKAGE = Path(__file__).resolve().parents[1], "gapo_megatron"
 # Layers from bottom to top; an import may stay in its layer or go down.
 LAYERS = (
-    "errors types clock isolation|rollouts|exchange|io|compat|device|config|models|hf|objective|logprob|batching|"
-    "rewards|data|policy|learn|rollout|checkpoint|evaluate|run|train sft|ops"
+    "errors types clock isolation|rollouts|exchange|io|compat|device|config|models|hf|objective|"
+    "logprob|batching|rewards|data|policy|learn|rollout|checkpoint|evaluate|run|train sft|ops"
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
 # Layers of modules in older versions; the longest prefix of a module's name counts.
@@ -297,10 +297,10 @@ def trace(checkout: Path) -> dict[str, Any]:
         setup.policy_setup.save_model(Path(folder), "qwen2_tied")
         config, groups = setup.make_config(Path(folder)), setup.make_groups()
         sys.setprofile(tracer)
-        old = (
-            {"num_minibatches": setup.NUM_MINIBATCHES} if hasattr(setup, "NUM_MINIBATCHES") else {}
-        )
-        setup.run_learn(config, groups, **old)
+        if hasattr(setup, "make_judged"):
+            setup.run_learn(config, setup.make_judged())
+        else:  # versions before the table of rollouts
+            setup.run_learn(config, groups, num_minibatches=setup.NUM_MINIBATCHES)
         sys.setprofile(None)
     assert tracer.seen, "no optimizer step within a function called learn"
     return tracer.seen

@@ -52,14 +52,10 @@ class HfFolder:
             ConfigError, ConversionError: see `headers.read_headers`.
         """
         self.root = Path(hf_dir)
-        headers = read_headers(self.root)
-        self._stored = {
-            name: shard.Stored(header.shape, getattr(torch, header.dtype), header.offset)
-            for name, header in headers.items()
-        }
+        self._headers = read_headers(self.root)
         self.entries = {
-            name: Entry(stored.shape, stored.dtype, headers[name].file)
-            for name, stored in self._stored.items()
+            name: Entry(header.shape, getattr(torch, header.dtype), header.file)
+            for name, header in self._headers.items()
         }
 
     def read(self, name: str) -> Tensor:
@@ -71,7 +67,7 @@ class HfFolder:
             ConversionError: the file cannot be read; names file and tensor.
         """
         path = self.root / self.entries[name].file
-        return shard.read_tensor(path, name, self._stored[name])
+        return shard.read_tensor(path, name, self._headers[name])
 
 
 def read_hf(hf_dir: str | Path) -> Iterator[tuple[str, Tensor]]:

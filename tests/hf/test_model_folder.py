@@ -545,6 +545,7 @@ def with_header(content: bytes, header: dict[str, Any] | bytes) -> bytes:
     [
         {"dtype": "F99"},
         {"dtype": 5},
+        {"dtype": {"F32": None}},  # which the library takes
         {"shape": None},
         {"shape": [-32]},
         {"shape": [32.0]},
@@ -583,6 +584,9 @@ def test_a_header_that_is_wrong_about_a_tensor(folder: Path, damage: dict[str, A
         lambda content: with_header(content, header_of(content) | {"__metadata__": {"a": 1}}),
         lambda content: with_header(content, header_of(content) | {"__metadata__": []}),
         lambda content: with_header(content, header_of(content) | {"another": []}),
+        lambda content: with_header(
+            content, header_of(content) | {"another": ["F32", [0], [0, 0]]}
+        ),
         lambda content: with_header(
             content, json.dumps(header_of(content)).encode()[:-1] + b', "__metadata__": {}}'
         ),

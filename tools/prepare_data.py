@@ -4,7 +4,7 @@
 Reads .jsonl, .json (a list) and .parquet as published, and downloads nothing. --output is a new
 folder: problems.jsonl (what data.train_path names), dropped.jsonl (every row left out, and why),
 manifest.json (digests, options, counts) and, for code, tests.jsonl. It appears when it is whole.
-After an interruption the same command goes on where it was. docs/data.md says what the rules are.
+After an interruption the same command continues. The rules are in docs/data.md.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except OSError as error:  # a full disk, most likely
-        print(f"error: {error}; the same command goes on from here", file=sys.stderr)
+        print(f"error: {error}; run the same command again to continue", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130
     _show(counts, held_out, arguments)
     return 0
@@ -124,7 +124,7 @@ def _show(counts: Counts, held_out: HeldOut | None, arguments: argparse.Namespac
     console.print(table)
     lines = {"train on": f'data.train_path = "{arguments.output / "problems.jsonl"}"'}
     if len(levels) < len(counts.levels):
-        lines["levels"] = f"{len(counts.levels)} of them, in manifest.json"
+        lines["levels"] = f"{len(counts.levels)}, listed in manifest.json"
     if counts.contradictory_texts:
         lines["contradictory"] = f"problems with several answers: {counts.contradictory_texts:,}"
     if counts.benchmarks:
@@ -134,7 +134,7 @@ def _show(counts: Counts, held_out: HeldOut | None, arguments: argparse.Namespac
     if held_out is None:
         lines["not compared"] = "with the benchmarks: give --benchmarks DIR"
     elif held_out.absent:
-        lines["not compared"] = f"with {', '.join(held_out.absent)}: no folder of theirs there"
+        lines["not compared"] = f"with {', '.join(held_out.absent)}: not in the folder"
     for name, text in lines.items():
         console.print(f"{name:14} {text}", markup=False, highlight=False)
 

@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of a group share every sequence of a micro-batch.
 
 A sequence is cut into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r: an early one, whose
-causal attention is short, with a late one, so that all ranks compute equally much. It is the layout
-of Transformer Engine. What a rank computes of its rows, log-probs, is joined again before the loss:
-the ranks of a group then hold the same losses, as tensor parallel ranks do.
+causal attention is short, with a late one, so that all ranks do equal work. This is Transformer
+Engine's layout. The log-probs of each rank's rows are joined before the loss, so all ranks of a
+group compute the same loss, as tensor parallel ranks do.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gapo_megatron.types import Microbatch, Share
 
 
 def num_chunks(cp_size: int) -> int:
-    """Chunks of a sequence, whose length is a multiple of it; 1: sequences stay whole."""
+    """Chunks per sequence, which must divide its padded length; 1: sequences stay whole."""
     return 2 * cp_size if cp_size > 1 else 1
 
 
 def held_positions(cu_seqlens: Tensor, *, cp_rank: int, cp_size: int) -> Tensor:
-    """Positions of the packed row [T / cp] int64 that a rank holds, in the order in which it does.
+    """Positions of the packed row that a rank holds, in its order: [T / cp] int64.
 
     Args:
         cu_seqlens: [S + 1] boundaries, multiples of `num_chunks(cp_size)`.
@@ -37,7 +37,7 @@ def held_positions(cu_seqlens: Tensor, *, cp_rank: int, cp_size: int) -> Tensor:
     bounds = cu_seqlens.long()
     chunks = bounds.diff() // num_chunks(cp_size)
     starts = [bounds[:-1] + chunk * chunks for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank)]
-    # Per sequence its two chunks: first positions, and lengths.
+    # First position and length of the two chunks of each sequence.
     firsts = torch.stack(starts, dim=1).flatten()
     lengths = chunks.repeat_interleave(2)
     offsets = torch.arange(int(lengths.sum()), device=bounds.device)
@@ -46,15 +46,15 @@ def held_positions(cu_seqlens: Tensor, *, cp_rank: int, cp_size: int) -> Tensor:
 
 
 def cut(whole: Microbatch, groups: ParallelGroups) -> tuple[Microbatch, Tensor | None]:
-    """This rank's share of a micro-batch.
+    """Cut out this rank's share of a micro-batch.
 
     Args:
         whole: the same on all ranks of the context parallel group.
-        groups: this rank's place.
+        groups: this rank's parallel groups.
 
     Returns:
-        The share: tokens, positions and labels of what this rank holds; boundaries stay those of
-        whole sequences. And which of the R rows it scores, [R_local] int64; None: all.
+        The share: tokens, positions and labels of this rank, with the boundaries of whole
+        sequences; and the indices of the R rows that it scores, [R_local] int64 (None: all).
     """
     if groups.cp_size == 1:
         return whole, None
@@ -79,16 +79,16 @@ _TENSORS = ("tokens", "position_ids", "cu_seqlens", "row_index", "labels", "sequ
 def to_rank(
     whole: Microbatch, groups: ParallelGroups, *, num_shards: int, device: torch.device
 ) -> Microbatch:
-    """Put a micro-batch and this rank's share of it on the device, in one copy.
+    """Copy a micro-batch and this rank's share of it to the device, in one transfer.
 
-    Whatever depends on values, such as how many rows a rank scores, is decided here, on the host: a
-    device would have to be waited for.
+    Everything that depends on values, such as the number of rows a rank scores, is computed here on
+    the host, which would otherwise wait for the device.
 
     Args:
         whole: on the CPU.
-        groups: this rank's place.
-        num_shards: ranks that share the positions (sequence parallelism); divides them.
-        device: where the tensors go.
+        groups: this rank's parallel groups.
+        num_shards: number of sequence parallel ranks; divides the positions.
+        device: device of the result.
     """
     share, rows = cut(whole, groups)
     starts = np.arange(num_shards + 1) * (share.tokens.shape[1] // num_shards)
@@ -114,9 +114,9 @@ def join_rows(values: Tensor, rows: Tensor, num_rows: int, groups: ParallelGroup
 
     Args:
         values: [R_local] of this rank's rows.
-        rows: which ones, from `cut`.
+        rows: their indices, from `cut`.
         num_rows: R.
-        groups: this rank's place.
+        groups: this rank's parallel groups.
 
     Collectives: one all-reduce over the context parallel group if R > 0; none backward.
     """
@@ -125,14 +125,14 @@ def join_rows(values: Tensor, rows: Tensor, num_rows: int, groups: ParallelGroup
 
 
 class _JoinRows(torch.autograd.Function):
-    """Every rank computes the same loss of the joined rows: a gradient is not added up, but cut."""
+    """Join the rows of all ranks. All compute the same loss, so backward only selects rows."""
 
     @staticmethod
     def forward(
         ctx: Any, values: Tensor, rows: Tensor, num_rows: int, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.save_for_backward(rows)
-        # A row is one rank's alone; zeros of the others change no bit of it.
+        # Each row has one rank; adding the others' zeros changes no bit.
         joined = values.new_zeros(num_rows).index_copy_(0, rows, values)
         if num_rows:
             dist.all_reduce(joined, group=group)
@@ -145,7 +145,7 @@ class _JoinRows(torch.autograd.Function):
 
 
 class GatherTokens(torch.autograd.Function):
-    """[T / cp, ...] of each rank -> [T, ...], rank after rank; gradients are added up and cut."""
+    """[T / cp, ...] of each rank -> [T, ...], in rank order; backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder, by its index and the headers of its files. No torch.
+"""Read the index and the file headers of a Hugging Face folder. Imports no torch.
 
 A safetensors file is a length of 8 bytes, a JSON header with every tensor's offsets, and the
 tensors' bytes. The library checks that these fit together. Checked here is what it accepts: a
@@ -33,7 +33,7 @@ DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""Dtypes that are read, by the format's name: torch's name."""
+"""Supported dtypes: the format's name -> torch's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ def find_files(hf_dir: str | Path) -> dict[str, str]:
     """Check that a model folder is complete, without reading a tensor.
 
     Returns:
-        File of every tensor (name -> file name in the folder), in the order of the folder.
+        Tensor name -> file name in the folder, in the order of the index.
 
     Raises:
-        ConfigError: folder, config.json or a weight file is missing or unreadable; names it. Or
-            there are weights of two models.
+        ConfigError: the folder, config.json or a weight file is missing or unreadable, or there are
+            weights of two models; names the file.
     """
     root = Path(hf_dir)
     if not root.is_dir():
@@ -75,30 +75,29 @@ def find_files(hf_dir: str | Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{root / INDEX} has no weight_map")
     for name, file in weight_map.items():
-        # A link may lead anywhere: downloads are links into a cache. The name itself may not.
+        # The file may be a link, e.g. into a download cache, but its name must be in the folder.
         is_name = isinstance(file, str) and file == Path(file).name and "\0" not in file
         if not is_name or not file.endswith(".safetensors"):
             raise ConfigError(
-                f"{root / INDEX}: {name} is in {ascii(file)[:80]}: must be a .safetensors file's "
-                "name in the folder"
+                f"{root / INDEX}: {name} is in {ascii(file)[:80]}; must be a .safetensors file in "
+                "the folder"
             )
     lost = sorted({file for file in weight_map.values() if not (root / file).is_file()})
     if lost:
         raise ConfigError(f"model folder {root}: {INDEX} names missing files: {', '.join(lost)}")
     if (root / SINGLE).is_file() and SINGLE not in weight_map.values():
         raise ConfigError(
-            f"model folder {root} holds two models, {SINGLE} and what {INDEX} lists: some "
-            "programs read the one, some the other"
+            f"model folder {root} holds two models: {SINGLE}, and the files that {INDEX} lists"
         )
     return weight_map
 
 
 def read_headers(hf_dir: str | Path) -> dict[str, Header]:
-    """Every tensor of a model folder, in the order of the folder.
+    """Read the headers of all tensors of a model folder, in the order of the index.
 
     Raises:
-        ConfigError, ConversionError: see `find_files` and `read_header`; or the index names a
-            tensor that its file does not hold, or leaves one out.
+        ConfigError, ConversionError: see `find_files` and `read_header`; or the index and a file
+            list different tensors.
     """
     root = Path(hf_dir)
     files = find_files(root)
@@ -111,11 +110,11 @@ def read_headers(hf_dir: str | Path) -> dict[str, Header]:
 
 
 def read_header(path: Path) -> dict[str, Header]:
-    """Every tensor of a safetensors file, in the order of the header.
+    """Read the headers of all tensors of a safetensors file, in the order of the file.
 
     Raises:
-        ConfigError: the file is truncated, or no safetensors file.
-        ConversionError: a dtype that is not read; names file and tensor.
+        ConfigError: the file is truncated or damaged, or not a safetensors file.
+        ConversionError: a dtype is not supported; names file and tensor.
     """
     broken = f"{path} is not a whole safetensors file"
     try:

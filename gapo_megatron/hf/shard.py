@@ -1,4 +1,4 @@
-"""One safetensors file, read and written tensor by tensor.
+"""Read and write a safetensors file tensor by tensor.
 
 For the format see `headers`. The library writes a file from tensors that are all in memory, and
 reads through a memory map, which ends the process where the file has become shorter. Here a tensor
@@ -55,13 +55,13 @@ def write_file(
     Args:
         path: of a file that does not exist.
         layout: shape and dtype of every tensor.
-        tensors: exactly those, in any order, on any device; consumed one by one.
+        tensors: the tensors of `layout`, in any order, on any device; consumed one by one.
 
     Raises:
-        ConversionError: the file cannot be written (names file and tensor), or a tensor is not
-            what `layout` says.
+        ConversionError: the file cannot be written (names file and tensor), or the tensors differ
+            from `layout`.
     """
-    # Wide dtypes first: every tensor is then aligned to its own.
+    # Wide dtypes first, so that every tensor is aligned to its dtype.
     names = sorted(layout, key=lambda name: -layout[name][1].itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
@@ -74,6 +74,7 @@ def write_file(
             "shape": list(shape),
             "data_offsets": [begin, end],
         }
+    # The header comes first, so the tensors may then arrive in any order.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start, name = 8 + len(text), "the header"
@@ -99,8 +100,8 @@ def write_file(
 def empty(shape: Shape, dtype: torch.dtype) -> Tensor:
     """A CPU tensor with undefined content.
 
-    Large ones lie on huge pages: to get the pages of fresh memory 4 KiB by 4 KiB takes several
-    times as long as to fill them.
+    Large ones use huge pages: allocating fresh memory in pages of 4 KiB takes several times as long
+    as filling it.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if num_bytes < _HUGE_BYTES:

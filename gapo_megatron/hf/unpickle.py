@@ -1,8 +1,8 @@
 """The pickles of a Megatron folder, read as data: nothing that they name is imported or called.
 
-`.metadata` says where each tensor lies; common.pt, or an object beside the tensors, has all else. A
-pickle may name any function to call. These name classes of torch and Megatron-core: each name must
-be on a list, and a stand-in is made in its place.
+`.metadata` says where each tensor is stored; common.pt, or an object beside the tensors, has
+everything else. A pickle may name any function to call. These name classes of torch and
+Megatron-core: each name must be on a list, and a stand-in takes its place.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import io
 import pickle
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from gapo_megatron.compat.pickle import Unpickler
+from gapo_megatron.compat.pickle import CheckedUnpickler
 from gapo_megatron.compat.torch import pickle_in, storage_info
 from gapo_megatron.errors import ConversionError
 from gapo_megatron.hf.manifest import is_plain_name
@@ -38,9 +38,7 @@ _DAMAGE = (
     *(AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
 _MAX_BYTES = 2**30
-"""Largest pickle that is read: a `.metadata` has some 300 bytes for each tensor."""
-_MAX_ITEMS = 10_000
-"""Items of one tuple, and of the tuples in it."""
+"""Largest pickle that is read; a `.metadata` has some 300 bytes per tensor."""
 # Names in what libraries write: nobody here uses these objects, and their stand-ins are harmless.
 _METADATA = re.compile(
     r"torch\.distributed\.(checkpoint|_shard)\.[\w.]+|torch\.serialization\._get_layout"
@@ -65,10 +63,10 @@ _COMMON_OBJECT = "common_state/shard_0_1"
 
 
 def read_metadata(root: Path) -> Metadata:
-    """What `.metadata` says: names, shapes and types of tensors, and where each part of them lies.
+    """Read `.metadata`: names, shapes and dtypes of tensors, and the file of each of their parts.
 
     Raises:
-        ConversionError: it is missing, damaged or misshapen, names a function to call, or a file
+        ConversionError: it is missing, damaged or misshapen, or names a function to call or a file
             outside of the folder.
     """
     path = root / ".metadata"
@@ -85,10 +83,10 @@ def read_metadata(root: Path) -> Metadata:
 
 
 def read_common(root: Path, metadata: Metadata) -> dict[str, Any]:
-    """What a folder holds besides tensors; objects of libraries are empty stand-ins.
+    """Read what a folder holds besides tensors; objects of libraries become stand-ins.
 
     Raises:
-        ConversionError: it is missing, damaged or no dictionary, or names a function to call.
+        ConversionError: it is missing, damaged or not a dictionary, or names a function to call.
     """
     path, at = root / "common.pt", metadata.storage_data.get(MetadataIndex(_COMMON_OBJECT))
     try:
@@ -135,14 +133,14 @@ def check_extra_state(value: Any, *, source: str) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """An error in one line; of torch's unpickler without the advice to let it run all the same."""
+    """An error in one line; of torch's unpickler, without the advice to trust the file."""
     text = " ".join(str(error).split())
     found = isinstance(error, pickle.UnpicklingError) and re.search(r"GLOBAL (\S+)", text)
     return f"it would run {found[1]}, which is no data" if found else text
 
 
 class _StandIn:
-    """Takes the place of a library's object; keeps its state alone."""
+    """Takes the place of a library's object, and keeps only its state."""
 
     state: Any = None
 
@@ -154,7 +152,7 @@ class _StandIn:
 
 
 class _Content(io.BytesIO):
-    """Bytes that are cut off where more are asked for than there are."""
+    """Bytes that raise EOFError when more are read than there are."""
 
     def read(self, size: int | None = -1) -> bytes:
         content = super().read(size)
@@ -163,16 +161,8 @@ class _Content(io.BytesIO):
         return content
 
 
-class _DataUnpickler(Unpickler):
-    """Makes a stand-in of every object whose name is on a list, and refuses all others.
-
-    It refuses what would end the process, too. A tuple is hashed, as a dictionary's key, with all
-    that is in it: a deep one overflows the stack, and one that holds another twice, which holds
-    another twice ..., takes for ever. The unpickler written in C, which other readers of the same
-    bytes use, makes a table as long as the largest index of its memo.
-    """
-
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(Unpickler.dispatch)
+class _DataUnpickler(CheckedUnpickler):
+    """Makes a stand-in of every object whose name is on a list, and refuses all others."""
 
     def __init__(self, file: io.BytesIO, path: Path, known: re.Pattern[str]) -> None:
         super().__init__(file)
@@ -198,49 +188,19 @@ class _DataUnpickler(Unpickler):
         return self._classes.setdefault(full, type(name, bases, {}))
 
     def persistent_load(self, _: Any) -> None:
-        """The numbers of a tensor in common.pt, which nobody asks for."""
+        """The storage of a tensor in common.pt; no such tensor is used."""
 
     def _load_storage(self, content: bytes) -> Any:
-        """The pickle within the pickle of a storage: `torch.save`'s older format, of five."""
+        """Check the pickle inside the pickle: `torch.save`'s older format, of five pickles."""
         file = _Content(content)
         for _ in range(5):
             _DataUnpickler(file, self._path, _ANY).load()  # torch knows which names it writes
         file.seek(0)
         return torch.load(file, weights_only=True)
 
-    def check_top(self) -> None:
-        """Check what the last operation has put on the stack and into the memo.
-
-        Raises:
-            ValueError: see the class.
-        """
-        if self.memo and (index := next(reversed(self.memo))) > len(self.memo):
-            raise ValueError(f"{index} as the index of object {len(self.memo)}")
-        num_items, items = 0, [self.stack[-1]]
-        while items:
-            item = items.pop()
-            num_items += 1
-            if num_items > _MAX_ITEMS:
-                raise ValueError(f"a tuple of more than {_MAX_ITEMS} items")
-            if isinstance(item, tuple):
-                items += item
-
-
-def _checked(operation: Callable[[Any], None]) -> Callable[[Any], None]:
-    def run(unpickler: _DataUnpickler) -> None:
-        operation(unpickler)
-        unpickler.check_top()
-
-    return run
-
-
-for _opcode in b"t\x85\x86\x87pqr":  # TUPLE to TUPLE3, and the three kinds of PUT
-    _DataUnpickler.dispatch[_opcode] = _checked(Unpickler.dispatch[_opcode])
-del _DataUnpickler.dispatch[pickle.BYTEARRAY8[0]]  # makes room for as many bytes as it is told
-
 
 def _load(file: Any, path: Path) -> Any:
-    """The content of a file of `torch.save`, with stand-ins."""
+    """Read a file of `torch.save`, with stand-ins."""
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # torch knows its own
     if foreign := [name for name in names if not _COMMON.fullmatch(name)]:
         raise _foreign(path, foreign)
@@ -254,7 +214,7 @@ def _foreign(path: Path, names: list[str]) -> ConversionError:
     )
 
 
-# --- from stand-ins to torch's classes -----------------------------------------------------------
+# --- from stand-ins to torch's classes, with every field checked ---------------------------------
 
 
 def _metadata_of(found: Any) -> Metadata:

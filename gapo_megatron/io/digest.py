@@ -1,4 +1,4 @@
-"""SHA-256 of files, and of the code that decides something."""
+"""SHA-256 of files, and of parts of this package."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def file_sha256(path: Path) -> str:
 
 
 def code_sha256(*parts: str) -> str:
-    """Digest of modules of this package: what they decided must not mix with what others do.
+    """Digest of modules of this package, so that results of different versions are not mixed.
 
     Args:
-        parts: files (`data/benchmarks.py`) and folders (`rewards`), which stand for all of theirs.
+        parts: files (`data/benchmarks.py`) and folders (`rewards`, with all files in them).
     """
     roots = [_PACKAGE / part for part in parts]
     assert all(root.exists() for root in roots), f"{parts} are not all here"

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever happens. The standard library alone."""
+"""Write files that are complete or absent after any failure. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from gapo_megatron.errors import ConfigError, GapoError, MachineError
 
 
 def real(path: str | Path) -> Path:
-    """Absolute, without links; of links in a circle what is left (`Path.resolve` raises then)."""
+    """The absolute path without links; unlike `Path.resolve`, accepts links in a circle."""
     return Path(os.path.realpath(path))
 
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """What the system says while the block reads or writes `path`, as an error that names it.
-
-    By itself a write that fails does not say of which file.
+    """Name `path` in OSErrors of the block, because errors of a write do not say which file.
 
     Raises:
-        MachineError: instead of any other OSError; a full disk is the usual one.
+        MachineError: in place of any OSError; usually a full disk.
     """
     try:
         yield
@@ -33,14 +31,14 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str | bytes) -> None:
-    """Write a file that a reader sees whole or as it was; so does one after a loss of power.
+    """Replace a file's content at once: readers see the old or the new file, even after power loss.
 
     Args:
-        path: in a folder that exists. A link gives way to the file; what it led to stays.
-        text: whole lines; a newline is added to a last one that lacks it. Bytes: as they are.
+        path: in an existing folder. A link is replaced by the file; its target is not changed.
+        text: lines; a missing final newline is added. Bytes are written unchanged.
 
     Raises:
-        MachineError: the disk is full or fails; the file is as it was.
+        MachineError: the disk is full or fails; the file is unchanged.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     if isinstance(text, str):
@@ -52,7 +50,7 @@ def write_atomically(path: Path, text: str | bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             rename(draft, path)
-        except BaseException:  # also of Ctrl-C
+        except BaseException:  # also on Ctrl-C
             draft.unlink(missing_ok=True)
             raise
 
@@ -60,13 +58,13 @@ def write_atomically(path: Path, text: str | bytes) -> None:
 def check_overwritable(
     folder: str | Path, names: Iterable[str], *, field: str, is_ours: bool
 ) -> None:
-    """Refuse to overwrite files that the command did not make; others in the folder do not matter.
+    """Refuse to overwrite files that the command did not make; ignores other files in the folder.
 
     Args:
         folder: to write to; need not exist.
-        names: of the files that will be written there, or removed.
+        names: of the files that will be written or removed.
         field: setting or option that names the folder, for errors.
-        is_ours: what is there is known to be an earlier result of the same command.
+        is_ours: existing files are known to be results of the same command.
 
     Raises:
         ConfigError: names the field, the folder and the first file in the way.
@@ -74,25 +72,25 @@ def check_overwritable(
     for name in [] if is_ours else names:
         if os.path.lexists(Path(folder, name)):
             raise ConfigError(
-                f"{field} ({folder}) holds {name}, which this command would overwrite and has not "
-                "made: name another folder, or move it away"
+                f"{field} ({folder}) holds {name}, which this command did not make and would "
+                "overwrite: name another folder, or move the file away"
             )
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or a folder so that a loss of power does not undo it."""
+    """Rename a file or a folder, and flush the change to disk."""
     source.rename(target)
     fsync(target.parent)
 
 
 def flush(folder: Path) -> None:
-    """Force everything in a folder to disk."""
+    """Flush everything in a folder to disk."""
     for path in [*folder.rglob("*"), folder]:
         fsync(path)
 
 
 def fsync(path: Path) -> None:
-    """Force a file, or the names in a folder, to disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -26,11 +26,12 @@ class Architecture:
     """How this package converts, computes and plans one Hugging Face architecture.
 
     To add one, write a file beside `llama.py` and name it in `tables.ARCHITECTURES`. Begin with
-    `geometry` and `rules`. `geometry` reads sizes and features from config.json; the conversion
-    rules, TransformerConfig, the checks of parallel sizes, and the planner's memory and FLOPs all
-    follow from it, so that they cannot contradict each other. A feature that `Geometry` cannot
-    express goes into `parts.py`, and into `policy/model.py` if it needs other layers than
-    Megatron-core's. Rotary positions are read by `rope.read_rope` for every architecture.
+    `geometry`, which reads sizes and features from config.json, and with `rules` if `parts.decoder`
+    does not fit. Conversion rules, TransformerConfig, the checks of parallel sizes, and the
+    planner's memory and FLOPs all follow from the geometry, so that they cannot contradict each
+    other. A feature that `Geometry` cannot express goes into `parts.py`, and into `policy/model.py`
+    if it needs other layers than Megatron-core's. Rotary positions are read by `rope.read_rope` for
+    every architecture.
 
     Refuse what you do not support: a model that loads but computes something else is the worst
     outcome. `check` refuses what the rules do not cover, for conversion too; `check_computed`
@@ -64,7 +65,7 @@ class Architecture:
     # The model.
     geometry: Callable[[Any], Geometry] = Geometry.of
     """Sizes and features, from `config`."""
-    rules: Callable[[Geometry], list[Rule]]
+    rules: Callable[[Geometry], list[Rule]] = parts.decoder
     """The conversion table: every parameter, in the order of the model."""
     transformer_fields: Callable[[Any, Geometry], dict[str, Any]] = parts.transformer_fields
     """TransformerConfig fields of the computation, from `config` and its geometry; `policy.model`

@@ -126,8 +126,8 @@ def facts_of(fields: Any, *, source: str) -> ModelFacts:
     facts = {**architecture.defaults, **stated}
     if layers is not None and len(layers) != facts["num_hidden_layers"]:
         raise ConfigError(
-            f"{source}: layer_types has {len(layers)} entries, but num_hidden_layers is "
-            f"{facts['num_hidden_layers']}"
+            f"{source}: layer_types has {len(layers)} entries; it must have as many as "
+            f"num_hidden_layers ({facts['num_hidden_layers']})"
         )
     _fill(facts, architecture=architecture, source=source)
     facts["rope_parameters"] = {"rope_type": rope.kind, "rope_theta": rope.base, **rope.scaling}
@@ -174,24 +174,24 @@ def _check_loading(fields: Mapping[str, Any], source: str) -> None:
 
 
 def refuse_code(fields: Mapping[str, Any], *, source: str) -> None:
-    """Raise ConfigError where a file of a model folder names Python code that goes with it.
+    """Raise ConfigError if a file of a model folder names Python code in the folder.
 
-    Without it the libraries would take a class of their own for the one that is meant: another
-    model or tokenizer, perhaps.
+    Without running it, the libraries would use a class of their own, perhaps for another model or
+    tokenizer.
     """
     if code := fields.get("auto_map"):
         raise ConfigError(
-            f"{source}: auto_map ({code!a:.200}) names code of the folder, which is never run; if "
-            "the model is one that transformers itself computes, remove auto_map"
+            f"{source}: auto_map ({code!a:.200}) names code in the folder, which is never run; if "
+            "transformers supports the model without it, remove auto_map"
         )
 
 
 def _stated(
     fields: Mapping[str, Any], rules: Mapping[str, FieldRule], source: str
 ) -> dict[str, Any]:
-    """Values that config.json has for the fields with rules, under one name each."""
+    """The values in config.json of the fields with rules, under one name each."""
     stated = {name: fields[name] for name in rules if name in fields}
-    if "num_local_experts" in fields:  # transformers 5 writes it in place of num_experts
+    if "num_local_experts" in fields:  # transformers 5 writes it instead of num_experts
         other = fields["num_local_experts"]
         if stated.setdefault("num_experts", other) != other:
             raise ConfigError(
@@ -206,7 +206,7 @@ def _check(
 ) -> None:
     words, holds = rule
     if value is None:
-        # Null where the type has no such field is the same as saying nothing.
+        # Null for a field that the architecture does not have is the same as missing.
         may_be_null = name in ("sliding_window", "layer_types", *architecture.nullable)
         if may_be_null or architecture.defaults.get(name) is None:
             return
@@ -215,7 +215,7 @@ def _check(
 
 
 def _fill(facts: dict[str, Any], *, architecture: Architecture, source: str) -> None:
-    """Values that follow from others, as transformers fills them in."""
+    """Set values that follow from others, as transformers does."""
     hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
     if facts["num_key_value_heads"] is None:
         facts["num_key_value_heads"] = heads
@@ -227,5 +227,5 @@ def _fill(facts: dict[str, Any], *, architecture: Architecture, source: str) -> 
     head_dim = facts.get("head_dim") or hidden // heads
     if head_dim % 2:
         raise ConfigError(
-            f"{source}: head_dim ({head_dim}) must be even: rotary positions turn pairs of numbers"
+            f"{source}: head_dim ({head_dim}) must be even: rotary positions rotate pairs"
         )

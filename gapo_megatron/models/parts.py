@@ -172,6 +172,12 @@ def check_computed(config: Any) -> None:
 # --- conversion rules: the parts of a model ------------------------------------------------------
 
 
+def decoder(g: Geometry) -> list[Rule]:
+    """All parameters of a decoder, dense or with experts, in the order of the model."""
+    layers = experts(g) if g.num_experts else mlp(g)
+    return [embedding(g), *attention(g), *layers, *output(g)]
+
+
 def embedding(g: Geometry) -> Rule:
     """Token embedding."""
     return same(

@@ -1,13 +1,16 @@
-"""Write files that are complete or absent after any failure. Standard library only."""
+"""Files that are complete or absent after any failure, and digests. Standard library only."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gapo_megatron.errors import ConfigError, GapoError, MachineError
+from gapo_megatron.errors import ConfigError, DataError, GapoError, MachineError
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 def real(path: str | Path) -> Path:
@@ -96,3 +99,35 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# --- digests -------------------------------------------------------------------------------------
+
+
+def file_sha256(path: Path) -> str:
+    """Digest of a file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def code_sha256(*parts: str) -> str:
+    """Digest of modules of this package, so that results of different versions are not mixed.
+
+    Args:
+        parts: files (`data/benchmarks.py`) and folders (`rewards`, with all files in them).
+    """
+    roots = [_PACKAGE / part for part in parts]
+    assert all(root.exists() for root in roots), f"{parts} are not all here"
+    digest = hashlib.sha256()
+    for path in sorted(
+        p for root in roots for p in ([root] if root.suffix else root.rglob("*.py"))
+    ):
+        digest.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -11,8 +11,7 @@ from gapo_megatron.data.rows import check_format, read_rows
 from gapo_megatron.errors import ConfigError, DataError
 from gapo_megatron.hf.folder import new_folder
 from gapo_megatron.hf.model_folder import TOKENIZER_FILES
-from gapo_megatron.io.digest import code_sha256, file_sha256
-from gapo_megatron.io.files import real
+from gapo_megatron.io.files import code_sha256, file_sha256, real
 from gapo_megatron.ops.prepare.held_out import MANY_NGRAMS, MIN_SHARE, NUM_WORDS, HeldOut
 from gapo_megatron.ops.prepare.journal import Journal
 from gapo_megatron.ops.prepare.output import MANIFEST, Counts, Output

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Convert a Hugging Face model folder to a Megatron-core checkpoint, to be loaded in any layout.
 
-Before a byte is written, config.json must agree with the weights, every tensor must have one place
-in the model, and there must be space. Before the output appears under its name, every tensor is
-accounted for on both sides, a sample of them (or all) is read back and must be equal bit for bit,
-and both folders must give the same logits, if the model fits into memory. No GPU is needed.
+Before a byte is written, config.json must agree with the weights, every tensor must belong to the
+model, and there must be enough space. Before the output gets its name, every tensor is accounted
+for on both sides, a sample of them (or all) is read back and compared bit for bit, and both folders
+must give the same logits if the model fits into memory. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    # torch and transformers: seconds that --help and a mistake do not need.
+    # Imports torch and transformers, which takes seconds that --help does not need.
     from gapo_megatron.ops.convert.directions import hf_to_megatron
     from gapo_megatron.ops.convert.report import show
 

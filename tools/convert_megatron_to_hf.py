@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Convert a Megatron-core checkpoint of any layout to a Hugging Face model folder.
 
-Takes what convert_hf_to_megatron.py makes, a training run of this project (its newest step, or the
-checkpoints/step_* that is named), and Megatron-LM's folders of the format torch_dist; optimizer
-state is left alone. What is checked, before and after, is what the other tool checks; also what the
-checkpoint states of its model must be what config.json says. No GPU is needed.
+Reads folders made by convert_hf_to_megatron.py, training runs of this project (the newest step, or
+a given checkpoints/step_*), and Megatron-LM's folders of the format torch_dist; optimizer state is
+ignored. The checks are those of the other tool; also, the model that the checkpoint records must be
+that of config.json. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
         "--hf-config",
         type=Path,
         metavar="DIR",
-        help="folder with config.json and tokenizer (default: what the checkpoint brings or names)",
+        help="folder with config.json and tokenizer (default: the one of the checkpoint)",
     )
     add_options(parser)
     parser.add_argument(
@@ -56,14 +56,14 @@ def main(command_line: Sequence[str] | None = None) -> int:
         type=to_bytes,
         default="5GB",
         metavar="SIZE",
-        help="of a safetensors file (default: 5GB)",
+        help="largest size of a safetensors file (default: 5GB)",
     )
     arguments = parser.parse_args(command_line)
     return run(lambda: _convert(arguments))
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    # torch and transformers: seconds that --help and a mistake do not need.
+    # Imports torch and transformers, which takes seconds that --help does not need.
     from gapo_megatron.ops.convert.directions import megatron_to_hf
     from gapo_megatron.ops.convert.report import show
 

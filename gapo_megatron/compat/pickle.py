@@ -21,6 +21,8 @@ class CheckedUnpickler(pickle._Unpickler):
     # Upstream: none found
     MAX_ITEMS = 10_000
     """Items of one tuple, and of the tuples in it."""
+    memo: dict[int, Any]
+    stack: list[Any]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 
     def check_top(self) -> None:

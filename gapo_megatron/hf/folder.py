@@ -67,8 +67,8 @@ def check_replaceable(
         raise ConfigError(f"{field} ({output}) cannot be read: {error.strerror}") from None
     if not (is_empty or is_ours):
         raise ConfigError(
-            f"{field} ({output}) exists and is not a result of this command at that path "
-            f"({MARKER_NAME} would say so): name a new or empty folder, or move this one away"
+            f"{field} ({output}) must be new, empty or an earlier result of this command at that "
+            f"path (see its {MARKER_NAME}): name another folder, or move that one away"
         )
 
 

@@ -86,6 +86,6 @@ def check_fp8_shapes(rules: list[Rule], parallel: ParallelConfig, config: ModelC
         if any(size % multiple for size in shape):
             raise ConfigError(
                 f"model.precision ('fp8') with model.fp8_recipe ('{config.fp8_recipe}') needs "
-                f"multiples of {multiple}, but at parallel.tensor_model_parallel_size ({tp_size}) "
+                f"multiples of {multiple}: at parallel.tensor_model_parallel_size ({tp_size}) "
                 f"a rank's {rule.megatron} is {' x '.join(map(str, shape))}"
             )

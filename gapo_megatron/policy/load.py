@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,12 @@ def load_weights(stage: PolicyModel, folder: str | Path, adapter: Adapter = FULL
 
     with cpu.device_scope():
         keys = read_metadata(folder).state_dict_metadata.keys()
-        wanted = stage.sharded_state_dict(metadata=_layout_of(keys))
+        # The options of Megatron-core with which the writer named its tensors; see `hf.disk_keys`.
+        naming = {
+            "non_homogeneous_layers": any(key.startswith("decoder.layers.0.") for key in keys),
+            "singleton_local_shards": any(key.endswith(".linear_fc1.weight_w") for key in keys),
+        }
+        wanted = stage.sharded_state_dict(metadata=naming)
         # Transformer Engine's modules also ask for their fp8 scales. A start does not need them,
         # and a folder written with other layers has none.
         wanted = {name: part for name, part in wanted.items() if is_of_model(name)}
@@ -216,14 +221,6 @@ def _check_extra_states(tree: Any, *, source: str) -> None:
             _check_extra_states(value, source=source)
         elif _is_extra_state(str(name)):
             check_extra_state(value, source=f"{source}: {name}")
-
-
-def _layout_of(keys: Collection[str]) -> dict[str, Any]:
-    """How the writer named its tensors, as options of Megatron-core; see `hf.disk_keys`."""
-    return {
-        "non_homogeneous_layers": any(key.startswith("decoder.layers.0.") for key in keys),
-        "singleton_local_shards": any(key.endswith(".linear_fc1.weight_w") for key in keys),
-    }
 
 
 def _is_extra_state(name: str) -> bool:

@@ -143,18 +143,7 @@ def megatron_to_hf(
             another model than config.json describes, or a file does not match its manifest.
     """
     # The source, before a byte is written: complete, undamaged, and as config.json says.
-    found = find_megatron(megatron_dir)
-    side_files = hf_config_dir or found.hf_dir
-    if side_files is None:
-        raise ConfigError(
-            f"Megatron folder {found.root} has no config.json: give a folder with the model's "
-            "config.json and tokenizer by --hf-config"
-        )
-    _check_apart(hf_dir, found.root, side_files)
-    check_model_folder(side_files, weights=False)
-    hf_config = read_config(side_files)
-    for source, record in found.records.items():
-        compare_configs(hf_config, record, source=str(source))
+    found, side_files, hf_config = _find_source(megatron_dir, hf_config_dir, output=hf_dir)
     rules = rules_for(hf_config)
     megatron = MegatronFolder(found, rules)
     check_dtypes(megatron.root, megatron.entries)
@@ -201,6 +190,25 @@ def megatron_to_hf(
         checks |= more
         write_report(folder, source=found.root, dtypes=dtypes.values(), checks=checks)
     return Result(hf_dir, parts, checks, written)
+
+
+def _find_source(
+    megatron_dir: Path, hf_config_dir: Path | None, *, output: Path
+) -> tuple[Found, Path, PretrainedConfig]:
+    """Find a checkpoint, and the folder with a config.json that agrees with its records."""
+    found = find_megatron(megatron_dir)
+    side_files = hf_config_dir or found.hf_dir
+    if side_files is None:
+        raise ConfigError(
+            f"Megatron folder {found.root} has no config.json: give a folder with the model's "
+            "config.json and tokenizer by --hf-config"
+        )
+    _check_apart(output, found.root, side_files)
+    check_model_folder(side_files, weights=False)
+    hf_config = read_config(side_files)
+    for source, record in found.records.items():
+        compare_configs(hf_config, record, source=str(source))
+    return found, side_files, hf_config
 
 
 def _check_digests(found: Found, num_threads: int) -> str:

@@ -180,7 +180,11 @@ def _megatron_logits(
     dtype: torch.dtype | None,
 ) -> list[Tensor]:
     """The same of Megatron-core's model, with all sequences packed into one row."""
-    microbatch = pack(_to_pack(sequences), range(len(sequences)), device=_device())
+    batch = Sequences(  # prompts of one token; a response's last token is never an input
+        prompt_ids=[ids[:1].numpy() for ids in sequences],
+        response_ids=[np.append(ids[1:].numpy(), 0) for ids in sequences],
+    )
+    microbatch = pack(batch, range(len(sequences)), device=_device())
     with _process_group():
         groups = initialize(ParallelConfig())
         try:
@@ -200,14 +204,6 @@ def _round(model: nn.Module, dtype: torch.dtype | None) -> None:
     if dtype is not None:
         for parameter in model.parameters():
             parameter.copy_(parameter.to(dtype))
-
-
-def _to_pack(sequences: list[Tensor]) -> Sequences:
-    """Prompts of one token. A response gets one token more, because its last is never an input."""
-    return Sequences(
-        prompt_ids=[ids[:1].numpy() for ids in sequences],
-        response_ids=[np.append(ids[1:].numpy(), 0) for ids in sequences],
-    )
 
 
 @contextlib.contextmanager

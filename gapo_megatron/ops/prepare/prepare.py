@@ -34,9 +34,8 @@ def prepare(
 ) -> Counts:
     """Write a folder of problems for `read_prompts`: the whole folder, or none.
 
-    Equal inputs and options give equal bytes, with or without an interruption: the `Journal` keeps
-    the finding of each row, and the same call continues after the last one. Memory: what
-    `read_rows` needs and, if the source is deduplicated, what `Duplicates` needs.
+    Equal inputs and options give equal bytes, also after an interruption: the `Journal` keeps the
+    finding of each row. Memory: see `read_rows` and, for deduplicated sources, `Duplicates`.
 
     Args:
         source: how rows are read.
@@ -56,17 +55,12 @@ def prepare(
     """
     _check(inputs, lengths)
     # Everything that the result depends on: a journal made of anything else is not continued.
-    tokenizer = Path(lengths.tokenizer.name_or_path)
     made_of = {
         "source": source.name,
         "kind": source.kind,
         "options": options,
         "inputs": [{"path": str(p), "sha256": d} for p, d in _digests(inputs, progress).items()],
-        "tokenizer": {
-            name: file_sha256(tokenizer / name)
-            for name in TOKENIZER_FILES
-            if (tokenizer / name).is_file()
-        },
+        "tokenizer": _tokenizer_files(Path(lengths.tokenizer.name_or_path)),
         "benchmarks": _describe(held_out) if held_out else None,
         "code": code_sha256("data", "rewards", "ops/prepare"),
     }
@@ -85,8 +79,8 @@ def prepare(
         outputs = _digests(sorted(folder.iterdir()), progress)
         by_name = {path.name: digest for path, digest in outputs.items()}
         manifest = made_of | {"counts": vars(counts), "outputs": by_name}
-        text = json.dumps(manifest, indent=1, sort_keys=True) + "\n"
-        (folder / MANIFEST).write_text(text, encoding="utf-8")
+        text = json.dumps(manifest, indent=1, sort_keys=True)
+        (folder / MANIFEST).write_text(f"{text}\n", encoding="utf-8")
     return counts
 
 
@@ -160,6 +154,12 @@ def _digests(paths: Sequence[Path], progress: Progress) -> dict[Path, str]:
         digests[path] = file_sha256(path)
     progress("hashing", 1.0)
     return digests
+
+
+def _tokenizer_files(folder: Path) -> dict[str, str]:
+    """Digests of the tokenizer's files, which prompt lengths depend on, by name."""
+    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return {name: file_sha256(folder / name) for name in names}
 
 
 def _describe(held_out: HeldOut) -> dict[str, Any]:
